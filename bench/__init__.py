@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench NAME [--quick]` runs one against its limit and its peers in the same run."""
+"""Benchmarks: `python -m bench NAME [--quick]` runs one, together with its limit and its peers."""

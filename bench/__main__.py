@@ -29,7 +29,7 @@ BENCHMARKS = {
     "spark_jobs": "verification on Spark against reading and checksums on all cores",
     "wire": "SQL over the wire against the owner, a bare endpoint, and PostgreSQL",
     "replicas": "embedded replicas: catching up against fetching everything",
-    "clients": "programs beside the owner: Flask with four workers against a SQLite file, single calls",
+    "clients": "clients of a store's owner: Flask with four workers against a SQLite file, single calls",
     "archive": "the store in its bucket: commit rates, lag, requests, mode sync, restore, replay",
     "many": "a store as it grows: opening it, by the length of its feed",
     "cli": "starting the command line against starting Python",
@@ -37,6 +37,17 @@ BENCHMARKS = {
     "tpch": "TPC-H queries 1 and 3 through Spark against the same rows in Parquet",
     "spark": "data sources on Spark against SQLite, the local feed and Spark's own floor",
 }
+MODULES = {
+    "archive": ("archive", "archive_restore"),
+    "kv": ("kv", "kv_tables", "kv_spark"),
+    "lakehouse": ("lakehouse", "row_changes"),
+    "many": ("many_opening", "many"),
+    "spark": ("spark", "spark_changes"),
+    "sqlite": ("sqlite", "sqlite_fork"),
+    "stream": ("stream_records", "stream"),
+}
+"""Benchmarks whose parts are in more than one module: parts that use the public API, and parts that measure one component
+(docs/decisions/079-benchmarks-of-components.md)."""
 
 
 def main() -> int:
@@ -50,14 +61,14 @@ def main() -> int:
     )
     options = parser.parse_args()
     if options.name is None:
-        for name, what in BENCHMARKS.items():
-            sys.stdout.write(f"{name:<12} {what}\n")
+        for name, description in BENCHMARKS.items():
+            sys.stdout.write(f"{name:<12} {description}\n")
         return 0
-    module = importlib.import_module(f"bench.{options.name}")
+    modules = [importlib.import_module(f"bench.{name}") for name in MODULES.get(options.name, (options.name,))]
     report = Report(options.name, _run(options.quick))
     sys.stdout.write(f"{options.name} on Python {platform.python_version()}, {platform.machine()}\n")
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="quire-bench-") as directory:
-        for part in module.PARTS:
+        for part in (part for module in modules for part in module.PARTS):
             if options.only in part.__name__:
                 part(report, Path(directory), options.quick)
     result = report.finish()
@@ -69,7 +80,7 @@ def main() -> int:
 
 
 def _run(quick: bool) -> dict[str, Any]:
-    """When and on what: who reads a result needs to know."""
+    """Return the date, the size and the machine of a run, for readers of its result."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "size": "quick" if quick else "full",

@@ -1,8 +1,8 @@
-"""The archive against the same store without it, a bare loop of puts, and the download of the same bytes.
+"""A store with an archive against the same store without one, and against a bare loop of puts.
 
-The bucket is S3 over HTTP on this machine (moto's server, in a process of its own; it takes part of the same cores). Contenders
-of the commit rates take turns in blocks; both stores stay open, and the archiver of the one runs on between its turns. Lag is
-looked at without asking for it: a caller that waits would have the next cut taken at once.
+The bucket is S3 over HTTP on this machine: moto's server in a separate process, which shares the cores. The contenders of the
+commit rates alternate in blocks. Both stores stay open, and the archiver of one continues between its turns. Lag is observed
+without waiting for the archive, because a waiting caller would make it upload at once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import quire
-from bench.manifest import chunk_op, fresh
-from bench.report import Report, rate, seconds
-from quire.archive.format import CommitEvent, Header, Kind, Position, decode_object, encode_object
-from quire.archive.replay import Replay
-from quire.core.limits import GIB, KIB, MIB
-from quire.durable.files import OsDisk
-from quire.manifest.store import ManifestStore
+from bench.report import MIB, Report, rate, seconds
 from quire.objects import ObjectStore, list_objects, open_store
 
 BUCKET = "bench"
 PAGE = 4096
 BLOCK = 25
-"""Commits between two turns of the contenders."""
-CHUNK_BYTES = 64 * MIB
-STORE_BYTES = 1024 * GIB
+"""Commits in one turn of a contender."""
 WRITERS = 32
 PUTS_PER_HOUR = 1.2 * 3_600
 
@@ -54,7 +46,7 @@ sys.stdin.read()
 
 @contextmanager
 def s3() -> Iterator[Callable[[str], str]]:
-    """An S3 endpoint in a process of its own; from the name of a prefix to its URL."""
+    """Run an S3 endpoint in a separate process; yield a function from the name of a prefix to its URL."""
     server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     assert server.stdin is not None
@@ -63,15 +55,15 @@ def s3() -> Iterator[Callable[[str], str]]:
     connection.request("PUT", f"/{BUCKET}")
     connection.getresponse().read()
     connection.close()
-    mine = {
+    variables = {
         "AWS_ENDPOINT_URL": f"http://{host}:{port}",
         "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "bench",
         "AWS_SECRET_ACCESS_KEY": "bench",
     }
-    before = {name: os.environ.get(name) for name in mine}
-    os.environ.update(mine)
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield lambda prefix: f"s3://{BUCKET}/{prefix}"
     finally:
@@ -85,7 +77,7 @@ ArchiveMode = Literal["off", "async", "sync"]
 
 
 def opened(directory: Path, name: str, url: str = "", mode: ArchiveMode = "off", **archive: Any) -> quire.Store:
-    """A new store without upkeep of its own, with archiving or without."""
+    """Create a store without background maintenance, with an archive or without one."""
     root = directory / name
     shutil.rmtree(root, ignore_errors=True)
     settings = quire.StoreSettings(
@@ -95,7 +87,7 @@ def opened(directory: Path, name: str, url: str = "", mode: ArchiveMode = "off",
     )
     store = quire.open(root, settings=settings)
     if store.archive is not None:
-        store.archive.wait(120)  # its base is there: from now on there are only log objects
+        store.archive.wait(120)  # for its base: after it, only log objects are uploaded
     return store
 
 
@@ -104,11 +96,11 @@ class Work:
     """Commits of each engine in one store."""
 
     def __init__(self, store: quire.Store) -> None:
+        self.store = store
         store.create("pages", "pages")
         self.pages = store.pages.open("pages", page_size=PAGE)
         self.kv = store.kv("kv", create=True)
         self.stream = store.stream("stream", create=True)
-        self.manifest = store.manifest
         self.image, self.value = os.urandom(PAGE), os.urandom(100)
         self.number = 0
 
@@ -126,7 +118,7 @@ class Work:
             case "stream":
                 self.stream.append(self.value).result()
             case "manifest":
-                self.manifest.submit((chunk_op(number),)).result()
+                self.store.set_options("pages", tags={"number": str(number)})
 
 
 def commit_rates(report: Report, directory: Path, quick: bool) -> None:
@@ -137,12 +129,12 @@ def commit_rates(report: Report, directory: Path, quick: bool) -> None:
         for engine in ("pages", "kv", "stream", "manifest"):
             times: list[list[float]] = [[], []]
             for _ in range(turns):
-                for work, seen in zip(both, times, strict=True):
+                for work, durations in zip(both, times, strict=True):
                     started = time.perf_counter()
                     for _ in range(BLOCK):
                         work.commit(engine)
-                    seen.append((time.perf_counter() - started) / BLOCK)
-            without, with_archive = (statistics.median(seen) for seen in times)
+                    durations.append((time.perf_counter() - started) / BLOCK)
+            without, with_archive = (statistics.median(durations) for durations in times)
             detail = f"{rate(1 / with_archive)} against {rate(1 / without)}"
             report.ratio(f"async_{engine}_commits_vs_without", without / with_archive, 0.85, "higher", detail)
             report.figure(f"async_{engine}_commits_per_second", 1 / with_archive)
@@ -155,8 +147,7 @@ def sync_writers(report: Report, directory: Path, quick: bool) -> None:
     duration = 3.0 if quick else 20.0
     with s3() as url:
         store = opened(directory, "sync", url("sync"), "sync")
-        kv, archiver = store.kv("kv", create=True), store.archive
-        assert archiver is not None
+        kv = store.kv("kv", create=True)
         bucket = open_store(url("sync"))
         before = {info.key for info in list_objects(bucket)}
         commits = [0] * WRITERS
@@ -197,12 +188,12 @@ def _together(jobs: list[Callable[[], None]]) -> None:
 
 # ── lag, requests, bytes ──────────────────────────────────────────────────────────────────────────────────────────────
 class Lag:
-    """How long changes take to the bucket, seen from outside."""
+    """Samples how long it takes until a change is in the bucket, without waiting for the archive."""
 
     def __init__(self, store: quire.Store) -> None:
         assert store.archive is not None
         self._archiver = store.archive
-        self.seen: list[float] = []
+        self._samples: list[float] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -212,17 +203,17 @@ class Lag:
             end, at = self._archiver.queue.end, time.perf_counter()
             while self._archiver.archived < end and not self._stop.is_set():
                 self._stop.wait(0.005)
-            self.seen.append(time.perf_counter() - at)
+            self._samples.append(time.perf_counter() - at)
             self._stop.wait(0.01)
 
     def stop(self) -> list[float]:
         self._stop.set()
         self._thread.join()
-        return sorted(self.seen)
+        return sorted(self._samples)
 
 
 def paced(store: quire.Store, databases: int, per_second: float, duration: float) -> int:
-    """Commit to databases in turn, so many a second; how many there were. The log of a commit is written, not synced."""
+    """Commit to the databases in rotation, `per_second` times a second, without syncs. Return the number of commits."""
     kvs = [store.kv(f"d{number}", create=True) for number in range(databases)]
     assert store.archive is not None
     store.archive.wait(300)
@@ -242,11 +233,11 @@ def lag(report: Report, directory: Path, quick: bool) -> None:
         store = opened(directory, "lag", url("lag"), "async")
         paced(store, databases, 1, 0.1)
         assert store.archive is not None
-        measured, puts = Lag(store), store.archive.traffic.puts
+        measured, puts = Lag(store), store.archive.status().puts
         started = time.perf_counter()
         done = paced(store, databases, per_second, duration)
         took = time.perf_counter() - started
-        puts = store.archive.traffic.puts - puts
+        puts = store.archive.status().puts - puts
         samples = measured.stop()
         store.close()
     p99 = samples[min(int(len(samples) * 0.99), len(samples) - 1)]
@@ -256,7 +247,7 @@ def lag(report: Report, directory: Path, quick: bool) -> None:
 
 
 def standby(report: Report, directory: Path, quick: bool) -> None:
-    """How far a standby is behind an owner that commits, and how long its promotion takes. Both are in this process."""
+    """Measure the lag of a standby behind an owner that commits, and the time of its promotion. Both are in this process."""
     duration = 5.0 if quick else 30.0
     with s3() as url:
         store = opened(directory, "first", url("standby"), "async")
@@ -272,7 +263,7 @@ def standby(report: Report, directory: Path, quick: bool) -> None:
             threads = [threading.Thread(target=look), threading.Thread(target=following.run, kwargs={"stop": done})]
             for thread in threads:
                 thread.start()
-            paced(store, 10, 200, 3.0)  # until it follows
+            paced(store, 10, 200, 3.0)  # not measured: the standby catches up
             behind.clear()
             paced(store, 10, 200, duration)
             done.set()
@@ -288,101 +279,25 @@ def standby(report: Report, directory: Path, quick: bool) -> None:
 
 
 def cost(report: Report, directory: Path, quick: bool) -> None:
-    """One commit a second to each of so many databases."""
+    """Commit once a second to each of some databases, and count requests and bytes."""
     duration = 5.0 if quick else 60.0
     for databases in (1, 100) if quick else (1, 100, 1_000):
         with s3() as url:
             store = opened(directory, "cost", url("cost"), "async")
             paced(store, databases, 1, 0.1)
             assert store.archive is not None
-            puts, size, started = store.archive.traffic.puts, store.archive.traffic.put_bytes, time.perf_counter()
+            before, started = store.archive.status(), time.perf_counter()
             done = paced(store, databases, databases, duration)
             hours = (time.perf_counter() - started) / 3_600
-            puts, size = store.archive.traffic.puts - puts, store.archive.traffic.put_bytes - size
+            after = store.archive.status()
+            puts, size = after.puts - before.puts, after.put_bytes - before.put_bytes
             store.close()
-        made = (
-            done / databases / hours / 3_600
-        )  # a machine that is too busy makes fewer: bytes are those of one a second
-        detail = f"{size / hours / made / MIB:.1f} MiB per hour; {made:.2f} commits a second to each were made"
+        # A busy machine commits less often than once a second: bytes are scaled to one commit a second.
+        achieved = done / databases / hours / 3_600
+        detail = f"{size / hours / achieved / MIB:.1f} MiB per hour; {achieved:.2f} commits a second to each were made"
         report.ratio(f"requests_per_hour_{databases}_databases", puts / hours, PUTS_PER_HOUR, "lower", detail)
-        report.figure(f"bytes_per_hour_{databases}_databases", size / hours / made)
-        report.figure(f"commits_per_second_to_each_of_{databases}_databases", made)
+        report.figure(f"bytes_per_hour_{databases}_databases", size / hours / achieved)
+        report.figure(f"commits_per_second_to_each_of_{databases}_databases", achieved)
 
 
-# ── coming back ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def restoring(report: Report, directory: Path, quick: bool) -> None:
-    chunks, tails = STORE_BYTES // CHUNK_BYTES // (10 if quick else 1), (32 if quick else 256) * MIB
-    with s3() as url:
-        store = opened(directory, "whole", url("whole"), "async")
-        store.create("bench", "pages")
-        for guard in [store.manifest.submit((chunk_op(number),)) for number in range(chunks)]:
-            guard.result()
-        stream = store.stream("tails", create=True)
-        for _ in range(tails // (256 * KIB)):
-            stream.append(os.urandom(256 * KIB))
-        stream.sync()
-        assert store.archive is not None
-        store.archive.wait(600)
-        store.close()
-        restored, copy = directory / "restored", directory / "copy"
-        shutil.rmtree(restored, ignore_errors=True)
-        ours = seconds(lambda: quire.restore(url("whole"), restored))
-        bucket = open_store(url("whole"))
-        keys = [info.key for info in list_objects(bucket) if "/log/" in info.key or "/base/" in info.key]
-
-        def floor() -> None:
-            with open(copy, "wb") as file:
-                for key in keys:
-                    file.write(bucket.get(key))
-                file.write((directory / "whole" / "manifest.lmdb").read_bytes())
-                os.fsync(file.fileno())
-
-        limit = seconds(floor)
-        bucket.close()
-    detail = f"{ours:.1f} s for {tails // MIB} MiB of tails and {chunks:,} chunk rows, against {limit:.1f} s"
-    report.ratio("restore_vs_download", ours / limit, 3.0, "lower", detail)
-
-
-class _Rows:
-    """Takes what the writer commits, as the archiver does."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-
-    def reserve(self) -> None:
-        """In order anyway: there is one writer."""
-
-    def fill(self, _: None, written: list[Any]) -> None:
-        self.events.append(CommitEvent(tuple(written)))
-
-
-def replaying(report: Report, directory: Path, quick: bool) -> None:
-    count = 20_000 if quick else 300_000
-    rows = _Rows()
-    with ManifestStore.open(fresh(directory, "source")) as manifest:
-        manifest.writer.archive = rows
-        manifest.writer.record_rows()
-        manifest.register_db("bench", quire.DbKind.PAGES)
-        for guard in [manifest.submit((chunk_op(number),)) for number in range(count)]:
-            guard.result()
-    header = Header(kind=Kind.LOG, position=Position(1, 0), parent=Position(0, 0), at_ms=0)
-    encoded: list[bytes] = []
-    writing = seconds(lambda: encoded.append(encode_object(header, rows.events)))
-    stored = sum(len(puts) for event in rows.events for _, puts, _ in event.tables)
-    root = directory / "replayed"
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir()
-
-    def work() -> None:
-        with Replay(OsDisk(), str(root)) as replay:
-            replay.apply(decode_object(encoded[0], "bench")[1])
-
-    took = seconds(work)
-    detail = (
-        f"{rate(stored / took)} rows; {len(encoded[0]) / count:.0f} bytes a change, encoded at {rate(count / writing)}"
-    )
-    report.ratio("replayed_changes_per_second", count / took, 50_000, "higher", detail)
-    report.figure("replayed_rows_per_second", stored / took)
-
-
-PARTS = (commit_rates, sync_writers, lag, standby, cost, restoring, replaying)
+PARTS = (commit_rates, sync_writers, lag, standby, cost)

@@ -1,9 +1,9 @@
-"""Starting the command line against starting Python: what a person waits for before anything is done.
+"""The duration of commands against starting Python: what a user waits for before a command does anything.
 
-Commands and `python -c pass` take turns, as processes of their own; the ratio is of medians. Bytecode is kept, as it is where
-quire is installed, in a place of the benchmark's own: an environment that forbids it would measure the compiler. The promise is
-for help and completion, and for the lists that people type most and scripts call in loops. What others take is their work, and
-what they work with: the operations and the checker to own a manifest, checksums and an engine for what is in a database.
+Commands and `python -c pass` alternate, each as a new process; the ratio is of medians. Bytecode is cached in the benchmark's
+directory, as it is cached where quire is installed: without it, the compiler would be measured. There are targets for help and
+completion, and for the lists that users type most often and scripts call in loops. The other commands also load what they work
+with: the operations and the checker to own a manifest, checksums and an engine to read a database.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ OTHERS = (
     "init", "create new-{}", "snapshot create shop", "fork shop other-{}", "retention set shop --keep-last 3", "manifest check",
     "kv get cart ann", "kv put cart ann 4", "stream append clicks seen", "stream tail clicks", "doctor --no-objects",
 )  # fmt: skip
-"""`{}` is another number each time."""
+"""`{}` is replaced by a new number in each run."""
 
 COMPLETING = {"completion_of_commands": ("quire s", 1), "completion_of_databases": ("quire snapshot ls ", 3)}
-"""What a shell asks for: the words so far, and the place of the one that is being typed."""
+"""Completions that a shell requests: the words so far, and the index of the word being typed."""
 
 
 def whole(report: Report, directory: Path, quick: bool) -> None:
-    """Commands on a small store."""
+    """Run commands on a small store."""
     root = directory / "store"
     _fill(root)
     env = _environment(directory, root)
     every = (*HELP, *LISTS, *OTHERS)
     contenders = [_timed(_PYTHON, env)]
     contenders += [_timed([*_QUIRE, *shlex.split(text)], env) for text in every]
-    contenders += [_timed(_QUIRE, {**env, **_asking(*asked)}) for asked in COMPLETING.values()]
+    contenders += [_timed(_QUIRE, {**env, **_completion(*request)}) for request in COMPLETING.values()]
     python, *took = alternate(2 if quick else ROUNDS, *contenders)
     report.figure("python_seconds", python)
     names = ["_".join(word for word in text.replace("-", " ").split() if word not in _OBJECTS) for text in every]
@@ -67,8 +67,8 @@ _OBJECTS = {
 }  # fmt: skip
 
 
-def _asking(words: str, place: int) -> dict[str, str]:
-    """The variables in which bash asks for completions."""
+def _completion(words: str, place: int) -> dict[str, str]:
+    """Return the environment variables by which bash requests completions."""
     return {"_QUIRE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(place)}
 
 
@@ -98,7 +98,7 @@ def _timed(line: list[str], env: dict[str, str]) -> Callable[[], float]:
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=env)
         return time.perf_counter() - started
 
-    run()  # the first one writes the bytecode
+    run()  # writes the bytecode
     return run
 
 

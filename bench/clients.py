@@ -1,8 +1,8 @@
-"""Programs beside the owner of a store: Flask with four workers against the same app on a SQLite file, and single calls (W9).
+"""Clients of a store's owner: Flask with four workers against the same app on a SQLite file, and single calls (W9).
 
-The app is the same with both, SQLAlchemy included; a request is one insert with its commit, or one SELECT by primary key. The
-file has `journal_mode=WAL` and `synchronous=FULL`, as quire has. Single calls are made by this process to an owner in another
-one, and by the owner to itself.
+Both run the same app, SQLAlchemy included. A request is one insert with its commit, or one SELECT by primary key. The file has
+`journal_mode=WAL` and `synchronous=FULL`, which is as durable as quire. Single calls are made by this process to an owner in
+another process, and by an owner within its own process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TABLE = sa.Table(
 
 # ── the app ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def engine_of(database: str) -> sa.Engine:
-    """Of `quire:STORE/NAME` or `file:PATH`."""
+    """Return an engine for `quire:STORE/NAME` or `file:PATH`."""
     kind, _, path = database.partition(":")
     if kind == "quire":
         creator = partial(dbapi.connect, path, check_same_thread=False)
@@ -58,7 +58,7 @@ def engine_of(database: str) -> sa.Engine:
 
 
 def app() -> flask.Flask:
-    """As gunicorn makes it in each worker."""
+    """Create the app; gunicorn calls this in each worker."""
     engine, web = engine_of(os.environ[DATABASE]), flask.Flask("bench")
 
     @web.post("/rows")
@@ -88,7 +88,7 @@ def running(*command: str, **environment: str) -> Iterator[None]:
 
 @contextmanager
 def serving(database: str) -> Iterator[int]:
-    """The app under gunicorn; its port, when it answers."""
+    """Run the app under gunicorn, and yield its port when it responds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -123,7 +123,7 @@ def ask(port: int, method: str, path: str) -> None:
 
 
 def requests_per_second(port: int, seconds: float, request: Callable[[int], None]) -> float:
-    """Of so many clients, one request after the other."""
+    """Return requests per second of all clients. Each sends one request after the other."""
     counts, ended = [0] * CLIENTS, threading.Event()
 
     def work(number: int) -> None:
@@ -144,7 +144,7 @@ def requests_per_second(port: int, seconds: float, request: Callable[[int], None
 
 # ── the parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def flask_with_four_workers(report: Report, directory: Path, quick: bool) -> None:
-    """The same app on a store that `quire serve` owns, and on a file."""
+    """Compare the app on a store that `quire serve` owns with the app on a file."""
     root, rounds, seconds = directory / "store", 2 if quick else 5, 2.0 if quick else 5.0
     quire.open(root).close()
     databases = {"quire": f"quire:{root}/shop", "native": f"file:{directory}/shop.db"}
@@ -169,7 +169,7 @@ def flask_with_four_workers(report: Report, directory: Path, quick: bool) -> Non
         ):
             contenders = [partial(requests_per_second, ports[name], seconds, request) for name in ("quire", "native")]
             for contender in contenders:
-                contender()  # workers that are still starting would be measured, too
+                contender()  # not measured: workers may still be starting
             ours, native = alternate(rounds, *contenders)
             detail = f"{ours:,.0f}/s, native {native:,.0f}/s, load {os.getloadavg()[0]:.0f}"
             report.ratio(f"Flask, {WORKERS} workers: {what}, native / ours", native / ours, target, "lower", detail)
@@ -178,7 +178,7 @@ def flask_with_four_workers(report: Report, directory: Path, quick: bool) -> Non
 
 
 def single_calls(report: Report, directory: Path, quick: bool) -> None:
-    """One call after the other, from another process, against the same call in the owner's process."""
+    """Compare single calls from another process with the same calls in the owner's process."""
     root, count, rounds = directory / "calls", 200 if quick else 2_000, 1 if quick else 5
     with quire.open(root) as store:
         kv, stream = store.kv("k", create=True), store.stream("s", create=True)
@@ -187,7 +187,7 @@ def single_calls(report: Report, directory: Path, quick: bool) -> None:
         connection.execute("create table t(id integer primary key, b)")
         connection.execute("insert into t values (1, 'x')")
         connection.commit()
-        before = {name: timed(call, count, rounds) for name, call in calls(kv, stream, connection).items()}
+        by_owner = {name: timed(call, count, rounds) for name, call in calls(kv, stream, connection).items()}
         connection.close()
     with running(sys.executable, "-m", "quire", "serve", "--store", str(root)):
         until((root / "quire.sock").exists)
@@ -195,8 +195,8 @@ def single_calls(report: Report, directory: Path, quick: bool) -> None:
             remote = calls(client.kv("k"), client.stream("s"), client.sqlite("shop"))
             for name, call in remote.items():
                 micros = timed(call, count, rounds)
-                detail = f"{micros:,.0f} µs, in the owner {before[name]:,.0f} µs, load {os.getloadavg()[0]:.0f}"
-                report.ratio(f"{name}, by a client / by the owner", micros / before[name], None, "lower", detail)
+                detail = f"{micros:,.0f} µs, in the owner {by_owner[name]:,.0f} µs, load {os.getloadavg()[0]:.0f}"
+                report.ratio(f"{name}, by a client / by the owner", micros / by_owner[name], None, "lower", detail)
                 report.figure(f"client_{name.replace(' ', '_')}_us", micros)
 
 
@@ -215,7 +215,7 @@ def calls(kv: Any, stream: Any, connection: Any) -> dict[str, Callable[[], Any]]
 
 
 def timed(call: Callable[[], Any], count: int, rounds: int) -> float:
-    """Microseconds of one call: the best round's mean, which a loaded machine disturbs least."""
+    """Return the microseconds of one call: the mean of the best round, which other load on the machine affects least."""
     best = float("inf")
     for _ in range(rounds):
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and of the archive what it costs,
-and writes all of them into docs/benchmark-results.md.
+"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and the cost of an archive from
+docs/results/archive-cost.json. It writes the page docs/benchmark-results.md with all of them.
 
-A bar is as long as the ratio is good: value / target where higher is better, target / value otherwise, on a logarithmic axis.
-The line in the middle is the target. `python -m bench NAME --save` writes the JSON of a run.
+The length of a bar is value / target if higher is better, otherwise target / value, on a logarithmic axis. The line in the
+middle is the target. `python -m bench NAME --save` writes the JSON of a run.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from bench.report import MIB
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 IMAGES = ROOT / "docs" / "images"
 
 LABEL, AXIS, VALUES, ROW, TOP = 430, 300, 150, 26, 48
-MIB = 1 << 20
 OCTAVES = 3.0
 """The axis ends at 8 times better or worse than the target; longer bars are cut there."""
 
@@ -30,12 +31,12 @@ STYLE = (
 
 
 def goodness(value: float, target: float, better: str) -> float:
-    """How many times better than its target a ratio is; below 1 it is missed."""
+    """Return by which factor a ratio is better than its target; below 1 the target is missed."""
     return value / target if better == "higher" else target / max(value, 1e-9)
 
 
 def draw(result: dict[str, Any]) -> str:
-    """The picture of one benchmark; ratios without a value or a target are left out."""
+    """Return the picture of one benchmark. Ratios without a value or a target are omitted."""
     rows = [(name, ratio) for name, ratio in result["ratios"].items() if ratio["value"] and ratio["target"]]
     width, height = LABEL + AXIS + VALUES, TOP + ROW * len(rows) + 12
     middle = LABEL + AXIS / 2
@@ -71,12 +72,14 @@ def _row(y: int, middle: float, name: str, ratio: dict[str, Any]) -> list[str]:
 
 
 COST_RUN = "archive-cost"
-"""`python -m bench archive --only cost` takes minutes, and is kept apart from the other ratios of the archive."""
+"""The result of `python -m bench archive --only cost`, which takes minutes and is saved separately from the archive's other
+ratios."""
 COST = re.compile(r"requests_per_hour_([0-9]+)_databases")
 
 
 def draw_cost(result: dict[str, Any]) -> str:
-    """Requests and bytes per hour, by the number of databases that change: one bar each, on axes that begin with zero."""
+    """Return a picture of requests and bytes per hour by the number of databases that change: one bar each, on axes that start
+    at zero."""
     counts = sorted(int(match[1]) for name in result["ratios"] if (match := COST.fullmatch(name)))
     panels = [
         (
@@ -107,7 +110,7 @@ def draw_cost(result: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The page of all results."""
+    """Return the page of all results."""
     lines = [
         "# Results of benchmarks",
         "",
@@ -152,7 +155,7 @@ def _line(label: str, ratio: dict[str, Any]) -> str:
 
 
 def drawn() -> dict[Path, str]:
-    """Every picture and the page as they should be, by path."""
+    """Return the contents of every picture and of the page, by path."""
     results = {file.stem: json.loads(file.read_bytes()) for file in sorted(RESULTS.glob("*.json"))}
     drawing = {COST_RUN: draw_cost}
     pictures = {IMAGES / f"bench-{name}.svg": drawing.get(name, draw)(result) for name, result in results.items()}

@@ -1,8 +1,8 @@
 """A database for each test: a fork of a template against a copy of its file, and against PostgreSQL's template databases.
 
-One round is what one test costs beyond itself: a database like the template is made, connected to, gets a row in a transaction
-of its own, and is removed again. The store and both servers are running, and the template is in the system's cache. The copy is
-opened with SQLite's defaults, and also as test suites like to: without any sync.
+One round is what the database of one test costs: it is created from the template, opened, gets one row in one transaction, and
+is removed. The store is open, PostgreSQL is running, and the template is in the page cache. The copy is opened with SQLite's
+defaults, and also without any sync, as test suites often do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Round = Callable[[], None]
 
 
 def template_file(directory: Path, mib: int) -> Path:
-    """An ordinary SQLite file of about this size."""
+    """Create an ordinary SQLite file of about this size, and return its path."""
     path = directory / f"template-{mib}.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("create table t(id integer primary key, a integer, b text)")
@@ -46,7 +46,7 @@ def template_file(directory: Path, mib: int) -> Path:
 
 
 def copies(template: Path, directory: Path, *, synced: bool) -> Round:
-    """A copy of the file for each test."""
+    """Return a round that copies the file."""
     copy = directory / "copy.db"
 
     def run() -> None:
@@ -62,7 +62,7 @@ def copies(template: Path, directory: Path, *, synced: bool) -> Round:
 
 
 def forks(store: quire.Store, template: str) -> Round:
-    """A fork for each test, as the fixture `quire_branch` makes it."""
+    """Return a round that forks the template, as the fixture `quire_branch` does."""
     numbers = itertools.count()
 
     def run() -> None:
@@ -77,7 +77,7 @@ def forks(store: quire.Store, template: str) -> Round:
 
 
 def against_copies(report: Report, directory: Path, quick: bool) -> None:
-    """Ratios are the copy's time by the fork's: above 1 forks are faster."""
+    """Compare forks with copies. The ratio is the copy's time divided by the fork's: above 1, forks are faster."""
     rounds = 5 if quick else 15
     with quire.open(directory / "store", settings=SETTINGS) as store:
         for mib in QUICK if quick else SIZES:
@@ -98,7 +98,7 @@ def against_copies(report: Report, directory: Path, quick: bool) -> None:
 
 
 def template_databases(psycopg: Any, admin: Any, dsn: str, template: str) -> Round:
-    """A database like the template for each test."""
+    """Return a round that creates a database from PostgreSQL's template."""
 
     def run() -> None:
         admin.execute(f"create database of_a_test template {template}")
@@ -110,7 +110,7 @@ def template_databases(psycopg: Any, admin: Any, dsn: str, template: str) -> Rou
 
 
 def against_postgresql(report: Report, directory: Path, quick: bool) -> None:
-    """`CREATE DATABASE … TEMPLATE …` copies the template's files."""
+    """Compare forks with `CREATE DATABASE … TEMPLATE …`, which copies the template's files."""
     sizes = (1, 16) if quick else (1, 16, 64)
     binaries = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
     if binaries is None or importlib.util.find_spec("psycopg") is None:

@@ -1,9 +1,9 @@
-"""Mirrors of a thousand databases of ten thousand rows: what an incremental run takes against a full load.
+"""Mirrors of a thousand databases of ten thousand rows: an incremental run against a full load.
 
-Both are runs of one mirror into a Delta table, by the same runner, whose session is running. A full load reads every database;
-incremental runs come after one in a hundred databases has changed, and after one row in a hundred has changed in each of them,
-where copy-on-write rewrites everything. At the end the table is compared with the databases, row by row. Row changes are in
-`row_changes.py`.
+Both are runs of one mirror into a Delta table, by the same runner, whose session has started. A full load reads every database.
+Incremental runs follow after one database in a hundred has changed, and after one row in a hundred has changed in every
+database, where copy-on-write rewrites everything. At the end the table is compared with the databases, row by row. Row changes
+are measured in `row_changes.py`.
 """
 
 from __future__ import annotations
@@ -11,33 +11,31 @@ from __future__ import annotations
 import random
 import time
 from contextlib import closing
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 import quire
-from bench import row_changes
-from bench.report import Report
-from quire.core.limits import MIB
+from bench.report import MIB, Report
 
 DATABASES, ROWS = 1_000, 10_000
 QUICK_DATABASES = 100
 SHARE = 0.01
 INCREMENTS = 3
 COMPARED_BY_SQLITE = 100
-"""Databases that are compared row by row; of all of them, counts and sums are."""
+"""Databases that are compared row by row. Counts and sums are compared for all databases."""
 
 
-def settings() -> Any:
-    """Nothing happens by itself."""
+def settings() -> quire.StoreSettings:
+    """Return settings without background maintenance."""
     return quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False, workers=2))
 
 
 def fill(store: quire.Store, databases: int) -> list[str]:
-    """Databases with orders."""
+    """Create databases with a table of orders, and return their names."""
     names = [f"tenant-{number:05}" for number in range(databases)]
     rng = random.Random(5)
     for name in names:
@@ -54,7 +52,7 @@ def fill(store: quire.Store, databases: int) -> list[str]:
 
 
 def change(store: quire.Store, names: list[str], rng: random.Random, rows: int) -> None:
-    """Change so many neighbouring rows of each of these databases."""
+    """Change `rows` neighbouring rows in each of these databases."""
     for name in names:
         first = rng.randrange(ROWS - rows)
         with closing(store.sqlite(name)) as connection, connection:
@@ -64,10 +62,10 @@ def change(store: quire.Store, names: list[str], rng: random.Random, rows: int) 
 
 
 def timed(store: quire.Store, runner: str) -> tuple[float, quire.MirrorRun]:
-    """One run, and how long it took."""
+    """Run the mirror; return the duration and the result."""
     started = time.perf_counter()
-    ended = store.mirrors.run("lake", runner=runner)
-    return time.perf_counter() - started, ended
+    run = store.mirrors.run("lake", runner=runner)
+    return time.perf_counter() - started, run
 
 
 def require_equal(store: quire.Store, names: list[str], target: Path, rng: random.Random) -> None:
@@ -88,15 +86,14 @@ def require_equal(store: quire.Store, names: list[str], target: Path, rng: rando
 
 
 def mirrored(report: Report, directory: Path, quick: bool, runner: str) -> None:
-    """A full load, increments, and everything once more."""
+    """Measure a full load, increments, and a run after a change in every database."""
     rng = random.Random(7)
     target = directory / f"lake-{runner}"
     with quire.open(directory / f"store-{runner}", settings=settings()) as store:
         names = fill(store, QUICK_DATABASES if quick else DATABASES)
-        if runner == "spark":  # starting a JVM and its Python workers is not what is measured
-            fill_one = store.sqlite("warm-up", create=True)
-            fill_one.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
-            fill_one.close()
+        if runner == "spark":  # the start of a JVM and of its Python workers is not measured
+            with closing(store.sqlite("warm-up", create=True)) as connection:
+                connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
             store.mirrors.create("warm-up", "warm-up", "orders", f"parquet:{directory}/warm-up")
             store.mirrors.run("warm-up", runner=runner)
         store.mirrors.create("lake", "tenant-*", "orders", f"delta:{target}")
@@ -109,14 +106,16 @@ def mirrored(report: Report, directory: Path, quick: bool, runner: str) -> None:
         for _ in range(INCREMENTS):
             change(store, rng.sample(names, max(int(len(names) * SHARE), 1)), rng, 50)
             increments.append(timed(store, runner))
-        increments.sort(key=lambda increment: increment[0])
-        taken, ended = increments[len(increments) // 2]
-        said = f"{taken:.2f} s after {full:.1f} s; {ended.changed} changed, {ended.copied} copied"
-        report.ratio(f"mirror_{runner}_1pct_databases", taken / full, 0.15, "lower", said)
+        increments.sort(key=itemgetter(0))
+        taken, increment = increments[len(increments) // 2]
+        detail = f"{taken:.2f} s after {full:.1f} s; {increment.changed} changed, {increment.copied} copied"
+        report.ratio(f"mirror_{runner}_1pct_databases", taken / full, 0.15, "lower", detail)
         change(store, names, rng, int(ROWS * SHARE))
         everything, rewritten = timed(store, runner)
-        said = f"{everything:.1f} s; {rewritten.bytes_written / MIB:.1f} MiB rewritten in {rewritten.files_added} files"
-        report.ratio(f"mirror_{runner}_1pct_rows", everything / full, None, "lower", said)
+        detail = (
+            f"{everything:.1f} s; {rewritten.bytes_written / MIB:.1f} MiB rewritten in {rewritten.files_added} files"
+        )
+        report.ratio(f"mirror_{runner}_1pct_rows", everything / full, None, "lower", detail)
         report.figure(f"{runner}_1pct_rows_mib", rewritten.bytes_written / MIB)
         nothing, _ = timed(store, runner)
         report.figure(f"{runner}_nothing_changed_seconds", nothing)
@@ -124,13 +123,13 @@ def mirrored(report: Report, directory: Path, quick: bool, runner: str) -> None:
 
 
 def mirror_threads(report: Report, directory: Path, quick: bool) -> None:
-    """Threads of this process."""
+    """Measure mirrors that run in threads of this process."""
     mirrored(report, directory, quick, "threads")
 
 
 def mirror_spark(report: Report, directory: Path, quick: bool) -> None:
-    """Spark, in local mode."""
+    """Measure mirrors that run on Spark, in local mode."""
     mirrored(report, directory, quick, "spark")
 
 
-PARTS = [mirror_threads, mirror_spark, *row_changes.PARTS]
+PARTS = (mirror_threads, mirror_spark)

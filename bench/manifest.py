@@ -1,7 +1,7 @@
-"""The manifest against raw py-lmdb (its limit) and sqlite3 (a peer), same rows, same bytes, same commit sizes.
+"""The manifest against raw py-lmdb (its limit) and sqlite3 (a peer): the same rows, the same bytes, commits of the same size.
 
-How a fair opponent is made: quire writes first; then the rows it left in its environment are read back, and the raw
-contenders write exactly those bytes, in the same order, in commits of the size that quire's writer reached on average.
+How the opponents are made fair: quire writes first. Then the rows in its environment are read back, and the raw contenders
+write exactly these bytes, in the same order, in commits of the average size of quire's.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from tests.manifest.checkpoints import FullChunk, checkpoint_ops
 
 SHA = bytes(range(32))
 BLOCK = 25
-"""Commits between two turns of the contenders."""
+"""Commits in one turn of a contender."""
 
 
 def chunk_op(number: int) -> PutChunk:
-    """The small operation of these benchmarks: a chunk enters the catalog."""
+    """Return a small operation, which adds a chunk to the catalog."""
     return PutChunk(
         1,
         number,
@@ -47,7 +47,7 @@ def chunk_op(number: int) -> PutChunk:
 
 
 def fresh(directory: Path, name: str) -> str:
-    """An empty directory, and the path of a manifest in it."""
+    """Create an empty directory, and return the path of a manifest in it."""
     place = directory / name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -55,14 +55,14 @@ def fresh(directory: Path, name: str) -> str:
 
 
 def raw_env(directory: Path, name: str) -> tuple[lmdb.Environment, Any, Any]:
-    """An LMDB environment as quire opens its own, with one table and one log."""
+    """Open a new LMDB environment with quire's settings, one table and one log."""
     env = lmdb.open(fresh(directory, name), subdir=False, map_size=1 << 38, max_dbs=96, max_readers=1024, meminit=False)
     return env, env.open_db(b"chunk_catalog"), env.open_db(b"change_log")
 
 
 # ── pipelined writes ──────────────────────────────────────────────────────────────────────────────────────────────────
 class Pipelined:
-    """One producer, guards awaited at the end."""
+    """A load of one producer that submits all operations and waits at the end."""
 
     def __init__(self, directory: Path, operations: int, batch: int) -> None:
         self.directory = directory
@@ -73,7 +73,7 @@ class Pipelined:
         self.log: list[tuple[bytes, bytes]] = []
 
     def quire(self) -> float:
-        """Operations per second through `ManifestStore.submit`."""
+        """Return operations per second through `ManifestStore.submit`."""
         with ManifestStore.open(fresh(self.directory, "ours")) as manifest:
             manifest.register_db("bench", quire.DbKind.PAGES)
             commits = manifest.writer.stats.commits
@@ -100,7 +100,7 @@ class Pipelined:
             yield self.rows[start * self.batch : (start + batches) * self.batch], self.log[start : start + batches]
 
     def raw_put(self) -> float:
-        """The limit: the same puts with `txn.put`."""
+        """Return operations per second of the limit: the same puts with `txn.put`."""
         env, table, log = raw_env(self.directory, "raw")
 
         def work() -> None:
@@ -116,7 +116,7 @@ class Pipelined:
         return self.operations / taken
 
     def raw_putmulti(self) -> float:
-        """The same with a C loop per commit, as quire's own flush does it."""
+        """Return operations per second with a C loop per commit, as in quire's writer."""
         env, table, log = raw_env(self.directory, "raw")
 
         def work() -> None:
@@ -130,7 +130,7 @@ class Pipelined:
         return self.operations / taken
 
     def sqlite(self) -> float:
-        """The peer: the same rows in sqlite3, WAL, synchronous=FULL."""
+        """Return operations per second of the peer: the same rows in sqlite3, WAL, synchronous=FULL."""
         path = fresh(self.directory, "sqlite") + ".sqlite"
         con = sqlite3.connect(path, isolation_level=None)
         con.executescript(
@@ -152,6 +152,7 @@ class Pipelined:
 
 
 def pipelined_writes(report: Report, directory: Path, quick: bool) -> None:
+    """Submit operations without waiting, one by one and in batches of ten."""
     operations = 100_000 if quick else 1_000_000
     for batch, target in ((10, 0.6), (1, 0.45)):
         load = Pipelined(directory, operations, batch)
@@ -169,6 +170,7 @@ def pipelined_writes(report: Report, directory: Path, quick: bool) -> None:
 
 # ── awaited commits ───────────────────────────────────────────────────────────────────────────────────────────────────
 def awaited_commits(report: Report, directory: Path, quick: bool) -> None:
+    """Wait for each commit of one operation."""
     count = 500 if quick else 5_000
     env, table, log = raw_env(directory, "raw")
     encode = CHANGE_LOG.codec.encode
@@ -185,7 +187,7 @@ def awaited_commits(report: Report, directory: Path, quick: bool) -> None:
     our_times: list[float] = []
     with ManifestStore.open(fresh(directory, "ours")) as manifest:
         manifest.register_db("bench", quire.DbKind.PAGES)
-        for start in range(0, count, BLOCK):  # short turns: the disk's mood changes within seconds
+        for start in range(0, count, BLOCK):  # short turns, because the speed of the disk changes within seconds
             for key, value, sequence, change in rows[start : start + BLOCK]:
                 started = time.perf_counter()
                 with env.begin(write=True) as txn:
@@ -206,6 +208,7 @@ def awaited_commits(report: Report, directory: Path, quick: bool) -> None:
 
 
 def concurrent_commits(report: Report, directory: Path, quick: bool) -> None:
+    """Wait for each commit, in 32 threads and in one."""
     duration = 0.5 if quick else 2.0
 
     def commits_per_second(threads: int) -> float:
@@ -233,6 +236,7 @@ def concurrent_commits(report: Report, directory: Path, quick: bool) -> None:
 
 # ── reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def reads(report: Report, directory: Path, quick: bool) -> None:
+    """Get rows, scan them, and export them as Arrow, against a transaction of py-lmdb that decodes the same rows."""
     count = 100_000 if quick else 1_000_000
     rounds = 1 if quick else 3
     with ManifestStore.open(fresh(directory, "ours")) as manifest:
@@ -240,7 +244,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
         for start in range(0, count, 1_000):
             guard = manifest.submit(tuple([chunk_op(number) for number in range(start, start + 1_000)]))
         guard.result()
-        step = 7919  # a prime: a walk that visits the keys in no order
+        step = 7919  # a prime, so that the keys are visited in no order
         numbers = [index * step % count for index in range(min(count, 200_000))]
         with manifest.read() as txn:
             handle, raw_txn = manifest.env.handles["chunk_catalog"], txn._txn
@@ -277,7 +281,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
             def export() -> float:
                 return seconds(lambda: txn.to_arrow("chunk_catalog")) / count
 
-            export()  # imports pyarrow
+            export()  # not measured: it imports pyarrow
             one, one_raw = alternate(rounds, our_get, raw_get)
             report.ratio(
                 "get_vs_lmdb_get", one / one_raw, 3, "lower", f"{one * 1e6:.2f} µs against {one_raw * 1e6:.2f} µs"
@@ -291,6 +295,7 @@ def reads(report: Report, directory: Path, quick: bool) -> None:
 
 # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def opening(report: Report, directory: Path, quick: bool) -> None:
+    """Open a manifest in a new process, against reading and decoding all of its rows."""
     databases, chunks = (1_000, 100_000) if quick else (10_000, 1_000_000)
     path = fresh(directory, "ours")
     with ManifestStore.open(path) as manifest:
@@ -322,13 +327,13 @@ def _fill(manifest: ManifestStore, name: str, chunks: int) -> None:
 
 
 def open_and_check(path: str) -> None:
-    """Open as the owner does: migrate, check every rule, rehydrate, start the writer."""
+    """Open as an owner: migrate, check the rules, load what is kept in memory, start the writer."""
     with ManifestStore.open(path):
         pass
 
 
 def scan_and_decode(path: str) -> None:
-    """Read and decode every row of every table, and nothing else."""
+    """Read and decode every row of every table."""
     env = lmdb.open(path, subdir=False, readonly=True, map_size=1 << 38, max_dbs=96)
     for table in t.TABLES.values():
         decode = (
@@ -347,14 +352,14 @@ PARTS = (pipelined_writes, awaited_commits, concurrent_commits, reads, opening)
 
 
 def _anonymous_mb() -> float:
-    """Memory of our own: what is mapped from the manifest's file belongs to the page cache."""
+    """Return the process's anonymous memory; mapped pages of the manifest's file belong to the page cache."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
 
 
 if __name__ == "__main__":
     work = {function.__name__: function for function in (open_and_check, scan_and_decode)}[sys.argv[1]]
-    with open(sys.argv[2], "rb") as file:  # both find the file in the page cache
+    with open(sys.argv[2], "rb") as file:  # so that the file is in the page cache for both
         while file.read(1 << 20):
             pass
     peaks, done = [_anonymous_mb()], threading.Event()

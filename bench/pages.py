@@ -1,9 +1,10 @@
-"""The page engine against what it is made of: raw pwrite and fdatasync, a dict, LMDB + pread + crc64, zstd, numpy.
+"""The page engine against what it is built on: raw pwrite and fdatasync, a dict, LMDB + pread + crc64, zstd, numpy.
 
-How the opponents are made fair: the raw writer writes the same bytes into a zero-filled file, synced as often as the engine
-turned out to sync; the raw readers read the very frames and chunk frames that the engine reads; contenders take turns.
-Segments are recycled in the measured part of a write, as they are in the steady state after checkpoints: the zeros of a new
-file would otherwise be half of all bytes.
+How the opponents are made fair: the raw writer writes the same bytes into a zero-filled file, and syncs as often as the engine
+did. The raw readers read the same WAL frames and chunk frames as the engine. Contenders alternate. The measured part of a write
+recycles segments, as in the steady state after checkpoints; otherwise the zeros of new files would be half of all bytes.
+
+The engine is measured without a store around it, except where a checkpoint is needed.
 """
 
 from __future__ import annotations
@@ -19,20 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import zstandard
+from awscrt.checksums import crc64nvme
 
 import quire
-from bench.report import Report, alternate, seconds
-from quire.core.clock import SystemClock
+from bench.report import GIB, MIB, Report, alternate, seconds
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.core.limits import GIB, MIB
-from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
-from quire.jobs.context import JobContext
-from quire.jobs.locations import StorePool
-from quire.jobs.registry import HANDLERS
-from quire.jobs.worker import Worker
 from quire.manifest import tables as t
-from quire.manifest.namespaces import collector_of
 from quire.manifest.ops.wal import MoveWalState
 from quire.manifest.records import WalState
 from quire.manifest.store import ManifestStore
@@ -47,16 +41,16 @@ from quire.pages.segment_scan import parse_entries, valid_entries
 PAGE = 4096
 STRIDE = PAGE + FRAME_HEAD_BYTES
 BLOCK = 25
-"""Commits between two turns of the contenders: the disk's mood changes within seconds."""
+"""Commits in one turn of a contender. Turns are short because the speed of the disk changes within seconds."""
 TRANSACTION_PAGES = 16
 LARGE = 8_000
-"""Pages of a transaction after which segments have their full size."""
+"""Pages of a transaction large enough that the following segments have their full size."""
 WRITERS = 4
 SETTINGS = quire.PagesSettings(wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, cold_bytes_per_second=0)
 
 
 class World:
-    """A store's engine, as its owner has it."""
+    """A manifest and a page engine, in a new directory."""
 
     def __init__(self, directory: Path, name: str, settings: quire.PagesSettings = SETTINGS) -> None:
         self.base = directory / name
@@ -67,14 +61,13 @@ class World:
 
     def start(self) -> None:
         self.manifest = ManifestStore.open(str(self.base / "manifest.lmdb"))
-        self.root, self.objects = str(self.base / "store"), str(self.base / "objects")
         self.engine = PageEngine(
             manifest=self.manifest,
-            root=self.root,
+            root=str(self.base / "store"),
             disk=OsDisk(),
-            clock=SystemClock(),
-            open_store=StorePool(open_store),
-            objects_url=self.objects,
+            clock=self.manifest.clock,
+            open_store=open_store,
+            objects_url=str(self.base / "objects"),
             settings=self.settings,
         )
 
@@ -85,27 +78,13 @@ class World:
             self.manifest.register_db(name, quire.DbKind.PAGES)
         return self.engine.open(name)
 
-    def checkpoint(self, store: PageStore) -> None:
-        context = JobContext(
-            manifest=self.manifest,
-            root=self.root,
-            disk=OsDisk(),
-            objects_url=self.objects,
-            open_store=StorePool(open_store),
-            collector=collector_of(self.manifest, self.objects, open_store),
-            settings=quire.MaintenanceSettings(delete_grace_seconds=0),
-            pages=self.engine,
-        )
-        self.manifest.jobs.enqueue(quire.JobKind.CHECKPOINT, store.db_id)
-        Worker(context, HANDLERS).drain()
-
     def recycle(self, store: PageStore) -> None:
-        """Let every segment go as a checkpoint would, so that its file is used again."""
+        """Truncate every segment as after a checkpoint, so that its file is reused."""
         self.engine.flush(store.db_id)
         with self.manifest.read() as txn:
-            done = [key[1] for key, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state is WalState.INDEXED]
+            indexed = [key[1] for key, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state is WalState.INDEXED]
         for state in (WalState.CHECKPOINT_READY, WalState.CHECKPOINTED, WalState.TRUNCATED):
-            self.manifest.submit([MoveWalState(store.db_id, each, state) for each in done]).result()
+            self.manifest.submit([MoveWalState(store.db_id, segment_id, state) for segment_id in indexed]).result()
 
     def close(self) -> None:
         self.engine.close()
@@ -123,7 +102,7 @@ def opened(directory: Path, settings: quire.PagesSettings = SETTINGS) -> Iterato
 
 
 def zero_filled(path: Path, size: int) -> int:
-    """A descriptor of a file of zeros that are on disk."""
+    """Create a file of zeros, sync it, and return its descriptor."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT)
     for offset in range(0, size, MIB):
         os.pwrite(fd, bytes(MIB), offset)
@@ -137,7 +116,7 @@ def commit(store: PageStore, pages: dict[int, bytes]) -> None:
 
 
 def p50(step: Callable[[int], object], numbers: Sequence[int]) -> float:
-    """The median time of a step."""
+    """Return the median duration of a step."""
     times = list[float]()
     for number in numbers:
         started = time.perf_counter()
@@ -148,13 +127,13 @@ def p50(step: Callable[[int], object], numbers: Sequence[int]) -> float:
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def single_commits(report: Report, directory: Path, quick: bool) -> None:
-    """One page, awaited."""
+    """Commit one page, and wait for it."""
     count, image, frame = 500 if quick else 5_000, os.urandom(PAGE), os.urandom(STRIDE)
     fd, offset = zero_filled(directory / "raw", 16 * MIB), 0
     raw_times, our_times = list[float](), list[float]()
     with opened(directory) as world:
         store = world.database()
-        commit(store, dict.fromkeys(range(LARGE), image))  # the open segment is a large one from here on
+        commit(store, dict.fromkeys(range(LARGE), image))  # from here on the open segment is large
         for _ in range(0, count, BLOCK):
             for _ in range(BLOCK):
                 started = time.perf_counter()
@@ -176,7 +155,7 @@ def single_commits(report: Report, directory: Path, quick: bool) -> None:
 
 
 class Sustained:
-    """Several writers, each of which waits for its commits: bytes per second, and how many bytes a sync had."""
+    """A load of several writers, each of which waits for its commits; measures bytes per second, and bytes per sync."""
 
     def __init__(self, directory: Path, total: int) -> None:
         self.directory = directory
@@ -195,8 +174,8 @@ class Sustained:
             before = store.wal.syncs
             taken = seconds(lambda: self._write(store))
             self.per_sync = self.total // max(store.wal.syncs - before, 1)
-            for each in held:
-                each.close()
+            for snapshot in held:
+                snapshot.close()
         return self.total / taken
 
     def _write(self, store: PageStore) -> None:
@@ -284,7 +263,7 @@ def cached_reads(report: Report, directory: Path, quick: bool) -> None:
 
 
 def wal_reads(report: Report, directory: Path, quick: bool) -> None:
-    """Published pages that no cache has: the raw reader does one LMDB transaction, one get, one pread and one crc64."""
+    """Read published pages that are in no cache. The raw reader does one LMDB transaction, one get, one pread and one crc64."""
     count, rounds = 2_000, 3 if quick else 20
     with opened(directory, quire.PagesSettings(cache_bytes=MIB)) as world:
         store = world.database()
@@ -295,10 +274,8 @@ def wal_reads(report: Report, directory: Path, quick: bool) -> None:
         env, handle = world.manifest.env._env, world.manifest.env.handles[t.PAGE_VERSION_HEAD.name]
         with world.manifest.read() as txn:
             heads = {page: txn.get(t.PAGE_VERSION_HEAD, store.db_id, page) for page in order}
-        files = {
-            each: world.engine.sources.segment(store.db_id, each)
-            for each in {h.segment_id for h in heads.values() if h}
-        }
+        segment_ids = {head.segment_id for head in heads.values() if head}
+        files = {segment_id: world.engine.sources.segment(store.db_id, segment_id) for segment_id in segment_ids}
         pack, decode = t.PAGE_VERSION_HEAD.key.fast, t.PAGE_VERSION_HEAD.rows.decode
         with store.open_snapshot() as reader:
 
@@ -308,7 +285,7 @@ def wal_reads(report: Report, directory: Path, quick: bool) -> None:
                     head = decode(key, txn.get(key, db=handle) or b"")
                 file = files[head.segment_id]
                 offset = file.header.geometry.frame_offset(head.lsn - file.header.first_lsn)
-                crc64(os.pread(file._file.fileno(), STRIDE, offset))
+                crc64nvme(os.pread(file._file.fileno(), STRIDE, offset))
 
             one, limit = alternate(rounds, lambda: p50(reader.read_page, order), lambda: p50(raw, order))
     detail = f"p50 {one * 1e6:.1f} µs against {limit * 1e6:.1f} µs"
@@ -319,7 +296,7 @@ WORDS = [f"{word}{number}" for word in ("order", "customer", "invoice", "street"
 
 
 def _database_page(rng: random.Random) -> bytes:
-    """A page of rows of words and numbers with some room at its end, as databases have them: zstd makes a third of it."""
+    """Return a page with rows of words and numbers and free space at its end, like a database's. zstd shrinks it to a third."""
     rows: list[bytes] = []
     size = 0
     while size < PAGE * 3 // 4:
@@ -330,17 +307,23 @@ def _database_page(rng: random.Random) -> bytes:
 
 
 def chunk_reads(report: Report, directory: Path, quick: bool) -> None:
-    """One page of a local chunk whose frame nobody has unpacked yet."""
+    """Read one page of a local chunk whose frame is not in a cache."""
     count, rng = 4_000, random.Random(1)
-    with opened(directory, quire.PagesSettings(cache_bytes=MIB // 2)) as world:
-        store = world.database()
+    settings = quire.StoreSettings(
+        pages=quire.PagesSettings(cache_bytes=MIB // 2),
+        maintenance=quire.MaintenanceSettings(enabled=False, delete_grace_seconds=0),
+    )
+    with quire.open(directory / "chunks", settings=settings) as owner:
+        owner.create("bench", "pages")
+        store = owner.pages.open("bench")
         commit(store, {page: _database_page(rng) for page in range(count)})
-        world.checkpoint(store)
-        (path,) = (path for path in Path(world.objects).rglob("base:*"))
+        owner.checkpoint("bench")
+        owner.worker.drain()  # truncates the WAL, so that pages are read from the chunk
+        (path,) = Path(owner.objects_url).rglob("base:*")
         with store.open_snapshot() as reader:
             reader.read_page(0)
             place = next(iter(store.versions._places.values()))
-            footer = world.engine.sources.chunk(place).footer
+            footer = owner.pages.sources.chunk(place).footer
             frames = [footer.frame(number) for number in range(count // PAGES_PER_FRAME)]
             order = random.Random(2).sample(range(len(frames)), len(frames))
             pages = [number * PAGES_PER_FRAME + 3 for number in order]
@@ -358,7 +341,8 @@ def chunk_reads(report: Report, directory: Path, quick: bool) -> None:
 
 # ── recovery and chunks ───────────────────────────────────────────────────────────────────────────────────────────────
 def recovery(report: Report, directory: Path, quick: bool) -> None:
-    """A killed owner's WAL: the raw reader parses and checks the index regions, and the bodies of the unpublished tail."""
+    """Recover the WAL of a killed owner. The raw reader parses and checks the index regions, and the bodies of the unpublished
+    tail."""
     total = 64 * MIB if quick else GIB
     settings = quire.PagesSettings(
         wal_bytes_max=64 * GIB, store_wal_bytes_max=64 * GIB, publish_seconds=1e9, seal_seconds=1e9
@@ -374,7 +358,7 @@ def recovery(report: Report, directory: Path, quick: bool) -> None:
         rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, store.db_id)]
     indexed = wal.indexed_upto_lsn if wal is not None else 0
     durable = store.durable_version()[0]
-    store.wal.forked()  # as if killed: nothing is sealed or published
+    store.wal.forked()  # as after a kill: nothing more is sealed or published
     world.manifest.close()
 
     def raw() -> None:
@@ -387,7 +371,7 @@ def recovery(report: Report, directory: Path, quick: bool) -> None:
             if count > 0:
                 data = memoryview(segment.read_raw(first, count))
                 for number in range(count):
-                    crc64(data[number * STRIDE : (number + 1) * STRIDE])
+                    crc64nvme(data[number * STRIDE : (number + 1) * STRIDE])
 
     limit = seconds(raw)
     world.engine.sources.close()
@@ -403,15 +387,16 @@ def recovery(report: Report, directory: Path, quick: bool) -> None:
 
 
 def chunk_writing(report: Report, directory: Path, quick: bool) -> None:
+    """Write a chunk, against compressing and checksumming the same frames."""
     pages, rng = 4_096 if quick else 16_384, random.Random(3)
     images = [_database_page(rng) for _ in range(pages)]
     key = ArtifactKey(1, ArtifactKind.BASE, 0, 1)
     identity = ChunkIdentity(key=key, plan_digest=bytes(32), covered_lsn=1, page_size=PAGE, pages_per_chunk=16_384)
-    (directory / "chunks").mkdir(exist_ok=True)
+    (directory / "written").mkdir(exist_ok=True)
 
     def ours() -> float:
         def work() -> None:
-            with open(directory / "chunks" / "ours", "wb") as file:
+            with open(directory / "written" / "ours", "wb") as file:
                 writer = ChunkWriter(file.write, identity)
                 for offset, image in enumerate(images):
                     writer.add(offset, image)
@@ -422,10 +407,10 @@ def chunk_writing(report: Report, directory: Path, quick: bool) -> None:
     def raw() -> float:
         def work() -> None:
             pack = zstandard.ZstdCompressor(level=LEVEL).compress
-            with open(directory / "chunks" / "raw", "wb") as file:
+            with open(directory / "written" / "raw", "wb") as file:
                 for start in range(0, pages, PAGES_PER_FRAME):
                     frame = b"".join(images[start : start + PAGES_PER_FRAME])
-                    crc64(frame)
+                    crc64nvme(frame)
                     file.write(pack(frame))
 
         return pages * PAGE / seconds(work)

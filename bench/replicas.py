@@ -1,8 +1,9 @@
-"""Embedded replicas: what catching up costs, against fetching the whole database.
+"""Embedded replicas: the cost of catching up, against fetching the whole database.
 
 A database of some ten thousand pages is changed a little, checkpointed and merged, as in days of use. Then a replica that was
-away pulls. Counted are pages that differ (compared one by one), pages sent, bytes, and time; the whole pull is the other
-contender, in turns with it. Both go through HTTP on loopback, to a server in this process.
+disconnected pulls the changes. Counted are the pages that differ (compared one by one), the pages sent, bytes, and time. The
+opponent is a pull of the whole database, alternating with the other. Both go through HTTP on loopback, to a server in this
+process.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from urllib.parse import urlsplit
 
 import quire
 from bench.report import Report
-from quire.service.replicas.protobuf import bytes_field, read_message
 
 ROUNDS = 5
 RATIOS = (0.001, 0.01, 0.1)
-"""Of the rows that change while the replica is away."""
+"""Shares of the rows that change while the replica is disconnected."""
+
+CLIENT_REVISION, SERVER_REVISION = 3 << 3 | 2, 1 << 3 | 2
+"""Keys of fields of the request and of the header of its answer: field number, and 2 for bytes with a length before them."""
 
 
 def catching_up(report: Report, directory: Path, quick: bool) -> None:
-    """Pages and bytes sent, and time, for replicas that missed some changes."""
+    """Measure pages, bytes and time of pulls by replicas that missed some changes."""
     rows = 4_000 if quick else 40_000
     generator = random.Random(7)
     with (
@@ -51,13 +54,13 @@ def catching_up(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _compare(report: Report, address: str, revision: str, ratio: float, differing: int, size: int) -> None:
-    """The pull of what changed and the pull of everything, in turns."""
+    """Pull the changes and pull everything, alternating."""
     parts, wholes = [], []
     for _ in range(ROUNDS):
         parts.append(_pull(address, revision))
         wholes.append(_pull(address, ""))
     name = f"{ratio:.1%} of the rows"
-    took = statistics.median(part[3] for part in parts) / statistics.median(every[3] for every in wholes)
+    took = statistics.median(part[3] for part in parts) / statistics.median(whole[3] for whole in wholes)
     detail = f"{differing} pages differ, {parts[0][2]} sent, {size} in all"
     report.ratio(f"{name}: pages sent / pages that differ", parts[0][2] / differing, 1.5, "lower", detail)
     report.ratio(f"{name}: bytes / bytes of a whole pull", parts[0][1] / wholes[0][1], None, "lower")
@@ -70,17 +73,18 @@ def _pages(store: quire.Store) -> dict[int, bytes]:
 
 
 def _pull(address: str, since: str) -> tuple[str, int, int, float]:
-    """(revision, bytes, pages, seconds) of one pull."""
+    """Pull once, and return (revision, bytes, pages, seconds). The messages are Turso's, in protobuf's wire format."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=600)
     began = time.perf_counter()
-    connection.request("POST", "/db/shop/pull-updates", bytes_field(3, since.encode()))
+    request = bytes([CLIENT_REVISION, len(since)]) + since.encode()
+    connection.request("POST", "/db/shop/pull-updates", request)
     body = connection.getresponse().read()
     took = time.perf_counter() - began
     connection.close()
-    header = read_message(body[1 : 1 + body[0]])
-    revision = header[1]
-    assert isinstance(revision, bytes)
+    header = body[1 : 1 + body[0]]
+    assert header[0] == SERVER_REVISION
+    revision = header[2 : 2 + header[1]]
     return revision.decode(), len(body), len(body) // 4096, took
 
 

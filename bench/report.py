@@ -1,9 +1,9 @@
-"""What a benchmark says: a table for people, one JSON line for programs.
+"""The output of a benchmark: a table for the terminal, one line of JSON for programs. Also the clock and the units it uses.
 
 The last line of every run is `{"bench": NAME, "run": {…}, "ratios": {NAME: {"value", "target", "better", "detail"}},
-"figures": {…}}`. `run` says when and on what it was measured; a target that could not be measured has the value null, and its
-detail says why. Ratios are of medians over rounds that alternate between the contenders, so that a slow moment of the machine
-hits both.
+"figures": {…}}`. `run` has the date and the machine. A ratio that could not be measured has the value null, and its detail is
+the reason. Ratios are of medians over rounds in which the contenders alternate, so that a slow moment of the machine affects
+both.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A measured ratio and what the project promises for it."""
+    """A measured ratio and its target; `None` as a target means that the ratio is reported only."""
 
     name: str
     value: float | None
@@ -38,7 +40,7 @@ class Ratio:
 
 @dataclass(slots=True)
 class Report:
-    """Collects what one benchmark measured."""
+    """Collects and prints the ratios and figures of one benchmark."""
 
     name: str
     run: dict[str, Any] = field(default_factory=dict)
@@ -47,13 +49,13 @@ class Report:
 
     def ratio(self, name: str, value: float | None, target: float | None, better: str, detail: str = "") -> None:
         self.ratios.append(Ratio(name, value, target, better, detail))
-        self._say(self.ratios[-1])
+        self._print(self.ratios[-1])
 
     def figure(self, name: str, value: float) -> None:
-        """An absolute figure, to stand beside the ratios."""
+        """Record an absolute figure. It is not printed in the table."""
         self.figures[name] = round(value, 6)
 
-    def _say(self, ratio: Ratio) -> None:
+    def _print(self, ratio: Ratio) -> None:
         mark = {True: "✓", False: "✗", None: " "}[ratio.met]
         sign = "≥" if ratio.better == "higher" else "≤"
         target = f"{sign} {ratio.target:g}" if ratio.target is not None else "reported"
@@ -62,7 +64,7 @@ class Report:
         sys.stdout.flush()
 
     def finish(self) -> str:
-        """The JSON line."""
+        """Return the line of JSON."""
         ratios: dict[str, Any] = {
             ratio.name: {
                 "value": None if ratio.value is None else round(ratio.value, 3),
@@ -76,7 +78,7 @@ class Report:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long one call takes, with a clean heap before it."""
+    """Return the duration of one call, after a garbage collection."""
     gc.collect()
     started = time.perf_counter()
     work()
@@ -84,16 +86,16 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def alternate(rounds: int, *contenders: Callable[[], float]) -> list[float]:
-    """Median of each contender's figure over rounds in which they take turns."""
+    """Return the median of each contender's figures, over rounds in which the contenders alternate."""
     figures: list[list[float]] = [[] for _ in contenders]
     for _ in range(rounds):
-        for contender, seen in zip(contenders, figures, strict=True):
-            seen.append(contender())
-    return [statistics.median(seen) for seen in figures]
+        for contender, values in zip(contenders, figures, strict=True):
+            values.append(contender())
+    return [statistics.median(values) for values in figures]
 
 
 def rate(count: float) -> str:
-    """A rate for people: 412 k/s."""
+    """Format a rate for display: 412 k/s."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if count >= limit:
             return f"{count / limit:.3g} {unit}/s"

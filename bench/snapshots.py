@@ -1,10 +1,10 @@
 """Snapshots and forks of a database of 1 TiB (16,384 chunks) against one durable commit of raw py-lmdb, in the same run.
 
-Three questions: what does one cost, does it cost more when there are many already, and how large does the manifest become in
-a year of hourly snapshots. The last has three honest answers, by how much the database changes between two snapshots: nothing,
-one slot, or 64 slots spread over all leaves, in which case every snapshot has a slot map of its own.
+It measures what one costs, whether it costs more if there are many, and how large the manifest becomes in a year of hourly
+snapshots. The size depends on what changes between two snapshots, so there are three of them: nothing, one slot, or 64 slots in
+all leaves, in which case no two snapshots share a slot map.
 
-Sizes are those of a compact copy of the environment, which is every page in use and no free one, with the change log trimmed.
+Sizes are those of a compact copy of the environment, which has all pages in use and no free ones, with the change log trimmed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from pathlib import Path
 import quire
 from bench.manifest import BLOCK, chunk_op, fresh, raw_env
 from bench.report import Report
-from quire.core.clock import Clock
-from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
 from quire.manifest.ops.databases import ReserveGeneration
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import SCHEDULE_TAG
@@ -29,16 +27,18 @@ from quire.manifest.store import ManifestStore
 from quire.testing import ManualClock
 from tests.manifest.checkpoints import FullChunk, checkpoint_ops
 
-CHUNKS = 1024 * GIB // CHUNK_BYTES
+CHUNKS = 16_384
+"""Of 64 MiB: 1 TiB."""
+SLOTS_PER_LEAF = 256
 FORKS = 1_000
 YEAR_HOURS = 8_760
 DB = 1
 STEP = 7_919
-"""A prime: slots are visited in no order, and each once before any comes again."""
+"""A prime, so that slots are visited in no order, and all of them once before any is visited again."""
 
 
-def database(directory: Path, name: str, clock: Clock | None = None) -> ManifestStore:
-    """A manifest with a database of 1 TiB in it."""
+def database(directory: Path, name: str, clock: ManualClock | None = None) -> ManifestStore:
+    """Create a manifest with a database of 1 TiB."""
     manifest = ManifestStore.open(fresh(directory, name), clock=clock)
     manifest.register_db("bench", quire.DbKind.PAGES, page_size=4096)
     checkpoint(manifest, range(CHUNKS))
@@ -46,7 +46,7 @@ def database(directory: Path, name: str, clock: Clock | None = None) -> Manifest
 
 
 def checkpoint(manifest: ManifestStore, slots: range | list[int]) -> None:
-    """Rewrite slots, in one batch."""
+    """Rewrite slots in one batch."""
     with manifest.read() as txn:
         record, wal = txn.database(DB), txn.wal_state(DB)
         assert record is not None
@@ -64,7 +64,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class RawCommits:
-    """The limit: durable commits of one row, as `single_commit_vs_lmdb` of the manifest's benchmark makes them."""
+    """The limit: durable commits of one row, as in `single_commit_vs_lmdb` of the manifest's benchmark."""
 
     def __init__(self, directory: Path) -> None:
         self._env, self._table, self._log = raw_env(directory, "raw")
@@ -81,17 +81,17 @@ class RawCommits:
 
 
 def in_turns(count: int, *contenders: Callable[[], object]) -> list[float]:
-    """Median seconds of each, in short turns: the disk's mood changes within seconds."""
+    """Return the median seconds of each contender, in short turns, because the speed of the disk changes within seconds."""
     times: list[list[float]] = [[] for _ in contenders]
     for _ in range(0, count, BLOCK):
-        for contender, seen in zip(contenders, times):
-            seen.extend(timed(contender) for _ in range(BLOCK))
-    return [statistics.median(seen) for seen in times]
+        for contender, durations in zip(contenders, times):
+            durations.extend(timed(contender) for _ in range(BLOCK))
+    return [statistics.median(durations) for durations in times]
 
 
 # ── one more ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def one_more(report: Report, directory: Path, quick: bool) -> None:
-    """A snapshot and a fork, each waited for until it is durable."""
+    """Create a snapshot and a fork, and wait until each is durable."""
     raw = RawCommits(directory)
     with database(directory, "ours") as manifest:
         forks = iter(range(10**6))
@@ -115,7 +115,7 @@ def one_more(report: Report, directory: Path, quick: bool) -> None:
 
 
 def among_many(report: Report, directory: Path, quick: bool) -> None:
-    """One fork more with 1,000 alive, beside the first ones of another store."""
+    """Create forks in a store with 1,000 forks, against the first forks of another store."""
     with database(directory, "few") as few, database(directory, "many") as many:
         for number in range(FORKS):
             many.snapshots.fork(DB, f"alive-{number}")
@@ -131,7 +131,7 @@ def among_many(report: Report, directory: Path, quick: bool) -> None:
 
 # ── a year ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def a_year(report: Report, directory: Path, quick: bool) -> None:
-    """Hourly snapshots, all kept."""
+    """Create hourly snapshots, and keep all of them."""
     some = YEAR_HOURS // 10 if quick else YEAR_HOURS
     leaves = CHUNKS // SLOTS_PER_LEAF
     everywhere = [leaf * SLOTS_PER_LEAF for leaf in range(leaves)]
@@ -148,7 +148,7 @@ def a_year(report: Report, directory: Path, quick: bool) -> None:
 
 
 def hours(report: Report, directory: Path, name: str, count: int, slots: Callable[[int], list[int]]) -> float:
-    """Megabytes of manifest after a year, of which `count` hours are lived through and the rest is as they were."""
+    """Return the megabytes of a manifest after a year: `count` hours are simulated, the rest is extrapolated."""
     clock = ManualClock()
     with database(directory, name, clock) as manifest:
         before = used_mb(manifest, directory, clock)
@@ -170,7 +170,7 @@ def hours(report: Report, directory: Path, name: str, count: int, slots: Callabl
 
 
 def used_mb(manifest: ManifestStore, directory: Path, clock: ManualClock) -> float:
-    """The size of a compact copy, once the change log is older than it is kept for."""
+    """Return the size of a compact copy, after the change log has been trimmed by age."""
     clock.advance(30 * 86_400)
     manifest.feed.maintain()
     copy = directory / "compact.lmdb"

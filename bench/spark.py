@@ -1,9 +1,9 @@
-"""The data sources on Spark against what they stand on: SQLite itself, the local feed, Spark's own floor.
+"""The data sources on Spark against what they are built on: SQLite and Spark's own floor. The feed: `spark_changes.py`.
 
-What is the same for both: the rows, the machine, as many processes as the session has cores; the JVM has started, and each
-query has run once. `scan` compares with apsw reading the same table from an ordinary file, each process its share of the
-rowids, every row as a tuple. `changes` compares with `feed.fetch` in the owner's process, every record decoded. `micro_batch`
-compares the time that Spark says a batch of one change took with that of a source that answers from memory.
+Both contenders have the same rows, the same machine, and as many processes as the session has cores. The JVM has started, and
+each query has run once. `scan` compares with apsw, which reads the same table from an ordinary file: each process its share of
+the rowids, every row as a tuple. `micro_batch` compares the time that Spark reports for a batch of one change with that of a
+source that has its rows in memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
 
 import quire
-from bench.report import Report, alternate, seconds
-from quire.core.limits import GIB
-from quire.manifest.ops.base import Counter, ReserveIds
+from bench.report import GIB, Report, alternate, seconds
 from quire.spark import options_of, session
 
 SETTINGS = quire.StoreSettings(
@@ -41,7 +39,7 @@ FILL = (
     " insert into t select i, i * 7 % 1000003, printf('%020d', i) from n"
 )
 STEP = 1_000_000
-"""Rows of one transaction while the table is filled."""
+"""Rows in each transaction that fills the table."""
 
 NATIVE = """
 import sys, apsw
@@ -56,12 +54,12 @@ print(count, flush=True)
 
 @cache
 def spark() -> SparkSession:
-    """One session for all parts."""
+    """Return the session that all parts share."""
     return session(f"local[{CORES}]", app="quire-bench")
 
 
 def drain(frame: DataFrame) -> None:
-    """Read everything, and keep nothing."""
+    """Read all rows of a DataFrame and discard them."""
     frame.write.format("noop").mode("overwrite").save()
 
 
@@ -93,9 +91,9 @@ def scan(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _native(path: Path, rows: int) -> None:
-    """The same rows, in as many processes; their start is not counted on, so they wait for a line."""
+    """Read the same rows with apsw, in as many processes as the session has cores. Each waits for a line before it reads."""
     share = -(-rows // CORES)
-    started = [
+    processes = [
         subprocess.Popen(
             [sys.executable, "-c", NATIVE, str(path), str(first), str(min(first + share - 1, rows))],
             stdin=subprocess.PIPE,
@@ -104,38 +102,17 @@ def _native(path: Path, rows: int) -> None:
         )
         for first in range(1, rows + 1, share)
     ]
-    for each in started:
-        assert each.stdin is not None
-        each.stdin.write("\n")
-        each.stdin.flush()
-    counted = sum(int(each.communicate()[0]) for each in started)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+    counted = sum(int(process.communicate()[0]) for process in processes)
     assert counted == rows
-
-
-def changes(report: Report, directory: Path, quick: bool) -> None:
-    count, rounds = (20_000, 1) if quick else (1_000_000, 3)
-    with quire.open(directory / "changes", settings=SETTINGS) as store:
-        store.feed.register(name="bench")
-        guards = [store.manifest.submit([ReserveIds(Counter.JOB, number)]) for number in range(1_000, 1_000 + count)]
-        guards[-1].result()
-        frame = spark().read.format("quire.changes").options(**options_of(store), last=str(count)).load()
-        assert frame.count() == count
-
-        def fetch() -> None:
-            done = 0
-            while done < count:
-                done = store.feed.fetch("bench", 10_000, after=done).next_sequence - 1
-
-        times = alternate(rounds, lambda: seconds(fetch), lambda: seconds(lambda: drain(frame)))
-    local, ours = times
-    report.figure("changes_per_second", count / ours)
-    detail = f"{count / ours:,.0f} changes/s; fetched where they are {count / local:,.0f}"
-    report.ratio("changes_vs_local_fetch", local / ours, 0.8, "higher", detail)
 
 
 # ── micro-batches ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class TrivialReader(DataSourceStreamReader):
-    """One row for each batch, from memory: what Spark itself takes."""
+    """Returns one row for each batch, from memory: the time that Spark itself takes."""
 
     def initialOffset(self) -> dict[str, int]:  # noqa: N802 - Spark gives these names
         return {"n": 0}
@@ -166,11 +143,10 @@ def micro_batch(report: Report, directory: Path, quick: bool) -> None:
     batches = 12 if quick else 40
     spark().dataSource.register(TrivialSource)
     with quire.open(directory / "stream", settings=SETTINGS) as store:
-        for number in range(1_000, 1_000 + 8 * batches):
-            store.manifest.submit([ReserveIds(Counter.JOB, number)]).result()
+        store.create_many(f"db-{number}" for number in range(8 * batches))  # each is one change
         options = {**options_of(store), "cursor": "bench", "max_changes": "1"}
         turns: dict[str, list[float]] = {"trivial": [], "ours": []}
-        for turn in range(2 if quick else 3):  # in turns, each from a checkpoint of its own
+        for turn in range(2 if quick else 3):  # the contenders alternate, each with a new checkpoint
             for name in turns:
                 reader = spark().readStream.format("bench.trivial" if name == "trivial" else "quire.changes")
                 if name == "ours":
@@ -183,15 +159,15 @@ def micro_batch(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _batches(frame: DataFrame, checkpoint: Path, wanted: int) -> list[float]:
-    """How long batches took, in ms, the first ones left out."""
+    """Return the duration of each batch in ms, without the first four."""
     query = frame.writeStream.format("noop").option("checkpointLocation", str(checkpoint)).start()
     try:
         while not query.exception() and (query.lastProgress is None or query.lastProgress["batchId"] < wanted):
             time.sleep(0.1)
-        told = [each for each in query.recentProgress if each["numInputRows"]]
+        batches = [progress for progress in query.recentProgress if progress["numInputRows"]]
     finally:
         query.stop()
-    return [float(each["durationMs"]["triggerExecution"]) for each in told[4:]]
+    return [float(batch["durationMs"]["triggerExecution"]) for batch in batches[4:]]
 
 
-PARTS = (scan, changes, micro_batch)
+PARTS = (scan, micro_batch)

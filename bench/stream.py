@@ -1,10 +1,10 @@
-"""Streams and their manifest log: against loops that do only what cannot be left out.
+"""The manifest log of a stream against loops that do only what is necessary. The records of a stream: `stream_records.py`.
 
-How the opponents are made fair: the bare writer packs the same payloads, takes the same checksums and copies the same bytes
-into a mapped file; the bare reader unpacks every header, checks every payload, and keeps the newest of each type per segment in
-dicts: what our index knows then, without its transition table. Its first form also unpacks payloads, which is the fair one,
-because whoever asks a dict of raw bytes what it knows has yet to do it; the second form stops at the headers. Both sides get
-the same records, neither syncs where appending is measured, and they take turns.
+How the opponents are made fair: the bare writer packs the same payloads, computes the same checksums and copies the same bytes
+into a mapped file. The bare reader unpacks every header, checks every payload, and keeps the newest record of each type per
+segment in dicts, which is what our index holds, without the table of transitions. Its first form also unpacks payloads. It is
+the fair one, because a reader of raw bytes would have to unpack them later. Its second form unpacks headers only. Both
+contenders get the same records, neither syncs where appending is measured, and they alternate.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from awscrt.checksums import crc64nvme
 
 import quire
 from bench.report import Report, alternate, rate, seconds
-from bench.stream_records import stream_append, stream_batches, stream_read, stream_tail, stream_threads
 from quire.core.clock import SystemClock
-from quire.durable.checksums import crc64
 from quire.durable.files import Disk, OsDisk, OsFile
 from quire.stream import mlog_records as r
 from quire.stream.files import LogFiles
@@ -39,9 +38,9 @@ from quire.stream.mlog_writer import ManifestLogWriter
 
 SETTINGS = quire.ManifestLogSettings(chunk_bytes=1 << 20)
 LIVE = 1_000
-"""Segments alive at a time in the history."""
+"""Segments that are alive at any time of the history."""
 TAIL_SEGMENTS = 1_000
-"""Segments whose records come after the snapshot."""
+"""Segments whose records follow the snapshot."""
 WHEN_MS = 1_700_000_000_000
 
 
@@ -49,18 +48,18 @@ LAYOUTS = {
     kind: struct.Struct(layout).unpack
     for kind, layout in {0: "<QI4x", 1: "<QQ", 2: "<I4x", 3: "<QI4x", 10: "<Q", 11: "<Q", 13: "<Q"}.items()
 }
-"""Payloads of fixed size, for the bare reader; it keeps the others as they are."""
+"""Payloads of fixed size, which the bare reader unpacks; it keeps the others as bytes."""
 
 
 class Unsynced(OsFile):
-    """A file whose sync does nothing."""
+    """A file whose `sync` does nothing."""
 
     def sync(self) -> None:
         pass
 
 
 class NoSync(OsDisk):
-    """What appending costs, not what the disk costs."""
+    """A disk without syncs, to measure appending alone."""
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> OsFile:
         file = super().open(path, create=create, exclusive=exclusive, write=write)
@@ -72,7 +71,7 @@ class NoSync(OsDisk):
 
 
 def _life(segment: int) -> list[tuple[r.Payload, int]]:
-    """What happens to a segment in a stream with all tiers: nine records."""
+    """Return the nine records of a segment in a stream with all tiers."""
     key = f"00000001/{segment:08x}/wal:00000000"
     return [
         (r.SegmentOpened(segment << 24, 1), segment),
@@ -87,13 +86,13 @@ def _life(segment: int) -> list[tuple[r.Payload, int]]:
     ]
 
 
-def _history(records: int) -> list[tuple[r.Payload, int]]:
-    told: list[tuple[r.Payload, int]] = []
+def _history(count: int) -> list[tuple[r.Payload, int]]:
+    records: list[tuple[r.Payload, int]] = []
     segment = 1
-    while len(told) < records:
-        told += _life(segment)
+    while len(records) < count:
+        records += _life(segment)
         segment += 1
-    return told[:records]
+    return records[:count]
 
 
 def _files(directory: Path, name: str, disk: Disk | None = None) -> LogFiles:
@@ -104,8 +103,8 @@ def _files(directory: Path, name: str, disk: Disk | None = None) -> LogFiles:
 
 
 def append(report: Report, directory: Path, quick: bool) -> None:
-    """Append typed records; against packing, checksumming and copying them into a map."""
-    told = _history(20_000 if quick else 100_000)
+    """Append typed records, against packing, checksumming and copying them into a mapped file."""
+    records = _history(20_000 if quick else 100_000)
 
     def ours() -> float:
         files = _files(directory, "append", NoSync())
@@ -113,14 +112,14 @@ def append(report: Report, directory: Path, quick: bool) -> None:
 
         def work() -> None:
             add = writer.append
-            for number, (value, segment) in enumerate(told):
+            for number, (value, segment) in enumerate(records):
                 add(value, segment)
                 if number % 64 == 0 and writer.needs_rotation():
                     writer.rotate()
 
         spent = seconds(work)
         writer.abandon()
-        return len(told) / spent
+        return len(records) / spent
 
     def bare() -> float:
         path = directory / "bare"
@@ -129,7 +128,7 @@ def append(report: Report, directory: Path, quick: bool) -> None:
 
             def work() -> None:
                 pack, at, now = RECORD.pack, CHUNK_BYTES, time.time_ns
-                for value, segment in told:
+                for value, segment in records:
                     payload = value.encode()
                     size = len(payload)
                     if at + RECORD_BYTES + size > 1 << 20:
@@ -137,11 +136,11 @@ def append(report: Report, directory: Path, quick: bool) -> None:
                     end = at + RECORD_BYTES + size
                     mapped[at + RECORD_BYTES : end] = payload
                     mapped[at : at + RECORD_BYTES] = pack(
-                        value.TYPE, 0, size, segment, 0, now() // 1_000_000, crc64(payload)
+                        value.TYPE, 0, size, segment, 0, now() // 1_000_000, crc64nvme(payload)
                     )
                     at = end
 
-            return len(told) / seconds(work)
+            return len(records) / seconds(work)
 
     mine, loop = alternate(1 if quick else 5, ours, bare)
     report.figure("mlog_append_per_second", mine)
@@ -149,10 +148,10 @@ def append(report: Report, directory: Path, quick: bool) -> None:
 
 
 def replaying(report: Report, directory: Path, quick: bool) -> None:
-    """Check and fold a history; against unpacking, checksumming and keeping the newest record of each type per segment."""
+    """Check and fold a history, against unpacking, checksumming and keeping the newest record of each type per segment."""
     del directory
-    told = _history(30_000 if quick else 200_000)
-    objects = _chunks(told)
+    records = _history(30_000 if quick else 200_000)
+    objects = _chunks(records)
 
     def ours() -> float:
         index = ManifestIndex()
@@ -162,8 +161,8 @@ def replaying(report: Report, directory: Path, quick: bool) -> None:
                 index.fold_chunk(load_chunk(data, chunk_index=number))
 
         spent = seconds(work)
-        assert (index.records, index.rejected) == (len(told), 0)
-        return len(told) / spent
+        assert (index.records, index.rejected) == (len(records), 0)
+        return len(records) / spent
 
     ours()  # loads numpy
     mine, loop, heads = alternate(
@@ -176,7 +175,8 @@ def replaying(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _bare(objects: list[bytes], layouts: Mapping[int, Callable[[bytes], object]]) -> float:
-    """Records per second of a loop that unpacks and checks each, and keeps the newest; payloads of `layouts` unpacked too."""
+    """Return records per second of a loop that unpacks and checks each record, and keeps the newest. Payloads with a layout in
+    `layouts` are unpacked, too."""
     newest: dict[int, dict[int, object]] = {}
     records = 0
 
@@ -190,7 +190,7 @@ def _bare(objects: list[bytes], layouts: Mapping[int, Callable[[bytes], object]]
                 start = at + RECORD_BYTES
                 at = start + size
                 payload = data[start:at]
-                if crc64(payload) != checksum:
+                if crc64nvme(payload) != checksum:
                     raise AssertionError("a payload fails its checksum")
                 known = newest.get(segment)
                 if known is None:
@@ -203,12 +203,12 @@ def _bare(objects: list[bytes], layouts: Mapping[int, Callable[[bytes], object]]
 
 
 def new_end(data: bytes) -> int:
-    """`committed_len`, as its header says."""
+    """Return `committed_len` of a chunk's header."""
     return int.from_bytes(data[40:48], "little")
 
 
-def _chunks(told: list[tuple[r.Payload, int]], size: int = 256 << 10) -> list[bytes]:
-    """The history as objects of chunks."""
+def _chunks(records: list[tuple[r.Payload, int]], size: int = 256 << 10) -> list[bytes]:
+    """Return a history as objects of chunks."""
     objects: list[bytes] = []
     body, count, base = bytearray(), 0, 0
 
@@ -217,7 +217,7 @@ def _chunks(told: list[tuple[r.Payload, int]], size: int = 256 << 10) -> list[by
         objects.append(_chunk(bytes(body), count, len(objects), base))
         body, base, count = bytearray(), base + count, 0
 
-    for value, segment in told:
+    for value, segment in records:
         body += encode_record(value.TYPE, segment, r.encode(value), timestamp_ms=WHEN_MS)
         count += 1
         if len(body) > size:
@@ -228,7 +228,7 @@ def _chunks(told: list[tuple[r.Payload, int]], size: int = 256 << 10) -> list[by
 
 
 def commit(report: Report, directory: Path, quick: bool) -> None:
-    """A commit of one record into a chunk that is nearly empty, and into one that is nearly full: the same cost."""
+    """Commit one record to a chunk that is nearly empty, and to one that is nearly full: both should cost the same."""
     rounds = 200 if quick else 1_000
     files = _files(directory, "commit")
     with ManifestLogWriter.open(files, clock=SystemClock(), settings=SETTINGS) as writer:
@@ -254,29 +254,31 @@ def commit(report: Report, directory: Path, quick: bool) -> None:
 
 
 def recovery(report: Report, directory: Path, quick: bool) -> None:
-    """Open a log after histories of 0.1, 1 and 10 million records: snapshot and tail are the same size."""
+    """Open a log after histories of 0.1, 1 and 10 million records, with snapshots and tails of the same size."""
     sizes = (10_000, 50_000, 200_000) if quick else (100_000, 1_000_000, 10_000_000)
     logs = [_files(directory, f"recovery-{records}") for records in sizes]
     for records, files in zip(sizes, logs, strict=True):
         end = _with_history(files, records)
-        found = recover(files, SystemClock()).index
-        assert (found.records, found.rejected, len(found)) == (end, 0, LIVE + TAIL_SEGMENTS)
-        del found
-    # All are made before the first is timed: after minutes of folding the heap and the processor are not what they were.
+        index = recover(files, SystemClock()).index
+        assert (index.records, index.rejected, len(index)) == (end, 0, LIVE + TAIL_SEGMENTS)
+        del index
+    # All logs are written before the first is timed: minutes of folding change the state of the heap and of the processor.
     spent = alternate(9, *(partial(seconds, partial(recover, files, SystemClock())) for files in logs))
-    for records, files, each in zip(sizes, logs, spent, strict=True):
-        report.figure(f"mlog_recovery_seconds_{records}", each)
+    for records, files, duration in zip(sizes, logs, spent, strict=True):
+        report.figure(f"mlog_recovery_seconds_{records}", duration)
         shutil.rmtree(files.root)
     report.figure("mlog_recovery_seconds", spent[-1])
-    detail = ", ".join(f"{each * 1e3:.1f} ms after {records:,}" for records, each in zip(sizes, spent, strict=True))
+    durations = zip(sizes, spent, strict=True)
+    detail = ", ".join(f"{duration * 1e3:.1f} ms after {records:,}" for records, duration in durations)
     report.ratio("mlog_recovery_long_vs_short", spent[-1] / spent[0], 1.5, "lower", detail)
 
 
 def _with_history(files: LogFiles, records: int) -> int:
-    """A log whose state is the fold of about so many records, with a snapshot at their end and a tail; how many in all.
+    """Write a log whose state is the fold of about `records` records, with a snapshot at their end, and a tail after it. Return
+    the number of records.
 
-    Each segment has its nine records, and goes with three more when a thousand others have come. The records are made as bytes,
-    many at a time: they differ in nothing but their segment, which is all that the length of a history depends on.
+    Each segment has nine records, and is retired by three more after a thousand later segments. The records are created as
+    bytes, many at a time: they differ only in their segment, which suffices for a long history.
     """
     index = ManifestIndex()
     os.makedirs(files.directory)
@@ -285,7 +287,7 @@ def _with_history(files: LogFiles, records: int) -> int:
     gone: list[r.Payload] = [r.Tier2DeleteQueued(key), r.Tier2Deleted(key), r.CustomEvent(r.Schema.SEGMENT_RETIRED)]
     life += [encode_record(value.TYPE, 0, r.encode(value), timestamp_ms=WHEN_MS) for value in gone]
     row = b"".join(life)
-    places = np.cumsum([0, *map(len, life[:-1])]) // 8 + 1  # of the segments, in words
+    places = np.cumsum([0, *map(len, life[:-1])]) // 8 + 1  # of the segment numbers in a row, in words of 8 bytes
     per_chunk = (256 << 10) // len(row)
     segment = chunk_index = 0
     while index.records < records:
@@ -300,32 +302,32 @@ def _with_history(files: LogFiles, records: int) -> int:
         segment, chunk_index = segment + per_chunk, chunk_index + 1
     assert (index.rejected, len(index)) == (0, LIVE)
     write_snapshot(files, 1, LogPosition(chunk_index, CHUNK_BYTES), index)
-    more = [each for number in range(TAIL_SEGMENTS) for each in _life(segment + 1 + number)]
-    for data in _numbered(_chunks(more), chunk_index, index.records):
+    tail = [record for number in range(TAIL_SEGMENTS) for record in _life(segment + 1 + number)]
+    for data in _numbered(_chunks(tail), chunk_index, index.records):
         Path(files.chunk(chunk_index)).write_bytes(data)
         chunk_index += 1
-    return index.records + len(more)
+    return index.records + len(tail)
 
 
 def _beginning(rows: Any, old: Any, living: int) -> bytes:
-    """Rows of which the first ones have nothing to let go yet."""
+    """Return the bytes of rows, the first of which retire no segment yet."""
     return b"".join(row.tobytes() if is_old else row[:living].tobytes() for row, is_old in zip(rows, old, strict=True))
 
 
 def _chunk(body: bytes, count: int, chunk_index: int, base_record: int) -> bytes:
-    """The object of a sealed chunk with these records."""
+    """Return the object of a sealed chunk with these records."""
     header = new_header(
         chunk_index=chunk_index,
         base_record=base_record,
         committed_len=CHUNK_BYTES + len(body),
-        chunk_crc64=crc64(body),
+        chunk_crc64=crc64nvme(body),
         flags=1,
     )
     return header.encode() + body + ChunkFacts(header, count, 0).encode()
 
 
 def _numbered(objects: list[bytes], first: int, base: int) -> list[bytes]:
-    """The same chunks further on in a log."""
+    """Return the same chunks with the numbers that they have later in a log."""
     moved = []
     for number, data in enumerate(objects):
         chunk: Chunk = load_chunk(data, chunk_index=number)
@@ -334,14 +336,4 @@ def _numbered(objects: list[bytes], first: int, base: int) -> list[bytes]:
     return moved
 
 
-PARTS: list[Callable[[Report, Path, bool], None]] = [
-    stream_append,
-    stream_threads,
-    stream_batches,
-    stream_read,
-    stream_tail,
-    append,
-    replaying,
-    commit,
-    recovery,
-]
+PARTS = (append, replaying, commit, recovery)

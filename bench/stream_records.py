@@ -1,8 +1,8 @@
-"""Records of a stream: appending in groups, reading, tailing; run as part of `python -m bench stream`.
+"""Records of a stream: appending in groups, reading, tailing. Run as part of `python -m bench stream`.
 
-How the opponents are made fair: the raw loop writes the records' bytes, without ids or checksums, into a file that was filled
-ahead, as segments are and as large as they are, and syncs as often as the stream: once a group. The bare reader reads the same
-file in pieces of the same size and takes one checksum of all of it. Contenders take turns.
+How the opponents are made fair: the raw loop writes the bytes of the records, without ids or checksums, into a file that was
+filled with zeros before, of the size of a segment. It syncs once per group, as the stream does. The bare reader reads the same
+file in pieces of the same size, and computes one checksum of all of it. Contenders alternate.
 """
 
 from __future__ import annotations
@@ -16,25 +16,24 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
+from awscrt.checksums import crc64nvme
 
 import quire
-from bench.report import Report, alternate, rate, seconds
-from quire.durable.checksums import crc64
-from quire.durable.files import OsDisk, preallocate
-from quire.durable.names import Tier
+from bench.report import MIB, Report, alternate, rate, seconds
 
 RECORD_SIZE = 256
-SEGMENT_BYTES = 256 << 20
-"""Of the stream's segment and of the raw loop's file: both were just filled with zeros, which the disk still remembers."""
+SEGMENT_BYTES = 256 * MIB
+"""Size of the stream's segment and of the raw loop's file. Both have just been filled with zeros, which affects the disk's
+speed."""
 GROUPS = (1, 10, 100)
-"""Records appended one by one that are made durable together."""
+"""Records that are appended one by one and become durable together."""
 THREADS = 16
 BATCH = 1_000
 """Records of a batch."""
 
 
 class _Engine:
-    """A stream in a store of its own, without upkeep: what is measured is the stream."""
+    """A stream in a new store without background maintenance."""
 
     def __init__(self, directory: Path, name: str) -> None:
         root = directory / name
@@ -45,7 +44,7 @@ class _Engine:
         )
         self.store = quire.open(root, settings=settings)
         self.stream = self.store.stream("clicks", create=True)
-        # A segment as large as they become: growing up from a quiet stream is not what is measured.
+        # Segments of a new stream are small and grow with its use, which is not measured: begin with a full-sized one.
         self.stream.hot._used_bytes = SEGMENT_BYTES // 2
         self.stream.append(b"first").result()
 
@@ -54,26 +53,36 @@ class _Engine:
 
 
 def _raw(directory: Path, records: int, groups: int) -> float:
-    """Records per second of a loop that writes and syncs as many bytes in as many groups."""
+    """Return records per second of a loop that writes and syncs as many bytes in as many groups."""
     path = directory / "raw"
     path.unlink(missing_ok=True)
     group = os.urandom(RECORD_SIZE * records)
-    file = preallocate(OsDisk(), str(path), max(SEGMENT_BYTES, len(group) * groups))
+    fd = zero_filled(path, max(SEGMENT_BYTES, len(group) * groups))
 
     def work() -> None:
-        at = 0
+        offset = 0
         for _ in range(groups):
-            file.write_at(group, at)
-            file.sync()
-            at += len(group)
+            os.pwrite(fd, group, offset)
+            os.fdatasync(fd)
+            offset += len(group)
 
     spent = seconds(work)
-    file.close()
+    os.close(fd)
     return groups * records / spent
 
 
+def zero_filled(path: Path, size: int) -> int:
+    """Create a file of zeros, sync it, and return its descriptor. Later syncs then move no metadata, as in a segment."""
+    fd, zeros = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), bytes(MIB)
+    os.posix_fallocate(fd, 0, size)
+    for offset in range(0, size, MIB):
+        os.pwrite(fd, zeros[: size - offset], offset)
+    os.fdatasync(fd)
+    return fd
+
+
 def stream_append(report: Report, directory: Path, quick: bool) -> None:
-    """Append records one by one, each group with one wait; against writing and syncing the same bytes in the same groups."""
+    """Append records one by one and wait once per group, against writing and syncing the same bytes in the same groups."""
     for group in GROUPS:
         groups = 200 if quick else 2_000
         mine, raw = alternate(
@@ -87,7 +96,7 @@ def stream_append(report: Report, directory: Path, quick: bool) -> None:
 
 
 def _appended(directory: Path, group: int, groups: int) -> float:
-    """Records per second of a stream."""
+    """Return records per second of a stream."""
     payloads = [os.urandom(RECORD_SIZE) for _ in range(group)]
     engine = _Engine(directory, "append")
     append = engine.stream.append
@@ -104,7 +113,7 @@ def _appended(directory: Path, group: int, groups: int) -> float:
 
 
 def stream_threads(report: Report, directory: Path, quick: bool) -> None:
-    """Threads that each wait for every record of theirs; against the same bytes in as many groups as they came to form."""
+    """Append from threads that each wait for every record, against the same bytes in as many groups as the stream formed."""
     rounds = 100 if quick else 1_000
 
     def ours() -> tuple[float, int]:
@@ -143,7 +152,7 @@ def stream_threads(report: Report, directory: Path, quick: bool) -> None:
 
 
 def stream_batches(report: Report, directory: Path, quick: bool) -> None:
-    """The same in batches, as an Arrow column each."""
+    """Append batches, each of which is an Arrow column."""
     groups = 60 if quick else 400
     column = pa.array([os.urandom(RECORD_SIZE) for _ in range(BATCH)])
 
@@ -166,7 +175,7 @@ def stream_batches(report: Report, directory: Path, quick: bool) -> None:
 
 
 def stream_read(report: Report, directory: Path, quick: bool) -> None:
-    """Read everything as Arrow batches; against reading the same file and taking one checksum of it."""
+    """Read everything as Arrow batches, against reading the same file and computing one checksum of it."""
     groups = 60 if quick else 400
     engine = _Engine(directory, "read")
     column = pa.array([os.urandom(RECORD_SIZE) for _ in range(BATCH)])
@@ -174,8 +183,8 @@ def stream_read(report: Report, directory: Path, quick: bool) -> None:
         engine.stream.append(column)
     engine.stream.sync()
     engine.stream.seal()
-    segment = engine.stream.ledger.view.sealed[0]
-    path = engine.stream.files.segment(Tier.HOT, segment.segment_id)
+    segment = next(iter(engine.stream.segments()))
+    (path,) = Path(engine.store.path).glob(f"streams/*/hot/{segment.segment_id:016x}.seg")
 
     def ours() -> float:
         def work() -> None:
@@ -186,12 +195,11 @@ def stream_read(report: Report, directory: Path, quick: bool) -> None:
 
     def bare() -> float:
         def work() -> None:
-            found = 0
-            file = OsDisk().open(path, write=False)
-            for offset in range(0, segment.durable_bytes, 1 << 20):
-                found = crc64(file.read_at(min(1 << 20, segment.durable_bytes - offset), offset), found)
-            file.close()
-            assert found == segment.crc64
+            checksum, fd = 0, os.open(path, os.O_RDONLY)
+            for offset in range(0, segment.stored_bytes, MIB):
+                checksum = crc64nvme(os.pread(fd, min(MIB, segment.stored_bytes - offset), offset), checksum)
+            os.close(fd)
+            assert checksum == segment.crc64
 
         return groups * BATCH / seconds(work)
 
@@ -203,23 +211,23 @@ def stream_read(report: Report, directory: Path, quick: bool) -> None:
 
 
 def stream_tail(report: Report, directory: Path, quick: bool) -> None:
-    """From the beginning of a commit until a tail has the record; against the commit."""
+    """Measure the time from the start of a commit until a tail yields the record, against the commit."""
     rounds = 200 if quick else 1_000
     engine = _Engine(directory, "tail")
     stream = engine.stream
-    came: list[float] = []
+    arrivals: list[float] = []
     ready = threading.Semaphore(0)
 
     def follow() -> None:
         for number, _ in enumerate(stream.tail(2), 1):
-            came.append(time.perf_counter())
+            arrivals.append(time.perf_counter())
             ready.release()
             if number == rounds:
                 return
 
     thread = threading.Thread(target=follow)
     thread.start()
-    began, commits = [], []
+    starts, commits = [], []
     payload = os.urandom(RECORD_SIZE)
     for _ in range(rounds):
         while not stream.hot.waiters:
@@ -227,13 +235,16 @@ def stream_tail(report: Report, directory: Path, quick: bool) -> None:
         start = time.perf_counter()
         stream.append(payload).result()
         commits.append(time.perf_counter() - start)
-        began.append(start)
+        starts.append(start)
         ready.acquire()
     thread.join()
     engine.close()
     commit = statistics.median(commits)
-    wake = statistics.median(there - start for there, start in zip(came, began))
+    wake = statistics.median(arrival - start for arrival, start in zip(arrivals, starts))
     report.figure("stream_commit_seconds", commit)
     report.figure("stream_tail_seconds", wake)
     detail = f"{wake * 1e6:.0f} µs, the commit takes {commit * 1e6:.0f} µs"
     report.ratio("stream_tail_wake_vs_commit", wake / commit, 1.5, "lower", detail)
+
+
+PARTS = (stream_append, stream_threads, stream_batches, stream_read, stream_tail)

@@ -1,11 +1,12 @@
-"""TPC-H's first and third query through Spark, over SQLite databases of quire and over the same rows in Parquet.
+"""Queries 1 and 3 of TPC-H through Spark, over SQLite databases of quire and over the same rows in Parquet.
 
-What is the same for both: the rows (`tpchgen-cli`), the session, the text of the query, and that each has run once. `declared`
-is a database whose tables declare types, `bare` one that declares none, as many Python programs make them; dates are text in
-both. The queries go through `register(…).sql`, which reads the columns that they need. Answers are compared with SQLite's.
+Both have the same rows (`tpchgen-cli`), the same session and the same text of the query, and each query has run once before.
+The tables of the database `declared` declare types; those of `bare` declare none, as many Python programs create them. Dates
+are text in both. The queries go through `register(…).sql`, which reads only the columns that they need. Results are compared
+with SQLite's.
 
-`floor` is the least that any data source in Python takes: it has the same columns as Arrow batches in memory, and hands them to
-Spark as they are. What a query takes beyond it is ours.
+`floor` is the least that any data source in Python takes: it has the same columns as Arrow batches in memory, and passes them
+to Spark unchanged. The rest of a query's time is spent by quire.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 import quire
-from bench.report import Report, alternate, seconds
-from quire.core.limits import GIB
+from bench.report import GIB, Report, alternate, seconds
 from quire.spark import register, session
 
 SETTINGS = quire.StoreSettings(
@@ -57,11 +57,11 @@ GROUP BY l_orderkey, o_orderdate, o_shippriority ORDER BY revenue DESC, o_orderd
 QUERIES = {"q1": Q1, "q3": Q3}
 
 FLOOR_ROWS = 10_000
-"""In a batch of the floor."""
+"""Rows in a batch of the floor."""
 
 
 def generate(directory: Path, scale: float) -> None:
-    """The tables as Parquet, with decimals as doubles and dates as text, as SQLite has them."""
+    """Write the tables as Parquet, with decimals as doubles and dates as text, as SQLite stores them."""
     program = os.path.join(sysconfig.get_path("scripts"), "tpchgen-cli")
     command = [program, "parquet", "-s", str(scale), f"--tables={','.join(TABLES)}", f"--output-dir={directory}"]
     subprocess.run(command, check=True, capture_output=True)
@@ -80,7 +80,7 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def fill(store: quire.Store, name: str, directory: Path, *, declared: bool) -> None:
-    """The same rows in a database."""
+    """Create a database with the same rows."""
     kinds = {pa.int64(): "INTEGER", pa.float64(): "REAL", pa.string(): "TEXT"}
     with closing(store.sqlite(name, create=True)) as connection:
         for table in TABLES:
@@ -96,22 +96,22 @@ def fill(store: quire.Store, name: str, directory: Path, *, declared: bool) -> N
 
 
 def native(store: quire.Store, name: str, query: str) -> list[tuple[Any, ...]]:
-    """SQLite's own answer."""
+    """Return SQLite's result of a query."""
     with closing(store.sqlite(name)) as connection:
         return list(connection.execute(query.format(db="")))
 
 
 def agree(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
-    """Rows are the same but for the order in which doubles were added."""
+    """Assert that rows are equal, except for rounding: the order in which doubles are added differs."""
     for mine, other in zip([tuple(row) for row in ours], theirs, strict=True):
-        for value, wanted in zip(mine, other, strict=True):
-            same = math.isclose(value, wanted, rel_tol=1e-9) if isinstance(wanted, float) else value == wanted
+        for value, expected in zip(mine, other, strict=True):
+            same = math.isclose(value, expected, rel_tol=1e-9) if isinstance(expected, float) else value == expected
             assert same, (mine, other)
 
 
 # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class BatchesReader(DataSourceReader):
-    """Files of Arrow batches, one for each task, mapped into memory."""
+    """Reads files of Arrow batches, one per task, mapped into memory."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -127,7 +127,7 @@ class BatchesReader(DataSourceReader):
 
 
 class BatchesSource(DataSource):
-    """A source that does nothing for its rows."""
+    """A data source that does no work for its rows."""
 
     @classmethod
     def name(cls) -> str:
@@ -142,7 +142,7 @@ class BatchesSource(DataSource):
 
 
 def batches_of(spark: SparkSession, files: Path, query: str, parts: int) -> None:
-    """The columns that a query names, as views of the floor."""
+    """Register the columns that a query names as views of the floor."""
     for table in TABLES:
         source = pq.ParquetFile(files / f"{table}.parquet")
         columns = [name for name in source.schema_arrow.names if name in query]
@@ -179,19 +179,19 @@ def tpch(report: Report, directory: Path, quick: bool) -> None:
             store.snapshot(kind, "loaded")
             with register(store, kind, at="loaded") as registered:
                 for name, query in QUERIES.items():
-                    # Planned anew for each run: what is collected again has its shuffles on disk already.
-                    here = partial(_collect, registered.sql, query.format(db=f"{kind}."))
-                    there = partial(_collect, spark.sql, query.format(db="parquet_"))
+                    # Each run plans the query again: a DataFrame that is collected twice reuses its shuffle files.
+                    on_quire = partial(_collect, registered.sql, query.format(db=f"{kind}."))
+                    on_parquet = partial(_collect, spark.sql, query.format(db="parquet_"))
                     batches_of(spark, files, query, 2 * cores)
-                    least = partial(_collect, spark.sql, query.format(db="floor_"))
-                    wanted = native(store, kind, query)
-                    for way in (here, there, least):
-                        agree(way(), wanted)
+                    on_floor = partial(_collect, spark.sql, query.format(db="floor_"))
+                    expected = native(store, kind, query)
+                    for contender in (on_quire, on_parquet, on_floor):
+                        agree(contender(), expected)
                     ours, parquet, floor, sqlite = alternate(
                         rounds,
-                        partial(seconds, here),
-                        partial(seconds, there),
-                        partial(seconds, least),
+                        partial(seconds, on_quire),
+                        partial(seconds, on_parquet),
+                        partial(seconds, on_floor),
                         partial(seconds, partial(native, store, kind, query)),
                     )
                     report.figure(f"{name}_{kind}_seconds", ours)

@@ -1,9 +1,9 @@
 """SQL over the wire against the same SQL in the owner, and against a bare endpoint of the same server (W9).
 
-The owner is a process of its own, with the server in it; this process is the clients: connections that are kept open, each
-with one request under way. On two cores that is one for each side. The owner measures its own threads on command, in turns
-with the clients, so that a slow moment of the machine hits both. TPC-B is sent as one batch a transaction, and to PostgreSQL
-(if it is installed) as one pipeline a transaction, with synchronous commit.
+The owner is a separate process that contains the server. This process is the clients: connections that stay open, each with
+one outstanding request. On two cores, each side has one. The owner measures its own threads on command, alternating with the
+clients, so that a slow moment of the machine affects both. A TPC-B transaction is sent as one batch, and to PostgreSQL (if it
+is installed) as one pipeline, with synchronous commit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from typing import Any, Self
 import psutil
 
 import quire
-from bench.report import Report, alternate, rate
-from quire.cli.main import GARBAGE_ALLOCATIONS
-from quire.core.limits import GIB, MIB
+from bench.report import GIB, MIB, Report, alternate, rate
 
 SETTINGS = quire.StoreSettings(
     maintenance=quire.MaintenanceSettings(enabled=False),
@@ -39,11 +37,13 @@ SETTINGS = quire.StoreSettings(
 INSERT = "insert into t(a, b) values (?, ?)"
 PAYLOAD = "x" * 80
 ACCOUNTS, TELLERS, BRANCHES = 10_000, 100, 10
+GARBAGE_ALLOCATIONS = 50_000
+"""Allocations between two garbage collections, as in `quire serve`."""
 
 
 # ── the owner's process ───────────────────────────────────────────────────────────────────────────────────────────────
 class Owner:
-    """What the owner's process does on command: `python -m bench.wire DIRECTORY`."""
+    """The commands of the owner's process, `python -m bench.wire DIRECTORY`."""
 
     def __init__(self, directory: str) -> None:
         self._store = quire.open(directory, settings=SETTINGS)
@@ -66,7 +66,7 @@ class Owner:
         return self._server.address if self._server is not None else ""
 
     def inserts(self, threads: int, seconds: float) -> float:
-        """Rows a second of so many threads, a connection and a transaction each."""
+        """Return rows per second of `threads` threads. Each has its own connection, and each row is a transaction."""
         ended, counts = threading.Event(), [0] * threads
 
         def work(number: int) -> None:
@@ -89,7 +89,7 @@ class Owner:
         return rows
 
     def read(self) -> float:
-        """Rows a second of one connection that reads a table."""
+        """Return rows per second of one connection that reads a table."""
         connection = self._store.sqlite("bench")
         started, count = time.perf_counter(), 0
         for _ in connection.execute("select id, a, b from big"):
@@ -113,7 +113,7 @@ def _timed(threads: list[threading.Thread], ended: threading.Event, counts: list
 
 
 def main(directory: str) -> None:
-    gc.set_threshold(GARBAGE_ALLOCATIONS)  # as `quire serve` does, for its threads and for its clients alike
+    gc.set_threshold(GARBAGE_ALLOCATIONS)  # for both contenders: the owner's threads and its clients
     owner = Owner(directory)
     for line in sys.stdin:
         name, *arguments = json.loads(line)
@@ -122,7 +122,7 @@ def main(directory: str) -> None:
 
 
 class RemoteOwner:
-    """The owner, seen from here."""
+    """The owner's process, as the clients' process controls it."""
 
     def __init__(self, directory: Path) -> None:
         command = [sys.executable, "-m", "bench.wire", str(directory)]
@@ -159,7 +159,7 @@ def stmt(sql: str, *args: int | str) -> dict[str, Any]:
 
 
 def requests_per_second(address: str, connections: int, seconds: float, request: Callable[[], bytes]) -> float:
-    """Of so many connections, each with one request under way."""
+    """Return requests per second of some connections, each with one outstanding request."""
     host, _, port = address.removeprefix("http://").partition(":")
 
     async def client(deadline: float) -> int:
@@ -185,7 +185,7 @@ def requests_per_second(address: str, connections: int, seconds: float, request:
 
 
 def rows_per_second(address: str) -> float:
-    """Of one cursor, whose lines are counted as they come."""
+    """Return rows per second of one cursor, whose lines are counted as they arrive."""
     host, _, port = address.removeprefix("http://").partition(":")
 
     async def lines() -> AsyncIterator[int]:
@@ -201,8 +201,8 @@ def rows_per_second(address: str) -> float:
 
     async def run() -> float:
         started, count = time.perf_counter(), 0
-        async for more in lines():
-            count += more
+        async for rows in lines():
+            count += rows
         return count / (time.perf_counter() - started)
 
     return asyncio.run(run())
@@ -287,7 +287,7 @@ def transaction(rng: random.Random) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def batch(rng: random.Random) -> bytes:
-    """One transaction as clients of libSQL send it."""
+    """Return one transaction as clients of libSQL send it."""
     texts = [stmt("begin immediate"), *(stmt(sql, *args) for sql, args in transaction(rng)), stmt("commit")]
     steps = [
         {"stmt": text} | ({"condition": {"type": "ok", "step": number - 1}} if number else {})
@@ -317,7 +317,7 @@ def tpcb(report: Report, directory: Path, quick: bool) -> None:
 
 @contextmanager
 def postgresql(directory: Path, binaries: Path) -> Iterator[str]:
-    """A server of its own; PostgreSQL does not run as root."""
+    """Run a new PostgreSQL server, as the user `postgres` if this process is root's: PostgreSQL refuses to run as root."""
     directory.mkdir()
     user = ["runuser", "-u", "postgres", "--"] if os.getuid() == 0 else []
     if user:
@@ -338,7 +338,10 @@ def postgresql(directory: Path, binaries: Path) -> Iterator[str]:
 
 
 def postgresql_rate(dsn: str, connections: int, seconds: float) -> float:
-    """In a process of its own, as ours is on the other side of a socket; threads, because psycopg waits in C."""
+    """Return transactions per second of PostgreSQL, whose server is a separate process as ours is.
+
+    The clients are threads, because psycopg waits in C.
+    """
     psycopg = importlib.import_module("psycopg")
     with psycopg.connect(dsn, autocommit=True) as connection:
         for name, rows in (("accounts", ACCOUNTS), ("tellers", TELLERS), ("branches", BRANCHES)):

@@ -1,8 +1,8 @@
 """quire: a versioned, tiered storage engine for Python.
 
 The public names are those in `__all__` here and in the packages `quire.sqlite`, `quire.spark`, `quire.objects`, `quire.lsm` and
-`quire.testing`; everything else is private. A name loads its module when it is first used (`core/lazy.py`), so `import quire`
-costs next to nothing.
+`quire.testing`; everything else is private. The module of a name is loaded on first use (`core/lazy.py`), so `import quire`
+costs almost nothing.
 
     >>> import quire
     >>> issubclass(quire.StoreLocked, quire.QuireError)
@@ -104,7 +104,7 @@ if TYPE_CHECKING:
     from quire.store.archive_copy import open_archive
     from quire.store.backup import BackedUp
     from quire.store.cloning import Cloned, clone
-    from quire.store.opening import open  # noqa: A004 - `quire.open` reads as it should; inside, nobody opens files
+    from quire.store.opening import open  # noqa: A004 - the public name is `quire.open`; this module opens no files
     from quire.store.restoring import Restored, restore
     from quire.store.standby import Promoted, Standby, StandbyStatus, promote
     from quire.store.store import Store
@@ -219,7 +219,7 @@ __all__ = [
     "restore",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every misspelt name
+if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts every misspelt name
     _HOMES = dict.fromkeys(__all__, "quire.core.errors") | {
         "iterate": "quire.core.async_bridge",
         "ObjectSettings": "quire.core.settings",

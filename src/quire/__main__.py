@@ -1,4 +1,4 @@
-"""`python -m quire` is `quire`."""
+"""Makes `python -m quire` the same as the command `quire`."""
 
 from quire.cli.main import main
 

@@ -72,7 +72,7 @@ def test_work_goes_on_while_the_bucket_is_away_and_nothing_is_lost(tmp_path: Pat
         fill(w.store, 100)
         w.store.kv("pairs").flush()
         w.store.kv("pairs").compact()
-        with pytest.raises(NotArchived, match="not in the bucket"):
+        with pytest.raises(NotArchived, match="not yet in the bucket"):
             w.archiver.wait(0.2)
         until(lambda: w.archiver.lag_seconds() > 0.3)
         assert w.archiver.last_error

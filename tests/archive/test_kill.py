@@ -140,5 +140,5 @@ def test_a_restore_that_was_cut_off_is_no_store(tmp_path: Path) -> None:
         lambda: quire.open(tmp_path / "half", settings=quiet()),
         lambda: w.restore("half"),
     ):
-        with pytest.raises(InvalidInput, match="did not come to its end"):
+        with pytest.raises(InvalidInput, match="did not complete"):
             attempt()

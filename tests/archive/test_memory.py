@@ -97,7 +97,7 @@ def _write_much(folder: Path, total: int, point: str) -> tuple[int, int]:
         for number in range(total // MIB):
             kv.put(b"%d" % number, value, sync=False)
             queued = max(queued, archiver.queue.size_bytes)
-            held = max(held, archiver._memory_bytes)
+            held = max(held, archiver._outbox_bytes()[0])
         away.clear()
         archiver.wait(120)
         copies = total // MIB

@@ -209,7 +209,7 @@ def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEv
     with tempfile.TemporaryDirectory() as home, Replay(OsDisk(), os.path.join(home, "r")) as replay:
         replay.apply([event])
         replay.apply([BaseEvent(0, ())])
-        with pytest.raises(Corruption, match="never made"):
+        with pytest.raises(Corruption, match="never created"):
             replay.apply([event])
 
 

@@ -166,7 +166,7 @@ def test_300_megabytes_are_compacted_while_the_bucket_is_away(tmp_path: Path) ->
         kv.flush()
         kv.compact()
         assert store.archive.status().state != "archived"
-        assert store.archive._memory_bytes <= memory
+        assert store.archive._outbox_bytes()[0] <= memory
         gate.is_away = False
         store.archive.wait(600)
     quire.restore(str(tmp_path / "bucket"), tmp_path / "restored", takeover=True)

@@ -104,7 +104,7 @@ def kill(store: Store) -> None:
     archiver.queue.close()
     with archiver._lock:
         archiver._outbox.clear()
-        archiver._failure = archiver._failure or ObjectStoreUnavailable("killed")
+        archiver._arrivals.failure = archiver._arrivals.failure or ObjectStoreUnavailable("killed")
         archiver._changed.notify_all()
     for thread in archiver._threads:
         thread.join(10)

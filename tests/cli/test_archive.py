@@ -168,7 +168,10 @@ def test_mistakes_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path,
         "does not reach back"
         in run("restore-store", str(bucket), str(tmp_path / "a"), "--at", "2001-01-01", at=None).err
     )
-    assert "no store in this bucket" in run("restore-store", str(tmp_path / "empty"), str(tmp_path / "b"), at=None).err
+    assert (
+        "this bucket contains no store"
+        in run("restore-store", str(tmp_path / "empty"), str(tmp_path / "b"), at=None).err
+    )
     assert (
         "plain HTTP"
         in run("restore-store", "s3://b/p", str(tmp_path / "c"), "--endpoint", "http://127.0.0.1:9", at=None).err

@@ -37,4 +37,4 @@ def test_audit_by_directory_and_by_url(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_bucket_without_an_archive_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bucket").mkdir()
     assert program.run(["archive", "audit", str(tmp_path / "bucket")]) != 0
-    assert "no store in this bucket" in capsys.readouterr().err
+    assert "this bucket contains no store" in capsys.readouterr().err

@@ -134,7 +134,7 @@ def test_a_store_that_refuses_to_open_says_so_shortly(run: Run, damage: Plant) -
     what, then = refused.err.splitlines()
     assert what.startswith("error: the manifest breaks its rules (path=")
     assert "problems=10" in what
-    assert then == "next:  `quire manifest check` lists them; `quire manifest check --repair` mends it"
+    assert then == "next:  `quire manifest check` lists them; run `quire manifest check --repair`"
     assert "jobs_by_state" in json.loads(run("create", "x", "--json").err)["error"]["what"], "programs get it all"
 
 

@@ -120,7 +120,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(path)
     monkeypatch.setenv("QUIRE_STORE", "./data")
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
-    monkeypatch.setattr(output.Look, "of", lambda _: output.Look(COLUMNS, False))
+    monkeypatch.setattr(output.TerminalStyle, "of", lambda _: output.TerminalStyle(COLUMNS, False))
     for name in ("shop.db", "app.db"):
         with closing(sqlite3.connect(name)) as made:
             made.executescript("create table item(name); insert into item values('3 apples');")

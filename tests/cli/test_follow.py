@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 import quire
-from quire.cli.output import Look
+from quire.cli.output import TerminalStyle
 from quire.cli.tables import RunningTable
 from tests.cli.conftest import Run, quire_program
 from tests.programs import Program
@@ -149,17 +149,17 @@ def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) ->
 def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for(
     run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quire.stream.file_reader import StreamFileReader, StreamLook
+    from quire.stream.file_reader import StreamContents, StreamFileReader
 
     with writing(path) as writer:
-        look = StreamFileReader.look
+        contents = StreamFileReader.contents
 
-        def and_one_more(reader: StreamFileReader, behind: int = 0) -> StreamLook:
-            seen = look(reader, behind)
+        def and_one_more(reader: StreamFileReader, after_segment: int = 0) -> StreamContents:
+            seen = contents(reader, after_segment)
             writer.do("append later")
             return seen
 
-        monkeypatch.setattr(StreamFileReader, "look", and_one_more)
+        monkeypatch.setattr(StreamFileReader, "contents", and_one_more)
         writer.do("append a b c")
         assert [each["payload"] for each in run("stream", "tail", "clicks", "-n", "2", "--json").data] == ["62", "63"]
 
@@ -208,6 +208,6 @@ def test_a_store_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_rows_keep_their_columns_and_are_wrapped_as_in_every_table() -> None:
-    table = RunningTable([">id", "record"], Look(20, False))
+    table = RunningTable([">id", "record"], TerminalStyle(20, False))
     shown = [table.lines([number, text]) for number, text in (("9", "a b"), ("10", "one two three four"))]
     assert shown == ["id  record\n 9  a b\n", "10  one two three\n    four\n"]

@@ -107,7 +107,7 @@ def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFix
     with quire.open(path) as store:
         store.manifest.jobs.enqueue(JobKind.VERIFY, 1, {"nonsense": 1})
     text = run("gc").out
-    assert "InvalidInput: the job does not know this payload" in text
+    assert "InvalidInput: the job does not support this payload" in text
     assert "`quire jobs show ID` has more" in text
 
 

@@ -9,7 +9,7 @@ import pytest
 import quire
 from quire.cli.command import Cli
 from quire.cli.errors import exit_of
-from quire.cli.job_progress import Bench, failure_of
+from quire.cli.job_progress import JobSession, failure_of
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobRecord, JobState
 
@@ -25,7 +25,7 @@ def job(state: JobState, error: str = "") -> Job:
         (JobState.FAILED_PERMANENT, "UnknownDatabase: gone", 3, "the work failed: gone"),
         (JobState.FAILED_PERMANENT, "ZeroDivisionError: by zero", 70, "the work failed: by zero"),
         (JobState.FAILED_PERMANENT, "annotations: odd", 70, "the work failed: odd"),
-        (JobState.PENDING, "its lease ran out", 5, "the work failed: its lease ran out"),
+        (JobState.PENDING, "its lease expired", 5, "the work failed: its lease expired"),
         (JobState.CANCELLED, "cancelled", 4, "the work was cancelled"),
     ],
 )
@@ -48,16 +48,16 @@ def test_only_what_was_worked_on_since_counts_as_run(path: Path) -> None:
         store.worker.drain()
         jobs.enqueue(JobKind.RETENTION, 1)
         jobs.enqueue(JobKind.EVICT, 1, delay_seconds=3_600)
-        bench = Bench(store)
+        session = JobSession(store)
         jobs.enqueue(JobKind.RETENTION, 2)
-        assert bench.ran() == []
+        assert session.ran() == []
         store.worker.drain()
-        assert [each.job_id for each in bench.ran()] == [2, 4]
+        assert [each.job_id for each in session.ran()] == [2, 4]
 
 
 def test_what_the_work_raises_is_raised(path: Path) -> None:
     with quire.open(path) as store, pytest.raises(quire.UnknownDatabase):
-        Bench(store).watch(lambda: store.database("nothing"))
+        JobSession(store).watch(lambda: store.database("nothing"))
 
 
 def test_a_command_does_what_it_was_asked_for(path: Path) -> None:

@@ -70,7 +70,7 @@ def test_ls_shows_every_job(run: Run, queue: Path) -> None:
     lines = run("jobs", "ls").out.splitlines()
     assert lines[0].split() == ["id", "kind", "database", "state", "created", "what"]
     assert lines[2].split()[:4] == ["2", "verify", "shop", "failed"]
-    assert "InvalidInput: the job does not know this payload" in lines[2]
+    assert "InvalidInput: the job does not support this payload" in lines[2]
     assert "due in 59 min" in lines[4]
     assert max(map(width_of, on_a_terminal("jobs", "ls", "--store", str(queue)))) <= 80
 

@@ -77,7 +77,7 @@ def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> 
 def test_mistakes_are_sentences(run: Run, tmp_path: Path) -> None:
     assert "needs --databases, --table and --to" in run("mirror", "create", "lake").err
     where = ["mirror", "create", "lake", "--databases", "a*", "--table", "t"]
-    assert "no target of a mirror" in run(*where, "--to", "s3://bucket").err
+    assert "not a mirror target" in run(*where, "--to", "s3://bucket").err
     assert "an option is a key and a value" in run(*where, "--to", f"parquet:{tmp_path}/x", "--option", "red").err
     assert "`quire mirror ls` lists them" in run("mirror", "run", "lake").err
     assert run("mirror", "status", "lake").code == run("mirror", "drop", "lake", "--yes").code != 0

@@ -46,7 +46,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("manifest verify shop", 2, "`quire ls`"),
     # names
     ("create ''", 2, "200 bytes"),
-    ("create ' x'", 2, "strip it"),
+    ("create ' x'", 2, "remove the space"),
     ("create a/b", 2, "'-' or '.'"),
     ("create $'a\\nb'", 2, "line breaks"),
     ("create .", 2, "another name"),
@@ -131,7 +131,7 @@ def test_who_may_not_look_has_found_no_damage(run: Run, path: Path, monkeypatch:
     """A directory that is for reading only: LMDB's readers leave a mark in it."""
     refused = quire.NotWritable("this user may not write the manifest's lock file", hint="`chmod +rw` it")
     monkeypatch.setattr("quire.cli.manifest.probe", lambda _: "the manifest cannot be read: Permission denied")
-    monkeypatch.setattr("quire.cli.manifest.denied", lambda _, **__: refused)
+    monkeypatch.setattr("quire.cli.manifest.access_error", lambda _, **__: refused)
     ended = run("manifest", "check")
     assert (ended.code, ended.out) == (6, "")
     assert ended.err.splitlines()[1] == "next:  `chmod +rw` it"

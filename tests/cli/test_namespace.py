@@ -17,7 +17,7 @@ def test_a_namespace_from_its_creation_to_its_end(run: Run, tmp_path: Path) -> N
     assert "deep" in shown.out
     refused = run("namespace", "drop", "cold", "--yes")
     assert refused.code != 0
-    assert "databases use the namespace" in refused.err
+    assert "the namespace is in use by databases" in refused.err
     run("drop", "deep", "--yes")
     assert "--now" in run("namespace", "drop", "cold", "--yes").err  # it can be brought back for a day
     run("drop", "deep", "--now", "--yes")

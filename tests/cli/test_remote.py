@@ -193,7 +193,7 @@ def test_a_fork_between_snapshots_is_made_at_the_owner(root: Path) -> None:
 
 
 def test_an_owner_that_runs_no_commands(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.service.commands._lent", [])
+    monkeypatch.setattr("quire.service.commands._installed", [])
     with served(path) as (store, _):
         store.create("cart", "lsm")
         ended = run(path, "kv", "put", "cart", "ann", "1", code=5)
@@ -206,7 +206,7 @@ def command(function: str, key: bytes = b"k" * 16, pid: int = 0, **given: Any) -
 
 def test_a_command_is_done_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer may be lost: the same key gives the same answer, and another process refuses."""
-    monkeypatch.setattr("quire.service.commands._lent", [remote.run_here])
+    monkeypatch.setattr("quire.service.commands._installed", [remote.run_for_client])
     with served(path) as (store, _), quire.connect(path) as client:
         store.stream("clicks", create=True)
         append = command("stream.append", database="clicks", record=["one"])
@@ -215,13 +215,13 @@ def test_a_command_is_done_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert store.stream("clicks").end_record == json.loads(first.out)["first"] + 1
         with pytest.raises(Unavailable, match="another process has taken the store over"):
             client.run_command(command("stream.append", b"l" * 16, 1, database="clicks", record=["two"]))
-        for other in ("tour.tour", "jobs.work", "check.check", "away.run_here", "os.system"):
+        for other in ("tour.tour", "jobs.work", "check.check", "away.run_for_client", "os.system"):
             with pytest.raises(InvalidInput):
                 client.run_command(command(other, b"m" * 16))
 
 
 def test_commands_are_for_the_owners_own_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.service.commands._lent", [remote.run_here])
+    monkeypatch.setattr("quire.service.commands._installed", [remote.run_for_client])
     with served(path, "grpc://127.0.0.1:0") as (_, server):
         token = str(path / "admin.token")
         with quire.connect(server.address, token_file=token) as client, pytest.raises(AccessDenied):
@@ -242,8 +242,8 @@ def test_every_command_is_done_there_or_says_why_not() -> None:
 
 def test_what_is_lent_is_not_closed(path: Path) -> None:
     with quire.open(path) as store:
-        cli: Cli = remote.AtOwner(str(path), False, store)
-        with cli.owner() as lent, cli.keeper() as kept:
+        cli: Cli = remote.OwnerCli(str(path), False, store)
+        with cli.owner() as lent, cli.owner_or_client() as kept:
             assert (lent, kept) == (store, store)
         with cli.reader() as manifest:
             assert manifest is store.manifest

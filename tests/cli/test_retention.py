@@ -84,7 +84,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
         (["shop", "--keep", "2h3"], 2, "`--keep` takes a duration"),
         (["shop", "--keep", "999999999d"], 2, "at most a thousand years"),
         (["shop", "--schedule", "yearly"], 2, "unknown schedule"),
-        (["shop", "--schedule", "daily,daily at 03:00"], 2, "two schedules are of one kind"),
+        (["shop", "--schedule", "daily,daily at 03:00"], 2, "two schedules are of the same kind"),
         (["shop", "--schedule", "daily at 03:00 Mars/Base"], 2, "unknown time zone"),
         (["shop", "--keep-last", str(2**70)], 2, "a number below"),
         (["nothing", "--keep-last", "1"], 3, "no database has this name"),
@@ -253,7 +253,7 @@ def test_a_job_that_fails_is_an_error_with_its_code(run: Run, kept: Path) -> Non
         store.manifest.jobs.enqueue(JobKind.RETENTION, 1, {"forced": True})
     ended = run("retention", "apply", "shop", "--yes")
     assert (ended.code, ended.out) == (2, "")
-    assert "the retention of shop failed: the job does not know this payload" in ended.err
+    assert "the retention of shop failed: the job does not support this payload" in ended.err
     assert snapshots(run) == [1, 2, 3, 4, 5]
 
 
@@ -383,7 +383,7 @@ def test_one_of_all_that_fails_is_told(run: Run, many: Path) -> None:
     assert ended.code == 1
     first, _, _, row = ended.out.splitlines()
     assert first == "dropped 5 snapshots of 2 databases"
-    assert row.startswith("a         failed   InvalidInput: the job does not know this payload")
+    assert row.startswith("a         failed   InvalidInput: the job does not support this payload")
     assert run("jobs", "show", str(job_id), "--json").data["state"] == "failed_permanent"
     assert counts(many)["a"] == 3
 

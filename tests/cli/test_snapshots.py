@@ -132,7 +132,7 @@ def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
     assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == nothing
     nobody = run("snapshot", "drop", "shop", "monday", answer="")
     assert (nobody.code, nobody.out) == (2, "")
-    assert "use `--yes` to skip the question" in nobody.err
+    assert "use `--yes` to confirm" in nobody.err
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
     assert (
         run("snapshot", "drop", "shop", "monday", "--now", answer="y\n").out

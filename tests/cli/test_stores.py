@@ -64,7 +64,7 @@ def test_a_wrong_configuration_says_which_file_and_how_to_compare(run: Run, path
     (path / "quire.toml").write_text("[manifest]\nops_max = 1")
     ended = run("ls")
     assert (ended.code, f"path='{path / 'quire.toml'}'" in ended.err) == (2, True)
-    assert "`quire init DIR` with a new DIR writes one" in ended.err
+    assert "`quire init DIR` with a new DIR writes a commented example" in ended.err
     (path / "quire.toml").write_text("")
 
 
@@ -188,7 +188,7 @@ def test_what_fails_has_its_code_and_no_traceback(run: Run, arguments: list[str]
 def test_an_error_is_one_sentence_and_the_next_step(run: Run, tmp_path: Path) -> None:
     ended = run("ls", at=tmp_path / "nothing")
     where = tmp_path / "nothing"
-    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {where}` makes one"
+    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {where}` creates one"
     assert ended.err == f"error: no store found (path='{where}')\nnext:  {hint}\n"
     told = json.loads(run("ls", "--json", at=where).err)["error"]
     assert told == {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import quire
 from quire.cli import main, output
-from quire.cli.output import Listing, ListingRow, Look, text_parts, width_of
+from quire.cli.output import Listing, ListingRow, TerminalStyle, text_parts, width_of
 from quire.cli.tables import wrapped
 from quire.manifest.records import JobKind
 from tests.cli.conftest import write_pages
@@ -74,7 +74,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shown(path: Path, line: str, monkeypatch: pytest.MonkeyPatch, columns: int = COLUMNS) -> list[str]:
     chunk = next((path / "objects").rglob("base:*")).relative_to(path / "objects")
     log = next((path / "streams").rglob("*.mlog")).relative_to(path)
-    monkeypatch.setattr(output.Look, "of", lambda _: Look(columns, False))
+    monkeypatch.setattr(output.TerminalStyle, "of", lambda _: TerminalStyle(columns, False))
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main.run([*line.format(chunk=chunk, log=log).split(), "--store", str(path)])
@@ -108,7 +108,7 @@ def test_segments_of_a_stream_are_a_line_each(store: Path, monkeypatch: pytest.M
 # ── layouts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def table(columns: list[str], *rows: list[str], width: int) -> list[str]:
     listing = Listing(columns=columns, rows=[ListingRow(cells, None) for cells in rows])
-    return "".join(text_parts(listing, Look(width, False))).splitlines()
+    return "".join(text_parts(listing, TerminalStyle(width, False))).splitlines()
 
 
 def test_where_there_is_no_terminal_every_row_is_a_line() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.core.errors import InvalidInput
-from quire.core.json_values import plain, restored
+from quire.core.json_values import from_plain, plain
 
 
 class Colour(IntEnum):
@@ -68,13 +68,13 @@ def test_every_kind_of_value_has_a_plain_form() -> None:
 
 @pytest.mark.parametrize("value", [FULL, Put(Inner(0)), Put(Inner(2**64 - 1))])
 def test_what_was_plain_is_restored(value: Put) -> None:
-    assert restored(Put, plain(value)) == value
-    assert restored(Put, msgspec.json.decode(msgspec.json.encode(plain(value)))) == value
-    assert restored(Batch, plain(Batch((value, Drop("x"))))) == Batch((value, Drop("x")))
+    assert from_plain(Put, plain(value)) == value
+    assert from_plain(Put, msgspec.json.decode(msgspec.json.encode(plain(value)))) == value
+    assert from_plain(Batch, plain(Batch((value, Drop("x"))))) == Batch((value, Drop("x")))
 
 
 def test_missing_fields_get_defaults_and_unknown_ones_are_ignored() -> None:
-    assert restored(Put, {"inner": {"number": 1}, "from_the_future": [1]}) == Put(Inner(1))
+    assert from_plain(Put, {"inner": {"number": 1}, "from_the_future": [1]}) == Put(Inner(1))
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,29 @@ def test_missing_fields_get_defaults_and_unknown_ones_are_ignored() -> None:
 )
 def test_what_does_not_fit_is_refused_with_its_place(value: Any, where: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        restored(Put, value)
+        from_plain(Put, value)
     assert caught.value.where["at"] == where
 
 
 def test_an_unknown_operation_is_refused_with_a_hint() -> None:
     with pytest.raises(InvalidInput, match=r"'Later'.*upgrade") as caught:
-        restored(Batch, {"ops": [{"op": "Later"}]})
+        from_plain(Batch, {"ops": [{"op": "Later"}]})
     assert caught.value.where["at"] == "ops[0]"
 
 
 @pytest.mark.parametrize("kind", [complex, int | str, dict[int, str], object])
 def test_a_type_without_a_plain_form_is_the_programmers_mistake(kind: Any) -> None:
     with pytest.raises(TypeError):
-        restored(kind, 1)
+        from_plain(kind, 1)
+
+
+def test_a_union_of_plain_types_is_refused_with_the_reason() -> None:
+    kind: Any = int | str
+    with pytest.raises(TypeError, match="cannot be distinguished in JSON"):
+        from_plain(kind, 1)
 
 
 def test_names_that_differ_only_in_case_could_not_be_told_apart() -> None:
     twins = Enum("twins", ["A", "a"])
     with pytest.raises(AssertionError):
-        restored(twins, "a")
+        from_plain(twins, "a")

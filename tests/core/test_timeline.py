@@ -9,8 +9,8 @@ from quire.core.timeline import (
     Gap,
     distance,
     following,
-    lost,
-    lost_start,
+    gap_at,
+    gap_of_start,
     pieces,
     preceding,
     range_start,
@@ -51,9 +51,9 @@ def test_every_function_agrees_with_a_list_of_the_numbers(
         parts = list(pieces(gaps, wanted[0], wanted[-1]))
         assert [number for start, end in parts for number in range(start, end + 1)] == wanted
     position = data.draw(st.integers(first - 1, numbers[-1]))
-    assert (lost(gaps, position) is None) == (position in positions)
+    assert (gap_at(gaps, position) is None) == (position in positions)
     begins = {following(gaps, known) for known in positions} | {known + 1 for known in positions}
-    assert (lost_start(gaps, position + 1) is None) == (position + 1 in begins)
+    assert (gap_of_start(gaps, position + 1) is None) == (position + 1 in begins)
 
 
 def test_without_takeovers_everything_is_plain_arithmetic() -> None:

@@ -47,19 +47,19 @@ def test_any_buffer_will_do(crc: Checksum) -> None:
 def test_the_table_gives_what_the_native_code_gives(data: bytes, seed: int, skip: int) -> None:
     """For every buffer, and whatever is before it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checksums, "_early_bytes", 0)
+        patch.setattr(checksums, "_table_bytes", 0)
         view = memoryview(data)[skip:]
-        assert checksums._early(view, seed) == crc64nvme(view, seed) == checksums._native()(view, seed)
-        assert checksums._early_bytes == len(view), "it was the table"
+        assert checksums._crc64_until_loaded(view, seed) == crc64nvme(view, seed) == checksums._native()(view, seed)
+        assert checksums._table_bytes == len(view), "it was the table"
         words = memoryview(data[: len(data) // 4 * 4]).cast("I")
-        assert checksums._early(words, seed) == crc64nvme(words, seed)
+        assert checksums._crc64_until_loaded(words, seed) == crc64nvme(words, seed)
 
 
 def test_the_native_code_is_loaded_with_the_byte_that_is_one_too_many() -> None:
     program = """
 import sys
 from quire.durable import checksums as c
-first = bytes(range(256)) * (c.EARLY_BYTES // 256)
+first = bytes(range(256)) * (c.TABLE_BYTES_MAX // 256)
 one = c.crc64(first)
 assert "awscrt" not in sys.modules
 both = c.crc64(b"x", one)
@@ -73,7 +73,7 @@ assert c.crc64(b"y", 7) == crc64nvme(b"y", 7)
 
 @pytest.mark.parametrize(("data", "value"), [(b"bytes", "1"), (memoryview(b"bytes")[::2], 0)])
 def test_what_is_no_buffer_or_no_number_is_refused_by_both(data: Any, value: Any) -> None:
-    for crc in (checksums._early, checksums._native()):
+    for crc in (checksums._crc64_until_loaded, checksums._native()):
         with pytest.raises((TypeError, BufferError, ValueError)):
             crc(data, value)
 

@@ -9,12 +9,13 @@ import resource
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from quire.core.errors import StorageFault, TooManyOpenFiles
-from quire.durable.files import Disk, DiskLayer, File, OsDisk, preallocate, translate, write_synced
+from quire.durable.files import Disk, DiskLayer, File, FileLayer, OsDisk, preallocate, translate, write_synced
 from quire.durable.open_files import OpenFiles, open_to_read
 from quire.testing.faults import Fault, FaultyDisk
 
@@ -124,7 +125,66 @@ def test_a_sync_that_failed_on_behalf_of_a_writer_is_told_to_it(tmp_path: Path) 
     for _ in range(2):
         with pytest.raises(StorageFault):
             first.sync()
+        with pytest.raises(StorageFault):
+            write_synced(first, b"y", 1)
     for file in (first, *others):
+        file.close()
+
+
+class _FailsOnce(FileLayer):
+    """A file whose first sync fails and whose later syncs succeed, as on Linux. `meanwhile` is called during the first."""
+
+    def __init__(self, inner: File) -> None:
+        super().__init__(inner)
+        self.syncs = 0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def sync(self) -> None:
+        self.syncs += 1
+        if self.syncs == 1:
+            self.meanwhile()
+            raise StorageFault("syncing failed: EIO", path=self.path)
+
+
+class _FirstFails(DiskLayer):
+    """A disk that opens `first` as such a file."""
+
+    made: _FailsOnce
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
+        if not path.endswith("first"):
+            return file
+        self.made = _FailsOnce(file)
+        return self.made
+
+
+def test_a_sync_that_runs_beside_the_pools_own_reports_its_failure(tmp_path: Path) -> None:
+    """Hazard: the pool's sync took the error, and the writer's concurrent sync of the same handle succeeded."""
+    disk = _FirstFails(OsDisk())
+    pool = OpenFiles(disk, 1, ticking=False)
+    first = pool.open(str(tmp_path / "first"), create=True)
+    first.write_at(b"x", 0)
+    outcomes: list[str] = []
+
+    def sync() -> None:
+        try:
+            first.sync()
+            outcomes.append("succeeded")
+        except StorageFault:
+            outcomes.append("failed")
+
+    writer = threading.Thread(target=sync)
+
+    def meanwhile() -> None:
+        writer.start()
+        writer.join(0.5)  # by then it has succeeded, or waits for this sync to end
+
+    disk.made.meanwhile = meanwhile
+    other = pool.open(str(tmp_path / "other"), create=True)
+    writer.join(60)
+    assert outcomes == ["failed"]
+    for file in (first, other):
         file.close()
 
 

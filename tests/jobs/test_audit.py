@@ -185,15 +185,15 @@ def test_an_audit_without_its_listing_is_an_error_and_no_empty_table(
 
 DAMAGES: dict[str, tuple[str, str, Damage]] = {
     "a count too high": (
-        "R1", "its reference count is 7, it is held ",
+        "R1", "its reference count is 7, but it is held ",
         lambda v: v.change(t.GC_REFCOUNTS, 1, ArtifactKind.BASE, 0, 1, 0, in_use=7),
     ),
     "a count that is missing": (
-        "R1", "its reference count is 0, it is held ",
+        "R1", "its reference count is 0, but it is held ",
         lambda v: v.delete(t.GC_REFCOUNTS, 1, ArtifactKind.BASE, 1, 1, 0),
     ),
     "a count of nothing": (
-        "R1", "its reference count is 1, it is held 0 times",
+        "R1", "its reference count is 1, but it is held 0 times",
         lambda v: v.put(t.GC_REFCOUNTS, RefcountRecord(1), 9, ArtifactKind.BASE, 5, 5, 0),
     ),
     "a chunk without its row": ("S2", "not in the catalog", lambda v: v.delete(t.CHUNK_CATALOG, 1, 1, 1)),

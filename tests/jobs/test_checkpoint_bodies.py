@@ -56,7 +56,7 @@ def test_a_frame_that_was_altered_is_named_and_nothing_is_written(owner: Owner) 
     job_id = owner.ask()
     owner.worker().drain()
     assert owner.state(job_id) is JobState.FAILED_PERMANENT
-    assert "a frame of the WAL is not what was written there" in owner.job(job_id).record.error
+    assert "a frame of the WAL differs from what was written" in owner.job(job_id).record.error
     assert "frame=2" in owner.job(job_id).record.error
     assert not owner.objects()
     data[place + 100] ^= 1

@@ -158,7 +158,7 @@ def test_executors_that_do_not_see_the_store_are_refused(store: Store, monkeypat
     monkeypatch.setattr(ThreadRunner, "shares_disk", False)
     wiring = store._parts
     job = Job(1, store.manifest.jobs.record(JobKind.COMPACTION, store.database("cart").db_id, {"major": True}))
-    with pytest.raises(InvalidConfig, match="do not see"):
+    with pytest.raises(InvalidConfig, match="cannot access"):
         compaction_job(wiring.context, job, lambda _d, _t: None)
 
 

@@ -212,10 +212,10 @@ def test_conflicts_without_end_are_an_error(plain: World, store: Store, monkeypa
     plain.define(store)
 
     def refuse(*_: Any) -> None:
-        raise StalePlan("another commit was quicker", hint="plan it again")
+        raise StalePlan("another commit came first", hint="plan it again")
 
     monkeypatch.setattr("quire.jobs.mirror.parquet_target.ParquetTarget.commit", refuse)
-    with pytest.raises(StalePlan, match="another commit was quicker"):
+    with pytest.raises(StalePlan, match="another commit came first"):
         store.mirrors.run("lake")
 
 
@@ -254,10 +254,10 @@ def test_a_table_that_is_not_the_mirrors_is_left_alone(world: World, store: Stor
     world.define(store)
     world.run(store)
     target, options = target_at(world.root, world.kind)
-    with pytest.raises(InvalidInput, match="not this mirror's"):
+    with pytest.raises(InvalidInput, match="belongs to something else"):
         store.mirrors.create("second", "tenant-*", "orders", target, options=options)
     store.mirrors.drop("lake")
-    with pytest.raises(InvalidInput, match="not this mirror's"):
+    with pytest.raises(InvalidInput, match="belongs to something else"):
         world.define(store)
     assert read_target(world.root, world.kind) == read_databases(store)
 
@@ -467,8 +467,8 @@ def test_mirrors_are_listed_and_dropped(plain: World, store: Store) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "what"),
     [
-        ("s3://bucket/lake", {}, "no target of a mirror"),
-        ("parquet:", {}, "no target of a mirror"),
+        ("s3://bucket/lake", {}, "not a mirror target"),
+        ("parquet:", {}, "not a mirror target"),
         ("iceberg:lake", {}, "a catalog and a namespace"),
         ("parquet:/srv/lake", {"keep_seconds": "1"}, "keep_seconds"),
         ("parquet:/srv/lake", {"file_bytes": "1"}, "file_bytes"),

@@ -39,7 +39,7 @@ def test_a_table_of_a_rest_catalog_follows_its_databases_although_answers_are_lo
 
         fill(store, "tenant-4")
         server.lose_answers = 1
-        with pytest.raises(Unavailable, match="did not say whether it has committed"):
+        with pytest.raises(Unavailable, match="whether the catalog committed is unknown"):
             store.mirrors.run("lake", runner="threads")
         assert server.lose_answers == 0
         assert read(server) == read_databases(store), "it was committed, though nobody heard of it"
@@ -60,7 +60,7 @@ def test_a_stale_driver_commits_nothing_over_rest(tmp_path: Path) -> None:
         one.read()
         two.read()
         one.commit(1, list[WrittenFile](), [])
-        with pytest.raises(StalePlan, match="another commit was quicker"):
+        with pytest.raises(StalePlan, match="another commit came first"):
             two.commit(1, list[WrittenFile](), [])
         state = two.read()
         assert state is not None

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import pytest
 
+from quire.core.barrier import Barrier
 from quire.core.errors import (
     IllegalTransition,
     InvalidInput,
@@ -259,7 +260,7 @@ def test_a_lease_that_ran_out_makes_the_job_pending_exactly_once(manifest: Manif
     assert (manifest.jobs.expire(), manifest.jobs.expire()) == (1, 0)
     record = manifest.jobs.get(job_id).record
     assert (record.state, record.failures) == (JobState.PENDING, 1)
-    assert "lease ran out" in record.error
+    assert "lease expired" in record.error
     clock.advance(10)
     successor = claim(manifest, "another")
     with pytest.raises(IllegalTransition):
@@ -314,7 +315,7 @@ def test_the_last_lease_that_runs_out_is_the_last_attempt(manifest: ManifestStor
         assert manifest.jobs.expire() == 1
     job = manifest.jobs.get(job_id)
     assert job.state is JobState.FAILED_PERMANENT
-    assert "lease ran out" in job.record.error
+    assert "lease expired" in job.record.error
 
 
 def test_at_open_jobs_of_the_dead_owner_are_pending_and_those_of_others_get_a_lease(path: str) -> None:
@@ -378,3 +379,12 @@ def test_a_job_s_effects_commit_with_its_end_or_not_at_all(manifest: ManifestSto
     with pytest.raises(StillReferenced):
         manifest.jobs.complete(job, ops=[DropDb(db_id)])
     assert manifest.jobs.get(job.job_id).state is JobState.IN_FLIGHT
+
+
+def test_a_record_that_nobody_has_enqueued_does_not_wait_for_the_archive(manifest: ManifestStore) -> None:
+    waits: list[str] = []
+    Barrier(lambda: waits.append("waited")).cover(manifest.jobs)
+    record = manifest.jobs.record(JobKind.CHECKPOINT, 1)
+    assert waits == []
+    manifest.jobs.enqueue(record.kind, record.db_id)
+    assert waits == ["waited"]

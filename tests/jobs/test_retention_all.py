@@ -328,7 +328,7 @@ def test_only_what_was_asked_for_goes(local: World) -> None:
         [1, 3, 4],
         [3, 4],
     ]
-    with pytest.raises(InvalidInput, match="no snapshot may go"):
+    with pytest.raises(InvalidInput, match="no snapshot to drop"):
         run(local, db_ids, only={third: []})
 
 

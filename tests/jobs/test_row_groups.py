@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from quire.jobs import row_groups
-from quire.jobs.row_groups import Steady, cut, part
+from quire.jobs.row_groups import MonotonicProgress, cut, part
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def test_every_row_is_in_one_wave_with_all_of_its_piece(blocks: list[list[int]],
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=20))
 def test_progress_is_steady_whatever_is_told(told: list[tuple[int, int]]) -> None:
     heard: list[tuple[int, int]] = []
-    steady = Steady(lambda done, total: heard.append((done, total)))
+    steady = MonotonicProgress(lambda done, total: heard.append((done, total)))
     for done, total in told:
         steady(done, total)
     steady.over()

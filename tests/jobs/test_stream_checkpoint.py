@@ -211,7 +211,7 @@ def test_generic_moves_refuse_segments_and_chunks(
         store.worker.run(job)
         found = store.manifest.jobs.get(job)
         assert found.record.state is JobState.FAILED_PERMANENT
-        assert "moved by its stream" in found.record.error
+        assert "moved by their stream" in found.record.error
     segment = clicks.ledger.view.get(1)
     assert segment is not None
     assert not segment.is_remote

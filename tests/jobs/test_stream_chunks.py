@@ -71,7 +71,7 @@ class Life:
         self.stream.evict(*self._moving(), warm=self.chance.random() < 0.5)
 
     def _moving(self) -> list[int]:
-        return [each.segment_id for each in self.stream.ledger.view.sealed if not each.is_going]
+        return [each.segment_id for each in self.stream.ledger.view.sealed if not each.is_being_removed]
 
     def retire(self) -> None:
         sealed = self.stream.ledger.view.sealed

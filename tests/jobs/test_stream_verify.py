@@ -132,6 +132,28 @@ def test_logs_of_many_streams_are_checked_together(store: quire.Store, logs: lis
     flip(clicks.ledger.log.files.chunk(2), 90)
 
 
+def test_a_log_in_a_namespace_is_read_from_its_own_place(store: quire.Store, tmp_path: Path) -> None:
+    """Hazard: the objects of all logs were read from the place of the first log, and missing ones were skipped."""
+    store.namespaces.create("cold", str(tmp_path / "cold"))
+    store.create("clicks", "stream")
+    store.create("taps", "stream", namespace="cold")
+    places = {store.stream("clicks"): Path(store.path, "objects"), store.stream("taps"): tmp_path / "cold"}
+    for stream in places:
+        for _ in range(4):
+            fill(stream, 1, records=2)
+            stream.ledger.log.rotate()
+        stream.ledger.log.upload()
+    assert store.heavy.verify(runner="threads").result["logs"] == []
+    for stream, place in places.items():
+        objects = stream.ledger.log.objects
+        assert objects is not None
+        flip(place.joinpath(*objects.chunk_key(1).split("/")), 90)
+    result = store.heavy.verify(runner="threads").result
+    assert sorted(each.split(":")[0] for each in result["logs"]) == [
+        f"manifest log of stream {stream.stream_id}, L5" for stream in places
+    ]
+
+
 def test_a_chunk_of_another_store_is_told(store: quire.Store, logs: list[Stream]) -> None:
     """It has the name, the index and the records of ours."""
     clicks, taps = logs
@@ -176,3 +198,30 @@ def test_what_a_second_look_does_not_find_is_not_told(
     monkeypatch.setattr(run, "check_log", check_log)
     assert log_problems(store, *logs) == []
     assert sorted(looks) == sorted([each.stream_id for each in logs] * 2)
+
+
+def test_a_log_that_can_be_read_in_a_second_check_is_not_reported(
+    store: quire.Store, logs: list[Stream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a log that could not be read was reported after the first check. Its objects are verified after the second."""
+    from quire.core.errors import Corruption
+    from quire.jobs.stream_verify import run
+
+    clicks, taps = logs
+    looks: list[int] = []
+    real = run.check_log
+
+    def check_log(task: LogTask, tools: Any) -> Any:
+        looks.append(task.stream_id)
+        if task.stream_id == clicks.stream_id and looks.count(clicks.stream_id) == 1:
+            raise Corruption("stream.json is damaged", path="stream.json")
+        return real(task, tools)
+
+    monkeypatch.setattr(run, "check_log", check_log)
+    assert log_problems(store, *logs) == []
+    assert sorted(looks) == sorted([clicks.stream_id, clicks.stream_id, taps.stream_id])
+    objects = clicks.ledger.log.objects
+    assert objects is not None
+    flip(Path(store.path, "objects", *objects.chunk_key(1).split("/")), 90)
+    looks.clear()
+    assert log_problems(store, *logs) == [(clicks.stream_id, "L5")]

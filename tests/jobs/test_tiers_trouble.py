@@ -28,7 +28,7 @@ def test_a_file_that_is_not_there_is_not_uploaded(local: World) -> None:
     local.is_damaged = True
     (key,) = local.chunks(local.database(), 1)
     os.remove(local.place(key).local)
-    assert "a file that is not there" in local.failed(request_upload(local.manifest, key))
+    assert "a file that the catalog lists is missing" in local.failed(request_upload(local.manifest, key))
 
 
 @pytest.mark.parametrize("length", [99, 101])

@@ -130,7 +130,7 @@ def test_copies_that_differ_are_both_suspect_if_no_digest_says_which_is_right(lo
 
 def test_anything_but_the_whole_store_is_refused(local: World) -> None:
     db_id, enqueue = local.database(), local.manifest.jobs.enqueue
-    assert "of the whole store" in local.failed(enqueue(JobKind.VERIFY, db_id))
+    assert "covers the whole store" in local.failed(enqueue(JobKind.VERIFY, db_id))
     assert "scope" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": "everything"}))
     assert "payload" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": 1}))
 

@@ -272,7 +272,7 @@ def test_a_closed_store_ends_the_slots(local: World) -> None:
     worker = worker_with(local, at_once)
     worker.start()
     local.manifest.close()
-    local.manifest.jobs.news.set()
+    local.manifest.jobs.work_available.set()
     assert eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("quire-worker-slot")])
     worker.stop()
 

@@ -121,7 +121,7 @@ def test_another_slot_of_the_same_worker_is_somebody_else(local: World) -> None:
             local.manifest.jobs.expire()
         # From here the clock stands still, or the neighbour would lose its lease too: its thread may wait for its turn.
         local.clock.advance(BACKOFF_SECONDS)
-        local.manifest.jobs.news.set()
+        local.manifest.jobs.work_available.set()
         assert second.begun.wait(60)
         assert first.interrupted.wait(60)
         assert not second.interrupted.is_set()

@@ -22,11 +22,11 @@ from quire.core.settings import LsmSettings
 from quire.durable import failpoints
 from quire.durable.files import Disk, OsDisk
 from quire.durable.names import LsmHome, load_number
-from quire.lsm import load_notes
+from quire.lsm import load_records
 from quire.lsm.bulk import BulkWriter, Load, LoadTarget, begin_load, published
 from quire.lsm.compaction import LEVELS_MAX, TableOptions, level_for
 from quire.lsm.kv import Kv
-from quire.lsm.load_notes import LoadNote, read_note, write_note
+from quire.lsm.load_records import LoadRecord, read_load_record, write_load_record
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.verify import problems
 from quire.lsm.view import Levels
@@ -234,17 +234,17 @@ def test_a_load_whose_event_could_not_be_written_did_not_happen(kv: Kv) -> None:
 def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tables are live when the note fails: closing the load must not take them for leftovers."""
+    """Its tables are live when the record fails: closing the load must not take them for leftovers."""
 
-    def full(disk: Disk, home: LsmHome, note: LoadNote) -> None:
-        if note.done:
+    def full(disk: Disk, home: LsmHome, record: LoadRecord) -> None:
+        if record.done:
             raise DiskFull("no space", path=home.path)
-        write_note(disk, home, note)
+        write_load_record(disk, home, record)
 
     path = str(tmp_path / "db")
     kv = Kv.open(OsDisk(), path, SMALL, background=False)
     with monkeypatch.context() as patched:
-        patched.setattr("quire.lsm.maintenance.write_note", full)
+        patched.setattr("quire.lsm.maintenance.write_load_record", full)
         with pytest.raises(DiskFull):
             loaded(kv, {b"a": b"1"}, number=5)
     with pytest.raises(StoreUnusable):
@@ -256,14 +256,14 @@ def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothin
 
 
 def test_only_so_many_loads_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_notes, "KEPT", 3)
+    monkeypatch.setattr(load_records, "RECORDS_KEPT", 3)
     path, disk = str(tmp_path / "db"), OsDisk()
     Kv.open(disk, path, SMALL, background=False).close()
     for number in range(1, 7):
-        write_note(disk, LsmHome(path), LoadNote(number=number, at_ms=number, rows=1, ids=(), done=True))
+        write_load_record(disk, LsmHome(path), LoadRecord(number=number, at_ms=number, rows=1, ids=(), done=True))
     (Path(path) / "loads" / "0000000000000009.json.tmp").write_bytes(b"half")
     with Kv.open(disk, path, SMALL, background=False) as kv:
-        assert [number for number in range(1, 10) if read_note(disk, kv.home, number)] == [4, 5, 6]
+        assert [number for number in range(1, 10) if read_load_record(disk, kv.home, number)] == [4, 5, 6]
     assert sorted(load_number(each.name) or 0 for each in (Path(path) / "loads").iterdir()) == [4, 5, 6]
 
 

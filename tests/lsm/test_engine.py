@@ -83,6 +83,19 @@ def test_it_is_there_after_reopening_the_store(tmp_path: Path) -> None:
             reader.kv("cart").put(b"a", b"1")
 
 
+def test_a_reader_reports_the_owners_figures(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        fill(store, "cart", 0, 50)
+        store.kv("cart").flush()
+    with quire.open(tmp_path / "store", mode="r") as reader:
+        read = reader.kv("cart").stats()
+    with opened(tmp_path) as store:
+        owners = store.kv("cart").stats()
+    assert owners.manifest_log_bytes > 0
+    assert (read.manifest_log_bytes, read.manifest_version) == (owners.manifest_log_bytes, owners.manifest_version)
+    assert (read.tables, read.table_bytes, read.rows) == (owners.tables, owners.table_bytes, owners.rows)
+
+
 def test_another_kind_is_refused(store: Store) -> None:
     store.create("shop", "pages")
     with pytest.raises(WrongKind):

@@ -24,7 +24,7 @@ from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.checksums import crc32
 from quire.lsm import manifest_format as mf
 from quire.lsm.backup import back_up, read_backup, restore
-from quire.lsm.load_notes import LoadNote
+from quire.lsm.load_records import LoadRecord
 from quire.lsm.sst_format import BLOCK_ROWS_MAX, check_message
 from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
@@ -138,9 +138,9 @@ def test_snapshots_of_a_manifest_are_read_or_refused(
         st.sampled_from(["number", "at_ms", "rows", "ids", "done"]), st.integers() | st.text() | st.lists(U64)
     )
 )
-def test_notes_about_loads_are_read_or_refused(fields: dict[str, object]) -> None:
+def test_records_of_loads_are_read_or_refused(fields: dict[str, object]) -> None:
     try:
-        msgspec.json.decode(msgspec.json.encode(fields), type=LoadNote)
+        msgspec.json.decode(msgspec.json.encode(fields), type=LoadRecord)
     except msgspec.MsgspecError:
         pass
 

@@ -121,14 +121,14 @@ def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeyp
 def test_a_log_that_nobody_has_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
     """An open knows the log that was recorded and the one behind it; a third was taken for another database's."""
     home = home_in(tmp_path)
-    manifest = Manifest.open(OsDisk(), home, StoreFacts(follower=cast(KvProjection, object())))
+    manifest = Manifest.open(OsDisk(), home, StoreFacts(projection=cast(KvProjection, object())))
     manifest.update_lsn(1)
     for lsn in (1, 2):
-        manifest.recorded(manifest.life)
+        manifest.mark_recorded(manifest.log_salt)
         end, snapshot = manifest.durable_end()
         with armed("lsm.manifest.appended", "raise:EIO"), pytest.raises(StorageFault):
             manifest.update_lsn(lsn + 10)
-        assert not manifest.is_recorded
+        assert not manifest.is_log_recorded
     with armed("lsm.manifest.appended", "raise:EIO"), pytest.raises(StoreUnusable) as caught:
         manifest.update_lsn(20)
     assert kind_of(caught.value) is ErrorKind.WAL

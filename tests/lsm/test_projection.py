@@ -62,7 +62,7 @@ def test_rows_follow_flushes_compactions_and_the_end(store: Store) -> None:
 def test_what_lmdb_missed_is_folded_at_the_next_opening(path: Path) -> None:
     with quire.open(path, settings=SETTINGS) as store:
         kv, db_id = filled(store)
-        kv.follower = None  # as if the process had died between the event and the row, again and again
+        kv.projection = None  # as if the process had died between the event and the row, again and again
         kv.put(b"more", b"1")
         kv.compact()
         missed = rows(store, db_id)

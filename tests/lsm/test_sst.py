@@ -204,7 +204,7 @@ def test_ranges_of_batches_pass_the_cache_by(tmp_path: Path) -> None:
 def test_the_file_is_open_for_as_long_as_someone_can_read(tmp_path: Path) -> None:
     table = make_table(tmp_path, numbered(50))
     gone = list[str]()
-    table.on_last(lambda: gone.append("gone"))
+    table.call_when_unreferenced(lambda: gone.append("gone"))
     reader = table.batches()
     next(reader)
     os.remove(table.path)

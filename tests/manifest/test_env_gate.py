@@ -30,7 +30,7 @@ def test_being_alone_waits_for_visitors_and_keeps_new_ones_out() -> None:
     ticket = gate.enter(guests[0])
     alone = threading.Thread(target=gate.exclusive, args=(10, lambda: order.append("alone")))
     alone.start()
-    assert eventually(lambda: gate._is_wanted)
+    assert eventually(lambda: gate._exclusive_wanted)
 
     def enter() -> None:
         gate.enter(guests[1])
@@ -120,7 +120,7 @@ def test_a_thread_that_is_inside_gets_in_again_while_somebody_waits_for_it() -> 
     outer = gate.enter(guests[0])
     waiting = threading.Thread(target=gate.exclusive, args=(30, alone.set))
     waiting.start()
-    assert eventually(lambda: gate._is_wanted)
+    assert eventually(lambda: gate._exclusive_wanted)
     inner = gate.enter(guests[1])
     gate.leave(inner)
     assert not alone.is_set()
@@ -143,7 +143,7 @@ def test_one_that_is_lost_while_somebody_waits_is_noticed() -> None:
     gate.enter(guests[0])
     waiting = threading.Thread(target=gate.exclusive, args=(30, alone.set))
     waiting.start()
-    assert eventually(lambda: gate._is_wanted)
+    assert eventually(lambda: gate._exclusive_wanted)
     guests.clear()
     waiting.join(30)
     assert alone.is_set()

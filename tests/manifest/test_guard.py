@@ -79,7 +79,7 @@ def test_a_wait_that_ends_as_the_commit_does_harms_nobody(manifest: ManifestStor
     assert manifest.submit([chunk(number + 1)]).result(30)
 
 
-def test_a_guard_keeps_no_doorbell_once_nobody_waits(manifest: ManifestStore) -> None:
+def test_a_guard_keeps_no_wakeup_once_nobody_waits(manifest: ManifestStore) -> None:
     """Hazard: a pipeline's guards kept the descriptors of threads that were long gone."""
     with held(manifest):
         guard = manifest.submit([register(1)])

@@ -185,7 +185,7 @@ def test_a_place_with_a_name_stays_without_databases_and_is_kept_by_one(manifest
     place = manifest.put_namespace("memory://cold", name="cold")
     manifest.begin_owner_epoch()
     db_id = manifest.register_db("shop", DbKind.PAGES, namespace_id=place)
-    with pytest.raises(StillReferenced, match="databases use the namespace"):
+    with pytest.raises(StillReferenced, match="the namespace is in use by databases"):
         drop_namespace(manifest, place)
     manifest.submit([DropDb(db_id)]).result()
     with pytest.raises(StillReferenced):
@@ -199,9 +199,9 @@ def test_a_place_with_a_name_stays_without_databases_and_is_kept_by_one(manifest
 
 def test_a_name_and_a_url_belong_to_one_place_until_it_is_dropped(manifest: ManifestStore) -> None:
     place = manifest.put_namespace("memory://cold", name="cold")
-    with pytest.raises(NameTaken, match="has this name"):
+    with pytest.raises(NameTaken, match="with this name already exists"):
         manifest.put_namespace("memory://other", name="cold")
-    with pytest.raises(NameTaken, match="in this place"):
+    with pytest.raises(NameTaken, match="already uses this location"):
         manifest.put_namespace("memory://cold", name="icy")
     drop_namespace(manifest, place)
     assert manifest.put_namespace("memory://cold", name="cold") > place

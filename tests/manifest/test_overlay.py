@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.manifest import overlay as overlay_module
 from quire.manifest import tables as t
 from quire.manifest.ops.pageindex import ROW, VERSION_NAME, DropPageVersions, PublishPages
 from quire.manifest.overlay import Overlay
@@ -78,3 +79,19 @@ def test_dropping_many_versions_takes_time_in_proportion(manifest: ManifestStore
     with manifest.read() as txn:
         assert txn.count(t.PAGE_VERSION_HEAD) == txn.count(t.PAGE_VERSION_INDEX) == 1
         assert txn.get(t.PAGE_VERSION_HEAD, 1, count - 1) is not None
+
+
+def test_the_bound_of_kept_rows_holds_for_rows_that_are_only_written(
+    overlay: Overlay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: only `get` enforced the bound, so rows that were written and never read accumulated."""
+    monkeypatch.setattr(overlay_module, "KEPT_ROWS_MAX", 8)
+    view, record = overlay.meta, t.META.codec.record_type
+    for number in range(40):
+        view.put(b"k%02d" % number, record(number))
+        view.insert(b"i%02d" % number, record(number))
+        view.flush()
+        view.settle()
+        assert view._kept is not None
+        assert len(view._kept) <= 8
+    assert [view.get(b"k%02d" % number) for number in range(40)] == [record(number) for number in range(40)]

@@ -99,7 +99,7 @@ def test_a_manifest_that_may_not_be_read(shared: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["r", "rw"])
 def test_a_directory_that_may_not_be_entered_is_not_one_without_a_manifest(shared: Path, mode: str) -> None:
-    """Hazard: "there is no manifest here; `quire init` makes a store"."""
+    """Hazard: "no manifest found; `quire init` creates a store"."""
     shared.chmod(0)
     kind, what, _, path = opened(shared, mode)
     assert (kind, path) == ("StorageFault", str(shared))
@@ -112,4 +112,4 @@ def test_a_directory_in_which_nothing_may_be_made(shared: Path) -> None:
     shared.chmod(0o555)
     kind, what, _, path = opened(shared, "rw")
     assert (kind, path) == ("NotWritable", str(shared))
-    assert what == "this user may not make a manifest here"
+    assert what == "this user may not create a manifest in the directory"

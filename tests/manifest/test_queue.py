@@ -8,15 +8,15 @@ import time
 import pytest
 
 from quire.core.errors import InternalError, Overloaded, StoreClosed
-from quire.manifest.guard import Bell, ManifestGuard
+from quire.manifest.guard import CommitNotifier, ManifestGuard
 from quire.manifest.queue import BatchQueue
 from tests.manifest.helpers import chunk
 
-BELL = Bell()
+NOTIFIER = CommitNotifier()
 
 
 def batch() -> ManifestGuard:
-    return ManifestGuard((chunk(1),), None, BELL)
+    return ManifestGuard((chunk(1),), None, NOTIFIER)
 
 
 def test_what_was_put_is_taken_at_once_and_in_order() -> None:

@@ -56,63 +56,65 @@ def delete_row(table: t.Table[Any], *key: object) -> Callable[[ManifestStore], N
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+def checks_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """What is looked at: the name, and from where the log is read."""
     seen: list[tuple[str, object]] = []
 
-    def watched(name: str, look: Callable[..., object]) -> Callable[..., object]:
+    def watched(name: str, function: Callable[..., object]) -> Callable[..., object]:
         def watching(txn: object, *args: object) -> object:
             seen.append((name, args[0] if args else None))
-            return look(txn, *args)
+            return function(txn, *args)
 
         watching.__name__ = name
         return watching
 
     changed = []
-    for look, rules in check_module._CHECKS:
-        replaced = watched(look.__name__, look)
-        if look.__name__ in ("_check_feed", "_check_holders"):
-            monkeypatch.setattr(check_module, look.__name__, replaced)
+    for function, rules in check_module._CHECKS:
+        replaced = watched(function.__name__, function)
+        if function.__name__ in ("_check_feed", "_check_holders"):
+            monkeypatch.setattr(check_module, function.__name__, replaced)
         changed.append((replaced, rules))
     monkeypatch.setattr(check_module, "_CHECKS", tuple(changed))
     return seen
 
 
-def test_an_open_after_a_clean_close_looks_at_the_store_s_own_rows(path: str, looks: list[tuple[str, object]]) -> None:
+def test_an_open_after_a_clean_close_looks_at_the_store_s_own_rows(
+    path: str, checks_run: list[tuple[str, object]]
+) -> None:
     filled(path)
-    looks.clear()
+    checks_run.clear()
     with ManifestStore.open(path) as manifest:
-        assert {name for name, _ in looks} == check_module.OWN_LOOKS
-        ((_, since),) = [look for look in looks if look[0] == "_check_feed"]
+        assert {name for name, _ in checks_run} == check_module.STORE_CHECK_NAMES
+        ((_, since),) = [function for function in checks_run if function[0] == "_check_feed"]
         assert getattr(since, "sequence", None) == manifest.feed.head() == 31
         assert is_done(manifest) is False
-        looks.clear()
+        checks_run.clear()
         manifest.recount.finish()
-        assert [name for name, _ in looks] == list(check_module.LOOKS)
+        assert [name for name, _ in checks_run] == list(check_module.CHECK_NAMES)
         assert is_done(manifest)
         assert_clean(manifest, leaks=True)
 
 
-def test_after_a_crash_the_log_is_read_from_the_last_point_on(path: str, looks: list[tuple[str, object]]) -> None:
+def test_after_a_crash_the_log_is_read_from_the_last_point_on(path: str, checks_run: list[tuple[str, object]]) -> None:
     db_id = filled(path)
     with ManifestStore.open(path) as manifest:
         does(manifest, chunk(100, db_id=db_id))
         manifest.env.refused["none", 0] = ("", "")  # it dies: nothing is remembered
-    looks.clear()
+    checks_run.clear()
     with ManifestStore.open(path) as manifest:
-        assert {name for name, _ in looks} == set(check_module.LOOKS)
-        ((_, since),) = [look for look in looks if look[0] == "_check_feed"]
+        assert {name for name, _ in checks_run} == set(check_module.CHECK_NAMES)
+        ((_, since),) = [function for function in checks_run if function[0] == "_check_feed"]
         assert getattr(since, "sequence", None) == 31
         assert is_done(manifest) is False  # the older part of the log
-        looks.clear()
+        checks_run.clear()
         manifest.recount.finish()
-        assert looks == [("_check_feed", None)]
+        assert checks_run == [("_check_feed", None)]
         assert is_done(manifest)
         assert manifest.feed.head() == 32
 
 
 @pytest.mark.parametrize("how", ["missing", "torn", "altered", "foreign", "ahead"])
-def test_a_point_that_cannot_be_believed_is_not(path: str, how: str, looks: list[tuple[str, object]]) -> None:
+def test_a_point_that_cannot_be_believed_is_not(path: str, how: str, checks_run: list[tuple[str, object]]) -> None:
     filled(path)
     file = Path(path + SUFFIX)
     whole = file.read_bytes()
@@ -131,10 +133,10 @@ def test_a_point_that_cannot_be_believed_is_not(path: str, how: str, looks: list
             os.rename(path, path + ".old")
             filled(path + "3", 2)
             os.rename(path + "3", path)
-    looks.clear()
+    checks_run.clear()
     with ManifestStore.open(path) as manifest:
-        assert {name for name, _ in looks} == set(check_module.LOOKS)
-        assert [since for name, since in looks if name == "_check_feed"] == [None]
+        assert {name for name, _ in checks_run} == set(check_module.CHECK_NAMES)
+        assert [since for name, since in checks_run if name == "_check_feed"] == [None]
         assert manifest.recount.is_done
 
 
@@ -188,4 +190,4 @@ def test_rounds_recount_a_little_at_a_time(path: str, monkeypatch: pytest.Monkey
         while not manifest.recount.is_done:
             manifest.recount.round()
             rounds += 1
-        assert rounds == len(check_module.LOOKS)
+        assert rounds == len(check_module.CHECK_NAMES)

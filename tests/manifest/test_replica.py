@@ -277,7 +277,7 @@ def test_a_replica_that_went_its_own_way_is_refused(busy: ManifestStore, copy: s
     with ManifestStore.open(copy) as promoted:
         does(promoted, register(60, "only-here"))
     does(busy, register(61, "only-there"))
-    with Replica.open(copy) as replica, pytest.raises(StalePlan, match=r"separate ways.*from_copy"):
+    with Replica.open(copy) as replica, pytest.raises(StalePlan, match=r"have diverged.*from_copy"):
         replica.catch_up(busy.feed, NAME)
 
 

@@ -216,9 +216,9 @@ def test_without_a_policy_or_a_rule_only_what_expired_goes() -> None:
     snapshots = [info(1, NOW - DAY), info(2, NOW - DAY, expires=NOW), info(3, NOW - DAY, expires=NOW + 1)]
     for policy in (None, RetentionRecord(), RetentionRecord(schedules=["hourly"], keep_named=False)):
         assert [each.why for each in decide(snapshots, policy, now_ms=NOW)] == [
-            "there is no rule",
+            "there are no rules",
             "expired",
-            "there is no rule",
+            "there are no rules",
         ]
 
 

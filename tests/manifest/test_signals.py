@@ -66,9 +66,9 @@ with manifest.read() as txn:
     assert txn.count(t.CHUNK_CATALOG) == 1
 assert not manifest.env.gate._inside
 assert not manifest.env.gate._leaving
-assert not manifest.writer.bell._threads and not manifest.writer.bell._loops
+assert not manifest.writer.notifier._threads and not manifest.writer.notifier._loops
 assert not manifest.writer._queue._waiting_for_room
-for lock in (manifest.env.gate._turnstile, manifest.writer.bell._joining, manifest.writer._queue.lock):
+for lock in (manifest.env.gate._exclusive_lock, manifest.writer.notifier._joining, manifest.writer._queue.lock):
     assert not lock.locked()
 assert manifest.writer._queue._operations == 0 and not manifest.writer._queue._batches
 assert manifest.writer.when_generation(Component.DATABASE, 1).result(5) == 1

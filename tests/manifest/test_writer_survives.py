@@ -35,7 +35,7 @@ def test_nobody_is_lost_when_the_queue_cannot_be_cut_into_groups(path: str) -> N
     assert [id(guard) for guard in writer._carry] == [id(guard) for guard in guards]
     with pytest.raises(MemoryError):
         writer._take()
-    writer._die(MemoryError())
+    writer._stop_with_error(MemoryError())
     for guard in guards:
         with pytest.raises(StoreUnusable):
             guard.result(1)

@@ -106,7 +106,7 @@ def test_a_header_of_another_chunk_is_found() -> None:
     other = encode_header(replace(INFO.identity, covered_lsn=101), Compression.ZSTD)
     (found,) = problems(other + GOOD[len(other) :])
     assert found.rule == "C2"
-    assert "copies" in str(found)
+    assert "copy in the footer" in str(found)
 
 
 def test_what_the_row_promises_is_compared() -> None:

@@ -176,10 +176,10 @@ def test_a_database_that_is_dropped_while_it_is_published_is_no_failure(
 
     store.wal.publishing = drop_and_publish  # type: ignore[method-assign]
     pages.clock.advance(10.0)
-    pages.engine.tick_all(resting=False)
+    pages.engine.tick_all(include_quiescent=False)
     store.wal.publishing = publishing  # type: ignore[method-assign]
     assert [opened.db_id for opened in pages.engine.stores()] == [store.db_id]
-    pages.engine.tick_all(resting=False)
+    pages.engine.tick_all(include_quiescent=False)
     assert not pages.engine.stores(), "the next tick closes it"
     assert "tick_failed" not in capsys.readouterr().err
 

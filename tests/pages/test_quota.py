@@ -122,17 +122,17 @@ def test_closing_ends_the_wait(tight: Pages) -> None:
 
 def test_passing_asks_the_manifest_only_near_the_limit(tight: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     store = tight.database(page_size=SIZE)
-    looks: list[int] = []
-    real = tight.engine.quota._look
+    measurements: list[int] = []
+    real = tight.engine.quota._measure_all
 
-    def look() -> None:
-        looks.append(1)
+    def measure() -> None:
+        measurements.append(1)
         real()
 
-    monkeypatch.setattr(tight.engine.quota, "_look", look)
+    monkeypatch.setattr(tight.engine.quota, "_measure_all", measure)
     for _ in range(50):
         store.begin().rollback()
-    assert len(looks) <= 2
+    assert len(measurements) <= 2
     tight.stop()
 
 

@@ -37,8 +37,8 @@ def test_a_sealed_segment_is_sound_and_each_of_its_bytes_is_vouched_for() -> Non
 def test_a_segment_of_somebody_else_or_cut_short_is_told() -> None:
     segment = Segment(capacity=8).write_all([PAGES, WITH_ZEROS])
     assert sealed(segment) == ""
-    assert "another segment" in sealed(segment, db_id=DB_ID + 1)
-    assert "another segment" in sealed(segment, segment_id=SEGMENT_ID + 1)
+    assert "a different segment" in sealed(segment, db_id=DB_ID + 1)
+    assert "a different segment" in sealed(segment, segment_id=SEGMENT_ID + 1)
     geometry = segment.header.geometry
     for size in (0, 10, geometry.entry_offset(1), geometry.frame_offset(1), geometry.frame_offset(segment.used) - 1):
         assert sealed(segment, bytes(segment.data[:size]))

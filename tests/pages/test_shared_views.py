@@ -235,7 +235,7 @@ def test_whether_a_lease_needs_something_is_told_as_fast_for_many_databases_as_f
     def seconds(count: int) -> float:
         lease_id = leases.hold([LentVersion(template, 1)], SECONDS)
         for number in range(count):
-            leases.narrow(lease_id, template + number, {template, template + number})
+            leases.record_origins(lease_id, template + number, {template, template + number})
         assert leases.kept_since(template + count - 1) is not None
         start = time.perf_counter()
         assert [leases.kept_since(template + count + number) for number in range(200)] == [None] * 200
@@ -252,11 +252,11 @@ def test_what_a_lease_needs_no_longer_goes_with_the_last_version_that_needed_it(
     forks = [pages.engine.fork("shop", f"fork-{number}") for number in range(2)]
     lease_id = leases.hold([LentVersion(fork, 1) for fork in forks], SECONDS)
     for fork in forks:
-        leases.narrow(lease_id, fork, {fork, template})
-    leases.let_go([(lease_id, forks[0])])
+        leases.record_origins(lease_id, fork, {fork, template})
+    leases.release_versions([(lease_id, forks[0])])
     assert leases.kept_since(forks[0]) is None
     assert leases.kept_since(template) is not None, "the other one needs it"
-    leases.narrow(lease_id, forks[1], {forks[1]})
+    leases.record_origins(lease_id, forks[1], {forks[1]})
     assert leases.kept_since(template) is None
     assert leases.kept_since(forks[1]) is not None
 

@@ -47,7 +47,7 @@ class Log:
         self.settled: list[int] = []
         self.failure: BaseException | None = None
         self._lock = threading.Lock()
-        self.lanes = SyncLanes(0, begin=self._begin, sync=self._sync, settle=self._settle, doubt=self._fail)
+        self.lanes = SyncLanes(0, begin=self._begin, sync=self._sync, settle=self._settle, on_failure=self._fail)
 
     def write(self) -> int:
         with self._lock:
@@ -89,7 +89,7 @@ class Waiter:
 
     def _run(self) -> None:
         try:
-            self._log.lanes.until(self.lsn)
+            self._log.lanes.wait_durable(self.lsn)
             assert self._log.lanes.durable_lsn >= self.lsn, "it went on too early"
         except BaseException as error:
             self.error = error
@@ -125,9 +125,9 @@ def assert_idle(log: Log) -> None:
 
 def test_with_nobody_else_about_a_sync_is_a_call() -> None:
     log = Log()
-    log.lanes.until(log.write())
+    log.lanes.wait_durable(log.write())
     assert (log.settled, log.lanes.durable_lsn) == ([1], 1)
-    log.lanes.until(1)
+    log.lanes.wait_durable(1)
     assert len(log.syncs) == 1, "it is durable already"
     assert_idle(log)
 
@@ -163,7 +163,7 @@ def test_who_is_covered_sleeps_though_a_lane_is_free() -> None:
     log = Log(held=True)
     log.write()
     (leader,) = flying(log, 1)
-    late = threading.Thread(target=log.lanes.until, args=(1,), daemon=True)
+    late = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     late.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
     log.syncs[0].end()
@@ -176,7 +176,7 @@ def test_who_is_covered_sleeps_though_a_lane_is_free() -> None:
 def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
     log = Log(held=True)
     leaders = flying(log, LANES)
-    served = threading.Thread(target=log.lanes.until, args=(1,), daemon=True)
+    served = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     served.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
     log.syncs[0].end()
@@ -214,7 +214,7 @@ def test_a_failed_sync_is_heard_by_all_who_wait_and_nothing_is_settled_behind_it
     assert (log.settled, log.lanes.durable_lsn) == ([], 0)
     assert_idle(log)
     with pytest.raises(StoreUnusable):
-        log.lanes.until(log.write())
+        log.lanes.wait_durable(log.write())
 
 
 def test_a_failed_second_sync_leaves_the_first_alone() -> None:
@@ -245,7 +245,7 @@ def test_an_interrupt_between_boarding_and_the_sync_is_a_doubt(monkeypatch: pyte
     assert first.join() is None
     assert log.settled == [1]
     with pytest.raises(StoreUnusable):
-        log.lanes.until(2)
+        log.lanes.wait_durable(2)
 
 
 def test_an_interrupt_behind_the_sync_loses_nothing() -> None:
@@ -262,7 +262,7 @@ def test_an_interrupt_behind_the_sync_loses_nothing() -> None:
     log.lanes._settle = interrupted_once
     leader = flying(log, 1)[0]
     log.write()
-    served = threading.Thread(target=log.lanes.until, args=(1,), daemon=True)
+    served = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     served.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
     log.syncs[0].end()
@@ -317,7 +317,7 @@ def _interrupting(at: int) -> Callable[[FrameType, str, Any], Any]:
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal seen
-        if frame.f_code.co_filename != sync_lanes.__file__ or frame.f_code.co_name == "_leave":
+        if frame.f_code.co_filename != sync_lanes.__file__ or frame.f_code.co_name == "_abort_flight":
             return None
         # What a signal cannot do either: come between a block and the release of its lock.
         if event == "line" and not _is_with(frame.f_lineno):
@@ -348,7 +348,7 @@ def test_an_interrupt_at_any_line_forgets_nobody(role: str) -> None:
             lsn = log.write()
             sys.settrace(_interrupting(at))
             try:
-                log.lanes.until(lsn)
+                log.lanes.wait_durable(lsn)
             except KeyboardInterrupt as interrupt:
                 hit.append(interrupt)
             except StoreUnusable:
@@ -375,7 +375,7 @@ def test_an_interrupt_at_any_line_forgets_nobody(role: str) -> None:
         for error in [each.join() for each in others]:
             assert error is None if log.failure is None else isinstance(error, StoreUnusable | None)
         if log.failure is None:
-            log.lanes.until(log.write())
+            log.lanes.wait_durable(log.write())
             assert log.lanes.durable_lsn == log.written
         assert_idle(log)
     assert at > 8, "the thread was hit at no line of the way"
@@ -398,7 +398,7 @@ def test_nobody_is_forgotten(writers: int) -> None:
     def work() -> None:
         for _ in range(150):
             lsn = log.write()
-            log.lanes.until(lsn)
+            log.lanes.wait_durable(lsn)
             if log.lanes.durable_lsn < lsn:
                 early.append(lsn)
 
@@ -438,7 +438,7 @@ def test_after_a_fork_the_lanes_are_free() -> None:
     log.lanes.forked()
     assert_idle(log)
     former, log.syncs, log.held = log.syncs, [], False
-    log.lanes.until(log.write())
+    log.lanes.wait_durable(log.write())
     assert log.lanes.durable_lsn == 3
     for sync in former:
         sync.end()

@@ -87,7 +87,7 @@ def test_publication_is_asked_for_once_until_it_begins(pages: Pages) -> None:
     store, model, asked = pages.database(), Model(), list[int]()
     write(store, model, {0: image()})
     wal = store.wal
-    wal._notify, wal._notify_bytes, wal._has_asked = (lambda: asked.append(wal.written.lsn)), 1, False
+    wal._notify, wal._notify_bytes, wal._publish_requested = (lambda: asked.append(wal.written.lsn)), 1, False
     for _ in range(3):
         write(store, model, {0: image()})
     assert len(asked) == 1
@@ -187,10 +187,10 @@ def test_every_version_between_two_publications_can_be_read(pages: Pages) -> Non
 def test_a_page_that_is_published_leaves_memory(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(50)})
-    assert len(store.wal.recent) == 50
+    assert len(store.wal.unpublished) == 50
     assert store.wal.unpublished_bytes == 50 * (PAGE + 64)
     store.wal.publish()
-    assert store.wal.recent == {}
+    assert store.wal.unpublished == {}
     assert store.wal.unpublished_bytes == 0
 
 

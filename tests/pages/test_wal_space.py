@@ -222,7 +222,7 @@ def test_another_segment_under_a_name_is_refused(tmp_path: Path) -> None:
     write(other.database(), Model(), {0: image()})
     other.crash()
     path.write_bytes(_wal(other)[1].read_bytes())  # the same database and segment id, another salt
-    with pytest.raises(Corruption, match="not the one that the manifest names"):
+    with pytest.raises(Corruption, match="does not match the manifest"):
         pages.database()
     path.write_bytes(whole)
     with pages.database().open_snapshot() as reader:

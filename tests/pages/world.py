@@ -218,7 +218,7 @@ class Pages:
 
 def next_version(store: PageStore, txn: WriteTxn) -> int:
     """The lsn that the transaction will get if it commits now: a model has to know it before anybody can see it."""
-    pages = {*txn._images, *(txn._spill or ()), *range(txn._uncut, txn.size_pages)}
+    pages = {*txn._images, *(txn._spill or ()), *range(txn._base_pages_end, txn.size_pages)}
     return store.wal._next_lsn + len(pages) - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 import quire
+from bench import snapshots, wire
+from quire.cli.main import GARBAGE_ALLOCATIONS
 from quire.core import errors
-from tests.rules.tree import ROOT, SRC, imports, parse, sources
+from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
+from tests.rules.tree import ROOT, SRC, Import, Source, imports, parse, sources
 
 # A name here is a promise to users: taking one away is a breaking change and belongs in the changelog.
 FUNCTIONS_AND_CLASSES = [
@@ -255,16 +259,96 @@ def test_docs_and_examples_import_public_names_only() -> None:
     assert [*private_imports("a.py", "from quire.store.store import Store")] == ["a.py:1: quire.store.store.Store"]
 
 
-def test_benchmarks_take_a_public_name_where_there_is_one() -> None:
-    """They measure private modules, too; but who reads a benchmark to learn an API should learn the public one."""
-    homes = {value: name for name in public() if (value := defined_as(name))}
+# docs/decisions/079-benchmarks-of-components.md: a benchmark of one component against the library below it imports the
+# component. All others use public names, so that they measure what users have, and can be read as examples.
+BENCHMARKS = {
+    "bench/archive_restore.py": {"quire.archive"},
+    "bench/checkpoint.py": {"quire.jobs", "quire.manifest", "quire.pages"},
+    "bench/feed.py": {"quire.manifest"},
+    "bench/kv_tables.py": {"quire.durable", "quire.lsm"},
+    "bench/manifest.py": {"quire.manifest"},
+    "bench/many_opening.py": {"quire.manifest"},
+    "bench/pages.py": {"quire.core", "quire.durable", "quire.manifest", "quire.pages"},
+    "bench/row_changes.py": {"quire.pages", "quire.spark", "quire.sqlite"},
+    "bench/snapshots.py": {"quire.manifest"},
+    "bench/spark_changes.py": {"quire.manifest"},
+    "bench/spark_jobs.py": {"quire.jobs"},
+    "bench/sqlite_fork.py": {"quire.manifest"},
+    "bench/stream.py": {"quire.core", "quire.durable", "quire.stream"},
+}
+"""The private packages that a benchmark may import; of a package with public names, its private modules. Remove an entry that
+is not needed any more."""
+
+
+IN_STRING = re.compile(r"\bfrom (quire[\w.]*) import (\w+)|\bimport (quire[\w.]*)")
+
+
+def imports_of_benchmark(source: Source) -> Iterator[Import]:
+    """Yield the imports of a benchmark, and those of programs in its strings, which run in other processes."""
+    yield from imports(source)
+    for node in source.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for package, name, module in IN_STRING.findall(node.value):
+                yield Import(module or f"{package}.{name}", node.lineno)
+
+
+def private_packages(source: Source) -> dict[str, str]:
+    """Return the private packages that a benchmark imports, each with the place of an import."""
+    private = (used for used in imports_of_benchmark(source) if used.is_in("quire") and used.name not in public())
+    return {".".join(used.name.split(".")[:2]): f"{source.path}:{used.line}: {used.name}" for used in private}
+
+
+def test_benchmarks_import_private_packages_only_where_they_measure_them() -> None:
     problems = [
-        f"{source.path}:{each.line}: {each.name} is public as {homes[each.name]}"
+        f"{place} is private; use a public name, or state in BENCHMARKS and in decision 079 why it is measured"
         for source in sources("bench")
-        for each in imports(source)
-        if each.name in homes and each.name not in public()
+        for package, place in private_packages(source).items()
+        if package not in BENCHMARKS.get(source.path, set())
     ]
     assert not problems
+
+
+def test_every_private_package_that_a_benchmark_may_import_is_imported() -> None:
+    used = {source.path: private_packages(source).keys() for source in sources("bench")}
+    assert not {path: unused for path, packages in BENCHMARKS.items() if (unused := packages - used.get(path, set()))}
+
+
+def test_benchmarks_with_public_names_take_nothing_from_one_that_imports_private_packages() -> None:
+    """Otherwise a helper of such a benchmark would be a way around the table."""
+    private = {path.removesuffix(".py").replace("/", ".") for path in BENCHMARKS}
+    problems = [
+        f"{source.path}:{used.line}: {used.name}"
+        for source in sources("bench")
+        if source.path not in BENCHMARKS
+        for used in imports(source)
+        if any(used.is_in(module) for module in private)
+    ]
+    assert not problems
+
+
+def test_private_imports_are_found_in_strings_too() -> None:
+    program = 'RUN = "import sys; from quire.store.store import Store; import quire.cli.main"'
+    assert private_packages(parse("bench/a.py", program)).keys() == {"quire.store", "quire.cli"}
+    assert not private_packages(parse("bench/a.py", "import quire\nfrom quire.sqlite import dbapi"))
+
+
+def test_benchmarks_take_a_public_name_where_there_is_one() -> None:
+    """Readers of a benchmark should learn the public API from it."""
+    homes = {value: name for name in public() if (value := defined_as(name))}
+    problems = [
+        f"{source.path}:{used.line}: {used.name} is public as {homes[used.name]}"
+        for source in sources("bench")
+        for used in imports_of_benchmark(source)
+        if used.name in homes and used.name not in public()
+    ]
+    assert not problems
+
+
+def test_numbers_that_benchmarks_repeat_are_those_of_the_code() -> None:
+    """They are copies, because a number is no reason to import a private module."""
+    assert snapshots.CHUNKS * CHUNK_BYTES == 1024 * GIB
+    assert snapshots.SLOTS_PER_LEAF == SLOTS_PER_LEAF
+    assert wire.GARBAGE_ALLOCATIONS == GARBAGE_ALLOCATIONS
 
 
 def defined_as(name: str) -> str:

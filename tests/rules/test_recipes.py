@@ -85,5 +85,5 @@ def test_every_pragma_that_is_judged_is_documented() -> None:
         for node in ast.walk(source)
         if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant)
     }
-    assert "mmap_size" in judged, "the pattern no longer fits `judge`"
+    assert "mmap_size" in judged, "the pattern no longer fits `answer_pragma`"
     assert not [name for name in judged if f"| `{name}`" not in page("sqlite.md")]

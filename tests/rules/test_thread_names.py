@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from quire.core.barrier import OURS
+from quire.core.barrier import THREAD_PREFIX
 from tests.rules.tree import sources
 
 CALLERS = {
@@ -30,6 +30,10 @@ def test_every_thread_that_quire_starts_has_a_name_of_ours() -> None:
                 continue
             given = next((argument.value for argument in node.keywords if argument.arg == keyword), None)
             text = ast.unparse(given).lstrip("f").strip("\"'") if given is not None else ""
-            if not text.startswith(OURS) and source.path not in GIVEN and f"{source.path}: {text}" not in CALLERS:
+            if (
+                not text.startswith(THREAD_PREFIX)
+                and source.path not in GIVEN
+                and f"{source.path}: {text}" not in CALLERS
+            ):
                 unnamed.append(f"{source.path}:{node.lineno} {text}")
     assert not unnamed, unnamed

@@ -19,11 +19,14 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 634,  # one state over three threads: cutting, uploading, bases
-    "src/quire/core/settings.py": 618,  # one struct for each section of quire.toml, and the example of all of them
+    "src/quire/archive/archiver.py": 641,  # one state over three threads: cutting, uploading, bases
     "src/quire/store/store.py": 630,  # the class that is the product: it delegates
-    "src/quire/manifest/records.py": 680,  # one record for each table; a second file would only be another place to look
 }
+DECLARATIONS = {
+    "src/quire/core/settings.py",  # one struct for each section of quire.toml, and the example of all of them
+    "src/quire/manifest/records.py",  # one record for each table; a second file would only be another place to look
+}
+"""Modules without logic, which grow by a line with every setting or field: their length is not a reason to split them."""
 LONGER_FUNCTIONS: dict[str, int] = {}
 
 CODE = ("src/quire", "bench", "examples", "tests")
@@ -90,6 +93,8 @@ def function_lines(source: Source) -> Iterator[tuple[str, int, int]]:
 
 
 def long_module(source: Source) -> Iterator[int]:
+    if source.path in DECLARATIONS:
+        return
     if module_lines(source) > LONGER_MODULES.get(source.path, MODULE_LINES_MAX):
         yield module_lines(source)
 

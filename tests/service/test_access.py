@@ -119,7 +119,7 @@ def test_no_token_a_wrong_one_and_a_cut_one_are_refused_and_told(
             with pytest.raises(quire.Unauthenticated):
                 connected(server.address, str(file) if wrong else "")
         assert server.figures().refused == len(refused) == 5
-        assert [each["reason"] for each in refused] == ["the call shows no token"] + ["the token is wrong"] * 4
+        assert [each["reason"] for each in refused] == ["the call has no token"] + ["the token is wrong"] * 4
         assert all(good not in str(each) for each in refused)
         assert server.figures().calls == 0
 
@@ -205,7 +205,7 @@ def test_token_files_others_may_read_are_refused(tmp_path: Path) -> None:
     token = ensure_token(str(file))
     assert ensure_token(str(file)) == read_token(str(file)) == token
     file.chmod(0o644)
-    with pytest.raises(quire.InvalidConfig, match="others may read"):
+    with pytest.raises(quire.InvalidConfig, match="other users can read"):
         read_token(str(file))
     file.chmod(0o600)
     for text in ("", "short", "x" * 15, "é" * 30, "a" * 20_000, "two\nlines of a token"):

@@ -19,13 +19,16 @@ from hypothesis import strategies as st
 import quire
 from quire.core.errors import AccessDenied, InvalidInput, Overloaded, QuireError, Unavailable
 from quire.core.limits import MIB
+from quire.service import frame_server
 from quire.service import messages as m
 from quire.service.client import Client
+from quire.service.frame_server import FrameServer
 from quire.service.frames import (
     ANSWER_BYTES_MAX,
     MAGIC,
     PREFACE,
     SIZE,
+    FramedCall,
     FrameError,
     FrameReader,
     read_framed,
@@ -158,7 +161,7 @@ def test_an_answer_too_long_for_its_client_is_not_read() -> None:
     near, far = socket.socketpair()
     with near, far:
         far.sendall(SIZE.pack(ANSWER_BYTES_MAX + 1))
-        with pytest.raises(FrameError, match="longer than"):
+        with pytest.raises(FrameError, match="exceeds the limit"):
             FrameReader(near).frame(ANSWER_BYTES_MAX)
 
 
@@ -194,13 +197,43 @@ def test_closing_answers_who_waits_and_hangs_up(path: Path) -> None:
         client.close()
 
 
+def test_a_call_that_was_just_read_is_answered_when_the_server_closes(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a connection was treated as idle, and shut down, between reading a call and executing it."""
+    closing: list[threading.Thread] = []
+    idle_are_told = threading.Event()
+    hang_up = FrameServer._hang_up
+
+    def told(frames: FrameServer, *arguments: Any, **options: Any) -> None:
+        hang_up(frames, *arguments, **options)
+        idle_are_told.set()
+
+    def read(frame: bytes) -> FramedCall:
+        closing.append(threading.Thread(target=server._frames.close))
+        closing[0].start()
+        assert idle_are_told.wait(60)
+        return read_framed(frame)
+
+    monkeypatch.setattr(FrameServer, "_hang_up", told)
+    monkeypatch.setattr(frame_server, "read_framed", read)
+    with raw(server) as connection:
+        connection.sendall(HELLO + DATABASES)
+        reader = FrameReader(connection)
+        assert read_answer(reader.frame(MIB), Any) == []
+        with pytest.raises(EOFError):
+            reader.exactly(1)
+    closing[0].join(60)
+    assert server._frames.connections == 0
+
+
 def test_a_copy_takes_no_writes_through_frames(path: Path) -> None:
     with quire.open(path) as store:
         store.copy_of = "memory://"
         with (
             store.serve() as server,
             quire.connect(server.address) as client,
-            pytest.raises(AccessDenied, match="a copy"),
+            pytest.raises(AccessDenied, match="copy of an archive"),
         ):
             client.create("shop", "pages")
 

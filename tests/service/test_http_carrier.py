@@ -55,7 +55,7 @@ def test_another_version_of_the_protocol_is_refused(path: Path) -> None:
 
 
 def test_commands_are_for_the_owners_own_machine(client: Client) -> None:
-    with pytest.raises(quire.AccessDenied, match="own machine"):
+    with pytest.raises(quire.AccessDenied, match="owner's machine"):
         client._channel.call("command", RemoteCommand("ls", b"{}", b"", 0))
 
 
@@ -204,7 +204,7 @@ def test_a_url_is_enough_for_dbapi(path: Path, client: Client) -> None:
         ("/", "names no database"),
         ("/other?mode=rw", "no database has this name"),
         ("/other", "needs the admin token"),
-        ("/shop?at=monday&epoch=3", "names one version"),
+        ("/shop?at=monday&epoch=3", "can name only one version"),
         ("/shop?at=monday", "monday"),
     ],
 )

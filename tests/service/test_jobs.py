@@ -64,7 +64,7 @@ def test_failures_are_counted_and_jobs_cancelled_and_retried(client: Client) -> 
 def test_a_remote_worker_may_not_take_a_name_of_the_owners(client: Client) -> None:
     client.jobs.enqueue(JobKind.VERIFY)
     for name in ("owner:worker", ""):
-        with pytest.raises(quire.InvalidInput, match="name of its own"):
+        with pytest.raises(quire.InvalidInput, match="unique name"):
             client.jobs.claim(name)
 
 

@@ -50,7 +50,7 @@ def test_commands_change_a_store_that_a_live_owner_has(path: Path, live: Store) 
     assert [each.name for each in live.databases()] == ["copy", "latest", "shop"]
     assert "dropped copy" in run(path, "drop", "copy", "--yes").out
     run(path, "drop", "nothing", "--yes", code=3)
-    assert "a database of this name exists already" in run(path, "create", "shop", code=4).err
+    assert "a database with this name already exists" in run(path, "create", "shop", code=4).err
 
 
 def test_the_json_is_the_same_with_and_without_an_owner(path: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.verify import problems
 from quire.service import loads as kv_loads
 from quire.service.client import Client
-from quire.service.messages import KV_IDS, Shelf, TakeIds
+from quire.service.messages import KV_IDS, TableDestination, TakeIds
 from quire.store.store import Store
 
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
@@ -40,17 +40,19 @@ def client(store: Store) -> Iterator[Client]:
         yield made
 
 
-def take(client: Client, count: int = 2, *, load: int = LOAD, database: str = "cart", create: bool = False) -> Shelf:
-    shelf: Shelf = client._channel.ask(KV_IDS, TakeIds(load, database, count, create))
-    return shelf
+def take(
+    client: Client, count: int = 2, *, load: int = LOAD, database: str = "cart", create: bool = False
+) -> TableDestination:
+    destination: TableDestination = client._channel.ask(KV_IDS, TakeIds(load, database, count, create))
+    return destination
 
 
-def written(shelf: Shelf, rows: dict[bytes, bytes]) -> list[int]:
-    ids = iter(shelf.ids)
+def written(destination: TableDestination, rows: dict[bytes, bytes]) -> list[int]:
+    ids = iter(destination.ids)
     place = LoadTarget(
-        directory=shelf.directory,
-        lsn=shelf.lsn,
-        table_bytes=shelf.table_bytes,
+        directory=destination.directory,
+        lsn=destination.lsn,
+        table_bytes=destination.table_bytes,
         options=TableOptions(compression="zstd"),
     )
     writer = BulkWriter(OsDisk(), place, lambda count: [next(ids) for _ in range(count)])
@@ -60,7 +62,7 @@ def written(shelf: Shelf, rows: dict[bytes, bytes]) -> list[int]:
 
 def test_tasks_get_ids_of_their_own_and_one_lsn(store: Store, client: Client) -> None:
     shelves = [take(client, 3), take(client, 3), take(client, 1, load=LOAD + 1)]
-    ids = [sst_id for shelf in shelves for sst_id in shelf.ids]
+    ids = [sst_id for destination in shelves for sst_id in destination.ids]
     assert len(set(ids)) == 7
     assert shelves[0].lsn == shelves[1].lsn < shelves[2].lsn
     assert store.kv("cart").loading == {shelves[0].lsn, shelves[2].lsn}
@@ -90,7 +92,7 @@ def test_an_owner_that_restarts_answers_for_what_it_did_and_refuses_what_it_lost
         store.serve()
         with quire.connect(path) as client:
             assert client.publish_tables(LOAD, "cart", done) == 1
-            with pytest.raises(quire.NotFound, match="not under way"):
+            with pytest.raises(quire.NotFound, match="not running"):
                 client.publish_tables(LOAD + 1, "cart", lost)
             with pytest.raises(quire.NotFound, match="has ended"):
                 take(client)
@@ -123,12 +125,12 @@ def test_a_load_that_nobody_asks_for_any_more_is_dropped(
 
 def test_what_makes_no_sense_is_refused(store: Store, client: Client) -> None:
     for count in (0, kv_loads.IDS_MAX + 1):
-        with pytest.raises(quire.InvalidInput, match="takes from 1"):
+        with pytest.raises(quire.InvalidInput, match="can take 1"):
             take(client, count)
     with pytest.raises(quire.UnknownDatabase):
         take(client, database="absent")
     assert take(client, database="absent", create=True).lsn == 1
-    with pytest.raises(quire.InvalidInput, match="of one database"):
+    with pytest.raises(quire.InvalidInput, match="to one database"):
         take(client, database="cart")
     client.drop_tables(LOAD)
     store.create("shop", "pages")

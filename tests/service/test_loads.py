@@ -95,7 +95,7 @@ def test_bytes_that_come_twice_change_nothing_and_a_gap_is_refused(client: Clien
     with pytest.raises(InvalidInput, match="gap"):
         client._channel.ask(LOAD_PUT, PutPart(LOAD, "0-1", len(data) + 1, b"x"))
     for name in ("../x", "0", "a-b", ""):
-        with pytest.raises(InvalidInput, match="not the name of a part"):
+        with pytest.raises(InvalidInput, match="invalid name of a part"):
             client._channel.ask(LOAD_PUT, PutPart(LOAD, name, 0, b"x"))
     assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS) == 1
 
@@ -125,9 +125,9 @@ def test_what_is_not_there_is_said(client: Client, shop: Store) -> None:
         client.load_rows(LOAD, "nope", "t", ["0-1"], columns=COLUMNS)
     with pytest.raises(NotFound, match="no such table"):
         client.load_rows(LOAD, "shop", "u", ["0-1"], columns=COLUMNS)
-    with pytest.raises(NotFound, match="not here"):
+    with pytest.raises(NotFound, match="is missing"):
         client.load_rows(LOAD, "shop", "t", ["0-2"], columns=COLUMNS)
-    with pytest.raises(InvalidInput, match="other columns"):
+    with pytest.raises(InvalidInput, match="columns of a part differ"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS[:1])
     with pytest.raises(InvalidInput, match="no column named"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=[("a", ""), ("c", "")])

@@ -4,22 +4,25 @@ answers, vanished clients, many writers."""
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quire
+from quire.durable.failpoints import armed
 from quire.service import client_holdings
 from quire.service.client import Client
 from quire.service.handlers_sql import SQL
 from quire.sqlite import dbapi, statements
 from quire.store.store import Store
-from tests.service.world import OWNER, end, line, losing_answers, process, served
+from tests.service.world import OWNER, Broken, end, line, losing_answers, process, served
 
 Connect = Callable[..., dbapi.Connection]
 
@@ -196,6 +199,64 @@ def test_a_statement_whose_answer_is_lost_is_run_once(client: Client) -> None:
     with losing_answers(1):
         connection.executemany("insert into t values (?)", [(100,), (200,)])
     assert connection.execute("select a from t order by a").fetchall() == [(11,), (12,), (100,), (200,)]
+
+
+@pytest.mark.parametrize(
+    ("statement", "done_once"),
+    [
+        ("with n(i) as (select 10) update t set a = a + i from n", [(11,)]),
+        ("with n(i) as (select 10) insert into t select i from n", [(1,), (10,)]),
+        ("with n(i) as (select max(a) from t) delete from t where a in n", []),
+        ("pragma user_version = 7", [(1,)]),
+    ],
+)
+def test_a_write_that_begins_like_a_query_is_not_run_again_on_another_connection(
+    server: Any, client: Client, statement: str, done_once: list[tuple[int]]
+) -> None:
+    connection = client.sqlite("shop", create=True, isolation_level=None)
+    connection.executescript("create table t(a); insert into t values (1)")
+    with losing_connection(server, passed=1) as lost:
+        with pytest.raises(dbapi.OperationalError, match="whether it took effect is unknown"):
+            connection.execute(statement)
+        assert len(lost) == 1
+    assert connection.execute("select a from t order by a").fetchall() == done_once
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select a from t",
+        "-- a hint\n select a from t",
+        "with n(i) as (select a from t) select i from n",
+        "values (1)",
+        "pragma application_id",
+    ],
+)
+def test_a_query_whose_connection_is_lost_is_run_again_however_it_begins(
+    server: Any, client: Client, query: str
+) -> None:
+    connection = client.sqlite("shop", create=True, isolation_level=None)
+    connection.executescript("create table t(a); insert into t values (1); pragma application_id = 1")
+    for passed in (1, 0):  # the second time the statement is known, and not prepared first
+        with losing_connection(server, passed=passed) as lost:
+            assert connection.execute(query).fetchall() == [(1,)]
+        assert len(lost) == 1
+
+
+@contextmanager
+def losing_connection(server: Any, *, passed: int) -> Iterator[list[str]]:
+    """The call after `passed` answered ones is executed, then its SQL connection ends at the owner and its answer is lost."""
+    holdings, answers, lost = server._service.holdings, itertools.count(), list[str]()
+
+    def lose(name: str) -> None:
+        if next(answers) == passed:
+            lost.append(name)
+            for holding in list(holdings._all.values()):
+                holdings.release(holding.client, holding.holding_id)
+            raise Broken("the connection broke")
+
+    with armed("service.answer", lose):
+        yield lost
 
 
 def test_a_transaction_of_a_client_that_vanished_is_rolled_back_at_once(path: Path) -> None:

@@ -190,7 +190,7 @@ def test_calls_are_bounded_and_say_so(path: Path, monkeypatch: pytest.MonkeyPatc
             each.start()
         for _ in threads:
             assert inside.acquire(timeout=60)
-        with pytest.raises(quire.Overloaded, match="places for calls"):
+        with pytest.raises(quire.Overloaded, match="limit for calls"):
             client.info()
         go.set()
         for each in threads:

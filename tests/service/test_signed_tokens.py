@@ -160,7 +160,7 @@ def test_a_key_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) -
     path = tmp_path / "jwt.key"
     ensure_signing_key(str(path))
     os.chmod(path, 0o644)
-    with pytest.raises(InvalidConfig, match="others may read"):
+    with pytest.raises(InvalidConfig, match="other users can read"):
         ensure_signing_key(str(path))
     path.write_text("not a key")
     os.chmod(path, 0o600)

@@ -42,7 +42,7 @@ def test_the_socket_is_for_its_owner_alone(path: Path) -> None:
         assert stat.S_ISSOCK(found.st_mode)
         assert stat.S_IMODE(found.st_mode) == 0o600
         assert where_owner_listens(OsDisk(), store.path) == str(path / SOCKET)
-        with pytest.raises(quire.InvalidInput, match="served already"):
+        with pytest.raises(quire.InvalidInput, match="already has a server"):
             store.serve()
         with quire.connect(path) as client:
             assert client.databases() == []
@@ -73,7 +73,7 @@ def test_a_store_whose_path_cannot_stand_in_an_address_is_served(tmp_path: Path,
         assert " " not in server.address
         for where in (root, server.address):
             with quire.connect(where) as client:
-                assert client.table("db").num_rows == 0, "by Flight"
+                assert client.table("db").num_rows == 0, "over Flight"
                 assert client.path == str(root)
         found = find_owner(root)
         assert found is not None
@@ -87,11 +87,11 @@ def test_a_runtime_directory_of_somebody_else_is_not_used(
     shared = Path(os.environ["XDG_RUNTIME_DIR"], "quire")
     shared.mkdir()
     shared.chmod(0o755)
-    with pytest.raises(quire.NotWritable, match="ours alone"):
+    with pytest.raises(quire.NotWritable, match="other users can access"):
         place_of(str(deep))
     shared.rmdir()
     shared.symlink_to(tmp_path)
-    with pytest.raises(quire.NotWritable, match="ours alone"):
+    with pytest.raises(quire.NotWritable, match="other users can access"):
         place_of(str(deep))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     deep.mkdir(parents=True)

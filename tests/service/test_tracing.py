@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.tracing import carried, continued, span, trace_id
+from quire.core.tracing import attached_trace, current_traceparent, span, trace_id
 from tests.service.world import end, line, process
 
 RECORDING = """
@@ -117,14 +117,14 @@ def expect_spans(spans: list[dict[str, Any]], traces: dict[str, list[str]]) -> N
     ],
 )
 def test_what_is_no_trace_is_none(text: str) -> None:
-    with continued(text):
-        assert (trace_id(), carried()) == ("", "")
+    with attached_trace(text):
+        assert (trace_id(), current_traceparent()) == ("", "")
 
 
 def test_a_trace_that_came_is_the_one_that_goes_on() -> None:
     text = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    with continued(text):
-        assert carried() == text
+    with attached_trace(text):
+        assert current_traceparent() == text
         with span("Service.call"):
             assert trace_id() == "0af7651916cd43dd8448eb211c80319c"
-    assert carried() == ""
+    assert current_traceparent() == ""

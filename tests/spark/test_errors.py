@@ -79,7 +79,7 @@ def test_spark_shows_the_sentence_first(spark: SparkSession, tmp_path: Path) -> 
         assert "it has: orders" in first(planned.value)
         with pytest.raises(Exception, match="misfits") as in_a_task:
             _read_as_dates(owner).collect()
-        assert "a value is no date" in first(in_a_task.value)
+        assert "a value is not a valid date" in first(in_a_task.value)
         assert not isinstance(in_a_task.value, QuireError)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from quire.core.errors import Corruption
 from quire.spark import executor
-from quire.spark.executor import ERROR, TASK, VALUE, Row, Site, batch_of, joiner, mapper, tools_of
+from quire.spark.executor import ERROR, TASK, VALUE, Row, StoreLocation, batch_of, joiner, mapper, tools_of
 
 Rows = list[Row]
 
@@ -36,7 +36,7 @@ def rows_of(keys: int) -> Rows:
 
 
 def answers(rows: Rows, join: Any, root: Path, threads: int) -> dict[Any, Any]:
-    run = joiner(Site(root=str(root)), join, needs_task=True, threads=threads)
+    run = joiner(StoreLocation(root=str(root)), join, needs_task=True, threads=threads)
     batches = run(iter([batch_of(rows[:5]), batch_of(rows[5:])]))
     found = [pickle.loads(batch.column(2)[0].as_py()) for batch in batches]
     assert len({each.key for each in found}) == len(found)
@@ -79,16 +79,16 @@ def test_what_is_no_error_of_ours_ends_the_task(tmp_path: Path) -> None:
 def test_the_modules_of_a_worker_are_frozen_once(tmp_path: Path) -> None:
     """PySpark collects after every task."""
     before, _made_since = gc.get_freeze_count(), [[number] for number in range(1_000)]
-    with tools_of(Site(root=str(tmp_path))):
+    with tools_of(StoreLocation(root=str(tmp_path))):
         frozen = gc.get_freeze_count()
     assert frozen >= before + 1_000
-    with tools_of(Site(root=str(tmp_path))):
+    with tools_of(StoreLocation(root=str(tmp_path))):
         assert gc.get_freeze_count() <= frozen
 
 
 def test_what_a_task_loads_is_frozen_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A task that loads pandas left 34,000 objects to each collection after it: 12 ms and more of every later task."""
-    with tools_of(Site(root=str(tmp_path))):
+    with tools_of(StoreLocation(root=str(tmp_path))):
         module = ModuleType("quire_test_loaded")
         vars(module)["made"] = [[number] for number in range(10_000)]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -102,7 +102,7 @@ def test_tasks_that_travel_with_their_function_are_found_by_number(tmp_path: Pat
             raise Corruption("a bad task", hint="take another")
         return task.upper()
 
-    work = mapper(Site(root=str(tmp_path)), run, [pickle.dumps(each) for each in ("a", "bad", "c")])
+    work = mapper(StoreLocation(root=str(tmp_path)), run, [pickle.dumps(each) for each in ("a", "bad", "c")])
     batches = iter([pa.RecordBatch.from_pydict({"id": [2, 0]}), pa.RecordBatch.from_pydict({"id": [1]})])
     found = {each.key: each for each in (pickle.loads(batch.column(2)[0].as_py()) for batch in work(batches))}
     assert (found[0, 0].value, found[2, 0].value) == ("A", "C")

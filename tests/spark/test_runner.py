@@ -218,13 +218,13 @@ def test_where_there_is_no_spark_threads_do_it_unless_spark_was_asked_for() -> N
         made.choose("spark", 0, lambda: threads)
     with pytest.raises(InvalidInput, match="unknown runner"):
         made.choose("cluster", 0, lambda: threads)
-    with pytest.raises(SparkUnavailable, match="has no Spark"):
+    with pytest.raises(SparkUnavailable, match="not available in this process"):
         Runners().choose("spark", 0, lambda: threads)
 
 
 @pytest.mark.parametrize(("url", "shares"), [("memory://x", True), ("/objects", False), ("file:///objects", False)])
 def test_an_object_store_that_executors_do_not_reach_is_refused(spark: SparkSession, url: str, shares: bool) -> None:
-    with pytest.raises(InvalidConfig, match="do not reach"):
+    with pytest.raises(InvalidConfig, match="cannot reach"):
         SparkRunner(spark, root="/store", objects_url=url, shares_disk=shares)
 
 

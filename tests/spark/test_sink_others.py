@@ -51,7 +51,7 @@ def test_a_stream_has_each_batch_once(owner: Owned, tmp_path: Path) -> None:
 def test_saving_takes_all_of_sparks_modes(owner: Owned) -> None:
     frame = owner.spark.sql("SELECT 1 AS id, 'x' AS who")
     save(frame, owner.store, "shop", "t")  # the database is made, too
-    with pytest.raises(Exception, match="the table exists already"):
+    with pytest.raises(Exception, match="the table already exists"):
         save(frame, owner.options, "shop", "t")
     save(owner.spark.sql("SELECT 2 AS id, 'y' AS who"), owner.store, "shop", "t", mode="ignore")
     assert owner.query("shop", "SELECT * FROM t") == [(1, "x")]

@@ -95,7 +95,7 @@ def test_what_was_trimmed_is_an_error_and_not_a_gap(spark: SparkSession, tmp_pat
         access = access_of(owner.options)
         with pytest.raises(CursorLost):  # trimmed between planning and reading
             list(read_changes(access, ChangeRange(1, 20), arrow_schema(SCHEMA)))
-        with pytest.raises(Exception, match="has not come this far"):
+        with pytest.raises(Exception, match="has not reached this sequence"):
             owner.read("quire.changes", last=10_000).collect()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire.core.errors import InvalidInput
 from quire.sqlite import arrow_rows
-from quire.sqlite.arrow_rows import ColumnQuery, cut, gathered, row_batches, texts, windows
+from quire.sqlite.arrow_rows import ColumnQuery, coalesced, row_batches, split_at_nuls, texts, windows
 from quire.sqlite.tables import find_table
 from quire.sqlite.trees import LEAST, MOST, Rowids
 
@@ -51,7 +51,7 @@ class Asked:
 
 
 def listed(made: Iterator[pa.RecordBatch]) -> list[dict[str, Any]]:
-    return [row for batch in gathered(made) for row in batch.to_pylist()]
+    return [row for batch in coalesced(made) for row in batch.to_pylist()]
 
 
 @given(
@@ -147,4 +147,4 @@ def test_a_text_with_a_nul_is_not_cut() -> None:
     with pytest.raises(ValueError, match="NUL"):
         texts(["a\0b", "c"])
     with pytest.raises(ValueError, match="NUL"):
-        cut(b"a\0b\0c", 2)
+        split_at_nuls(b"a\0b\0c", 2)

@@ -237,12 +237,12 @@ def test_an_attempt_that_outlives_its_job_is_swept(owner: Owned) -> None:
         writer.abort([])  # the job has failed meanwhile; this task does not know
 
     cart = owner.store.kv("cart")
-    with cart.upkeep.compacting():  # the flush with which a load begins has the background look for what is dead
+    with cart.upkeep.compaction_lock():  # the flush with which a load begins has the background look for what is dead
         late.append(writer.write(batches()))
         assert f"{late[0].ids[0]:06d}.sst" in {path.name for path in tables_of(owner)}, "nobody swept it yet"
     cart.compact()
     assert f"{late[0].ids[0]:06d}.sst" not in {path.name for path in tables_of(owner)}
-    with pytest.raises(quire.NotFound, match="not under way"):
+    with pytest.raises(quire.NotFound, match="not running"):
         writer.commit([late[0]])
 
 

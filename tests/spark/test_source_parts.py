@@ -29,9 +29,9 @@ from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
 from quire.spark.sources.views import LocatedVersion, ViewPiece, balanced_groups, opened
-from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered, row_batches
+from quire.sqlite.arrow_rows import STEP_ROWS, coalesced, column, row_batches
 from quire.sqlite.read_ahead import ReadAhead
-from quire.sqlite.row_changes import RowChange, merged
+from quire.sqlite.row_changes import RowChange, diff_sorted
 from quire.sqlite.trees import LEAST, MOST, rowid_ranges, varint
 from tests.spark.sourced import QUIET
 
@@ -126,11 +126,11 @@ def test_a_misfit_is_an_error_that_names_it() -> None:
 def test_batches_have_all_rows_in_order() -> None:
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     rows = [(number, None if number % 5 else str(number)) for number in range(3 * STEP_ROWS + 7)]
-    made = list(gathered(row_batches(iter(rows), schema, null_misfits=False)))
+    made = list(coalesced(row_batches(iter(rows), schema, null_misfits=False)))
     assert len(made) == 1, "small steps become one batch"
     assert list(zip(*made[0].to_pydict().values())) == rows
     wide = [(number, "x" * 100_000) for number in range(200)]
-    made = list(gathered(row_batches(iter(wide), schema, null_misfits=False)))
+    made = list(coalesced(row_batches(iter(wide), schema, null_misfits=False)))
     assert [row for batch in made for row in zip(*batch.to_pydict().values())] == wide
 
 
@@ -208,7 +208,7 @@ def test_unsigned_numbers_become_signed_with_the_same_bits() -> None:
 def test_two_walks_side_by_side_find_what_differs() -> None:
     before = {1: ("a",), 2: (1,), 4: (None,)}
     after = {2: (1.0,), 3: ("c",), 4: (None,)}
-    assert list(merged(iter(before.items()), iter(after.items()))) == [
+    assert list(diff_sorted(iter(before.items()), iter(after.items()))) == [
         RowChange("delete", 1, ("a",), None),
         RowChange("update", 2, (1,), (1.0,)),
         RowChange("insert", 3, None, ("c",)),
@@ -220,7 +220,7 @@ def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (given_.names("columns"), given_.number("n", 1), given_.number("m", 1)) == (["a", "b", "c"], 7, 1)
     with pytest.raises(InvalidInput, match="no such option"):
         Options({"x": "1"}, source="s", known=())
-    with pytest.raises(InvalidInput, match="not an option"):
+    with pytest.raises(InvalidInput, match="cannot be an option"):
         access_of({"store": "grpc://host:1", "token": "secret"})
     monkeypatch.setenv("QUIRE_TOKEN_FILE", "/some/token")
     assert access_of({"store": "grpc://host:1"}).token_file == "/some/token"

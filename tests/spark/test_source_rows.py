@@ -230,7 +230,7 @@ def test_databases_are_chosen_by_tags(store: Store) -> None:
 
 def test_what_is_wrong_is_said(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(_op)", "CREATE VIEW v AS SELECT 1 AS a")
-    with pytest.raises(InvalidInput, match="names of this source's own"):
+    with pytest.raises(InvalidInput, match="names that this source reserves"):
         read(store, database="shop", table="t")
     with pytest.raises(InvalidInput, match="neither a rowid nor a primary key"):
         read(store, database="shop", table="v")

@@ -297,7 +297,7 @@ def test_an_older_checkpoint_is_refused(store: Store) -> None:
     assert pins(store) == 1
     other = Query(store)
     other.offsets = [{**query.offsets[0], "store": "another"}]
-    with pytest.raises(InvalidInput, match="checkpoint is of another"):
+    with pytest.raises(InvalidInput, match="checkpoint belongs to another"):
         other.next()
 
 

@@ -191,7 +191,7 @@ def test_a_cursor_that_is_gone_or_given_up_is_an_error(owner: Owned) -> None:
 
 def test_a_checkpoint_of_another_store_is_refused(owner: Owned) -> None:
     commit(owner, 2)
-    with Stream(owner, cursor="mine") as reader, pytest.raises(InvalidInput, match="of another store"):
+    with Stream(owner, cursor="mine") as reader, pytest.raises(InvalidInput, match="belongs to another store"):
         reader.latestOffset({"store": "another", "sequence": 1}, ReadAllAvailable())
 
 

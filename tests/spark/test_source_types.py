@@ -111,7 +111,7 @@ def test_types_can_be_given_and_what_does_not_fit_follows_one_rule(store: Store)
     "text", ["price", "price money", "price double qty int", "price decimal(4)", "price bigint(1,2)"]
 )
 def test_types_that_cannot_be_read_are_refused(text: str) -> None:
-    with pytest.raises(InvalidInput, match="names columns and their types"):
+    with pytest.raises(InvalidInput, match="must list columns and their types"):
         parsed_types(text)
 
 

@@ -128,7 +128,7 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, m
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
-        ("array(1) AS a", {}, r"no place for array"),
+        ("array(1) AS a", {}, r"cannot store array"),
         ("1 AS a", {"database": "nope"}, "UnknownDatabase"),
         ("1 AS a", {"table": "nope", "create": "false"}, "no such table"),
         ("1 AS a", {}, "no column named a"),

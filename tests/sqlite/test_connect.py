@@ -431,14 +431,14 @@ def test_idle_versions_are_given_back_and_used_ones_renewed(store: Store, shop: 
     next(cursor)
     before = pages.readers.peek()[0].expires_at
     time.sleep(0.01)
-    databases.look_after()
+    databases.run_keeper_round()
     assert len(pages.readers) == 1
     after = pages.readers.peek()[0].expires_at
     assert before is not None
     assert after is not None
     assert after > before
     cursor.close()
-    databases.look_after()
+    databases.run_keeper_round()
     assert len(pages.readers) == 0
     assert count(shop) == 10
 

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from quire.core.errors import InvalidInput
 from quire.sqlite import dbapi
-from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, judge, log_once
+from quire.sqlite.pragmas import JOURNAL_MODE, NOTES, answer_pragma, log_once
 from quire.store.store import Store
 from tests.rules.tree import ROOT
 from tests.sqlite.conftest import Connect, count
@@ -43,7 +43,7 @@ def test_every_page_size_by_argument(connect: Connect, page_size: int) -> None:
     other = connect()
     assert count(other) == 300
     assert other.pragma("integrity_check") == "ok"
-    with pytest.raises(InvalidInput, match="fixed"):
+    with pytest.raises(InvalidInput, match="cannot be changed"):
         connect(page_size=page_size * 2 if page_size < 65_536 else 512)
 
 
@@ -216,7 +216,7 @@ def test_the_page_says_what_becomes_of_each_mode() -> None:
     page = (ROOT / "docs" / "sqlite.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `memory` \| (.+) \|$", page, re.MULTILINE))
     assert {mode for modes in rows for mode in re.findall(r"\w+", modes)} == {*NOTES, JOURNAL_MODE}
-    refusal = judge("journal_mode", "off", page_size=4096).refusal
+    refusal = answer_pragma("journal_mode", "off", page_size=4096).refusal
     assert refusal is not None
     assert f"| `off` | an error: `{refusal.partition(';')[0]}` |" in page
 

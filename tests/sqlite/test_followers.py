@@ -83,7 +83,7 @@ def test_a_file_that_goes_away_is_waited_for_and_says_so(path: Path, tmp_path: P
         store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
         app.close()
         os.rename(tmp_path / "app.db", tmp_path / "aside.db")
-        assert eventually(lambda: "no database yet" in store.followers.file("app").trouble)
+        assert eventually(lambda: "does not exist yet" in store.followers.file("app").trouble)
         os.rename(tmp_path / "aside.db", tmp_path / "app.db")
         assert eventually(lambda: not store.followers.file("app").trouble)
         assert store.followers.file("app").running

@@ -177,7 +177,7 @@ def assert_nothing_is_left(store: Store) -> None:
 )
 def test_what_is_no_sqlite_database_is_refused(store: Store, tmp_path: Path, body: bytes) -> None:
     (tmp_path / "odd.db").write_bytes(body)
-    with pytest.raises(InvalidInput, match=r"does not begin as a SQLite database.*encrypted"):
+    with pytest.raises(InvalidInput, match=r"does not start like a SQLite database.*encrypted"):
         brought_in(store, tmp_path / "odd.db")
     assert_nothing_is_left(store)
 
@@ -196,7 +196,7 @@ def test_a_truncated_file_is_refused(store: Store, tmp_path: Path, cut: int) -> 
     file = make(tmp_path / "shop.db")
     os.truncate(file, file.stat().st_size - cut)
     for lock in (True, False):
-        with pytest.raises(Corruption, match="cut off: it is shorter than its header says"):
+        with pytest.raises(Corruption, match="truncated: it is shorter than its header says"):
             brought_in(store, file, lock=lock)
     assert_nothing_is_left(store)
 
@@ -208,7 +208,7 @@ def test_a_truncated_file_under_a_log_is_refused(store: Store, tmp_path: Path) -
         connection.execute("UPDATE item SET name = 'late' WHERE id = 3")
         left = copy_of(tmp_path / "shop.db", tmp_path / "copy")
     os.truncate(left, left.stat().st_size - 8192)
-    with pytest.raises(Corruption, match="cut off: a page is missing"):
+    with pytest.raises(Corruption, match="truncated: a page is missing"):
         brought_in(store, left)
     assert_nothing_is_left(store)
 
@@ -275,13 +275,13 @@ def test_a_log_that_is_none_is_ignored_with_a_note(store: Store, tmp_path: Path)
     file = make(tmp_path / "shop.db", wal=True)
     Path(f"{file}-wal").write_bytes(b"something else" * 20)
     done = brought_in(store, file)
-    assert done.note == "the -wal file was not used: it does not begin as a write-ahead log does"
+    assert done.note == "the -wal file was not used: it does not start like a write-ahead log"
     assert content(store, "shop") == file.read_bytes()
 
 
 def test_another_page_size_needs_another_name(store: Store, tmp_path: Path) -> None:
     brought_in(store, make(tmp_path / "small.db", page_size=1024), "shop")
-    with pytest.raises(ConfigMismatch, match="another page size"):
+    with pytest.raises(ConfigMismatch, match="page size of the file differs"):
         brought_in(store, make(tmp_path / "large.db", page_size=4096), "shop")
 
 
@@ -297,7 +297,7 @@ def test_an_import_that_fails_leaves_no_database(store: Store, tmp_path: Path, m
         brought_in(store, file)
     assert_nothing_is_left(store)
     monkeypatch.setattr(importing, "hash_of", lambda *_: "another")
-    with pytest.raises(Corruption, match="reads back differently"):
+    with pytest.raises(Corruption, match="does not match the file"):
         brought_in(store, file)
     assert_nothing_is_left(store)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import apsw
 import pytest
 
-from quire.sqlite.databases import Turn
+from quire.sqlite.databases import WriterSlot
 from quire.store.store import Store
 from tests.sqlite.conftest import Connect, count, extended
 
@@ -220,40 +220,40 @@ def test_a_long_read_transaction_keeps_its_version_through_checkpoints(
 
 
 def test_the_turn_is_one_holders() -> None:
-    turn, mine, other = Turn(), object(), object()
-    assert turn.take(mine)
-    assert turn.take(mine), "it is already"
-    assert not turn.take(other)
-    turn.give(other)
-    assert turn.is_taken
+    slot, mine, other = WriterSlot(), object(), object()
+    assert slot.try_acquire(mine)
+    assert slot.try_acquire(mine), "it is already"
+    assert not slot.try_acquire(other)
+    slot.release(other)
+    assert slot.is_held
     started = time.monotonic()
-    assert not turn.wait(0.02)
+    assert not slot.wait(0.02)
     assert time.monotonic() - started >= 0.015
-    turn.give(mine)
-    turn.give(mine)
-    assert turn.wait(100), "it is free"
-    assert turn.take(other)
+    slot.release(mine)
+    slot.release(mine)
+    assert slot.wait(100), "it is free"
+    assert slot.try_acquire(other)
 
 
 def test_who_gives_the_turn_back_wakes_the_one_that_has_slept_longest() -> None:
-    turn, holder, woken = Turn(), object(), []
-    assert turn.take(holder)
+    slot, holder, woken = WriterSlot(), object(), []
+    assert slot.try_acquire(holder)
 
     def sleeper(number: int) -> None:
-        assert turn.wait(100)
+        assert slot.wait(100)
         woken.append(number)
-        turn.give(turn)  # nobody's: wakes nobody
+        slot.release(slot)  # nobody's: wakes nobody
 
     ended = []
     for number in range(3):
         ended.append(run(sleeper, number))
-        wait_until(lambda number=number: len(turn._waiters) == number + 1)  # type: ignore[misc]
+        wait_until(lambda number=number: len(slot._waiters) == number + 1)  # type: ignore[misc]
     for number in range(3):
-        turn.give(holder)
+        slot.release(holder)
         ended[number]()
         assert woken == list(range(number + 1))
-        assert turn.take(holder)
-    assert not turn._waiters
+        assert slot.try_acquire(holder)
+    assert not slot._waiters
 
 
 def test_who_loses_again_and_again_sleeps_as_long_as_sqlite_says(
@@ -262,11 +262,11 @@ def test_who_loses_again_and_again_sleeps_as_long_as_sqlite_says(
     """SQLite counts its timeout in sleeps: if all of them ended at once, so would the timeout."""
     waits: list[float] = []
 
-    def in_vain(_: Turn, seconds: float) -> bool:
+    def in_vain(_: WriterSlot, seconds: float) -> bool:
         waits.append(seconds)
         return True
 
-    monkeypatch.setattr(Turn, "wait", in_vain)
+    monkeypatch.setattr(WriterSlot, "wait", in_vain)
     shop.execute("begin immediate")
     other = connect(timeout=0.5)
     for _ in range(2):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from quire.core.errors import InvalidInput, OutOfRange
 from quire.sqlite import c_extensions, leaf_columns
-from quire.sqlite.arrow_rows import ColumnQuery, gathered, row_batches, table_batches
+from quire.sqlite.arrow_rows import ColumnQuery, coalesced, row_batches, table_batches
 from quire.sqlite.column_types import sampled
 from quire.sqlite.leaf_columns import LeafDecoder, leaf_batches
 from quire.sqlite.leaf_runs import leaves_within
@@ -121,7 +121,7 @@ class Read:
 def listed(made: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
     """Rows, with -0.0 told from 0.0 and True from 1."""
     batches = []
-    for batch in gathered(made):
+    for batch in coalesced(made):
         batch.validate(full=True)
         batches.append(batch)
     return [tuple(map(repr, row.values())) for batch in batches for row in batch.to_pylist()]
@@ -315,7 +315,7 @@ def test_databases_and_missing_columns_are_added() -> None:
     schema = pa.schema([("_database", pa.string()), ("n", pa.int64()), ("later", pa.float64())])
     with connected(pages) as connection:
         query = ColumnQuery(find_table(connection, "t", "shop"), schema, "shop", null_missing=True)
-        (batch,) = gathered(table_batches(connection, query, pages=pages))
+        (batch,) = coalesced(table_batches(connection, query, pages=pages))
         assert batch.slice(2, 1).to_pylist() == [{"_database": "shop", "n": 4, "later": None}]
         with pytest.raises(InvalidInput, match="no such column"):
             list(table_batches(connection, ColumnQuery(query.table, schema, "shop"), pages=pages))

@@ -184,7 +184,7 @@ def test_a_view_is_read_without_a_store(store: Store, shop: apsw.Connection, tmp
     assert count(reader) == 10
     with pytest.raises(apsw.ReadOnlyError):
         reader.execute("delete from t")
-    with pytest.raises(apsw.CantOpenError, match="no other database"):
+    with pytest.raises(apsw.CantOpenError, match="cannot attach other databases"):
         reader.execute("attach 'shop' as s")
     plain = apsw.Connection(str(tmp_path / "plain.db"))
     plain.execute("create table u(a)")

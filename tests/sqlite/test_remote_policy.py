@@ -80,7 +80,7 @@ def test_what_would_leave_the_database_is_refused(
     with closing(apsw.Connection(str(file))) as ordinary:
         ordinary.execute("create table t(a); insert into t values ('a file')")
     before = {info.name for info in store.databases()}
-    with pytest.raises(apsw.AuthError, match="and VACUUM INTO, is refused"):
+    with pytest.raises(apsw.AuthError, match="or VACUUM INTO, is refused"):
         connection.execute(sql.format(dir=folder, file=file))
     assert os.listdir(folder) == []
     assert not _attached(connection)

@@ -130,7 +130,7 @@ def test_an_overflow_page_that_changes_alone_is_followed_to_its_row(connection: 
     assert changed_pages(before, after).isdisjoint(leaves), "else this shows nothing"
     found = candidates(before, after)
     assert covered(found.ranges, {5000})
-    assert not found.whole
+    assert not found.full_compare_reason
 
 
 def test_after_vacuum_everything_is_compared(connection: apsw.Connection) -> None:
@@ -138,7 +138,7 @@ def test_after_vacuum_everything_is_compared(connection: apsw.Connection) -> Non
     before = version(connection)
     connection.execute("VACUUM")
     found = candidates(before, version(connection))
-    assert (found.ranges, found.whole) == ((EVERYTHING,), "rewritten")
+    assert (found.ranges, found.full_compare_reason) == ((EVERYTHING,), "rewritten")
 
 
 def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connection: apsw.Connection) -> None:
@@ -153,7 +153,7 @@ def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connec
     connection.execute("DELETE FROM w WHERE k = 'key77'; INSERT INTO w VALUES (1, 'new', 2)")
     last = version(connection)
     assert len(candidates(after, last, "w").keys) < 20
-    assert not candidates(after, last, "w").whole
+    assert not candidates(after, last, "w").full_compare_reason
     found = {(change.op, change.key[0]) for change in changes(after, last, "w")}
     assert found == {
         ("update", "key1500"),
@@ -173,7 +173,7 @@ def test_a_damaged_record_makes_everything_be_compared(connection: apsw.Connecti
     assert isinstance(after.pages, Image)
     at = (leaf - 1) * PAGE
     after.pages.data = after.pages.data[: at + 8] + b"\xff" * 4 + after.pages.data[at + 12 :]
-    assert candidates(before, after, "w").whole == "unreadable"
+    assert candidates(before, after, "w").full_compare_reason == "unreadable"
 
 
 def test_rows_are_the_same_only_if_they_are_stored_the_same() -> None:
@@ -296,7 +296,9 @@ def replayed(before: ComparedVersion, after: ComparedVersion, table: str) -> lis
 
     is_matched = old is not None and bool(old.rowid) == bool(new.rowid) and (old.rowid or old.key == new.key)
     if is_matched:
-        for change in changed_rows(None, before, (None, old), names, Candidates((EVERYTHING,), whole="all")):
+        for change in changed_rows(
+            None, before, (None, old), names, Candidates((EVERYTHING,), full_compare_reason="all")
+        ):
             assert change.after is not None
             insert(change.key, dict(zip(names, change.after)))
     found = changes(before, after, table)

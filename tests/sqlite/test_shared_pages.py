@@ -30,54 +30,54 @@ PAGE = 4096
 # ── a run of commits ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_run_goes_on_with_what_is_built_on_it_and_ends_with_what_is_not() -> None:
     pages = NewestPages()
-    pages.note(3, 5, {0: b"a", 1: b"b"}, PAGE)
-    pages.note(5, 7, {1: b"c"}, PAGE)
-    assert (pages.recall.since, pages.recall.upto) == (5, 7)
-    assert pages.recall.pages == {0: (5, b"a"), 1: (7, b"c")}
-    pages.note(8, 9, {2: b"d"}, PAGE)  # somebody else has committed 8
-    assert (pages.recall.since, pages.recall.pages) == (9, {2: (9, b"d")})
-    pages.note(9, 11, None, PAGE)
-    assert (pages.recall.since, pages.recall.upto, pages.recall.pages) == (11, 11, {})
+    pages.record_commit(3, 5, {0: b"a", 1: b"b"}, PAGE)
+    pages.record_commit(5, 7, {1: b"c"}, PAGE)
+    assert (pages.run.since, pages.run.upto) == (5, 7)
+    assert pages.run.pages == {0: (5, b"a"), 1: (7, b"c")}
+    pages.record_commit(8, 9, {2: b"d"}, PAGE)  # somebody else has committed 8
+    assert (pages.run.since, pages.run.pages) == (9, {2: (9, b"d")})
+    pages.record_commit(9, 11, None, PAGE)
+    assert (pages.run.since, pages.run.upto, pages.run.pages) == (11, 11, {})
 
 
 def test_what_was_read_is_entered_only_if_it_belongs_to_the_run_and_nobody_has_written_it() -> None:
     pages = NewestPages()
-    pages.note(3, 5, {0: b"written"}, PAGE)
-    pages.note(5, 7, {1: b"written"}, PAGE)
-    recall = pages.recall
+    pages.record_commit(3, 5, {0: b"written"}, PAGE)
+    pages.record_commit(5, 7, {1: b"written"}, PAGE)
+    run = pages.run
     for page, lsn in ((2, 4), (3, 8), (0, 6), (4, 5), (5, 7)):
-        recall.enter(page, lsn, b"read")
-    assert {page: entry[0] for page, entry in recall.pages.items()} == {0: 5, 1: 7, 4: 5, 5: 7}
-    assert recall.pages[0] == (5, b"written")
+        run.enter(page, lsn, b"read")
+    assert {page: entry[0] for page, entry in run.pages.items()} == {0: 5, 1: 7, 4: 5, 5: 7}
+    assert run.pages[0] == (5, b"written")
 
 
 def test_there_is_a_limit_and_what_is_read_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(databases, "KEPT_BYTES", 8 * PAGE)
     pages = NewestPages()
-    pages.note(0, 1, {0: b"x"}, PAGE)
+    pages.record_commit(0, 1, {0: b"x"}, PAGE)
     for page in range(1, 8):
-        pages.recall.enter(page, 1, b"read")
-    assert len(pages.recall.pages) == 4
-    pages.note(1, 2, dict.fromkeys(range(10, 14), b"x"), PAGE)
-    assert len(pages.recall.pages) == 8
-    pages.note(2, 3, {20: b"x"}, PAGE)
-    assert (pages.recall.since, len(pages.recall.pages)) == (3, 1)
-    pages.note(3, 4, dict.fromkeys(range(9), b"x"), PAGE)
-    assert (pages.recall.since, pages.recall.upto, pages.recall.pages) == (4, 4, {})
+        pages.run.enter(page, 1, b"read")
+    assert len(pages.run.pages) == 4
+    pages.record_commit(1, 2, dict.fromkeys(range(10, 14), b"x"), PAGE)
+    assert len(pages.run.pages) == 8
+    pages.record_commit(2, 3, {20: b"x"}, PAGE)
+    assert (pages.run.since, len(pages.run.pages)) == (3, 1)
+    pages.record_commit(3, 4, dict.fromkeys(range(9), b"x"), PAGE)
+    assert (pages.run.since, pages.run.upto, pages.run.pages) == (4, 4, {})
 
 
 def test_pages_are_forgotten_when_nobody_commits() -> None:
     pages = NewestPages()
-    pages.note(0, 1, {0: b"x"}, PAGE)
-    pages.rest()
-    assert pages.recall.pages
-    pages.note(1, 2, {0: b"y"}, PAGE)
-    pages.rest()
-    assert pages.recall.pages
-    pages.rest()
-    assert not pages.recall.pages
-    pages.note(2, 3, {1: b"z"}, PAGE)
-    assert (pages.recall.since, pages.recall.pages) == (3, {1: (3, b"z")})
+    pages.record_commit(0, 1, {0: b"x"}, PAGE)
+    pages.drop_if_idle()
+    assert pages.run.pages
+    pages.record_commit(1, 2, {0: b"y"}, PAGE)
+    pages.drop_if_idle()
+    assert pages.run.pages
+    pages.drop_if_idle()
+    assert not pages.run.pages
+    pages.record_commit(2, 3, {1: b"z"}, PAGE)
+    assert (pages.run.since, pages.run.pages) == (3, {1: (3, b"z")})
 
 
 # ── against a model ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,12 +133,12 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
     noted: list[Callable[[], None]] = []
 
     def commit(page: int, *, size: int = 0, is_cut: bool = False, later: bool = False) -> None:
-        flush(noted)  # one has the turn at a time, and notes its commit before it gives it back
+        flush(noted)  # one has the slot at a time, and records its commit before it releases it
         base = model.wal.written
         size = size or max(base.size_pages, page + 1)
         writes = {each: f"{each} of {base.lsn}".encode() for each in {0, page} if each < size}
         lsn = model.append(writes, size)
-        noted.append(lambda: model.newest.note(base.lsn, lsn, None if is_cut else writes, PAGE))
+        noted.append(lambda: model.newest.record_commit(base.lsn, lsn, None if is_cut else writes, PAGE))
         if not later:
             flush(noted)
 
@@ -166,7 +166,7 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
         elif act == "read":
             read(pin, page)
         else:
-            model.newest.rest()
+            model.newest.drop_if_idle()
     model.meanwhile.clear()
     for pin in pins:
         for page in range(5):
@@ -182,7 +182,7 @@ def flush(noted: list[Callable[[], None]]) -> None:
 def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_what_is_at_hand() -> None:
     model = Model()
     pin = model.pin()
-    model.newest.note(0, model.append({0: b"new"}, 3), {0: b"new"}, PAGE)
+    model.newest.record_commit(0, model.append({0: b"new"}, 3), {0: b"new"}, PAGE)
     pin.move(model.wal.written)
     assert pin.read_page(0) == b"new"
     model.readers.retire_all()
@@ -215,7 +215,7 @@ def test_a_busy_connection_does_not_look_like_a_long_reader(store: Store, shop: 
     (lease,) = pages.readers.peek()
     shop.execute("begin")
     assert count(shop) == 10
-    databases.look_after()
+    databases.run_keeper_round()
     assert pages.readers.peek() == [lease], "it is in use"
     shop.execute("commit")
     assert pages.readers.peek() == []
@@ -275,13 +275,13 @@ def test_a_large_transaction_goes_to_the_engine_in_parts(
     writer = connect()
     writer.pragma("cache_size", 10)
     parts: list[int] = []
-    original = LiveFile._hand_over
+    original = LiveFile._flush_overlay
 
     def counted(self: LiveFile, more: Any) -> None:
         parts.append(len(self._overlay))
         original(self, more)
 
-    monkeypatch.setattr(LiveFile, "_hand_over", counted)
+    monkeypatch.setattr(LiveFile, "_flush_overlay", counted)
     with writer:
         writer.executemany("insert into t values (?, ?)", ((1_000 + each, "x" * 3_000) for each in range(60)))
         assert writer.execute("select sum(length(b)) from t where id >= 1000").get == 180_000

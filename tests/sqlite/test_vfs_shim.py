@@ -15,8 +15,9 @@ from quire.sqlite import c_extensions as library_module
 from quire.sqlite import connect as connect_module
 from quire.sqlite import vfs_shim
 from quire.sqlite.c_extensions import LIBRARY, SWITCH, shim_build
+from quire.sqlite.databases import ReadPin
 from quire.sqlite.live import LiveFile
-from quire.sqlite.vfs_shim import OLD, PARKED, PLAIN, READING, shim_library
+from quire.sqlite.vfs_shim import KEEPER, OLD, PARKED, PLAIN, READING, shim_library
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count
 from tests.sqlite.followed import Obedient, follower
@@ -152,7 +153,7 @@ def test_readers_see_whole_transactions_while_somebody_writes_and_versions_are_g
         thread.start()
     for number in range(1, 101):
         shop.execute("update pair set n = ?", (number,))
-        store._parts.sqlite.look_after()
+        store._parts.sqlite.run_keeper_round()
     done.set()
     for thread in threads:
         thread.join(60)
@@ -184,14 +185,14 @@ def test_the_keeper_takes_what_is_parked_and_marks_what_is_read(root: Path, monk
         assert count(connection) == count(connection) == 1
         pages, keeper = store.pages.open("shop"), store._parts.sqlite
         assert (state(connection), len(pages.readers)) == (PARKED, 1)
-        keeper.look_after()
+        keeper.run_keeper_round()
         assert (state(connection), len(pages.readers)) == (PLAIN, 0), "an idle connection held checkpoints back"
         assert count(connection) == count(connection) == 1
         connection.execute("begin")
         assert count(connection) == 1
         assert state(connection) == READING
         before = pages.readers.peek()[0].expires_at
-        keeper.look_after(renew=True)
+        keeper.run_keeper_round(renew=True)
         assert (state(connection), len(pages.readers)) == (OLD, 1)
         after = pages.readers.peek()[0].expires_at
         assert before is not None
@@ -224,6 +225,39 @@ def test_a_version_that_the_keeper_took_while_it_was_being_parked_is_not_parked(
         assert state(connection) == PLAIN
         assert count(connection) == 1
         connection.close()
+
+
+@built
+def test_a_connection_that_is_closed_while_the_keeper_closes_its_versions_leaves_the_claim_alone(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr("quire.sqlite.connect.KEEPER_SECONDS", 3600.0)
+    with quire.open(root, settings=SETTINGS) as store:
+        connection = store.sqlite("shop", create=True)
+        connection.execute("create table t(a)")
+        assert count(connection) == count(connection) == 0
+        pages, file = store.pages.open("shop"), live_file(connection)
+        cell = file._cell
+        assert cell is not None
+        closed: list[ReadPin] = []
+        states: list[int] = []
+        close = ReadPin.close
+
+        def raced(pin: ReadPin) -> None:
+            closed.append(pin)
+            if len(closed) == 1:  # the keeper has taken it out; meanwhile another one is put back
+                file._idle.append(ReadPin(pages, file._database.newest))
+                connection.close()
+                states.append(cell.state)
+            close(pin)
+
+        monkeypatch.setattr(ReadPin, "close", raced)
+        file.release_idle()
+        assert states == [KEEPER]
+        assert cell.state == PLAIN
+        assert len(pages.readers) == 0
+        assert len(closed) == len(set(map(id, closed))) == 2
 
 
 @built

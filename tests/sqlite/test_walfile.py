@@ -177,7 +177,7 @@ def test_headers_that_are_none_say_why(logged: Path) -> None:
         assert isinstance(found, str)
         return found
 
-    assert told(0, 1) == "it does not begin as a write-ahead log does"
+    assert told(0, 1) == "it does not start like a write-ahead log"
     assert told(1, 3_007_001) == "its format has version 3007001, not 3007000"
     assert told(2, 1000) == "its page size is 1000"
     assert told(3, 77) == "the checksum of its header is wrong"

@@ -158,7 +158,7 @@ def test_only_what_is_new_is_copied(tmp_path: Path) -> None:
     quire.restore(str(tmp_path / "one"), tmp_path / "first", at_ms=first.at_ms)
     assert contents(tmp_path / "first")[0] == list(range(300))
     shutil.rmtree(tmp_path / "one")
-    with pytest.raises(quire.ObjectNotFound, match="builds on an earlier one"):
+    with pytest.raises(quire.ObjectNotFound, match="based on an earlier one"):
         quire.restore(str(tmp_path / "three"), tmp_path / "without")
 
 
@@ -214,21 +214,21 @@ def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
             with pytest.raises(InvalidInput, match=what):
                 store.backup(str(target))
         (tmp_path / "b.tar").write_bytes(b"mine")
-        with pytest.raises(InvalidInput, match="the file exists"):
+        with pytest.raises(InvalidInput, match="the file already exists"):
             store.backup(str(tmp_path / "b.tar"))
         with pytest.raises(InvalidInput, match="no backup of this store"):
             store.backup(str(tmp_path / "b"), since=str(tmp_path / "nothing"))
         done = store.backup(str(tmp_path / "b"))
 
         def again(_: str) -> None:
-            with pytest.raises(Conflict, match="a backup of this store is being made"):
+            with pytest.raises(Conflict, match="a backup of this store is already running"):
                 store.backup(str(tmp_path / "c"))
 
         with armed("backup.base.put", again):
             store.backup(str(tmp_path / "b"))
     with quire.open(tmp_path / "store", "r") as reader, pytest.raises(ReadOnly):
         reader.backup(str(tmp_path / "c"))
-    with pytest.raises(InvalidInput, match="a store of its own"):
+    with pytest.raises(InvalidInput, match="a separate store"):
         quire.restore(done.target, tmp_path / "restored", takeover=True)
 
 

@@ -227,10 +227,10 @@ def test_a_clone_stays_in_its_parents_bucket(tmp_path: Path, capsys: pytest.Capt
         path = made(here, "clone")
     config, other = path / "quire.toml", tmp_path / "other"
     config.write_text(config.read_text().replace(str(here.bucket), str(other)))
-    with pytest.raises(ConfigMismatch, match="objects are not where"):
+    with pytest.raises(ConfigMismatch, match="objects are not at the location"):
         quire.open(path)
     assert run(["objects", "moved", "--yes", "--store", str(path)]) != 0
-    assert "a clone's parents' too" in capsys.readouterr().err
+    assert "those of a clone's parents" in capsys.readouterr().err
     config.write_text(config.read_text().replace(str(other), str(here.bucket)))
     with here.open(path) as copy:
         assert copy.kv("pairs").get(b"key") == b"value"

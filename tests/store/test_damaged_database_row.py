@@ -213,5 +213,5 @@ def test_without_the_change_log_a_backup_is_asked_for(tmp_path: Path, clock: Man
     vandal.done()
     with open_store(tmp_path, clock) as store:
         assert store.kv("other").get(b"key") == b"value" * 1000
-        with pytest.raises(ManifestDamaged, match="only a backup has what is missing"):
+        with pytest.raises(ManifestDamaged, match="restore the manifest from a backup"):
             store.kv("damaged")

@@ -41,7 +41,7 @@ def _write_pages(store: quire.Store, number: int) -> None:
 def _rest(store: quire.Store) -> None:
     """Two rounds of the keeper: databases without connections are let go."""
     for _ in range(2):
-        store._parts.sqlite.look_after()
+        store._parts.sqlite.run_keeper_round()
     gc.collect()
 
 

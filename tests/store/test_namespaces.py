@@ -125,6 +125,16 @@ def test_a_lost_object_of_a_namespace_is_noticed(store: quire.Store, cold: Path,
     assert store.heavy.verify().result["problems"] or store.heavy.damaged()
 
 
+def test_a_damaged_backup_in_a_namespace_is_named_by_its_key(store: quire.Store, cold: Path) -> None:
+    """Hazard: the key was taken for a path and shown relative to the store's directory."""
+    fill(store)
+    tables = [cold / name for name in files(cold) if "/backups/kv/cart/" in name and not name.endswith(".json")]
+    damaged = tables[0]
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    (problem,) = store.heavy.verify(runner="threads").result["problems"]
+    assert problem["path"] == str(damaged.relative_to(cold))
+
+
 def test_a_takeover_begins_an_epoch_in_every_place(
     store: quire.Store, tmp_path: Path, cold: Path, clock: ManualClock
 ) -> None:
@@ -152,7 +162,7 @@ def test_dropped_databases_leave_nothing_in_their_namespace_and_let_it_go(
     store: quire.Store, cold: Path, clock: ManualClock
 ) -> None:
     fill(store)
-    with pytest.raises(StillReferenced, match="databases use the namespace"):
+    with pytest.raises(StillReferenced, match="the namespace is in use by databases"):
         store.namespaces.drop("cold")
     for name in ("shop", "clicks", "cart"):
         store.drop(name, snapshots=True)

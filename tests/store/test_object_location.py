@@ -44,7 +44,7 @@ def test_an_edited_place_is_refused_and_the_hint_says_how_to_go_back(shop: Path,
     """On the old code the store opened, and a read of a chunk met a missing object."""
     edit(shop, str(tmp_path / "two"))
     for mode in ("rw", "r"):
-        with pytest.raises(ConfigMismatch, match="not where") as caught:
+        with pytest.raises(ConfigMismatch, match="not at the location") as caught:
             quire.open(shop, mode, create=False)
         assert caught.value.where["objects"] == str(tmp_path / "one")
         assert f'object_store = "{tmp_path / "one"}"' in caught.value.hint
@@ -78,7 +78,7 @@ def test_a_directory_with_its_objects_inside_may_be_moved(tmp_path: Path) -> Non
 def test_objects_that_were_copied_are_accepted_once_they_are_all_there(shop: Path, tmp_path: Path) -> None:
     two = tmp_path / "two"
     edit(shop, str(two))
-    with pytest.raises(ObjectNotFound, match="not in the new place") as caught:
+    with pytest.raises(ObjectNotFound, match="missing from the new location") as caught:
         quire.open(shop, create=False, moved=True)
     assert "nothing was changed" in caught.value.hint
     with pytest.raises(ConfigMismatch):

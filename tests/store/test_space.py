@@ -132,11 +132,11 @@ def test_the_dashboard_and_metrics_say_the_same(mixed: Path) -> None:
     from quire.store.why import why
 
     with quire.open(mixed) as store:
-        sight = WatchedStore(store, why)
-        shown = overview(sight)
+        watched = WatchedStore(store, why)
+        shown = overview(watched)
         given = _du(mixed)
         assert _is_near(shown["space"]["total_bytes"], given)
-        samples = [sample for metric in StoreCollector(sight).collect() for sample in metric.samples]
+        samples = [sample for metric in StoreCollector(watched).collect() for sample in metric.samples]
         value = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
         assert _is_near(int(value["quire_store_disk_bytes",]), given)
         parts = [

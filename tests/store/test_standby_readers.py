@@ -195,7 +195,7 @@ def test_a_standby_that_died_while_it_exchanged_its_files_is_not_read(
             pytest.raises(OSError, match="failpoint"),
         ):
             standby._rebuild(find(here.store.objects, here.store.feed.store_id()))
-        with quire.open(tmp_path / "standby", "r") as store, pytest.raises(Unavailable, match="exchanging its files"):
+        with quire.open(tmp_path / "standby", "r") as store, pytest.raises(Unavailable, match="replacing its files"):
             list(store.stream("events").read())
         polled(here)
         with quire.open(tmp_path / "standby", "r") as store:

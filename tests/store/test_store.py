@@ -20,7 +20,7 @@ from quire.testing.clock import ManualClock
 def test_opening_makes_the_directory_and_a_commented_configuration(path: Path) -> None:
     with quire.open(path / "deep" / "er") as store:
         text = (path / "deep" / "er" / "quire.toml").read_text()
-    assert "# Where objects live" in text
+    assert "# Location of the objects" in text
     assert store.settings == StoreSettings()
     assert sorted(os.listdir(store.path)) == ["manifest.lmdb", "manifest.lmdb-lock", "quire.toml", "store.lock"]
 
@@ -175,7 +175,7 @@ def test_a_reader_cannot_repair(path: Path) -> None:
 def test_a_second_handle_in_one_process_is_refused_in_words(store: Store) -> None:
     with pytest.raises(quire.StoreLocked, match="already open in this process"):
         quire.open(store.path)
-    with pytest.raises(quire.StoreLocked, match="open already"):
+    with pytest.raises(quire.StoreLocked, match="already has the manifest open"):
         quire.open(store.path, "r")
 
 

@@ -212,7 +212,7 @@ def test_a_snapshot_comes_back_as_it_was(store: quire.Store) -> None:
 def test_the_name_of_a_dropped_snapshot_is_free(store: quire.Store) -> None:
     first = store.drop_snapshot("shop", "monday", undoable=True)
     second = store.snapshot("shop", "monday")
-    with pytest.raises(NameTaken, match="snapshot of this name"):
+    with pytest.raises(NameTaken, match="snapshot with this name"):
         store.undrop_snapshot("shop", "monday")
     store.drop_snapshot("shop", "monday", undoable=True)
     assert store.undrop_snapshot("shop", "monday").snapshot_id == second.snapshot_id  # the last one of this name

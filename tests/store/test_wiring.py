@@ -19,13 +19,13 @@ def test_a_part_is_made_alone(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
         store.kv("cart", create=True).put(b"ann", b"3")
         wiring = store._parts
-        assert set(wiring._made) == {"files", "kv"}
+        assert set(wiring._created) == {"files", "kv"}
         store.stream("clicks", create=True).append([b"one"]).result()
-        assert set(wiring._made) <= {"files", "kv", "streams", "stores"}
+        assert set(wiring._created) <= {"files", "kv", "streams", "stores"}
         assert store.worker is wiring.worker, "there is one of each"
-        assert {"worker", "context", "pages"} <= set(wiring._made)
-        assert "upkeep" not in wiring._made
-        assert "sqlite" not in wiring._made
+        assert {"worker", "context", "pages"} <= set(wiring._created)
+        assert "upkeep" not in wiring._created
+        assert "sqlite" not in wiring._created
 
 
 def test_many_threads_get_one_room(path: Path) -> None:
@@ -60,7 +60,7 @@ def test_nothing_is_made_once_the_store_is_closed(path: Path) -> None:
     with pytest.raises(quire.StoreClosed):
         _ = wiring.kv
     assert wiring.pages is pages, "who has it may ask it, and hears that it is closed"
-    assert wiring._made.keys() == {"files", "pages", "stores"}
+    assert wiring._created.keys() == {"files", "pages", "stores"}
 
 
 def test_jobs_that_a_crash_left_running_are_taken_back(path: Path) -> None:

@@ -75,14 +75,14 @@ def eventually(happened: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody looks by itself: what these tests show is that it need not."""
-    monkeypatch.setattr(group_commit, "LOOK_SECONDS", 60.0)
+    monkeypatch.setattr(group_commit, "RECHECK_SECONDS", 60.0)
 
 
 def test_with_nobody_else_about_a_sync_is_a_call() -> None:
     log = Log()
-    log.group.until(log.append())
+    log.group.wait_durable(log.append())
     assert (log.durable, log.syncs) == (2, 1)
-    log.group.until(2)
+    log.group.wait_durable(2)
     assert log.syncs == 1, "it is durable already"
 
 
@@ -93,7 +93,7 @@ def test_who_comes_while_a_sync_is_under_way_shares_the_next_one() -> None:
 
     def work() -> None:
         upto = log.append()
-        log.group.until(upto)
+        log.group.wait_durable(upto)
         done.append(upto)
 
     first = start(1, work)
@@ -110,11 +110,11 @@ def test_who_comes_while_a_sync_is_under_way_shares_the_next_one() -> None:
 def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
     log = Log()
     log.gate.clear()
-    leader = start(1, lambda: log.group.until(log.append()))
+    leader = start(1, lambda: log.group.wait_durable(log.append()))
     assert log.began.acquire(timeout=30)
-    others = start(1, lambda: log.group.until(log.append()))
+    others = start(1, lambda: log.group.wait_durable(log.append()))
     eventually(lambda: log.is_sleeping(1))
-    served = start(3, lambda: log.group.until(2))
+    served = start(3, lambda: log.group.wait_durable(2))
     eventually(lambda: log.is_sleeping(4))
     former, log.gate = log.gate, threading.Event()  # the next sync takes long
     former.set()
@@ -127,14 +127,14 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
 
 @pytest.mark.parametrize("more", [0, 2])
 def test_a_leader_stays_for_so_many_groups_and_not_for_more(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_commit, "MORE_GROUPS", more)
+    monkeypatch.setattr(group_commit, "EXTRA_GROUPS", more)
     log = Log()
     log.gate.clear()
-    leader = start(1, lambda: log.group.until(log.append()))
+    leader = start(1, lambda: log.group.wait_durable(log.append()))
     others: list[threading.Thread] = []
     for number in range(more + 1):
         assert log.began.acquire(timeout=30)
-        others += start(1, lambda: log.group.until(log.append()))
+        others += start(1, lambda: log.group.wait_durable(log.append()))
         eventually(partial(log.is_sleeping, min(number + 1, 2)))  # the one that this sync is for, and the new one
         former, log.gate = log.gate, threading.Event()
         former.set()
@@ -156,7 +156,7 @@ def test_nobody_is_forgotten(writers: int) -> None:
             upto = log.append()
             if rng.random() < 0.3:
                 time.sleep(rng.random() / 2000)
-            log.group.until(upto)
+            log.group.wait_durable(upto)
             if log.durable < upto:
                 early.append(upto)
 
@@ -173,7 +173,7 @@ def test_a_failed_sync_is_heard_by_all_who_wait_and_by_nobody_else() -> None:
 
     def work() -> None:
         try:
-            log.group.until(log.append())
+            log.group.wait_durable(log.append())
         except StoreUnusable as error:
             heard.append(error.what)
 
@@ -199,7 +199,7 @@ def test_a_sleeper_that_is_interrupted_passes_the_baton_on(monkeypatch: pytest.M
     group._waiting.extend([gone, last])
     gone.is_gone = True
     log.durable = 2
-    group._look_after()
+    group._wake_served()
     assert last.ring.sleep(30)
     assert not group._served
 
@@ -236,7 +236,7 @@ def test_a_leader_that_ends_while_a_sleeper_looks_a_last_time_wakes_it() -> None
 
         def locked(self) -> bool:
             log.durable = upto
-            group._look_after()
+            group._wake_served()
             return True
 
     group._leader = Ending()  # type: ignore[assignment]
@@ -248,7 +248,7 @@ def test_a_leader_that_ends_while_a_sleeper_looks_a_last_time_wakes_it() -> None
 def test_everybody_looks_again_when_told_to() -> None:
     log = Log()
     log.group._leader.acquire()
-    threads = start(4, lambda: log.group.until(log.append()))
+    threads = start(4, lambda: log.group.wait_durable(log.append()))
     eventually(lambda: log.is_sleeping(4))
     log.durable = 5
     log.group.wake()

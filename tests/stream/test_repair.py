@@ -150,7 +150,7 @@ def test_an_open_segment_whose_file_is_gone_is_given_up(world: StreamWorld) -> N
     os.remove(world.files.segment(Tier.HOT, 2))
     with pytest.raises(Corruption, match="the open segment is missing"):
         world.open()
-    assert repair(world).lost == ["records from 21 on: segment 2 was being written, and its file is gone"]
+    assert repair(world).lost == ["records from 21 on: segment 2 was being written, and its file is missing"]
     assert world.payloads() == payloads
     world.check()
     world.stream.close()

@@ -191,7 +191,7 @@ def test_a_tail_that_waited_reads_no_file(world: StreamWorld, monkeypatch: pytes
     stream.append([bytes(8_000)] * 40).result()
     assert ids(stream.tail(7, timeout=0.01)) == list(range(7, 47))
     assert reads == [(1, 6), (6, 7), (7, 47)], "what is large is not kept"
-    assert stream.hot.newest.first == 3
+    assert stream.hot.last_synced.first == 3
 
 
 def test_a_tail_in_an_event_loop(world: StreamWorld) -> None:

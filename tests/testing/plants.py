@@ -68,7 +68,7 @@ def streams_remove_what_their_log_does_not_name() -> None:
 
 
 def key_value_logs_that_are_not_named_are_swept() -> None:
-    _patch.setattr(kv_recovery, "refuse_behind", _nothing)
+    _patch.setattr(kv_recovery, "refuse_stale_manifest", _nothing)
     _patch.setattr(kv_recovery, "_is_foreign", lambda *_: False)
     _patch.setattr(KvProjection, "ends", _nothing)
 

@@ -34,7 +34,7 @@ def test_a_seed_does_the_same_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[list[str]] = []
     for _ in range(2):
         steps: list[str] = []
-        monkeypatch.setattr(simulation, "judge", lambda *told, steps=steps: steps.extend(told[-1].steps))
+        monkeypatch.setattr(simulation, "raise_findings", lambda *told, steps=steps: steps.extend(told[-1].steps))
         simulate(3, lives=1, steps=15, branches=0)
         runs.append(steps)
     assert runs[0] == runs[1]
@@ -130,7 +130,7 @@ def test_a_planted_bug_is_found(plant: plants.Plant) -> None:
 def test_every_kind_of_file_of_a_store_can_be_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kind whose files no run ever had would never be tried: names have changed, or steps are missing."""
     kinds: set[str] = set()
-    monkeypatch.setattr(simulation, "judge", lambda *told: kinds.update(files_by_kind(told[-1].directory)))
+    monkeypatch.setattr(simulation, "raise_findings", lambda *told: kinds.update(files_by_kind(told[-1].directory)))
     for seed in range(3):
         simulate(seed, branches=0)
     assert kinds == KINDS.keys()

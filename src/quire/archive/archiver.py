@@ -1,27 +1,27 @@
-"""Ships what the queue holds: takes cuts, writes log objects and bases, bounds what waits for the bucket (A4 to A9).
+"""The archiver: takes cuts from the queue, uploads log objects and bases, and bounds what waits for the bucket (A4 to A9).
 
 Terms
-  cut        where the archiver stopped taking: what it took becomes one or more log objects
-  outbox     objects that are encoded and not in the bucket yet, in order; beyond a bound of memory they wait on disk
+  cut        where the archiver stopped taking events: those it took become one or more log objects
+  outbox     objects that are encoded and not in the bucket yet, in order; beyond a memory limit they wait on disk
   archived   the ordinal of the queue up to which everything is in the bucket
 
-Two threads. The first takes cuts and encodes them; the second uploads, in order, artifacts before the object that names them. A
-base is read by a third, while the others go on. Nobody who writes to the store waits for any of them, except in mode `sync`.
-
-What is on disk and in the bucket at each step, and what comes next if the process dies there:
+What is on disk and in the bucket at each step, and what follows if the process dies there (a life is one opening of a store):
   handed over      nothing                                  the next life finds no clean end in archive.json: base
   encoded          perhaps a file in archive/               the same; the file is removed at the next opening
   artifact put     an object that no log names              trimmed by its position, once out of the window
-  log object put   a longer chain                           restorable to here; the next life continues behind it with a base
+  log object put   a longer chain                           restorable to here; the next life continues after it with a base
   base parts put   objects that no log names                the same
   base named       a base that counts                       restorable with it
   closed           archive.json with position and digest    the next life continues without a base
 
-A log object's name is created once. If it is taken, the object is our own (an answer was lost), one of a former life that
-arrived late (then the log goes on behind it, with a base), or a successor's: then this owner is fenced before anybody is told
-that anything was archived (A2).
+A log object's name is created once. If it exists already, the object is our own (a response was lost), one of a former life
+that arrived late (the log then continues after it, with a base), or a successor's: then this owner is fenced before any change
+is reported as archived (A2).
 
-Raises, to those who wait in mode `sync`: `NotArchived`, `StoreFenced`.
+Threads: one takes cuts and encodes them; one uploads, in order, artifacts before the object that names them; a third reads a
+base while the others continue. Writers of the store do not wait for any of them, except in mode `sync`.
+
+Raises `NotArchived` and `StoreFenced`, to callers that wait in mode `sync`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from quire.archive.arrivals import Arrivals
 from quire.archive.artifacts import Artifacts
 from quire.archive.base_writer import write_base
 from quire.archive.format import (
@@ -66,15 +67,17 @@ from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Between two attempts to reach the bucket; the last one from then on."""
+"""Pauses between attempts to reach the bucket; the last one repeats."""
+BLOCKED_SECONDS = 0.001
+"""Between two attempts to cut while a commit that is not finished is at the front of the queue, and a call waits."""
 BASE_PAUSE_SECONDS = 60.0
-"""At most one base begins in this time, however fast the log grows."""
+"""Shortest time between the beginnings of two bases that the growth of the log makes due."""
 FIRST_LOG_BYTES = 64 * 1024 * 1024
-"""A base is due when the log since the last one outweighs it, and this."""
+"""A base is due when the log since the last base is larger than that base and than this."""
 
 
 class Archiver:
-    """The archive of an opened store. `start` it before the first change, `close` it after the last."""
+    """The archive of an open store. `start` it before the first change, `close` it after the last."""
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class Archiver:
         depose: Callable[[StoreFenced], None],
         drill: Callable[[], DrillRecord] | None = None,
     ) -> None:
-        """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
+        """Create the archiver. `confirm` checks in the bucket that the store is still ours, and raises `StoreFenced` if not."""
         # constant after construction
         self.queue = bounded_queue(settings.memory_bytes, self._cut_early)
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
@@ -112,43 +115,39 @@ class Archiver:
         # guarded by _lock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        """The archiver's own threads sleep here."""
-        self._arrived = threading.Condition(self._lock)
-        """Calls that wait for the bucket sleep here: each object wakes them once."""
+        """Wakes the archiver's own threads."""
         self._outbox: deque[Outgoing] = deque()
-        self._has_base = False
-        """Whether what is archived can be restored: not before a base counts, nor after the chain was broken."""
-        self._waiting = 0
-        """Calls that wait for the bucket: cuts are taken at once."""
-        self._archived = 0
+        self._arrivals = Arrivals()
+        """What the bucket has. While calls wait for more, cuts do not wait for the interval."""
         self._breaks = 0
-        """How often the chain was broken: a base that began before the last time lacks what was dropped, and does not count."""
+        """How often the chain was broken. A base begun before the last break lacks the dropped events, and does not count."""
         self._stop = False
         self._is_drained = False
-        self._is_misplaced = False
-        """The log does not end where we thought: it has to be looked for again."""
-        self._failure: QuireError | None = None
+        self._is_end_unknown = False
+        """Whether the log in the bucket does not end at the expected position, so that its end must be found again."""
         self.last_error = ""
-        # the cutting thread's own, read by others for people
+        # guarded by _cutting, which one of the two threads holds while it cuts; other threads read it for status reports
+        self._cutting = threading.Lock()
+        self._is_blocked = False
+        """Whether the last cut found nothing but a commit that is not finished."""
         self._next: Position | None = None
         self._parent = Position(0, 0)
         self._digest = b""
         self._restorable, self._base = NONE, NONE
         self._needs_base = True
         self._at_ms = 0
-        """Of the last header: it never falls, whatever the clock does."""
+        """Time in the last header. It never decreases, even if the clock does."""
         self._base_thread: threading.Thread | None = None
         self._base_first: Position | None = None
-        """Where the last base begins: another one there would overwrite parts that the log is about to name."""
+        """Where the last base begins. Another base there would overwrite parts that the log is about to name."""
         self._base_began = float("-inf")
         self._base_bytes = self._log_bytes = self._base_at_ms = 0
-        self._memory_bytes = self._backlog_bytes = 0
         self._last_cut_ms = self._restorable_ms = 0
         self._threads: list[threading.Thread] = []
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Continue where the last life ended if nothing was changed since; else begin with a base. Asks no bucket."""
+        """Continue where the last life ended if nothing has changed since, otherwise with a base. Sends no request."""
         with self._manifest.read() as txn:
             self._store_id, self._epoch = txn.store_id(), txn.owner_epoch()
         self._artifacts.sweep()
@@ -161,10 +160,10 @@ class Archiver:
             self._base_bytes, self._log_bytes, self._at_ms = state.base_bytes, state.log_bytes, state.at_ms
             self._base_began = time.monotonic() - max(self._clock.now_ms() - state.base_at_ms, 0) / 1000
             self._base_at_ms = state.base_at_ms
-            self._needs_base, self._has_base = False, True
+            self._needs_base, self._arrivals.is_restorable = False, True
             self._last_cut_ms = self._restorable_ms = state.at_ms
             if (digest := config_digest(self._disk, self._root)) and digest != state.config_digest:
-                # edited while nobody had the store open: no base will read it for an hour
+                # the settings were edited while the store was closed, and no base will read them for an hour
                 for event in whole_file(self._disk, os.path.join(self._root, names.CONFIG), names.CONFIG):
                     self.queue.append(event)
         self._manifest.writer.archive = self
@@ -175,7 +174,7 @@ class Archiver:
         self.standbys.start(self._store_id)
 
     def close(self) -> bool:
-        """Take the last cut and wait for its upload, within `close_seconds`; whether everything is in the bucket."""
+        """Take the last cut and wait up to `close_seconds` for its upload. Return whether everything is in the bucket."""
         deadline = time.monotonic() + self.settings.close_seconds
         self.standbys.close()
         with self._lock:
@@ -186,7 +185,7 @@ class Archiver:
         if self._base_thread is not None:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
         is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
-        if is_done and self._failure is None and self._next is not None and not self._needs_base:
+        if is_done and self._arrivals.failure is None and self._next is not None and not self._needs_base:
             state = ArchiveState(
                 store_id=self._store_id,
                 position=Position(self._next.epoch, self._next.number - 1),
@@ -201,32 +200,32 @@ class Archiver:
                 config_digest=config_digest(self._disk, self._root),
             )
             write_archive_state(self._disk, self._root, state)
-        elif self._failure is None and self._threads:  # without them the opening was refused, and nothing was changed
+        elif self._arrivals.failure is None and self._threads:  # without threads the opening was refused
             emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
         self.queue.close()
         return is_done
 
-    # ── whoever changes something ─────────────────────────────────────────────────────────────────────────────────────
+    # ── for threads that change the store ─────────────────────────────────────────────────────────────────────────────
     def reserve(self) -> Slot:
-        """A commit of the manifest is about to be made (`manifest.writer.CommitLog`)."""
+        """Reserve a slot before a commit of the manifest (`manifest.writer.CommitLog`)."""
         return self.queue.reserve()
 
     def fill(self, slot: Slot, written: list[TableRows]) -> None:
-        """It is durable."""
+        """Fill the slot of a commit that is durable."""
         slot.fill(CommitEvent(tuple(written)))
 
     def _artifact_complete(self, path: str, relative: str) -> None:
-        """A table or compressed segment has its name."""
+        """Queue a table or compressed segment that has its final name."""
         self.queue.append(self._artifacts.keep(path, relative))
 
     def _cut_early(self) -> None:
-        """More waits in the queue than an object takes: do not wait for the interval.
+        """Cut before the interval has passed, because the queue holds more than one object can.
 
-        There can be no object as long as nobody knows where the log ends. A base begins after that, and contains what is
-        forgotten here.
+        Until the end of the log is known, no object can be written, and the queue is dropped instead. The base that begins
+        when the end is known contains the dropped changes.
         """
         forgotten: list[Entry] = []
-        with self._lock:  # `_next` is set under it: whatever comes behind its setting is kept
+        with self._lock:  # `_next` is set under it: events that arrive after that are kept
             if self._next is None:
                 forgotten = self.queue.drop()
             self._changed.notify_all()
@@ -238,56 +237,47 @@ class Archiver:
                 self._artifacts.discard(entry.kept)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when everything that was done before this call is in the bucket."""
-        end = self.queue.end
-        deadline = time.monotonic() + (self.settings.sync_seconds if timeout is None else timeout)
+        """Block until everything that was changed before this call is in the bucket."""
+        seconds = self.settings.sync_seconds if timeout is None else timeout
+        if not self._arrivals.wait(self.queue.end, seconds, self._request_cut):
+            raise NotArchived(
+                "committed on this disk but not yet in the bucket, which did not answer in time",
+                hint="`quire archive status` shows the backlog; it is uploaded as soon as the bucket answers",
+                error=self.last_error,
+            )
+
+    def _request_cut(self) -> None:
+        """Wake the cutting thread, unless an upload is in progress: the next cut follows that."""
         with self._lock:
-            self._waiting += 1
-            if not self._outbox:  # else the next cut comes when that has arrived
+            if not self._outbox:
                 self._changed.notify_all()
-            try:
-                while True:
-                    if (
-                        self._failure is not None
-                    ):  # before the end is believed: behind a failure the queue takes nothing
-                        raise self._failure.with_traceback(None)
-                    if self._archived >= end and self._has_base:
-                        return
-                    if (left := deadline - time.monotonic()) <= 0:
-                        raise NotArchived(
-                            "committed on this disk, and not in the bucket: it did not answer in time",
-                            hint="`quire archive status` shows what waits; it is uploaded as soon as the bucket answers",
-                            error=self.last_error,
-                        )
-                    self._arrived.wait(left)
-            finally:
-                self._waiting -= 1
 
     def require_ours(self) -> None:
-        """`StoreFenced` if another owner was met: what was changed since the last upload is in this directory alone."""
-        if isinstance(self._failure, StoreFenced):
-            raise self._failure.with_traceback(None)
+        """Raise `StoreFenced` if another owner was found. Changes since the last upload are then only in this directory."""
+        if isinstance(self._arrivals.failure, StoreFenced):
+            raise self._arrivals.failure.with_traceback(None)
 
     @property
     def archived(self) -> int:
         """The ordinal of the queue up to which everything is in the bucket."""
-        return self._archived
+        return self._arrivals.archived
 
     def lag_seconds(self) -> float:
-        """How old the oldest change is that is not in the bucket."""
+        """Return the age of the oldest change that is not in the bucket; 0 if there is none."""
         with self._lock:
             since = self._outbox[0].taken_at if self._outbox else self.queue.since
         return time.monotonic() - since if since is not None else 0.0
 
     def status(self) -> ArchiveStatus:
-        """How the archive is doing: what waits, what can be restored, what it costs."""
+        """Return the state of the archive: its backlog, its restorable moments, its traffic."""
         with self._lock:
+            in_memory, on_disk = self._outbox_bytes()
             figures = Figures(
-                failure=self._failure,
-                is_complete=self._archived >= self.queue.end and not self._outbox,
-                has_base=self._has_base,
-                waiting_bytes=self._memory_bytes + self.queue.size_bytes,
-                backlog_bytes=self._backlog_bytes,
+                failure=self._arrivals.failure,
+                is_complete=self._arrivals.archived >= self.queue.end and not self._outbox,
+                has_base=self._arrivals.is_restorable,
+                waiting_bytes=in_memory + self.queue.size_bytes,
+                backlog_bytes=on_disk,
                 last_cut_ms=self._last_cut_ms,
                 restorable_ms=self._restorable_ms,
                 last_error=self.last_error,
@@ -296,54 +286,60 @@ class Archiver:
         return status_of(self.settings, figures, self.traffic, self.lag_seconds(), self._clock.now_ms(), drill)
 
     def drill(self) -> DrillRecord:
-        """Restore into scratch, claim nothing, and compare every database with the live store."""
+        """Restore into scratch without claiming anything, and compare every database with the live store."""
         if self._drill is None:
-            raise InvalidInput("this archive belongs to no store that could be compared")
+            raise InvalidInput("this archive has no store to compare it with")
         return self._drill()
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
         try:
             while not self._is_stopping():
-                if self._is_misplaced:
-                    self._start_over()
-                if self._next is None and not self._find_end():
-                    continue
-                self._begin_base_if_due()
-                self._cut()
-                self._pause()
-            if self._is_misplaced:
-                self._start_over()
-            if self._failure is None and (self._next is not None or self._find_end()):
-                self._cut()
-                self._end_with_a_base()
-        except BaseException as error:  # whoever waits must hear of it
+                with self._cutting:
+                    is_end_known = self._ensure_end()
+                    if is_end_known:
+                        self._begin_base_if_due()
+                        self._cut()
+                if is_end_known:
+                    self._pause()
+            with self._cutting:
+                if self._arrivals.failure is None and self._ensure_end():
+                    self._cut()
+                    self._end_with_a_base()
+        except BaseException as error:  # reported to every waiting call
             self._fail(error)
         finally:
             with self._lock:
                 self._is_drained = True
                 self._changed.notify_all()
 
+    def _ensure_end(self) -> bool:
+        """Find where the log in the bucket ends, if that is not known. Return whether it is."""
+        if self._is_end_unknown:
+            self._start_over()
+        return self._next is not None or self._find_end()
+
     def _pause(self) -> None:
-        """Until the next cut is due: an interval, or at once when somebody waits and nothing is on its way. What comes while an
-        object is on its way is taken together when that has arrived."""
+        """Sleep until the next cut is due: for an interval, or not at all if a call waits and no upload is in progress. Events
+        that arrive during an upload are taken together when it has completed."""
         deadline = time.monotonic() + self.settings.interval_seconds
         with self._lock:
-            while not self._stop and self._failure is None:
+            while not self._stop and self._arrivals.failure is None:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._is_misplaced or self.queue.size_bytes > self.queue.crowded_bytes:
+                if left <= 0 or self._is_end_unknown or self.queue.size_bytes > self.queue.crowded_bytes:
                     return
-                if self._waiting and not self._outbox and self._archived < self.queue.end:
-                    self._changed.wait(min(left, 0.001))  # a commit may be under way, in front of everything else
+                if self._arrivals.has_waiters() and not self._outbox and self.archived < self.queue.end:
+                    if self._is_blocked:
+                        self._changed.wait(min(left, BLOCKED_SECONDS))
                     return
                 self._changed.wait(left)
 
     def _is_stopping(self) -> bool:
         with self._lock:
-            return self._stop or self._failure is not None
+            return self._stop or self._arrivals.failure is not None
 
     def _find_end(self) -> bool:
-        """Where the log of this epoch ends, in the bucket; whether that is known now."""
+        """Find the end of this epoch's log in the bucket. Return whether it was found."""
         try:
             now_ms = self._clock.now_ms()
             end = end_of_log(self._objects(), self._disk, self._root, self._store_id, self._epoch, now_ms)
@@ -359,7 +355,7 @@ class Archiver:
         self._parent, self._digest = end.parent, end.digest
         self._restorable, self._base = end.restorable, end.base
         self._at_ms, self._last_cut_ms = max(self._at_ms, end.at_ms), end.at_ms or self._last_cut_ms
-        with self._lock:  # from now on nothing is forgotten (`_cut_early`)
+        with self._lock:  # from here on no event is dropped (`_cut_early`)
             self._next = end.next
         return True
 
@@ -368,16 +364,17 @@ class Archiver:
             self._break_chain("the bucket has not answered since the store was opened")
 
     def _cut(self) -> None:
-        """Take what there is now, as objects. What comes meanwhile waits for the next cut."""
+        """Encode the events that are in the queue now as objects. Later events wait for the next cut."""
         wanted = self.queue.end
         while True:
             since = self.queue.since or time.monotonic()
             events, end = self.queue.take(self.queue.crowded_bytes)
+            self._is_blocked = not events
             if not events:
-                with self._lock:  # places that were cancelled, nothing else
-                    if not self._outbox and end > self._archived:
-                        self._archived = end
-                        self._arrived.notify_all()
+                with self._lock:  # at most cancelled slots were taken
+                    if not self._outbox and end > self._arrivals.archived:
+                        self._arrivals.archived = end
+                self._arrivals.wake()
                 return
             hit("archive.cut.taken")
             self._send(events, end, since)
@@ -389,7 +386,7 @@ class Archiver:
         position = self._next
         artifacts: list[tuple[str, str]] = []
         shipped = [event for entry in events if (event := self._resolved(entry, position, artifacts)) is not None]
-        if self._needs_base:  # also of the object that names the base: a standby must not follow from the one before
+        if self._needs_base:  # in the object that names the base too: a standby must not continue from the one before
             shipped.insert(0, BreakEvent())
         for event in shipped:
             if isinstance(event, BaseEvent):
@@ -397,7 +394,7 @@ class Archiver:
                 self._base_bytes, self._log_bytes = sum(size for _, size, _ in event.parts), 0
                 self._needs_base = False
         broken = self._needs_base
-        self._at_ms = max(self._at_ms, self._clock.now_ms())  # restores to a moment search for it
+        self._at_ms = max(self._at_ms, self._clock.now_ms())  # restoring a moment is a binary search for it
         header = Header(
             kind=Kind.LOG,
             position=position,
@@ -409,59 +406,58 @@ class Archiver:
         )
         data = encode_object(header, shipped)
         outgoing = Outgoing(
-            position=position,
+            header=header,
             digest=hashlib.sha256(data).digest(),
             end=end,
             taken_at=taken_at,
-            restorable=header.restorable,
-            base=header.base,
             breaks=self._breaks,
             artifacts=artifacts,
             size_bytes=len(data),
-            at_ms=header.at_ms,
         )
         if not self._hold(outgoing, data):
-            return  # the log goes on where `_break_chain` left it
+            return  # the log continues at the position that `_break_chain` has set
         self._log_bytes += len(data)
         self._next, self._digest = Position(position.epoch, position.number + 1), outgoing.digest
         self._restorable = header.restorable
         hit("archive.cut.encoded")
 
     def _hold(self, outgoing: Outgoing, data: bytes) -> bool:
-        """Put an object into the outbox, on disk if memory is used up; break the chain if the disk's share is, too: False."""
-        waiting = self._memory_bytes + self.queue.size_bytes
-        if waiting + len(data) <= self.settings.memory_bytes or not self._outbox:
+        """Put an object into the outbox, in memory or else on disk. If both are full, break the chain and return `False`."""
+        with self._lock:
+            in_memory, on_disk = self._outbox_bytes()
+        if in_memory + self.queue.size_bytes + len(data) <= self.settings.memory_bytes or not self._outbox:
             outgoing.data = data
         else:
-            if self._backlog_bytes + len(data) > self.settings.backlog_bytes:
-                self._break_chain("more waits for the bucket than archive.backlog_bytes allows", outgoing)
+            if on_disk + len(data) > self.settings.backlog_bytes:
+                self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
                 return False
-            outgoing.path = os.path.join(self._spool, f"{outgoing.position.number:016x}.log")
+            outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
             self._disk.make_dirs(self._spool)
             write_new(self._disk, outgoing.path, data, overwrite=True)
             hit("archive.spooled")
         with self._lock:
-            self._memory_bytes += len(data) if outgoing.data is not None else 0
-            self._backlog_bytes += len(data) if outgoing.data is None else 0
             self._outbox.append(outgoing)
             self._changed.notify_all()
         return True
 
+    def _outbox_bytes(self) -> tuple[int, int]:
+        """Return how many bytes of the outbox are in memory, and how many on disk. REQUIRES the lock."""
+        on_disk = sum(outgoing.size_bytes for outgoing in self._outbox if outgoing.data is None)
+        return sum(outgoing.size_bytes for outgoing in self._outbox) - on_disk, on_disk
+
     def _break_chain(self, why: str, *dropped_too: Outgoing) -> None:
-        """Give up what waits: a base follows. What is in the bucket stays restorable; from then on nothing new is, until it
-        counts."""
+        """Drop everything that waits; a base must follow. Moments in the bucket stay restorable, but no new one is until the
+        base counts."""
         with self._lock:
             self._breaks += 1
             dropped = [*list(self._outbox)[1:], *dropped_too]
-            while len(self._outbox) > 1:  # the first may be on its way: the log goes on behind it
+            while len(self._outbox) > 1:  # the first may be in an upload already: the log continues after it
                 self._outbox.pop()
-            self._memory_bytes = self._backlog_bytes = 0
             if self._outbox:
                 first = self._outbox[0]
-                self._memory_bytes = first.size_bytes
-                self._next = Position(first.position.epoch, first.position.number + 1)
-                self._digest, self._restorable, self._base = first.digest, first.restorable, first.base
-            self._has_base = False
+                self._next = Position(first.header.position.epoch, first.header.position.number + 1)
+                self._digest, self._restorable, self._base = first.digest, first.header.restorable, first.header.base
+            self._arrivals.is_restorable = False
         for outgoing in dropped:
             self._forget(outgoing)
         self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
@@ -471,18 +467,18 @@ class Archiver:
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
 
     def _start_over(self) -> None:
-        """The bucket's log does not end where we thought, by a former life or by loss: look for its end, begin with a base."""
+        """Find the end of the log again, and begin with a base: a former life or a loss has changed where the log ends."""
         with self._lock:
             waiting = list(self._outbox)
             self._outbox.clear()
-        self._break_chain("the log in the bucket does not end where the last life left it", *waiting)
+        self._break_chain("the log in the bucket does not end where the previous owner process left it", *waiting)
         with self._lock:
-            self._next, self._is_misplaced = None, False
+            self._next, self._is_end_unknown = None, False
             self._changed.notify_all()
 
     def _resolved(self, event: Entry, position: Position, artifacts: list[tuple[str, str]]) -> AnyEvent | None:
-        """An entry as it is shipped: an artifact, uploaded once whatever names it has, with its object; no base from before a
-        break."""
+        """Return an entry as it is shipped. An artifact gets its object, and is uploaded once for all its names; a base from
+        before a break is omitted (`None`)."""
         if isinstance(event, PendingBase):
             return event.base if event.breaks == self._breaks else None
         if not isinstance(event, PendingArtifact):
@@ -510,7 +506,7 @@ class Archiver:
         self._base_thread.start()
 
     def _end_with_a_base(self) -> None:
-        """At closing: what was shipped without a base could not be restored."""
+        """Write a base at close if one is needed: log objects without a base cannot be restored."""
         if self._base_thread is not None:
             self._base_thread.join(self.settings.close_seconds)
             self._cut()
@@ -523,32 +519,32 @@ class Archiver:
             self._write_base()
         except StoreFenced as error:
             self._fail(error)
-        except Exception as error:  # tried again; the log goes on meanwhile
+        except Exception as error:  # the base is retried; the log continues meanwhile
             self._base_first = None
             self._note(error)
 
     def _write_base(self) -> None:
-        """Read everything while the store goes on. What is read too late or too early, the log from `first` on puts right."""
+        """Write a base while the store is in use. The log from `first` on corrects what changed while it was read."""
         breaks = self._breaks
         if (first := self._next) is not None:
             self._base_first = first
             base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
             self.queue.append(PendingBase(base, breaks))
-            with self._lock:  # whoever waits in mode `sync` waits for this one, too
+            with self._lock:  # calls that wait in mode `sync` also wait for this base
                 self._changed.notify_all()
 
     def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
-        """Upload a part of a base, however long that takes: its name, size and digest (`base_writer.BaseSink`)."""
+        """Upload a part of a base, with retries. Return its name, size and digest (`base_writer.BaseSink`)."""
         header = Header(kind=Kind.BASE, position=first, parent=Position(0, 0), at_ms=self._clock.now_ms())
         data = encode_object(header, events)
-        self._until_it_answers(lambda: self._uploader.put_part(key, data))
+        self._retry_until_answered(lambda: self._uploader.put_part(key, data))
         return key, len(data), hashlib.sha256(data).digest()
 
     def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
-        """The event of a file that never changes, which is uploaded now if it was not (`base_writer.BaseSink`)."""
+        """Upload an immutable file unless it is in the bucket already. Return its event (`base_writer.BaseSink`)."""
 
-        def upload(key: str, path: str) -> None:  # that a file was removed while the base was read is no outage
-            self._until_it_answers(lambda: self._uploader.put_artifact(key, path), final=FileNotFoundError)
+        def upload(key: str, path: str) -> None:  # a file that was removed while the base was read is not an outage
+            self._retry_until_answered(lambda: self._uploader.put_artifact(key, path), final=FileNotFoundError)
 
         return self._artifacts.in_base(path, relative, self._store_id, first, upload)
 
@@ -556,30 +552,41 @@ class Archiver:
     def _run_puts(self) -> None:
         try:
             while (outgoing := self._first()) is not None:
-                self._until_it_answers(partial(self._put, outgoing))
-                if self._is_misplaced:
+                self._retry_until_answered(partial(self._put, outgoing))
+                if self._is_end_unknown:
                     continue
                 with self._lock:
                     if self._outbox and self._outbox[0] is outgoing:
                         self._outbox.popleft()
-                        self._memory_bytes -= outgoing.size_bytes if outgoing.data is not None else 0
-                        self._backlog_bytes -= outgoing.size_bytes if outgoing.data is None else 0
-                        self._archived = outgoing.end
-                        is_whole = outgoing.restorable == outgoing.position.number
-                        self._has_base = is_whole and outgoing.breaks == self._breaks
-                        self._last_cut_ms = outgoing.at_ms
-                        self._restorable_ms = outgoing.at_ms if self._has_base else self._restorable_ms
-                    self._changed.notify_all()
-                    self._arrived.notify_all()
+                        is_whole = outgoing.header.restorable == outgoing.header.position.number
+                        is_restorable = is_whole and outgoing.breaks == self._breaks
+                        self._arrivals.advance(outgoing.end, is_restorable=is_restorable)
+                        self._last_cut_ms = outgoing.header.at_ms
+                        self._restorable_ms = outgoing.header.at_ms if is_restorable else self._restorable_ms
                 self._forget(outgoing)
+                self._cut_for_waiters()
+                self._arrivals.wake()
         except BaseException as error:
             self._fail(error)
 
-    def _first(self) -> Outgoing | None:
-        """The next object to upload; `None` when all is done and no more will come."""
+    def _cut_for_waiters(self) -> None:
+        """Cut again at once if calls wait for more. This precedes waking those that were served: they would compete with the
+        cut for the interpreter, while nothing is on its way to the bucket."""
+        if self._arrivals.has_waiters() and self._cutting.acquire(blocking=False):
+            try:
+                if self._next is not None and not self._outbox:
+                    self._cut()
+            finally:
+                self._cutting.release()
         with self._lock:
-            while not self._outbox or self._is_misplaced:
-                if self._is_drained or self._failure is not None:
+            if not self._outbox:
+                self._changed.notify_all()
+
+    def _first(self) -> Outgoing | None:
+        """Wait for the next object to upload and return it; `None` when all are uploaded and no more will follow."""
+        with self._lock:
+            while not self._outbox or self._is_end_unknown:
+                if self._is_drained or self._arrivals.failure is not None:
                     return None
                 self._changed.wait(0.5)
             return self._outbox[0]
@@ -589,17 +596,17 @@ class Archiver:
             self.last_error = ""
         else:
             with self._lock:
-                self._is_misplaced = True
+                self._is_end_unknown = True
                 self._changed.notify_all()
 
     def _forget(self, outgoing: Outgoing) -> None:
-        """Remove what waited on disk for this object."""
+        """Remove the files that waited on disk for this object."""
         for path in (outgoing.path, *(path for _, path in outgoing.artifacts)):
             if path:
                 self._artifacts.discard(path)
 
-    def _until_it_answers(self, attempt: Callable[[], object], *, final: type[Exception] = StoreFenced) -> None:
-        """Try until the bucket answers. All but being fenced, and `final`, is an outage: nothing else may end an archive."""
+    def _retry_until_answered(self, attempt: Callable[[], object], *, final: type[Exception] = StoreFenced) -> None:
+        """Retry until the bucket answers. Errors other than `StoreFenced` and `final` are outages, and never end an archive."""
         for number in range(1 << 62):
             try:
                 attempt()
@@ -610,7 +617,7 @@ class Archiver:
                 self._note(error)
                 pause = RETRY_SECONDS[min(number, len(RETRY_SECONDS) - 1)]
                 with self._lock:
-                    if (self._stop and number >= len(RETRY_SECONDS)) or self._failure is not None:
+                    if (self._stop and number >= len(RETRY_SECONDS)) or self._arrivals.failure is not None:
                         raise
                     self._changed.wait(pause)
 
@@ -618,12 +625,12 @@ class Archiver:
     def _fail(self, error: BaseException) -> None:
         failure = error if isinstance(error, QuireError) else NotArchived(f"the archiver stopped: {error!r}")
         if isinstance(error, StoreFenced):
-            self._fence(error)  # before whoever waits is told: what it does next is refused
+            self._fence(error)  # before waiting calls return: their callers' next changes must be refused
         with self._lock:
-            self._failure = self._failure or failure
+            self._arrivals.failure = self._arrivals.failure or failure
             self._changed.notify_all()
-            self._arrived.notify_all()
-        self.queue.close()  # nobody takes from it; after `_failure`, or `wait` would believe its end
+        self._arrivals.wake()
+        self.queue.close()  # it has no consumer left; after the failure is set, or `wait` would trust the queue's end
         emit_safely("error", "archive.stopped", error=str(error))
         if isinstance(error, StoreFenced):
             self._depose(error)

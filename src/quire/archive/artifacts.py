@@ -1,10 +1,10 @@
-"""Files that never change, on their way to the bucket: each is uploaded once, whatever names it has (A6).
+"""Immutable files that wait to be uploaded: each is uploaded once, however many names it has (A6).
 
 Terms
-  identity   (inode, size, time of change) of a file: the same for all its names
-  kept       a second name below archive/, because the file may be removed before it is uploaded
+  identity   (inode, size, time of last change) of a file: the same for all its names
+  kept       a hard link below archive/, because the file may be removed before it is uploaded
 
-Threads: `keep` any; the rest the archiver's cutting thread and that of a base. Raises what the disk raises.
+Threads: `keep` any; all others the archiver's cutting thread and that of a base. Raises the disk's errors.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ Upload = tuple[str, str]
 
 
 class Artifacts:
-    """Which files were handed over, and under which object names."""
+    """The files that were handed over, with their object names."""
 
     def __init__(self, disk: Disk, spool: str) -> None:
         # constant after construction
         self._disk = disk
         self._spool = spool
         self._numbers = count()
-        # replaced whole, or changed by one key
-        self._known: dict[Identity, tuple[str, bytes]] = {}
-        """→ (object name, SHA-256)"""
+        # replaced as a whole, or changed by one key
+        self._object_of: dict[Identity, tuple[str, bytes]] = {}
+        """(object name, SHA-256) of each file."""
 
     def sweep(self) -> None:
-        """Remove what a former life left below archive/."""
+        """Remove the files that a former life left below archive/."""
         with suppress(FileNotFoundError):
             for name in self._disk.names(self._spool):
                 self._disk.remove(os.path.join(self._spool, name))
 
     def discard(self, path: str) -> None:
-        """Remove what waited below archive/."""
+        """Remove a file below archive/ that is no longer needed."""
         with suppress(FileNotFoundError):
             self._disk.remove(path)
 
     def keep(self, path: str, relative: str) -> PendingArtifact | ArtifactEvent:
-        """A file is complete and has its name: what is handed over."""
+        """Keep a file that is complete and has its name. Return the entry to hand over."""
         if (event := self._in_bucket(path, relative)) is not None:
             return event
         kept = os.path.join(self._spool, f"{next(self._numbers):x}.file")
@@ -58,34 +58,35 @@ class Artifacts:
         return PendingArtifact(relative, kept, _identity(path))
 
     def taken(self, entry: PendingArtifact, store_id: str, position: Position) -> tuple[ArtifactEvent, Upload | None]:
-        """Its event, and what has to be uploaded before the object that carries it; `None` if that was done or is under way."""
-        known, upload = self._known.get(entry.identity), None
-        if known is None:
-            known = self._known[entry.identity] = self._name(store_id, position, entry.identity, entry.kept)
-            upload = (known[0], entry.kept)
+        """Return an artifact's event, and the upload that must precede the log object with that event; `None` if it is
+        uploaded or about to be."""
+        target, upload = self._object_of.get(entry.identity), None
+        if target is None:
+            target = self._object_of[entry.identity] = self._name(store_id, position, entry.identity, entry.kept)
+            upload = (target[0], entry.kept)
         inode, size, _ = entry.identity
-        return ArtifactEvent(inode, entry.path, known[0], size, known[1]), upload
+        return ArtifactEvent(inode, entry.path, target[0], size, target[1]), upload
 
     def in_base(
         self, path: str, relative: str, store_id: str, first: Position, upload: Callable[[str, str], None]
     ) -> ArtifactEvent:
-        """The event of a file that a base names; it is uploaded now, if it was not."""
+        """Return the event of a file that a base names, after uploading the file unless it was uploaded before."""
         if (event := self._in_bucket(path, relative)) is not None:
             return event
         identity = _identity(path)
-        if (known := self._known.get(identity)) is None:
-            known = self._name(store_id, first, identity, path)
-            upload(known[0], path)
-            self._known[identity] = known
-        return ArtifactEvent(identity[0], relative, known[0], identity[1], known[1])
+        if (target := self._object_of.get(identity)) is None:
+            target = self._name(store_id, first, identity, path)
+            upload(target[0], path)
+            self._object_of[identity] = target
+        return ArtifactEvent(identity[0], relative, target[0], identity[1], target[1])
 
     def forget(self, lost: Iterable[str]) -> None:
-        """Objects of these names were never uploaded: the next base does it."""
+        """Forget objects that were never uploaded, so that the next base uploads them."""
         names = frozenset(lost)
-        self._known = {identity: known for identity, known in self._known.items() if known[0] not in names}
+        self._object_of = {identity: target for identity, target in self._object_of.items() if target[0] not in names}
 
     def _in_bucket(self, path: str, relative: str) -> ArtifactEvent | None:
-        """The event of a file that a restore left there."""
+        """Return the event of a file that a restore left in the bucket, or `None`."""
         if (remote := remote_at(self._disk, path)) is None:
             return None
         return ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256)

@@ -1,13 +1,13 @@
-"""Records what a store changes while a backup is made, and nothing otherwise.
+"""Records the changes of a store while a backup is made, and nothing otherwise.
 
 It is a recorder of files and a log of commits whose queue is closed until a backup opens it. Every owner has one, whatever
-`archive.mode` says: a backup is made of a store that is in use, and files that were opened before it began are written on.
-While the queue is closed, each write costs a look at a flag.
+`archive.mode` is: a store can be backed up while it is in use, and files that were opened before the backup are still written.
+While the queue is closed, each write costs the check of a flag.
 
-The queue is opened between two commits of the manifest. A commit that had taken no place in it and became visible after the
-base was read would be in neither.
+The queue is opened between two commits of the manifest. Otherwise a commit without a slot in the queue that becomes visible
+after the base was read would be in neither.
 
-Threads: any. Raises what disk and manifest raise, and `Conflict` if a backup is being made.
+Threads: any. Raises the errors of disk and manifest, and `Conflict` if a backup is already being made.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from quire.manifest.overlay import TableRows
 from quire.manifest.writer import CommitLog, ManifestWriter
 
 KEPT = os.path.join(names.SCRATCH, "backup")
-"""In a store's directory: second names of files that a backup has yet to copy. Swept when the store is opened."""
+"""In a store's directory: hard links to files that a backup has yet to copy. Swept when the store is opened."""
 
 
 class BackupRecorder:
     """The recorder of an owner's backups."""
 
     def __init__(self, disk: Disk, root: str, below: Disk) -> None:
-        """`disk` is what the store would use without it, `below` the same without an archive's recorder."""
+        """Create the recorder. `disk`: the disk that the store would otherwise use; `below`: the same without an archive's
+        recorder."""
         # constant after construction
         self.queue = EventQueue(is_open=False)
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
@@ -46,11 +47,11 @@ class BackupRecorder:
         self._numbers = count()
         self._next: CommitLog | None = None
         self._between_commits = threading.Lock()
-        """Held by the manifest's writer while a commit has its place and is not durable."""
+        """Held by the manifest's writer from the reservation of a commit's slots until they are filled or cancelled."""
         self._in_use = threading.Lock()
 
     def attach(self, writer: ManifestWriter) -> None:
-        """Take the rows of commits from now on, and hand them on to the archive, if there is one."""
+        """Receive the rows of commits from now on, and pass them on to the archive, if there is one."""
         self._next = writer.archive
         writer.record_rows()
         writer.archive = self
@@ -69,7 +70,7 @@ class BackupRecorder:
         self._between_commits.release()
 
     def cancelled(self, places: _CommitPlaces) -> None:
-        """For `_CommitPlaces`."""
+        """Cancel the slots of a commit. Called by `_CommitPlaces`."""
         for place in (places.own, places.following):
             if place is not None:
                 place.cancel()
@@ -78,9 +79,9 @@ class BackupRecorder:
     # ── a backup ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
     def recording(self) -> Iterator[EventQueue]:
-        """Record everything that is changed while the block runs."""
+        """Record every change during the block."""
         if not self._in_use.acquire(blocking=False):
-            raise Conflict("a backup of this store is being made", hint="wait until it has ended")
+            raise Conflict("a backup of this store is already running", hint="wait until it finishes")
         try:
             self.recorder.watch_renames()
             with self._between_commits:
@@ -92,7 +93,8 @@ class BackupRecorder:
             self._in_use.release()
 
     def _artifact_complete(self, path: str, relative: str) -> None:
-        """A table or compressed segment has its name. It gets a second one: it may be removed before it is copied."""
+        """Queue a table or compressed segment that has its final name. It gets a hard link, because it may be removed before
+        it is copied."""
         if (remote := remote_at(self.below, path)) is not None:
             self.queue.append(ArtifactEvent(number_of(remote), relative, remote.key, remote.size, remote.sha256))
             return
@@ -104,7 +106,7 @@ class BackupRecorder:
 
 
 class _CommitPlaces:
-    """The places of one commit: in the backup's own queue, if that is open, and in the archive's."""
+    """The slots of one commit: in the backup's own queue, if that is open, and in the archive's."""
 
     __slots__ = ("_recorder", "following", "own")
 
@@ -114,5 +116,5 @@ class _CommitPlaces:
         self.following = following
 
     def cancel(self) -> None:
-        """Nothing was committed."""
+        """Cancel both slots: nothing was committed."""
         self._recorder.cancelled(self)

@@ -1,11 +1,11 @@
-"""Everything a store has, as events: read while the store goes on (A7).
+"""Writes a base: everything a store has, as events, read while the store is in use (A7).
 
-Nothing is held or locked. What is read too early or too late, the log from the object on that was due when the reading began
-puts right: events say what is there afterwards, and files are known by inode. A file that is renamed while directories are read
-may be missed under both names; the recorder remembers those, and they are read at the end. Rows are read in many short
-transactions: one that waits for the bucket would keep LMDB from using any page again.
+Nothing is held or locked. The log, from the object that was due when reading began, corrects whatever changed meanwhile: events
+state the result of a change, and files are identified by inode. A file that is renamed while directories are read may be missed
+under both names; the recorder remembers such files, and they are read at the end. Rows are read in many short transactions: a
+transaction that stays open while the bucket is slow would keep LMDB from reusing pages.
 
-Threads: the base's own. Raises what manifest, disk and object store raise.
+Threads: the base's own. Raises the errors of manifest, disk and object store.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from quire.manifest.row_image import image
 from quire.manifest.store import ManifestStore
 
 ArtifactOf = Callable[[str, str], AnyEvent]
-"""(path, path in the store) of a file that never changes → its event; it uploads the file if that was not done."""
+"""Called with (path, path in the store) of an immutable file. Uploads it if needed, and returns its event."""
 
 
 class BaseSink(Protocol):
-    """Where a base goes."""
+    """The destination of a base."""
 
     recorder: Recorder
 
     def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
-        """Upload a part: its name, size and digest."""
+        """Upload a part. Return its name, size and digest."""
 
     def artifact(self, first: Position, path: str, relative: str) -> AnyEvent:
-        """The event of a file that never changes, once it is uploaded."""
+        """Upload an immutable file if needed. Return its event."""
 
 
 def write_base(
     sink: BaseSink, first: Position, store_id: str, manifest: ManifestStore, disk: Disk, root: str
 ) -> BaseEvent:
-    """Read everything while the store goes on, and upload it in parts."""
+    """Read the whole store while it is in use, and upload it in parts."""
     parts: list[tuple[str, int, bytes]] = []
     held: list[AnyEvent] = []
     size = 0
@@ -75,7 +75,7 @@ def write_base(
 def base_records(
     manifest: ManifestStore, disk: Disk, root: str, recorder: Recorder, artifact: ArtifactOf
 ) -> Iterator[AnyEvent]:
-    """The manifest's rows, then directories and files."""
+    """Yield the manifest's rows, then directories and files, as events."""
     with manifest.read() as txn:
         oldest, head = txn.feed_bounds()
         unread = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
@@ -90,7 +90,7 @@ def base_records(
 
 
 def _paths(disk: Disk, root: str, directory: str) -> Iterator[str]:
-    """Files and directories that are shipped."""
+    """Yield the files and directories below `directory` that are shipped."""
     with suppress(FileNotFoundError):
         for name in disk.names(directory):
             path = os.path.join(directory, name)
@@ -113,4 +113,4 @@ def _events(disk: Disk, root: str, path: str, seen: set[int], artifact: Artifact
         elif not path.endswith(names.TEMPORARY):
             yield artifact(path, relative)
     except FileNotFoundError:
-        return  # removed meanwhile: the log says so
+        return  # removed meanwhile: its event is in the log

@@ -1,12 +1,12 @@
-"""Clones of a store make themselves known below its prefix, and its collector keeps what they read (A12).
+"""Clones of a store register below its prefix, and its collector keeps the objects that they read (A12).
 
-A clone reads objects that its parent had at the moment it was made of. The parent therefore keeps an object that was there at
-that moment and is retired later, until the clone's registration is removed.
+A clone reads objects that its parent had at the moment from which the clone was made. The parent therefore keeps an object that
+existed at that moment and is retired later, until the clone's registration is removed.
 
-Whether an object was there at the moment is told by when the object store got it, with an hour to spare for its clock: keeping
-too much costs space, and nothing else.
+Whether an object existed at that moment follows from its modification time in the object store, with an hour of tolerance for
+that store's clock: keeping too much only costs space.
 
-Threads: any. Raises what the object store raises: without the list of clones nothing is deleted.
+Threads: any. Raises the object store's errors: without the list of clones nothing is deleted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from quire.objects.collector import withdraw
 
 LIST_SECONDS = 60.0
 CLOCK_MS = 3_600_000
-"""How far the clocks of an owner and of its object store may be apart."""
+"""Largest difference between the clocks of an owner and of its object store."""
 SETTLED_MS = 60_000
-"""A retirement has the time at which its commit began: it may come after a moment that seems to be later."""
+"""Tolerance for retirements: they carry the time at which their commit began, and may take effect after a later moment."""
 FOREVER_MS = 1 << 62
 
 
@@ -41,21 +41,21 @@ class CloneRegistration(msgspec.Struct, frozen=True, kw_only=True):
     registered_at_ms: int
     host: str = ""
     path: str = ""
-    """For people: where the clone was made."""
+    """Where the clone was created; informational."""
 
 
 def register(store: ObjectStore, store_id: str, registration: CloneRegistration) -> None:
-    """Have what the clone reads kept."""
+    """Register a clone, so that the objects it reads are kept."""
     store.put(clone_key(store_id, registration.clone_id), msgspec.json.encode(registration) + b"\n")
 
 
 def release(store: DeletableStore, store_id: str, clone_id: str) -> None:
-    """The clone does not read the store's objects any more, or a person says that it does not count."""
+    """Remove a registration: the clone no longer reads the store's objects, or the administrator gives it up."""
     withdraw(store, clone_key(store_id, clone_id))
 
 
 def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
-    """The clones of a store, the earliest moment first. One that cannot be read raises: it may need anything."""
+    """Return the clones of a store, earliest moment first. Raises if one cannot be read, because it may need any object."""
     clones = []
     for info in list_objects(store, clones_prefix(store_id)):
         try:
@@ -69,7 +69,7 @@ def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
 
 
 class CloneKeeper:
-    """What a store's clones need, for its collector (`jobs/archive_window.py`)."""
+    """Tells a store's collector which objects its clones need (`jobs/archive_window.py`)."""
 
     def __init__(self, store: ObjectStore, store_id: Callable[[], str]) -> None:
         # constant after construction
@@ -81,7 +81,7 @@ class CloneKeeper:
         self._moments: list[int] = []
 
     def kept_until(self, place: ObjectStore, name: str, since_ms: int) -> int:
-        """Until when a clone keeps an object that nothing needs since a moment: 0 if none does."""
+        """Return until when an object, retired at `since_ms`, must be kept for clones; 0 if no clone needs it."""
         moments = [at_ms for at_ms in self._clones() if at_ms < since_ms + SETTLED_MS]
         if not moments:
             return 0
@@ -99,4 +99,4 @@ class CloneKeeper:
             return self._moments
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""

@@ -1,18 +1,18 @@
-"""The objects of an archive: events, the header in front of them, and their names. Layout: docs/formats/archive.md.
+"""The objects of an archive: events, the header before them, and object names. Layout: docs/formats/archive.md.
 
 Terms
   event    one change of the store's directory or of its manifest, as it was made: bytes written to a file, a new name, the rows
-           of one commit. Files are known by their inode: names change, and a replay must not mistake one file for another
+           of one commit. Files are identified by inode: names change, and a replay must not mistake one file for another
   log      objects of events, numbered from 0 in each owner epoch without a gap; each carries the digest of the one before it
   base     everything a store had, as events, in parts; it counts from the log object on that names it (`BaseEvent`)
   seal     a log object without events: the owner that would write this number next was deposed
 
-Every event says what is there afterwards, not what was there before, so that applying one again does no harm. A base is read
-while the store goes on; the log from the object on that was due when the base began puts right whatever changed meanwhile.
+An event states the result of a change, so applying it twice is harmless. A base is read while the store is in use; the log,
+from the object that was due when the base began, corrects whatever changed meanwhile.
 
-What comes from a bucket is bounded by its header before it is decompressed, and believed only if its digests agree.
+The size of an object from a bucket is limited by its header before it is decompressed, and its digests must match.
 
-Pure functions, any thread. Raises `Corruption`, `FormatTooNew`, `InvalidName`.
+Threads: pure functions; any. Raises `Corruption`, `FormatTooNew`, `InvalidName`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ CHECKSUM = struct.Struct("<Q")
 assert HEADER.size + CHECKSUM.size == HEADER_BYTES, HEADER.size
 
 OBJECT_BYTES = 32 * MIB
-"""An object is closed when its events have this many bytes; one event may go beyond it."""
+"""An object is closed when its events have this many bytes; the last event may exceed it."""
 RAW_BYTES_MAX = 1024 * MIB
-"""More than any object of ours decompresses to: one commit of 65,536 operations is a tenth of it."""
+"""Upper bound of what an object decompresses to: one commit of 65,536 operations is a tenth of it."""
 COMPRESSION_LEVEL = 1
 NONE = 0xFFFF_FFFF_FFFF_FFFF
 """In a header: no such object."""
@@ -58,22 +58,22 @@ class Kind(IntEnum):
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class LogEvent(msgspec.Struct, frozen=True, array_like=True, tag_field="t", gc=False):
-    """The values below are these, in a fixed order; new fields are added at the end, new events get new tags."""
+    """The base class of events. New fields are added at the end, new events get new tags."""
 
     def size_bytes(self) -> int:
-        """What it takes in an object, nearly."""
+        """Return the approximate bytes of the event in an object."""
         return 64
 
 
 class CreateEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=1):
-    """A new, empty file has this name."""
+    """A new, empty file with this name."""
 
     file: int
     path: str
 
 
 class WriteEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=2):
-    """These bytes are at this offset."""
+    """Bytes at an offset of a file."""
 
     file: int
     offset: int
@@ -84,7 +84,7 @@ class WriteEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=2):
 
 
 class ZeroEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=3):
-    """`length` zero bytes are at this offset."""
+    """`length` zero bytes at an offset of a file."""
 
     file: int
     offset: int
@@ -92,7 +92,7 @@ class ZeroEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=3):
 
 
 class TruncateEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=4):
-    """The file has this size; what is new of it reads as zeros."""
+    """The file has exactly this size; bytes beyond its former end are zeros."""
 
     file: int
     size: int
@@ -106,7 +106,7 @@ class ReserveEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=5):
 
 
 class RenameEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=6):
-    """The file has `path` as a name and no longer `former`. Whatever had that name has lost it."""
+    """The file has the name `path` and no longer `former`. A file that had the name `path` has lost it."""
 
     file: int
     former: str
@@ -114,21 +114,21 @@ class RenameEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=6):
 
 
 class LinkEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=7):
-    """The file has one name more."""
+    """The file has an additional name."""
 
     file: int
     path: str
 
 
 class RemoveEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=8):
-    """The file has lost this name; without a name it is gone."""
+    """The file has lost this name. A file without a name no longer exists."""
 
     file: int
     path: str
 
 
 class ArtifactEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=9):
-    """A file that never changes has this name; its bytes are an object of their own."""
+    """An immutable file with this name; its bytes are a separate object."""
 
     file: int
     path: str
@@ -148,7 +148,7 @@ class CommitEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=10):
 
 
 class BaseEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=11):
-    """A base is complete: its parts by name, size and digest, and the log object its replay begins with."""
+    """A base is complete: the name, size and digest of its parts, and the log object with which its replay begins."""
 
     first_log: int
     parts: tuple[tuple[str, int, bytes], ...]
@@ -158,19 +158,19 @@ class BaseEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=11):
 
 
 class DirectoryEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=12):
-    """There is a directory of this name."""
+    """A directory with this name exists."""
 
     path: str
 
 
 class StandbyEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=13):
-    """The owner is alive, and knows that these standbys follow it."""
+    """Heartbeat: the owner is alive, and has seen that these standbys follow it."""
 
     standbys: tuple[str, ...]
 
 
 class BreakEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=14):
-    """Changes before this object may be missing from the log: whoever follows it begins again with the next base."""
+    """Changes before this object may be missing from the log: a standby must continue from the next base."""
 
 
 AnyEvent = (
@@ -196,7 +196,7 @@ _decoder: Any = msgspec.msgpack.Decoder(list[AnyEvent])
 
 # ── objects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Position(msgspec.Struct, frozen=True, order=True):
-    """A place in the archive: a log object of an owner epoch."""
+    """A position in the archive: a log object of an owner epoch."""
 
     epoch: int
     number: int
@@ -206,35 +206,35 @@ class Position(msgspec.Struct, frozen=True, order=True):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands before the events of an object."""
+    """The header of an object."""
 
     kind: Kind
     position: Position
-    """Of a log object its own; of a part of a base the log object its replay begins with."""
+    """For a log object, its own; for a part of a base, the log object with which its replay begins."""
     parent: Position
-    """The log object before it; of an epoch's first one the last object of the owner before, (0, 0) if there was none."""
+    """The log object before it; for the first of an epoch, the last object of the owner before, or (0, 0) if there was none."""
     parent_digest: bytes = NO_DIGEST
     """SHA-256 of that whole object."""
     at_ms: int
     """The owner's clock when the last event was taken."""
     restorable: int = NONE
-    """The newest object of this epoch, this one included, after which the store can be restored: a chain that was broken has
-    to wait for its next base."""
+    """The newest object of this epoch, up to this one, after which the store can be restored. It does not advance after a break
+    of the chain until the next base."""
     base: int = NONE
-    """The object that names the base which that restore begins with."""
+    """The object that names the base with which that restore begins."""
     successor: int = 0
-    """Of a seal: the owner epoch that wrote it."""
+    """For a seal, the owner epoch that wrote it."""
     raw_bytes: int = 0
     body_bytes: int = 0
     body_digest: bytes = NO_DIGEST
 
 
 def encode_object(header: Header, events: list[AnyEvent]) -> bytes:
-    """The bytes of an object; sizes and digest of the header are filled in here. Compresses outside the interpreter's lock."""
+    """Encode an object, and fill in the sizes and digest of its header. Compression releases the interpreter lock."""
     raw = _encoder.encode(events)
     raw_bytes = len(raw)
     body = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(raw)
-    del raw  # as large as the events; the object below is one more copy
+    del raw  # as large as the events, and the result below is one more copy
     fields = HEADER.pack(
         MAGIC,
         FORMAT,
@@ -256,10 +256,10 @@ def encode_object(header: Header, events: list[AnyEvent]) -> bytes:
 
 
 def decode_header(data: bytes, key: str) -> Header:
-    """The header of an object, from its first bytes."""
+    """Decode the header of an object from its first bytes."""
     fields = data[: HEADER.size]
     if len(data) < HEADER_BYTES or data[:8] != MAGIC:
-        raise _damaged(key, "it does not begin as an object of an archive")
+        raise _damaged(key, "it does not start like an archive object")
     if CHECKSUM.unpack_from(data, HEADER.size)[0] != crc64(fields):
         raise _damaged(key, "the checksum of its header is wrong")
     _, version, kind, epoch, number, parent_epoch, parent_number, *rest = HEADER.unpack(fields)
@@ -267,7 +267,7 @@ def decode_header(data: bytes, key: str) -> Header:
     if version > FORMAT:
         raise FormatTooNew("the archive was written by a newer quire", hint="upgrade quire", key=key, version=version)
     if kind not in Kind._value2member_map_:
-        raise _damaged(key, f"there is no kind {kind}")
+        raise _damaged(key, f"unknown kind {kind}")
     return Header(
         kind=Kind(kind),
         position=Position(epoch, number),
@@ -284,11 +284,11 @@ def decode_header(data: bytes, key: str) -> Header:
 
 
 def decode_object(data: bytes, key: str) -> tuple[Header, list[AnyEvent]]:
-    """Header and events of an object that was read whole."""
+    """Decode a whole object. Return its header and events."""
     header = decode_header(data, key)
     body = memoryview(data)[HEADER_BYTES:]
     if len(body) != header.body_bytes or hashlib.sha256(body).digest() != header.body_digest:
-        raise _damaged(key, "its events are not those that its header vouches for")
+        raise _damaged(key, "its events do not match its header")
     if header.raw_bytes > RAW_BYTES_MAX:
         raise _damaged(key, f"it claims to hold {header.raw_bytes:,} bytes")
     try:
@@ -312,41 +312,41 @@ _ARCHIVE_KEY = re.compile(
 
 
 def archive_prefix(store_id: str) -> str:
-    """Below it is the archive of a store, and nothing else."""
+    """Return the prefix of the archive of a store, which nothing else uses."""
     return f"{store_prefix(store_id)}/archive"
 
 
 def part_prefix(store_id: str, epoch: int, part: str) -> str:
-    """Where an owner epoch has its `log`, `base` or `file` objects."""
+    """Return the prefix of an owner epoch's `log`, `base` or `file` objects."""
     assert part in ("log", "base", "file"), part
     return f"{archive_epoch_prefix(store_id, epoch)}/{part}"
 
 
 def log_key(store_id: str, position: Position) -> str:
-    """The name of a log object."""
+    """Return the name of a log object."""
     return f"{part_prefix(store_id, position.epoch, 'log')}/{u64('number', position.number):016x}"
 
 
 def base_key(store_id: str, position: Position, part: int) -> str:
-    """The name of a part of the base whose replay begins at `position`."""
+    """Return the name of a part of the base whose replay begins at `position`."""
     return (
         f"{part_prefix(store_id, position.epoch, 'base')}/{u64('number', position.number):016x}/{u32('part', part):08x}"
     )
 
 
 def file_key(store_id: str, position: Position, name: str) -> str:
-    """The name of a file that never changes; `position` is the log object that was due when it was met."""
+    """Return the name of an immutable file. `position`: the log object that was due when the file was found."""
     return f"{part_prefix(store_id, position.epoch, 'file')}/{u64('number', position.number):016x}-{name}"
 
 
 def parse_log_key(key: str) -> Position | None:
-    """The position that a name is of; `None` for a foreign one."""
+    """Return the position of a log object's name, or `None` if it is not one."""
     match = _LOG_KEY.fullmatch(key)
     return None if match is None else Position(int(match[1], 16), int(match[2], 16))
 
 
 def parse_archive_key(key: str) -> tuple[Position, str] | None:
-    """(position, `log`, `base` or `file`) of a name in an archive; `None` for a foreign one."""
+    """Return (position, `log`, `base` or `file`) of a name in an archive, or `None` if it is not one."""
     match = _ARCHIVE_KEY.fullmatch(key)
     if match is None:
         return None

@@ -1,13 +1,13 @@
-"""WAL segments that a standby's owner has removed, and that readers of the standby still read.
+"""Keeps WAL segments that the owner has removed while readers of a standby still read them.
 
-The owner knows nothing of a standby's readers: it checkpoints, removes segments and uses their files again. A reader of a
-standby holds a lease file and, with it, the rows of one moment (`pages/published.py`). Before a segment is lost here, it gets a
-second name in `.kept/`, for as long as a lease lives that was there at that moment; readers look there first.
+The owner does not know a standby's readers: it checkpoints, removes segments and recycles their files. A reader of a standby
+holds a lease file and, with it, the rows of one moment (`pages/published.py`). Before a segment is lost on the standby, it gets
+a second link in `.kept/`, which stays until the leases that existed at that moment have ended; readers look there first.
 
-Why no reader is missed: a reader takes its lease, then begins to read rows. The standby commits the rows that let go of a
-segment, then looks for leases. If it does not see a lease, that reader's rows do not name the segment.
+No reader is missed: a reader takes its lease, then begins to read rows. The standby commits the rows that release a segment,
+then lists the leases. If it does not find a reader's lease, that reader's rows do not name the segment.
 
-Threads: one. Raises what the disk raises.
+Threads: one. Raises the disk's errors.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from quire.durable import names
 from quire.durable.files import Disk, read_all, write_new
 
 Readers = Callable[[], set[str]]
-"""The leases that are alive now, by name."""
+"""Returns the names of the live leases."""
 
 
 def kept_path(root: str, path: str) -> str:
-    """Where a file of a store is kept, by its path in the store.
+    """Return where a file is kept, from its path in the store.
 
     >>> kept_path("/standby", "pages/00000007/wal/0000001f.seg")
     '/standby/.kept/pages+00000007+wal+0000001f.seg'
@@ -33,7 +33,7 @@ def kept_path(root: str, path: str) -> str:
 
 
 def is_kept_kind(path: str) -> bool:
-    """Whether readers hold files of this path: WAL segments, but not the spare, which nobody reads."""
+    """Return whether readers may hold the file at this path: a WAL segment, except the spare, which is never read."""
     file = names.parse_path(path)
     return isinstance(file, names.WalSegmentFile) and bool(file.segment_id)
 
@@ -48,17 +48,17 @@ class KeptFiles:
         self._folder = os.path.join(root, names.KEPT)
         self._readers = readers
         self._kept: dict[str, set[str]] = {}
-        """Path of a kept file → the leases it is kept for."""
-        if disk.exists(self._folder):  # of a life before: all who read now may have begun then
+        """Path of a kept file → the leases for which it is kept."""
+        if disk.exists(self._folder):  # left by an earlier process, when any of the current readers may have begun
             self._kept = {os.path.join(self._folder, name): readers() for name in disk.names(self._folder)}
             self.release()
 
     def keep(self, path: str, *, copied: bool = False) -> None:
-        """The file of this path is about to be lost. `copied`: it stays, and gets other bytes. REQUIRES that the rows which
-        let go of it are committed."""
+        """Keep the file at this path, which is about to be lost. `copied`: the file remains but will be overwritten, so keep a
+        copy. REQUIRES that the rows that release it are committed."""
         target = kept_path(self._root, path)
         if target in self._kept or not is_kept_kind(path) or not (readers := self._readers()):
-            return  # what is kept already is what its readers had begun with
+            return  # a file that is already kept is the one that its readers began with
         source = os.path.join(self._root, path)
         self._disk.make_dirs(self._folder)
         with suppress(FileNotFoundError):
@@ -72,7 +72,7 @@ class KeptFiles:
     def keep_others(self, staged: str) -> None:
         """Keep the segments that the directory `staged`, which is about to replace this one, does not have."""
         if not self._disk.exists(os.path.join(staged, names.PAGES)) or not self._readers():
-            return  # they were exchanged already, by a life that was cut off; or nobody reads
+            return  # an interrupted process has already exchanged them, or there are no readers
         for folder, _, present in os.walk(os.path.join(self._root, names.PAGES)):
             for name in present:
                 path = os.path.relpath(os.path.join(folder, name), self._root)
@@ -80,12 +80,12 @@ class KeptFiles:
                     self.keep(path)
 
     def replace(self, path: str) -> None:
-        """Another file gets this path: whoever reads from now on wants that one."""
+        """Drop the kept file of a path that now belongs to another file: new readers need that one."""
         if (target := kept_path(self._root, path)) in self._kept:
             self._remove(target)
 
     def release(self) -> None:
-        """Remove what nobody reads any more."""
+        """Remove the kept files that no live lease needs."""
         if self._kept:
             readers = self._readers()
             for target, held_for in list(self._kept.items()):

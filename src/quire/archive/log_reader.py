@@ -1,8 +1,8 @@
-"""Finding the way through an archive: the last object of an epoch, the object of a moment, the base it needs (A4, A10).
+"""Navigates an archive: finds the last object of an epoch, the object of a moment, and the base that it needs (A4, A10).
 
-Nothing is written. What is read is checked: each log object names the digest of the one before it.
+Nothing is written. What is read is checked: each log object contains the digest of the one before it.
 
-Pure of state, any thread. Raises `NotFound`, `Corruption`, and what the object store raises.
+Threads: any; there is no state. Raises `NotFound`, `Corruption`, and the object store's errors.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, OutOfRan
 from quire.objects.api import ObjectStore
 
 STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-"""Other prefixes of a bucket are backups, objects of older stores, or somebody else's."""
+"""Other prefixes of a bucket are backups, objects of older stores, or unrelated."""
 
 
 class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A state that can be restored, and what it takes."""
+    """A state that can be restored, and the objects needed."""
 
     store_id: str
     position: Position
@@ -49,25 +49,25 @@ class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     base: BaseEvent
     newest: Position
-    """The newest log object of the epoch: what lies between cannot be restored, or was not asked for."""
+    """The newest log object of the epoch. Objects in between are not restorable, or were not requested."""
 
 
 def store_ids(store: ObjectStore) -> list[str]:
-    """The stores that have something in this bucket."""
+    """Return the ids of the stores with objects in this bucket."""
     names = (prefix.strip("/") for prefix in store.list_prefixes(""))
     return [name for name in names if STORE_ID.fullmatch(name)]
 
 
-def the_store(store: ObjectStore) -> str:
-    """The one store that has something in a bucket."""
-    known = store_ids(store)
-    if len(known) > 1:  # the backup of a clone has objects of its parents
-        known = [store_id for store_id in known if _has_log(store, store_id)] or known
-    if len(known) == 1:
-        return known[0]
-    if not known:
-        raise ObjectNotFound("there is no store in this bucket", hint="check the URL and its prefix", store=store.url)
-    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=known)
+def only_store_id(store: ObjectStore) -> str:
+    """Return the id of the only store in a bucket. Raises if there is none, or more than one."""
+    ids = store_ids(store)
+    if len(ids) > 1:  # the backup of a clone contains objects of its parents
+        ids = [store_id for store_id in ids if _has_log(store, store_id)] or ids
+    if len(ids) == 1:
+        return ids[0]
+    if not ids:
+        raise ObjectNotFound("this bucket contains no store", hint="check the URL and its prefix", store=store.url)
+    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=ids)
 
 
 def _has_log(store: ObjectStore, store_id: str) -> bool:
@@ -75,13 +75,13 @@ def _has_log(store: ObjectStore, store_id: str) -> bool:
 
 
 def epochs(store: ObjectStore, store_id: str) -> list[int]:
-    """The owner epochs that have an archive, oldest first."""
+    """Return the owner epochs that have an archive, oldest first."""
     names = (prefix.rstrip("/").rsplit("/", 1)[-1] for prefix in store.list_prefixes(archive_prefix(store_id)))
     return sorted(int(name, 16) for name in names if len(name) == 8)
 
 
 def log_positions(store: ObjectStore, store_id: str, epoch: int, *, after: Position | None = None) -> list[Position]:
-    """The log objects of an epoch that are there."""
+    """List the log objects of an epoch, optionally only those after a position."""
     start = log_key(store_id, after) if after is not None else ""
     positions = []
     for page in store.list_pages(part_prefix(store_id, epoch, "log"), start_after=start):
@@ -95,12 +95,12 @@ class OwnerLog(msgspec.Struct, frozen=True, kw_only=True):
     positions: list[Position]
     """The objects that the owner has put."""
     seal: Header | None
-    """The first seal behind them. One that leaves numbers out is a takeover under way (sealing.py): the owner may still use
-    those."""
+    """The first seal after them. If it leaves a gap of numbers, a takeover is in progress (sealing.py), and the owner may still
+    use those numbers."""
 
 
 def owner_log(store: ObjectStore, store_id: str, epoch: int) -> OwnerLog:
-    """The log objects of an epoch, apart from its seals: an owner puts nothing behind one."""
+    """Return the log objects of an epoch and its first seal. An owner puts nothing after a seal."""
     positions, seal = log_positions(store, store_id, epoch), None
     while positions and (header := header_of(store, store_id, positions[-1])).kind is Kind.SEAL:
         seal = header
@@ -109,7 +109,7 @@ def owner_log(store: ObjectStore, store_id: str, epoch: int) -> OwnerLog:
 
 
 def read_object(store: ObjectStore, store_id: str, position: Position) -> tuple[Header, bytes, list[AnyEvent]]:
-    """(header, digest, events) of a log object."""
+    """Return (header, digest, events) of a log object."""
     key = log_key(store_id, position)
     data = store.get(key)
     header, events = decode_object(data, key)
@@ -117,27 +117,29 @@ def read_object(store: ObjectStore, store_id: str, position: Position) -> tuple[
 
 
 def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
-    """The header of a log object."""
+    """Return the header of a log object."""
     key = log_key(store_id, position)
     try:
         begin = store.get_range(key, 0, HEADER_BYTES)
-    except OutOfRange:  # it is shorter than its header
+    except OutOfRange:  # the object is shorter than a header
         begin = b""
     header = decode_header(begin, key)
     if header.position != position:
-        raise Corruption("an object of the archive has another's name", key=key, says=str(header.position))
+        raise Corruption("an archive object has the wrong name", key=key, says=str(header.position))
     return header
 
 
 def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None) -> RestorePoint:
-    """The newest state that can be restored, or the newest one not after `at_ms`."""
-    known = epochs(store, store_id)
-    if not known:
+    """Return the newest state that can be restored, or the newest one not after `at_ms`."""
+    archived_epochs = epochs(store, store_id)
+    if not archived_epochs:
         raise ObjectNotFound(
-            "this bucket has no archive of the store", hint="was `quire archive on` run?", store=store.url
+            "this bucket has no archive of the store",
+            hint="check the URL, or run `quire archive on` on the store first",
+            store=store.url,
         )
     candidate: Position | None = None
-    current = known[-1] if epoch is None else epoch
+    current = archived_epochs[-1] if epoch is None else epoch
     while current:
         usable = owner_log(store, store_id, current).positions
         if candidate is not None:
@@ -151,13 +153,17 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
                     if point.base.first_log >= usable[0].number:
                         return point
             if usable[0].number:
-                break  # trimmed: what was before is out of the window
+                break  # trimmed: earlier objects are out of the window
             candidate = header_of(store, store_id, usable[0]).parent
         else:
             candidate = None
-        current = candidate.epoch if candidate is not None else max((e for e in known if e < current), default=0)
+        current = (
+            candidate.epoch
+            if candidate is not None
+            else max((older for older in archived_epochs if older < current), default=0)
+        )
     what = (
-        "no moment of this archive can be restored"
+        "nothing in this archive can be restored yet"
         if at_ms is None
         else "the archive does not reach back to that moment"
     )
@@ -165,7 +171,7 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
 
 
 def _newest_not_after(store: ObjectStore, store_id: str, positions: list[Position], at_ms: int | None) -> int | None:
-    """The index of the last object that was cut at or before a moment: clocks of one owner do not go back."""
+    """Return the index of the last object that was cut at or before a moment. Times in the headers of an epoch never fall."""
     if at_ms is None:
         return len(positions) - 1
     low, high = 0, len(positions)
@@ -184,19 +190,19 @@ def _point(store: ObjectStore, store_id: str, position: Position, newest: Positi
     _, events = decode_object(store.get(key), key)
     bases = [event for event in events if isinstance(event, BaseEvent)]
     if not bases:
-        raise Corruption("the object that should name a base does not", key=key)
+        raise Corruption("the log object does not name a base", key=key)
     return RestorePoint(store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest)
 
 
 AHEAD = 3
-"""Objects that are read and decompressed while the one before them is applied; an object has at most 32 MiB of events."""
+"""Objects that are read and decompressed ahead of the one that is applied; an object has at most 32 MiB of events."""
 
 Wanted = TypeVar("Wanted")
 Read = TypeVar("Read")
 
 
 def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator[Read]:
-    """What `read` makes of each, in order, a few at once: requests overlap, digests and zstd need no interpreter."""
+    """Yield `read` of each item in order, reading a few ahead: requests overlap, and digests and zstd release the GIL."""
     with ThreadPoolExecutor(AHEAD, thread_name_prefix="quire-archive-read") as pool:
         under_way: deque[Future[Read]] = deque()
         try:
@@ -212,10 +218,10 @@ def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator
 
 
 def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]:
-    """The events of a base, part by part."""
+    """Yield the events of a base, part by part."""
 
     def read(part: tuple[str, int, bytes]) -> list[AnyEvent]:
-        key, size, digest = part  # as the log names it
+        key, size, digest = part  # as given in the log
         try:
             data = store.get_verified(key, size_bytes=size, sha256=digest)
         except ObjectNotFound:
@@ -226,20 +232,20 @@ def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]
 
 
 def is_continuous(header: Header, events: list[AnyEvent]) -> bool:
-    """Whether an object holds everything since the one before it; behind a break only a base helps."""
+    """Return whether an object contains every change since the one before it. After a break, only a base does."""
     return header.restorable == header.position.number and not any(isinstance(event, BreakEvent) for event in events)
 
 
 def log_events(
     store: ObjectStore, store_id: str, first: Position, last: Position
 ) -> Iterator[tuple[Header, bytes, list[AnyEvent]]]:
-    """(header, digest, events) of log objects in order, each checked against the one before."""
+    """Yield (header, digest, events) of log objects in order, each checked against the one before."""
 
     def read(number: int) -> tuple[int, str, bytes, Header, list[AnyEvent]]:
         key = log_key(store_id, Position(first.epoch, number))
         try:
             data = store.get(key)
-        except ObjectNotFound:  # of a replica of the bucket: it may come
+        except ObjectNotFound:  # in a replica of the bucket it may arrive later
             what = "an object is missing in the middle of the archive's log"
             raise ObjectNotFound(what, hint="wait for it, or restore an earlier moment with --at", key=key) from None
         return number, key, hashlib.sha256(data).digest(), *decode_object(data, key)
@@ -247,6 +253,8 @@ def log_events(
     before: bytes | None = None
     for number, key, digest, header, events in _ahead(read, range(first.number, last.number + 1)):
         if header.position.number != number or (before is not None and header.parent_digest != before):
-            raise Corruption("the archive's log is not one chain", hint="restore an earlier moment with --at", key=key)
+            raise Corruption(
+                "the archive's log is not a single chain", hint="restore an earlier moment with --at", key=key
+            )
         before = digest
         yield header, digest, events

@@ -1,16 +1,16 @@
-"""What was changed and is not in the bucket yet: one queue for the whole store, in the order in which it happened (A5).
+"""The queue: changes of the whole store that are not encoded for the bucket yet, in the order in which they were made (A5).
 
 Terms
-  event     see format.py; its place in the queue is its ordinal, counted from 1 since the store was opened
-  slot      a place that is taken before it is known what belongs there: a commit of the manifest
+  event     see format.py; its position in the queue is its ordinal, counted from 1 since the store was opened
+  slot      a position that is reserved before its event is known: for a commit of the manifest
 
-Whoever changes a file hands the change over before it tells anybody of it. So every beginning of the queue is a state that a
-killed process could have left, and recovery knows those: a cut is simply where the archiver stopped taking.
+A thread that changes a file hands the change over before it reports the change to any other thread. So every prefix of the
+queue is a state that a killed process could have left, which recovery can handle; a cut is where the archiver stopped taking.
 
-A commit takes its slot before it begins, and fills it once it is durable: readers of the manifest see the commit before its
-thread goes on, and what they do because of it must come later in the queue. The archiver waits at a slot that is not filled.
+A commit reserves its slot before it begins, and fills it once it is durable: readers of the manifest may see the commit before
+its thread continues, and what they change as a result must come later in the queue. The archiver waits at an unfilled slot.
 
-Threads: any. Handing over takes a lock for the time of one append.
+Threads: any. Handing over holds a lock for the duration of one append.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from quire.archive.format import OBJECT_BYTES, AnyEvent, BaseEvent
 
 
 class PendingArtifact(msgspec.Struct, frozen=True, gc=False):
-    """A file that is complete and not uploaded yet; it becomes an `ArtifactEvent` when a cut takes it."""
+    """A file that is complete and not uploaded yet. A cut turns it into an `ArtifactEvent`."""
 
     path: str
-    """In the store."""
+    """Path in the store."""
     kept: str
-    """A name that it keeps until it is uploaded."""
+    """Path of a hard link that exists until the file is uploaded."""
     identity: tuple[int, int, int]
-    """(inode, size, time of change)"""
+    """(inode, size, time of last change)"""
 
     def size_bytes(self) -> int:
         return 256
 
 
 class PendingBase(msgspec.Struct, frozen=True, gc=False):
-    """A base whose parts are in the bucket. It counts, unless the chain was broken since it began."""
+    """A base whose parts are in the bucket. It counts unless the chain has been broken since it began."""
 
     base: BaseEvent
     breaks: int
-    """How often the chain had been broken when it began."""
+    """How often the chain had been broken when the base began."""
 
     def size_bytes(self) -> int:
         return self.base.size_bytes()
@@ -54,7 +54,7 @@ Entry = AnyEvent | PendingArtifact | PendingBase
 
 
 class Slot:
-    """A place in the queue whose event is not known yet. Fill it or cancel it; the archiver waits here until then."""
+    """A position in the queue whose event is not known yet. The archiver waits at it until it is filled or cancelled."""
 
     __slots__ = ("_queue", "event", "is_queued", "is_settled", "size_bytes")
 
@@ -65,35 +65,35 @@ class Slot:
         self.size_bytes = 0
 
     def fill(self, event: AnyEvent) -> None:
-        """This is what belongs here."""
+        """Set the event of this slot."""
         self.event = event
         self._queue.settled(self, event.size_bytes())
 
     def cancel(self) -> None:
-        """Nothing belongs here."""
+        """Settle this slot without an event."""
         self._queue.settled(self, 0)
 
 
 FULL_SECONDS = 1.0
-"""How long a change waits for a full queue to shrink; then memory is exceeded rather than the store stopped."""
+"""How long a change waits for a full queue to shrink. After that it exceeds the memory limit rather than stop the store."""
 
 
-def _nobody() -> None:
-    """Nobody takes from the queue."""
+def _ignore_crowding() -> None:
+    """Do nothing: the default for a queue without an archiver."""
 
 
 class EventQueue:
-    """Events in order, taken by one archiver. What waits here is bounded by what the archiver encodes, not by the bucket."""
+    """Events in order, taken by one archiver. Its length depends on how fast the archiver encodes, not on the bucket."""
 
     def __init__(
         self,
         *,
         crowded_bytes: int = 1 << 62,
         full_bytes: int = 1 << 62,
-        crowded: Callable[[], None] = _nobody,
+        crowded: Callable[[], None] = _ignore_crowding,
         is_open: bool = True,
     ) -> None:
-        """`crowded` is called when more than `crowded_bytes` wait; beyond `full_bytes` whoever changes files waits for room."""
+        """Create a queue. `crowded` is called when more than `crowded_bytes` wait; beyond `full_bytes`, `append` blocks."""
         # constant after construction
         self.crowded_bytes = crowded_bytes
         self._full_bytes = full_bytes
@@ -103,21 +103,22 @@ class EventQueue:
         self._room = threading.Condition(self._lock)
         self._events: deque[Entry | Slot] = deque()
         self._front: deque[Entry | Slot] = deque()
-        """What the archiver took over in one step and has not taken yet: changes are not held up while it counts."""
+        """Events that `take` has moved here in one step, so that it can walk them without blocking `append`."""
         self._bytes = 0
         self._end = 0
         self.since: float | None = None
-        """About when the oldest event that waits here was handed over; `None` if none waits."""
+        """Approximate time at which the oldest waiting event was handed over; `None` if none waits."""
         self.is_open = is_open
-        """Whether it takes events; may be read by anyone *after* a change was made, to save the making of its event."""
+        """Whether the queue accepts events. May be read without the lock *after* a change was made, to avoid building its
+        event."""
 
     def open(self) -> None:
-        """Take events from now on."""
+        """Accept events from now on."""
         with self._lock:
             self.is_open = True
 
     def append(self, event: Entry) -> None:
-        """Hand over what was just done."""
+        """Hand over a change that was just made. Dropped if the queue is closed."""
         size = event.size_bytes()
         with self._lock:
             if not self.is_open:
@@ -140,7 +141,7 @@ class EventQueue:
                     return
 
     def reserve(self) -> Slot:
-        """Take a place for what is about to be done."""
+        """Reserve a slot for a change that is about to be made."""
         slot = Slot(self)
         with self._lock:
             if self.is_open:
@@ -152,7 +153,7 @@ class EventQueue:
         return slot
 
     def settled(self, slot: Slot, size_bytes: int) -> None:
-        """For `Slot`."""
+        """Mark a slot as settled. Called by `Slot`."""
         with self._lock:
             slot.size_bytes = size_bytes
             slot.is_settled = True
@@ -161,16 +162,17 @@ class EventQueue:
 
     @property
     def end(self) -> int:
-        """The ordinal of the last event: what was done before this moment has none above it."""
+        """The ordinal of the last event. Changes made before this call have no higher one."""
         return self._end
 
     @property
     def size_bytes(self) -> int:
-        """What waits here."""
+        """Approximate bytes of the waiting events."""
         return self._bytes
 
     def take(self, size_bytes: int) -> tuple[list[Entry], int]:
-        """Events from the front up to about `size_bytes`, and the ordinal of the last one; for one thread."""
+        """Take events from the front, up to about `size_bytes`. Return them and the ordinal of the last one. Called by one
+        thread only."""
         events: list[Entry] = []
         taken, is_blocked = 0, False
         while taken < size_bytes and not is_blocked and self._has_front():
@@ -189,7 +191,7 @@ class EventQueue:
             return bool(self._front)
 
     def _take_front(self, events: list[Entry], taken: int, size_bytes: int) -> tuple[int, bool]:
-        """(bytes taken, whether a commit in front is not settled)"""
+        """Move settled events from the front to `events`. Return (bytes taken, whether an unsettled slot is in front)."""
         front = self._front
         while front and taken < size_bytes:
             first = front[0]
@@ -206,8 +208,9 @@ class EventQueue:
         return taken, False
 
     def drop(self) -> list[Entry]:
-        """Forget what waits, because the chain is broken and a base will follow; what is forgotten. Not while another thread
-        takes."""
+        """Drop the waiting events, because the chain is broken and a base will follow. Return those that were not in slots.
+
+        Unsettled slots stay. Must not run while another thread is in `take`."""
         with self._lock:
             dropped: list[Entry] = []
             kept: deque[Entry | Slot] = deque()
@@ -222,7 +225,7 @@ class EventQueue:
             return dropped
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Drop all events and accept no more."""
         with self._lock:
             self.is_open = False
             self._events.clear()
@@ -233,5 +236,5 @@ class EventQueue:
 
 
 def bounded_queue(memory_bytes: int, crowded: Callable[[], None]) -> EventQueue:
-    """A queue that asks for a cut when an object is full, or half of the memory, and never takes much more than the memory."""
+    """Return a queue that calls `crowded` at the size of an object or half of `memory_bytes`, and blocks at `memory_bytes`."""
     return EventQueue(crowded_bytes=min(OBJECT_BYTES, memory_bytes // 2), full_bytes=memory_bytes, crowded=crowded)

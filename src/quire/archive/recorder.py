@@ -4,23 +4,23 @@ Terms
   shipped    files whose bytes go into the log as they are written: WAL segments, hot segments, logs, small files
   artifact   a file that is complete when it gets its name or is synced, and never changes: tables, compressed segments. It is
              uploaded as an object of its own
-  ignored    what is made anew or lives in the bucket already: caches, scratch, leases, tokens
+  ignored    files that can be recreated or are in the bucket already: caches, scratch, leases, tokens
 
 Rules
-  1. A change is handed over after it was made and before the call returns, by the thread that made it. Nobody can rely on a
+  1. A change is handed over after it was made and before the call returns, by the thread that made it. No thread can rely on a
      change whose event is not in the queue.
-  2. Files are named by inode: that stays when they are renamed, linked, closed and opened again. A number that is used again
-     belongs to another file from its `CreateEvent` on.
-  3. A write that raises is not handed over: what it left is what a torn write leaves.
-  4. While the queue is closed nothing is recorded. Whether it is open is asked *after* each change: what was done before it was
-     opened is on disk when a base is read.
-  5. A shipped file that comes from elsewhere (staged by a job and renamed) is handed over whole.
-  6. What happens to a file after it has lost its last name is not handed over: a thread may still fill a log with zeros that
-     another has removed, and a base that is read in between knows nothing of the file. So a name and its event change under
-     one lock, and whoever hands over a write looks under that lock whether the file has a name. It is remembered, for files
-     that are open: to ask the system would give the interpreter up in the middle of a commit.
+  2. Files are identified by inode, which does not change when they are renamed, linked, closed or reopened. An inode number
+     that is reused identifies another file from its `CreateEvent` on.
+  3. A write that raises is not handed over: it leaves the same state as a torn write.
+  4. While the queue is closed, nothing is recorded. Whether it is open is checked *after* each change: a change made before
+     it was opened is on disk when a base is read.
+  5. A shipped file that was written elsewhere (staged by a job and renamed) is handed over whole.
+  6. Changes of a file that has lost its last name are not handed over: one thread may still zero-fill a log that another has
+     removed, and a base that is read in between does not contain the file. So a name and its event change under one lock, and
+     a thread that hands over a write checks under that lock whether the file has a name. This is remembered for open files,
+     because a system call would release the interpreter lock in the middle of a commit.
 
-Threads: any. Raises what the disk below raises.
+Threads: any. Raises the errors of the disk below.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ ZEROS = bytes(64 * KIB)
 PIECE_BYTES = 4 * MIB
 """A large file is handed over in pieces of this size."""
 ARCHIVE_STATE = "archive.json"
-"""In a store's directory: how far the archive has come. About this directory, so it is not shipped."""
+"""In a store's directory: the position of the archive. It concerns this directory only, so it is not shipped."""
 SPOOL = "archive"
-"""In a store's directory: what waits for the bucket."""
+"""In a store's directory: files that wait to be uploaded."""
 REMOTE_FILES = "remote_files.json"
 """In a store's directory: artifacts that a restore left in the bucket."""
 
 
 class Shipping(Enum):
-    """What happens to a file."""
+    """How a file is archived."""
 
     BYTES = "its bytes are shipped as they are written"
     WHOLE = "it is shipped whole when it is complete"
@@ -69,7 +69,7 @@ class Shipping(Enum):
 
 
 def shipping(path: str) -> Shipping:
-    """What happens to the file of this path, relative to the store's directory.
+    """Return how the file with this path, relative to the store's directory, is archived.
 
     >>> shipping("pages/00000007/wal/0000001f.seg").name, shipping("lsm/00000007/sst/000031.sst").name
     ('BYTES', 'WHOLE')
@@ -97,21 +97,21 @@ class Recorder(DiskLayer):
     """A `Disk` over another, for the owner of one store."""
 
     def __init__(self, inner: Disk, root: str, queue: EventQueue, complete: Callable[[str, str], None]) -> None:
-        """`complete(path, relative)` is told of every artifact that is complete; it hands the event over."""
+        """Create the layer. `complete(path, relative)` is called for each artifact that is complete, and hands it over."""
         super().__init__(inner)
         # constant after construction
         self._prefix = os.path.join(os.path.abspath(root), "")
         self.queue = queue
         self._complete = complete
         self.naming = threading.Lock()
-        """While names change, and while a change of a file's bytes is handed over (rule 6)."""
+        """Held while names change, and while a change of a file's bytes is handed over (rule 6)."""
         # guarded by naming
         self.nameless: set[int] = set()
         """Open files that have lost their last name."""
         self._handles: dict[int, int] = {}
-        """How many handles an open file has."""
+        """Number of handles of each open file."""
         self._renamed: dict[str, int] | None = None
-        """While a base is read: the names that files got meanwhile, by which its walk may have missed them; with the inodes."""
+        """Names that files have received while a base is read, with their inodes: its directory walk may have missed them."""
 
     # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
@@ -128,7 +128,7 @@ class Recorder(DiskLayer):
         return recorded
 
     def completed(self, path: str) -> None:
-        """An artifact is complete, if it has its name by now; for `ArtifactFile`."""
+        """Hand over an artifact that is complete, unless its name is still temporary. Called by `ArtifactFile`."""
         if self.queue.is_open and not path.endswith(names.TEMPORARY):
             self._complete(path, self._relative(path))
 
@@ -143,7 +143,7 @@ class Recorder(DiskLayer):
             self._inner.rename(source, target)
             self._lose_name(replaced)
             if (before, after) == (Shipping.BYTES, Shipping.BYTES):
-                if not self._inner.exists(source):  # else both are names of one file: the system leaves them alone
+                if not self._inner.exists(source):  # else both name the same file, and rename(2) has done nothing
                     self.queue.append(RenameEvent(number, self._relative(source), self._relative(target)))
                     self._note_name(target, number)
                 return
@@ -163,7 +163,7 @@ class Recorder(DiskLayer):
             if self._kind(target) is Shipping.WHOLE:
                 self.completed(target)
             return
-        with self.naming:  # the walk of a base may miss both names, if the first one is removed meanwhile
+        with self.naming:  # a base's walk may miss both names if the first one is removed meanwhile
             self._inner.link(source, target)
             number = self._inode_at(target)
             self.queue.append(LinkEvent(number, self._relative(target)))
@@ -185,7 +185,7 @@ class Recorder(DiskLayer):
             self.nameless.add(number)
 
     def opened(self, file: File) -> int:
-        """The number of a file that is open from now on; for `RecordedFile`."""
+        """Count a handle of a file. Return the file's number. Called by `RecordedFile`."""
         with self.naming:
             status = os.fstat(file.fileno())
             self._handles[status.st_ino] = self._handles.get(status.st_ino, 0) + 1
@@ -194,7 +194,7 @@ class Recorder(DiskLayer):
             return status.st_ino
 
     def closed(self, number: int) -> None:
-        """One handle less; for `RecordedFile`. The system may give the number to another file now."""
+        """Release a handle of a file. Called by `RecordedFile`. After the last one, the system may reuse the number."""
         with self.naming:
             self._handles[number] -= 1
             if not self._handles[number]:
@@ -213,12 +213,13 @@ class Recorder(DiskLayer):
 
     # ── while a base is read ──────────────────────────────────────────────────────────────────────────────────────────
     def watch_renames(self) -> None:
-        """From now on remember which files get another name."""
+        """Begin to remember the names that files receive."""
         with self.naming:
             self._renamed = {}
 
     def renamed(self) -> dict[str, int]:
-        """The paths that files got since the last call, with their inodes: one file may have several, and lose some again."""
+        """Return the paths that files received since the last call, with their inodes. A file may have received several, and
+        lost some again."""
         with self.naming:
             renamed, self._renamed = self._renamed or {}, {}
             return renamed
@@ -238,7 +239,7 @@ class Recorder(DiskLayer):
     def _inode_at(self, path: str) -> int:
         with suppress(FileNotFoundError):
             return os.stat(path).st_ino
-        file = self._inner.open(path, write=False)  # one that is in the bucket (remote_files.py)
+        file = self._inner.open(path, write=False)  # the file is in the bucket (remote_files.py)
         try:
             return inode(file)
         finally:
@@ -256,7 +257,7 @@ class RecordedFile(FileLayer, DirectFile):
         self._recorder = recorder
         self._is_closed = False
         self.number = recorder.opened(inner)
-        """By which the archive knows the file."""
+        """The inode, which identifies the file in the archive."""
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
@@ -282,10 +283,10 @@ class RecordedFile(FileLayer, DirectFile):
             self._hand_over(ReserveEvent(self.number, size))
 
     def close(self) -> None:
-        """Of several calls the first counts."""
+        """Close the file. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._recorder.closed(self.number)  # before: nobody else has the number yet
+            self._recorder.closed(self.number)  # before the close: until then the number cannot be reused
         self._inner.close()
 
     def _hand_over(self, event: AnyEvent) -> None:
@@ -296,7 +297,7 @@ class RecordedFile(FileLayer, DirectFile):
 
 
 class ArtifactFile(FileLayer, DirectFile):
-    """A file that is written once: it is complete when it is synced under its own name."""
+    """A file that is written once. It is complete when it is synced under its final name."""
 
     __slots__ = ("_recorder",)
 
@@ -317,7 +318,7 @@ class ArtifactFile(FileLayer, DirectFile):
 
 
 def _last_name_of(path: str) -> int:
-    """The number of a file that has no other name than this one; 0 for another, and where there is none."""
+    """Return the number of the file if this is its only name, else 0; also 0 if there is no file."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -327,10 +328,10 @@ def _last_name_of(path: str) -> int:
 
 @contextmanager
 def _blocks_kept(path: str) -> Iterator[None]:
-    """The blocks of a file that is removed meanwhile are freed when this ends: with many of them that takes milliseconds."""
+    """Delay the freeing of a removed file's blocks until the block ends: it can take milliseconds, too long under a lock."""
     try:
         held = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:  # one that is in the bucket
+    except FileNotFoundError:  # the file is in the bucket
         held = -1
     try:
         yield
@@ -340,27 +341,27 @@ def _blocks_kept(path: str) -> Iterator[None]:
 
 
 def write_event(number: int, offset: int, data: bytes | bytearray | memoryview) -> AnyEvent:
-    """The event of bytes that were written; a copy, because callers use their buffers again."""
+    """Return the event of a write, with a copy of the bytes, because callers reuse their buffers."""
     if len(data) >= len(ZEROS) and is_zero(data):
         return ZeroEvent(number, offset, len(data))
     return WriteEvent(number, offset, bytes(data))
 
 
 def is_zero(data: bytes | bytearray | memoryview) -> bool:
-    """Whether all bytes are zero; a look at the first ones answers it for nearly all data."""
+    """Return whether all bytes are zero. For nearly all other data, the first comparison decides."""
     view = memoryview(data).cast("B")
     return all(view[at : at + len(ZEROS)] == ZEROS[: len(view) - at] for at in range(0, len(view), len(ZEROS)))
 
 
 def inode(file: File) -> int:
-    """The number by which the archive knows a file."""
-    number: int | None = getattr(file, "number", None)  # of one that is in the bucket (remote_files.py)
+    """Return the number that identifies a file in the archive."""
+    number: int | None = getattr(file, "number", None)  # set for a file in the bucket (remote_files.py)
     return os.fstat(file.fileno()).st_ino if number is None else number
 
 
 def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = None) -> list[AnyEvent]:
-    """A file as it is now, as events; only its name, if its inode was `seen`. It may be written meanwhile: the events of that
-    come later in the log."""
+    """Return the events that recreate a file; only its name if its inode was `seen`. Writes made meanwhile are corrected by
+    their own events, which follow in the log."""
     file = disk.open(path, write=False)
     try:
         number, size = inode(file), file.size()
@@ -379,6 +380,6 @@ def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = Non
 
 
 def sha256_of(path: str) -> bytes:
-    """The digest of a file that never changes."""
+    """Return the SHA-256 of a file that never changes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()

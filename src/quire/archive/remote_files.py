@@ -1,12 +1,13 @@
-"""A `Disk` on which some files are in the bucket: what a restore did not download is read from there, range by range (A10).
+"""A `Disk` with some files in the bucket: files that a restore did not download are read from there, range by range (A10).
 
 Terms
-  remote   a file that never changes, whose bytes are an object (`state_files.RemoteFile`). It has a path, a size, and can be
-           read, linked, renamed and removed as if it were here
+  remote   an immutable file whose bytes are an object (`state_files.RemoteFile`). It has a path and a size, and can be read,
+           linked, renamed and removed like a local file
 
-The list of them is remote_files.json in the store's directory; it is replaced whole when it changes, before the call returns.
+remote_files.json in the store's directory lists the remote files. It is replaced as a whole when the list changes, before the
+call returns.
 
-Threads: any. Raises `Corruption`, and what disk and object store raise.
+Threads: any. Raises `Corruption`, and the errors of disk and object store.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from quire.durable.files import Disk, DiskLayer, File, write_atomic
 from quire.objects.api import ObjectStore, Range
 
 BLOCK_BYTES = 256 * KIB
-"""Read from the bucket at a time: tables are read in blocks of this order, and a request costs more than the bytes."""
+"""Unit of reads from the bucket: blocks of tables have this order of size, and a request costs more than its bytes."""
 CACHE_BYTES = 64 * MIB
 
 
@@ -48,32 +49,32 @@ class RemoteFiles(DiskLayer):
         self._remote = {os.path.join(self._root, path): file for path, file in read_remote_files(inner, root).items()}
 
     def remote(self, path: str) -> RemoteFile | None:
-        """The file of this path, if it is in the bucket."""
+        """Return the remote file at this path, or `None`."""
         return self._remote.get(os.path.abspath(path))
 
     def read(self, file: RemoteFile, size: int, offset: int) -> bytes:
-        """Bytes of a remote file; fewer only at its end. For `RemoteHandle`."""
+        """Read bytes of a remote file; fewer than `size` only at its end. Called by `RemoteHandle`."""
         end = min(offset + size, file.size)
         numbers = range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         blocks = {number: self._cache.get((file.key, number)) for number in numbers}
         missing = [number for number in numbers if blocks[number] is None]
         starts = [number * BLOCK_BYTES for number in missing]
         ranges = [Range(offset=start, length=min(BLOCK_BYTES, file.size - start)) for start in starts]
-        if ranges:  # those that lie together are one request
+        if ranges:  # adjacent ranges become one request
             try:
                 present = self._objects().get_ranges(file.key, ranges)
             except OutOfRange as error:
-                what = "an object of the archive is shorter than it was"
+                what = "an archive object is shorter than recorded"
                 raise Corruption(what, hint=HELPED_BY, key=file.key, size=file.size) from error
             for number, block in zip(missing, present, strict=True):
                 self._cache.put((file.key, number), block, len(block))
                 blocks[number] = block
-        whole = b"".join(block for block in blocks.values() if block is not None)
+        data = b"".join(block for block in blocks.values() if block is not None)
         start = numbers.start * BLOCK_BYTES
-        return whole[offset - start : end - start]
+        return data[offset - start : end - start]
 
     def _change(self, remove: str = "", add: str = "", file: RemoteFile | None = None) -> None:
-        """REQUIRES the lock."""
+        """Remove and add paths, and write the list. REQUIRES the lock."""
         if remove:
             del self._remote[remove]
         if add and file is not None:
@@ -81,7 +82,7 @@ class RemoteFiles(DiskLayer):
         listed = {os.path.relpath(path, self._root): kept for path, kept in self._remote.items()}
         write_atomic(self._inner, os.path.join(self._root, REMOTE_FILES), msgspec.json.encode(listed))
 
-    # ── a disk ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the `Disk` interface ──────────────────────────────────────────────────────────────────────────────────────────
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         if not write and (file := self._remote.get(os.path.abspath(path))) is not None:
             return RemoteHandle(self, path, file)
@@ -130,7 +131,7 @@ class RemoteFiles(DiskLayer):
 
 
 class RemoteHandle:
-    """A remote file, opened to be read."""
+    """A remote file, open for reading."""
 
     def __init__(self, files: RemoteFiles, path: str, file: RemoteFile) -> None:
         self._files = files
@@ -144,14 +145,14 @@ class RemoteHandle:
 
     @property
     def number(self) -> int:
-        """What stands for its inode in the archive."""
+        """The number that identifies the file in the archive, in place of an inode."""
         return number_of(self._file)
 
     def read_at(self, size: int, offset: int) -> bytes:
         return self._files.read(self._file, size, offset)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """What the system says of a descriptor that was opened for reading. A file in the bucket never changes."""
+        """Raise EBADF, as for a descriptor opened for reading: a file in the bucket never changes."""
         raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._path)
 
     write_at = truncate = allocate = _refuse
@@ -160,10 +161,11 @@ class RemoteHandle:
         return self._file.size
 
     def sync(self) -> None:
-        """It is durable."""
+        """Do nothing: an object in the bucket is durable."""
 
     def fileno(self) -> int:
-        """A descriptor to tell files apart by (open_files.py), never to read from: nothing maps tables or segments."""
+        """Return a descriptor that only distinguishes open files (open_files.py). It is never read: nothing maps tables or
+        segments."""
         if self._descriptor < 0:
             self._descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         return self._descriptor
@@ -175,10 +177,10 @@ class RemoteHandle:
 
 
 def number_of(file: RemoteFile) -> int:
-    """What stands for the inode of a file that has none here; larger than inodes are."""
+    """Return the number that replaces the inode of a remote file. The top bit is set, which inodes do not have."""
     return crc64(file.key.encode()) | 1 << 63
 
 
 def remote_at(disk: Disk, path: str) -> RemoteFile | None:
-    """The file of this path, if it is in the bucket."""
+    """Return the remote file at this path, or `None`."""
     return disk.remote(path) if isinstance(disk, RemoteFiles) else None

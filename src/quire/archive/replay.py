@@ -1,23 +1,23 @@
-"""Making a directory of an archive's events: for a restore, and for a standby that goes on (A10, A11).
+"""Applies an archive's events to a directory: for a restore, and for a standby, which continues to follow (A10, A11).
 
 Terms
-  file      known by the inode it had in the owner's directory; here a file in `.files/`, linked to each of its names
+  file      identified by the inode it had in the owner's directory; here a file in `.files/`, linked to each of its names
   remote    an artifact that stays in the bucket and is read from there on demand
 
 Rules
-  1. Events are applied in order; applying one twice does no harm. Until the object that names the base is reached, events may
-     speak of files that were gone when the base was read: those are passed over, but what they replaced has lost its name.
-     After it, that is `Corruption`.
-  2. Files are synced before the manifest's rows are committed, as the owner did it (S1); `position` is written last.
-  3. Paths come from a bucket: one that leaves the directory is refused.
-  4. In a directory that is followed, readers are at work: rows that let go of a file are committed before the file is lost,
-     and what readers still need of it is kept (`kept_files.py`). A name that gets another file is never without one. Names
-     are durable before rows are committed.
+  1. Events are applied in order; applying one twice is harmless. Until the object that names the base is reached, events may
+     refer to files that did not exist any more when the base was read: those are skipped, but a file that they replaced has
+     lost its name. After that object, such an event is `Corruption`.
+  2. Files are synced before the manifest's rows are committed, as by the owner (S1); `position` is written last.
+  3. Paths come from a bucket: one that leads out of the directory is refused.
+  4. A standby's directory has readers. Rows that release a file are committed before the file is lost, and what readers still
+     need of it is kept (`kept_files.py`). A name that passes to another file always names one of the two. Names are durable
+     before rows are committed.
 
-What a standby keeps between two objects is the directory itself: `.files/` says which number a file has, its links say which
-names it has, remote_files.json the rest. An object that was cut off is applied again from its beginning.
+Between two objects, the directory itself holds a standby's state: names in `.files/` are the numbers of files, their hard links
+are the names of files, remote_files.json has the rest. An object that was applied in part is applied again from its beginning.
 
-Threads: one. Raises `Corruption`, and what disk and manifest raise.
+Threads: one. Raises `Corruption`, and the errors of disk and manifest.
 """
 
 from __future__ import annotations
@@ -57,34 +57,35 @@ from quire.manifest.overlay import TableRows
 from quire.manifest.row_image import RowImage
 
 STAGED = "staged"
-"""In `.files/`: a second link to a file, on its way to replace another."""
+"""In `.files/`: a temporary link to a file that is about to replace another."""
 OPEN_FILES_MAX = 64
 ZERO_STEP = MIB
 HEADER_LOOK_BYTES = 8
-"""Of a file that was made ahead they are zero."""
+"""Bytes read at the beginning of a file to see whether it has a header; they are zero in a preallocated file."""
 
 
 Adapt = Callable[[str, list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]]
-"""(table, stored rows) → the rows to put instead."""
+"""Called with (table, stored rows). Returns the rows to put instead."""
 
 
-def _as_they_are(_: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+def _unchanged(_: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return rows
 
 
 class Replay:
-    """A directory that events are applied to. `finish` it to get rid of what only replaying needs."""
+    """A directory to which events are applied. `finish` removes what only the replay needs."""
 
     def __init__(
         self,
         disk: Disk,
         root: str,
         *,
-        adapt: Adapt = _as_they_are,
+        adapt: Adapt = _unchanged,
         kept: KeptFiles | None = None,
         settings: ManifestSettings | None = None,
     ) -> None:
-        """`adapt` is given the rows of every commit. `kept`: the directory is one that readers have open (rule 4)."""
+        """Prepare a directory. `adapt` is called with the rows of every commit. `kept`: set if readers have the directory open
+        (rule 4)."""
         # constant after construction
         self._disk = disk
         self._root = os.path.abspath(root)
@@ -95,22 +96,22 @@ class Replay:
         self._rows = RowImage(os.path.join(self._root, names.MANIFEST), settings)
         self._names: dict[str, int] = {}
         self._paths: dict[int, set[str]] = {}
-        """The inverse."""
+        """The inverse of `_names`."""
         self._open: dict[int, File] = {}
         self._dirty: set[int] = set()
         self._folders: set[str] = set()
-        """Directories whose names were changed and are not durable yet."""
+        """Directories with changed names that are not durable yet."""
         self._nameless: set[int] = set()
-        """Files that have lost their last name: swept when the object that says so is applied."""
+        """Files that have lost their last name, or have no bytes here. `sweep` removes them, after the object is applied."""
         self._swept: set[int] = set()
         self._commits: list[tuple[TableRows, ...]] = []
         self.remote: dict[str, RemoteFile] = {}
-        """Artifacts by path."""
+        """Artifacts in the bucket, by path."""
         self._is_remote_saved = False
         self.is_lenient = True
         """Whether the object that names the base is still to come (rule 1)."""
         self.touched: set[str] = set()
-        """Paths without a directory that got other bytes or another file since the last `apply` began: quire.toml."""
+        """Paths in the top directory (quire.toml) whose bytes or file have changed since the last `apply` began."""
         self.bytes_written = 0
 
     @classmethod
@@ -120,10 +121,10 @@ class Replay:
         root: str,
         *,
         kept: KeptFiles,
-        adapt: Adapt = _as_they_are,
+        adapt: Adapt = _unchanged,
         settings: ManifestSettings | None = None,
     ) -> Replay:
-        """Go on in a directory that was `settle`d. Which file has which name is read from the directory itself."""
+        """Continue in a directory that was `settle`d. The names of files are read from the directory itself."""
         replay = cls(disk, root, adapt=adapt, kept=kept, settings=settings)
         numbers = {
             os.stat(os.path.join(replay._files, name)).st_ino: int(name, 16)
@@ -146,8 +147,10 @@ class Replay:
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, events: Iterable[AnyEvent], *, again: bool = False) -> None:
-        """Apply events in order. Files first, then rows, each durable. `again`: a life that was cut off may have applied some
-        of them; a file that it had begun to replace may be missing until its creation comes."""
+        """Apply events in order: files first, then rows, each durable.
+
+        `again`: an interrupted process may have applied some of the events before; a file that it had begun to replace may be
+        missing until its `CreateEvent`."""
         self.touched.clear()
         was_lenient, self.is_lenient = self.is_lenient, self.is_lenient or again
         for event in events:
@@ -160,7 +163,7 @@ class Replay:
         self._flush()
 
     def _flush(self) -> None:
-        """Files, their names, then rows: as the owner did it (S1)."""
+        """Make files and their names durable, then commit rows, in the owner's order (S1)."""
         for number in list(self._dirty):
             if (file := self._open.get(number)) is not None:
                 file.sync()
@@ -189,32 +192,32 @@ class Replay:
                 if (file := self._file(event.file)) is not None:
                     _write_zeros(file, event.offset, event.length)
             case TruncateEvent():
-                self._before_loss()
+                self._commit_rows_before_loss()
                 if (file := self._file(event.file)) is not None:
                     file.truncate(event.size)
             case ReserveEvent():
                 if (file := self._file(event.file)) is not None and file.size() < event.size:
                     file.truncate(event.size)
             case CreateEvent():
-                self._before_loss()
+                self._commit_rows_before_loss()
                 self._create(event.file, event.path)
             case RenameEvent():
-                self._before_loss()
+                self._commit_rows_before_loss()
                 self._bind(event.file, event.path)
                 if self._names.get(event.former) == event.file and event.former != event.path:
                     self._unbind(event.former)
             case LinkEvent():
                 self._bind(event.file, event.path)
             case RemoveEvent():
-                self._before_loss()
+                self._commit_rows_before_loss()
                 if self._names.get(event.path) == event.file:
                     self._unbind(event.path)
             case ArtifactEvent():
                 self._unbind(event.path)
                 for name in [name for name in self._paths.get(event.file, ()) if name not in self.remote]:
-                    self._unbind(name)  # of a file that had this number before
+                    self._unbind(name)  # a name of the file that had this number before
                 self._name(self._checked(event.path), event.file)
-                self._nameless.add(event.file)  # here there are no bytes of it
+                self._nameless.add(event.file)  # it has no bytes here, so `sweep` removes any older file of this number
                 self.remote[event.path] = RemoteFile(event.key, event.size, event.sha256, event.file)
                 self._is_remote_saved = False
             case CommitEvent():
@@ -224,19 +227,19 @@ class Replay:
             case DirectoryEvent():
                 self._disk.make_dirs(os.path.join(self._root, self._checked(event.path)))
             case _:
-                """A standby's, or the base's."""
+                """Events that change neither files nor rows: heartbeats, breaks."""
 
-    def _before_loss(self) -> None:
-        """Rows first that let go of what is about to be lost: readers find by them (rule 4)."""
+    def _commit_rows_before_loss(self) -> None:
+        """Commit pending rows before a file or its bytes are lost: readers find files by rows (rule 4)."""
         if self._kept is not None and self._commits:
             self._flush()
 
     def _before_header(self, number: int, kept: KeptFiles) -> None:
-        """The beginning of a file is written. A WAL segment that has a header begins another life by that: its owner uses the
-        file again, and renames it afterwards."""
+        """Keep a copy of a WAL segment whose header is about to be overwritten: the owner is recycling the file, and renames
+        it afterwards."""
         paths = [path for path in self._paths.get(number, ()) if is_kept_kind(path)]
         if paths and (file := self._file(number)) is not None and any(file.read_at(HEADER_LOOK_BYTES, 0)):
-            self._before_loss()
+            self._commit_rows_before_loss()
             for path in paths:
                 kept.keep(path, copied=True)
 
@@ -246,7 +249,7 @@ class Replay:
             if not self._disk.exists(path):
                 if self.is_lenient or number in self._swept:
                     return None
-                raise Corruption("the archive writes to a file that it never made", file=number)
+                raise Corruption("the archive writes to a file that it never created", file=number)
             if len(self._open) >= OPEN_FILES_MAX:
                 self._close_one()
             file = self._open[number] = self._disk.open(path)
@@ -265,7 +268,7 @@ class Replay:
         return os.path.join(self._files, f"{number:x}")
 
     def _create(self, number: int, path: str) -> None:
-        """A number that was used before belongs to a new file now."""
+        """Create a file. A file that had the same number before loses its names and bytes."""
         if (file := self._open.pop(number, None)) is not None:
             file.close()
         for name in list(self._paths.get(number, ())):
@@ -287,14 +290,14 @@ class Replay:
                 if self._kept is None:
                     self._unbind(
                         path
-                    )  # what the base has under this name was replaced; where the name lives on, its event follows
+                    )  # the file that the base has under this name was replaced; if the name is used later, its event follows
                 return
-            raise Corruption("the archive names a file that it never made", file=number, path=path)
+            raise Corruption("the archive names a file that it never created", file=number, path=path)
         self._disk.make_dirs(os.path.dirname(target))
         if self._kept is not None:
             self._kept.replace(path)
         if self._kept is not None and path not in self.remote and self._disk.exists(target):
-            # Readers find one file or the other under this name, never none.
+            # By rename, so that readers always find one of the two files under this name.
             staged = os.path.join(self._files, STAGED)
             with suppress(FileNotFoundError):
                 self._disk.remove(staged)
@@ -340,14 +343,14 @@ class Replay:
     def _checked(self, path: str) -> str:
         parts = path.split("/")
         if shipping(path) is Shipping.NOT and parts[0] not in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
-            raise Corruption("the archive has a file that no store has", path=path)
+            raise Corruption("the archive contains a file that does not belong to a store", path=path)
         if any(part in ("", ".", "..") for part in parts) or "\0" in path:
-            raise Corruption("the archive has a path that leaves the store", path=path)
+            raise Corruption("the archive contains a path outside the store", path=path)
         return path
 
     # ── between two objects ───────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> None:
-        """Remove files without a name. After the position is durable: until then the object may have to be applied again."""
+        """Remove files without a name. Call it after the position is durable: before, the object may be applied again."""
         for number in self._nameless:
             if (file := self._open.pop(number, None)) is not None:
                 file.close()
@@ -360,7 +363,7 @@ class Replay:
             self._kept.release()
 
     def settle(self) -> None:
-        """Have everything durable, so that `resume` can go on here."""
+        """Make everything durable, so that `resume` can continue here."""
         self._save_remote()
         for file in self._open.values():
             file.sync()
@@ -378,25 +381,25 @@ class Replay:
             self._disk.sync_dir(folder)
 
     def place(self, path: str, data: bytes) -> None:
-        """Have a remote file here after all."""
+        """Store the bytes of a remote file in the directory."""
         target = os.path.join(self._root, self._checked(path))
         self._disk.make_dirs(os.path.dirname(target))
         write_new(self._disk, target, data, overwrite=True)
         del self.remote[path]
         self._is_remote_saved = False
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── finishing ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def files(self) -> int:
-        """How many names there are."""
+        """Number of file names."""
         return len(self._names)
 
     def rows(self) -> RowImage:
-        """The manifest so far, for corrections."""
+        """Return the manifest's rows so far, for corrections."""
         return self._rows
 
     def finish(self) -> None:
-        """Remove what only replaying needs: the directory is whole."""
+        """Make the directory durable and complete, and remove what only the replay needs."""
         self._is_remote_saved = False
         self.settle()
         self.close()
@@ -420,7 +423,7 @@ class Replay:
 
 
 def _walk(root: str) -> Iterator[str]:
-    """The files of a store's directory that an owner's archive may have named."""
+    """Yield the files of a store's directory that an archive may name."""
     yield from (path for name in (names.CONFIG,) if os.path.isfile(path := os.path.join(root, name)))
     for part in (names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE):
         for folder, _, present in os.walk(os.path.join(root, part)):
@@ -428,7 +431,7 @@ def _walk(root: str) -> Iterator[str]:
 
 
 def _write_zeros(file: File, offset: int, length: int) -> None:
-    """Zeros behind the end of a file are made by its size: they were half of what a restore wrote."""
+    """Write zeros. Beyond the end of the file, only its size is extended: such zeros were half of what a restore wrote."""
     size, end = file.size(), offset + length
     if end > size:
         file.truncate(end)

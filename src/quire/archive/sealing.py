@@ -1,17 +1,17 @@
-"""A takeover ends the log of the owner before it: the seal takes the number that owner would write next (A2).
+"""Seals the log of a deposed owner: in a takeover, the seal takes the number that this owner would write next (A2).
 
-The deposed owner meets a name that is taken, and is fenced before it acknowledges anything that its successor does not have.
+The deposed owner finds that name taken, and is fenced before it acknowledges any change that its successor does not have.
 
-An owner that puts objects faster than the sealer reads them would win every number. So a sealer that has lost one puts a seal
-some numbers ahead, twice as many each time it loses: the owner uses its numbers in order, and stops there. Then the sealer
-goes on with the next number, reads what the owner has put until then, and seals the first number that the owner has not used.
-The log ends before its first seal; a later one is left alone.
+An owner that puts objects faster than the sealer reads them would win every number. So a sealer that has lost a number puts a
+seal some numbers ahead, twice as many each time it loses: the owner uses its numbers in order, and stops there. The sealer then
+continues with the next number, reads the objects that the owner has put until then, and seals the first number that the owner
+has not used. The log ends before its first seal; a later seal is left in place.
 
-What is in the bucket if a takeover dies, and what comes next:
-  a seal ahead     the owner may use the numbers before it and is stopped there   the next takeover seals behind the last object
-  a seal           the log has its end                                             the next takeover goes on from there
+What is in the bucket if a takeover dies, and what follows:
+  a seal ahead     the owner may use the numbers before it and is stopped there   the next takeover seals after the last object
+  a seal           the log has its end                                             the next takeover continues from there
 
-Threads: any. Raises what the object store raises, and `StoreFenced` where somebody else has taken over meanwhile.
+Threads: any. Raises the object store's errors, and `StoreFenced` if another owner has taken over meanwhile.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from quire.durable.files import Disk
 from quire.objects.api import ExistingObject, ObjectStore
 
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
-"""(header, digest, events) of an object that the owner wrote before the seal."""
+"""Called with (header, digest, events) of an object that the owner wrote before the seal."""
 
 
 def former_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:
-    """The newest archived owner epoch below this one; 0 if there is none."""
-    return max((known for known in epochs(store, store_id) if known < epoch), default=0)
+    """Return the newest archived owner epoch below `epoch`, or 0."""
+    return max((archived for archived in epochs(store, store_id) if archived < epoch), default=0)
 
 
 def seal(
@@ -58,10 +58,10 @@ def seal(
     known: tuple[Header, bytes] | None = None,
     overtaken: Overtaken | None = None,
 ) -> tuple[Position, bytes]:
-    """Seal the log of `epoch`; position and digest of its last object.
+    """Seal the log of `epoch`. Return the position and digest of its last object.
 
-    `known` is the last object that the caller has, with its digest; `overtaken` is given every later one, in order. Without
-    `known` the seal goes behind whatever is there.
+    `known`: the last object that the caller has, with its digest; `overtaken` is called with every later one, in order.
+    Without `known`, the seal is put after the last object in the bucket.
     """
     header, digest = (None, NO_DIGEST) if known is None else known
     if known is None and (positions := owner_log(store, store_id, epoch).positions):
@@ -86,7 +86,7 @@ def seal(
         if _put_seal(store, store_id, ending):
             hit("archive.seal.put")
             return ending.parent, digest
-        # the owner was quicker, or another takeover
+        # the owner, or another takeover, was faster
         following, following_digest, events = read_object(store, store_id, ending.position)
         if following.kind is Kind.SEAL:
             if following.successor > successor:
@@ -94,7 +94,7 @@ def seal(
             return ending.parent, digest
         if header is not None and following.parent_digest != digest:
             key = log_key(store_id, ending.position)
-            raise Corruption("the archive's log is not one chain", hint=HELPED_BY, key=key)
+            raise Corruption("the archive's log is not a single chain", hint=HELPED_BY, key=key)
         header, digest = following, following_digest
         if overtaken is not None:
             overtaken(header, digest, events)
@@ -102,14 +102,14 @@ def seal(
 
 
 def _ahead_of(ending: Header, lead: int) -> Header:
-    """A seal some numbers behind the last object that is known: what the owner puts before it is not known yet."""
+    """Return a seal `lead` numbers after `ending`. It has no parent digest: the object before it is not known yet."""
     number = ending.position.number + lead
     position, parent = (Position(ending.position.epoch, at) for at in (number, number - 1))
     return msgspec.structs.replace(ending, position=position, parent=parent, parent_digest=NO_DIGEST)
 
 
 def _put_seal(store: ObjectStore, store_id: str, ending: Header) -> bool:
-    """Whether this seal has its number now; else somebody else has it."""
+    """Put a seal. Return `False` if another object has its number."""
 
     def is_ours(existing: ExistingObject) -> bool:
         present = decode_header(existing.read_all(), existing.info.key)
@@ -124,33 +124,33 @@ def _put_seal(store: ObjectStore, store_id: str, ending: Header) -> bool:
 
 
 def fenced_by(header: Header, key: str) -> StoreFenced:
-    """The error of an owner whose next name a seal has."""
+    """Return the error for an owner whose next number has been sealed."""
     what = f"owner epoch {header.successor} has taken this store over"
-    hint = "write to the new owner; this directory opens with mode='r'"
+    hint = "write to the new owner; open this directory with mode='r' to read it"
     return StoreFenced(what, hint=hint, key=key, successor=f"{header.successor:08x}.00000000")
 
 
 def _taken_over_by(header: Header) -> StoreFenced:
     what = f"owner epoch {header.successor} has taken this store over"
-    return StoreFenced(what, hint="restore its archive, or write to it", sealed=str(header.position))
+    return StoreFenced(what, hint="write to the new owner, or restore its archive", sealed=str(header.position))
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an owner goes on with its log."""
+    """Where an owner continues its log."""
 
     next: Position
     parent: Position
-    """What the first object of an epoch comes after."""
+    """The object before the next one; for the first object of an epoch, one of an earlier epoch."""
     digest: bytes
-    """Of the object before the next one."""
+    """Digest of the object before the next one."""
     restorable: int = NONE
     base: int = NONE
     at_ms: int = 0
-    """Of the last object; 0 if there is none."""
+    """Time of the last object; 0 if there is none."""
 
 
 def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> ResumePoint:
-    """Where the log of an owner's own epoch ends; `StoreFenced` if it was sealed."""
+    """Return where the log of an owner's own epoch ends. Raises `StoreFenced` if it was sealed."""
     log = owner_log(store, store_id, epoch)
     if log.seal is not None:
         raise fenced_by(log.seal, log_key(store_id, log.seal.position))
@@ -171,15 +171,16 @@ def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: 
 def begin_log(
     store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, at_ms: int
 ) -> tuple[Position, bytes]:
-    """What the first object of an epoch comes after: the object its directory was restored to, or the end of the log before.
+    """Return the parent of the first object of an epoch: the object that its directory was restored to, or the last one of the
+    log before.
 
-    That log is sealed here again: a takeover may have died before it did.
+    That log is sealed again here, because a takeover may have died before sealing it.
     """
     last, digest = Position(0, 0), NO_DIGEST
     former = former_epoch(store, store_id, epoch)
     if former:
         last, digest = seal(store, store_id, former, epoch, at_ms)
-    while former and not last.epoch:  # an owner that wrote no log
+    while former and not last.epoch:  # that owner wrote no log
         former = former_epoch(store, store_id, former)
         last, digest = _end_of(store, store_id, former)
     origin = read_origin(disk, root)
@@ -194,7 +195,7 @@ def begin_log(
 
 
 def _end_of(store: ObjectStore, store_id: str, epoch: int) -> tuple[Position, bytes]:
-    """(position, digest) of the last log object of an epoch, its seal aside."""
+    """Return (position, digest) of the last log object of an epoch, not counting seals."""
     positions = owner_log(store, store_id, epoch).positions
     if not positions:
         return Position(0, 0), NO_DIGEST
@@ -202,7 +203,8 @@ def _end_of(store: ObjectStore, store_id: str, epoch: int) -> tuple[Position, by
 
 
 def note_parent(store: ObjectStore, disk: Disk, root: str, store_id: str, *, own: int, epoch: int) -> None:
-    """A takeover of this directory, the owner of epoch `own` until now or restored from it, has begun an epoch."""
+    """Record the parent of a new epoch that a takeover of this directory has begun. The directory was the owner of epoch `own`,
+    or was restored from it."""
     origin = read_origin(disk, root)
     if origin is not None and origin.epoch == 0:
         write_origin(disk, root, msgspec.structs.replace(origin, epoch=epoch))
@@ -213,19 +215,19 @@ def note_parent(store: ObjectStore, disk: Disk, root: str, store_id: str, *, own
         write_origin(disk, root, origin)
 
 
-def changes_elsewhere(store: ObjectStore, store_id: str, position: Position) -> Position | None:
-    """The newest log object of the archive that a directory restored to a position does not have."""
+def newest_missing_position(store: ObjectStore, store_id: str, position: Position) -> Position | None:
+    """Return the newest log object that a directory restored to `position` does not have, or `None`."""
     newest = None
     for epoch in epochs(store, store_id):
         if epoch == position.epoch:
-            newest = max(objects_behind(store, store_id, position), default=newest)
+            newest = max(positions_after(store, store_id, position), default=newest)
         elif epoch > position.epoch:
             last, _ = _end_of(store, store_id, epoch)
             newest = last if last.epoch == epoch else newest
     return newest
 
 
-def objects_behind(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
-    """The log objects of an epoch behind a position: what a directory restored to it does not have."""
+def positions_after(store: ObjectStore, store_id: str, position: Position) -> Iterator[Position]:
+    """Yield the log objects after `position` in its epoch."""
     log = owner_log(store, store_id, position.epoch)
-    yield from (behind for behind in log.positions if behind > position)
+    yield from (later for later in log.positions if later > position)

@@ -1,23 +1,23 @@
-"""Small files in a store's directory that say how the directory and the archive belong together. None of them is shipped.
+"""Small files in a store's directory that relate the directory to its archive. None of them is shipped.
 
-  archive.json        where a store that was closed well left its archive: the next opening continues without a base (A7). One
-                      line of JSON and a line with its SHA-256. Removed at opening: a life that does not end well leaves none
+  archive.json        where a cleanly closed store left its archive, so that the next opening continues without a base (A7). One
+                      line of JSON and a line with its SHA-256. Removed at opening, so a crash leaves none
   restored.json       what the directory was restored from (A10)
   remote_files.json   artifacts that a restore left in the bucket, by path (remote_files.py)
-  standby.json        how far a standby has come, and whether it is becoming the owner (A11)
+  standby.json        the position of a standby, and whether it is being promoted to owner (A11)
 
-Each is replaced whole, durably, after everything it speaks of is durable. While standby.json is there, nobody opens the
-directory to write except through a promotion. What is on disk in each phase of a standby, and what the next life does:
-  begun       perhaps `.next/`, half a restore               removes it, restores again
-  swapping    `.next/`, a whole restore; parts moved         moves the rest, replaces the rows
+Each file is replaced as a whole, durably, after everything it refers to is durable. While standby.json exists, the directory
+can be opened for writing only by a promotion. What is on disk in each phase of a standby, and what the next process does:
+  begun       perhaps `.next/`, a partial restore            removes it, restores again
+  swapping    `.next/`, a complete restore; parts moved      moves the rest, replaces the rows
   following   the store at `position`; perhaps some of the   applies the next object, from its beginning
               object after it
-  promoting   owner.json with a claim, perhaps its object    claims it, seals, goes on
+  promoting   owner.json with a claim, perhaps its object    claims it, seals, continues
               in the bucket, perhaps a seal
   sealed      everything the former owner acknowledged       removes `.files/`, takes over
   (no file)   the owner's directory                          opens it
 
-Threads: the opener's, the closer's, a standby's. Raises `Corruption`, `FormatTooNew`, and what the disk raises.
+Threads: the opening, the closing, and a standby's. Raises `Corruption`, `FormatTooNew`, and the disk's errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STANDBY_FORMAT = 1
 
 # ── archive.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class ArchiveState(msgspec.Struct, kw_only=True):
-    """archive.json: where a store that was closed left its archive."""
+    """archive.json: where a cleanly closed store left its archive."""
 
     format: int = 1
     store_id: str
@@ -54,22 +54,22 @@ class ArchiveState(msgspec.Struct, kw_only=True):
     base_bytes: int = 0
     log_bytes: int = 0
     transaction: int
-    """The last transaction of the manifest: another one means that somebody changed the store without its archive."""
+    """The last transaction of the manifest. If it differs at opening, the store was changed without its archive."""
 
     at_ms: int = 0
-    """Of the last header: moments never fall in a log."""
+    """Time of the last header: times never decrease in a log."""
     base_at_ms: int = 0
-    """When the last base began: the next one is due by its age, not because the store was opened."""
+    """When the last base began: the next one becomes due by its age, not by an opening."""
     config_digest: bytes = b""
-    """SHA-256 of quire.toml: people edit it while nobody has the store open. Empty: not known, or there is none."""
+    """SHA-256 of quire.toml, which may be edited while the store is closed. Empty if unknown, or if there is no such file."""
 
     def continues(self, store_id: str, epoch: int, transaction: int) -> bool:
-        """Whether it is about this store, and nothing was changed since."""
+        """Return whether the state belongs to this store and epoch, and nothing has changed since."""
         return (self.store_id, self.position.epoch, self.transaction) == (store_id, epoch, transaction)
 
 
 def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
-    """What the last life left, if it ended well."""
+    """Return the state that the last clean close left, or `None`."""
     try:
         line, _, check = read_all(disk, os.path.join(root, ARCHIVE_STATE)).partition(b"\n")
         return msgspec.json.decode(line, type=ArchiveState) if check == _check(line) else None
@@ -78,7 +78,7 @@ def read_archive_state(disk: Disk, root: str) -> ArchiveState | None:
 
 
 def take_archive_state(disk: Disk, root: str) -> ArchiveState | None:
-    """What the last life left, if it ended well. Taken away: this life has to end well too."""
+    """Return the state that the last clean close left, and remove it: this opening must end with a clean close too."""
     path = os.path.join(root, ARCHIVE_STATE)
     if not disk.exists(path):
         return None
@@ -89,13 +89,13 @@ def take_archive_state(disk: Disk, root: str) -> ArchiveState | None:
 
 
 def write_archive_state(disk: Disk, root: str, state: ArchiveState) -> None:
-    """Leave the archive so that the next opening continues it."""
+    """Write the state with which the next opening continues the archive."""
     line = msgspec.json.encode(state)
     write_atomic(disk, os.path.join(root, ARCHIVE_STATE), line + b"\n" + _check(line))
 
 
 def config_digest(disk: Disk, root: str) -> bytes:
-    """SHA-256 of a store's quire.toml; empty if there is none."""
+    """Return the SHA-256 of a store's quire.toml; empty if there is none."""
     try:
         return hashlib.sha256(read_all(disk, os.path.join(root, names.CONFIG))).digest()
     except FileNotFoundError:
@@ -117,7 +117,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the last object that was applied."""
     at_ms: int
     epoch: int = 0
-    """The owner epoch that a takeover of this directory began; 0 before that. An older one's origin is history."""
+    """The owner epoch that a takeover of this directory began; 0 before that. The origin is ignored in later epochs."""
 
 
 class RemoteFile(msgspec.Struct, frozen=True):
@@ -127,11 +127,11 @@ class RemoteFile(msgspec.Struct, frozen=True):
     size: int
     sha256: bytes
     file: int = 0
-    """The inode it had in the owner's directory: a standby is told of its end by that."""
+    """The inode it had in the owner's directory, by which later events refer to it."""
 
 
 def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
-    """The artifacts that a restore left in the bucket, by path."""
+    """Return the artifacts that a restore left in the bucket, by path."""
     try:
         return msgspec.json.decode(read_all(disk, os.path.join(root, REMOTE_FILES)), type=dict[str, RemoteFile])
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def read_remote_files(disk: Disk, root: str) -> dict[str, RemoteFile]:
 
 
 def read_origin(disk: Disk, root: str) -> Origin | None:
-    """What the directory was restored from; `None` if it was not."""
+    """Return what the directory was restored from, or `None` if it was not restored."""
     try:
         return msgspec.json.decode(read_all(disk, os.path.join(root, names.ORIGIN)), type=Origin)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -150,13 +150,13 @@ def read_origin(disk: Disk, root: str) -> Origin | None:
 
 
 def write_origin(disk: Disk, root: str, origin: Origin) -> None:
-    """Note what the directory was restored from."""
+    """Record what the directory was restored from."""
     write_atomic(disk, os.path.join(root, names.ORIGIN), msgspec.json.encode(origin))
 
 
 # ── standby.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class StandbyPhase(StrEnum):
-    """What a standby's directory is in the middle of."""
+    """The phase of a standby's directory; see the table at the top."""
 
     BEGUN = "begun"
     SWAPPING = "swapping"
@@ -166,7 +166,7 @@ class StandbyPhase(StrEnum):
 
 
 class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
-    """standby.json."""
+    """The contents of standby.json."""
 
     format: int = STANDBY_FORMAT
     store_id: str
@@ -175,24 +175,24 @@ class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
     position: Position = Position(0, 0)
     """The last log object that was applied."""
     digest: bytes = NO_DIGEST
-    """Its SHA-256: the next one names it."""
+    """SHA-256 of that object, which the next one contains."""
     at_ms: int = 0
-    """The owner's clock when it was cut."""
+    """The owner's clock when that object was cut."""
     oldest_change: int = 0
-    """The feed begins here: earlier changes were not in the base."""
+    """First sequence of the change feed: earlier changes were not in the base."""
     owner_epoch: int = 0
-    """Of a promotion: the epoch that is claimed."""
+    """During a promotion, the epoch that is claimed."""
 
 
 def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
-    """How far the standby in this directory has come; `None` if there is none."""
+    """Return the state of the standby in this directory, or `None` if it is not a standby."""
     path = os.path.join(root, names.STANDBY)
     try:
         state = msgspec.json.decode(read_all(disk, path), type=StandbyState)
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError as error:
-        hint = "remove the directory and begin the standby again"
+        hint = "remove the directory and run `quire standby` again"
         raise Corruption("standby.json is damaged", hint=hint, path=path, cause=str(error)) from error
     if state.format > STANDBY_FORMAT:
         raise FormatTooNew("standby.json was written by a newer quire", hint="upgrade quire", path=path)
@@ -200,12 +200,12 @@ def read_standby_state(disk: Disk, root: str) -> StandbyState | None:
 
 
 def write_standby_state(disk: Disk, root: str, state: StandbyState) -> None:
-    """Replace it, durably."""
+    """Replace standby.json, durably."""
     write_atomic(disk, os.path.join(root, names.STANDBY), msgspec.json.encode(state))
 
 
-# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def status_beside(
+# ── status ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def status_from_directory(
     disk: Disk,
     root: str,
     settings: ArchiveSettings,
@@ -216,7 +216,7 @@ def status_beside(
     is_fenced: bool,
     is_owned: bool,
 ) -> ArchiveStatus:
-    """The status of an archive by its store's directory alone: for a process that does not own the store."""
+    """Return the status of an archive from its store's directory alone, for a process that does not own the store."""
     state = read_archive_state(disk, root)
     is_clean = state is not None and state.continues(store_id, epoch, transaction)
     at_ms = state.at_ms if state is not None else 0

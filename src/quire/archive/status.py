@@ -1,11 +1,11 @@
-"""How an archive is doing, for people and for metrics (A13).
+"""The status of an archive, for reports and metrics (A13).
 
 Terms
-  lag          how old the oldest change is that is not in the bucket; 0 if everything is
-  restorable   the newest moment that a restore from the bucket alone reaches
+  lag          the age of the oldest change that is not in the bucket; 0 if there is none
+  restorable   the newest moment that can be restored from the bucket alone
   drill        a restore into scratch, compared with the live store; the last one is drill.json in the store's directory
 
-Threads: any; `Traffic` has a lock of its own. Light: `quire info` loads it.
+Threads: any; `Traffic` has its own lock. Imports little, because `quire info` loads it.
 """
 
 from __future__ import annotations
@@ -23,75 +23,75 @@ from quire.core.settings import ArchiveSettings
 from quire.durable.files import Disk, read_all, write_atomic
 
 DRILL = "drill.json"
-"""In a store's directory: the last drill. About this directory, so it is not shipped."""
+"""In a store's directory: the last drill. It concerns this directory only, so it is not shipped."""
 HOUR_SECONDS = 3_600.0
 MONTH_HOURS = 730
 SAMPLE_SECONDS = 60.0
 RATE_SECONDS_MIN = 600.0
 LATE_INTERVALS = 10
-"""A lag of more intervals than this is an outage, not an upload under way."""
+"""A lag of more intervals than this is an outage, not an upload in progress."""
 PUT_DOLLARS = 0.005 / 1_000
-"""What S3 Standard asks for a PUT; an estimate for people, never used for a decision."""
+"""Price of a PUT in S3 Standard; for estimates in reports, never for decisions."""
 
 
 class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a drill found."""
+    """The result of a drill."""
 
     at_ms: int
     """When it began."""
     seconds: float
-    """For the whole drill."""
+    """Duration of the whole drill."""
     restore_seconds: float
-    """For the restore alone: what a real one takes before the store can be read."""
+    """Duration of the restore alone: how long a real restore takes until the store can be read."""
     restored_at_ms: int
     """The moment that was restored."""
     databases: int
     bytes: int
-    """Compared."""
+    """Bytes compared."""
     changed_keys: int = 0
     """Keys that were overwritten during the drill and could not be compared."""
     problems: tuple[str, ...] = ()
 
     @property
     def is_good(self) -> bool:
-        """Whether everything that was restored equals the live store."""
+        """Whether the restored state equals the live store."""
         return not self.problems
 
 
 class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The archive of a store, as its owner knows it, or as its directory alone shows it."""
+    """The status of a store's archive, from its owner or from its directory alone."""
 
     mode: str
     """`off`, `async` or `sync`."""
     state: str
     """`off`, `archived` (everything is in the bucket), `uploading`, `behind` (the bucket does not answer), `no base` (nothing
-    can be restored yet), `fenced`, `stopped`. By the directory alone: `owned` (its owner knows more), `closed` or
+    can be restored yet), `fenced`, `stopped`. From the directory alone: `owned` (only the owner has the status), `closed` or
     `not closed cleanly`."""
     interval_seconds: float = 1.0
     retain_seconds: float = 0.0
     """How far back the whole store can be restored."""
     lag_seconds: float = 0.0
     memory_bytes: int = 0
-    """Waits for the bucket in memory."""
+    """Bytes in memory that wait to be uploaded."""
     backlog_bytes: int = 0
-    """Waits for the bucket on disk."""
+    """Bytes on disk that wait to be uploaded."""
     last_cut_at_ms: int = 0
-    """Of the newest log object in the bucket."""
+    """Time of the newest log object in the bucket."""
     restorable_at_ms: int = 0
     """The newest moment that can be restored; 0: none, or unknown."""
     puts: int = 0
     put_bytes: int = 0
-    """Since the store was opened."""
+    """Both since the store was opened."""
     puts_per_hour: float = 0.0
     put_bytes_per_hour: float = 0.0
-    """In the last hour, or since the store was opened."""
+    """Both from the last hour, or since the store was opened."""
     last_error: str = ""
     fenced: bool = False
     last_drill: DrillRecord | None = None
 
     @property
     def is_safe(self) -> bool:
-        """Whether losing the disk now would lose nothing."""
+        """Whether no change would be lost if the disk failed now."""
         return self.state in ("archived", "closed")
 
     @property
@@ -106,30 +106,31 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dollars_per_month(self) -> float:
-        """What the requests of a month cost at the list price of S3 Standard; an estimate."""
+        """Estimated cost of a month's requests at the list price of S3 Standard."""
         return self.puts_per_month * PUT_DOLLARS
 
 
 class Archive(Protocol):
-    """The archive of an opened store: `store.archive`, `None` if `archive.mode` is off."""
+    """The archive of an open store: `store.archive`, which is `None` if `archive.mode` is off."""
 
     def status(self) -> ArchiveStatus:
-        """How the archive is doing: what waits, what can be restored, what it costs."""
+        """Return the state of the archive: its backlog, its restorable moments, its traffic."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when everything that was done before this call is in the bucket; `NotArchived` after `timeout` seconds
-        (default: `archive.sync_seconds`), `StoreFenced` if another directory has taken the store over."""
+        """Block until everything that was changed before this call is in the bucket. Raises `NotArchived` after `timeout`
+        seconds (default: `archive.sync_seconds`), `StoreFenced` if another directory has taken over the store."""
 
     def drill(self) -> DrillRecord:
-        """Restore into scratch, claim nothing, and compare every database with the live store; the result is remembered."""
+        """Restore into scratch without claiming anything, compare every database with the live store, and record the
+        result."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archiver knows at one moment."""
+    """The state of an archiver at one moment."""
 
     failure: BaseException | None
     is_complete: bool
-    """Everything that was handed over is in the bucket."""
+    """Whether everything that was handed over is in the bucket."""
     has_base: bool
     waiting_bytes: int
     backlog_bytes: int
@@ -141,7 +142,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 def status_of(
     settings: ArchiveSettings, figures: Figures, traffic: Traffic, lag: float, now_ms: int, drill: DrillRecord | None
 ) -> ArchiveStatus:
-    """The status of an archive whose owner runs here."""
+    """Return the status of an archive whose owner is this process."""
     puts, size = traffic.per_hour()
     return ArchiveStatus(
         mode=settings.mode,
@@ -152,7 +153,7 @@ def status_of(
         memory_bytes=figures.waiting_bytes,
         backlog_bytes=figures.backlog_bytes,
         last_cut_at_ms=figures.last_cut_ms,
-        # A store in which nothing changes is restored as it is now, however old its last object is.
+        # If nothing has changed since, a restore yields the current state, however old the last object is.
         restorable_at_ms=now_ms if figures.is_complete and figures.has_base else figures.restorable_ms,
         puts=traffic.puts,
         put_bytes=traffic.put_bytes,
@@ -176,18 +177,18 @@ def _state(settings: ArchiveSettings, figures: Figures, lag: float) -> str:
 
 
 class Traffic:
-    """Objects and bytes that were put, in all and in the last hour."""
+    """Counts the objects and bytes put, in total and in the last hour."""
 
     def __init__(self) -> None:
         # guarded by _lock
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._samples: deque[tuple[float, int, int]] = deque([(self._began, 0, 0)])
-        """(time, objects, bytes): the totals at the beginning of each of the last minutes."""
+        """(time, objects, bytes): totals at intervals of at least a minute, for the last hour."""
         self.puts = self.put_bytes = 0
 
     def count(self, size_bytes: int) -> None:
-        """An object was put."""
+        """Count an object that was put."""
         now = time.monotonic()
         with self._lock:
             if now - self._samples[-1][0] >= SAMPLE_SECONDS:
@@ -198,7 +199,8 @@ class Traffic:
             self.put_bytes += size_bytes
 
     def per_hour(self) -> tuple[float, float]:
-        """(objects, bytes). Less than ten minutes count as ten: a first base is no rate."""
+        """Return (objects, bytes) per hour. Less than ten minutes count as ten, so that the first base does not inflate the
+        rate."""
         now = time.monotonic()
         with self._lock:
             recent = [sample for sample in self._samples if now - sample[0] <= HOUR_SECONDS]
@@ -208,7 +210,7 @@ class Traffic:
 
 
 def read_drill(disk: Disk, root: str) -> DrillRecord | None:
-    """The last drill; `None` if there was none."""
+    """Return the last drill, or `None` if there was none."""
     try:
         return msgspec.json.decode(read_all(disk, os.path.join(root, DRILL)), type=DrillRecord)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -216,5 +218,5 @@ def read_drill(disk: Disk, root: str) -> DrillRecord | None:
 
 
 def write_drill(disk: Disk, root: str, drill: DrillRecord) -> None:
-    """Remember a drill."""
+    """Record a drill."""
     write_atomic(disk, os.path.join(root, DRILL), msgspec.json.encode(drill))

@@ -1,10 +1,10 @@
-"""Puts what the archiver has encoded into the bucket: artifacts first, then the log object that names them (A4, A6).
+"""Uploads the objects that the archiver has encoded: artifacts first, then the log object that names them (A4, A6).
 
-A log object's name is created once. If it is taken, the object is our own (an answer was lost), one of a former life that
-arrived late, or a successor's seal.
+A log object's name is created once. If it exists already, the object is our own (a response was lost), one of a former life
+that arrived late, or a successor's seal.
 
-Threads: the archiver's uploading thread and that of a base. Raises `StoreFenced`, and what disk and object store raise: the
-archiver tries again.
+Threads: the archiver's uploading thread and that of a base. Raises `StoreFenced`, and the errors of disk and object store,
+after which the archiver retries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.archive.artifacts import Artifacts
-from quire.archive.format import Kind, Position, decode_header, log_key
+from quire.archive.format import Header, Kind, Position, decode_header, log_key
 from quire.archive.sealing import fenced_by
 from quire.archive.status import Traffic
 from quire.core.errors import AlreadyExists, ObjectNotFound
@@ -26,26 +26,23 @@ from quire.objects.api import ExistingObject, ObjectStore
 class Outgoing:
     """A log object that is encoded and not in the bucket yet."""
 
-    position: Position
+    header: Header
     digest: bytes
     end: int
+    """The ordinal of its last event in the queue."""
     taken_at: float
-    restorable: int
-    base: int
     breaks: int = 0
     """How often the chain had been broken when it was encoded."""
     artifacts: list[tuple[str, str]] = field(default_factory=list)
-    """(object name, local file): to be uploaded first."""
+    """(object name, local file) of artifacts that must be uploaded first."""
     data: bytes | None = None
     path: str = ""
-    """Where it waits, if it does not wait in memory."""
+    """The file that holds it, if `data` is `None`."""
     size_bytes: int = 0
-    at_ms: int = 0
-    """The owner's clock when it was cut."""
 
 
 class Uploader:
-    """The way of one archiver to its bucket."""
+    """Uploads the objects of one archiver."""
 
     def __init__(
         self,
@@ -55,20 +52,20 @@ class Uploader:
         traffic: Traffic,
         confirm: Callable[[], None],
     ) -> None:
-        """`confirm` asks the bucket whether the store is still ours: `StoreFenced` if not."""
+        """Create an uploader. `confirm` checks in the bucket that the store is still ours, and raises `StoreFenced` if not."""
         # constant after construction
         self._disk = disk
         self._objects = objects
         self._artifacts = artifacts
         self._traffic = traffic
         self._confirm = confirm
-        # the uploading thread's own
+        # used by the uploading thread only
         self._is_continued = False
-        """Whether the object before the first one of this life was seen in the bucket."""
+        """Whether the object before the first one of this life has been seen in the bucket."""
 
     def put(self, store_id: str, outgoing: Outgoing) -> bool:
-        """Upload a log object, and before it its artifacts. False if the log does not end before it: an object of a
-        former life has its name, or the bucket has lost what archive.json speaks of."""
+        """Upload the artifacts of a log object, then the object. Return `False` if the log does not end right before it: an
+        object of a former life has its name, or the bucket has lost the object that archive.json names as the last one."""
         while outgoing.artifacts:
             key, path = outgoing.artifacts[0]
             self.put_artifact(key, path)
@@ -76,9 +73,9 @@ class Uploader:
             outgoing.artifacts.pop(0)
             self._artifacts.discard(path)
         data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
-        key = log_key(store_id, outgoing.position)
-        if not self._is_continued and outgoing.position.number:
-            before = Position(outgoing.position.epoch, outgoing.position.number - 1)
+        key = log_key(store_id, outgoing.header.position)
+        if not self._is_continued and outgoing.header.position.number:
+            before = Position(outgoing.header.position.epoch, outgoing.header.position.number - 1)
             try:
                 self._objects().head(log_key(store_id, before))
             except ObjectNotFound:
@@ -98,7 +95,7 @@ class Uploader:
         return True
 
     def put_artifact(self, key: str, path: str) -> None:
-        """Upload a file that never changes."""
+        """Upload an immutable file."""
         size = self._disk.size(path)
 
         def is_same(existing: ExistingObject) -> bool:
@@ -108,6 +105,6 @@ class Uploader:
         self._traffic.count(size)
 
     def put_part(self, key: str, data: bytes) -> None:
-        """Upload a part of a base; one of a base that was given up is replaced."""
+        """Upload a part of a base, replacing one of a base that was abandoned."""
         self._objects().put(key, data)
         self._traffic.count(len(data))

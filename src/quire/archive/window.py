@@ -1,22 +1,22 @@
-"""How far back an archive reaches, and which of its objects no restorable moment needs any more (A8).
+"""The window: how far back an archive reaches, and which of its objects no restorable moment needs any more (A8).
 
 Terms
-  line      the owner epochs that the newest one came from, itself first, each with the last log object that belongs to it:
-            what a deposed owner wrote after that is on no line
-  oldest    the oldest base that is whole: its parts are there, and the log from its first object on has no gap. The moment of
-            the log object that names it is the oldest one that can be restored
+  line      the newest owner epoch and its ancestors, newest first, each with the last log object that belongs to the line:
+            objects that a deposed owner wrote after that are on no line
+  oldest    the oldest complete base: all its parts exist, and the log from its first object on has no gap. The moment of the
+            log object that names it is the oldest one that can be restored
 
 Trimming keeps the newest base that is older than the window, and the log from its first object on. So every moment of the
-window can be restored, and the newest base always stays. So does the seal of each former epoch: it is what fences an owner.
-Files are kept if that base, or the log up to the object that names it, names them: whatever is named later was met later, and
-has a higher number.
+window can be restored, and the newest base is always kept. So is the seal of each former epoch, because it fences an owner.
+Files are kept if that base, or the log up to the object that names it, names them: files that are named later were found later,
+and have higher numbers.
 
-What is in the bucket after each step of a trim, and what comes next if the owner dies there:
-  parts of older bases gone   a log whose beginning no base needs      `oldest` passes over bases without parts; trimmed again
-  log objects gone            files that no event names                the same: the gaps lie before the oldest base
+What is in the bucket after each step of a trim, and what follows if the owner dies there:
+  parts of older bases gone   a log whose beginning no base needs      `oldest` skips bases without parts; trimmed again
+  log objects gone            files that no event names                the same: the gaps are before the oldest base
   files gone                  what the window needs                    nothing is left to do
 
-Reads nothing but the bucket. Any thread. Raises `Corruption`, and what the object store raises.
+Threads: any. Reads only the bucket. Raises `Corruption`, and the object store's errors.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from quire.objects.api import ObjectStore, list_objects
 
 
 class EpochObjects(msgspec.Struct):
-    """What an owner epoch has in the bucket, with sizes."""
+    """The archive objects of an owner epoch, with sizes in bytes."""
 
     logs: dict[int, int] = {}
     parts: dict[str, tuple[int, int]] = {}
-    """Part of a base → (the log object that its replay begins with, size)."""
+    """Part of a base → (the log object with which its replay begins, size)."""
     files: dict[str, tuple[int, int]] = {}
-    """File → (the log object that was due when it was met, size)."""
+    """File → (the log object that was due when the file was found, size)."""
 
     def objects(self) -> int:
         return len(self.logs) + len(self.parts) + len(self.files)
@@ -67,7 +67,7 @@ class ArchiveListing(msgspec.Struct):
     store_id: str
     epochs: dict[int, EpochObjects] = {}
     foreign: dict[str, int] = {}
-    """Names that no archive has, with their sizes."""
+    """Objects whose names are not those of an archive, with their sizes."""
 
     def objects(self) -> int:
         return sum(epoch.objects() for epoch in self.epochs.values())
@@ -86,20 +86,20 @@ class Oldest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """How far back an archive reaches, for people."""
+    """How far back an archive reaches, for reports."""
 
     oldest_at_ms: int
-    """0: nothing can be restored."""
+    """0 if nothing can be restored."""
     newest_at_ms: int
     log_objects: int
     objects: int
     size_bytes: int
     abandoned: tuple[int, ...]
-    """Owner epochs that are on no line: nothing of them is trimmed."""
+    """Owner epochs that are not on the line; their objects are not trimmed."""
 
 
 def list_archive(store: ObjectStore, store_id: str) -> ArchiveListing:
-    """One listing of everything below a store's archive."""
+    """List every object of a store's archive."""
     listing = ArchiveListing(store_id)
     for page in store.list_pages(archive_prefix(store_id)):
         for info in page:
@@ -127,11 +127,11 @@ class Line:
         self._listing = listing
         self._headers: dict[Position, Header] = {}
         self.epochs: list[tuple[int, range]] = []
-        """(epoch, numbers of its log objects without a gap), the newest first."""
+        """(epoch, gapless range of its log numbers), newest first."""
         epoch, bound = max((number for number, objects in listing.epochs.items() if objects.logs), default=0), NONE
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = _last_run(listing.epochs[epoch].logs, bound)
-            while numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:  # several, of a takeover that was hard
+            while numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:  # several, if seals were put ahead
                 numbers = _last_run(listing.epochs[epoch].logs, numbers[-1] - 1)
             self.epochs.append((epoch, numbers))
             if not numbers or numbers[0]:
@@ -140,14 +140,14 @@ class Line:
             epoch, bound = parent.epoch, parent.number
 
     def header(self, epoch: int, number: int) -> Header:
-        """The header of a log object; each is read once."""
+        """Return the header of a log object. Each is read once."""
         position = Position(epoch, number)
         if position not in self._headers:
             self._headers[position] = header_of(self._store, self._store_id, position)
         return self._headers[position]
 
     def oldest(self) -> Oldest | None:
-        """The oldest moment that can be restored."""
+        """Return the oldest moment that can be restored, or `None`."""
         for epoch, numbers in reversed(self.epochs):
             start = 0
             while (named := self._first_base(epoch, numbers, start)) is not None:
@@ -157,7 +157,7 @@ class Line:
         return None
 
     def kept(self, before_ms: int) -> Oldest | None:
-        """The newest base that is older than a moment: what trimming keeps. `None`: everything is needed."""
+        """Return the newest base that is older than a moment, which trimming keeps. `None`: everything is needed."""
         for epoch, numbers in self.epochs:
             place = bisect_right(numbers, before_ms, key=lambda number: self.header(epoch, number).at_ms)
             base = self.header(epoch, numbers[place - 1]).base if place else NONE
@@ -166,22 +166,24 @@ class Line:
         return None
 
     def abandoned(self) -> tuple[int, ...]:
-        """The owner epochs that have a log and are on no line. Of one that was trimmed the beginning is gone."""
+        """Return the owner epochs that have a log and are not on the line. A log without object 0 was trimmed, and does not
+        count."""
         named = dict(self.epochs)
         return tuple(
             sorted(epoch for epoch, objects in self._listing.epochs.items() if 0 in objects.logs and epoch not in named)
         )
 
     def newest(self) -> Header | None:
-        """The newest log object."""
+        """Return the header of the newest log object, or `None`."""
         return next((self.header(epoch, numbers[-1]) for epoch, numbers in self.epochs if numbers), None)
 
     def whole(self, epoch: int, named: int) -> Oldest | None:
-        """The base that a log object of the line names, if everything that its restore needs is listed."""
+        """Return the base that a log object of the line names, if everything needed to restore it is listed."""
         return self._whole(epoch, dict(self.epochs)[epoch], named)
 
     def _first_base(self, epoch: int, numbers: range, start: int) -> int | None:
-        """The first log object from a place on that names a base: `base` of headers never falls within an epoch."""
+        """Return the first log object at or after index `start` that names a base. Found by bisection: the `base` of headers
+        never decreases within an epoch."""
 
         def last_named(number: int) -> int:
             base = self.header(epoch, number).base
@@ -192,7 +194,7 @@ class Line:
         return last_named(numbers[place]) if place < len(numbers) else None
 
     def _whole(self, epoch: int, numbers: range, named: int) -> Oldest | None:
-        """The base that a log object names, if everything that its restore needs is listed."""
+        """Return the base that a log object names, if everything needed to restore it is listed."""
         base = base_named(self._store, self._store_id, Position(epoch, named))
         parts = self._listing.epochs[epoch].parts
         if base.first_log not in numbers or any(key not in parts for key, _, _ in base.parts):
@@ -201,7 +203,7 @@ class Line:
 
 
 def _last_run(logs: Collection[int], bound: int) -> range:
-    """The numbers up to a bound that end without a gap: a trim that was killed leaves gaps at the beginning."""
+    """Return the last gapless run of numbers up to `bound`. An interrupted trim leaves gaps at the beginning of a log."""
     end = max((number for number in logs if number <= bound), default=-1)
     first = end
     while first - 1 in logs:
@@ -210,16 +212,16 @@ def _last_run(logs: Collection[int], bound: int) -> range:
 
 
 def base_named(store: ObjectStore, store_id: str, position: Position) -> BaseEvent:
-    """The base that a log object names."""
+    """Return the base that a log object names."""
     key = log_key(store_id, position)
     bases = [event for event in decode_object(store.get(key), key)[1] if isinstance(event, BaseEvent)]
     if not bases:
-        raise Corruption("the object that should name a base does not", key=key)
+        raise Corruption("the log object does not name a base", key=key)
     return bases[-1]
 
 
 def reach(store: ObjectStore, store_id: str) -> Reach:
-    """How far back a store's archive reaches, and how much it is."""
+    """Return how far back a store's archive reaches, and its size."""
     listing = list_archive(store, store_id)
     line = Line(store, listing)
     oldest, newest = line.oldest(), line.newest()
@@ -235,7 +237,7 @@ def reach(store: ObjectStore, store_id: str) -> Reach:
 
 # ── trimming ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class TrimPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects of an archive that no moment of the window needs, in the order in which they go."""
+    """Objects of an archive that no moment of the window needs. They are deleted in the order parts, logs, files."""
 
     parts: list[str]
     logs: list[str]
@@ -244,19 +246,19 @@ class TrimPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancestors: Collection[int]) -> TrimPlan:
-    """What goes when `kept` is the oldest base that stays. `ancestors` are the owner epochs before the current one, by the
-    manifest: others may be somebody's."""
+    """Return what can be deleted if `kept` is the oldest base that is kept. `ancestors`: the owner epochs before the current
+    one in the manifest; other epochs may belong to another owner."""
     parts: list[str] = []
     logs: list[str] = []
     files: list[tuple[str, int]] = []
     size = 0
     first = Position(kept.position.epoch, kept.base.first_log)
-    for epoch in sorted({*(known for known in ancestors if known < first.epoch), first.epoch}):
+    for epoch in sorted({*(ancestor for ancestor in ancestors if ancestor < first.epoch), first.epoch}):
         objects = listing.epochs.get(epoch)
         if objects is None:
             continue
         old_parts = [(key, taken) for key, (number, taken) in objects.parts.items() if Position(epoch, number) < first]
-        # Without its seals, an owner that was suspended for longer than the window would write on, and acknowledge it.
+        # Without its seals, an owner that was suspended for longer than the window would continue to acknowledge writes.
         seals = _seals(store, listing.store_id, epoch, objects.logs) if epoch < first.epoch else ()
         old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first and number not in seals)
         files += [(key, taken) for key, (number, taken) in objects.files.items() if Position(epoch, number) < first]
@@ -271,7 +273,7 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
 
 
 def _seals(store: ObjectStore, store_id: str, epoch: int, logs: Collection[int]) -> set[int]:
-    """The numbers of the seals that an epoch's log ends with: one, or more of a takeover that was hard."""
+    """Return the numbers of the seals at the end of an epoch's log: one, or more if a takeover put seals ahead."""
     seals = set()
     for number in sorted(logs, reverse=True):
         if header_of(store, store_id, Position(epoch, number)).kind is not Kind.SEAL:
@@ -281,7 +283,7 @@ def _seals(store: ObjectStore, store_id: str, epoch: int, logs: Collection[int])
 
 
 def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
-    """The files that a base names, or the log up to the object that names it."""
+    """Yield the files named by a base, or by the log up to the object that names the base."""
     first = Position(kept.position.epoch, kept.base.first_log)
     for events in base_events(store, kept.base):
         yield from (event.key for event in events if isinstance(event, ArtifactEvent))
@@ -291,18 +293,18 @@ def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
 
 # ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
 class AbandonedEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """An owner epoch that the newest owner's history does not contain: somebody went back to a moment before it."""
+    """An owner epoch that is not in the newest owner's history: the store was restored to a moment before it."""
 
     owner_epoch: int
     objects: int
-    """Of its archive, and those that its databases put."""
+    """Objects of its archive and of its databases."""
     size_bytes: int
     ended_at_ms: int
-    """When its owner archived the last time."""
+    """Time of its owner's last log object."""
 
 
 def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
-    """The abandoned owner epochs of a store, oldest first. Reads the bucket alone."""
+    """Return the abandoned owner epochs of a store, oldest first. Reads only the bucket."""
     listing = list_archive(store, store_id)
     line = Line(store, listing)
     abandoned = []
@@ -322,14 +324,15 @@ def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
 
 
 def keys_in_order(objects: EpochObjects, store_id: str, epoch: int) -> list[str]:
-    """The objects of an epoch's archive, in the order in which they may go: while its log is there, the rest is found again."""
+    """Return the objects of an epoch's archive in the order of deletion, the log last: after an interruption, the epoch is
+    still found by its log."""
     logs = [log_key(store_id, Position(epoch, number)) for number in sorted(objects.logs)]
     return [*objects.files, *objects.parts, *logs]
 
 
-# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── restorable range ──────────────────────────────────────────────────────────────────────────────────────────────────
 class RestorableRange(msgspec.Struct, frozen=True, kw_only=True):
-    """How far back, and how far on, a store can be restored."""
+    """The oldest and the newest moment to which a store can be restored."""
 
     newest: Position
     newest_at_ms: int
@@ -338,7 +341,7 @@ class RestorableRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
-    """The newest and the oldest restorable moment of a store: of the line that leads to the newest, not of abandoned epochs."""
+    """Return the newest and the oldest restorable moment on a store's line. Abandoned epochs do not count."""
     newest = find(store, store_id)
     oldest = Line(store, list_archive(store, store_id)).oldest()
     return RestorableRange(

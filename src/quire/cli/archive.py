@@ -1,7 +1,8 @@
-"""Commands about the archive: on, off, status, drill and audit; and `restore-store`, which makes a store from its bucket alone.
+"""Commands about the archive: on, off, status, drill, abandoned and audit; and `restore-store`, which restores a store from its
+bucket alone.
 
-`status` asks the owner if it serves, and the bucket; without an owner the directory says how the store was closed. `drill`
-runs in the owner, which compares the restored copy with what it has open.
+`status` queries the owner, if it serves, and the bucket; without an owner, the directory shows how the store was closed.
+`drill` runs in the owner, which compares the restored copy with its open databases.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ archive = Group("archive")
 
 MODES = ("async", "sync")
 FIRST_BASE_SECONDS = 24 * 3_600.0
-"""How long `archive on` waits for the first upload of the whole store; Ctrl-C ends it, and the owner continues later."""
+"""How long `archive on` waits for the first upload of the whole store; after Ctrl-C the next owner continues it."""
 PROBLEM_STATES = ("fenced", "stopped", "behind")
 LISTED = 50
-"""Differences that are shown to people; `--report` and `--json` have them all."""
+"""Most differences to show as text; `--report` and `--json` have all of them."""
 CLOCK = SystemClock()
 
 
@@ -77,7 +78,7 @@ def on(
     root, settings = os.path.abspath(cli.path), cli.settings()
     _need_outside(root, settings)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
-        bucket.list_prefixes("")  # a wrong endpoint or credential shows here, before anything is changed
+        bucket.list_prefixes("")  # raises on a wrong endpoint or credential, before anything is changed
         is_emptied = not owner_log(bucket, txn.store_id(), txn.owner_epoch()).positions if txn.owner_epoch() else True
     change_config(OsDisk(), root, {("archive", "mode"): mode})
     place = objects_url(root, settings)
@@ -86,7 +87,7 @@ def on(
         text = f"archive.mode is {mode} now; {_owner_text(root)} must be restarted: it archives to {place} from then on"
         return Note(text=text, data=data | {"restart_owner": True})
     if is_emptied:
-        take_archive_state(OsDisk(), root)  # a new bucket: what the last one had does not count, so a base is written
+        take_archive_state(OsDisk(), root)  # a new bucket has none of what the old one had, so a base must be written
     with cli.owner() as store:
         assert store.archive is not None
         store.archive.wait(FIRST_BASE_SECONDS)
@@ -97,7 +98,7 @@ def on(
 
 @command("off", archive, example="quire archive off")
 def off(cli: Cli) -> Note:
-    """End archiving. What is in the archive stays, but is no longer kept up to date.
+    """Stop archiving. The archive stays, but is no longer updated.
 
     Objects that were kept only for past moments are deleted by the next round of maintenance: those moments can then no longer
     be restored.
@@ -145,7 +146,8 @@ def status(
 ) -> CliResult:
     """Show what is archived, what waits, what can be restored and what it costs.
 
-    Asks the owner if it serves (`quire serve`), and the bucket. Exit code 1 if the archive is fenced, stopped or behind.
+    Queries the owner if it serves (`quire serve`), and the bucket. The exit code is 1 if the archive is fenced, stopped or
+    behind.
     """
     root, settings = os.path.abspath(cli.path), cli.settings()
     known = archive_status(cli)
@@ -170,7 +172,7 @@ def status(
 
 
 def archive_status(cli: Cli) -> ArchiveStatus | None:
-    """The status as the owner tells it, else as the directory shows it; `None` if archiving is off."""
+    """Return the status from the owner, else from the directory; `None` if archiving is off."""
     owner = find_owner(cli.path)
     if owner is not None:
         with owner:
@@ -190,24 +192,24 @@ def _ask_bucket(cli: Cli, root: str, settings: StoreSettings) -> tuple[Restorabl
 STATES = {
     "archived": "everything is in the bucket: losing this disk now would lose nothing",
     "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
-    "uploading": "changes are on their way: losing this disk now would lose them",
-    "behind": "the bucket does not answer: losing this disk now would lose what waits",
+    "uploading": "changes are being uploaded: losing this disk now would lose them",
+    "behind": "the bucket does not answer: losing this disk now would lose the backlog",
     "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
     "fenced": "another directory has taken this store over: nothing more is archived from here",
     "stopped": "the archiver has stopped: restart the owner",
     "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
-    "owned": "a process owns the store and does not answer here: the bucket shows how far it is",
+    "owned": "a process owns the store but does not answer: the bucket shows how far it is",
 }
 
 
 def state_text(status: ArchiveStatus) -> str:
-    """A state as a sentence."""
+    """Return the state of the archive as a sentence."""
     return STATES.get(status.state, status.state)
 
 
 def _doubtful(status: ArchiveStatus) -> str:
-    """The state where the bucket does not confirm it."""
-    return f"{status.state} by this directory's word; whether the bucket has it is not known: do not rely on it"
+    """Format a state that the bucket has not confirmed."""
+    return f"{status.state} according to this directory; not confirmed by the bucket: do not rely on it"
 
 
 def _lines(
@@ -252,7 +254,7 @@ def _ago(at_ms: int, now_ms: int) -> str:
 
 
 def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
-    """A drill in one line."""
+    """Format a drill in one line."""
     if drill is None:
         return "never: run `quire archive drill`"
     result = "passed" if drill.is_good else f"FAILED with {count_of(len(drill.problems), 'difference')}"
@@ -264,8 +266,8 @@ def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
 def drill(cli: Cli) -> CliResult:
     """Restore the archive to a temporary directory and compare it with the live store.
 
-    Claims nothing and changes nothing but drill.json, which remembers the result. A running `quire serve` does it while it
-    works. Downloads the store once. Exit code 1 if anything differs.
+    Claims nothing, and changes nothing but drill.json, which records the result. A running `quire serve` does it while it
+    serves. Downloads the store once. The exit code is 1 if anything differs.
     """
     with cli.owner() as store:
         if store.archive is None:
@@ -303,9 +305,9 @@ def restore_store(
 ) -> Report:
     """Restore a whole store from its bucket.
 
-    DIR reads as of the restored moment at once; large files stay in the bucket and are read on demand. Without --takeover
-    nothing is claimed: a running owner continues, and DIR is written to after `quire takeover`. Credentials come from the
-    environment (AWS_*, GOOGLE_*, AZURE_*).
+    DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
+    --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
+    from the environment (AWS_*, GOOGLE_*, AZURE_*).
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")
@@ -391,8 +393,8 @@ def abandoned(
 ) -> Listing | Note:
     """List owner epochs that the store's history does not contain, or delete one of them.
 
-    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`). Nothing deletes them by
-    itself: what is in them can be restored until then.
+    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`). They are never deleted
+    automatically, and can be restored until you delete them.
     """
     if not remove:
         root = os.path.abspath(cli.path)
@@ -415,7 +417,6 @@ def abandoned(
 
 
 # ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("audit", archive, example="quire archive audit s3://my-bucket/shop")
 def audit(
     cli: Cli,
@@ -428,11 +429,11 @@ def audit(
 ) -> CliResult:
     """Read the whole archive and check that every moment in it can be restored.
 
-    That is log objects, bases, tables, compressed segments, and the chunks and segments that rows of any restorable moment
-    name, by their digests. Also lists objects that nothing names. Reads only the bucket. Exit code 1 if something is missing or
-    altered; orphans do not count.
+    This covers log objects, bases, tables, compressed segments, and the chunks and segments that rows of any restorable moment
+    name, compared by their digests. Also lists objects that nothing names. Reads only the bucket. The exit code is 1 if
+    something is missing or altered; orphans do not count.
     """
-    from quire.store.heavy import audit_bucket  # loads the runners, which other commands about archives do without
+    from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need
 
     need_runner(runner)
     if url:
@@ -448,7 +449,7 @@ def audit(
 
 
 class _PercentRead:
-    """Percent on the terminal, where a person watches."""
+    """Shows the progress in percent, on a terminal."""
 
     def __init__(self) -> None:
         self._shown = -1

@@ -1,4 +1,4 @@
-"""The command `audit`: what happened to databases, and when."""
+"""The command `audit`: shows the history of databases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = {
     "found_damaged": "found damaged",
     "rolled_back": "rolled back; before it",
 }
-"""Actions that are not told by their own name."""
+"""Action → its text, if that differs from its name."""
 
 
 @command("audit", example="quire audit shop --since 1h")
@@ -73,7 +73,7 @@ def _cells(entry: AuditEntry, names: dict[int, str]) -> list[str]:
     action = entry.action.name.lower()
     subject = entry.subject or (f"#{entry.number}" if entry.number else "-")
     if in_epoch := parse_epoch_key(subject):
-        # The store's identity, which all objects are below, fills half a line; --json has the whole name.
+        # The prefix with the store's identity, common to all objects, fills half a line; --json has the whole name.
         subject = in_epoch[2]
     bytes_ = f", {size(entry.size_bytes)}" if entry.size_bytes else ""
     return [

@@ -30,7 +30,7 @@ def backup(
     """Back up the store while it is in use.
 
     A directory or URL may already contain backups of this store: only what is new is copied, and every backup can be restored.
-    A backup with --since needs the earlier one to be restored. Restore with `quire restore-store TARGET DIR`.
+    To restore a backup made with --since, the earlier one is needed too. Restore with `quire restore-store TARGET DIR`.
     """
     with cli.owner() as store, Bars() as bars:
         done = store.backup(

@@ -1,8 +1,7 @@
-"""What a shell offers for a word that is being typed: names of databases, snapshots, cursors and tables, and the words that
-options accept.
+"""Computes completions for a shell: names of databases, snapshots, cursors and tables, and the words that options accept.
 
-What a parameter accepts is known by its metavar, so a new command completes without further work. Completion reads the manifest
-as `quire ls` does: it creates nothing and takes no lock. Paths and new names are left to the shell.
+The metavar of a parameter determines its candidates, so completion of a new command needs no further work. Completion reads the
+manifest as `quire ls` does: it creates nothing and takes no lock. Paths and new names are left to the shell.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ KINDS: Mapping[str, str] = {"kv": "LSM", "stream": "STREAM", "sqlite": "PAGES"}
 
 
 def answer(program: click.Command, instruction: str) -> int:
-    """Write the candidates for the word being typed, as a shell's script requests them; the exit code."""
+    """Write the candidates for the word being typed, as requested by a shell's script, and return the exit code."""
     return shell_complete(program, {"obj": candidates}, "quire", COMPLETING, instruction)
 
 
 def candidates(metavar: str, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-    """The candidates that begin with `incomplete`, for a parameter with this metavar."""
+    """Return the candidates that begin with `incomplete` for a parameter with this metavar."""
     try:
         return [
             CompletionItem(text)
@@ -118,7 +117,7 @@ complete -o default -F %(complete_func)s %(prog_name)s
 """
 
     def format_completion(self, item: CompletionItem[str]) -> str:
-        """As it is written on a command line."""
+        """Escape a candidate for the command line."""
         return re.sub(r"([^\w@%+=:,./-])", r"\\\1", item.value)
 
 

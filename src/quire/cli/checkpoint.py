@@ -1,10 +1,11 @@
-"""Commands that rewrite page databases' chunks: checkpoint and merge, of one database or of many in one run.
+"""Commands that write and move chunks of page databases: checkpoint and merge, for one or many databases in one run; evict,
+hydrate, restore.
 
 Rules
-  1. The job that is outstanding is run, if there is one; else a new one. Of several databases each has its own.
-  2. What a checkpoint absorbed is let go right after it, by the truncate job that it leads to.
-  3. A job that fails is an error of the command, with the exit code of what the job met; an interrupt puts the job back. In a
-     run over many databases those that failed are listed, and the exit code is 1.
+  1. The outstanding job is run, if there is one; else a new one. Each database has its own job.
+  2. What a checkpoint has absorbed is released right after it, by the truncate job that it enqueues.
+  3. A job that fails is an error of the command, with the exit code of the job's error; an interrupt returns the job to the
+     queue. In a run over many databases those that failed are listed, and the exit code is 1.
   4. `--dry-run` only reads: it works while another process owns the store.
 """
 
@@ -17,7 +18,7 @@ import msgspec
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, size
-from quire.cli.job_progress import Bench, bar, failure_of
+from quire.cli.job_progress import JobSession, bar, failure_of
 from quire.cli.jobs import job_json
 from quire.cli.lookup import DryRun, Runner, Snapshot, names_of, need_pages, need_runner, snapshot_named
 from quire.cli.output import CliResult, Listing, ListingRow, Note, Report
@@ -72,7 +73,7 @@ Database = Annotated[str, Argument(metavar="DB", help="The name of a page databa
 def evict(cli: Cli, database: Database) -> Note:
     """Remove local copies that the object store also has.
 
-    That is WAL that only snapshots need, which is uploaded first, and chunks that were hydrated.
+    These are WAL segments that only snapshots need, which are uploaded first, and chunks that were hydrated.
     """
     return _move_copies(cli, database, "evict")
 
@@ -128,7 +129,7 @@ def restore(
 
 
 def _wanted(databases: list[str] | None, every: bool, runner: str) -> list[str]:
-    """The names that were given; none for all."""
+    """Return the names that were given, none for `--all`."""
     need_runner(runner)
     if bool(databases) == every:
         raise InvalidInput("name databases, or use `--all`", hint="`quire ls` lists the databases")
@@ -143,18 +144,18 @@ def _run(cli: Cli, database: str, kind: str, runner: str, then: str = "") -> Not
         if kind == "CHECKPOINT" and info.kind.name == "STREAM":
             return published(store, database)
         need_pages(info, need)
-        db_id, bench = info.db_id, Bench(store)
-        job = bench.run(JobKind[kind], db_id, runner)
+        db_id, session = info.db_id, JobSession(store)
+        job = session.run(JobKind[kind], db_id, runner)
         if (failure := failure_of(job, f"the {kind.lower()} of {database}")) is not None:
             raise failure
         if then and store.manifest.jobs.outstanding(db_id, JobKind[then]):
-            bench.run(JobKind[then], db_id)
+            session.run(JobKind[then], db_id)
         names = names_of(store.manifest, [job])
     return Note(text=result_text(job, database), data=job_json(job, names))
 
 
 def result_text(job: Job, database: str) -> str:
-    """What a checkpoint or merge did."""
+    """Format the result of a checkpoint or merge."""
     if job.state.name == "PENDING":
         return f"the {job.kind.name.lower()} of {database} was postponed; see `quire jobs show {job.job_id}`"
     result = job.result or {}
@@ -176,7 +177,7 @@ def result_text(job: Job, database: str) -> str:
 
 
 def _held_back(result: dict[str, Any]) -> str:
-    """Who keeps a checkpoint from absorbing more; empty if nobody does."""
+    """Format which readers keep a checkpoint from absorbing more; empty if none does."""
     if not result.get("waiting_segments"):
         return ""
 
@@ -199,11 +200,11 @@ def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> CliResult:
                 if waiting := store.manifest.jobs.outstanding(job.db_id, JobKind.TRUNCATE):
                     store.worker.run(waiting)
         failed = [job for job in jobs if job.record.error]
-        known = names_of(store.manifest, failed)
-    return CliResult(_many_report(kind, jobs, failed, known), PROBLEMS if failed else OK)
+        database_names = names_of(store.manifest, failed)
+    return CliResult(_many_report(kind, jobs, failed, database_names), PROBLEMS if failed else OK)
 
 
-def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int, str]) -> Report:
+def _many_report(kind: str, jobs: list[Job], failed: list[Job], database_names: dict[int, str]) -> Report:
     done = [job.result for job in jobs if job.state.name == "SUCCEEDED" and job.result]
     counts: dict[str, Any] = {
         "databases": len(jobs),
@@ -211,7 +212,8 @@ def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int,
         **{name: sum(result.get(name, 0) for result in done) for name in ("slots", "pages", "bytes", "segments")},
         "put_off": sum(job.state.name == "PENDING" and not job.record.error for job in jobs),
         "failed": [
-            {"database": known.get(job.db_id, ""), "job_id": job.job_id, "error": job.record.error} for job in failed
+            {"database": database_names.get(job.db_id, ""), "job_id": job.job_id, "error": job.record.error}
+            for job in failed
         ],
     }
     text = f"{kind.lower()} of {count_of(len(jobs), 'database')}: {count_of(counts['slots'], 'slot')} written "
@@ -220,14 +222,14 @@ def _many_report(kind: str, jobs: list[Job], failed: list[Job], known: dict[int,
         text += f", {counts['put_off']:,} postponed"
     parts: list[Note | Listing] = [Note(text=text, data=None)]
     if failed:
-        rows = [ListingRow([known.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
+        rows = [ListingRow([database_names.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
         parts.append(Listing(columns=["failed", "why"], rows=rows))
     return Report(parts=parts, data=counts)
 
 
-# ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dry run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _outlook(cli: Cli, names: list[str], kind: str) -> Listing:
-    """What waits for a checkpoint, or for a merge."""
+    """Return a listing of what waits for a checkpoint or a merge."""
     rows: list[ListingRow] = []
     with cli.reader() as manifest, manifest.read() as txn:
         wanted = [txn.database_id(name) for name in names] or [

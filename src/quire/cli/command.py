@@ -1,11 +1,11 @@
-"""What all commands share: where the store is, what they return, and how that becomes output and an exit code.
+"""Runs a command: gives it the store, and turns its result or error into output and an exit code.
 
-A command is a function whose first parameter is a `Cli`. It returns what it shows (`Shown`), or a `CliResult` with an exit code
-as well, or it raises: an error is a sentence and the next step, with the exit code of its group; `--debug` shows a traceback.
-A command that must own a store which another process owns is run by that process, if it listens (K8).
+A command is a function whose first parameter is a `Cli`. It returns the value to show (`Shown`), or a `CliResult` that also has
+an exit code, or it raises. An error is shown as a sentence and the next step, with the exit code of its group; `--debug` shows
+the traceback. A command that must own a store which another process owns is run by that process, if it listens (K8).
 
 A reader that closes the pipe (`quire ls | head -1`) ends the command at once, silently, with the exit code that a shell reports
-for SIGPIPE. The signal itself stays ignored: sockets would raise it too.
+for SIGPIPE. The signal itself stays ignored, because writing to a closed socket would raise it too.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 NAMES = {"database": "the database's name", "stream": "the stream's name", "subject": "the subject"}
-"""Arguments that must not be empty where a command needs them."""
+"""Required arguments that must not be empty → how errors name them."""
 
 
 class Cli(msgspec.Struct, frozen=True):
-    """What a command gets: where the store is, and whether a program reads the output."""
+    """The context of a command: the path of the store, and whether the output is JSON."""
 
     path: str
     as_json: bool = False
 
     def reader(self) -> ManifestStore:
-        """The manifest, opened for reading: works while another process owns the store."""
-        from quire.manifest.store import ManifestStore  # a third of `quire ls`, which does without it
+        """Open the manifest for reading, which works while another process owns the store."""
+        # Here: loading it takes a third of `quire ls`, which does not use it
+        from quire.manifest.store import ManifestStore
 
         manifest = self.settings().manifest
         return ManifestStore.open(os.path.join(os.path.abspath(self.path), MANIFEST), mode="r", settings=manifest)
 
     def settings(self) -> StoreSettings:
-        """The settings in the store's quire.toml."""
+        """Return the settings in the store's quire.toml."""
         return existing_config(OsDisk(), os.path.abspath(self.path))
 
     def owner(
@@ -64,14 +65,14 @@ class Cli(msgspec.Struct, frozen=True):
         discard: bool = False,
         moved: bool = False,
     ) -> Store:
-        """The store, opened for changes; never creates one.
+        """Open the store as its owner. Never creates one.
 
-        `upkeep` in the background is for commands that may take minutes. `grace_seconds` replaces the delay between the
-        last reference to bytes and their deletion.
+        `upkeep` runs maintenance in the background, for commands that may take minutes. `grace_seconds` replaces the grace
+        period between the last reference to an artifact and its deletion.
         """
         settings = self.settings()
         maintenance = replace(settings.maintenance, enabled=upkeep and settings.maintenance.enabled)
-        if upkeep and not maintenance.workers:  # the command is there to do the work, whatever quire.toml says
+        if upkeep and not maintenance.workers:  # the command has to run jobs, whatever quire.toml says
             maintenance = replace(maintenance, workers=1)
         if grace_seconds is not None:
             maintenance = replace(maintenance, delete_grace_seconds=grace_seconds)
@@ -87,32 +88,33 @@ class Cli(msgspec.Struct, frozen=True):
         )
         if (
             store.archive is not None
-        ):  # opening asked no bucket: that the store is another's may be heard with the last upload
+        ):  # opening sends no request to the bucket, so a takeover may only be noticed by the last upload
             store.after_close = store.archive.require_ours
         return store
 
     def readable(self) -> Store:
-        """The store, to be read: owned by this process, or beside whoever owns it. A standby, a restored directory and an owner
-        that was fenced are only read. An owner that listens runs the command itself (K8)."""
+        """Open the store for a command that only reads: as its owner if possible, else alongside the owner. A standby, a
+        restored directory and a fenced owner are only read. Raises `StoreLocked` if an owner listens: it then runs the command
+        (K8)."""
         try:
             store = self.owner()
-            store.after_close = None  # what was read is right, whoever owns the store
+            store.after_close = None  # what was read is valid even if the store was taken over
             return store
         except StoreFenced:
-            return self.beside()
+            return self.open_read_only()
         except StoreLocked:
             client = self._listening_owner()
             if client is None:
-                return self.beside()
+                return self.open_read_only()
             client.close()
             raise
 
-    def beside(self) -> Store:
-        """The store, opened for reading, whoever owns it."""
+    def open_read_only(self) -> Store:
+        """Open the store for reading, whether or not another process owns it."""
         return quire.open(self.path, "r", settings=self.settings())
 
-    def keeper(self) -> Store | Client:
-        """The store, owned by this process, or a client of the process that owns it (K8)."""
+    def owner_or_client(self) -> Store | Client:
+        """Open the store as its owner, or a client of the process that owns it (K8)."""
         try:
             return self.owner()
         except StoreLocked:
@@ -123,14 +125,14 @@ class Cli(msgspec.Struct, frozen=True):
 
     def _listening_owner(self) -> Client | None:
         from quire.service.sockets import (
-            find_owner,  # sockets, for which commands on a store without an owner need not wait
+            find_owner,  # here: loads sockets, which commands on a store without an owner do not need
         )
 
         return find_owner(self.path)
 
 
 def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
-    """Run a command and show what it returns or what went wrong; its exit code."""
+    """Run a command, show its result or error, and return its exit code."""
     output = output_for(cli.as_json)
     try:
         if style := os.environ.get("QUIRE_LOG"):
@@ -148,7 +150,7 @@ def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[st
     except BrokenPipeError:
         return pipe_closed()
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich's own way of ending, with 1
+        if isinstance(end.__context__, BrokenPipeError):  # rich exits with 1 on a closed pipe
             return pipe_closed()
         raise
     except QuireError as error:
@@ -158,13 +160,13 @@ def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[st
     except Exception as error:
         if debug:
             raise
-        if isinstance(error.__cause__, QuireError):  # passed on by SQLite, say: a missing chunk is no bug
+        if isinstance(error.__cause__, QuireError):  # passed on by SQLite, for example: a missing chunk is not a bug
             return report_error(output, error.__cause__)
         return report_error(output, InternalError(f"a bug in quire: {type(error).__name__}: {error}"))
 
 
 def _need_names(body: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Refuse empty names: a shell passes an empty word for a variable that is not set, which must not mean "all"."""
+    """Raise `InvalidInput` for empty names: a shell passes an empty word for an unset variable, which must not mean "all"."""
     needed = body.__code__.co_varnames[1 : body.__code__.co_argcount - len(body.__defaults__ or ())]
     for name, what in NAMES.items():
         if name in needed and arguments.get(name) == "":
@@ -172,7 +174,7 @@ def _need_names(body: Callable[..., Any], arguments: dict[str, Any]) -> None:
 
 
 def result_of(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any]) -> CliResult:
-    """What a command returned. One that was declined shows that nothing happened, and ends with exit code 1."""
+    """Run a command and return its result. If the user declines, it shows what was not done, with exit code 1."""
     try:
         outcome = body(cli, **arguments)
     except Declined as declined:

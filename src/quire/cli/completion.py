@@ -1,4 +1,4 @@
-"""The command `completion`: the script with which a shell asks for candidates (`cli/candidates.py`)."""
+"""The command `completion`: prints or installs the script with which a shell requests completions (`cli/candidates.py`)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def completion(
     """Print a shell completion script, or install it.
 
     `quire completion --install` writes the script to ~/.config/quire and one line to ~/.bashrc or ~/.zshrc that reads it; for
-    fish it is one file. A second time it only renews the script. To set it up by hand, add `eval "$(quire completion bash)"` to
-    ~/.bashrc.
+    fish it is one file. Running it again only updates the script. To set it up by hand, add `eval "$(quire completion bash)"`
+    to ~/.bashrc.
     """
     shell = shell or os.path.basename(os.environ.get("SHELL", ""))
     if shell not in SHELLS:
@@ -47,7 +47,7 @@ def completion(
 
 
 def _installed(shell: str, script: str) -> Note:
-    """Write the script, and have new shells read it."""
+    """Write the script, and make new shells read it."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
     file = config / ("fish/completions/quire.fish" if shell == "fish" else f"quire/completion.{shell}")
     start = None if shell == "fish" else Path("~/.bashrc" if shell == "bash" else "~/.zshrc").expanduser()
@@ -59,9 +59,7 @@ def _installed(shell: str, script: str) -> Note:
             before = start.read_text("utf-8") if start.exists() else ""
             if line not in before.splitlines():
                 gap = "" if before.endswith("\n") or not before else "\n"
-                with start.open(
-                    "a", encoding="utf-8"
-                ) as startup:  # appended: what a person has there is never rewritten
+                with start.open("a", encoding="utf-8") as startup:  # appended: the user's own lines are never rewritten
                     startup.write(f"{gap}{line}\n")
     except (OSError, UnicodeDecodeError) as error:
         hint = "`quire completion SHELL` prints the script, to be set up by hand"

@@ -1,11 +1,13 @@
-"""How a command is declared: a function whose signature says what it takes, made into a command of click.
+"""Declares commands: turns a function, whose signature defines the parameters, into a click command.
 
     @command("ls", example="quire ls --store ./data")
     def ls(cli: Cli, limit: Annotated[int, Option("--limit", "-n", min=0, help="…")] = 20) -> Listing:
         "List the databases of a store."
 
-The docstring is the help text, `example` ends it, and every command also takes `--store`, `--json` and `--debug`. A command
-line that cannot be parsed is an error like any other, with the exit code of usage. Threads: the main one.
+The docstring is the help text, `example` is its last line, and every command also takes `--store`, `--json` and `--debug`. A
+command line that cannot be parsed is an error like any other, with the exit code of usage errors.
+
+Threads: the main thread.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ COMPLETING = "_QUIRE_COMPLETE"
 """The variable in which a shell requests completions."""
 
 HELP = ("-h", "--help")
-"""How help is requested, from every command and every group."""
+"""The options that request help, for every command and every group."""
 
 
 REGISTERED: dict[str, click.Command] = {}
@@ -40,7 +42,7 @@ REGISTERED: dict[str, click.Command] = {}
 
 
 class Argument:
-    """A word that a command takes by its position; the keywords are click's, and `min` for numbers."""
+    """A positional parameter of a command. The keywords are click's, and `min` for numbers."""
 
     names: tuple[str, ...] = ()
 
@@ -49,7 +51,7 @@ class Argument:
 
 
 class Option(Argument):
-    """What a command takes by its name: `Option("--limit", "-n", min=0)`; unnamed it is called like the parameter."""
+    """A named option of a command: `Option("--limit", "-n", min=0)`. The default name is that of the parameter."""
 
     def __init__(self, *names: str, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -57,7 +59,7 @@ class Option(Argument):
 
 
 class Number(click.ParamType[Any]):
-    """A number, refused in plain words."""
+    """A number, with error messages in plain words."""
 
     def __init__(self, kind: type, least: float | None) -> None:
         self.kind, self.least = kind, least
@@ -74,7 +76,7 @@ class Number(click.ParamType[Any]):
 
 
 class CliCommand(click.Command):
-    """A function of ours as a command of click."""
+    """A declared function as a click command."""
 
     def __init__(self, name: str, body: Callable[..., Any], example: str, store: str) -> None:
         _cli, *parameters = inspect.signature(body).parameters.values()
@@ -91,19 +93,19 @@ class CliCommand(click.Command):
         self.example = example
 
     def _run(self, store: str, as_json: bool, debug: bool, **arguments: Any) -> int:
-        from quire.cli.command import Cli, perform  # they load the manifest, which help does not need
+        from quire.cli.command import Cli, perform  # here: it loads the manifest, which help does not need
 
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
         return perform(self.body, Cli(store or HERE, as_json), given, debug=debug)
 
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
-        """The whole first sentence: a list of commands does not cut it."""
+        """Return the whole first sentence, uncut."""
         paragraph = (self.help or "").partition("\n\n")[0]
         return f"{paragraph.partition('. ')[0].rstrip('.')}."
 
 
 class Group(click.Group):
-    """Commands that share their first word; its help is the word's line in `main.COMMANDS`."""
+    """Commands that share their first word. Its help is the word's line in `main.COMMANDS`."""
 
     def __init__(self, word: str = "") -> None:
         super().__init__(context_settings={"help_option_names": list(HELP)})
@@ -111,16 +113,16 @@ class Group(click.Group):
             REGISTERED[word] = self
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """In the order of their declaration, single commands first."""
+        """Return the names of the commands in order of declaration, single commands first."""
         return sorted(self.commands, key=lambda name: isinstance(self.commands[name], click.Group))
 
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
-        """The whole text, as for a command."""
+        """Return the whole text, uncut."""
         return self.help or ""
 
 
 def command(name: str, group: Group | None = None, *, example: str, store: str = HERE) -> Callable[[F], F]:
-    """Declare a function as a command, of a group or by itself; `example` ends its help, `store` is its default directory."""
+    """Declare a function as a command, in a group or at the top level. `store` is the default of its `--store`."""
 
     def register(body: F) -> F:
         commands = REGISTERED if group is None else group.commands
@@ -131,7 +133,7 @@ def command(name: str, group: Group | None = None, *, example: str, store: str =
 
 
 def run_program(program: click.Group, arguments: Sequence[str]) -> int:
-    """Run the program on a command line; its exit code."""
+    """Run the program on a command line and return the exit code."""
     try:
         with program.make_context("quire", list(arguments)) as context:
             code = program.invoke(context)
@@ -170,7 +172,7 @@ def _parameter(parameter: inspect.Parameter, names_in_scope: dict[str, Any]) -> 
 
 
 def _kind_of(hint: Any) -> tuple[type, bool]:
-    """`list[int] | None` → `int`, and that there may be many."""
+    """Return the type of one value, and whether there may be many: `list[int] | None` → `int`, True."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (inner for inner in typing.get_args(hint) if inner is not types.NoneType)
     if typing.get_origin(hint) is list:
@@ -179,12 +181,12 @@ def _kind_of(hint: Any) -> tuple[type, bool]:
 
 
 def _complete(metavar: str, ctx: click.Context, _: click.Parameter, incomplete: str) -> list[Any]:
-    candidates: list[Any] = ctx.obj(metavar, ctx, incomplete)  # `completion.answer` puts the function there
+    candidates: list[Any] = ctx.obj(metavar, ctx, incomplete)  # `candidates.answer` sets it
     return candidates
 
 
 def _shared(store: str) -> list[click.Parameter]:
-    """What every command takes: where the store is, and how to report what happens."""
+    """Return the options that every command takes: the store, and the form of the output."""
     shown = "this directory" if store == HERE else store
     return [
         click.Option(
@@ -203,7 +205,7 @@ def _shared(store: str) -> list[click.Parameter]:
 
 def _wrong_usage(error: click.UsageError, arguments: Sequence[str]) -> int:
     text = error.format_message()
-    words = takewhile(lambda word: not word.startswith("-"), arguments)  # some errors do not say whose they are
+    words = takewhile(lambda word: not word.startswith("-"), arguments)  # some errors have no context
     path = error.ctx.command_path if error.ctx is not None else " ".join(["quire", *words])
     hint = f"see `{path} --help`"
     if isinstance(error, click.NoSuchOption) and error.ctx is not None and isinstance(error.ctx.command, click.Group):

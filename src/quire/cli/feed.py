@@ -22,7 +22,7 @@ from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, UnknownCursor
 from quire.core.json_values import plain
-from quire.core.timeline import lost_start, step_back
+from quire.core.timeline import gap_of_start, step_back
 from quire.manifest.change import change_json
 from quire.manifest.ops.cursors import refuse_lost
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 STEP_RECORDS = 64
-"""Change records read together: one may hold thousands of operations."""
+"""Change records read in one transaction: each may hold thousands of operations."""
 
 
 group = Group("feed")
@@ -50,7 +50,7 @@ def tail(
 ) -> Listing | CliResult:
     """Show change records: their sequence, time and operations.
 
-    With --follow also new records, after those from --from on, or after the newest N.
+    With --follow, show the records from --from on, or the newest N, and then new ones as they are committed.
     """
     columns = [">sequence", "committed", "operations"]
     if follow:
@@ -70,7 +70,7 @@ def _row(change: ChangeRecord) -> ListingRow:
 
 
 class _FeedTail:
-    """The end of the feed, as it goes on (rule 2)."""
+    """Follows the end of the feed (rule 2)."""
 
     def __init__(self, manifest: ManifestStore, start: int, limit: int) -> None:
         self._manifest = manifest
@@ -80,7 +80,7 @@ class _FeedTail:
             self._next = start or max(oldest, step_back(txn.gaps(), head, limit) + 1)
 
     def new(self) -> Iterator[ChangeRecord]:
-        """What was committed since the last time. What was trimmed before it was seen is an error."""
+        """Yield the changes since the last call. Raises `CursorLost` if some were trimmed before they were seen."""
         while True:
             with self._manifest.read() as txn:
                 oldest, _ = txn.feed_bounds()
@@ -97,7 +97,7 @@ class _FeedTail:
 def _refuse_lost(txn: ReadTxn, start: int) -> None:
     """Raise `CursorLost` if a takeover has given up the changes before `start`."""
     gaps = txn.gaps()
-    if lost_start(gaps, start) is not None:
+    if gap_of_start(gaps, start) is not None:
         refuse_lost(gaps, start - 1)
 
 
@@ -119,7 +119,7 @@ def _records(cli: Cli, start: int, limit: int) -> Iterator[ChangeRecord]:
 
 
 def summary(record: ChangeRecord) -> str:
-    """What a batch did, in a line: one operation with its fields, several by their number."""
+    """Summarise a batch in one line: a single operation with its fields, several by kind and number."""
     if len(record.operations) == 1:
         (op,) = record.operations
         shown = {name: value for name, value in non_default_fields(op).items() if isinstance(value, str | int | float)}
@@ -165,7 +165,7 @@ def _cells(info: CursorInfo) -> list[str]:
 
 
 def cursor_json(info: CursorInfo) -> dict[str, Any]:
-    """A cursor, with what follows from its numbers."""
+    """Return a cursor as JSON, with its lag and next sequence."""
     return {**plain(info), "lag": info.lag, "next_sequence": info.next_sequence}
 
 
@@ -201,7 +201,7 @@ def drop(
 
 
 def _find(feed: ChangeFeed, text: str) -> CursorInfo:
-    """By name first: a name may be a number."""
+    """Find a cursor by name, then by id: a name may be a number."""
     try:
         return feed.cursor(text)
     except UnknownCursor:

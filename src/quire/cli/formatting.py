@@ -1,5 +1,5 @@
-"""Values as people read them: sizes, times, counts, and records as short lists of fields. What they type is read by
-`core/time_parsing.py`.
+"""Formats values for users: sizes, times, counts, and records as short lists of fields. The reverse, parsing what users type,
+is in `core/time_parsing.py`.
 
 Pure functions, except for the local time zone.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from quire.service.values import MirrorStatus
 
 SHORT_CHARACTERS = 48
-"""Longer values are cut in text; JSON has them whole."""
+"""Longer values are cut in text; JSON has all of them."""
 
 
 def non_default_fields(record: msgspec.Struct) -> dict[str, Any]:
-    """The fields of a record that differ from their defaults."""
+    """Return the fields of a record that differ from their defaults."""
     defaults = {field.name: field.default for field in fields(type(record)) if not field.required}
     shown: dict[str, Any] = {}
     for name in record.__struct_fields__:
@@ -37,7 +37,7 @@ def non_default_fields(record: msgspec.Struct) -> dict[str, Any]:
 
 
 def pairs(values: dict[str, Any]) -> str:
-    """`a=1 b=x` of a mapping."""
+    """Format a mapping as `a=1 b=x`."""
     return " ".join(f"{name}={_short(value)}" for name, value in values.items())
 
 
@@ -46,7 +46,8 @@ def _short(value: Any) -> str:
 
 
 def short(text: str) -> str:
-    """
+    """Cut a text that is longer than `SHORT_CHARACTERS`.
+
     >>> short("a" * 49)
     'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa…'
     """
@@ -54,7 +55,7 @@ def short(text: str) -> str:
 
 
 def in_words(value: Any) -> str:
-    """A value from an error or a problem, without Python syntax.
+    """Format a value from an error or a problem without Python syntax.
 
     >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> in_words(ArtifactKey(1, ArtifactKind.BASE, 5, 3)), in_words(("ghost",)), in_words((1, 2)), in_words(None)
@@ -78,7 +79,8 @@ def in_words(value: Any) -> str:
 
 
 def chain_text(chain: Chain, origin_db_id: int) -> str:
-    """`base:1@60 + delta-1:2@100`: kind, generation and covered lsn of each artifact; another origin is named."""
+    """Format a chain as `base:1@60 + delta-1:2@100`: kind, generation and covered lsn of each artifact, and its origin database
+    if that is another one."""
     links = []
     for link in chain:
         name = link.kind.name.lower() + (f"-{link.delta_id}" if link.delta_id else "")
@@ -88,7 +90,7 @@ def chain_text(chain: Chain, origin_db_id: int) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape control and bidirectional characters: names come from people and must not move the cursor.
+    """Escape control and bidirectional characters: names are user input and must not move the cursor.
 
     >>> print(visible("a\\x1b[2Jb\\u202ec größe 数据"))
     a\\x1b[2Jb\\u202ec größe 数据
@@ -97,7 +99,8 @@ def visible(text: str) -> str:
 
 
 def size(count: int) -> str:
-    """
+    """Format a number of bytes.
+
     >>> size(100), size(110_592), size(256 * GIB)
     ('100 B', '108.0 KiB', '256.0 GiB')
     """
@@ -108,7 +111,8 @@ def size(count: int) -> str:
 
 
 def moment(at_ms: int) -> str:
-    """
+    """Format a moment in UTC.
+
     >>> moment(0), moment(1_700_000_000_000)
     ('never', '2023-11-14 22:13:20Z')
     """
@@ -116,12 +120,13 @@ def moment(at_ms: int) -> str:
 
 
 def local_moment(at_ms: int, now_ms: int) -> str:
-    """A moment in local time, with its age."""
+    """Format a moment in local time, with its age."""
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(at_ms / 1000))} ({span(now_ms - at_ms)} ago)"
 
 
 def span(milliseconds: int) -> str:
-    """
+    """Format a length of time.
+
     >>> span(400), span(90_000), span(150_000), span(7_200_000), span(200_000_000)
     ('0 s', '90 s', '2 min', '2 h', '2 days')
     """
@@ -133,7 +138,8 @@ def span(milliseconds: int) -> str:
 
 
 def count_of(number: int, one: str, many: str = "") -> str:
-    """
+    """Format a number with its noun, singular or plural.
+
     >>> count_of(1, "database"), count_of(2000, "batch", "batches")
     ('1 database', '2,000 batches')
     """
@@ -141,7 +147,7 @@ def count_of(number: int, one: str, many: str = "") -> str:
 
 
 def behind_text(status: MirrorStatus) -> str:
-    """What the target of a mirror lacks, and for how long; empty if nothing."""
+    """Format what the target of a mirror lacks, and for how long; empty if it is up to date."""
     behind = [
         *([f"{count_of(status.changed, 'database')} changed"] if status.changed else []),
         *([f"{status.dropped:,} dropped"] if status.dropped else []),
@@ -150,12 +156,13 @@ def behind_text(status: MirrorStatus) -> str:
 
 
 def tags_text(tags: dict[str, str]) -> str:
-    """`a=1, b=2`."""
+    """Format tags as `a=1, b=2`."""
     return ", ".join(f"{key}={value}" for key, value in sorted(tags.items()))
 
 
 def article(word: str) -> str:
-    """
+    """Put "a" or "an" before a word.
+
     >>> article("pages"), article("lsm")
     ('a pages', 'an lsm')
     """

@@ -1,12 +1,13 @@
-"""The command `gc`: one round of maintenance, and what waits to be deleted.
+"""The command `gc`: runs one round of maintenance, and shows what waits to be deleted.
 
 Terms
-  zero    an artifact that nothing refers to; it never comes back, and its bytes go after the grace
+  zero    an artifact that nothing refers to; it never gets a reference again, and its bytes are deleted after the grace period
 
 Rules
   1. `--dry-run` only reads: it works while another process owns the store.
-  2. What is told of deletions is what the audit says: it can neither miss one nor tell of one that did not happen.
-  3. The grace is for readers in other processes, which may have found a name a moment ago. `--now` takes it away, so it asks.
+  2. Deletions are reported from the audit, so that none is missed and none is reported that did not happen.
+  3. The grace period protects readers in other processes, which may just have looked up a name. `--now` skips it, and therefore
+     asks for confirmation.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from quire.cli.declarations import Option, command
 from quire.cli.formatting import count_of, moment, size, span
-from quire.cli.job_progress import Bench
+from quire.cli.job_progress import JobSession
 from quire.cli.jobs import job_json, state_text
 from quire.cli.lookup import Yes, names_of
 from quire.cli.output import Facts, Listing, ListingRow, Note, Report
@@ -51,16 +52,16 @@ ROUND = {
     "trimmed": ("object", "of the archive removed: out of the window"),
     "collected": ("retired object", "deleted: no archived moment needs it"),
 }
-"""What a round of maintenance counts, in words; `delete_jobs` among `jobs`."""
+"""Counter of a round of maintenance → its words. `delete_jobs` is included in `jobs`."""
 
 
 NAMED_MAX = 5
-"""Databases that a line names."""
+"""Most databases to name in a line."""
 
 
 @dataclass(frozen=True, order=True)
 class Zero:
-    """An artifact that waits to be deleted; what goes first is least."""
+    """An artifact that waits to be deleted, ordered by when it is due."""
 
     due_at_ms: int
     artifact: ArtifactKey
@@ -69,19 +70,19 @@ class Zero:
 
     @property
     def db_id(self) -> int:
-        """The database that made it."""
+        """The database that created it."""
         return self.artifact.origin_db_id
 
 
 @dataclass
 class Amount:
-    """So many artifacts, and their bytes."""
+    """A number of artifacts and their bytes."""
 
     artifacts: int = 0
     size_bytes: int = 0
 
     def add(self, zero: Zero) -> None:
-        """Count one more."""
+        """Add one artifact."""
         self.artifacts += 1
         self.size_bytes += zero.size_bytes
 
@@ -91,7 +92,7 @@ class Amount:
 
 @dataclass
 class Waiting:
-    """What waits to be deleted: all of it in numbers, and what goes first."""
+    """What waits to be deleted: totals, and the artifacts that are due first."""
 
     first: list[Zero]
     total: Amount
@@ -118,8 +119,8 @@ def gc(
 ) -> Report | Note:
     """Run one round of maintenance now and show what it did.
 
-    A round is what the owner of a store does by itself: schedules, retention, deletions, and all jobs that are due. Data that
-    nothing refers to is deleted after a grace period of a minute (maintenance.delete_grace_seconds).
+    A round is what the owner of a store does automatically: schedules, retention, deletions, and all jobs that are due. Data
+    that nothing refers to is deleted after a grace period of a minute (maintenance.delete_grace_seconds).
     """
     if keep or until:
         return _keep(cli, keep, until)
@@ -137,11 +138,11 @@ def gc(
             )
             question = f"delete at once, even if another process is reading it: {what}?"
             confirm(question, "nothing was done", {"done": False})
-        return _collect(Bench(store), grace_ms, at_once=now)
+        return _collect(JobSession(store), grace_ms, at_once=now)
 
 
 def _keep(cli: Cli, name: str, until: str) -> Note:
-    """Have a chunk's or delta's bytes stay, whatever refers to them."""
+    """Keep the bytes of a chunk or delta for some time, even if nothing refers to them."""
     artifact = parse_object_key(name)
     if artifact is None or not until:
         hint = "`quire gc --keep 00000001/00000000/base:00000001 --until 7d`; `quire why DATABASE` shows names"
@@ -154,9 +155,9 @@ def _keep(cli: Cli, name: str, until: str) -> Note:
     return Note(text=text, data={"kept": name, "purge_after_ms": until_ms})
 
 
-# ── looking ahead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dry run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def at_zero(manifest: ManifestStore, grace_ms: int, first: int = 1) -> Waiting:
-    """What is at zero, and the `first` to go (0: all)."""
+    """Return the totals of artifacts at zero, and the `first` that are due (0: all)."""
     waiting, now = Waiting([], Amount(), Amount()), manifest.clock.now_ms()
     with manifest.read() as txn:
         zeros = _counted(_zeros(txn, manifest, grace_ms), waiting, now)
@@ -173,9 +174,9 @@ def _counted(zeros: Iterator[Zero], waiting: Waiting, now: int) -> Iterator[Zero
 
 
 def _zeros(txn: ReadTxn, manifest: ManifestStore, grace_ms: int) -> Iterator[Zero]:
-    """Everything at zero, by database.
+    """Yield all artifacts at zero, by database.
 
-    Nothing goes before the delete job of its database is due, except with no grace: then that job is run in any case.
+    None is deleted before the delete job of its database is due. With no grace period that job is run in any case.
     """
     for origin, rows in groupby(txn.scan(t.GC_ZERO), key=lambda row: row[0][0]):
         due, kept = 0, None
@@ -183,7 +184,7 @@ def _zeros(txn: ReadTxn, manifest: ManifestStore, grace_ms: int) -> Iterator[Zer
             gate = txn.get(t.JOB_PENDING_INDEX, origin, JobKind.DELETE)
             job = txn.job(gate.value) if gate else None
             due = job.not_before_ms if job else 0
-            # Leases are known to the owner alone: whoever only reads learns of them when the delete job was put off.
+            # Only the owner has the leases; a reader sees their effect only after the delete job has been postponed.
             kept = None if manifest.read_only else manifest.leases.kept_since(origin)
         for key, row in rows:
             zero = _zero(txn, key, row.value, grace_ms, kept)
@@ -195,9 +196,9 @@ def _zero(txn: ReadTxn, key: tuple[Any, ...], since_ms: int, grace_ms: int, kept
     artifact = ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
     due = since_ms + grace_ms
     if kept is not None and since_ms >= kept[0]:
-        due = max(due, kept[1])  # a version that is lent may need it
+        due = max(due, kept[1])  # a leased version may need it
     if artifact.kind is ArtifactKind.LEAF:
-        due = since_ms  # it has no bytes that somebody could be reading
+        due = since_ms  # a leaf has no bytes that a reader could need
     row = txn.artifact(artifact)
     purge_after: int = getattr(row, "purge_after_ms", 0)
     return Zero(max(due, purge_after), artifact, artifact_bytes(row), since_ms)
@@ -252,14 +253,14 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
 
 
 def _kept(kept: list[tuple[int, str, int]], now: int) -> str:
-    """What is deleted when no archived moment needs it."""
+    """Describe the retired objects, which are deleted when no archived moment needs them."""
     if not kept:
         return "nothing"
     return f"{count_of(len(kept), 'object')}, retired since {span(now - kept[0][0])} ago ({moment(kept[0][0])})"
 
 
 def _retention(manifest: ManifestStore) -> dict[str, int]:
-    """Database → snapshots that its policy would drop now, where that is any."""
+    """Return database → number of snapshots that its policy would drop now, without zeros."""
     with manifest.read() as txn:
         databases = list(txn.owners(t.SNAPSHOT_INDEX))
     going = {db_id: number for db_id in databases if (number := len(manifest.retention.plan(db_id).dropped))}
@@ -288,9 +289,9 @@ def _cells(zero: Zero, names: dict[int, str], now: int) -> list[str]:
     return [name, size(zero.size_bytes) if zero.size_bytes else "-", f"{span(now - zero.zero_since_ms)} ago", due]
 
 
-# ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
-    store, manifest = bench.store, bench.store.manifest
+# ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _collect(session: JobSession, grace_ms: int, *, at_once: bool) -> Report:
+    store, manifest = session.store, session.store.manifest
     with manifest.read() as txn:
         _, head = txn.feed_bounds()
     began = manifest.clock.now_ms()
@@ -298,12 +299,12 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
 
     def work() -> None:
         done.update(plain(store.maintain()))
-        if at_once:  # those that had been put off until the grace is over
+        if at_once:  # delete jobs that were postponed until the end of the grace period
             for job in manifest.jobs.jobs(JobState.PENDING):
                 if job.kind is JobKind.DELETE and store.worker.run(job.job_id):
                     done["jobs"] += 1
 
-    bench.watch(work)
+    session.watch(work)
     deleted = [
         entry
         for entry in manifest.audit(since_ms=max(began - 1000, 0))
@@ -311,7 +312,7 @@ def _collect(bench: Bench, grace_ms: int, *, at_once: bool) -> Report:
     ]
     freed = sum(entry.size_bytes for entry in deleted)
     waiting = at_zero(manifest, grace_ms)
-    ran = bench.ran()
+    ran = session.ran()
     names = names_of(manifest, ran)
     data = {
         "dry_run": False,

@@ -51,7 +51,7 @@ def init(
     reached.check("--endpoint")
     if object_store:
         check_url(object_store)
-        # refuses what cannot work, before anything is made
+        # raises on a URL or options that cannot work, before anything is created
         open_store(object_store, options=options_of(reached, "objects")).close()
     exists = directory_state(OsDisk(), target) is DirectoryState.STORE
     settings = StoreSettings(object_store=object_store, objects=reached) if object_store else None

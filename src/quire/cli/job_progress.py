@@ -1,8 +1,8 @@
-"""Running jobs from a command: in threads, with progress on the terminal, stopped cleanly by Ctrl-C.
+"""Runs jobs from a command: in threads, with progress on the terminal, stopped cleanly by Ctrl-C.
 
-The work runs in threads and the main thread watches: an interrupt stops the worker, which puts its jobs back, unfailed, and the
-store is closed in order; a second interrupt does not wait for that. Whoever owns the store runs all of its jobs: a job whose
-attempt has risen since the work began was run here.
+Threads: the work runs in other threads and the main thread watches it. An interrupt stops the worker, which returns its jobs to
+the queue without counting a failure, and the store is closed properly; a second interrupt does not wait for that. The owner
+runs all jobs of a store, so a job whose attempt has risen since the work began was run here.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ LOOK_SECONDS = 0.1
 CLOCK = SystemClock()
 
 
-class Bench:
-    """A store that a command works on, and the jobs that were outstanding when this was made."""
+class JobSession:
+    """A store on which a command runs jobs, and the jobs that were outstanding at construction."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -52,7 +52,7 @@ class Bench:
         self._attempts = {job_id: record.attempt for job_id, record in jobs.items() if record is not None}
 
     def ran(self) -> list[Job]:
-        """The jobs that were worked on since, as they are now; without those whose rows have been removed meanwhile."""
+        """Return the jobs that were run since construction, in their current state, except those whose rows were removed."""
         jobs = []
         with self.store.manifest.read() as txn:
             older = ((job_id, txn.job(job_id)) for job_id in sorted(self._attempts))
@@ -62,11 +62,11 @@ class Bench:
                     jobs.append(Job(job_id, record, txn.get(t.JOB_LEASES, job_id)))
         return jobs
 
-    # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def watch(self, work: Callable[[], object]) -> None:
-        """Do the work in a thread and watch it; raises what it raises."""
+        """Call `work` in a thread and show its progress. Raises what it raises."""
         failure: list[BaseException] = []
-        over = threading.Event()  # not `join`: an interrupted join takes the thread for ended
+        over = threading.Event()  # not `join`: after an interrupted join the thread counts as ended
 
         def body() -> None:
             try:
@@ -90,12 +90,12 @@ class Bench:
             raise failure[0]
 
     def serve(self, stop: threading.Event) -> None:
-        """Run jobs as they come, until `stop` is set; then put back what is running, and return."""
+        """Run jobs as they become due until `stop` is set; then return running jobs to the queue."""
         worker = self.store.worker
         worker.start()
         with Display(self.store.manifest) as display:
             try:
-                while not stop.is_set():  # not `wait`: the handler that sets it runs in this very thread
+                while not stop.is_set():  # not `wait`: the signal handler that sets it runs in this thread
                     time.sleep(LOOK_SECONDS)
                     display.refresh()
             finally:
@@ -103,13 +103,13 @@ class Bench:
                 worker.stop()
 
     def run(self, kind: JobKind, db_id: int, runner: str = "") -> Job:
-        """The job of an exclusive kind for a database, run now: the outstanding one, else a new one. As it ended."""
+        """Run a job of an exclusive kind for a database now, the outstanding one or a new one, and return it finished."""
         jobs, worker = self.store.manifest.jobs, self.store.worker
         job_id = self.store.heavy.start(kind, db_id, runner=runner)
 
         def work() -> None:
             if not worker.run(job_id):
-                while jobs.get(job_id).state is JobState.IN_FLIGHT:  # the owner's upkeep was quicker
+                while jobs.get(job_id).state is JobState.IN_FLIGHT:  # the owner's upkeep has started it first
                     time.sleep(LOOK_SECONDS)
 
         self.watch(work)
@@ -117,11 +117,11 @@ class Bench:
 
 
 def failure_of(job: Job, what: str) -> QuireError | None:
-    """The error that a job ended with, or waits after; `None` if it succeeded. Its group is that of what was raised."""
+    """Return the error of a job that failed or waits for a retry, `None` if it succeeded. It has the type that was raised."""
     if job.state is JobState.SUCCEEDED or (job.state is JobState.PENDING and not job.record.error):
         return None
     name, _, text = job.record.error.partition(": ")
-    kind = getattr(errors, name, InternalError if text else Unavailable)  # the queue's own words name no error
+    kind = getattr(errors, name, InternalError if text else Unavailable)  # texts of the queue itself name no error type
     group = kind if isinstance(kind, type) and issubclass(kind, QuireError) else InternalError
     reason = (text or name).partition("; ")[0]
     if job.state is JobState.CANCELLED:
@@ -135,9 +135,9 @@ def failure_of(job: Job, what: str) -> QuireError | None:
 
 # ── progress on the terminal ──────────────────────────────────────────────────────────────────────────────────────────
 class Bars:
-    """Progress bars on stderr, gone at the end; without a terminal it does nothing. Use it as a context manager.
+    """Progress bars on stderr, removed at the end. Does nothing without a terminal. Use it as a context manager.
 
-    Called with (title, done, total) it is a `quire.sqlite.importing.Progress`: a bar that is full goes.
+    Called with (title, done, total) it is a `quire.sqlite.importing.Progress`: a bar that is full is removed.
     """
 
     def __init__(self, *, in_bytes: bool = False) -> None:
@@ -159,7 +159,7 @@ class Bars:
             self.keep(self._bars.keys() - {title})
 
     def update(self, key: object, title: str, done: int, total: int) -> None:
-        """Show how far something is; total 0 if it is not known."""
+        """Show the progress of a bar, creating it if necessary. `total` is 0 if it is not known."""
         if self._wanted:
             progress = self._progress or self._start()
             if key not in self._bars:
@@ -189,13 +189,13 @@ class Bars:
 
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """One bar: yields the function that is called with (done, total)."""
+    """Show one bar; yield the function to call with (done, total)."""
     with Bars() as bars:
         yield lambda done, total: bars.update(title, title, done, total)
 
 
 class Display:
-    """Bars of the running jobs, after `QUIET_SECONDS`. Use it as a context manager."""
+    """Shows bars for the running jobs, after `QUIET_SECONDS`. Use it as a context manager."""
 
     def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
@@ -209,7 +209,7 @@ class Display:
         self._bars.__exit__()
 
     def refresh(self) -> None:
-        """Show what is running now."""
+        """Update the bars to the jobs that are running now."""
         if not on_terminal() or CLOCK.monotonic() - self._began < QUIET_SECONDS:
             return
         running = self._manifest.jobs.jobs(JobState.IN_FLIGHT)
@@ -219,7 +219,7 @@ class Display:
             self._bars.update(job.job_id, self._title(job), lease.done if lease else 0, lease.total if lease else 0)
 
     def stopping(self) -> None:
-        """Say that running jobs are being stopped."""
+        """Report that running jobs are being stopped."""
         if on_terminal():
             self._bars.__exit__()
             sys.stderr.write("stopping: running jobs return to the queue …\n")

@@ -1,9 +1,9 @@
 """Commands about jobs: ls, show, retry, cancel, work.
 
 Rules
-  1. Looking needs a reader; the others need the owner: jobs are run by whoever owns the store.
-  2. `work` ends when nothing is due (`--once`), or with Ctrl-C or SIGTERM; in either case what is running goes back into the
-     queue, unfailed.
+  1. `ls` and `show` need a reader; the others need the owner, because the owner runs the jobs.
+  2. `work` ends when no job is due (`--once`), or on Ctrl-C or SIGTERM; a job that is running then returns to the queue, and
+     its attempt does not count as a failure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import INTERRUPTED, OK
 from quire.cli.formatting import count_of, in_words, moment, pairs, size, span
-from quire.cli.job_progress import Bench
+from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Log, any_database, log_to, names_of
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report, until_interrupted
 from quire.core.errors import IllegalTransition, InvalidInput
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 JobId = Annotated[int, Argument(metavar="ID", min=1, help="The job's id.")]
 
 STATES = {"in_flight": "running", "failed_permanent": "failed"}
-"""Shorter words for states; both are understood."""
+"""State → a shorter name for it. Both are accepted."""
 
 LEASE_FIELDS = ("worker", "expires_at_ms", "heartbeat_at_ms", "done", "total")
 
 SHOWN_MAX = 200
-"""Jobs that `work` tells of at its end: one that worked for a week has run many."""
+"""Most jobs that `work` lists when it ends: one that ran for a week has many."""
 
 
 group = Group("jobs")
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── listing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("ls", group, example="quire jobs ls --state failed --db shop")
 def ls(
     cli: Cli,
@@ -77,8 +77,8 @@ def _state_named(text: str) -> JobState:
         states[shorter] = states[name]
     state = states.get(text.lower().replace("-", "_"))
     if state is None:
-        known = ", ".join(STATES.get(member.name.lower(), member.name.lower()) for member in JobState)
-        raise InvalidInput("unknown job state", hint=f"states: {known}", state=text)
+        listed = ", ".join(STATES.get(member.name.lower(), member.name.lower()) for member in JobState)
+        raise InvalidInput("unknown job state", hint=f"states: {listed}", state=text)
     return state
 
 
@@ -88,7 +88,7 @@ def _cells(job: Job, names: dict[int, str], now: int) -> list[str]:
 
 
 def state_text(job: Job) -> str:
-    """The state of a job in one word."""
+    """Return the state of a job in one word."""
     name = job.state.name.lower()
     return STATES.get(name, name)
 
@@ -98,7 +98,7 @@ def _database(job: Job, names: dict[int, str]) -> str:
 
 
 def summary(job: Job, now: int) -> str:
-    """What there is to say of a job in a line: progress, result, or why and how long it waits."""
+    """Summarise a job in one line: its progress, result or error, or how long it waits."""
     record = job.record
     if job.lease is not None:
         done, total = job.lease.done, job.lease.total
@@ -115,7 +115,7 @@ def summary(job: Job, now: int) -> str:
 
 
 def result_text(result: Any) -> str:
-    """What a job answered, what is zero left out.
+    """Format the result of a job, without values that are zero or empty.
 
     >>> result_text({"slots": 3, "left": 0, "bytes": 12_288, "complete": True}), result_text({"complete": False})
     ('slots 3, bytes 12.0 KiB, complete', 'not complete')
@@ -125,7 +125,7 @@ def result_text(result: Any) -> str:
     telling = {
         key: value
         for key, value in result.items()
-        if value is False or (value not in (0, "", []) and not isinstance(value, dict))  # JSON has what is nested
+        if value is False or (value not in (0, "", []) and not isinstance(value, dict))  # nested values: only in JSON
     } or result
     return ", ".join(_answered(key.replace("_", " "), value) for key, value in telling.items())
 
@@ -199,7 +199,7 @@ def _artifact(job: Job) -> ArtifactKey | None:
 
 
 def _decoded(packed: bytes) -> Any:
-    """What was packed into a job; its bytes, if they are not msgpack."""
+    """Decode a job's payload or result; return the bytes themselves if they are not msgpack."""
     if not packed:
         return None
 
@@ -210,7 +210,7 @@ def _decoded(packed: bytes) -> Any:
 
 
 def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
-    """A job, with its lease if somebody works on it."""
+    """Return a job as JSON, with its lease if a worker is running it."""
     record, lease = job.record, job.lease
     return {
         "job_id": job.job_id,
@@ -233,7 +233,7 @@ def job_json(job: Job, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
-# ── changing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retry and cancel ──────────────────────────────────────────────────────────────────────────────────────────────────
 @command("retry", group, example="quire jobs retry 12")
 def retry(cli: Cli, job_id: JobId) -> Note:
     """Retry a job that failed or was cancelled.
@@ -274,7 +274,7 @@ def _job_data(store: Store, job_id: int) -> dict[str, Any]:
     return job_json(job, names_of(store.manifest, [job]))
 
 
-# ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("work", group, example="quire jobs work --once")
 def work(
     cli: Cli,
@@ -283,28 +283,28 @@ def work(
 ) -> CliResult:
     """Run jobs until Ctrl-C, or until none is due.
 
-    This process owns the store meanwhile, and without --once also runs its maintenance. A job that is interrupted returns
-    to the queue.
+    While it runs, this process owns the store, and without --once also runs its maintenance. A job that is interrupted
+    returns to the queue.
     """
     log_to(log)
     stopped = False
     with cli.owner(upkeep=not once) as store:
-        bench = Bench(store)
+        session = JobSession(store)
         if once:
             try:
-                bench.watch(store.worker.drain)
+                session.watch(store.worker.drain)
             except KeyboardInterrupt:
                 stopped = True
         else:
             with until_interrupted() as stop:
-                bench.serve(stop)
-        ran = bench.ran()
+                session.serve(stop)
+        ran = session.ran()
         shown = work_report(store.manifest, ran, interrupted=stopped)
     return CliResult(shown, INTERRUPTED if stopped else OK)
 
 
 def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: bool = False) -> Report:
-    """What was run, and what waits."""
+    """Return a report of the jobs that ran and of those that wait."""
     now = manifest.clock.now_ms()
     waiting = manifest.jobs.jobs(JobState.PENDING)
     shown = ran[-SHOWN_MAX:]
@@ -340,12 +340,12 @@ def work_report(manifest: ManifestStore, ran: Sequence[Job], *, interrupted: boo
 
 
 def _due(waiting: Sequence[Job]) -> int:
-    """When the first of the jobs that wait is due; 0 if none waits."""
+    """Return when the first waiting job is due, 0 if none waits."""
     return min((job.record.not_before_ms or job.record.created_at_ms for job in waiting), default=0)
 
 
 def waiting_text(number: int, due_at_ms: int, now: int) -> str:
-    """How many jobs wait, and for how long."""
+    """Format how many jobs wait, and how long until the first is due."""
     if not number:
         return "no jobs waiting"
     when = f"due in {span(due_at_ms - now)}" if due_at_ms > now else "due now"

@@ -1,10 +1,10 @@
 """Commands about key-value databases: get, put, delete, scan, stats, compact, verify, repair, backup, backups, prune, restore.
 
 Rules
-  1. Keys and values are text on the command line (UTF-8), or hexadecimal with --hex; what is shown is text where it is UTF-8,
-     and `0x…` where it is not. JSON has them in hexadecimal.
-  2. A write is synced before the command says so.
-  3. `get`, `scan` and `stats` also work where this process cannot own the store: beside another owner, on a standby, in a
+  1. Keys and values on the command line are text (UTF-8), or hexadecimal with --hex. Output is text if it is valid UTF-8, else
+     `0x…`. JSON has them in hexadecimal.
+  2. A write is synced before the command reports it.
+  3. `get`, `scan` and `stats` also work where this process cannot own the store: alongside another owner, on a standby, in a
      restored directory.
 """
 
@@ -44,7 +44,7 @@ Label = Annotated[
 ]
 
 SCAN_ROWS = 100
-"""Shown by `scan` unless told otherwise."""
+"""Default limit of `scan`."""
 
 
 group = Group("kv")
@@ -81,7 +81,7 @@ def put(
 
 @command("delete", group, example="quire kv delete cart ann")
 def delete(cli: Cli, database: Database, key: Key, hex_: Hex = False) -> Note:
-    """Delete a key. It is no error if the key does not exist."""
+    """Delete a key. A key that does not exist is not an error."""
     name = _given(key, hex_)
     with cli.owner() as store:
         lsn = store.kv(database).write({name: None})
@@ -117,7 +117,7 @@ def scan(
     return Listing(columns=["key", "value"], rows=rows(), empty="no matching keys")
 
 
-# ── looking after ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── maintenance ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("stats", group, example="quire kv stats cart")
 def stats(cli: Cli, database: Database) -> Facts:
     """Show the tables, levels and memory of a database."""
@@ -179,8 +179,8 @@ def repair(
 ) -> CliResult:
     """Repair a database whose files are inconsistent.
 
-    Uses its tables and logs, the records of them in the store's manifest, and copies in snapshots, forks and backups. Shows
-    what would be done and what is lost. Nothing is removed: files that are not needed go to quarantine.
+    Uses its tables and logs, their rows in the store's manifest, and copies in snapshots, forks and backups. Shows what would
+    be done and what is lost. Nothing is removed: files that are not needed go to quarantine.
     """
     with cli.owner() as store:
         report = store.kvs.repair(database, apply=apply, objects=store.namespaces.objects_of(database))
@@ -208,7 +208,7 @@ def repair(
 
 
 def _lsm_backup() -> ModuleType:
-    """Loads Arrow, which reading and writing keys does without."""
+    """Import the module on demand: it loads Arrow, which reading and writing keys does not need."""
     from quire.lsm import backup as lsm_backup
 
     return lsm_backup
@@ -317,7 +317,7 @@ def restore(
         place = _place(store, label, namespace)
         existing = lsm_backup.backups(place, label, home)
         if not store_id and (not existing or (lsn and lsn not in existing)):
-            home = lsm_backup.FORMER_HOME  # one that was made before backups had the store's identity in their names
+            home = lsm_backup.FORMER_HOME  # made before the names of backups contained the store's identity
         chosen = lsm_backup.read_backup(place, label, lsn or None, home)
         db_id = store.kvs.adopt(
             database,
@@ -329,7 +329,7 @@ def restore(
 
 
 def _place(store: Store, label: str, namespace: str) -> ObjectStore:
-    """Where backups of a label are: in the namespace that is named, or in that of the database that is called so."""
+    """Return the object store of a label's backups: that of `namespace`, or of the database with the label's name."""
     if namespace:
         return store.namespaces.objects(namespace)
     try:
@@ -339,14 +339,14 @@ def _place(store: Store, label: str, namespace: str) -> ObjectStore:
 
 
 def _namespace_at(store: Store, url: str) -> int:
-    """The id of the namespace at a URL; 0 for the store's own place."""
+    """Return the id of the namespace at a URL, 0 for the store's own place."""
     return next(
         (info.namespace_id for info in store.namespaces.list() if info.url == url and not info.dropped_at_ms), 0
     )
 
 
 def _home(store: Store) -> str:
-    """Where this store's backups are."""
+    """Return the key prefix of this store's backups."""
     return kv_backups_prefix(store.feed.store_id())
 
 
@@ -370,7 +370,8 @@ def _given(text: str, as_hex: bool) -> bytes:
 
 
 def _shown(data: bytes, as_hex: bool) -> str:
-    """
+    """Format bytes as text, or as hexadecimal.
+
     >>> _shown(b"ann", False), _shown(b"\\xff\\x00", False), _shown(b"ann", True)
     ('ann', '0xff00', '616e6e')
     """

@@ -1,10 +1,10 @@
-"""What people type for a database, a snapshot or a tag, found.
+"""Resolves what users type for a database, a snapshot or a tag, and declares parameters that commands share.
 
 Rules
-  1. `#7` (which a shell wants quoted) is the snapshot with that id. Of anything else a name comes first: programs, to whom ids
-     are numbers and names are texts, may call a snapshot 7. What no snapshot is called is tried as an id.
-  2. Nobody makes such a name here: it would be taken for an id (`need_no_number`).
-  3. What is not there is told with the command that lists what is.
+  1. `#7` (quoted in a shell) is the snapshot with that id. Anything else is first looked up as a name, because programs, for
+     which ids are numbers and names are strings, may name a snapshot 7; only if no snapshot has the name is it tried as an id.
+  2. The command line does not create such names: they would be taken for ids (`need_no_number`).
+  3. An error for something that does not exist names the command that lists what exists.
 
 Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `WrongKind`.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 RUNNERS = ("auto", "threads", "spark")
 
 LISTED = 1_000
-"""Databases that are listed unless somebody asks for more: a terminal shows no more of use."""
+"""Default limit for listing databases as text: more is not useful on a terminal."""
 
 Database = Annotated[str, Argument(metavar="DB", help="The database's name.")]
 Snapshot = Annotated[str, Argument(metavar="SNAP", help="The snapshot's name, or its id.")]
@@ -67,7 +67,7 @@ Runner = Annotated[
     str, Option(metavar="RUNNER", help="threads, spark, or auto: Spark for 256 MiB and more.", show_default=False)
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
-# What chooses a page of a list of databases: the fields of `DatabaseFilter`.
+# Parameters that select a page of a list of databases: the fields of `DatabaseFilter`.
 Prefix = Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")]
 Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages, stream or lsm.")]
 Tag = Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")]
@@ -90,25 +90,25 @@ Log = Annotated[
 
 
 class AboutDatabase(Protocol):
-    """What is about a database: a job, an entry of the audit."""
+    """A value that refers to a database: a job, an entry of the audit."""
 
     @property
     def db_id(self) -> int: ...
 
 
 def limit_of(limit: int, *, as_json: bool) -> int:
-    """How many databases to list; 0 for all."""
+    """Return the maximum number of databases to list, 0 for all."""
     return limit if limit >= 0 else 0 if as_json else LISTED
 
 
 def more_text(last: str, sort: str) -> str:
-    """How to see what a list of databases left out; `last` is the last name in it."""
+    """Format how to see the rest of a list of databases. `last` is the last name shown."""
     more = f"`--after {shlex.quote(last)}` continues, " if sort == "name" else ""
     return f"there are more: {more}`--limit 0` lists all"
 
 
 def number_of(text: str) -> int:
-    """The id that a text is; 0 if it is none."""
+    """Parse an id; return 0 if the text is not one."""
     digits = text.removeprefix("#")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
         return 0
@@ -117,7 +117,7 @@ def number_of(text: str) -> int:
 
 
 def snapshot_named(where: ManifestStore | Store | Client, database: str, text: str) -> SnapshotInfo:
-    """A snapshot by name, else by id (rule 1)."""
+    """Return a snapshot by name, else by id (rule 1)."""
     both = (text, number_of(text))
     for asked in reversed(both) if text.startswith("#") else both:
         if asked:
@@ -130,7 +130,7 @@ def snapshot_named(where: ManifestStore | Store | Client, database: str, text: s
 
 
 def need_no_number(name: str) -> None:
-    """Refuse a snapshot's name that reads as an id (rule 2)."""
+    """Raise `InvalidName` for a snapshot name that reads as an id (rule 2)."""
     digits = name.removeprefix("#")
     if digits.isdecimal():
         hint = f"use v{digits}, for instance; a snapshot without a name gets an id"
@@ -138,7 +138,7 @@ def need_no_number(name: str) -> None:
 
 
 def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
-    """From whoever knows: a manifest, a store with one, or the owner at the other end of a socket."""
+    """Return a snapshot from a manifest, a store, or a client of the owner."""
     if (remote := getattr(where, "get_snapshot", None)) is not None:
         info: SnapshotInfo = remote(database, asked)
     else:
@@ -147,7 +147,7 @@ def _get_snapshot(where: Any, database: str, asked: int | str) -> SnapshotInfo:
 
 
 def any_database(txn: ReadTxn, text: str) -> int:
-    """The id of a database by name, else of one that may be gone by id: for looking back."""
+    """Return the id of a database by name, else by id, which may be that of a removed database: for history."""
     try:
         return txn.database_id(text)
     except UnknownDatabase:
@@ -157,13 +157,13 @@ def any_database(txn: ReadTxn, text: str) -> int:
 
 
 def names_of(manifest: ManifestStore, things: Iterable[AboutDatabase]) -> dict[int, str]:
-    """Id → name of the databases that these things are about, dropped ones included until nothing of them is left."""
+    """Return id → name of the databases that these values refer to; dropped ones are included until their rows are removed."""
     with manifest.read() as txn:
         return txn.database_names(thing.db_id for thing in things)
 
 
 def title_of(snapshot: SnapshotInfo) -> str:
-    """How a sentence names a snapshot.
+    """Format a snapshot for use in a sentence.
 
     >>> from quire.manifest.records import SnapshotKind
     >>> from quire.manifest.snapshots import SnapshotInfo
@@ -174,7 +174,7 @@ def title_of(snapshot: SnapshotInfo) -> str:
 
 
 def tags_of(given: list[str], *, reserved: str = "", what: str = "tag") -> dict[str, str]:
-    """The tags that `--tag key=value` options give; `reserved` is a key that has a meaning of its own."""
+    """Parse `--tag key=value` options. `reserved` is a key that must not be used."""
     tags: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
@@ -189,10 +189,10 @@ def tags_of(given: list[str], *, reserved: str = "", what: str = "tag") -> dict[
 
 
 def recover_wal(store: Store | Client, name: str) -> DatabaseInfo:
-    """A database, its WAL in order: what an owner that crashed has left open is recovered first.
+    """Return a database after recovering its WAL, if an owner that crashed has left a segment open.
 
-    A snapshot of now must see the last commit, and nobody in this process has opened the database yet. A live owner that we
-    ask has seen to it.
+    A snapshot must include the last commit, and this process has not opened the database yet. With a client nothing is done:
+    the live owner has recovered it.
     """
     info = store.database(name)
     here: Any = store if hasattr(store, "manifest") else None
@@ -205,27 +205,27 @@ def recover_wal(store: Store | Client, name: str) -> DatabaseInfo:
 
 
 def need_pages(info: DatabaseInfo, what: str) -> None:
-    """Refuse a database of another kind; `what` is what only page databases have."""
+    """Raise `WrongKind` unless it is a page database. `what` completes "only page databases"."""
     if info.kind.name != "PAGES":
         hint = "`quire ls` shows the kinds"
         raise WrongKind(f"only page databases {what}", hint=hint, name=info.name, kind=info.kind.name.lower())
 
 
 def need_runner(runner: str) -> None:
-    """Refuse an unknown runner."""
+    """Raise `InvalidInput` for an unknown runner."""
     if runner and runner not in RUNNERS:
         raise InvalidInput("unknown runner", hint=f"runners: {', '.join(RUNNERS)}", runner=runner)
 
 
 def log_to(style: str) -> None:
-    """Write events in this style, if one was asked for."""
+    """Write events in this style, if one was given."""
     if style:
         configure(style)
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class VersionRef(msgspec.Struct, frozen=True):
-    """Which version is meant: a snapshot, what was current at an epoch or a time, or (neither) the newest."""
+    """A version of a database: a snapshot, the state at an epoch or a time, or (neither) the newest."""
 
     text: str
     snapshot: SnapshotInfo | None = None
@@ -233,12 +233,12 @@ class VersionRef(msgspec.Struct, frozen=True):
 
     @property
     def then(self) -> str:
-        """How a sentence goes on that began with the database's name: `was at snapshot monday (id 1)`."""
+        """The rest of a sentence that begins with the database's name: `was at snapshot monday (id 1)`."""
         return self.text.replace("as of ", "was at ").removeprefix("as it ")
 
 
 def version_of(where: Any, database: str, text: str) -> VersionRef:
-    """What people typed for a version (rule 1); `where` knows the snapshots: a manifest, a store, or its owner."""
+    """Resolve the user's text for a version (rule 1). `where` has the snapshots: a manifest, a store, or an owner's client."""
     if not text:
         return VersionRef("as it is now")
     try:

@@ -1,6 +1,6 @@
-"""The program `quire`: its table of commands, each loaded when a command line names it, and the way to an exit code.
+"""The program `quire`: the table of commands, whose modules are loaded on demand, and the exit code of a command line.
 
-Threads: the main one.
+Threads: the main thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from quire.cli.output import output_for, pipe_closed, report_error, unwritable
 from quire.core.packages import installed_version
 
 GARBAGE_ALLOCATIONS = 50_000
-"""Allocations between two garbage collections. Loading modules reaches Python's own 700 a hundred times, for no garbage."""
+"""Allocations between two garbage collections. With Python's default of 700, loading modules alone triggers a hundred, which
+find no garbage."""
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "init": ("init", "Create a store, or check that one exists."),
@@ -72,8 +73,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "objects": ("objects", "Manage the location of the store's objects."),
     "namespace": ("objects", "Manage additional locations for objects."),
 }
-"""First word of a command → its module, and its line in `quire --help`, in this order. The line is a group's own help, and the
-first sentence of a single command's (a test compares)."""
+"""First word of a command → its module and its line in `quire --help`, in this order. The line is the help of a group, and must
+equal the first sentence of a single command's help (a test compares them)."""
 
 
 class Program(Group):
@@ -95,7 +96,7 @@ class Program(Group):
         )
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command with this name, its module loaded."""
+        """Load and return the command with this name."""
         if cmd_name in COMMANDS and cmd_name not in self.commands:
             module, line = COMMANDS[cmd_name]
             import_module(f"quire.cli.{module}")
@@ -106,21 +107,21 @@ class Program(Group):
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        """All commands, loaded or not."""
+        """Return the names of all commands, loaded or not."""
         return list(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
-        """The list of commands, without loading them."""
+        """Write the list of commands, without loading them."""
         with formatter.section("Commands"):
             formatter.write_dl([(word, line) for word, (_, line) in COMMANDS.items()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """The commands and options with this prefix, without loading commands."""
+        """Return the commands and options with this prefix, without loading commands."""
         words = [CompletionItem(word, help=line) for word, (_, line) in COMMANDS.items() if word.startswith(incomplete)]
         return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def load_all(self) -> Program:
-        """Load every command: for tests."""
+        """Load every command, for tests and man pages."""
         for word in COMMANDS:
             self.get_command(click.Context(self), word)
         return self
@@ -133,19 +134,19 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 def main() -> None:
-    """What the console script and `python -m quire` run."""
+    """Run the command line of this process: the entry point of the console script and `python -m quire`."""
     gc.set_threshold(GARBAGE_ALLOCATIONS)
     _replace_closed_streams()
     code = run(sys.argv[1:])
-    gc.freeze()  # the collection at interpreter exit would be a tenth of a short command
+    gc.freeze()  # the collection at interpreter exit would take a tenth of a short command's time
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line; its exit code."""
+    """Run a command line and return its exit code."""
     try:
         if instruction := os.environ.get(COMPLETING):
-            from quire.cli.candidates import answer  # reads stores, which help does not
+            from quire.cli.candidates import answer  # here: it loads the manifest, which help does not need
 
             return answer(Program(), instruction)
         code = run_program(Program(), arguments)
@@ -153,17 +154,18 @@ def run(arguments: Sequence[str]) -> int:
         return code
     except BrokenPipeError:
         return pipe_closed()
-    except OSError as error:  # click was writing its help; commands report such errors themselves
+    except OSError as error:  # while click was writing help; commands report such errors themselves
         return report_error(output_for("--json" in arguments), unwritable(error))
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
 def _replace_closed_streams() -> None:
-    """Open /dev/null for a standard stream that the caller closed, or the next file opened gets its number, and our output."""
+    """Open /dev/null for a standard stream that the caller closed. Otherwise the next file opened gets its descriptor, and our
+    output goes into that file."""
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it lives as long as we do
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - stays open until we exit
         elif number:
-            stream.reconfigure(errors="backslashreplace")  # a path need not be text
+            stream.reconfigure(errors="backslashreplace")  # paths may contain bytes that are not valid text

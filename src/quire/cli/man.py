@@ -1,9 +1,10 @@
-"""Man pages of all commands, from the declarations that `--help` shows: `python -m quire.cli.man [DIR]`.
+"""Generates man pages of all commands from the same declarations as `--help`: `python -m quire.cli.man [DIR]`.
 
-One page for the program, and one for each command, `quire-snapshot-create.1`. DIR is a directory man1; without it the user's
-own (`~/.local/share/man/man1`), where `man quire` finds it. The pages of one version are always the same bytes.
+There is one page for the program and one for each command, such as `quire-snapshot-create.1`. DIR is a directory man1, by
+default the user's own (`~/.local/share/man/man1`), where `man quire` finds it. The pages of one version are always the same
+bytes.
 
-Pure functions, but for `main`.
+Pure functions, except for `main`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HOME = "~/.local/share/man/man1"
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages; the exit code."""
+    """Write the pages and return the exit code."""
     folder = Path(arguments[0] if arguments else HOME).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     written = pages()
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def pages() -> Mapping[str, str]:
-    """File name → page, of all commands."""
+    """Return file name → page for all commands."""
     program = Program().load_all()
     pages = {"quire.1": _page(["quire"], program)}
     for words, command in _commands(["quire"], program):
@@ -88,14 +89,14 @@ def _page(words: list[str], command: click.Command) -> str:
 
 
 def _record(parameter: click.Parameter, context: click.Context) -> tuple[str, str] | None:
-    """An option or argument, and its help."""
+    """Return an option or argument with its help, `None` if it is hidden."""
     if isinstance(parameter, click.Argument):
         return str(parameter.make_metavar(context)), str(getattr(parameter, "help", "") or "")
     return parameter.get_help_record(context)
 
 
 def _text(text: str) -> str:
-    """A line of text for roff: nothing in it is a command, and hyphens stay hyphens.
+    """Escape a line of text for roff, so that nothing in it is a command and hyphens stay hyphens.
 
     >>> print(_text(".x -a 'b' \\\\n"))
     \\&.x \\-a 'b' \\en

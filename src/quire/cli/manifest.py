@@ -1,11 +1,13 @@
 """Commands about the manifest: check, tables, dump; those about manifest logs are in `manifest_log`.
 
-`check` lists every broken rule and ends with exit code 1 if there is one; an error that stops the checker is listed as one
-more problem. `--repair` changes nothing unless every problem can be repaired, because a half-repaired store is harder to
-understand than a damaged one; `--partial` repairs the rest all the same. A child process reads the pages first: some damage
-kills whoever reads it.
-
-`dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
+Rules
+  1. `check` lists every broken rule, with exit code 1 if there is one; an error that stops the checker is listed as one more
+     problem.
+  2. `--repair` changes nothing unless every problem can be repaired, because a half-repaired store is harder to understand than
+     a damaged one; `--partial` repairs what it can regardless.
+  3. Repairs are rows of the result, not warnings on stderr.
+  4. A child process reads the pages first: some damage kills the process that reads it.
+  5. `dump` holds no read transaction while it writes (M4): it reads `STEP_ROWS` rows at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from quire.durable.files import OsDisk
 from quire.manifest.change import ChangeRecord
 from quire.manifest.check import Problem
 from quire.manifest.check import check as check_rules
-from quire.manifest.env import denied
+from quire.manifest.env import access_error
 from quire.manifest.probe import probe
 from quire.manifest.reads import table_named
 from quire.manifest.records import LeafRecord
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
     from quire.manifest.tables import Table
 
 CIRCULAR = re.compile(r"; run `quire manifest check`[^()]*(?=\(|$)")
-"""What an error inside a problem advises: what its reader is doing."""
+"""The advice, in the text of an error inside a problem, to run the very command that shows it."""
 RESTORE = "restore the manifest from a backup (docs/operations.md)"
 
 
@@ -67,7 +69,7 @@ def check(
         bool, Option("--partial", help="With --repair: repair what is possible, even if other problems remain.")
     ] = False,
 ) -> CliResult:
-    """Check the manifest against its rules. Exit code 1 if one is broken.
+    """Check the manifest against its rules. The exit code is 1 if one is broken.
 
     Before a repair, copy the store (`cp -r`) while no process owns it.
     """
@@ -87,12 +89,12 @@ def check(
 
 
 def unreadable(root: str) -> str | None:
-    """What keeps the pages of a store's manifest from being read; `None` if nothing does (rule 4)."""
+    """Return why the pages of a store's manifest cannot be read, `None` if they can (rule 4)."""
     need_store(OsDisk(), root)
     path = os.path.join(root, names.MANIFEST)
     why = probe(path)
-    if why is not None and (refused := denied(path, write=False)) is not None:
-        raise refused  # who may not look has found no damage
+    if why is not None and (refused := access_error(path, write=False)) is not None:
+        raise refused  # missing permission is not damage
     return why
 
 
@@ -114,17 +116,17 @@ def _problems(manifest: ManifestStore) -> list[Problem]:
 
 
 def _mend(cli: Cli) -> list[Problem]:
-    """Mend what can be; what is left."""
+    """Repair what can be repaired and return the remaining problems."""
     try:
         with _without_repair_warnings(), cli.owner(repair=True) as store:
             return _problems(store.manifest)
-    except ManifestDamaged:  # not all of it could be: the store stays closed to owners
+    except ManifestDamaged:  # some damage remains, so the store cannot be opened by an owner
         return _problems_now(cli)
 
 
 @contextmanager
 def _without_repair_warnings() -> Iterator[None]:
-    """Rule 3: the manifest warns of each repair on stderr, for those who repair from a program. Other warnings go on."""
+    """Suppress the manifest's warnings about repairs, which are for programs (rule 3). Other warnings are passed on."""
     captured = StringIO()
     try:
         with redirect_stderr(captured):
@@ -176,7 +178,7 @@ def _line(problem: Problem) -> str:
 
 
 def _advice(cli: Cli, problems: Sequence[Problem]) -> str:
-    """What to do about damage (leaks need nothing), the copy first."""
+    """Return what to do about damage, beginning with a copy of the store. Leaks need no action."""
     damage = [problem for problem in problems if not problem.leak]
     if not damage:
         return ""
@@ -268,7 +270,7 @@ def _row(key: dict[str, Any], record: Any) -> ListingRow:
 
 
 def _chains(number: int, entries: bytes) -> Leaf | None:
-    """The chains of a leaf by slot; `None` if its bytes make no sense, which is for `check` to say."""
+    """Return the chains of a leaf by slot, `None` if it cannot be decoded, which `check` reports."""
     try:
         return {number * SLOTS_PER_LEAF + offset: chain for offset, chain in unpack_leaf(entries).items()}
     except ManifestDamaged:
@@ -276,7 +278,7 @@ def _chains(number: int, entries: bytes) -> Leaf | None:
 
 
 def _in_runs(chains: Leaf, origin_db_id: int) -> str:
-    """Neighbouring slots with equal chains as one: `0-255 base:1@60`."""
+    """Format chains, with adjacent slots that have equal chains combined: `0-255 base:1@60`."""
 
     def key(place: tuple[int, tuple[int, Chain]]) -> tuple[int, Chain]:
         index, (slot, chain) = place

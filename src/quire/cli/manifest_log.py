@@ -1,8 +1,8 @@
-"""Commands about the manifest logs of streams: inspect, verify and bundle.
+"""Commands about the manifest logs of streams: inspect, verify, mode, mirror and bundle.
 
 Rules
-  1. The first two read only and work beside a live owner; what it has not committed is not there for them.
-  2. Damage is a problem for `verify`, with exit code 1, and an error for `inspect`, which shows what stands before it.
+  1. `inspect` and `verify` only read and work alongside a live owner; they do not see what it has not committed.
+  2. Damage is a problem for `verify`, with exit code 1, and an error for `inspect`, which shows the records before it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from quire.stream.mlog_verify import LogProblem, LogRow
 
 THREADS = 8
-"""Logs that are looked at together: most of the time goes into waiting for disk and object store."""
+"""Logs verified concurrently: most of the time is spent waiting for the disk and the object store."""
 
 Stream = Annotated[str, Argument(metavar="STREAM", help="The stream's name, or its id.")]
 
@@ -66,7 +66,7 @@ def inspect(
     stream_id, _ = _one(cli, stream)
     if minimal:
         if start is not None:
-            raise InvalidInput("`--minimal` shows the state of the whole log", hint="omit --from or --minimal")
+            raise InvalidInput("`--minimal` shows the state of the whole log", hint="omit `--from` or `--minimal`")
         return Listing(
             columns=["record", ">segment", "says"],
             rows=_minimal(cli, stream_id, limit),
@@ -87,7 +87,7 @@ def verify(
 ) -> CliResult:
     """Check manifest logs against their rules, many at once.
 
-    Exit code 1 if a rule is broken.
+    The exit code is 1 if a rule is broken.
     """
     need_runner(runner)
     streams = _streams(cli, stream)
@@ -199,7 +199,7 @@ def bundle(
 
 
 def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
-    """(id, name) of one stream, or of all if the name is empty."""
+    """Return (id, name) of one stream, or of all if the name is empty."""
     if name:
         return [_one(cli, name)]
     with cli.reader() as manifest, manifest.read() as txn:
@@ -208,7 +208,7 @@ def _streams(cli: Cli, name: str) -> list[tuple[int, str]]:
 
 def _one(cli: Cli, name: str) -> tuple[int, str]:
     with cli.reader() as manifest, manifest.read() as txn:
-        # A name may be a number: it is looked for first.
+        # A name may be a number, so it is looked up as a name first.
         by_id = name.isdecimal() and txn.get(DB_NAMES, name) is None and int(name) <= U32_MAX
         db_id = int(name) if by_id else txn.database_id(name)
         record = txn.database(db_id)
@@ -221,7 +221,7 @@ def _one(cli: Cli, name: str) -> tuple[int, str]:
 
 @contextmanager
 def _stores(cli: Cli) -> Iterator[Callable[[str], ObjectStore]]:
-    """Object stores by their URLs, each opened once."""
+    """Yield a function that returns the object store at a URL, opening each only once."""
 
     def opened(url: str) -> ObjectStore:
         with cli.reader() as manifest, manifest.read() as txn:

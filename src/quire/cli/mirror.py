@@ -1,7 +1,7 @@
 """Commands about mirrors: create, run, status, ls, drop.
 
-A mirror is run by whoever owns the store; `status` and `ls` read beside it, and see what the owner has published, which is at
-most a second old.
+A mirror is run by the store's owner; `status` and `ls` read alongside it and see what the owner has published, which is at most
+a second old.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import behind_text, count_of, moment, size
-from quire.cli.job_progress import Bench
+from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.prompts import confirm
@@ -48,7 +48,7 @@ def create(
 ) -> Facts:
     """Define a lakehouse table that follows a table of many databases.
 
-    Nothing is written before its first run. Databases that match later are followed, too.
+    Nothing is written before its first run. Databases that match later are followed as well.
     """
     if not databases or not table or not to:
         hint = "quire mirror create NAME --databases 'tenant-*' --table orders --to delta:URL"
@@ -70,7 +70,7 @@ def run(
     need_runner(runner)
     with cli.owner(upkeep=True) as store:
         ended: list[MirrorRun] = []
-        Bench(store).watch(lambda: ended.append(store.mirrors.run(name, runner=runner, full=full)))
+        JobSession(store).watch(lambda: ended.append(store.mirrors.run(name, runner=runner, full=full)))
         text = _sentence(ended[0], store.mirrors.status(name))
     return Note(text=text, data=ended[0])
 

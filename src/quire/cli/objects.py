@@ -1,4 +1,4 @@
-"""Commands about where objects are and who may write them: takeover, objects moved, and namespaces.
+"""Commands about the location and ownership of objects: takeover, objects moved, and namespaces.
 
 `takeover` and `objects moved` open the store as its owner: a running owner must be stopped first.
 """

@@ -1,4 +1,4 @@
-"""What a command shows: a value, which an `Output` writes as text for people or as JSON for programs.
+"""The values that commands return, and their output as text for users or JSON for programs.
 
   Listing   rows under columns           JSON: an array of objects, one row per line
   Facts     names and values             JSON: one object
@@ -6,15 +6,15 @@
   Report    facts and listings together  JSON: one object
   Tree      nodes below nodes            JSON: an array of the roots
 
-A command shows exactly one value, so stdout holds one JSON document, or nothing when an error goes to stderr. Only endless rows
+A command shows exactly one value, so stdout has one JSON document, or nothing if an error goes to stderr. Only endless rows
 (`follow`) are written one by one, as JSON lines. Rows of a listing may be an iterator: JSON is written in bounded memory, text
 in steps of `STEP_ROWS`.
 
-Text fits the terminal (`quire.cli.tables`); without a terminal nothing is wrapped or cut, so that `grep` and `awk` see whole
-lines. Colours need a terminal, no NO_COLOR, and a TERM that is not dumb. Text escapes control and bidirectional characters
-(`formatting.visible`); JSON has every character as it is.
+Text is fitted to the terminal (`quire.cli.tables`); without a terminal nothing is wrapped or cut, so that `grep` and `awk` see
+whole lines. Colours require a terminal, no NO_COLOR, and a TERM that is not dumb. Text escapes control and bidirectional
+characters (`formatting.visible`); JSON contains every character unchanged.
 
-Not thread-safe: one command, one output.
+Threads: one. One output per command.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from quire.core.errors import QuireError, StorageFault
 from quire.core.json_values import plain
 
 STEP_ROWS = 1000
-"""Rows whose widths are measured together: a listing of millions is written in steps."""
+"""Rows whose column widths are computed together: a listing of millions is written in steps."""
 COLUMNS_UNKNOWN = 80
-"""Width of a terminal that does not say how wide it is."""
+"""Assumed width of a terminal that does not report one."""
 LABEL_COLUMNS_MIN = 40
-"""Width of a label at any depth."""
+"""Minimum width of a label in a tree, at any depth."""
 
 GUIDES = ("├── ", "└── ", "│   ", "    ")
 GUIDES_ASCII = ("+-- ", "`-- ", "|   ", "    ")
-"""Before a node, before the last node, and below each of these."""
+"""The prefix of a node, of the last node, and of the lines below each of these."""
 
 
 class ListingRow(msgspec.Struct, frozen=True):
-    """One row: its cells as text, and the object it is in JSON."""
+    """One row: its cells as text, and its object in JSON."""
 
     cells: Sequence[str]
     data: Any
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows under columns. `columns` that begin with `>` are aligned to the right."""
+    """Rows under columns. Columns whose title begins with `>` are right-aligned."""
 
     columns: Sequence[str]
     rows: Iterable[ListingRow]
     empty: str = ""
-    """What to say instead of an empty table."""
+    """Text to show instead of an empty table."""
     closing: str = ""
-    """Last lines, for people only."""
+    """Lines after the table; not in JSON."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,27 +79,27 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What was done."""
+    """One sentence about a result."""
 
     text: str
     data: Any
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts, listings and notes under each other. A part's own data is not written: `data` is all of it."""
+    """Facts, listings and notes, one below the other. In JSON only `data` is written, not the data of the parts."""
 
     parts: Sequence[Facts | Listing | Note]
     data: Any
 
 
 class Node(msgspec.Struct, frozen=True):
-    """A node of a tree: its name, what is said of it, and the nodes below."""
+    """A node of a tree: its name, a description, and the nodes below it."""
 
     name: str
     text: str = ""
     below: Sequence[Node] = ()
     faded: bool = False
-    """It is shown only for the nodes below it."""
+    """Whether the node is shown only because of the nodes below it."""
 
 
 class Tree(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,13 +122,13 @@ class CliResult(msgspec.Struct, frozen=True):
 
 
 class Output(Protocol):
-    """Where a command's value goes."""
+    """Writes the value or the error of a command."""
 
     def show(self, value: Shown) -> None:
         """Write the value to stdout."""
 
     def fail(self, error: QuireError) -> None:
-        """Say on stderr what went wrong and what to do next."""
+        """Write to stderr what went wrong and what to do next."""
 
 
 class JsonOutput:
@@ -142,26 +142,26 @@ class JsonOutput:
 
 
 class TextOutput:
-    """Text for people."""
+    """Text for users, on stdout; an error is text on stderr."""
 
     def show(self, value: Shown) -> None:
-        write_out(text_parts(value, Look.of(sys.stdout)))
+        write_out(text_parts(value, TerminalStyle.of(sys.stdout)))
 
     def fail(self, error: QuireError) -> None:
-        look = Look.of(sys.stderr)
-        for name, style, text in (("error", "1;31", for_people(error)), ("next", "1", visible(next_step(error)))):
-            first, *others = wrapped(text, look.width - 7 if look.width else 0)
-            lines = [look.styled(f"{name}:".ljust(7), style) + first, *(" " * 7 + other for other in others)]
+        style = TerminalStyle.of(sys.stderr)
+        for name, codes, text in (("error", "1;31", for_people(error)), ("next", "1", visible(next_step(error)))):
+            first, *others = wrapped(text, style.width - 7 if style.width else 0)
+            lines = [style.styled(f"{name}:".ljust(7), codes) + first, *(" " * 7 + other for other in others)]
             sys.stderr.write("\n".join(lines) + "\n")
 
 
 def output_for(as_json: bool) -> Output:
-    """JSON for programs, text for people."""
+    """Return the output for JSON or for text."""
     return JsonOutput() if as_json else TextOutput()
 
 
 def report_error(output: Output, error: QuireError) -> int:
-    """Write what went wrong; the exit code."""
+    """Report an error and return the exit code."""
     try:
         output.fail(error)
         sys.stderr.flush()
@@ -170,14 +170,14 @@ def report_error(output: Output, error: QuireError) -> int:
     return exit_of(error).code
 
 
-class Look(msgspec.Struct, frozen=True):
-    """What the stream can show: its width (0: no limit) and whether it has colours."""
+class TerminalStyle(msgspec.Struct, frozen=True):
+    """What a stream can display: its width in columns (0: no limit) and whether it has colours."""
 
     width: int
     colours: bool
 
     @classmethod
-    def of(cls, stream: TextIO) -> Look:
+    def of(cls, stream: TextIO) -> TerminalStyle:
         if not stream.isatty():
             return cls(0, False)
 
@@ -189,8 +189,8 @@ class Look(msgspec.Struct, frozen=True):
 
 
 def _terminal_columns(stream: TextIO) -> int:
-    """The width of a terminal: COLUMNS if it is set, else what the terminal says."""
-    # `shutil.get_terminal_size` does the same; its module loads three compressors, which every command would wait for
+    """Return the width of a terminal: COLUMNS if it is set, else the width that the terminal reports."""
+    # `shutil.get_terminal_size` does the same, but its module loads three compressors, which would slow down every command
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given):
         return int(given)
@@ -201,7 +201,7 @@ def _terminal_columns(stream: TextIO) -> int:
 
 
 def json_parts(value: Shown) -> Iterator[str]:
-    """A value as one JSON document, in parts."""
+    """Yield a value as one JSON document, in parts."""
     if not isinstance(value, Listing):
         yield _json(plain(value.data)) + "\n"
         return
@@ -212,32 +212,32 @@ def json_parts(value: Shown) -> Iterator[str]:
     yield "[]\n" if before == "[" else "\n]\n"
 
 
-def text_parts(value: Shown, look: Look) -> Iterator[str]:
-    """A value as lines of text."""
-    for line in _lines(value, look):
+def text_parts(value: Shown, style: TerminalStyle) -> Iterator[str]:
+    """Yield a value as lines of text."""
+    for line in _lines(value, style):
         yield line + "\n"
 
 
-def _lines(value: Shown, look: Look) -> Iterator[str]:
+def _lines(value: Shown, style: TerminalStyle) -> Iterator[str]:
     if isinstance(value, Listing):
-        return _listing(value, look)
+        return _listing(value, style)
     if isinstance(value, Facts):
-        return _facts(value, look)
+        return _facts(value, style)
     if isinstance(value, Report):
-        return _report(value, look)
+        return _report(value, style)
     if isinstance(value, Tree):
-        return tree_lines(value, look)
-    return iter(wrapped(visible(value.text), look.width))
+        return tree_lines(value, style)
+    return iter(wrapped(visible(value.text), style.width))
 
 
-def _report(report: Report, look: Look) -> Iterator[str]:
+def _report(report: Report, style: TerminalStyle) -> Iterator[str]:
     for number, part in enumerate(report.parts):
         if number:
             yield ""
-        yield from _lines(part, look)
+        yield from _lines(part, style)
 
 
-def _listing(listing: Listing, look: Look) -> Iterator[str]:
+def _listing(listing: Listing, style: TerminalStyle) -> Iterator[str]:
     rows = iter(listing.rows)
     step = list(islice(rows, STEP_ROWS))
     if not step and listing.empty:
@@ -246,9 +246,9 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
     titled = True
     while step:
         cells = [[visible(cell) for cell in row.cells] for row in step]
-        layout = plan(listing.columns, cells, look.width, titled)
+        layout = plan(listing.columns, cells, style.width, titled)
         if titled:
-            yield look.styled(layout.header, "1")
+            yield style.styled(layout.header, "1")
             titled = False
         for row in cells:
             yield from lines_of(row, layout)
@@ -256,19 +256,19 @@ def _listing(listing: Listing, look: Look) -> Iterator[str]:
     if listing.closing:
         yield ""
         for line in listing.closing.splitlines():
-            yield from wrapped(visible(line), look.width)
+            yield from wrapped(visible(line), style.width)
 
 
 def json_line(data: Any) -> str:
-    """A value as one line of JSON."""
+    """Return a value as one line of JSON."""
     return _json(plain(data)) + "\n"
 
 
-def _facts(facts: Facts, look: Look) -> Iterator[str]:
+def _facts(facts: Facts, style: TerminalStyle) -> Iterator[str]:
     indent = max(width_of(name) for name, _ in facts.lines) + 2
     for name, text in facts.lines:
-        first, *others = wrapped(visible(text), look.width - indent if look.width else 0)
-        yield look.styled(name + " " * (indent - width_of(name)), "1") + first
+        first, *others = wrapped(visible(text), style.width - indent if style.width else 0)
+        yield style.styled(name + " " * (indent - width_of(name)), "1") + first
         yield from (" " * indent + line for line in others)
 
 
@@ -278,18 +278,18 @@ def _json(value: Any) -> str:
 
 
 # ── trees ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def tree_lines(tree: Tree, look: Look) -> Iterator[str]:
-    """The lines of a tree."""
+def tree_lines(tree: Tree, style: TerminalStyle) -> Iterator[str]:
+    """Yield the lines of a tree."""
     if not tree.roots:
         yield visible(tree.empty)
         return
     guides = GUIDES if _shows("├─└│") else GUIDES_ASCII
     for root in tree.roots:
-        yield from _drawn(root, look, guides)
+        yield from _drawn(root, style, guides)
     if tree.closing:
         yield ""
         for line in tree.closing.splitlines():
-            yield from wrapped(visible(line), look.width)
+            yield from wrapped(visible(line), style.width)
 
 
 def _shows(text: str) -> bool:
@@ -300,44 +300,44 @@ def _shows(text: str) -> bool:
     return True
 
 
-def _drawn(root: Node, look: Look, guides: tuple[str, str, str, str]) -> Iterator[str]:
-    """No recursion: forks of forks may be many deep."""
+def _drawn(root: Node, style: TerminalStyle, guides: tuple[str, str, str, str]) -> Iterator[str]:
+    """Yield the lines of one root. Not recursive: forks of forks may be nested deeply."""
     node, last, below_node, below_last = guides
     todo: list[tuple[Node, str, str]] = [(root, "", "")]
     while todo:
         current, before, below = todo.pop()
-        yield from _label(current, before, below + (below_node if current.below else ""), look)
+        yield from _label(current, before, below + (below_node if current.below else ""), style)
         children = list(current.below)
         for child in reversed(children):
             is_last = child is children[-1]
             todo.append((child, below + (last if is_last else node), below + (below_last if is_last else below_node)))
 
 
-def _label(node: Node, before: str, below: str, look: Look) -> Iterator[str]:
+def _label(node: Node, before: str, below: str, style: TerminalStyle) -> Iterator[str]:
     name = visible(node.name)
     text = f"{name}  {visible(node.text)}" if node.text else name
-    room = look.width - max(len(before), len(below))
-    first, *others = wrapped(text, max(room, LABEL_COLUMNS_MIN) if look.width else 0)
-    head = look.styled(before, "2") if before else ""
+    room = style.width - max(len(before), len(below))
+    first, *others = wrapped(text, max(room, LABEL_COLUMNS_MIN) if style.width else 0)
+    head = style.styled(before, "2") if before else ""
     if node.faded:
-        yield head + look.styled(first, "2")
+        yield head + style.styled(first, "2")
     else:
-        yield head + look.styled(first[: len(name)], "1") + first[len(name) :]
+        yield head + style.styled(first[: len(name)], "1") + first[len(name) :]
     for other in others:
-        yield look.styled(below, "2") + (look.styled(other, "2") if node.faded else other)
+        yield style.styled(below, "2") + (style.styled(other, "2") if node.faded else other)
 
 
 # ── endless rows ──────────────────────────────────────────────────────────────────────────────────────────────────────
 POLL_SECONDS = 0.1
-"""How often `follow` looks for new rows."""
+"""How often `follow` polls for new rows."""
 
 
 def follow(columns: Sequence[str], new: Callable[[], Iterable[ListingRow]], *, as_json: bool) -> None:
-    """Write and flush the rows that `new` returns, again and again, until Ctrl-C or SIGTERM; each call has the rows since the
-    last one."""
-    table = None if as_json else RunningTable(columns, Look.of(sys.stdout))
+    """Write and flush the rows that `new` returns, repeatedly, until Ctrl-C or SIGTERM. Each call of `new` returns the rows
+    since the previous call."""
+    table = None if as_json else RunningTable(columns, TerminalStyle.of(sys.stdout))
     with until_interrupted() as ending:
-        while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
+        while not ending.is_set():  # not `wait`: the signal handler that sets it runs in this thread
             for row in new():
                 write_out([json_line(row.data) if table is None else table.lines(row.cells)])
                 if ending.is_set():
@@ -347,12 +347,12 @@ def follow(columns: Sequence[str], new: Callable[[], Iterable[ListingRow]], *, a
 
 
 def _check_reader() -> None:
-    """End the command when the reader of the pipe has gone, also while there are no rows: `| head -1` must not wait for a
-    second row."""
+    """Raise `BrokenPipeError` if the reader of the pipe has closed it, even if there are no rows to write: `| head -1` must not
+    wait for a second row."""
     try:
         number = sys.stdout.fileno()
     except OSError:
-        return  # no file: a test reads it
+        return  # not a file: a test captures the output
     poll = select.poll()
     poll.register(number, 0)
     if any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -361,9 +361,9 @@ def _check_reader() -> None:
 
 @contextmanager
 def until_interrupted() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, instead of their usual effect; a second signal has that effect.
+    """Yield an event that Ctrl-C and SIGTERM set instead of their usual effect. A second signal has its usual effect.
 
-    An ignored signal stays ignored: a command started with `nohup … &` must survive when others are interrupted.
+    An ignored signal stays ignored: a command started with `nohup … &` must not be interrupted together with others.
     """
     stop = threading.Event()
 
@@ -382,9 +382,9 @@ def until_interrupted() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-# ── stdout that cannot be written ─────────────────────────────────────────────────────────────────────────────────────
+# ── writing to stdout ─────────────────────────────────────────────────────────────────────────────────────────────────
 def write_out(parts: Iterable[str]) -> None:
-    """Write to stdout and flush. A closed pipe stays a `BrokenPipeError`; anything else is a `StorageFault`."""
+    """Write to stdout and flush. A closed pipe raises `BrokenPipeError`, any other error `StorageFault`."""
     try:
         for part in parts:
             sys.stdout.write(part)
@@ -396,19 +396,19 @@ def write_out(parts: Iterable[str]) -> None:
 
 
 def pipe_closed() -> int:
-    """Discard what is still buffered, silently; the exit code."""
+    """Discard buffered output silently and return the exit code."""
     _abandon_streams()
     return PIPE_CLOSED
 
 
 def unwritable(error: OSError) -> StorageFault:
-    """The error of an output that cannot be written, because a disk is full for instance."""
+    """Return the error for output that cannot be written, for example because the disk is full."""
     _abandon_streams()
     return StorageFault(f"the output cannot be written: {error.strerror}", hint="check where the output goes")
 
 
 def _abandon_streams() -> None:
-    """Point streams that cannot be written at /dev/null: the interpreter would try again when it exits, and complain."""
+    """Redirect streams that cannot be written to /dev/null; otherwise the interpreter flushes them at exit and reports it."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,6 +1,6 @@
-"""Questions to the person at the terminal, also of a command that the owner of a store runs for a client.
+"""Asks the user at the terminal for confirmation, also for a command that the owner of a store runs for a client.
 
-Threads: the main one, or the one of the service that runs the command.
+Threads: the main thread, or the service's thread that runs the command.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from contextvars import ContextVar
 from typing import Any
 
 from quire.cli.formatting import visible
-from quire.cli.output import Look, wrapped
+from quire.cli.output import TerminalStyle, wrapped
 from quire.core.errors import InvalidInput
 
 REMOTE_ANSWER: ContextVar[str | None] = ContextVar("ELSEWHERE", default=None)
-"""Set while this process runs a command for a client: what the person there answered, or "" before that."""
+"""Set while this process runs a command for a client: the answer of the user there, or "" before there is one."""
 
 
 class Question(Exception):
-    """A command that this process runs for a client must ask the person there first."""
+    """Raised when a command that this process runs for a client must first ask the user there."""
 
     def __init__(self, question: str, otherwise: str) -> None:
         super().__init__(question)
@@ -27,7 +27,7 @@ class Question(Exception):
 
 
 class Declined(Exception):
-    """The person answered no: `text` says what did not happen, `data` is the same as JSON."""
+    """The user answered no. `text` states what was not done, `data` is the same for JSON."""
 
     def __init__(self, text: str, data: Any) -> None:
         super().__init__(text)
@@ -36,26 +36,26 @@ class Declined(Exception):
 
 
 def on_terminal() -> bool:
-    """Whether a person watches: progress is for them."""
+    """Return whether stderr is a terminal of the user, where progress is shown."""
     return REMOTE_ANSWER.get() is None and sys.stderr.isatty()
 
 
 def confirm(question: str, otherwise: str, data: Any) -> None:
-    """Ask the person; raise `Declined` with `otherwise`, what did not happen, unless the answer is yes."""
+    """Ask the user, and raise `Declined` unless the answer is yes. `otherwise` states what is then not done."""
     if not agreed(question, otherwise):
         raise Declined(otherwise, data)
 
 
 def agreed(question: str, otherwise: str) -> bool:
-    """Ask on stderr: stdout belongs to the command's value."""
+    """Ask the user and return whether the answer is yes. Asks on stderr: stdout is for the command's value."""
     if (answer := REMOTE_ANSWER.get()) is not None:
         if not answer:
             raise Question(question, otherwise)
         return answer == "yes"
-    sys.stderr.write("\n".join(wrapped(f"{visible(question)} [y/N]", Look.of(sys.stderr).width)) + " ")
+    sys.stderr.write("\n".join(wrapped(f"{visible(question)} [y/N]", TerminalStyle.of(sys.stderr).width)) + " ")
     sys.stderr.flush()
     line = sys.stdin.readline()
     if not line:
         sys.stderr.write("\n")
-        raise InvalidInput(f"no confirmation given; {otherwise}", hint="use `--yes` to skip the question")
+        raise InvalidInput(f"no confirmation given; {otherwise}", hint="use `--yes` to confirm")
     return line.strip().lower() in ("y", "yes")

@@ -1,7 +1,7 @@
 """Commands about the quarantine: ls, restore, rm.
 
-`ls` reads files only, also beside an owner and of a store whose manifest does not open. The others take the store's lock, and
-nothing more of it: what they mend may be what keeps the store from opening.
+`ls` reads only files, so it works alongside an owner and on a store whose manifest does not open. The others take the store's
+lock but do not open the store: what they repair may be what keeps it from opening.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ls(cli: Cli) -> Listing:
 
 @command("restore", group, example="quire quarantine restore 1")
 def restore(cli: Cli, number: Number) -> Note:
-    """Put a file back where it was.
+    """Move a file back to its original path.
 
     The file is not used until `quire stream repair` or `quire kv repair` of its database.
     """
@@ -91,10 +91,10 @@ def _root(cli: Cli) -> str:
 
 @contextmanager
 def _owned(cli: Cli) -> Iterator[str]:
-    """The store's directory, while no other process owns it."""
+    """Hold the store's lock, and yield its directory."""
     root = _root(cli)
     lock = FileLock.acquire(os.path.join(root, LOCK))
-    take_archive_state(OsDisk(), root)  # no archive sees what is moved here: its next life begins with a base
+    take_archive_state(OsDisk(), root)  # these changes are not archived, so the archive must begin with a new base
     try:
         yield root
     finally:

@@ -1,17 +1,18 @@
-"""Commands and a store that another process owns (K8): the two ends of having a command done there.
+"""Runs commands on a store that another process owns (K8): the client's side and the owner's side.
 
 Terms
-  there   the owner, reached through the store's socket: a `quire serve`, which runs commands for others
+  owner    the process that owns the store, reached through the store's socket: a `quire serve`, which runs commands for clients
+  client   the process in which the user started the command
 
 Rules
-  1. Only commands listed here are done there: those that begin, do one thing and end; `sqlite follow` has the owner follow the
-     file, and ends. A command that would stay (`jobs work`) or that takes the store apart (`manifest check --repair`) is not;
-     `sqlite shell` reads beside the owner.
-  2. What is written, and the exit code, are those of the command done here; an error is raised here as it was there. Questions
-     are asked here.
-  3. Paths are made absolute first: the owner's directory is another one.
+  1. The owner runs only the commands listed here: those that do one thing and end. For `sqlite follow` the owner follows the
+     file, and the command ends. A command that would keep running (`jobs work`) or that needs the store for itself (`manifest
+     check --repair`) is not run by the owner; `sqlite shell` handles an owner itself.
+  2. Output and exit code are the same as for a command run locally; an error at the owner is raised in the client. Questions
+     are asked in the client.
+  3. Paths are made absolute first: the owner has another working directory.
 
-Threads: there one of the service's, here the main one.
+Threads: at the owner one of the service's threads, in the client the main thread.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cli.command import Cli, result_of
 from quire.cli.job_progress import Display
-from quire.cli.output import Look, Note, json_parts, text_parts
+from quire.cli.output import Note, TerminalStyle, json_parts, text_parts
 from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
@@ -59,7 +60,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "archive": ("drill",),
     "backup": ("backup", "restore_db"),
 }
-"""Module → its functions that are done there (rule 1)."""
+"""Module → its functions that the owner runs (rule 1)."""
 
 PATHS: Mapping[str, tuple[str, ...]] = {
     "sqlite.import_": ("file",),
@@ -70,7 +71,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "backup.backup": ("target", "since"),
     "backup.restore_db": ("url",),
 }
-"""Function → its arguments that are paths, or may be (rule 3)."""
+"""Function → its arguments that are or may be paths (rule 3)."""
 
 INSTEAD = {
     "jobs.work": "the owner runs its jobs itself: `quire jobs ls` shows them",
@@ -79,17 +80,17 @@ INSTEAD = {
     "objects.moved": "stop the owner first: it writes to the old location",
     "manifest.check": "stop the owner first: a repair needs the store for itself",
 }
-"""What to do where a command is not done there."""
+"""Function that the owner does not run → what to do instead."""
 
 ANSWER_CHARACTERS_MAX = 32 * 1024 * 1024
 LINES_BYTES_MAX = 4 * 1024 * 1024
-"""Of stdin, in one call."""
+"""Bytes of stdin in one call."""
 LOOK_SECONDS = 0.1
 
 
-# ── here ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── client ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], locked: StoreLocked) -> int:
-    """Have a command done by the process that has the store, and write what came of it; the exit code."""
+    """Have the owner of the store run a command, write its output, and return the exit code."""
     function = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
     if not _is_listed(function):
         if function in INSTEAD:
@@ -109,7 +110,7 @@ def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], 
         try:
             if function == "stream.append" and not given["record"]:
                 return _appended(owner, cli, given)
-            done = _asked(owner, cli, function, given, Look.of(sys.stdout))
+            done = _asked(owner, cli, function, given, TerminalStyle.of(sys.stdout))
         except InvalidInput as error:
             if "runs no commands" in error.what:
                 raise locked from error
@@ -123,8 +124,8 @@ def _is_listed(function: str) -> bool:
     return name in FUNCTIONS.get(module, ())
 
 
-def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: Look) -> CommandResult:
-    """The answer of the owner, after what it wanted to know of the person."""
+def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], style: TerminalStyle) -> CommandResult:
+    """Return the owner's result, after asking the user the questions of the command."""
     answer = ""
     while True:
         command = RemoteCommand(
@@ -133,8 +134,8 @@ def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: 
             os.urandom(16),
             owner.server.pid,
             cli.as_json,
-            look.width,
-            look.colours,
+            style.width,
+            style.colours,
             answer,
         )
         done = _watched(owner, cli, command)
@@ -144,7 +145,7 @@ def _asked(owner: Client, cli: Cli, function: str, given: dict[str, Any], look: 
 
 
 def _watched(owner: Client, cli: Cli, command: RemoteCommand) -> CommandResult:
-    """Wait for the owner; on a terminal the jobs that it runs are shown meanwhile."""
+    """Wait for the owner. On a terminal, show the progress of the jobs that it runs."""
     if not on_terminal():
         return owner.run_command(command)
 
@@ -169,7 +170,7 @@ def _watched(owner: Client, cli: Cli, command: RemoteCommand) -> CommandResult:
 
 
 def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
-    """Lines of stdin, in calls that are not too long; each is durable before the next."""
+    """Append the lines of stdin, in calls of bounded size. Each is durable before the next begins."""
     first, count = -1, 0
     while True:
         lines: list[str] = []
@@ -181,29 +182,29 @@ def _appended(owner: Client, cli: Cli, given: dict[str, Any]) -> int:
                 break
         if not lines:
             break
-        done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, Look(0, False))
+        done = _asked(owner, Cli(cli.path, True), "stream.append", {**given, "record": lines}, TerminalStyle(0, False))
         answer = json.loads(done.out)
         first, count = (answer["first"] if first < 0 else first), count + answer["count"]
     note: Note = appended(given["database"], max(first, 0), count)
-    for part in json_parts(note) if cli.as_json else text_parts(note, Look.of(sys.stdout)):
+    for part in json_parts(note) if cli.as_json else text_parts(note, TerminalStyle.of(sys.stdout)):
         sys.stdout.write(part)
     return 0
 
 
-# ── there ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_here(store: Store, command: RemoteCommand) -> CommandResult:
-    """Run a command for somebody else: what `quire serve` lends to its service."""
+# ── owner ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def run_for_client(store: Store, command: RemoteCommand) -> CommandResult:
+    """Run a command for a client. `quire serve` passes this function to its service."""
     if not _is_listed(command.function):
         raise InvalidInput("the owner does not run this command", hint="stop the owner first", command=command.function)
     module, _, name = command.function.partition(".")
     body = getattr(import_module(f"quire.cli.{module}"), name)
     before = REMOTE_ANSWER.set(command.answer)
     try:
-        result = result_of(body, AtOwner(store.path, command.as_json, store), json.loads(command.arguments))
-        shown, look = result.shown, Look(command.width, command.colours)
+        result = result_of(body, OwnerCli(store.path, command.as_json, store), json.loads(command.arguments))
+        shown, style = result.shown, TerminalStyle(command.width, command.colours)
         if shown is None:
             return CommandResult(code=result.code)
-        return CommandResult(_joined(json_parts(shown) if command.as_json else text_parts(shown, look)), result.code)
+        return CommandResult(_joined(json_parts(shown) if command.as_json else text_parts(shown, style)), result.code)
     except Question as question:
         return CommandResult(question=question.question, otherwise=question.otherwise)
     finally:
@@ -220,8 +221,8 @@ def _joined(parts: Any) -> str:
     return "".join(texts)
 
 
-class AtOwner(Cli, frozen=True):
-    """What a command gets at the owner: the store that is open, which it must not close."""
+class OwnerCli(Cli, frozen=True):
+    """The `Cli` of a command that runs at the owner: it uses the open store and does not close it."""
 
     store: Any = None
 
@@ -230,7 +231,7 @@ class AtOwner(Cli, frozen=True):
         return lent  # type: ignore[no-any-return]
 
     def owner(self, **options: Any) -> Store:
-        """The options are the owner's own affair, but for the grace."""
+        """Return the open store. All options are ignored, except that `grace_seconds` is refused."""
         if options.get("grace_seconds") is not None:
             raise Conflict(
                 "the owner keeps the grace period for its readers", hint="omit `--now`, or stop the owner first"
@@ -238,12 +239,12 @@ class AtOwner(Cli, frozen=True):
         lent: Any = KeepOpen(self.store)
         return lent  # type: ignore[no-any-return]
 
-    def keeper(self) -> Store | Client:
+    def owner_or_client(self) -> Store | Client:
         return self.owner()
 
 
 class KeepOpen:
-    """Something open that its user does not close."""
+    """Wraps an open store or manifest so that leaving its context does not close it."""
 
     def __init__(self, lent: Any) -> None:
         self._lent = lent
@@ -252,7 +253,7 @@ class KeepOpen:
         return self._lent
 
     def __exit__(self, *_: object) -> None:
-        """It stays open."""
+        """Leave it open."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._lent, name)

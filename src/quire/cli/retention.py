@@ -1,12 +1,12 @@
 """Commands about retention: show, set, clear, plan, apply.
 
-`set` changes the rules it names and leaves the others, so nobody loses a rule, and with it snapshots, by naming another.
+`set` changes the rules it names and leaves the others, so that setting one rule never removes another, and with it snapshots.
 `set` and `clear` drop nothing; `plan` and `--dry-run` only read.
 
-`apply` asks first, then drops exactly what it showed: a snapshot that has come of age meanwhile stays. Each database with
-something to drop gets a job, and all of them are one run (`jobs/retention.py`). For one database a failed job is an error of
-the command. For all, a database that would lose its last snapshots is skipped without `--force` and listed, as is one whose
-job failed; the exit code is then 1. A database that another job is working on is left to that job.
+`apply` asks first, then drops exactly what it showed: a snapshot that became droppable in the meantime stays. Each database
+with snapshots to drop gets a job, and all jobs are one run (`jobs/retention.py`). For one database a failed job is an error of
+the command. For all databases, one that would lose its last snapshots is skipped and listed unless `--force` is given, as is
+one whose job failed; the exit code is then 1. A database that another job is working on is left to that job.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be dropp
 
 
 NAMED_MAX = 5
-"""Snapshots that a question names."""
+"""Most snapshots to name in a question."""
 
 NO_POLICY = "no database has a retention policy: set one with `quire retention set`"
 
@@ -56,8 +56,8 @@ ENDED = "another job was applying it, and has just ended"
 
 
 @dataclass(frozen=True)
-class _Going:
-    """A database of which something would go."""
+class _PendingDrop:
+    """A database that would lose snapshots."""
 
     database: str
     plan: RetentionPlan
@@ -99,8 +99,8 @@ def set_(
 ) -> Facts:
     """Change retention rules of a database; rules that are not named stay.
 
-    0 removes a rule. A snapshot is kept if any rule keeps it; without rules all are kept. This command drops nothing: the
-    owner of the store applies the rules about once a minute.
+    A value of 0 removes a rule. A snapshot is kept if any rule keeps it; without rules all are kept. This command drops
+    nothing: the owner of the store applies the rules about once a minute.
     """
     asked: dict[str, Any] = {
         "keep_last": keep_last,
@@ -145,7 +145,7 @@ def clear(cli: Cli, database: Database) -> Note:
     return Note(text=text, data={"database": database, "cleared": plain(before)})
 
 
-# ── what it does ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── plan ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("plan", group, example="quire retention plan shop")
 def plan(cli: Cli, database: Database) -> Report:
     """Show which snapshots would be dropped now, and why."""
@@ -175,12 +175,12 @@ def plan(cli: Cli, database: Database) -> Report:
 def _cells(decision: Decision, policy_plan: RetentionPlan) -> list[str]:
     snapshot, why = decision.snapshot, decision.why
     if policy_plan.policy is not None and why.startswith("younger than"):
-        why = f"younger than {duration(policy_plan.policy.keep_seconds)}"  # as it was typed
+        why = f"younger than {duration(policy_plan.policy.keep_seconds)}"  # in the form in which it was typed
     verdict = "keep" if decision.keep else "drop"
     return [str(snapshot.snapshot_id), snapshot.name or "-", moment(snapshot.created_at_ms), verdict, why]
 
 
-# ── doing it ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── apply ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("apply", group, example="quire retention apply --all --yes")
 def apply(
     cli: Cli,
@@ -201,9 +201,9 @@ def apply(
     return _apply_all(cli, force, yes) if every else _apply_one(cli, database, force, yes)
 
 
-# ── one ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── one database ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
-    """Drop what no rule of a database keeps."""
+    """Drop the snapshots of a database that no rule keeps."""
     with cli.owner() as store:
         manifest = store.manifest
         policy_plan = manifest.retention.plan(database)
@@ -218,38 +218,38 @@ def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
                 database=database,
                 snapshots=len(policy_plan.dropped),
             )
-        going = _Going(database, policy_plan, _share_of(manifest, policy_plan))
+        pending = _PendingDrop(database, policy_plan, _share_of(manifest, policy_plan))
         if not yes:
-            confirm(_question(going), "nothing was dropped", {"database": database, "dropped": []})
-        job = _ended(store, going, force)
+            confirm(_question(pending), "nothing was dropped", {"database": database, "dropped": []})
+        job = _ended(store, pending, force)
         dropped = _gone(manifest, policy_plan)
     total = count_of(len(policy_plan.decisions), "snapshot")
-    text = f"dropped {len(dropped):,} of {total} of {database}{share_later(going.share)}"
+    text = f"dropped {len(dropped):,} of {total} of {database}{share_later(pending.share)}"
     data = {"database": database, "dropped": [snapshot_json(info, database) for info in dropped]}
-    return Note(text=text, data={**data, "share": share_json(going.share), "job_id": job.job_id})
+    return Note(text=text, data={**data, "share": share_json(pending.share), "job_id": job.job_id})
 
 
-def _ended(store: Store, going: _Going, force: bool) -> Job:
-    """The job of one database, run now; raises the error it failed with."""
-    jobs = _run([going], store, force)
+def _ended(store: Store, pending: _PendingDrop, force: bool) -> Job:
+    """Run the job of one database now and return it finished. Raises the error it failed with."""
+    jobs = _run([pending], store, force)
     if not jobs:
-        job_id, worker = _holder(store.manifest, going.plan.db_id)
+        job_id, worker = _holder(store.manifest, pending.plan.db_id)
         hint = f"`quire jobs show {job_id}` shows its progress, `quire jobs cancel {job_id}` cancels it"
         raise JobAlreadyPending(
             "another job is applying the rules of the database; nothing was dropped",
             hint=hint if job_id else "it has just ended: run the command again",
-            database=going.database,
+            database=pending.database,
             job_id=job_id,
             worker=worker,
         )
-    if (failure := failure_of(jobs[0], f"the retention of {going.database}")) is not None:
+    if (failure := failure_of(jobs[0], f"the retention of {pending.database}")) is not None:
         raise failure
     return jobs[0]
 
 
-def _run(going: list[_Going], store: Store, force: bool, title: str = "") -> list[Job]:
-    """Run their jobs now; each drops what was shown and no more."""
-    only = {item.plan.db_id: [snapshot.snapshot_id for snapshot in item.plan.dropped] for item in going}
+def _run(pending: list[_PendingDrop], store: Store, force: bool, title: str = "") -> list[Job]:
+    """Run the jobs of these databases now. Each drops what was shown and no more."""
+    only = {item.plan.db_id: [snapshot.snapshot_id for snapshot in item.plan.dropped] for item in pending}
     if not title:
         return store.heavy.retention_all(force=force, only=only)
     with bar(title) as progress:
@@ -257,7 +257,7 @@ def _run(going: list[_Going], store: Store, force: bool, title: str = "") -> lis
 
 
 def _holder(manifest: ManifestStore, db_id: int) -> tuple[int, str]:
-    """The job that somebody else has of a database, and who; (0, "") if it has just ended."""
+    """Return the outstanding retention job of a database and its worker, (0, "") if it has just ended."""
     with suppress(UnknownJob):
         if job_id := manifest.jobs.outstanding(db_id, JobKind.RETENTION):
             lease = manifest.jobs.get(job_id).lease
@@ -266,38 +266,40 @@ def _holder(manifest: ManifestStore, db_id: int) -> tuple[int, str]:
 
 
 def _gone(manifest: ManifestStore, policy_plan: RetentionPlan) -> list[SnapshotInfo]:
-    """What is gone of that which was to go."""
+    """Return the snapshots of the plan that were in fact dropped."""
     left = {info.snapshot_id for info in manifest.snapshots.of(policy_plan.db_id)}
     return [info for info in policy_plan.dropped if info.snapshot_id not in left]
 
 
-def _question(going: _Going) -> str:
-    policy_plan = going.plan
+def _question(pending: _PendingDrop) -> str:
+    policy_plan = pending.plan
     names = ", ".join(title_of(info) for info in policy_plan.dropped[:NAMED_MAX])
     more = f" and {len(policy_plan.dropped) - NAMED_MAX:,} more" if len(policy_plan.dropped) > NAMED_MAX else ""
     every = "EVERY snapshot" if policy_plan.drops_everything else count_of(len(policy_plan.dropped), "snapshot")
-    return f"drop {every} of {going.database} ({names}{more}), {share_clause(going.share, len(policy_plan.dropped))}?"
+    return (
+        f"drop {every} of {pending.database} ({names}{more}), {share_clause(pending.share, len(policy_plan.dropped))}?"
+    )
 
 
-# ── many ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _look(manifest: ManifestStore) -> tuple[int, list[_Going]]:
-    """How many databases have a policy, and those of which something would go."""
-    known, going = 0, []
+# ── all databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def _pending_drops(manifest: ManifestStore) -> tuple[int, list[_PendingDrop]]:
+    """Return how many databases have a policy, and those that would lose snapshots."""
+    with_policy, pending = 0, []
     for db_id, _ in manifest.retention.databases():
         with suppress(UnknownDatabase):  # it has just been dropped
             policy_plan = manifest.retention.plan(db_id)
-            known += 1
+            with_policy += 1
             if policy_plan.dropped:
                 with manifest.read() as txn:
                     name = txn.database_names([db_id]).get(db_id)
-                going.append(_Going(name or f"#{db_id}", policy_plan, _share_of(manifest, policy_plan)))
-    return known, going
+                pending.append(_PendingDrop(name or f"#{db_id}", policy_plan, _share_of(manifest, policy_plan)))
+    return with_policy, pending
 
 
 def _plan_all(cli: Cli) -> Listing:
-    """The dry run of all: what would go of each database."""
+    """Return a listing of what each database would lose."""
     with cli.reader() as manifest:
-        known, going = _look(manifest)
+        with_policy, pending = _pending_drops(manifest)
     rows = [
         ListingRow(
             [
@@ -308,38 +310,38 @@ def _plan_all(cli: Cli) -> Listing:
             ],
             {**_policy_json(item.database, item.plan), "share": share_json(item.share)},
         )
-        for item in going
+        for item in pending
     ]
-    closing = [f"{len(rows):,} of {count_of(known, 'database')} with a policy would lose {_number(going)}."]
-    if alone := [item for item in going if item.plan.needs_force]:
+    closing = [f"{len(rows):,} of {count_of(with_policy, 'database')} with a policy would lose {_number(pending)}."]
+    if alone := [item for item in pending if item.plan.needs_force]:
         closing.append(f"{count_of(len(alone), 'database')} would have none left and need `--force`.")
     closing.append("Drop them now: `quire retention apply --all`.")
     return Listing(
         columns=["database", ">snapshots", ">would drop", ">exclusive"],
         rows=rows,
-        empty=_nothing(known),
+        empty=_nothing(with_policy),
         closing="\n".join(closing) if rows else "",
     )
 
 
 def _apply_all(cli: Cli, force: bool, yes: bool) -> CliResult:
-    """Drop what no rule keeps, of every database that has a policy."""
+    """Drop the snapshots that no rule keeps, in every database that has a policy."""
     with cli.owner() as store:
         manifest = store.manifest
-        known, going = _look(manifest)
-        refused = [item for item in going if item.plan.needs_force and not force]
-        chosen = [item for item in going if force or not item.plan.needs_force]
+        with_policy, pending = _pending_drops(manifest)
+        refused = [item for item in pending if item.plan.needs_force and not force]
+        chosen = [item for item in pending if force or not item.plan.needs_force]
         if chosen and not yes and not agreed(_question_of_all(chosen, refused), "nothing was dropped"):
-            return CliResult(_apply_report(known, [], refused, [], {}, "nothing was dropped"), PROBLEMS)
+            return CliResult(_apply_report(with_policy, [], refused, [], {}, "nothing was dropped"), PROBLEMS)
         jobs = _run(chosen, store, force, f"retention of {count_of(len(chosen), 'database')}") if chosen else []
         mine = {job.db_id for job in jobs}
         taken = {item.database: _holder(manifest, item.plan.db_id) for item in chosen if item.plan.db_id not in mine}
-    nothing = "" if chosen else "nothing was dropped" if refused else _nothing(known)
-    report = _apply_report(known, chosen, refused, jobs, taken, nothing)
+    nothing = "" if chosen else "nothing was dropped" if refused else _nothing(with_policy)
+    report = _apply_report(with_policy, chosen, refused, jobs, taken, nothing)
     return CliResult(report, PROBLEMS if refused or report.data["failed"] else OK)
 
 
-def _question_of_all(chosen: list[_Going], refused: list[_Going]) -> str:
+def _question_of_all(chosen: list[_PendingDrop], refused: list[_PendingDrop]) -> str:
     every = sum(item.plan.drops_everything for item in chosen)
     words = f"drop {_number(chosen)} of {count_of(len(chosen), 'database')}"
     if every:
@@ -350,14 +352,14 @@ def _question_of_all(chosen: list[_Going], refused: list[_Going]) -> str:
 
 
 def _apply_report(
-    known: int,
-    chosen: list[_Going],
-    refused: list[_Going],
+    with_policy: int,
+    chosen: list[_PendingDrop],
+    refused: list[_PendingDrop],
     jobs: list[Job],
     taken: dict[str, tuple[int, str]],
     instead: str,
 ) -> Report:
-    """The outcome of a run: a sentence (`instead` where there was none), and a table of the databases that lost nothing."""
+    """Report a run: a sentence (`instead`, if given), and a table of databases that were refused, failed or left alone."""
     names = {item.plan.db_id: item.database for item in chosen}
     done = {job.db_id: job.result for job in jobs if job.state.name == "SUCCEEDED"}
     errors = [(job, job.record.error or "it was cancelled") for job in jobs if job.db_id not in done]
@@ -371,7 +373,7 @@ def _apply_report(
     ]
     table = Listing(columns=["database", "verdict", "why"], rows=[ListingRow(cells, None) for cells in rows])
     data = {
-        "databases": known,
+        "databases": with_policy,
         "dropped": dropped,
         "jobs": [
             {"database": names[job.db_id], "db_id": job.db_id, "job_id": job.job_id, **_counts(done[job.db_id])}
@@ -390,17 +392,21 @@ def _counts(result: dict[str, Any]) -> dict[str, int]:
     return {"dropped": result["dropped"], "kept": result["kept"]}
 
 
-def _nothing(known: int) -> str:
-    return f"nothing to drop: {count_of(known, 'database')} with a policy, all snapshots kept" if known else NO_POLICY
+def _nothing(with_policy: int) -> str:
+    return (
+        f"nothing to drop: {count_of(with_policy, 'database')} with a policy, all snapshots kept"
+        if with_policy
+        else NO_POLICY
+    )
 
 
-def _number(going: list[_Going]) -> str:
-    return count_of(sum(len(item.plan.dropped) for item in going), "snapshot")
+def _number(pending: list[_PendingDrop]) -> str:
+    return count_of(sum(len(item.plan.dropped) for item in pending), "snapshot")
 
 
-def _sum(going: Iterable[_Going]) -> ExclusiveShare:
-    """What they hold alone, each database by itself: what two of them share, and nobody else, is not counted."""
-    shares = [item.share for item in going]
+def _sum(pending: Iterable[_PendingDrop]) -> ExclusiveShare:
+    """Sum up the exclusive shares of the databases. What only two of them share with each other is not counted."""
+    shares = [item.share for item in pending]
     return ExclusiveShare(
         chunks=sum(share.chunks for share in shares),
         deltas=sum(share.deltas for share in shares),
@@ -438,17 +444,17 @@ def _rules(policy: RetentionRecord | None) -> list[str]:
 
 
 def _verdict_text(policy_plan: RetentionPlan) -> str:
-    """How many would stay, how many would go."""
-    total, going = len(policy_plan.decisions), len(policy_plan.dropped)
+    """Format how many snapshots would be kept and how many dropped."""
+    total, dropped = len(policy_plan.decisions), len(policy_plan.dropped)
     if not total:
         return "no snapshots"
-    if not going:
+    if not dropped:
         return f"{count_of(total, 'snapshot')}, all kept"
-    return f"{total - going:,} of {count_of(total, 'snapshot')} kept, {going:,} would be dropped"
+    return f"{total - dropped:,} of {count_of(total, 'snapshot')} kept, {dropped:,} would be dropped"
 
 
 def _policy_json(database: str, policy_plan: RetentionPlan) -> dict[str, Any]:
-    """The rules of a database, and what they would do."""
+    """Return the rules of a database and their effect, as JSON."""
     return {
         "db_id": policy_plan.db_id,
         "database": database,
@@ -464,6 +470,6 @@ def _decision_json(decision: Decision, database: str) -> dict[str, Any]:
 
 
 def _share_of(manifest: ManifestStore, policy_plan: RetentionPlan) -> ExclusiveShare:
-    """What only those hold that would go."""
+    """Return what only the snapshots that would be dropped hold."""
     with manifest.read() as txn:
         return snapshots_share(txn, policy_plan.db_id, [info.snapshot_id for info in policy_plan.dropped])

@@ -1,4 +1,4 @@
-"""`quire snapshot diff --rows`: the rows that differ between two versions of a database, or of a database and its fork."""
+"""`quire snapshot diff --rows`: shows the rows that differ between two versions of a database, or a database and its fork."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 NOW = "now"
 VALUES_MAX = 12
-"""Columns of a row that text shows."""
+"""Most columns of a row to show as text."""
 
 
 def row_diff(cli: Cli, before: tuple[str, str], after: tuple[str, str], tables: list[str], limit: int) -> Report:
-    """Compare two versions, each a database and what was typed for a version of it."""
+    """Compare two versions, each given as a database and the user's text for a version of it."""
     with cli.readable() as store, ExitStack() as closing:
         sides = [_opened(store, database, text, closing) for database, text in (before, after)]
         (old, old_text), (new, new_text) = sides
@@ -50,7 +50,7 @@ def row_diff(cli: Cli, before: tuple[str, str], after: tuple[str, str], tables: 
 
 
 def _opened(store: Store, database: str, text: str, closing: ExitStack) -> tuple[Snapshot, str]:
-    """A reader of a version, and how a sentence names it."""
+    """Open a reader of a version, and return it with the version's description."""
     need_pages(store.database(database), "have rows")
     version = VersionRef("as it is now") if text == NOW else version_of(store, database, text)
     reader: Any
@@ -76,7 +76,7 @@ def _at(version: VersionRef) -> Any:
 
 
 def _changed(store: Store, old: Snapshot, new: Snapshot) -> set[int] | None:
-    """The pages that may differ, by SQLite's numbers; None if nobody knows."""
+    """Return the pages that may differ, by SQLite's numbers (from 1); `None` if that cannot be determined."""
     if store.mode == "r":
         return None
     earlier, later = sorted((old, new), key=lambda reader: reader.lsn)
@@ -99,7 +99,7 @@ def _chosen(tables: list[str], known: set[str], database: str) -> set[str]:
     return {by_name[table.lower()] for table in tables}
 
 
-# ── what is shown ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _shown(diff: TableDiff, limit: int) -> Listing | Note:
     title = f"{diff.table}: {_counts(diff)}"
     if not diff.rows:

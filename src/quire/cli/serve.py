@@ -1,8 +1,9 @@
-"""`quire serve`: own a store in the foreground and let other processes use it, until it is told to end.
+"""The command `serve`: owns a store in the foreground and serves it to other processes, until it is interrupted.
 
 Rules
-  1. Where it listens is the first thing it says, on stdout, at once: who starts it in the background waits for that line.
-  2. SIGINT and SIGTERM end it well: who waits is answered, what is queued is committed, the lock is given back.
+  1. The first output, on stdout and flushed, is the address it listens on: a program that starts it in the background waits for
+     that line.
+  2. SIGINT and SIGTERM end it cleanly: pending calls are answered, what is queued is committed, the lock is released.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from quire.cli.formatting import count_of
 from quire.cli.job_progress import LOOK_SECONDS
 from quire.cli.lookup import Log, log_to
 from quire.cli.output import Note, until_interrupted
-from quire.cli.remote import run_here
+from quire.cli.remote import run_for_client
 from quire.core.events import emit
 from quire.durable.names import ADMIN_TOKEN
 from quire.service.commands import install
@@ -65,7 +66,7 @@ def serve(
     --http 127.0.0.1:7448 the dashboard is at http://127.0.0.1:7448.
     """
     log_to(log)
-    install(run_here)
+    install(run_for_client)
     with until_interrupted() as ending, cli.owner(upkeep=True) as store:
         for file in store.followers.resume():
             emit("info", "sqlite.follow.resumed", path=file.path, database=file.database)
@@ -84,9 +85,9 @@ def serve(
             servers.append(store.serve_http(http, credentials))
         addresses = [server.address for server in servers]
         token_file = admin_token or os.path.join(os.path.abspath(store.path), ADMIN_TOKEN)
-        is_url = http and not http.startswith("http+unix:")  # which libSQL's clients do not know
+        is_url = http and not http.startswith("http+unix:")  # libSQL's clients do not support it
         _say(cli, addresses, _connection_string(servers[-1].address, token_file) if is_url else "")
-        while not ending.is_set():  # not `wait`: the handler that sets it runs in this very thread
+        while not ending.is_set():  # not `wait`: the signal handler that sets it runs in this thread
             time.sleep(LOOK_SECONDS)
         figures = [server.figures() for server in servers]
         for server in servers:
@@ -97,18 +98,17 @@ def serve(
 
 
 def _connection_string(address: str, token_file: str) -> str:
-    """How a libSQL client connects, to be pasted. The token itself is in no output: it would end up in logs.
+    """Return Python code that connects a libSQL client, to be pasted. The token is never printed: it would end up in logs.
 
     >>> _connection_string("http://127.0.0.1:7448", "/data/admin.token")
     'import libsql; connection = libsql.connect("http://127.0.0.1:7448", auth_token=open("/data/admin.token").read().strip())'
     """
-    url, file = json.dumps(address), json.dumps(token_file, ensure_ascii=False)  # quoted as Python reads them, too
+    url, file = json.dumps(address), json.dumps(token_file, ensure_ascii=False)  # JSON strings are valid Python here
     return f"import libsql; connection = libsql.connect({url}, auth_token=open({file}).read().strip())"
 
 
 def _say(cli: Cli, addresses: list[str], connection_string: str) -> None:
-    """Print where the server listens, at once. With --json to stderr: stdout is for one document, which comes at the
-    end."""
+    """Print where the server listens, and flush. With --json to stderr: stdout is for one document, written at the end."""
     stream = sys.stderr if cli.as_json else sys.stdout
     for address in addresses:
         stream.write(f"listening on {address} (pid {os.getpid()})\n")

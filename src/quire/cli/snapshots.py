@@ -1,8 +1,8 @@
 """Commands about versions: snapshot create, ls, show, drop, undrop and diff; fork; rollback.
 
 Rules
-  1. Looking needs a reader; making and dropping need the owner.
-  2. Who drops is told what goes with it: the artifacts that nobody else holds.
+  1. Listing and comparing need a reader; creating and dropping need the owner.
+  2. Dropping shows what is deleted with the snapshot: the artifacts without another holder.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from quire.store.exclusive_artifacts import ExclusiveShare
 
 NOW = "now"
-"""The word for a database as it is, where a snapshot is asked for."""
+"""Stands for the current state of a database, in place of a snapshot."""
 
 
 group = Group("snapshot")
 
 
-# ── making and dropping ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── create, fork, rollback ────────────────────────────────────────────────────────────────────────────────────────────
 @command("create", group, example="quire snapshot create shop monday --tag by=ann")
 def create(
     cli: Cli,
@@ -66,7 +66,7 @@ def create(
     tags: dict[str, str] = {}
     if tag:
         tags = tags_of(tag, reserved=SCHEDULE_TAG)
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         recover_wal(store, database)
         created = store.snapshot(database, name, tags=tags)
     return Note(text=f"created snapshot {title_of(created)} of {database}", data=snapshot_json(created, database))
@@ -87,7 +87,7 @@ def fork(
     The two share all data until one of them changes it; nothing is copied, whatever the size. VERSION is a snapshot, an epoch
     (3:4711, as exports print it) or a time (15m, '2 hours ago', yesterday, 'yesterday 18:00', 2026-05-01T14:30).
     """
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         info = store.database(database)
         if info.kind.name != "LSM":
             need_pages(info, "can be forked")
@@ -109,9 +109,9 @@ def rollback(
 ) -> Note | Report:
     """Undo everything since a version, in place.
 
-    The database becomes what it was, as a new version: VERSION is a snapshot, an epoch (3:4711) or a time (15m, '2 hours ago',
-    'yesterday 18:00'); for a key-value set, a snapshot. The state before is kept as a snapshot; rolling back to it undoes the
-    rollback. Programs that have the database open continue with the new version.
+    The old state becomes a new version. VERSION is a snapshot, an epoch (3:4711) or a time (15m, '2 hours ago',
+    'yesterday 18:00'); for a key-value set, a snapshot. The state before the rollback is kept as a snapshot; rolling back to
+    it undoes the rollback. Programs that have the database open continue with the new version.
     """
     with cli.owner() as store:
         version = version_of(store, database, to)
@@ -126,7 +126,7 @@ def rollback(
     return Report(parts=[Note(text=text, data=None), Note(text=undo, data=None)], data=done)
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── list, show, drop ──────────────────────────────────────────────────────────────────────────────────────────────────
 @command("ls", group, example="quire snapshot ls shop")
 def ls(cli: Cli, database: Database) -> Listing:
     """List the snapshots of a database, oldest first."""
@@ -201,7 +201,8 @@ def drop(
 ) -> Note:
     """Drop a snapshot. Its name can be reused at once; `quire snapshot undrop` restores it within a day.
 
-    Data that only it refers to is deleted after that day (maintenance.undrop_seconds), with --now after a minute or more.
+    Data that only this snapshot refers to is deleted after that day (maintenance.undrop_seconds), with --now after a minute or
+    more.
     """
     with cli.owner() as store:
         info = snapshot_named(store.manifest, database, snapshot)
@@ -237,17 +238,17 @@ def undrop(
 ) -> Note:
     """Restore a dropped snapshot.
 
-    Of several with this name, the last one. `quire snapshot ls` lists them, as `dropped`.
+    If several had this name, the last one dropped is restored. `quire snapshot ls` lists them as `dropped`.
     """
     need_no_number(new)
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         back = store.undrop_snapshot(database, snapshot, new_name=new)
     return Note(text=f"restored snapshot {title_of(back)} of {database}", data=snapshot_json(back, database))
 
 
-# ── comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── diff ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class DiffSide(msgspec.Struct, frozen=True):
-    """One side of a comparison; snapshot 0 is the database as it is now."""
+    """One side of a comparison; snapshot 0 is the current state of the database."""
 
     database: str
     size_pages: int
@@ -278,7 +279,7 @@ def diff(
     Compares slots, chunks, pages, and the WAL that only one of them pins. No page is read: versions share what is equal. For a
     database that is being written, `now` is the last sealed WAL segment, at most a minute old.
 
-    With --rows it reads the tables where pages differ, and shows the rows that were inserted (+), deleted (-) and updated (~).
+    With --rows, the tables whose pages differ are read, and the rows that were inserted (+), deleted (-) and updated (~) shown.
     """
     if rows or table:
         from quire.cli.row_diff import row_diff  # loads SQLite and Arrow
@@ -328,7 +329,7 @@ def _version(manifest: ManifestStore, database: str, text: str) -> DiffSide:
 
 
 def _is_open(manifest: ManifestStore, version: DiffSide) -> bool:
-    """Whether a database has a WAL segment that nobody has sealed yet: it is being written, or its owner crashed."""
+    """Return whether a database has an unsealed WAL segment: it is being written, or its owner crashed."""
     with manifest.read() as txn:
         rows = txn.scan(t.WAL_CATALOG, txn.database_id(version.database))
         return any(row.state is WalState.OPEN for _, row in rows)
@@ -374,8 +375,8 @@ def _summary(
 
 def _pages_text(difference: SnapshotDiff, size_pages: int) -> str:
     besides = ", and those in the WAL" if difference.pins_added or difference.pins_removed else ""
-    known = sum(len(slot.pages) for slot in difference.slots if slot.pages is not None)
-    if difference.pages == known and any(slot.pages is None for slot in difference.slots):
+    listed_pages = sum(len(slot.pages) for slot in difference.slots if slot.pages is not None)
+    if difference.pages == listed_pages and any(slot.pages is None for slot in difference.slots):
         return "any in these slots: the page size is not set before the database is first opened"
     return f"at most {count_of(min(difference.pages, size_pages) if size_pages else difference.pages, 'page')}{besides}"
 
@@ -386,9 +387,9 @@ def _slot_cells(slot: SlotDiff) -> list[str]:
     return [f"{slot.slot:,}", pages, *(chain_text(chain, origin) or "-" for chain in (slot.before, slot.after))]
 
 
-# ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text and JSON ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def about(snapshot: SnapshotInfo) -> str:
-    """What an automatic snapshot is for, when a snapshot expires, and its tags."""
+    """Format the purpose of an automatic snapshot, the expiry of a snapshot, and its tags."""
     own = {WINDOW_TAG, DROPPED_TAG}
     tags = {key: value for key, value in snapshot.tags.items() if key not in own and LENT_TAGS.get(key) != value}
     expires = f"expires {moment(snapshot.expires_at_ms)}" if snapshot.expires_at_ms else ""
@@ -396,7 +397,7 @@ def about(snapshot: SnapshotInfo) -> str:
 
 
 def purpose(tags: Mapping[str, str]) -> str:
-    """What a snapshot that no person keeps is for; empty for any other."""
+    """Return the purpose of a snapshot that was not created by a user; empty for any other."""
     if tags.items() >= LENT_TAGS.items():
         return "held by a query (Spark or another reader)"
     if DROPPED_TAG in tags:
@@ -405,17 +406,17 @@ def purpose(tags: Mapping[str, str]) -> str:
 
 
 def snapshot_json(info: SnapshotInfo, database: str) -> dict[str, Any]:
-    """A snapshot, with the name of its database."""
+    """Return a snapshot as JSON, with the name of its database."""
     return {**plain(info), "database": database}
 
 
 def share_json(share: ExclusiveShare) -> dict[str, Any]:
-    """A share, with the sum that follows from its numbers."""
+    """Return a share as JSON, with its number of artifacts."""
     return {**plain(share), "artifacts": share.artifacts}
 
 
 def share_words(share: ExclusiveShare) -> str:
-    """A share as a list: `2 chunks, 1 WAL segment (64.0 MiB)`."""
+    """Format a share as a list: `2 chunks, 1 WAL segment (64.0 MiB)`."""
     parts = [
         count_of(number, one)
         for number, one in ((share.chunks, "chunk"), (share.deltas, "delta"), (share.wal_segments, "WAL segment"))
@@ -425,12 +426,12 @@ def share_words(share: ExclusiveShare) -> str:
 
 
 def share_clause(share: ExclusiveShare, holders: int = 1) -> str:
-    """What dropping so many snapshots leads to, for the end of a question."""
+    """Format what dropping `holders` snapshots deletes, as the end of a question."""
     if not share.artifacts:
         return "which holds nothing exclusively" if holders == 1 else "which hold nothing exclusively"
     return f"and delete {share_words(share)} that only {'it holds' if holders == 1 else 'they hold'}"
 
 
 def share_later(share: ExclusiveShare) -> str:
-    """What a drop has led to, for the end of a sentence."""
+    """Format what a drop will delete, as the end of a sentence."""
     return f"; {share_words(share)} will be deleted (see `quire gc --dry-run`)" if share.artifacts else ""

@@ -1,9 +1,9 @@
 """Commands about SQLite databases: import, export, follow and shell.
 
 Rules
-  1. Each needs the owner: versions come and go while they are read. A shell beside another owner sends its SQL to that one's
-     server, or reads what it has published.
-  2. Progress is on stderr, only on a terminal, and gone at the end.
+  1. Each needs the owner: versions appear and disappear while they are read. A shell alongside another owner sends its SQL to
+     the owner's server, or reads what the owner has published.
+  2. Progress is shown on stderr, only on a terminal, and removed at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Name = Annotated[str, Argument(metavar="[DB]", help="The database's name.", show
 group = Group("sqlite")
 
 
-# ── in and out ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── import and export ─────────────────────────────────────────────────────────────────────────────────────────────────
 @command("import", group, example="quire sqlite import ./shop.db")
 def import_(
     cli: Cli,
@@ -55,7 +55,7 @@ def import_(
     """Import a SQLite database, with its -wal file.
 
     It becomes a new database, or a new version of an existing one, of which only the changed pages are written. Other programs
-    may read the file meanwhile. The result is read back and compared.
+    may read the file during the import. The result is read back and compared.
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
         done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
@@ -115,7 +115,7 @@ def follow(
 ) -> Note:
     """Follow a SQLite file that another program writes.
 
-    Each of its transactions becomes a version of the database. The other program is not disturbed. It runs until Ctrl-C.
+    Each of its transactions becomes a version of the database. The other program is not disturbed. Runs until Ctrl-C.
 
     If `quire serve` owns the store, the server follows the file, also after a restart, until `quire sqlite unfollow DB`.
     """
@@ -152,7 +152,7 @@ def unfollow(cli: Cli, database: Database) -> Note:
 
 
 def followed_text(done: Followed, file: str, name: str) -> str:
-    """What a follower did."""
+    """Format what a follower did."""
     parts = [
         count_of(number, one, many)
         for number, one, many in (
@@ -167,7 +167,7 @@ def followed_text(done: Followed, file: str, name: str) -> str:
     return f"{name} matches {file}: {', '.join(parts)}; {count_of(done.pages, 'page')} written"
 
 
-# ── by hand ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shell ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("shell", group, example="quire sqlite shell shop --at monday")
 def shell(
     cli: Cli,
@@ -206,7 +206,7 @@ def shell(
 
 
 def _served(cli: Cli, database: str, closing: ExitStack) -> Driver | None:
-    """A connection at the server that owns the store; None if its owner does not serve it."""
+    """Open a connection at the server that owns the store. Return `None` if the owner does not serve it."""
     client = find_owner(cli.path)
     if client is None:
         return None
@@ -217,7 +217,7 @@ def _served(cli: Cli, database: str, closing: ExitStack) -> Driver | None:
 
 
 def _where_to_write(database: str, at: str, *, beside: bool) -> str:
-    """The next step of who wants to change what is open for reading."""
+    """Return the hint for a write to a database that is open for reading."""
     if at:
         return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
     if beside:
@@ -226,7 +226,7 @@ def _where_to_write(database: str, at: str, *, beside: bool) -> str:
 
 
 def _at_hand(cli: Cli) -> Store:
-    """The store, to own; where another process does, for reading."""
+    """Open the store as its owner, or for reading if another process owns it."""
     try:
         return cli.owner(upkeep=True)
     except StoreLocked:

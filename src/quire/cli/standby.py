@@ -1,6 +1,6 @@
 """Commands about copies of a whole store: standby and promote, clone, and the clones that a store keeps objects for.
 
-`standby` runs in the foreground until it is told to end, or has become the owner; then a supervisor starts `quire serve`.
+`standby` runs in the foreground until it is interrupted or has become the owner; a supervisor then starts `quire serve`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def standby(
 ) -> Note:
     """Keep a directory up to date with a store's archive.
 
-    The directory is restored if it is empty, then every change is applied as it appears in the bucket. Other processes read
-    it meanwhile with mode "r". The command ends with Ctrl-C or SIGTERM, or when the directory has become the owner: then open
-    it, or run `quire serve`.
+    The directory is restored if it is empty, then every change is applied as it appears in the bucket. Other processes can
+    read it with mode "r" at any time. The command ends with Ctrl-C or SIGTERM, or when the directory has become the owner:
+    then open it, or run `quire serve`.
     """
     log_to(log)
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
@@ -83,7 +83,7 @@ def standby(
 
 
 def _say(cli: Cli, status: StandbyStatus) -> None:
-    """At once: who starts it in the background waits for this line."""
+    """Report that following has begun, and flush: a program that starts this command in the background waits for the line."""
     stream = sys.stderr if cli.as_json else sys.stdout
     stream.write(f"following {status.store_id} (pid {os.getpid()})\n")
     stream.flush()
@@ -100,8 +100,8 @@ def promote(
 ) -> Note:
     """Make a standby the owner of its store.
 
-    It applies everything that the owner has archived, ends the owner's log and takes over. The former owner is fenced: it
-    acknowledges nothing more. Stop `quire standby` in this directory first.
+    The standby applies everything that the owner has archived, seals the owner's log and takes over. The former owner is
+    fenced: it acknowledges nothing more. Stop `quire standby` in this directory first.
     """
     if not yes:
         question = f"make {directory} the owner? The owner that it follows is fenced."
@@ -131,9 +131,9 @@ def clone(
 ) -> Note:
     """Create a new store from the current or an earlier state of another one.
 
-    The clone has its own identity and is writable at once. Large files are not copied: it reads them below the
+    The clone has its own identity and is writable at once. Large files are not copied: the clone reads them below the
     parent's prefix of the bucket, and the parent keeps them until `quire clones release`. It stays in that bucket;
-    to have it in another one, back it up and restore the backup.
+    to move it to another one, back it up and restore the backup.
     """
     reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
     reached.check("--endpoint")

@@ -1,4 +1,4 @@
-"""The commands `stats`, where the bytes are, and `metrics`, what was observed, database by database."""
+"""The commands `stats`, the space used by each database, and `metrics`, the rolling metrics of each database."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stats(
 ) -> Listing | Report:
     """Show the space that each database uses, exclusive and shared.
 
-    Also its WAL, its compression, what was written in the last day, and its tiers. Snapshots count with their database.
+    It also shows the WAL, compression, bytes written in the last day, and tiers. Snapshots count with their database.
     `alone` is what dropping the database would free; `on disk` is the space of its files, as `du` reports it.
     """
     need_runner(runner)
@@ -91,13 +91,13 @@ def stats(
 
 
 SORTS = {"size": "size_bytes", "alone": "exclusive_bytes", "wal": "wal_bytes", "disk": "disk_bytes"}
-"""Orders that every database is added up for."""
+"""Sort orders that need the figures of every database → the field to sort by."""
 
 
 def _of_page(
     txn: ReadTxn, now_ms: int, path: str, wanted: DatabaseFilter, *, snapshots: bool
 ) -> tuple[list[Usage], str]:
-    """(rows, closing line) of a page of databases; nothing of the others is read."""
+    """Return (rows, closing line) for one page of databases, without reading the others."""
     page, last = page_of(txn, wanted)
     given = measure_databases(path, (db_id for db_id, _ in page))
     shown = []
@@ -113,7 +113,7 @@ def _of_page(
 def _of_all(
     txn: ReadTxn, usages: list[Usage], space: Space, wanted: DatabaseFilter, *, sort: str, snapshots: bool
 ) -> tuple[list[Usage], str]:
-    """(rows, closing lines), where every database was added up."""
+    """Return (rows, closing lines) from the figures of all databases."""
     usages = with_disk(usages, space)
     closing = _on_disk(usages, txn.damaged_databases(), space)
     shown = [row for row in usages if snapshots or not row.snapshot]
@@ -121,7 +121,7 @@ def _of_all(
         places = {db_id: place for place, (db_id, _) in enumerate(matching(txn, replace(wanted, limit=0)))}
         shown = sorted((row for row in shown if row.db_id in places), key=lambda row: places[row.db_id])
     elif sort == "name":
-        shown.sort(key=lambda row: row.database)  # the snapshots of each stay in their order
+        shown.sort(key=lambda row: row.database)  # stable: the snapshots of each database keep their order
     if sort in SORTS:
         shown.sort(key=lambda row: getattr(row, SORTS[sort]), reverse=True)
     left_out = len(shown) - wanted.limit if wanted.limit else 0
@@ -131,7 +131,7 @@ def _of_all(
 
 
 def _outlook(manifest: ManifestStore) -> Report:
-    """What there is to be added up. Nothing is changed by it anyway."""
+    """Report how many rows `stats` would add up. The command changes nothing in any case."""
     with manifest.read() as txn:
         counts = {"fact": 0, "holding": 0}
         for block in blocks(txn, manifest.clock.now_ms()):
@@ -142,7 +142,7 @@ def _outlook(manifest: ManifestStore) -> Report:
 
 
 def _on_disk(usages: list[Usage], damaged: Collection[int], space: Space) -> str:
-    """What the store's directory takes, and how much of it belongs to no listed database."""
+    """Describe the space that the store's directory uses, and how much of it belongs to no listed database."""
     others = {name: amount for name, amount in sorted(space.others.items()) if name != "store"}
     unlisted = space.databases.keys() - {usage_row.db_id for usage_row in usages}
     others["damaged databases"] = sum(space.databases[db_id] for db_id in unlisted.intersection(damaged))
@@ -168,7 +168,8 @@ def metrics(
 ) -> Listing | Note | CliResult:
     """Show the rolling metrics kept in the manifest.
 
-    That is WAL lag, the latency of checkpoints and merges, and snapshots. Each is written in the transaction that it measures.
+    These are WAL lag, the latency of checkpoints and merges, and snapshots. Each is written in the transaction that it
+    measures.
     """
     with cli.reader() as manifest:
         if prometheus:
@@ -179,7 +180,7 @@ def metrics(
             text = generate_latest(registry).decode()
             if cli.as_json:
                 return Note(text="", data={"prometheus": text})
-            sys.stdout.write(text)  # as it is: this is for a program
+            sys.stdout.write(text)  # not formatted: another program reads it
             return CliResult(None, OK)
         with manifest.read() as txn:
             kept = rolling(txn)

@@ -1,4 +1,4 @@
-"""Commands about a store and its databases: init, ls, info, create, drop, rename; db set-status and db set."""
+"""Commands about a store and its databases: ls, info, create, drop, undrop, rename; db set-status and db set."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def ls(
         )
     is_cut = bool(most) and len(databases) > most
     databases = databases[:most] if is_cut else databases
-    followed = any(database.follows for database in databases)  # else the column would take room from the others
+    followed = any(database.follows for database in databases)  # an empty column would take space from the others
     return Listing(
         columns=["name", "kind", "status", ">snapshots", "created", "forked from", *(["follows"] if followed else [])],
         rows=[
@@ -101,7 +101,7 @@ def _cells(info: DatabaseInfo) -> list[str]:
 
 
 def origin(info: DatabaseInfo) -> str:
-    """What a database was forked from: a name, or the id of a parent that has none any more."""
+    """Return what a database was forked from: the parent's name, or its id if it was dropped."""
     return info.parent or (f"#{info.parent_db_id}, dropped" if info.parent_db_id else "")
 
 
@@ -142,13 +142,13 @@ def info(cli: Cli) -> Facts:
 
 
 def _mirror_text(mirror: MirrorStatus) -> str:
-    """A mirror, and whether its target lacks something."""
+    """Format a mirror, and whether its target is behind."""
     failed = f"; {count_of(mirror.failures, 'failed run')}" if mirror.failures else ""
     return f"{mirror.name}: {behind_text(mirror) or 'up to date'}{failed}"
 
 
 def _owner_text(summary: StoreInfo) -> str:
-    """Who may write the objects: an epoch, a session, and whether the bucket has confirmed them."""
+    """Format the ownership of the objects: an epoch, a session, and whether the bucket has confirmed them."""
     if summary.owner_state == "not needed":
         return f"epoch {summary.owner_epoch:,}; objects are local to the store"
     session = f", session {summary.owner_session:,}" if summary.owner_session else ""
@@ -156,7 +156,7 @@ def _owner_text(summary: StoreInfo) -> str:
 
 
 def _archive_text(summary: StoreInfo) -> str:
-    """Whether the store is kept in its bucket; `quire archive status` asks its owner."""
+    """Format the state of the archive, as far as the directory shows it."""
     if summary.archive is None:
         return "off"
     details = {"owned": "`quire archive status` asks the owner", "closed": "everything is in the bucket"}
@@ -173,7 +173,7 @@ def create(
     ] = "",
 ) -> Note:
     """Create a database."""
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         created = store.create(name, kind, namespace=namespace)
     text = f"created {created.name}, {article(created.kind.name.lower())} database with id {created.db_id}"
     return Note(text=text, data=created)
@@ -189,9 +189,9 @@ def drop(
 ) -> Note:
     """Drop a database. Its name can be reused at once; `quire undrop` restores it within a day.
 
-    Its space is freed after that day (maintenance.undrop_seconds), with --now at once, when nothing else refers to it.
+    Its space is freed after that day (maintenance.undrop_seconds), or at once with --now, when nothing else refers to it.
     """
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         try:
             info = store.database(name)
         except UnknownDatabase:
@@ -204,13 +204,13 @@ def drop(
             confirm(question, "nothing was dropped", {"dropped": None})
         dropped = store.drop(name, snapshots=snapshots, undoable=not now)
         kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]
-    left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # a database goes with all of its snapshots
+    left = replace(dropped, status=DbStatus.TOMBSTONED, snapshots=0)  # its snapshots are dropped with it
     back = f"; `quire undrop {shlex.quote(name)}` brings it back until {moment(kept[0].until_ms)}" if kept else ""
     return Note(text=f"dropped {name}{back}", data={"dropped": left, "until_ms": kept[0].until_ms if kept else None})
 
 
 def _purge(store: Store | Client, name: str, yes: bool) -> Note:
-    """End a database that was dropped before."""
+    """Remove permanently a database that was dropped before."""
     if not yes:
         confirm(f"free the space of the dropped database {name}?", "nothing was dropped", {"dropped": None})
     gone = store.purge(name)
@@ -228,9 +228,10 @@ def undrop(
 ) -> Note:
     """Restore a dropped database.
 
-    It is restored as it was, with its snapshots; of several with this name, the last one. `quire ls --dropped` lists them.
+    It is restored with its snapshots. If several had this name, the last one dropped is restored. `quire ls --dropped` lists
+    them.
     """
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         back = store.undrop(name, new_name=new)
     return Note(text=f"restored {back.name} with {count_of(back.snapshots, 'snapshot')}", data=back)
 
@@ -242,7 +243,7 @@ def rename(
     new: Annotated[str, Argument(metavar="NEW", help="The new name.")],
 ) -> Note:
     """Rename a database."""
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         renamed = store.rename(old, new)
     return Note(text=f"renamed {old} to {new}", data=renamed)
 
@@ -261,7 +262,7 @@ def set_status(
 
     It takes effect at once, also in programs that have the database open. Maintenance continues.
     """
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         changed = store.set_status(database, status.replace("-", "_").lower())
     return Note(text=f"{changed.name} is {changed.status.name.lower()}", data=changed)
 
@@ -277,7 +278,7 @@ def set_options(
     """Change the tags of a database, or the compression of its new chunks."""
     if not (tag or untag or compression):
         raise InvalidInput("no change was given", hint="give --tag, --untag or --compression", database=database)
-    with cli.keeper() as store:
+    with cli.owner_or_client() as store:
         tags = None
         if tag or untag:
             tags = {key: value for key, value in store.database(database).tags.items() if key not in (untag or [])}

@@ -1,11 +1,11 @@
 """Commands about streams: append, read, tail, ls, info, seal, tier, checkpoint, verify, repair, retention.
 
 Rules
-  1. A record is text on the command line (UTF-8), or a line of stdin; what is shown is text where it is UTF-8, and `0x…` where
-     it is not. JSON has payloads in hexadecimal.
-  2. What was appended is durable before the command says so.
-  3. `read`, `tail` and `info` also work where this process cannot own the store: beside another owner, on a standby, in a
-     restored directory. `tail --follow` never owns it: whoever writes can. The other commands own the store.
+  1. A record on the command line is text (UTF-8), or a line of stdin. Output is text if it is valid UTF-8, else `0x…`. JSON has
+     payloads in hexadecimal.
+  2. Appended records are durable before the command reports them.
+  3. `read`, `tail` and `info` also work where this process cannot own the store: alongside another owner, on a standby, in a
+     restored directory. `tail --follow` never owns the store, so that a writer can. The other commands own it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 LINES_PER_APPEND = 10_000
-"""Lines of stdin that become durable together."""
+"""Lines of stdin in one append."""
 READ_ROWS = 100
-"""Shown by `read` unless told otherwise."""
+"""Default limit of `read`."""
 MOVES = ("compress", "upload", "evict", "hydrate")
 
 Limit = Annotated[int, Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.")]
@@ -58,13 +58,13 @@ def _open(cli: Cli, name: str, *, create: bool = False) -> Iterator[Stream]:
 
 @contextmanager
 def _reading(cli: Cli, name: str, *, beside: bool = False) -> Iterator[Stream]:
-    """A stream, to be read (rule 3); with `beside` also where the owner would run the command."""
+    """Open a stream for reading (rule 3). With `beside`, read directly even if the owner could run the command."""
     try:
         store = cli.readable()
     except StoreLocked:
         if not beside:
             raise
-        store = cli.beside()
+        store = cli.open_read_only()
     with store:
         yield store.stream(name)
 
@@ -92,7 +92,7 @@ def append(
 
 
 def appended(database: str, first: int, count: int) -> Note:
-    """So many records from this id on were appended."""
+    """Return the note about `count` records appended from id `first` on."""
     text = f"appended {count_of(count, 'record')} to {database}, from id {first}"
     return Note(text=text, data={"first": first, "count": count})
 
@@ -112,7 +112,7 @@ def read(
             begin = stream.first_record if start is None else start
             last = after_records(stream.gaps, begin, limit) if limit else None
             ends = [record_id for record_id in (stop, last) if record_id is not None]
-            yield from map(_record, stream.read(begin, min(ends, default=None)))  # no more is read than is shown
+            yield from map(_record, stream.read(begin, min(ends, default=None)))  # reads no more than is shown
 
     return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no matching records")
 
@@ -121,11 +121,11 @@ def read(
 def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False) -> Listing | CliResult:
     """Show the last records.
 
-    With --follow also new records, and with -n 0 only those.
+    With --follow, also show new records as they are appended; with -n 0, only those.
     """
     columns = [">id", "appended", "record"]
     if follow:
-        with cli.beside() as store:
+        with cli.open_read_only() as store:
             stream = store.stream(database)
             position = _newest(stream, stream.end_record, limit)
 
@@ -140,14 +140,14 @@ def tail(cli: Cli, database: Database, limit: Limit = 10, follow: Follow = False
 
     def rows() -> Iterator[ListingRow]:
         with _reading(cli, database, beside=True) as stream:
-            end = stream.end_record  # others may append meanwhile
+            end = stream.end_record  # fixed now: another process may append while we read
             yield from map(_record, stream.read(_newest(stream, end, limit) if limit else None, end))
 
     return Listing(columns=columns, rows=rows(), empty="no records")
 
 
 def _newest(stream: Stream, end: int, limit: int) -> int:
-    """Where the last so many records before an end begin."""
+    """Return the first id of the last `limit` records before `end`."""
     return max(stream.first_record, before_records(stream.gaps, end, limit))
 
 
@@ -160,7 +160,7 @@ def _record(record: StreamRecord) -> ListingRow:
     return ListingRow([str(record.id), moment(record.timestamp_ms), text], data)
 
 
-# ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @command("ls", group, example="quire stream ls clicks")
 def segments(cli: Cli, database: Database) -> Listing:
     """List the segments of a stream and the tiers of their copies."""
@@ -223,14 +223,15 @@ def info(cli: Cli, database: Database) -> Facts:
 
 
 def _id_range(count: int, first: int, end: int) -> str:
-    """
+    """Format a number of records and their range of ids.
+
     >>> _id_range(3, 1, 4), _id_range(0, 4, 4)
     ('3, ids 1 to 3', 'none')
     """
     return f"{count:,}, ids {first:,} to {end - 1:,}" if count else "none"
 
 
-# ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tiers and upkeep ──────────────────────────────────────────────────────────────────────────────────────────────────
 @command("seal", group, example="quire stream seal clicks")
 def seal(cli: Cli, database: Database) -> Note:
     """Seal the open segment, so that it can be moved between tiers."""
@@ -271,8 +272,8 @@ def checkpoint(cli: Cli, database: Database) -> Note:
 
 
 def published(store: Store, database: str) -> Note:
-    """A checkpoint of a stream, and what it did."""
-    store.stream(database)  # says so if it is none
+    """Run a checkpoint of a stream and return the note about its result."""
+    store.stream(database)  # raises if it is not a stream
     job = store.checkpoint(database)
     if (failure := failure_of(job, f"the checkpoint of {database}")) is not None:
         raise failure
@@ -322,12 +323,12 @@ def repair(
     """Rebuild the manifest log of a stream that does not open.
 
     Uses its chunks on disk and in tier 2, the store's manifest, segments and objects. Nothing is removed: damaged and
-    conflicting files go to quarantine. Exit code 1 if data is lost.
+    conflicting files go to quarantine. The exit code is 1 if data is lost.
     """
     with cli.owner() as store:
         plan = store.streams.repair(database, apply=apply)
         if apply and plan.steps:
-            store.stream(database)  # says so if that was not enough
+            store.stream(database)  # raises if the repair was not sufficient
     rows = [
         ListingRow([kind, what], {"kind": kind, "what": what})
         for kind, lines in (("note", plan.notes), ("done" if apply else "to do", plan.steps), ("lost", plan.lost))

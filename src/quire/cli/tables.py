@@ -1,17 +1,17 @@
-"""How rows become lines: columns as wide as they must be, on a terminal no wider than that is.
+"""Lays out rows as lines of text, fitted to the width of the terminal.
 
 Terms
-  natural   how wide a column is if nothing in it is wrapped
-  below     what stands under its row, indented and with its column's title, because the terminal has no room for it
+  natural   the width of a column in which nothing is wrapped
+  below     cells for which the terminal has no room, written under their row, indented and with their column's title
 
 Rules
-  1. Where there is no terminal every row is one line: `grep` and `awk` see whole lines.
-  2. On a terminal a table that is too wide is fitted, by the first of these that does it: its last column is wrapped; its long
-     texts are; its last columns go below.
-  3. Words stay whole, and so do a number with its unit and a date with its time. Only a word that is wider than the terminal
-     makes a line that is, too.
+  1. Without a terminal every row is one line: `grep` and `awk` see whole lines.
+  2. On a terminal, a table that is too wide is fitted by the first of these that suffices: wrap its last column; wrap its long
+     texts; move its last columns below.
+  3. Words are not broken, nor is a number separated from its unit or a date from its time. Only a word that is wider than the
+     terminal makes a line too wide.
 
-Pure functions; a `RunningTable` belongs to one command. On a pipe nothing is loaded for this.
+Pure functions; a `RunningTable` belongs to one command. On a pipe, no further modules are loaded.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import msgspec
 from quire.cli.formatting import visible
 
 if TYPE_CHECKING:
-    from quire.cli.output import Look
+    from quire.cli.output import TerminalStyle
 
 COLUMN_WIDTH_MIN = 16
-"""A last column narrower than this is not worth wrapping into."""
+"""Minimum width of a column that is wrapped."""
 LONG_TEXT = 24
-"""Columns wider than this may be wrapped; a moment is narrower."""
+"""Columns wider than this may be wrapped; a timestamp is narrower."""
 BETWEEN = 2
 INDENT = 4
-"""Of what is below."""
+"""Indentation of cells that are below."""
 GLUED = r"(?<=\d) (?=(?:[KMGT]i)?B\b|s\b|min\b|h\b|days?\b)|(?<=\d{4}-\d\d-\d\d) (?=\d\d:)"
-"""Spaces at which no line ends (rule 3)."""
+"""Spaces at which lines are not broken (rule 3)."""
 GLUE = "\0"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How a table is laid out: how wide its columns are, and how many of them stand beside each other."""
+    """The layout of a table: the widths of its columns, and how many of them are side by side."""
 
     titles: Sequence[str]
     right: Sequence[bool]
@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def plan(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, titled: bool = True) -> Plan:
-    """The layout of rows (rule 2); `width` 0 is no terminal. A title that begins with `>` is of numbers."""
+    """Compute the layout of rows (rule 2). `width` 0 means no terminal. A title that begins with `>` is right-aligned."""
     titles = [title.removeprefix(">") for title in columns]
     right = [title.startswith(">") for title in columns]
     cells = [*([titles] if titled else []), *rows]
@@ -76,7 +76,7 @@ def plan(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, titl
 
 
 def _narrowed(cells: Sequence[Sequence[str]], natural: list[int], right: list[bool], width: int) -> list[int] | None:
-    """Widths at which long texts are wrapped, the widest most; nothing if that is not enough."""
+    """Return widths at which long texts are wrapped, the widest the most; `None` if that is not sufficient."""
     low = [
         most if to_the_right or most <= LONG_TEXT else max(COLUMN_WIDTH_MIN, *map(_longest_word, column))
         for most, to_the_right, column in zip(natural, right, zip(*cells))
@@ -91,7 +91,7 @@ def _narrowed(cells: Sequence[Sequence[str]], natural: list[int], right: list[bo
 
 
 def lines_of(cells: Sequence[str], plan: Plan) -> Iterator[str]:
-    """The lines of one row."""
+    """Yield the lines of one row."""
     if plan.width:
         yield from _fitted(cells, plan)
     else:
@@ -102,7 +102,7 @@ def _fitted(cells: Sequence[str], plan: Plan) -> Iterator[str]:
     columns = [wrapped(cell, width) for cell, width in zip(cells[: plan.beside], plan.widths)]
     below = list(zip(plan.titles, cells))[plan.beside :]
     if plan.beside == len(cells) and max(map(width_of, columns[-1])) > max(plan.widths[-1], 1):
-        below = [(plan.titles[-1], cells[-1])]  # a word that the last column has no room for
+        below = [(plan.titles[-1], cells[-1])]  # it has a word that is wider than the last column
         columns[-1] = [""]
     for number in range(max(map(len, columns))):
         yield _line([column[number] if number < len(column) else "" for column in columns], plan.widths, plan.right)
@@ -115,28 +115,28 @@ def _fitted(cells: Sequence[str], plan: Plan) -> Iterator[str]:
 
 
 class RunningTable:
-    """Rows under columns that come one by one: the first makes the layout, later ones may widen it."""
+    """A table whose rows arrive one by one: the first determines the layout, later ones may widen it."""
 
-    def __init__(self, columns: Sequence[str], look: Look) -> None:
+    def __init__(self, columns: Sequence[str], style: TerminalStyle) -> None:
         self._columns = columns
-        self._look = look
+        self._style = style
         self._plan: Plan | None = None
 
     def lines(self, cells: Sequence[str]) -> str:
-        """The lines of one more row; the titles stand above the first."""
+        """Return the lines of the next row, with the titles before the first."""
         shown = [visible(cell) for cell in cells]
         rows, lines = [shown], []
         if self._plan is None:
-            lines.append(self._look.styled(plan(self._columns, rows, self._look.width).header, "1"))
+            lines.append(self._style.styled(plan(self._columns, rows, self._style.width).header, "1"))
         else:
             rows.append([" " * width for width in self._plan.widths])  # no narrower than before
-        self._plan = plan(self._columns, rows, self._look.width)
+        self._plan = plan(self._columns, rows, self._style.width)
         return "".join(f"{line}\n" for line in (*lines, *lines_of(shown, self._plan)))
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def width_of(text: str) -> int:
-    """Columns that a text takes on a terminal: East Asian wide characters two, combining ones none.
+    """Return the columns that a text takes on a terminal: East Asian wide characters take two, combining ones none.
 
     >>> width_of("größe"), width_of("数据")
     (5, 4)
@@ -148,7 +148,7 @@ def width_of(text: str) -> int:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The text in lines of at most `width` columns (rule 3).
+    """Wrap a text into lines of at most `width` columns (rule 3).
 
     >>> wrapped("has 2 chunks, 64.0 MiB since 2026-05-01 14:30:00Z", 22)
     ['has 2 chunks, 64.0 MiB', 'since', '2026-05-01 14:30:00Z']

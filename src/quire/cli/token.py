@@ -1,4 +1,4 @@
-"""The command `token create`: a signed token for some databases of a store, for a time."""
+"""The command `token create`: creates a signed token for some databases of a store, for a limited time if wanted."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def create(
     """Create a token for clients of the SQL server (`quire serve --http`).
 
     It is signed with the store's own key, so the server need not be running. The token is the first line of the output; treat
-    it like a password. It cannot be revoked: give it a time.
+    it like a password. It cannot be revoked: limit it with --ttl.
     """
     wanted, attached = list(db or ()), list(attach or ())
     with cli.reader() as manifest, manifest.read() as txn:
         for name in (*wanted, *attached):
-            txn.database_id(name)  # one that does not exist is a mistake of the person, not a token for later
+            txn.database_id(name)  # raises: a name that does not exist is taken for a mistake
     seconds = parse_duration(ttl, "--ttl") if ttl else None
     token = create_token(cli.path, wanted, read_only=ro, attach=attached, ttl_seconds=seconds)
     what = ", ".join(wanted) if len(wanted) < 4 else count_of(len(wanted), "database")

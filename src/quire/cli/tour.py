@@ -1,9 +1,12 @@
-"""The command `tour`: a small store at work in ten seconds, written to be read as an example of the API.
+"""The command `tour`: demonstrates a small store in ten seconds, and serves as an example of the API.
 
-It can be run again and again: databases that exist are used, and what the last run left for trying out is dropped first, so the
-store grows only by its change feed and its audit. It touches only databases that it has created, which it knows by their tag.
-The burst writes catalog rows without objects: the chunks of warehouse have no bytes, so warehouse is dropped when it has been
-measured. Everything the tour says it has measured or read back.
+Rules
+  1. It can be repeated: existing databases are used, and what the last run left for experiments is dropped first, so the store
+     grows only by its change feed and its audit.
+  2. It touches only databases that it has created, which it recognises by their tag.
+  3. The burst writes catalog rows without objects: the chunks of warehouse have no bytes, so warehouse is dropped after it has
+     been measured.
+  4. Everything that the tour reports was measured or read back.
 
 Each step is a function of the store; those about databases are in `tour_steps`.
 """
@@ -31,7 +34,7 @@ from quire.cli.output import (
     Facts,
     Listing,
     ListingRow,
-    Look,
+    TerminalStyle,
     Tree,
     text_parts,
     tree_lines,
@@ -64,7 +67,7 @@ WAREHOUSE = "warehouse"
 DATABASES = ((SHOP, "pages"), (WAREHOUSE, "pages"), (steps.CLICKS, "stream"), (steps.SESSIONS, "lsm"))
 TAGS = {"made by": "quire tour"}
 DIRECTORY = "./quire-data"
-"""Where the tour goes when nobody says where: never the current directory itself."""
+"""The default directory: never the current directory itself."""
 INDENT = "  "
 GREEN, RED = "32", "31"
 BURST_OPS = 5_000
@@ -82,7 +85,7 @@ NEXT = (
     "feed tail --limit 5",
     "doctor",
 )
-"""What to try next: real commands."""
+"""Commands to try next."""
 
 
 @command("tour", example="quire tour --store ./quire-data", store=DIRECTORY)
@@ -122,7 +125,7 @@ def tour(
 
 # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def register(store: Store, guide: Guide) -> list[str]:
-    """Databases of all kinds; those that are there stay, what the last tour left for trying out goes."""
+    """Create databases of all kinds. Existing ones are kept; the fork that the last tour left for experiments is dropped."""
     guide.title("Databases", "page databases, streams and key-value sets, all in one manifest")
     present = {info.name: info for info in store.databases()}
     for name in (*(name for name, _ in DATABASES), FORK):
@@ -141,7 +144,7 @@ def register(store: Store, guide: Guide) -> list[str]:
 
 
 def _is_tours(store: Store, info: DatabaseInfo) -> bool:
-    """Whether a database is the tour's own: its tag says so, or for the fork that of its parent, dropped or not."""
+    """Return whether the tour has created a database: by its tag, or for the fork by that of its parent, dropped or not."""
     if info.name != FORK:
         return info.tags == TAGS
     with store.manifest.read() as txn:
@@ -150,20 +153,20 @@ def _is_tours(store: Store, info: DatabaseInfo) -> bool:
 
 
 def _without_bytes(store: Store) -> set[int]:
-    """The tour's databases that no engine has ever opened, dropped ones included: their chunks have no bytes (rule 3)."""
+    """Return the tour's databases, also dropped ones, that no engine has ever opened: their chunks have no bytes (rule 3)."""
     with store.manifest.read() as txn:
         return {db_id for db_id, record in txn.databases() if record.tags == TAGS and not record.page_size}
 
 
 def burst(store: Store, guide: Guide) -> dict[str, Any]:
-    """Many small batches, pipelined: nobody waits for one before the next is on its way. A reader looks on meanwhile."""
+    """Submit many small batches without waiting for each one, while a reader takes snapshots."""
     guide.title("Burst", f"{BURST_OPS:,} operations in batches of {BATCH_OPS}, while a reader takes snapshots")
     manifest = store.manifest
     warehouse = store.database(WAREHOUSE).db_id
     generation = manifest.reserve_generation(warehouse)
     record = _chunk(lsn=generation)
     guards: list[ManifestGuard] = []
-    with bar("committing") as report, Onlooker(store, BATCH_OPS) as onlooker:
+    with bar("committing") as report, SnapshotSampler(store, BATCH_OPS) as sampler:
         began = CLOCK.monotonic()
         for first in range(0, BURST_OPS, BATCH_OPS):
             guards.append(
@@ -177,19 +180,19 @@ def burst(store: Store, guide: Guide) -> dict[str, Any]:
     publish_slots(store, warehouse, generation)
     rate = round(BURST_OPS / seconds)
     guide.say(f"{len(guards):,} durable batches in {seconds:.2f} s: {rate:,} operations per second")
-    guide.say(f"{count_of(onlooker.snapshots, 'snapshot')} read meanwhile; none showed a partial batch")
-    assert not onlooker.halves, "a snapshot showed a partial batch"
+    guide.say(f"{count_of(sampler.snapshots, 'snapshot')} read meanwhile; none showed a partial batch")
+    assert not sampler.partial_batches, "a snapshot showed a partial batch"
     return {
         "operations": BURST_OPS,
         "batches": len(guards),
         "seconds": round(seconds, 3),
         "per_second": rate,
-        "snapshots": onlooker.snapshots,
+        "snapshots": sampler.snapshots,
     }
 
 
 def publish_slots(store: Store, db_id: int, generation: int) -> None:
-    """Chunks become part of a database when its slots name them: one batch, all or nothing."""
+    """Make the chunks part of a database by naming them in its slots, in one atomic batch."""
     link = Link(ArtifactKind.BASE, db_id, generation, covered_lsn=generation)
     ops: list[Op] = []
     with store.manifest.read() as txn:
@@ -201,7 +204,7 @@ def publish_slots(store: Store, db_id: int, generation: int) -> None:
 
 
 def collect(store: Store, guide: Guide) -> int:
-    """The burst's database is dropped, and what nobody refers to any more goes: its rows, which have no bytes (rule 3)."""
+    """Drop the burst's database and collect what nothing refers to any more: only rows, without bytes (rule 3)."""
     store.drop(WAREHOUSE, snapshots=True)
     hollow = _without_bytes(store)
     removed = 0
@@ -216,12 +219,12 @@ def collect(store: Store, guide: Guide) -> int:
         ]
         guards = [store.manifest.submit(ops[first : first + 1000]) for first in range(0, len(ops), 1000)]
         for guard in guards:
-            with suppress(UnknownArtifact):  # the store's own delete job was quicker: the next look sees what is left
+            with suppress(UnknownArtifact):  # the store's delete job was faster: the next iteration sees what is left
                 guard.result()
         removed += len(ops)
-        if not ops:  # collected leaves may have doomed more
+        if not ops:  # else repeat: collected leaves may have brought more artifacts to zero
             break
-    store.maintain()  # delete jobs find nothing left to delete, and take the tombstones of dropped databases
+    store.maintain()  # delete jobs find nothing left to delete, and remove the tombstones of dropped databases
     if removed:
         guide.title("Garbage collection", "artifacts without references are removed")
         guide.say(f"{WAREHOUSE} dropped: {count_of(removed, 'artifact')} removed from the catalog")
@@ -229,7 +232,7 @@ def collect(store: Store, guide: Guide) -> int:
 
 
 def one_bad_batch(store: Store, guide: Guide) -> str:
-    """Three batches in one go; the second is impossible and fails alone (M3)."""
+    """Submit three batches at once; the second is invalid and fails alone (M3)."""
     guide.title("One bad batch", "three are submitted at once; the second is invalid")
     shop, clicks = store.database("shop").db_id, store.database("clicks").db_id
     guards = [
@@ -248,7 +251,7 @@ def one_bad_batch(store: Store, guide: Guide) -> str:
 
 
 def show_tables(store: Store, guide: Guide) -> dict[str, int]:
-    """The manifest's tables, those that have rows."""
+    """Show the manifest's tables that have rows."""
     guide.title("Tables", "the manifest is one LMDB environment")
     with store.manifest.read() as txn:
         counts = {table.name: txn.count(table) for table in TABLES.values()}
@@ -261,7 +264,7 @@ def show_tables(store: Store, guide: Guide) -> dict[str, int]:
 
 
 def show_changes(store: Store, guide: Guide) -> int:
-    """The end of the change feed: every batch, in order, as the values that were applied."""
+    """Show the end of the change feed: every batch, in order, as the operations that were applied."""
     guide.title("Change feed", "every committed batch, for subscribers to replay")
     head = store.info().newest_change
     with store.manifest.read() as txn:
@@ -274,7 +277,7 @@ def show_changes(store: Store, guide: Guide) -> int:
 
 
 def check(store: Store, guide: Guide) -> list[str]:
-    """The one checker, which also runs at every opening."""
+    """Run the manifest's checker, which also runs at every opening."""
     guide.title("Check", "references recounted, indexes compared, rows decoded")
     began = CLOCK.monotonic()
     problems = [str(problem) for problem in store.manifest.check()]
@@ -292,18 +295,18 @@ def _chunk(lsn: int) -> ChunkRecord:
 
 
 # ── the guide ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-class Onlooker:
+class SnapshotSampler:
     """Reads snapshots of the catalog in its own thread, and counts those that show a partial batch."""
 
     def __init__(self, store: Store, batch_ops: int) -> None:
         self.snapshots = 0
-        self.halves = 0
+        self.partial_batches = 0
         self._store = store
         self._batch_ops = batch_ops
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="quire-tour")
+        self._thread = threading.Thread(target=self._sample, name="quire-tour")
 
-    def __enter__(self) -> Onlooker:
+    def __enter__(self) -> SnapshotSampler:
         self._before = self._rows()
         self._thread.start()
         return self
@@ -312,9 +315,9 @@ class Onlooker:
         self._done.set()
         self._thread.join()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         while not self._done.wait(0.002):
-            self.halves += bool((self._rows() - self._before) % self._batch_ops)
+            self.partial_batches += bool((self._rows() - self._before) % self._batch_ops)
             self.snapshots += 1
 
     def _rows(self) -> int:
@@ -323,35 +326,35 @@ class Onlooker:
 
 
 class Guide:
-    """Writes the steps to stdout as people read them; writes nothing with --json."""
+    """Writes the steps to stdout as text; writes nothing with --json."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
-        look = Look.of(sys.stdout)
-        self._look = Look(get_terminal_size().columns - len(INDENT), look.colours)  # a pipe is 80 columns wide here
+        style = TerminalStyle.of(sys.stdout)
+        self._style = TerminalStyle(get_terminal_size().columns - len(INDENT), style.colours)  # 80 columns for a pipe
 
     def title(self, title: str, text: str) -> None:
-        """A step begins."""
+        """Write the title of a step."""
         self._write("")
-        self._write(f"{self._look.styled(title, '1;36')} · {self._look.styled(text, '2')}")
+        self._write(f"{self._style.styled(title, '1;36')} · {self._style.styled(text, '2')}")
 
     def say(self, text: str, style: str = "") -> None:
-        """One line about the step."""
-        for line in wrapped(visible(text), self._look.width):
-            self._write(INDENT + (self._look.styled(line, style) if style else line))
+        """Write a line about the current step."""
+        for line in wrapped(visible(text), self._style.width):
+            self._write(INDENT + (self._style.styled(line, style) if style else line))
 
     def table(self, columns: list[str], rows: list[list[str]]) -> None:
-        """Rows under columns; those that begin with `>` are aligned to the right."""
-        for line in text_parts(Listing(columns=columns, rows=[ListingRow(row, None) for row in rows]), self._look):
+        """Write rows under columns. Columns whose title begins with `>` are right-aligned."""
+        for line in text_parts(Listing(columns=columns, rows=[ListingRow(row, None) for row in rows]), self._style):
             self._write(INDENT + line.rstrip("\n"))
 
     def tree(self, root: Node) -> None:
-        """A lineage, as `quire tree` draws it."""
-        for line in tree_lines(Tree(roots=[root], data=None), self._look):
+        """Write a lineage, as `quire tree` draws it."""
+        for line in tree_lines(Tree(roots=[root], data=None), self._style):
             self._write(INDENT + line)
 
     def farewell(self, path: str, seconds: float) -> None:
-        """What to try next."""
+        """Write commands to try next."""
         self.title("What next", f"that took {seconds:.1f} s; run it again, or try")
         where = f"--store {shlex.quote(path)}"
         if shutil.which("quire") is None:

@@ -42,7 +42,7 @@ CHANGED = "select count(*) from (select * from product except select * from old.
 
 
 def sqlite(store: Store, guide: Guide) -> dict[str, Any]:
-    """Transactions write rows, a snapshot keeps them, a reader is never disturbed."""
+    """Write rows in transactions and keep them with a snapshot, while a reader is undisturbed."""
     guide.title("SQLite", "shop is a SQLite database; its pages live in the store")
     earlier = {snapshot.name: snapshot.snapshot_id for snapshot in store.manifest.snapshots.of(SHOP)}
     if SNAPSHOT in earlier:
@@ -82,7 +82,7 @@ def _fill(shop: Any) -> None:
 
 
 def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
-    """A change beside a reader, which goes on seeing what it saw."""
+    """Change rows while a reader is open, which continues to see the old ones."""
     reader = store.sqlite(SHOP)
     try:
         with reader:
@@ -97,7 +97,7 @@ def _raise_prices(store: Store, shop: Any, guide: Guide) -> int:
 
 
 def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
-    """The WAL becomes chunks: a job, which is what `quire checkpoint shop` runs."""
+    """Turn the WAL into chunks with the job that `quire checkpoint shop` runs."""
     guide.title("Checkpoint", "the WAL becomes immutable chunks, or deltas over them")
     job = store.checkpoint(SHOP)
     guide.say(result_text(job, SHOP), "" if job.state.name == "SUCCEEDED" else "31")
@@ -110,7 +110,7 @@ def checkpoint(store: Store, guide: Guide) -> dict[str, Any]:
 
 
 def branch(store: Store, guide: Guide) -> dict[str, Any]:
-    """A fork at the snapshot diverges; time travel; and what differs, told by SQL and by the manifest."""
+    """Fork at the snapshot and change the fork; read the old version; compare versions with SQL and with the manifest."""
     guide.title("Fork, time travel, compare", "a snapshot becomes a database; chunks are shared")
     began = CLOCK.monotonic()
     fork = store.sqlite(FORK, fork_of=SHOP, fork_at=SNAPSHOT)
@@ -142,7 +142,7 @@ def branch(store: Store, guide: Guide) -> dict[str, Any]:
 
 
 def lineage(store: Store, guide: Guide) -> int:
-    """Who came from whom."""
+    """Show the lineage of the databases."""
     guide.title("Lineage", "`quire tree`")
     roots = nodes_of(store.manifest)
     for root in roots:
@@ -151,7 +151,7 @@ def lineage(store: Store, guide: Guide) -> int:
 
 
 def retention(store: Store, guide: Guide) -> dict[str, int]:
-    """A policy, what it would do, and that done."""
+    """Set a policy, show its plan, and apply it."""
     guide.title("Retention", f"a policy for shop: named snapshots, and the newest {KEEP}")
     rules = store.manifest.retention
     rules.set(SHOP, RetentionRecord(keep_last=KEEP))
@@ -175,7 +175,7 @@ def retention(store: Store, guide: Guide) -> dict[str, int]:
 
 
 def collection(store: Store, guide: Guide) -> dict[str, int]:
-    """A round of maintenance, as `quire gc` does it, and the jobs there are."""
+    """Run a round of maintenance, as `quire gc` does, and show the jobs."""
     guide.title("Jobs", "unreferenced artifacts are deleted after a minute")
     store.maintain()
     now = CLOCK.now_ms()
@@ -195,7 +195,7 @@ def collection(store: Store, guide: Guide) -> dict[str, int]:
 
 
 def audit(store: Store, guide: Guide) -> int:
-    """What happened to shop, for people who ask later."""
+    """Show the audit history of shop."""
     guide.title("Audit", "the history of shop, written by the transactions themselves")
     entries = store.manifest.audit(SHOP)
     rows = []
@@ -212,14 +212,14 @@ def _since(began: float) -> float:
 
 # ── other engines ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def stream(store: Store, guide: Guide) -> dict[str, Any]:
-    """Records in one append, read back, then compressed and moved to the object store, and read again."""
+    """Append records, compress them and move them to the object store, and read them back from there."""
     from pyarrow import array, binary, compute
 
     guide.title("Stream", f"{CLICKS} is a log of records, tiered to the object store")
     clicks = store.stream(CLICKS)
     clicks.retain(Retention(bytes=1))
     clicks.seal()
-    retired = clicks.retire()  # what the last tour left
+    retired = clicks.retire()  # what the last tour has left
     clicks.retain(None)
     dice = random.Random(2)
     lines = [f'{{"who": "u{dice.randrange(999):03}", "page": "/p/{dice.randrange(40)}"}}' for _ in range(RECORDS)]
@@ -241,7 +241,7 @@ def stream(store: Store, guide: Guide) -> dict[str, Any]:
 
 
 def key_values(store: Store, guide: Guide) -> dict[str, Any]:
-    """A batch of pairs, a snapshot, a range."""
+    """Write a batch of pairs, take a snapshot, and scan a range in both versions."""
     guide.title("Key-value", f"{SESSIONS} maps bytes to bytes, in order")
     sessions = store.kv(SESSIONS)
     pairs: dict[bytes, bytes | None] = {b"u%05d" % n: b"cart of %d" % n for n in range(KEYS)}
@@ -258,8 +258,8 @@ def key_values(store: Store, guide: Guide) -> dict[str, Any]:
 
 
 def spark(store: Store, guide: Guide) -> dict[str, Any]:
-    """Jobs and queries on Spark: the same functions, on executors that read chunks by themselves."""
-    from quire.spark.access import options_of  # Arrow, for its calls
+    """Run jobs and queries on Spark: the same functions, on executors that read chunks themselves."""
+    from quire.spark.access import options_of  # here: it loads Arrow
 
     guide.title("Spark", "jobs and queries on executors, which read chunks by themselves")
     began = CLOCK.monotonic()

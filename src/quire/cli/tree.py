@@ -1,11 +1,11 @@
-"""The command `tree`: databases, their snapshots and the forks made from them.
+"""The command `tree`: shows databases, their snapshots and their forks.
 
-A fork stands below the snapshot it was made from, or below its parent if that snapshot was dropped or there was none. Text
+A fork is shown below the snapshot it was forked from, or below its parent if that snapshot was dropped or there was none. Text
 shows the newest `SNAPSHOTS_SHOWN` snapshots of a database and those with forks, the first `FORKS_SHOWN` forks of one version,
 and a dropped database only if it has forks; `--all` shows every snapshot and fork, and JSON has everything on record.
 
-Of a store with more databases than are listed, a page is read as `quire ls` reads it, with what the databases in it were forked
-from.
+In a store with more databases than are listed, one page is read, as by `quire ls`, together with the ancestors of its
+databases.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 SNAPSHOTS_SHOWN = 5
 FORKS_SHOWN = 20
 DEPTH_MAX = 150
-"""Deeper nesting is more than most JSON libraries read, ours included."""
+"""Most JSON libraries, ours included, do not read deeper nesting."""
 
 
 class TreeData(msgspec.Struct, frozen=True):
-    """What the manifest says, read before anything is drawn."""
+    """What is read from the manifest before anything is drawn."""
 
     lineage: list[LineageNode]
     records: dict[int, DbRecord]
@@ -70,7 +70,7 @@ def tree(
 ) -> Tree:
     """Show database lineage: databases, snapshots and forks.
 
-    The databases are chosen as by `quire ls`; what they were forked from stands above them, whether it was chosen or not.
+    The databases are selected as by `quire ls`; their ancestors are shown above them, selected or not.
     """
     most = limit_of(limit, as_json=cli.as_json)
     wanted = DatabaseFilter(prefix=prefix, kind=kind, tag=tag, sort=sort, limit=most, after=after)
@@ -88,14 +88,14 @@ def tree(
 
 
 def nodes_of(manifest: ManifestStore) -> list[Node]:
-    """The lineage of a store, for people."""
+    """Return the lineage of a store, as nodes to draw."""
     with manifest.read() as txn:
         known, _ = _known(txn, DatabaseFilter(limit=LISTED), everything=False, sizes=False)
     return _roots(known)
 
 
 def _known(txn: ReadTxn, wanted: DatabaseFilter, *, everything: bool, sizes: bool) -> tuple[TreeData, str]:
-    """What to draw, and the last name of the page if there are more."""
+    """Read what to draw; return it with the last name of the page, or an empty string if there are no more."""
     last = ""
     if is_whole(txn, wanted):
         records, damaged = dict(txn.databases()), txn.damaged_databases()
@@ -119,9 +119,9 @@ def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tupl
     return shares
 
 
-# ── for people ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _node(database: LineageNode, known: TreeData, nodes: dict[int, Node]) -> Node:
-    """A database, its forks below what they were made from; `nodes` has those already."""
+    """Return the node of a database, with its forks below their versions. `nodes` has the nodes of the forks."""
     snapshots = known.snapshots.get(database.db_id, [])
     kept = known.names.get(database.db_id, {})
     forks_at: dict[int, list[LineageNode]] = {}
@@ -145,7 +145,7 @@ def _node(database: LineageNode, known: TreeData, nodes: dict[int, Node]) -> Nod
 
 
 def _forks(forks: list[LineageNode], known: TreeData, nodes: dict[int, Node]) -> list[Node]:
-    """The forks of one version: the first of them, and how many more."""
+    """Return the nodes of the forks of one version: the first ones, and how many more there are."""
     shown = forks if known.everything else forks[:FORKS_SHOWN]
     below = [nodes[fork.db_id] for fork in shown]
     if len(shown) < len(forks):
@@ -191,7 +191,7 @@ def _exclusive(known: TreeData, db_id: int, snapshot_id: int) -> list[str]:
 
 
 def _roots(known: TreeData) -> list[Node]:
-    """The trees, for people."""
+    """Return the trees as nodes to draw."""
     nodes: dict[int, Node] = {}
     for database in reversed(_in_order(known.lineage)):
         node = _node(database, known, nodes)
@@ -201,9 +201,9 @@ def _roots(known: TreeData) -> list[Node]:
 
 
 def _in_order(lineage: list[LineageNode]) -> list[LineageNode]:
-    """Every database, parents before their forks."""
+    """Return every database, parents before their forks."""
     order = list(lineage)
-    for database in order:  # grows while it is walked
+    for database in order:  # the list grows during iteration
         order += database.forks
     return order
 
@@ -212,9 +212,9 @@ def _is_dropped(database: LineageNode) -> bool:
     return database.status is None or database.status.name == "TOMBSTONED"
 
 
-# ── for programs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _nested(known: TreeData) -> list[dict[str, Any]]:
-    """The trees as JSON objects."""
+    """Return the trees as nested JSON objects."""
     depth: dict[int, int] = {}
     nodes = _in_order(known.lineage)
     for node in nodes:

@@ -1,11 +1,11 @@
-"""The command `verify`: every byte that a store holds, on every tier, compared with the manifest; for people and for cron.
+"""The command `verify`: compares every byte of a store, on every tier, with the manifest; interactively or from cron.
 
 Rules
-  1. What was not looked at for longest comes first, and what was seen when is in the manifest: `--max-duration` in a nightly
-     run, day after day, goes through everything.
-  2. The exit code is 1 if something is missing or altered now, whenever that was found out; with `--audit` also if a count, a
-     head or a floor is not what rows add up to.
-  3. `--report` writes a table of all that is damaged (and, with `--orphans`, of objects that no row speaks of) as Parquet.
+  1. Artifacts not verified for the longest time come first, and the manifest records when each was verified: a nightly run with
+     `--max-duration` covers everything over several days.
+  2. The exit code is 1 if something is missing or altered now, no matter when that was found; with `--audit` also if a count, a
+     head or a floor differs from what rows add up to.
+  3. `--report` writes a table of all damage (and, with `--orphans`, of objects that no row refers to) as Parquet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
-from quire.cli.job_progress import Bench, failure_of
+from quire.cli.job_progress import JobSession, failure_of
 from quire.cli.lookup import DryRun, Runner, need_runner
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Report
 from quire.core.time_parsing import parse_duration
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 LISTED = 50
-"""Damaged artifacts that are shown to people; `--report` and `--json` have them all."""
+"""Most damaged artifacts to show as text; `--report` and `--json` have all of them."""
 
 
 @command("verify", example="quire verify --max-age 7d --max-duration 1h")
@@ -47,8 +47,8 @@ def verify(
 ) -> Report | CliResult:
     """Read every stored byte and compare it with the manifest.
 
-    That is chunks, deltas, WAL segments, streams and their logs, key-value tables, logs, snapshots and backups, and the
-    manifest itself, on disk and in the object store. Exit code 1 if data is missing or altered.
+    This covers chunks, deltas, WAL segments, streams and their logs, key-value tables, logs, snapshots and backups, and the
+    manifest itself, on disk and in the object store. The exit code is 1 if data is missing or altered.
     """
     need_runner(runner)
     age = parse_duration(max_age, "--max-age") if max_age else 0
@@ -58,7 +58,7 @@ def verify(
             return _outlook(manifest, age)
 
     with cli.owner(upkeep=True) as store:
-        bench, ran, swept = Bench(store), [], []
+        session, ran, swept = JobSession(store), [], []
         counted: list[dict[str, Any]] = []
 
         def work() -> None:
@@ -68,7 +68,7 @@ def verify(
             if audit:
                 counted.extend(store.heavy.recount(runner=runner))
 
-        bench.watch(work)
+        session.watch(work)
         for job in (*ran, *swept):
             if (failure := failure_of(job, f"the {job.kind.name.lower()}")) is not None:
                 raise failure
@@ -97,7 +97,7 @@ def _verdict(
 
     files = file_problems(result)
     if not result["complete"]:
-        facts["not read"] = "manifest, logs and key-value databases: the time was over"
+        facts["not read"] = "manifest, logs and key-value databases: the time limit was reached"
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}
@@ -131,7 +131,7 @@ def _verdict(
 
 
 def _kinds(kinds: dict[str, dict[str, int]]) -> Listing:
-    """What was read, by kind."""
+    """Return a listing of what was read, by kind."""
     rows = [
         ListingRow(
             [kind, f"{counts['files']:,}", size(counts["bytes"]), f"{counts['problems']:,}"], {"kind": kind, **counts}

@@ -53,16 +53,17 @@ def why(
 
 
 def _readers(txn: ReadTxn, root: str, db_id: int) -> list[ReaderInfo]:
-    """Who reads a database: as its owner says, who has its own readers in memory; else those that have lease files."""
+    """Return the readers of a database: from its owner, if it serves, since its own readers are only in memory; else those
+    with lease files."""
     record = txn.database(db_id)
     if record is not None and (owner := find_owner(root)) is not None:
-        with suppress(Unavailable, NotFound, InvalidInput), owner:  # it has gone, or is older than the question
+        with suppress(Unavailable, NotFound, InvalidInput), owner:  # it has ended, or is too old to support the call
             return owner.readers(record.name)
     return readers_at(root)(db_id)
 
 
 def _within(cli: Cli, subject: str) -> str:
-    """A path as the shell completes it, from the store on; an object's address from its key on."""
+    """Strip the store's directory from a path that the shell completed, and the object store's URL from an object's address."""
     if "/" not in subject:
         return subject
     root = os.path.abspath(cli.path)
@@ -74,7 +75,7 @@ def _within(cli: Cli, subject: str) -> str:
 
 
 def _size(cli: Cli, txn: ReadTxn, path: str) -> int | None:
-    """The bytes of a file in the store, or of an object; `None` if there is neither."""
+    """Return the size in bytes of a file in the store or of an object, `None` if neither exists."""
     root = os.path.abspath(cli.path)
     try:
         return os.stat(os.path.join(root, path)).st_size

@@ -1,7 +1,7 @@
-"""Background work of many databases on few threads: each task runs when it has asked to, at most once at a time.
+"""Thread pools for the background work of many databases: a task runs when requested, and never twice at the same time.
 
-A store has a few of these, each with a bound on its threads, instead of threads of every open database. A thread is made when
-there is work and none is free, and ends when there was nothing to do for a while: a store that rests has none of them.
+A store has a few pools, each with a bound on its threads, instead of threads for every open database. A thread is started when
+work is due and none is free, and ends after `LINGER_SECONDS` without work: an idle store has no such threads.
 
     >>> ran = threading.Event()
     >>> background = Background("example", threads_max=1)
@@ -10,7 +10,7 @@ there is work and none is free, and ends when there was nothing to do for a whil
     >>> ran.wait(10), background.stop()
     (True, None)
 
-Threads: any. `stop` of a task waits for a run that is under way, unless that run calls it.
+Threads: any. `Task.stop` waits for a run in progress, unless it is called by that run.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from quire.core.clock import SystemClock
 from quire.core.events import emit
 
 LINGER_SECONDS = 5.0
-"""How long a thread without work waits for some."""
+"""How long a thread without work waits before it ends."""
 
 Run = Callable[[], "float | None"]
-"""A task's work; in how many seconds it wants to run again, `None` for not before it asks."""
+"""A task's work. Returns the seconds until it runs again; `None` to run only when requested."""
 
 
 class Task:
-    """Something that is to be done now and then. Made by `Background.task`."""
+    """Work that is run on request. Created by `Background.task`."""
 
     __slots__ = ("_background", "due", "is_stopped", "run", "runner")
 
@@ -42,64 +42,64 @@ class Task:
         self.run = run
         # guarded by the background's lock
         self.due: float | None = None
-        """When it is to run next."""
+        """The monotonic time of the next run; `None` if none is requested."""
         self.runner = 0
-        """The thread that runs it."""
+        """The ident of the thread that runs it; 0 if it is not running."""
         self.is_stopped = False
 
     def ask(self, seconds: float = 0.0) -> None:
-        """Run it in so many seconds, if it is not to run before."""
+        """Request a run in `seconds`, unless an earlier one is already requested."""
         self._background.ask(self, seconds)
 
     def stop(self) -> None:
-        """Have it not run any more."""
+        """Prevent further runs, and wait for one in progress in another thread."""
         self._background.forget(self)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it neither runs nor is to run now."""
+        """Whether it is neither running nor scheduled to run."""
         return not self.runner and self.due is None
 
 
 class Background:
-    """The threads, and the tasks that wait for one."""
+    """A pool of threads, and the queue of tasks for them."""
 
     def __init__(self, name: str, *, threads_max: int) -> None:
         # constant after construction
         self._name = name
         self._threads_max = threads_max
-        self._clock = SystemClock()  # threads sleep by it
+        self._clock = SystemClock()  # not the store's clock: threads sleep in real time
         self._numbers = count()
         # guarded by _changed
         self._changed = threading.Condition()
         self._queue: list[tuple[float, int, Task]] = []
-        """By the time they are due; an entry whose time is not its task's any more is passed over."""
+        """(due, number, task), ordered by due time; an entry whose time differs from its task's `due` is stale and skipped."""
         self._threads: set[threading.Thread] = set()
         self._waiting = 0
-        """Threads that have nothing to do."""
+        """Number of threads that wait for work."""
         self._is_stopped = False
 
     def task(self, run: Run) -> Task:
-        """Something to be run when it asks."""
+        """Create a task that runs when requested."""
         return Task(self, run)
 
     def ask(self, task: Task, seconds: float) -> None:
-        """Run a task in so many seconds, if it is not to run before."""
+        """Request a run of a task in `seconds`, unless an earlier one is already requested."""
         with self._changed:
             self._enter(task, self._clock.monotonic() + seconds)
 
     def _enter(self, task: Task, due: float) -> None:
-        """REQUIRES the lock."""
+        """Queue a task to run at `due`, unless it is due earlier. REQUIRES the lock."""
         if self._is_stopped or task.is_stopped or (task.due is not None and task.due <= due):
             return
         task.due = due
         if task.runner:
-            return  # its thread enters it when the run has ended
+            return  # the running thread queues it again when the run ends
         heappush(self._queue, (due, next(self._numbers), task))
-        self._summon()
+        self._wake_or_start_thread()
 
-    def _summon(self) -> None:
-        """Have a thread look at the queue. REQUIRES the lock."""
+    def _wake_or_start_thread(self) -> None:
+        """Wake a waiting thread, or start one, to take the next task. REQUIRES the lock."""
         if self._waiting:
             self._changed.notify()
         elif len(self._threads) < self._threads_max:
@@ -108,14 +108,14 @@ class Background:
             thread.start()
 
     def forget(self, task: Task) -> None:
-        """Have a task not run any more; waits for a run that is under way in another thread."""
+        """Prevent further runs of a task, and wait for one in progress in another thread."""
         with self._changed:
             task.is_stopped, task.due = True, None
             while task.runner and task.runner != get_ident():
                 self._changed.wait()
 
     def stop(self) -> None:
-        """Run nothing more, and wait for what runs."""
+        """Start no more runs, and wait for those in progress."""
         with self._changed:
             self._is_stopped = True
             self._queue.clear()
@@ -126,12 +126,12 @@ class Background:
                 thread.join()
 
     def forked(self) -> None:
-        """In the child of a fork(): the threads are the parent's."""
+        """Stop in the child of a fork(), where the threads do not exist."""
         self._changed = threading.Condition()
         self._is_stopped = True
         self._threads = set()
 
-    # ── a thread ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── worker threads ────────────────────────────────────────────────────────────────────────────────────────────────
     def _serve(self) -> None:
         with self._changed:
             while (task := self._next()) is not None:
@@ -145,20 +145,20 @@ class Background:
                 for due in (asked, again):
                     if due is not None:
                         self._enter(task, due)
-                self._changed.notify_all()  # whoever stops the task waits here, too
+                self._changed.notify_all()  # wakes `forget` as well, which waits on the same condition
             self._threads.discard(threading.current_thread())
 
     def _run(self, task: Task) -> float | None:
-        """Run a task; when it wants to run again."""
+        """Run a task; return the time of its next run, or `None`."""
         try:
             seconds = task.run()
-        except Exception as error:  # a task reports its own; a thread that dies in silence would be worse
+        except Exception as error:  # tasks report their own errors; an unexpected one must not end the thread silently
             emit("error", "background.task_failed", pool=self._name, error=f"{type(error).__name__}: {error}")
             return None
         return None if seconds is None else self._clock.monotonic() + seconds
 
     def _next(self) -> Task | None:
-        """The next task, when its time has come; none if there was nothing for a while. REQUIRES the lock."""
+        """Wait until a task is due and return it; `None` after `LINGER_SECONDS` without one. REQUIRES the lock."""
         linger_until = self._clock.monotonic() + LINGER_SECONDS
         while not self._is_stopped:
             while self._queue and self._queue[0][0] != self._queue[0][2].due:
@@ -167,7 +167,7 @@ class Background:
             if self._queue and self._queue[0][0] <= now:
                 task = heappop(self._queue)[2]
                 if self._queue and self._queue[0][0] <= now:
-                    self._summon()
+                    self._wake_or_start_thread()
                 return task
             if not self._queue and now >= linger_until:
                 return None

@@ -1,14 +1,14 @@
-"""Mode `sync` of the archive: a call that changed something returns when the bucket has the change (A9).
+"""Archive mode `sync`: a call that changes the store returns only when the bucket has the change (A9).
 
-`@changes` and `@may_change` mark the public methods of a class and leave them as they are, so that nothing is paid where nobody
-waits. A `Barrier` covers an instance: its marked methods then wait at their end.
+`@changes` and `@may_change` mark public methods without wrapping them, so a store in another mode pays nothing. A `Barrier`
+covers an instance: its marked methods then wait before they return.
 
 Rules
   1. The outermost call of a thread waits, once, after everything inside it has returned: no lock is held by then.
-  2. Threads of quire, whose names begin with "quire-", never wait: they acknowledge nothing to anybody.
-  3. A call that raises does not wait, nor does one with `sync=False`: it promises no durability either.
+  2. Quire's own threads, whose names begin with "quire-", never wait: they acknowledge nothing to a caller.
+  3. A call that raises does not wait, nor does one with `sync=False`, which does not promise durability either.
 
-Threads: any. Raises what the wait raises (`NotArchived`, `StoreFenced`): the change is on this disk nevertheless.
+Threads: any. Raises what the wait raises (`NotArchived`, `StoreFenced`); the change is on the local disk nevertheless.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-OURS = "quire-"
-"""How the names of quire's own threads begin."""
+THREAD_PREFIX = "quire-"
+"""The prefix of the names of quire's own threads."""
 _MARK = "__changes__"
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -33,21 +33,21 @@ def changes(method: Method) -> Method:
 
 
 def may_change(method: Method) -> Method:
-    """Mark a public method that waits only if a marked one was called inside it: one that makes a database if there is none."""
+    """Mark a public method that waits only if it calls a marked one, such as one that creates a database if it is missing."""
     setattr(method, _MARK, False)
     return method
 
 
 def marked(kind: type[Any]) -> tuple[tuple[str, bool], ...]:
-    """(name, whether it always changes something) of the marked methods of a class."""
+    """Return (name, whether it always changes the store) for the marked methods of a class."""
     methods = ((name, getattr(kind, name, None)) for name in dir(kind))
     return tuple((name, getattr(method, _MARK)) for name, method in methods if hasattr(method, _MARK))
 
 
 def refuse_changes(instance: object, refusal: Callable[[str], Exception], *, but: Collection[str] = ()) -> None:
-    """Have the methods of an instance that always change something raise: of a store that is a copy, to be read.
+    """Make the instance's methods that always change the store raise, for a store that is a read-only copy.
 
-    `refusal` makes the error of a method; methods named in `but` stay as they are.
+    `refusal` returns the error for a method name; methods named in `but` are left alone.
     """
 
     def refused(name: str) -> Callable[..., Any]:
@@ -61,21 +61,21 @@ def refuse_changes(instance: object, refusal: Callable[[str], Exception], *, but
             setattr(instance, name, refused(name))
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     depth = 0
     is_changed = False
 
 
 class Barrier:
-    """Stands between the changes of one store and their acknowledgement."""
+    """Delays the acknowledgement of a store's changes until they are in the bucket."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        """`wait` returns when everything that was done before it was called is in the bucket."""
+        """`wait` returns when every change made before the call is in the bucket."""
         self._wait = wait
-        self._current = _OfThread()
+        self._current = _ThreadState()
 
     def cover(self, *instances: object) -> None:
-        """Have the marked methods of these instances wait."""
+        """Make the marked methods of these instances wait."""
         for instance in instances:
             for name, always in marked(type(instance)):
                 setattr(instance, name, self._covered(getattr(instance, name), always))
@@ -93,7 +93,7 @@ class Barrier:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call: what is changed inside is waited for at its end."""
+        """Run the block as one call: changes noted inside are awaited at its end."""
         current = self._current
         current.depth += 1
         try:
@@ -107,19 +107,19 @@ class Barrier:
         self.settle()
 
     def note(self) -> None:
-        """Something was changed; whoever acknowledges it calls `settle`."""
+        """Record that this thread changed something; the code that acknowledges the change calls `settle`."""
         self._current.is_changed = True
 
     def settle(self) -> None:
-        """Wait for what this thread has noted, unless a call around this one will."""
+        """Wait for the changes that this thread has noted, unless an enclosing call will do so."""
         current = self._current
         if not current.is_changed or current.depth:
             return
         current.is_changed = False
-        if not threading.current_thread().name.startswith(OURS):
+        if not threading.current_thread().name.startswith(THREAD_PREFIX):
             self._wait()
 
     def hold(self) -> None:
-        """A change is about to be acknowledged."""
+        """Record a change and wait for it, unless an enclosing call will. Called before the change is acknowledged."""
         self._current.is_changed = True
         self.settle()

@@ -1,6 +1,7 @@
-"""A least-recently-used cache that is bounded in bytes: decoded blocks of tables, frames and indexes of stream segments.
+"""A least-recently-used cache bounded in bytes, for frames and indexes of stream segments and for parts of archived files.
 
-The page cache (`pages/cache.py`) is a different structure: its hits must cost no lock and no bookkeeping.
+The caches of pages (`pages/cache.py`) and of table blocks (`lsm/block_cache.py`) are different structures: a hit there takes no
+lock and maintains no order (docs/decisions/080-block-cache.md).
 
 Threads: any; one lock, held for a few dictionary operations.
 
@@ -31,7 +32,7 @@ class ByteCache(Generic[K, V]):
         self.used_bytes = 0
 
     def get(self, key: K) -> V | None:
-        """The cached value, or `None`."""
+        """Return the cached value, or `None`."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -40,7 +41,7 @@ class ByteCache(Generic[K, V]):
             return entry[0]
 
     def put(self, key: K, value: V, size_bytes: int) -> None:
-        """Cache a value, unless it needs more than a quarter of the cache: it would evict nearly everything else."""
+        """Cache a value, unless it takes more than a quarter of the cache: it could evict nearly everything else."""
         if size_bytes * 4 > self.bytes_max:
             return
         with self._lock:

@@ -1,9 +1,9 @@
-"""Reading what a bucket or a disk has, and checking it: damage is believed when it is seen twice.
+"""Verified reads from a bucket or a disk: corruption is reported only if a second read confirms it.
 
-The bytes may have been garbled on the way, and a false alarm about stored data is expensive: a database that is closed for
-repair, a copy that is thrown away.
+Bytes may be garbled in transit, and a false alarm about stored data is expensive: it closes a database for repair, or discards
+a copy.
 
-Any thread. Raises what reading raises.
+Threads: any. Raises what reading raises.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def checked_read(read: Callable[[], T]) -> T:
-    """What `read` fetches and checks; if that is damaged it is fetched once more before it is called so."""
+    """Return what `read` fetches and verifies. If it raises `Corruption`, call it a second time and let that result stand."""
     try:
         return read()
     except Corruption as error:

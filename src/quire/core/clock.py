@@ -1,4 +1,4 @@
-"""The one seam to time. Components take a `Clock`; tests pass a `ManualClock` from `quire.testing`."""
+"""The only access to time. Components take a `Clock`; tests pass a `ManualClock` from `quire.testing`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Wall time for what is recorded, monotonic time for what is measured or awaited."""
+    """Wall time for timestamps that are stored, monotonic time for durations and waits."""
 
     def now_ms(self) -> int:
-        """Milliseconds since the Unix epoch. May jump; never compared across machines (M8)."""
+        """Return milliseconds since the Unix epoch. May jump; never compared across machines (M8)."""
 
     def monotonic(self) -> float:
-        """Seconds since some fixed moment; never goes backwards."""
+        """Return seconds since some fixed moment; never goes backwards."""
 
 
 class SystemClock:
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 def moment(at_ms: int) -> str:
-    """A time in milliseconds as people read it.
+    """Format milliseconds since the Unix epoch as a UTC time for display.
 
     >>> moment(1_794_850_000_000)
     '2026-11-16 17:26:40Z'

@@ -1,4 +1,4 @@
-"""Closing many things, of which some may fail; and what is abandoned instead when a `with` block fails."""
+"""Helpers for closing several resources of which some may fail, and for abandoning a resource when its `with` block fails."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from quire.core.errors import QuireError
 
 
 class Closable(Protocol):
-    """What can be closed."""
+    """A resource that can be closed."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release the resource."""
 
 
 class AbandonedOnError:
-    """A context manager that closes; after an exception in its block it abandons: a close that fails on top of it must not hide
-    it."""
+    """A context manager that closes at the end of its block, and abandons if the block raises, so that a failing close does not
+    hide the exception."""
 
     __slots__ = ()
 
     def close(self) -> None:
-        """Complete what was begun, and give back what is held."""
+        """Complete pending work and release resources."""
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Give back what is held, and nothing more."""
+        """Release resources without completing pending work."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -40,7 +40,7 @@ class AbandonedOnError:
 
 
 def close_all(resources: Iterable[Closable]) -> None:
-    """Close everything; the first failure is raised after all of it is closed."""
+    """Close every resource, then raise the first error, if any."""
     failures: list[QuireError] = []
     for resource in resources:
         try:

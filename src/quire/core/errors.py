@@ -1,14 +1,14 @@
-"""Every error quire raises, grouped by what the caller will do about it.
+"""All errors that quire raises, grouped by what the caller has to do.
 
 Terms
   what   one sentence: what happened
   hint   one sentence: what to do next, often the command to run
-  where  the coordinates of the trouble (file, offset, id …), kept as data so that programs need not parse text
+  where  the coordinates of the error (file, offset, id …), kept as data so that programs need not parse text
 
 Rules
   1. Everything raised on purpose derives from `QuireError`; callers catch a *group*, logs show the leaf.
-  2. Errors pickle, with all their coordinates: they cross process borders (Spark workers, the Flight service).
-  3. A group says what to do: fix the call, pick another name, wait and retry, repair the machine, restore data, reopen.
+  2. Errors can be pickled with all their coordinates: they cross process boundaries (Spark workers, the Flight service).
+  3. Each group has one remedy: fix the call, pick another name, wait and retry, repair the machine, restore data, reopen.
 
     >>> error = UnknownDatabase("no database has this name", hint="`quire ls` lists them", name="shop")
     >>> print(error)
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class QuireError(Exception):
-    """The root: `except QuireError` catches everything quire raises on purpose."""
+    """The base class: `except QuireError` catches everything that quire raises on purpose."""
 
     def __init__(self, what: str, *, hint: str = "", **where: Any) -> None:
         super().__init__(what)
@@ -56,32 +56,32 @@ class OutOfRange(InvalidInput):
 
 
 class InvalidName(InvalidInput):
-    """A name is empty, too long or has characters that names may not have."""
+    """A name is empty, too long, or contains characters that are not allowed."""
 
 
 class InvalidConfig(InvalidInput):
-    """quire.toml, or a setting passed in code, does not make sense."""
+    """A setting in quire.toml, or one passed in code, is invalid."""
 
 
 class WrongKind(InvalidInput):
-    """The operation is for another kind of database."""
+    """The operation does not apply to this kind of database."""
 
 
 class WrongThread(InvalidInput):
-    """A blocking call was made from the manifest's writer thread, which would wait for itself."""
+    """A blocking call was made on the manifest's writer thread, which would wait for itself."""
 
 
 class ReadOnly(InvalidInput):
-    """A write was asked of something opened for reading."""
+    """A write was attempted on something opened for reading."""
 
 
 # ── look elsewhere ────────────────────────────────────────────────────────────────────────────────────────────────────
 class NotFound(QuireError):
-    """What was asked for is not there."""
+    """What was requested does not exist."""
 
 
 class StoreNotFound(NotFound):
-    """The directory holds no store."""
+    """The directory contains no store."""
 
 
 class UnknownDatabase(NotFound):
@@ -109,11 +109,11 @@ class UnknownReader(NotFound):
 
 
 class SnapshotGone(NotFound):
-    """The version that was asked for is no longer kept: a checkpoint has gone beyond it."""
+    """The requested version is no longer kept: a checkpoint has passed it."""
 
 
 class EpochLost(NotFound):
-    """The version that was asked for was lost when the store was taken over; its number is never given to another."""
+    """The requested version was lost when the store was taken over; its number is never reused."""
 
 
 class UnknownCursor(NotFound):
@@ -121,24 +121,24 @@ class UnknownCursor(NotFound):
 
 
 class ObjectNotFound(NotFound):
-    """The object store has no object of this name."""
+    """The object store has no object with this name."""
 
 
-# ── someone else was first, or the state forbids it ───────────────────────────────────────────────────────────────────
+# ── another change came first, or the state forbids it ────────────────────────────────────────────────────────────────
 class Conflict(QuireError):
-    """The state of the store forbids the change; nothing of the batch was applied."""
+    """The state of the store forbids the change; no part of the batch was applied."""
 
 
 class NameTaken(Conflict):
-    """A database, snapshot or cursor of this name exists already."""
+    """A database, snapshot or cursor with this name already exists."""
 
 
 class AlreadyExists(Conflict):
-    """An id or an object of this name exists already, with other contents."""
+    """An id or an object with this name already exists, with different contents."""
 
 
 class DatabaseTombstoned(Conflict):
-    """The database has been dropped and takes no writes."""
+    """The database has been dropped and accepts no writes."""
 
 
 class ArtifactGone(Conflict):
@@ -146,11 +146,11 @@ class ArtifactGone(Conflict):
 
 
 class ForeignObject(Conflict):
-    """An object that is not this store's, or not yet, was to be deleted."""
+    """A deletion was requested for an object that does not belong to this store, or not yet."""
 
 
 class StillReferenced(Conflict):
-    """The row cannot go while something refers to it."""
+    """The row cannot be removed while something refers to it."""
 
 
 class RefcountUnderflow(Conflict):
@@ -158,36 +158,36 @@ class RefcountUnderflow(Conflict):
 
 
 class IllegalTransition(Conflict):
-    """A state machine (WAL segment, job, database) has no such step."""
+    """A state machine (WAL segment, job, database) has no such transition."""
 
 
 class JobAlreadyPending(Conflict):
-    """An exclusive job of this kind is already outstanding for the database."""
+    """An exclusive job of this kind is already pending for the database."""
 
 
 class LeaseExpired(Conflict):
-    """The reader was silent for too long; what it read may be gone."""
+    """The reader did not renew its lease in time; the version it read may be gone."""
 
 
 class CursorLost(Conflict):
-    """The cursor was given up, or what it asks for is no longer retained: never a silent gap."""
+    """The cursor was abandoned, or the changes after it are no longer retained. A gap is never skipped silently."""
 
 
 class WouldDropEverything(Conflict):
-    """A retention policy would leave no snapshot, and nobody said that this is meant."""
+    """A retention policy would drop every snapshot, and the caller did not confirm that this is intended."""
 
 
 class ArchiveAhead(Conflict):
-    """The archive has changes that this directory lacks: taking over from it would give them up."""
+    """The archive has changes that this directory lacks: a takeover by this directory would discard them."""
 
 
 class StalePlan(Conflict):
-    """What the change was planned on is no longer so."""
+    """The state on which the change was planned has changed since."""
 
 
 # ── wait and try again ────────────────────────────────────────────────────────────────────────────────────────────────
 class Unavailable(QuireError):
-    """Not now: retrying later may succeed."""
+    """The operation cannot be done now; a later retry may succeed."""
 
 
 class StoreLocked(Unavailable):
@@ -195,61 +195,61 @@ class StoreLocked(Unavailable):
 
 
 class TimedOut(Unavailable):
-    """The wait ended before what was waited for happened. The operation itself may still complete."""
+    """The timeout ended before the awaited event. The operation itself may still complete."""
 
 
 class Overloaded(Unavailable):
-    """A bounded queue stayed full for as long as the caller was willing to wait."""
+    """A bounded queue stayed full until the caller's timeout."""
 
 
 class QuotaExceeded(Unavailable):
-    """A byte budget stayed used up for as long as the caller was willing to wait; the error names what holds it."""
+    """A byte budget stayed exhausted until the caller's timeout; the error names what holds it."""
 
 
 class NotArchived(Unavailable):
-    """Committed on this disk, and not in the bucket: it did not answer in time (archive.mode = "sync")."""
+    """The change is committed on this disk but not in the bucket, which did not answer in time (archive.mode = "sync")."""
 
 
 class SparkUnavailable(Unavailable):
-    """There is no Spark, or no Java that it runs on, or it does not answer."""
+    """Spark, or the Java that it needs, is not installed, or Spark does not respond."""
 
 
 class ObjectStoreUnavailable(Unavailable):
-    """The object store kept failing until the retries ran out."""
+    """The object store kept failing until the retries were exhausted."""
 
 
 class TooManyReaders(Unavailable):
-    """All reader slots of the manifest are taken."""
+    """All reader slots of the manifest are in use."""
 
 
 # ── repair the machine ────────────────────────────────────────────────────────────────────────────────────────────────
 class StorageFault(QuireError):
-    """The operating system or the object store refused; the store's own data is as it was."""
+    """The operating system or the object store refused the operation; the data of the store is unchanged."""
 
 
 class DiskFull(StorageFault):
-    """No space left (or a quota or file-size limit was hit). Nothing of the change was kept."""
+    """No space is left, or a quota or file-size limit was reached. No part of the change was kept."""
 
 
 class NotWritable(StorageFault):
-    """The directory or file cannot be written by this process."""
+    """This process cannot write to the directory or file."""
 
 
 class TooManyOpenFiles(StorageFault):
-    """The process, or the machine, may open no more files. Nothing is wrong with the disk."""
+    """The process or the machine has reached its limit of open files. The disk is not at fault."""
 
 
 class AccessDenied(StorageFault):
-    """The credentials do not allow it: the object store's, or the token that a caller shows."""
+    """The credentials for the object store, or the caller's token, do not permit the operation."""
 
 
 class Unauthenticated(StorageFault):
-    """No token was shown where one is needed, or one that is wrong or has expired."""
+    """A token is required and is missing, invalid or expired."""
 
 
 # ── restore or repair the data ────────────────────────────────────────────────────────────────────────────────────────
 class Corruption(QuireError):
-    """Bytes are not what was written. Never skipped silently; the message names the place and the next command."""
+    """Bytes differ from what was written. Never skipped silently; the message names the location and the next command."""
 
 
 class ManifestDamaged(Corruption):
@@ -257,7 +257,7 @@ class ManifestDamaged(Corruption):
 
 
 class ManifestIntegrityError(Corruption):
-    """A stream's manifest log is damaged: `where` has chunk, segment and offset. The stream is quarantined until mended."""
+    """A stream's manifest log is damaged: `where` has chunk, segment and offset. The stream is quarantined until repaired."""
 
 
 class ChecksumMismatch(Corruption):
@@ -265,33 +265,33 @@ class ChecksumMismatch(Corruption):
 
 
 class SnapshotChecksumMismatch(Corruption):
-    """The snapshot of a key-value database's manifest was changed since it was written."""
+    """The snapshot of a key-value database's manifest has changed since it was written."""
 
 
 # ── use another version ───────────────────────────────────────────────────────────────────────────────────────────────
 class Incompatible(QuireError):
-    """Versions or fixed settings do not fit together."""
+    """Versions or fixed settings are incompatible."""
 
 
 class FormatTooNew(Incompatible):
-    """Written by a newer quire."""
+    """The data was written by a newer version of quire."""
 
 
 class ConfigMismatch(Incompatible):
-    """A setting that is fixed for the life of a database differs."""
+    """A setting that is fixed for the lifetime of a database differs."""
 
 
 # ── reopen ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class StoreUnusable(QuireError):
-    """After a doubtful sync or a crash of the writer nothing more is accepted until the store is reopened."""
+    """A sync with an unknown outcome, or a crash of the writer, has stopped all writes until the store is reopened."""
 
 
 class StoreFenced(StoreUnusable):
-    """Another owner has the store, or its bucket: this process writes nothing more. The message names the successor."""
+    """Another owner has taken over the store or its bucket: this process writes nothing more. The message names that owner."""
 
 
 class StoreClosed(QuireError):
-    """The handle was closed, or belongs to the parent of a fork()."""
+    """The handle is closed, or belongs to the parent process of a fork()."""
 
 
 class InternalError(QuireError):
@@ -299,7 +299,7 @@ class InternalError(QuireError):
 
 
 def poisoned_by(error: BaseException, what: str, *, hint: str, **where: Any) -> StoreUnusable:
-    """Why nothing more is taken after `error`. That the store has another owner stays what it is, whoever met it first."""
+    """Return the error that further calls raise after `error`: `StoreFenced` itself, or `StoreUnusable` caused by `error`."""
     if isinstance(error, StoreFenced):
         return error
     failure = StoreUnusable(what, hint=hint, **where)

@@ -1,7 +1,9 @@
-"""Structured events, through structlog, for whoever listens.
+"""Structured events, emitted through structlog.
 
-A library is quiet: until the application configures structlog, only warnings and errors are shown, on stderr. An event nobody
-listens to costs next to nothing, not even the import of structlog. Any thread.
+A library is quiet: until the application configures structlog, only warnings and errors are shown, on stderr. An event without
+a listener costs next to nothing, not even the import of structlog.
+
+Threads: any.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ _LOUD = frozenset({"warning", "error"})
 
 
 def emit(level: str, event: str, /, **fields: Any) -> None:
-    """Send one event. `level` is debug, info, warning or error; the event is a dotted name like `manifest.commit`."""
+    """Emit one event. `level` is debug, info, warning or error; `event` is a dotted name such as `manifest.commit`."""
     structlog = sys.modules.get("structlog")
     if structlog is not None and structlog.is_configured():
         getattr(structlog.get_logger("quire"), level)(event, **fields)
@@ -24,8 +26,8 @@ def emit(level: str, event: str, /, **fields: Any) -> None:
 
 
 def emit_safely(level: str, event: str, /, **fields: Any) -> None:
-    """`emit` for threads that must not die of it: the processors of structlog are the application's own code, and one that
-    raises would stop the thread. The event is lost then, and stderr says so."""
+    """Emit one event from a thread that must survive: structlog processors are application code, and one that raises would end
+    the thread. The event is then lost, and a line on stderr reports that."""
     try:
         emit(level, event, **fields)
     except Exception as error:
@@ -34,6 +36,6 @@ def emit_safely(level: str, event: str, /, **fields: Any) -> None:
 
 
 def listening() -> bool:
-    """Whether quiet events reach anybody: lets hot paths skip gathering fields."""
+    """Return whether debug and info events have a listener; lets hot paths skip gathering fields."""
     structlog = sys.modules.get("structlog")
     return structlog is not None and bool(structlog.is_configured())

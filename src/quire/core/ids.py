@@ -1,4 +1,4 @@
-"""The identifiers everyone uses, their widths, and the checks at the door.
+"""Identifiers that all packages share, their widths, and range checks for arguments.
 
 Ids of databases, chunks, snapshots and segments, and generations, are u32 with 0 reserved for "none"; job ids, cursor ids, lsns
 and change sequences are u64 (M1).
@@ -25,22 +25,22 @@ U64_MAX = 2**64 - 1
 
 
 def u16(name: str, value: int) -> int:
-    """`value`, if it fits an unsigned 16-bit field."""
+    """Return `value` if it fits an unsigned 16-bit field; raise `OutOfRange` otherwise."""
     return _unsigned(name, value, U16_MAX, 16)
 
 
 def u32(name: str, value: int) -> int:
-    """`value`, if it fits an unsigned 32-bit field."""
+    """Return `value` if it fits an unsigned 32-bit field; raise `OutOfRange` otherwise."""
     return _unsigned(name, value, U32_MAX, 32)
 
 
 def u64(name: str, value: int) -> int:
-    """`value`, if it fits an unsigned 64-bit field."""
+    """Return `value` if it fits an unsigned 64-bit field; raise `OutOfRange` otherwise."""
     return _unsigned(name, value, U64_MAX, 64)
 
 
 def some_u32(name: str, value: int) -> int:
-    """`value`, if it is a real u32 identifier: 0 is reserved for "none"."""
+    """Return `value` if it is a u32 identifier other than 0, which is reserved for "none"; raise `OutOfRange` otherwise."""
     if value == 0:
         raise OutOfRange(f"{name} may not be 0: ids start at 1", value=value)
     return _unsigned(name, value, U32_MAX, 32)
@@ -55,7 +55,7 @@ def _unsigned(name: str, value: int, largest: int, bits: int) -> int:
 
 
 class ArtifactKind(IntEnum):
-    """What an immutable, reference-counted thing is. The first three have objects, the last two only rows."""
+    """The type of an immutable, reference-counted artifact. The first three have objects, the last two only rows."""
 
     BASE = 0
     DELTA = 1
@@ -68,9 +68,9 @@ KINDS_WITH_OBJECTS = frozenset({ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactK
 
 
 class ArtifactKey(msgspec.Struct, frozen=True, order=True):
-    """Names one immutable artifact for ever (M6): who made it, what it is, which slot or segment, which generation.
+    """Permanent identity of one immutable artifact (M6): origin database, kind, slot or segment, generation.
 
-    `delta_id` is 0 except for deltas; WAL segments have generation 0: a segment is written once.
+    `delta_id` is 0 except for deltas. WAL segments have generation 0: a segment is written once.
     """
 
     origin_db_id: int
@@ -81,7 +81,7 @@ class ArtifactKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True):
-    """A version of a page database: the lsn orders (P5), the segment says where to look.
+    """A version of a page database: the lsn gives the order (P5), the segment the location.
 
     >>> str(Epoch(lsn=4711, segment_id=3))
     '3:4711'

@@ -1,17 +1,17 @@
-"""Values as JSON has them, and back: what the command line prints, logs carry and subscribers in other languages read.
+"""Conversion between values and JSON, for the output of the command line, for logs, and for subscribers in other languages.
 
 Terms
-  plain   made of dicts with text keys, lists, text, numbers, booleans and `None`: what every JSON library takes
+  plain   made of dicts with string keys, lists, strings, numbers, booleans and `None`, which every JSON library accepts
 
 Rules
-  1. Bytes are lower-case hex, enumerations their lower-case names, tuples and sets lists; records and dataclasses are objects
-     with every field, defaults included. A record with a tag also tells its type, as `op`.
-  2. `restored(kind, plain(value)) == value` for records made of these types. Numbers stay numbers, up to 64 bits: whoever reads
-     the text with a library that knows only doubles loses the low digits of hashes and lsns.
-  3. `restored` is as forgiving as the bytes are (M1): unknown fields are ignored, missing ones get their defaults. What does
-     not fit its field is refused, and the message says where.
+  1. Bytes become lower-case hex, enumerations their lower-case names, tuples and sets lists; records and dataclasses become
+     objects with every field, defaults included. A tagged record also has its type, as `op`.
+  2. `from_plain(kind, plain(value)) == value` for records made of these types. Numbers stay numbers, up to 64 bits: a JSON
+     library that reads every number as a double loses the low digits of hashes and lsns.
+  3. `from_plain` is as lenient as the binary format (M1): unknown fields are ignored, missing ones get their defaults. A value
+     that does not fit its field is refused, and the message gives its location.
 
-Pure functions, any thread; importable on executors. `restored` raises `InvalidInput`.
+Threads: any; pure functions, importable on executors. `from_plain` raises `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from quire.core.errors import InvalidInput
 
 T = TypeVar("T")
 Reader = Callable[[Any, str], Any]
-"""(plain value, where it stands) → the value."""
+"""(plain value, path to it) → the value."""
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it.
+    """Return `value` in its plain form.
 
     >>> class Colour(Enum):
     ...     RED = 1
@@ -59,27 +59,27 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def restored(kind: type[T], value: Any) -> T:
-    """The `kind` that `plain` made `value` of.
+def from_plain(kind: type[T], value: Any) -> T:
+    """Return the `kind` from whose plain form `value` came.
 
     >>> class Dot(msgspec.Struct):
     ...     at: tuple[int, int]
     ...     label: bytes = b""
-    >>> restored(Dot, {"at": [1, 2], "label": "ff"})
+    >>> from_plain(Dot, {"at": [1, 2], "label": "ff"})
     Dot(at=(1, 2), label=b'\\xff')
-    >>> restored(Dot, {"at": [1, "2"]})
+    >>> from_plain(Dot, {"at": [1, "2"]})
     Traceback (most recent call last):
         ...
     quire.core.errors.InvalidInput: not a whole number: '2' (at='at[1]')
     """
     wanted: Any = kind
-    restored_value: T = _reader(wanted)(value, "")
-    return restored_value
+    result: T = _reader(wanted)(value, "")
+    return result
 
 
 @cache
 def _reader(kind: Any) -> Reader:
-    """What reads values of a type. A type without a JSON form is a mistake in the code that declares it: `TypeError`."""
+    """Return the reader for values of a type. A type without a JSON form is a programming error: `TypeError`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _reader(arguments[0])
@@ -97,14 +97,14 @@ def _reader(kind: Any) -> Reader:
         return _record(kind)
     if kind in _SIMPLE:
         return _SIMPLE[kind]
-    raise TypeError(f"no JSON form is known for {kind!r}")
+    raise TypeError(f"{kind!r} has no JSON form")
 
 
 def _refuse(what: str, where: str) -> InvalidInput:
     return InvalidInput(what, at=where or "the whole")
 
 
-def _whole(value: Any, where: str) -> int:
+def _integer(value: Any, where: str) -> int:
     if type(value) is not int:
         raise _refuse(f"not a whole number: {value!r}", where)
     return value
@@ -141,7 +141,7 @@ def _nothing(value: Any, where: str) -> None:
 
 
 _SIMPLE: dict[Any, Reader] = {
-    int: _whole,
+    int: _integer,
     float: _number,
     bool: _flag,
     str: _text,
@@ -170,7 +170,7 @@ def _many(container: Any, item: Reader) -> Reader:
 def _fixed(items: list[Reader]) -> Reader:
     def read(value: Any, where: str) -> tuple[Any, ...]:
         if len(_list(value, where)) != len(items):
-            raise _refuse(f"not {len(items)} values but {len(value)}", where)
+            raise _refuse(f"expected {len(items)} values, got {len(value)}", where)
         return tuple(item(part, f"{where}[{n}]") for n, (item, part) in enumerate(zip(items, value)))
 
     return read
@@ -211,13 +211,13 @@ def _record(kind: type[msgspec.Struct]) -> Reader:
 
 
 def _either(kinds: tuple[Any, ...]) -> Reader:
-    """One of several: nothing or a value, or one of several tagged records, tag apart by `op`."""
+    """Return the reader for a union: an optional value, or several tagged records that `op` tells apart."""
     rest = [kind for kind in kinds if kind is not NoneType]
     if len(rest) == 1:
         reader = _reader(rest[0])
         return lambda value, where: None if value is None else reader(value, where)
     if not all(isinstance(kind, type) and issubclass(kind, msgspec.Struct) for kind in rest) or len(rest) < len(kinds):
-        raise TypeError(f"values of {kinds!r} cannot be tag apart in JSON")
+        raise TypeError(f"values of {kinds!r} cannot be distinguished in JSON")
     by_name = {kind.__name__: _reader(kind) for kind in rest}
 
     def read(value: Any, where: str) -> Any:
@@ -225,7 +225,7 @@ def _either(kinds: tuple[Any, ...]) -> Reader:
         if name not in by_name:
             raise InvalidInput(
                 f"no operation is called {name!r}",
-                hint="upgrade quire, if a newer one wrote this",
+                hint="upgrade quire if a newer version wrote this",
                 at=where or "the whole",
             )
         return by_name[name](value, where)

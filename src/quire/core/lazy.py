@@ -1,9 +1,9 @@
-"""Public names of a package that load their module when first used (PEP 562).
+"""Public names of a package whose modules are loaded on first use (PEP 562).
 
-A package's `__init__.py` runs before any of its modules. It therefore imports nothing: an executor that needs one module does
-not pay for the others, nor does a program that only prints its help.
+A package's `__init__.py` runs before any of its modules, so it imports nothing: an executor that needs one module does not pay
+for the rest, nor does a program that only prints its help.
 
-Any thread.
+Threads: any.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for `package`; `homes` maps each public name to the module that defines it.
+    """Return `__getattr__` and `__dir__` for `package`; `homes` maps each public name to the module that defines it.
 
     A home that ends in the name itself (`dbapi` in `quire.sqlite.dbapi`) is a public module.
     """

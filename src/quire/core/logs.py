@@ -1,10 +1,10 @@
-"""What `core/events` tells, written for people or for machines: structlog, set up for a program of ours.
+"""Configuration of structlog for quire's own programs: the events of `core/events`, as JSON or as console text.
 
-A library sets up nothing: an application that uses quire configures structlog as it likes. The command line calls `configure`
-when it is asked to (`--log`, QUIRE_LOG). One event is one line on stderr. `json`: an object with `timestamp` (UTC, ISO 8601),
-`level`, `event`, the event's fields, and `trace_id` inside a trace. `console`: the same for people, coloured on a terminal.
+The library configures nothing: an application that uses quire configures structlog as it likes. The command line calls
+`configure` on request (`--log`, QUIRE_LOG). One event is one line on stderr. `json`: an object with `timestamp` (UTC, ISO
+8601), `level`, `event`, the event's fields, and `trace_id` inside a trace. `console`: the same as text, coloured on a terminal.
 
-Thread: the main one, before others write.
+Threads: call `configure` on the main thread, before other threads emit events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STYLES = ("json", "console")
 
 
 def configure(style: str, *, level: str = "info") -> None:
-    """Write events of this level and above in this style from now on."""
+    """Write events of this level and above in this style."""
     if style not in STYLES:
         raise InvalidInput("unknown log style", hint=f"one of: {', '.join(STYLES)}", given=style)
 
@@ -39,7 +39,7 @@ def configure(style: str, *, level: str = "info") -> None:
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=lambda *_: structlog.PrintLogger(
             sys.stderr
-        ),  # what stderr is by then: tests and services replace it
+        ),  # the current stderr: tests and services replace it
         cache_logger_on_first_use=False,
     )
 

@@ -1,14 +1,14 @@
-"""The databases of an engine that are open in this process, and which of them can be closed because nobody uses them.
+"""The set of an engine's databases that are open in this process, and which of them are unused and can be closed.
 
 Terms
-  core      the open database: files, logs, memory. The engine has it, and what works in the background
-  handle    what the engine's callers are given: another object with the same state. The engine has only a weak reference to it,
-            so it is there exactly as long as somebody outside of the engine can still use the database
+  core      the open database: files, logs, memory. The engine and its background tasks refer to it
+  handle    the object that the engine's callers get: another object with the same state. The engine has only a weak reference
+            to it, so it exists exactly while code outside the engine can still use the database
 
 Rules
-  1. A database is in use while its handle exists. What must keep it open, such as an iterator, refers to the handle.
-  2. There is one handle of a core at a time: callers may compare them.
-  3. Closing is the engine's, which may refuse for reasons of its own; this module only says who is to be closed first.
+  1. A database is in use while its handle exists. An object that must keep it open, such as an iterator, refers to the handle.
+  2. A core has one handle at a time: callers may compare handles.
+  3. The engine does the closing, and may refuse; this module only determines the order in which databases are closed.
 
     >>> from quire.core.clock import SystemClock
     >>> class Core:
@@ -24,7 +24,7 @@ Rules
     >>> opened.surplus()
     [7]
 
-Threads: the engine's lock guards it, except for the end of a handle, which is noted by whoever lets go of the last one.
+Threads: guarded by the engine's lock, except that the end of a handle is recorded by the thread that drops its last reference.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Entry(Generic[T]):
     def __init__(self, core: T, used_at: float) -> None:
         self.core = core
         self.used_at = used_at
-        """When the last handle was given, or went."""
+        """When a handle was last given out, or ended."""
         self.handle: weakref.ref[T] | None = None
 
     @property
@@ -54,7 +54,7 @@ class _Entry(Generic[T]):
 
 
 class OpenSet(Generic[T]):
-    """Open databases by their ids."""
+    """Open databases by id."""
 
     def __init__(self, *, open_max: int, idle_seconds: float, clock: Clock) -> None:
         # constant after construction
@@ -64,8 +64,8 @@ class OpenSet(Generic[T]):
         # guarded by the engine's lock
         self._entries: dict[int, _Entry[T]] = {}
         self._next: deque[tuple[float, int]] = deque()
-        """What was not held when it was last looked at all, longest unused first: looking at all for each database that is
-        opened would cost more than opening it. What is used from then on is used later than all of these."""
+        """(used_at, id) of the databases that were not held at the last full scan, longest unused first. A full scan at every
+        open would cost more than the open itself. Databases used since the scan have a later `used_at` than all of these."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,14 +74,14 @@ class OpenSet(Generic[T]):
         return iter(list(self._entries))
 
     def add(self, number: int, core: T) -> T:
-        """A database was opened, or opened anew; its handle."""
+        """Enter a database that was opened or reopened, and return its handle."""
         self._entries[number] = _Entry(core, self._clock.monotonic())
         handle = self.get(number)
         assert handle is not None, "it was just entered"
         return handle
 
     def get(self, number: int) -> T | None:
-        """The handle of an open database, which is in use from now on."""
+        """Return the handle of an open database, which counts as used from now on; `None` if it is not open."""
         entry = self._entries.get(number)
         if entry is None:
             return None
@@ -90,30 +90,30 @@ class OpenSet(Generic[T]):
         if handle is None:
             handle = object.__new__(type(entry.core))
             handle.__dict__ = entry.core.__dict__
-            entry.handle = weakref.ref(handle, _noting(entry, self._clock))
+            entry.handle = weakref.ref(handle, _end_callback(entry, self._clock))
         return handle
 
     def peek(self, number: int) -> T | None:
-        """The core of an open database, which is no use of it."""
+        """Return the core of an open database without counting as a use; `None` if it is not open."""
         entry = self._entries.get(number)
         return entry.core if entry is not None else None
 
     def pop(self, number: int) -> T | None:
-        """Forget a database; its core."""
+        """Remove a database and return its core."""
         entry = self._entries.pop(number, None)
         return entry.core if entry is not None else None
 
     def cores(self) -> list[T]:
-        """All of them."""
+        """Return the cores of all open databases."""
         return [entry.core for entry in list(self._entries.values())]
 
     def is_held(self, number: int) -> bool:
-        """Whether somebody outside of the engine can use a database."""
+        """Return whether code outside the engine holds a handle of the database."""
         entry = self._entries.get(number)
         return entry is not None and entry.is_held
 
     def surplus(self) -> list[int]:
-        """Databases beyond `open_max` that nobody holds, those longest unused first."""
+        """Return as many unheld databases as are open beyond `open_max`, longest unused first."""
         over = len(self._entries) - self._open_max
         surplus: list[int] = []
         if over > 0 and not self._take(surplus, over):
@@ -122,7 +122,7 @@ class OpenSet(Generic[T]):
         return surplus
 
     def _take(self, surplus: list[int], count: int) -> bool:
-        """Go on with those that come next until there are so many that nobody has used meanwhile; whether there were."""
+        """Move up to `count` databases that are still unused from `_next` to `surplus`; return whether there were enough."""
         while self._next and len(surplus) < count:
             used_at, number = self._next.popleft()
             entry = self._entries.get(number)
@@ -131,22 +131,23 @@ class OpenSet(Generic[T]):
         return len(surplus) >= count
 
     def idle(self) -> list[int]:
-        """Databases that nobody has held for `idle_seconds`, and those beyond `open_max`; longest unused first."""
+        """Return databases that were not held for `idle_seconds`, and those beyond `open_max`; longest unused first."""
         before = self._clock.monotonic() - self._idle_seconds
         unheld, over = self._unheld(), len(self._entries) - self._open_max
         return [number for place, (used_at, number) in enumerate(unheld) if place < over or used_at <= before]
 
     def _unheld(self) -> list[tuple[float, int]]:
-        """(when it was last used, number) of those that nobody holds."""
+        """Return (time of last use, id) of the databases without a handle, longest unused first."""
         return sorted((entry.used_at, number) for number, entry in self._entries.items() if not entry.is_held)
 
 
-def _noting(entry: _Entry[T], clock: Clock) -> Callable[[weakref.ref[T]], None]:
-    """What notes when a handle went. It must not keep the entry: a database that was closed meanwhile is gone."""
+def _end_callback(entry: _Entry[T], clock: Clock) -> Callable[[weakref.ref[T]], None]:
+    """Return a callback that records when a handle ended. It refers to the entry weakly, so that a database closed in the
+    meantime can be freed."""
     kept = weakref.ref(entry)
 
-    def note(_: weakref.ref[T]) -> None:
+    def record_end(_: weakref.ref[T]) -> None:
         if (entry := kept()) is not None:
             entry.used_at = clock.monotonic()
 
-    return note
+    return record_end

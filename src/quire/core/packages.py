@@ -1,4 +1,4 @@
-"""Which version of a package is installed."""
+"""Lookup of the installed version of a package."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cache
 
 @cache
 def installed_version(package: str = "quire") -> str | None:
-    """A package's version, from the name of the directory that was made when it was installed; `None` if it is not there.
+    """Return a package's version, from the name of its `.dist-info` directory; `None` if it is not installed.
 
-    Only who finds none asks importlib: that reads everything a package says of itself, and takes longer than most commands.
+    importlib is used only if no directory is found: it reads all metadata of a package, and takes longer than most commands.
     """
     for place in filter(os.path.isdir, sys.path):
         for name in os.listdir(place):

@@ -1,4 +1,4 @@
-"""Stands in a read-only object for a part that only the owner of the store has: whoever uses it is told what to do instead."""
+"""Placeholders in read-only objects for parts that only the owner of the store has: their use raises `ReadOnly` with a hint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ HINT = (
 
 
 def refuse(what: str, **where: object) -> NoReturn:
-    """Raise `ReadOnly`."""
+    """Raise `ReadOnly` for `what`, with the coordinates `where`."""
     raise ReadOnly(f"{what} was opened for reading", hint=HINT, **where)
 
 
 class OwnerOnly:
-    """A part that is not there."""
+    """A part that is missing in a read-only object: any attribute raises `ReadOnly`."""
 
     def __init__(self, what: str, **where: object) -> None:
         self._refused = (what, where)

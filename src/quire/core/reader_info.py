@@ -1,4 +1,4 @@
-"""Who reads a page database: a value for people and programs, and the same in words."""
+"""Information about one reader of a page database, as a value and as text."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from quire.core.clock import moment
 
 
 class ReaderInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A reader, for people and programs."""
+    """One reader of a page database."""
 
     reader: str
-    """The number of its lease, or of its process."""
+    """The id of its lease, or of its process."""
     lsn: int
-    """The version it reads."""
+    """The version that it reads."""
     pid: int = 0
     host: str = ""
     since_ms: int = 0
     tags: dict[str, str] = {}
     set_aside: bool = False
-    """Whether a snapshot keeps its version, so that it holds no checkpoint back."""
+    """Whether a snapshot keeps its version, so that the reader no longer holds back checkpoints."""
 
 
 def reader_text(info: ReaderInfo) -> str:
-    """A reader in words.
+    """Describe a reader in one line of text.
 
     >>> reader_text(
     ...     ReaderInfo(reader="7", lsn=40, pid=12, host="box", since_ms=1_794_850_000_000, tags={"by": "sqlite"})

@@ -1,8 +1,9 @@
-"""Idempotency keys of the last writes to one log, and where each was written: a call that is repeated is not written again.
+"""Idempotency keys of the latest writes to one log, with their positions, so that a repeated call is not written twice.
 
-The key is part of what is written (`stream/segment.py`, `lsm/wal.py`), so that after a crash the log itself says what was done.
+The key is part of the written record (`stream/segment.py`, `lsm/wal.py`), so after a crash the log itself identifies the calls
+that it contains.
 
-Threads: the lock of whoever has it.
+Threads: guarded by the lock of the log that owns it.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from quire.core.errors import InvalidInput
 from quire.core.limits import IDEMPOTENCY_KEY_BYTES
 
 KEPT_MAX = 65_536
-"""In memory: a client that has lost an answer asks again within seconds."""
+"""Keys kept in memory: a client that lost a response retries within seconds."""
 CARRIED_MAX = 1_024
-"""Into what is written next, when the log that has them ends. Only calls that were not answered are repeated after a crash, and
-an owner works on far fewer at once."""
+"""Keys carried over into the next log when a log ends. After a crash only unanswered calls are repeated, and an owner has far
+fewer of them in progress at once."""
 
 
 class RecentKeys:
-    """Keys, oldest first.
+    """A bounded map from keys to positions, oldest key first.
 
     >>> keys = RecentKeys([(1, 10)])
     >>> keys.add(2, 20)
@@ -38,30 +39,30 @@ class RecentKeys:
         return bool(self._positions)
 
     def get(self, key: int) -> int | None:
-        """Where the call with this key was written, if it was."""
+        """Return the position at which the call with this key was written, or `None`."""
         return self._positions.get(key)
 
     def add(self, key: int, position: int) -> None:
-        """A call is written at a position."""
+        """Record that a call is written at a position, and drop the oldest key beyond `KEPT_MAX`."""
         self._positions[key] = position
         if len(self._positions) > KEPT_MAX:
             del self._positions[next(iter(self._positions))]
 
     def discard(self, key: int) -> None:
-        """It was not written after all."""
+        """Remove the key of a call whose write failed."""
         self._positions.pop(key, None)
 
     def newest(self) -> Iterator[tuple[int, int]]:
-        """Those that the next log must know, too."""
+        """Iterate over the newest `CARRIED_MAX` pairs, which the next log must contain as well."""
         return islice(self._positions.items(), max(len(self._positions) - CARRIED_MAX, 0), None)
 
 
 def call_number(key: bytes) -> int:
-    """A key as the number that is written: its first 8 bytes; 0 stands for none.
+    """Return the number that is written for a key: its first 8 bytes, little-endian; 0 means no key.
 
     >>> call_number(b""), call_number(bytes(16)), call_number(b"\\x02" + bytes(15))
     (0, 1, 2)
     """
     if key and len(key) != IDEMPOTENCY_KEY_BYTES:
-        raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
+        raise InvalidInput("an idempotency key must be 16 bytes", bytes=len(key))
     return (int.from_bytes(key[:8], "little") or 1) if key else 0

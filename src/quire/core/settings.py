@@ -1,7 +1,6 @@
 """Settings: plain data, with defaults and reasons; quire.toml is the same data on disk.
 
-Components (clock, disk, object store) are passed as arguments, never named here. A wrong value is refused when the
-settings are made, with the name of the setting.
+Components (clock, disk, object store) are arguments, not settings. Construction refuses an invalid value by its name.
 
     >>> load(b'[manifest]\\ngroup_ops_max = 100').manifest.group_ops_max
     100
@@ -23,7 +22,7 @@ from quire.core.errors import InvalidConfig
 from quire.core.limits import BATCH_OPS_MAX, GIB, KIB, MIB
 
 ENDPOINT = re.compile(r"https?://[^\s/@?#]+(/[^\s?#]*)?")
-"""A service's address. With others obstore fails at the first request, or panics."""
+"""The form of a service's address. With any other, obstore fails at the first request, or panics."""
 
 _EXAMPLE_HINT = "`quire init` writes a commented example"
 
@@ -34,30 +33,30 @@ def _require(holds: bool, message: str, hint: str = _EXAMPLE_HINT) -> None:
 
 
 class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the manifest's environment and writer behave."""
+    """Settings of the manifest's LMDB environment and writer."""
 
     map_bytes: int = 256 * GIB
-    """Address space reserved for the manifest (M4). The file stays small; growing the map later is the emergency path."""
+    """Address space reserved for the manifest, in bytes (M4). The file stays small; growing the map is an emergency measure."""
     map_bytes_max: int = 4096 * GIB
-    """Where growing ends: beyond it a full map is `DiskFull`."""
+    """Size in bytes up to which the map is grown; beyond it, a full map raises `DiskFull`."""
     map_watermark: float = 0.8
-    """The map is grown before it is fuller than this."""
+    """Fraction of the map that may be used before the map is grown."""
     readers_max: int = 1024
-    """Concurrent read transactions over all processes."""
+    """Concurrent read transactions, over all processes."""
     queue_ops_max: int = 2_048
-    """Operations that may wait for the writer before `submit` blocks: bounds memory."""
+    """Operations that may wait for the writer before `submit` blocks; bounds memory."""
     group_ops_max: int = 1_024
-    """Operations in one commit: by then the sync is hidden behind the producers' work, and more only adds latency."""
+    """Operations in one commit: at this size the producers' work hides the sync, and a larger group only adds latency."""
     group_seconds_max: float = 0.02
-    """A group stops taking batches when it has been applying for this long."""
+    """A group takes no further batches once it has been applying for this long."""
     group_wait_seconds: float = 0.002
-    """How long the writer waits for the callers it has just answered to come back, if they were more than one."""
+    """How long the writer waits for the callers it has just answered to submit again, if there was more than one."""
     long_read_seconds: float = 30.0
     """A read transaction older than this is reported: it keeps LMDB from reusing pages."""
     grow_wait_seconds: float = 30.0
-    """How long growing the map waits for read transactions of this process to end."""
+    """How long growing the map waits for the read transactions of this process to end."""
     idempotency_seconds: float = 86_400.0
-    """How long answers to keyed batches are remembered (M11)."""
+    """How long the answers to keyed batches are kept (M11)."""
 
     def __post_init__(self) -> None:
         _require(self.map_bytes >= MIB, "manifest.map_bytes must be at least 1 MiB")
@@ -71,45 +70,45 @@ class ManifestSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FeedSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the change feed keeps when no cursor asks for more (M9)."""
+    """How much of the change feed is kept when no cursor needs more (M9)."""
 
     retain_seconds: float = 7 * 86_400.0
     retain_bytes: int = GIB
-    """Changes older than this, or beyond this many bytes, are trimmed."""
+    """Changes older than `retain_seconds` are trimmed, as are the oldest changes beyond `retain_bytes`."""
 
 
 class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the owner does by itself: schedules, retention, leases, jobs, trimming."""
+    """Settings of the owner's maintenance: schedules, retention, leases, jobs, trimming."""
 
     enabled: bool = True
-    """Whether an owner runs it in the background; `store.maintain()` does one round in any case."""
+    """Whether the owner runs maintenance in the background; `store.maintain()` runs one round in any case."""
     interval_seconds: float = 5.0
-    """Between two rounds."""
+    """Time between two rounds."""
     workers: int = 1
     """Threads that run jobs."""
     runner: str = "auto"
-    """Who does the heavy part of a job: threads, spark, or auto: threads for less than 256 MiB, else Spark."""
+    """What runs the heavy part of a job: threads, spark, or auto, which means threads below 256 MiB and Spark otherwise."""
     executors_see_store: bool = False
-    """Whether Spark's executors have the store's directory under its path; those of a local master always do."""
+    """Whether Spark's executors see the store's directory under the same path; those of a local master always do."""
     checkpoint_bytes: int = 64 * MIB
     checkpoint_seconds: float = 300.0
-    """A page database is checkpointed when it has this much sealed WAL, or when some of it is this old."""
+    """A page database is checkpointed when its sealed WAL reaches `checkpoint_bytes`, or `checkpoint_seconds` of age."""
     merge_chain: int = 6
     merge_ratio: float = 1.0
-    """A slot is merged when its chunk and deltas are this many, or its deltas this heavy, measured by its chunk."""
+    """A slot is merged when its chain has `merge_chain` parts, or its deltas weigh `merge_ratio` times its base."""
     time_travel_seconds: float = 0.0
-    """How far back every version of a page database can be opened (P14); 0: only what the WAL and snapshots happen to have."""
+    """How far back every version of a page database can be opened (P14); 0: only versions that WAL and snapshots still have."""
     evict_seconds: float = 0.0
-    """Copies that only snapshots and readers of chunks need leave the disk for the object store when they are this old: WAL
-    segments since they were sealed, what was hydrated since it was fetched (at most `jobs_keep_seconds`); 0: never."""
+    """Age at which local copies of chunks, and of WAL segments that only snapshots and forks need, are evicted to the object
+    store: segments count from their seal, hydrated copies from their fetch (at most `jobs_keep_seconds`); 0: never."""
     undrop_seconds: float = 86_400.0
-    """How long a person can bring back a database or a snapshot that was dropped (`quire undrop`); 0: not at all."""
+    """How long a dropped database or snapshot can be brought back (`quire undrop`); 0: not at all."""
     delete_grace_seconds: float = 60.0
-    """Bytes stay this long after their last reference went (M8)."""
+    """How long bytes are kept after the last reference to them is gone (M8)."""
     jobs_keep_seconds: float = 7 * 86_400.0
-    """How long jobs that ended are remembered."""
+    """How long jobs that have ended are kept."""
     audit_seconds: float = 400 * 86_400.0
-    """How long the audit reaches back."""
+    """How long entries of the audit log are kept."""
 
     def __post_init__(self) -> None:
         _require(self.interval_seconds > 0, "maintenance.interval_seconds must be positive")
@@ -126,33 +125,33 @@ class MaintenanceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How page databases behave."""
+    """Settings of page databases."""
 
     page_size: int = 4096
-    """Of databases that do not say otherwise when they are first opened."""
+    """Page size in bytes of databases that do not specify one when they are first opened."""
     cache_bytes: int = 64 * MIB
-    """Pages kept in memory, over all databases."""
+    """Bytes of pages kept in memory, over all databases."""
     wal_bytes_max: int = GIB
-    """WAL of one database that no checkpoint has absorbed: beyond it, writers wait."""
+    """Bytes of WAL in one database that no checkpoint has absorbed; beyond it, writers wait."""
     store_wal_bytes_max: int = 16 * GIB
-    """The same for all databases together."""
+    """The same limit for all databases together."""
     publish_seconds: float = 1.0
     publish_bytes: int = 4 * MIB
-    """The page index is at most so far behind what is durable (P6)."""
+    """The page index is published `publish_seconds` or `publish_bytes` after the last time, whichever comes first (P6)."""
     seal_seconds: float = 60.0
-    """An open segment is ended after this long, so that it can be checkpointed."""
+    """Age at which an open segment is sealed, so that it can be checkpointed."""
     spill_bytes: int = 64 * MIB
-    """Pages of one transaction kept in memory; more go to a scratch file until it commits (P6)."""
+    """Bytes of one transaction's pages kept in memory; the rest goes to a scratch file until the commit (P6)."""
     cold_bytes_per_second: int = 128 * MIB
-    """What cold scans may read, over all of them; 0 for no limit."""
+    """Bytes per second that all cold scans together may read; 0: no limit."""
     long_reader_seconds: float = 300.0
-    """A snapshot that is open for longer is reported once: it keeps WAL from being given back."""
+    """A snapshot that is open for longer than this is reported once: it keeps WAL from being reclaimed."""
     attach_creates: bool = True
     """Whether SQL's ATTACH creates a database that does not exist, as SQLite creates a file."""
     open_max: int = 1024
-    """Databases that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    """Databases that are open at once; beyond it, unused ones are closed, longest unused first."""
     idle_seconds: float = 90.0
-    """A database that nobody has used for this long is closed; the next use opens it."""
+    """A database that has not been used for this long is closed; the next use opens it again."""
 
     def __post_init__(self) -> None:
         _require(self.cache_bytes >= 0, "pages.cache_bytes must not be negative")
@@ -169,24 +168,24 @@ class PagesSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ManifestLogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the manifest logs of streams behave."""
+    """Settings of the manifest logs of streams."""
 
     mode: Literal["off", "shadow", "on"] = "on"
-    """`off`: no log. `shadow`: written and compared with the projection, not believed. `on`: the truth (S1)."""
+    """`off`: no log. `shadow`: written and compared with the projection, but not relied on. `on`: authoritative (S1)."""
     chunk_bytes: int = 256 * KIB
-    """A chunk is sealed when it has so much. It begins with 16 KiB and grows; a sealed one keeps only its used bytes."""
+    """Size at which a chunk is sealed. A chunk begins with 16 KiB and grows; a sealed one keeps only its used bytes."""
     record_bytes_max: int = 4 * KIB
-    """A chunk is rotated when it has less room than this left; a larger record makes its chunk grow instead."""
+    """A chunk is rotated when it has less than this many bytes left; a larger record makes its chunk grow instead."""
     rotation_seconds: float = 0.25
-    """A chunk with news about data is rotated, and so uploaded, when nothing was committed for this long."""
+    """A chunk with records about data segments is rotated, and so uploaded, after this long without a commit."""
     snapshot_chunks: int = 64
-    """Sealed chunks between two snapshots: how much of the log recovery replays at most, and what stays on disk."""
+    """Sealed chunks between two snapshots; bounds how much of the log recovery replays and how much stays on disk."""
     snapshots_kept: int = 2
-    """Should the newest one be damaged there is another."""
+    """Snapshots that are kept, so that another one exists if the newest is damaged."""
     sealed_kept: int = 2
     """Sealed chunks that stay on disk although they are uploaded and older than the newest snapshot."""
     bundle_seconds: float = 7 * 86_400.0
-    """Chunks of one such period become one object."""
+    """Length of the period whose chunks are combined into one object."""
 
     def __post_init__(self) -> None:
         _require(
@@ -205,81 +204,81 @@ class ManifestLogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an owner serves other processes: everything a client can use up is bounded."""
+    """How an owner serves other processes: every resource that a client can use up is bounded."""
 
     calls_max: int = 64
-    """Calls that are worked on at once; more wait for `busy_seconds` and are then refused."""
+    """Calls that are processed at once; further ones wait for `busy_seconds` and are then refused."""
     waits_max: int = 256
-    """Long polls: they hold a thread each, and nothing else."""
+    """Long polls at once: each holds a thread, and nothing else."""
     streams_max: int = 32
-    """Tables that are being read; a slow client keeps its place."""
+    """Tables that are read at once; a slow client keeps its place."""
     connections_max: int = 512
     """Connections through the Unix socket: each holds a thread."""
     busy_seconds: float = 1.0
+    """How long a call waits for a place before it is refused."""
     body_bytes_max: int = 16 * MIB
-    """Of a call. A batch of operations must fit."""
+    """Bytes of one call; a batch of operations must fit."""
     batch_bytes: int = 8 * MIB
-    """An Arrow batch ends with the row that passes this."""
+    """An Arrow batch ends with the row that exceeds this size."""
     wait_seconds_max: float = 20.0
-    """One long poll; clients that wait for longer ask again."""
+    """Longest duration of one long poll; clients that wait longer poll again."""
     stop_seconds: float = 5.0
-    """How long a closing server waits for calls to end; then it hangs up."""
+    """How long a closing server waits for calls to end before it drops their connections."""
     http_connections_max: int = 1024
-    """Connections to the HTTP side at once; more are told to come again."""
+    """HTTP connections at once; further ones are refused, and clients can retry."""
     http_requests_max: int = 256
-    """Requests that are worked on at once; more are told to come again."""
+    """HTTP requests that are processed at once; further ones are refused, and clients can retry."""
     http_threads: int = 16
-    """Threads for what blocks: the dashboard, files, replicas. SQL has its own."""
+    """Threads for blocking work: the dashboard, files, replicas. SQL has its own threads."""
     http_head_bytes_max: int = 32 * 1024
-    """Of a request's line and headers."""
+    """Bytes of a request line and its headers."""
     http_head_seconds: float = 10.0
-    """From the first byte of a request, or from the beginning of a connection, to the end of its headers."""
+    """Time from the first byte of a request, or the beginning of a connection, to the end of the headers."""
     http_body_seconds: float = 60.0
-    """From the end of the headers to the end of the body."""
+    """Time from the end of the headers to the end of the body."""
     http_idle_seconds: float = 30.0
     """How long a connection is kept open between two requests."""
     http_send_seconds: float = 30.0
-    """How long a client may take to read any part of an answer."""
+    """How long a client may take to read any part of a response."""
     http_events_max: int = 16
-    """Pages that follow the store live: each holds a connection."""
+    """Dashboard pages with live updates at once: each holds a connection."""
     http_ask_readers: bool = False
-    """Ask for a token even on loopback: for machines that others log in to."""
+    """Whether a token is required even on loopback: for machines that other users log in to."""
     http_anonymous_writes: bool = False
-    """On loopback, databases can be written without a token, as well as read. For development, and for machines of one user."""
+    """Whether databases can also be written without a token on loopback: for development, and for single-user machines."""
     jwt_keys: tuple[str, ...] = ()
-    """Files of public keys (Ed25519, PEM or base64) whose signed tokens are accepted, beside the store's own key."""
+    """Files of public keys (Ed25519, PEM or base64) whose signed tokens are accepted in addition to the store's own key."""
     http_hosts: tuple[str, ...] = ()
-    """Names the HTTP side is reached by, beside localhost and addresses: a name that is not listed is refused."""
+    """Host names of the HTTP server in addition to localhost and addresses; a request for any other name is refused."""
     metrics_databases: int = 20
-    """Databases that have series of their own in `/metrics`: those whose files take most. 0: none has."""
+    """Number of databases with their own series in `/metrics`: those with the largest files. 0: none."""
     metrics_tag: str = ""
-    """A tag, such as "plan", by whose values `/metrics` adds databases up; empty: by none."""
+    """A tag, such as "plan", by whose values `/metrics` aggregates databases; empty: no aggregation."""
     http_sample_seconds: float = 10.0
-    """How often the dashboard remembers how many segments are in which state."""
+    """How often the dashboard records how many segments are in which state."""
     sql_threads: int = 16
-    """Threads that run SQL of other programs; none of them ever waits for a lock."""
+    """Threads that run the SQL of other programs; none of them ever waits for a lock."""
     sql_database_threads: int = 12
-    """How many of them at most work for one database at a time; never all, if there are several."""
+    """Threads out of `sql_threads` that one database may use at once; always fewer than all, unless there is only one."""
     sql_streams_max: int = 512
-    """Streams of SQL at once, each with a connection of its own …"""
+    """SQL streams at once, each with its own connection."""
     sql_database_streams_max: int = 256
-    """… and those of one database."""
+    """SQL streams of one database at once."""
     sql_idle_seconds: float = 10.0
-    """A stream that nobody uses is closed after this long."""
+    """A stream that has not been used for this long is closed."""
     sql_transaction_seconds: float = 5.0
-    """A transaction in which nothing is done is rolled back after this long: it may hold the lock to write."""
+    """A transaction that is idle for this long is rolled back: it may hold the write lock."""
     sql_lock_seconds: float = 7.5
-    """How long a statement waits for the lock before it is answered with `SQLITE_BUSY`."""
+    """How long a statement waits for the write lock before it fails with `SQLITE_BUSY`."""
     sql_statement_seconds: float = 60.0
-    """How long a statement may take until its first row, and for each bunch of rows; then it is interrupted."""
+    """How long a statement may take for its first row, and for each further group of rows, before it is interrupted."""
     sql_answer_rows_max: int = 1_000_000
     sql_answer_bytes_max: int = 32 * MIB
-    """Of one answer; a cursor has neither limit."""
+    """One answer has at most `sql_answer_rows_max` rows and `sql_answer_bytes_max` bytes; a cursor has neither limit."""
     sql_heap_bytes: int = 1024 * MIB
-    """What SQLite takes in the whole process before it gives cached pages back, once a server runs; statements do not fail by
-    it. 0: no limit."""
+    """Heap of SQLite in a serving process above which it frees cached pages; statements do not fail. 0: no limit."""
     sql_default_database: str = "default"
-    """The database of clients that name none, made when it is first used; empty: they are refused."""
+    """Database of clients that name none, created on first use; empty: such clients are refused."""
 
     def __post_init__(self) -> None:
         limits = (self.calls_max, self.waits_max, self.streams_max, self.connections_max)
@@ -327,38 +326,39 @@ class ServiceSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How key-value databases behave."""
+    """Settings of key-value databases."""
 
     memtable_bytes: int = 32 * MIB
-    """A memtable of this size is frozen and flushed."""
+    """Size at which a memtable is frozen and flushed."""
     frozen_max: int = 2
-    """Frozen memtables that may wait for their flush; beyond it, writers wait."""
+    """Frozen memtables that may wait to be flushed; beyond it, writers wait."""
     table_bytes: int = 32 * MIB
-    """A compaction begins a new table at this size, before compression."""
+    """Size, before compression, at which a compaction begins a new table."""
     block_bytes: int = 64 * 1024
+    """Size of a table's blocks, before compression."""
     compression: str = "lz4"
-    """Of tables: lz4, zstd or none."""
+    """Compression of tables: lz4, zstd or none."""
     bloom_bits_per_key: int = 10
     cache_bytes: int = 64 * MIB
-    """Decoded blocks kept in memory, over all databases."""
+    """Bytes of decoded blocks kept in memory, over all databases."""
     level0_tables: int = 4
-    """So many overlapping tables are merged into level 1."""
+    """Number of overlapping tables in level 0 at which they are merged into level 1."""
     level0_stop: int = 20
-    """With so many, writers wait for a compaction."""
+    """Number of tables in level 0 at which writers wait for a compaction."""
     level_bytes: int = 256 * MIB
-    """What level 1 may hold; each level below holds ten times more."""
+    """Bytes that level 1 may hold; each deeper level holds ten times more."""
     stall_seconds: float = 60.0
-    """How long a writer waits for room before it is told."""
+    """How long a writer waits for room before it fails with `Overloaded`."""
     manifest_log_bytes: int = 256 * 1024
-    """A manifest whose log has grown to this is written as a snapshot."""
+    """Size of the manifest's log at which a snapshot of the manifest is written."""
     backups_kept: int = 30
-    """Of each label: the next backup removes older ones. 0 keeps all."""
+    """Backups kept for each label: the next backup removes older ones. 0: all are kept."""
     threads: int = 2
-    """Threads that flush memtables, and as many that compact, over all databases."""
+    """Threads that flush memtables, over all databases; as many again run compactions."""
     open_max: int = 256
-    """Databases that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    """Databases that are open at once; beyond it, unused ones are closed, longest unused first."""
     idle_seconds: float = 90.0
-    """A database that nobody has used for this long is closed; the next use opens it."""
+    """A database that has not been used for this long is closed; the next use opens it again."""
 
     def __post_init__(self) -> None:
         _require(self.backups_kept >= 0, "lsm.backups_kept must not be negative")
@@ -376,20 +376,20 @@ class LsmSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ArchiveSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the store is kept in its bucket (A9)."""
+    """Settings of the store's archive in its bucket (A9)."""
 
     mode: Literal["off", "async", "sync"] = "off"
-    """`async`: the bucket is behind by `interval_seconds`. `sync`: every call that changes something waits for the bucket."""
+    """`async`: the bucket lags by `interval_seconds`. `sync`: every call that changes the store waits for the bucket."""
     interval_seconds: float = 1.0
-    """What was changed waits at most this long for its upload to begin."""
+    """Longest time that a change waits before its upload begins."""
     retain_seconds: float = 86_400.0
     """How far back the whole store can be restored."""
     base_seconds: float = 3_600.0
-    """A base is due after this long, if anything changed; sooner when the log outweighs the last one."""
+    """A base is due after this long if anything has changed, and sooner when the log outweighs the last base."""
     memory_bytes: int = 64 * MIB
-    """What waits for the bucket in memory; more waits on disk."""
+    """Bytes that wait for the bucket in memory; more wait on disk."""
     backlog_bytes: int = 4 * GIB
-    """What waits on disk; beyond it the log is broken off, and a base follows when the bucket answers again."""
+    """Bytes that wait on disk; beyond it the log is broken off, and a base follows when the bucket answers again."""
     sync_seconds: float = 30.0
     """How long a call waits for the bucket in mode `sync` before it raises `NotArchived`."""
     close_seconds: float = 30.0
@@ -405,42 +405,42 @@ class ArchiveSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How streams behave."""
+    """Settings of streams."""
 
     record_bytes_max: int = MIB
-    """A larger record is refused."""
+    """Size of the largest record; a larger one is refused."""
     segment_bytes: int = 64 * MIB
-    """A segment of this size is sealed, and the next one begun. The first ones of a quiet stream are smaller."""
+    """Size at which a segment is sealed and the next one begun. The first segments of a quiet stream are smaller."""
     seal_seconds: float = 60.0
-    """A segment with records is sealed after this long, so that it can move on."""
+    """Age at which a segment with records is sealed, so that it can move to the next tier."""
     sync_seconds: float = 0.05
-    """Records that nobody waits for are durable this long after they were appended."""
+    """Records that no caller waits for become durable this long after they were appended."""
     pending_bytes_max: int = 8 * MIB
-    """Appended, and not written yet; beyond it the appending thread writes."""
+    """Bytes appended and not yet written; beyond it, the appending thread writes them itself."""
     cache_bytes: int = 64 * MIB
-    """Decompressed frames kept in memory, over all streams."""
+    """Bytes of decompressed frames kept in memory, over all streams."""
     hot_bytes: int = GIB
-    """What sealed segments of one stream may take as they were written; beyond it, those longest unused are evicted."""
+    """Bytes of uncompressed sealed segments that one stream keeps on disk; beyond it, the longest unused are evicted."""
     warm_bytes: int = 4 * GIB
-    """The same for compressed ones that are in the object store too."""
+    """The same limit for compressed segments; only those that are also in the object store are evicted."""
     compress: bool = True
     upload: bool = True
-    """Whether sealed segments are compressed, and uploaded, in the background."""
+    """Whether sealed segments are compressed (`compress`) and uploaded (`upload`) in the background."""
     tick_seconds: float = 1.0
-    """Between two looks at what there is to move."""
+    """Interval between two checks for segments to move between tiers."""
     attempts: int = 5
-    """How often a read asks an object store that does not answer."""
+    """How often a read is attempted while the object store does not respond."""
     retry_seconds: float = 0.1
-    """Before the second attempt; each further one waits twice as long."""
+    """Pause before the second attempt; each further pause is twice as long."""
     retain_seconds: float = 0.0
     retain_bytes: int = 0
-    """Records older than this, and the oldest ones beyond so many bytes, go; 0: they stay. A stream can have its own."""
+    """Default retention: records older than `retain_seconds`, or the oldest beyond `retain_bytes`, are removed; 0: no limit."""
     threads: int = 4
-    """Threads that sync and seal what nobody waits for, over all streams."""
+    """Threads that sync and seal records that no caller waits for, over all streams."""
     open_max: int = 512
-    """Streams that are open at once; beyond it those that nobody uses are closed, the longest unused first."""
+    """Streams that are open at once; beyond it, unused ones are closed, longest unused first."""
     idle_seconds: float = 90.0
-    """A stream that nobody has used for this long is closed; the next use opens it."""
+    """A stream that has not been used for this long is closed; the next use opens it again."""
 
     def __post_init__(self) -> None:
         _require(1 <= self.record_bytes_max <= 64 * MIB, "stream.record_bytes_max lies in [1, 64 MiB]")
@@ -456,23 +456,23 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How an object store is reached: the sections `objects` and `namespaces.NAME`. A directory needs none of it."""
+    """How an object store is reached: the sections `objects` and `namespaces.NAME`. A directory needs no settings."""
 
     endpoint: str = ""
-    """Of an S3-compatible service, an emulator or a private endpoint; empty: the provider's own."""
+    """URL of an S3-compatible service, an emulator or a private endpoint; empty: the provider's own."""
     region: str = ""
-    """S3 only; empty: AWS_REGION, else us-east-1."""
+    """Region of an S3 bucket; empty: AWS_REGION, else us-east-1."""
     allow_http: bool = False
-    """Whether an endpoint may be plain HTTP: credentials and data then travel in the clear."""
+    """Whether the endpoint may be plain HTTP: credentials and data then travel unencrypted."""
     connect_timeout_seconds: float = 5.0
     request_timeout_seconds: float = 60.0
-    """How long a connection may take to be made, and a request with its answer."""
+    """How long a connection may take to be established, and a request to be answered."""
     credentials: dict[str, str] = {}
-    """By obstore's names (`access_key_id`, `secret_access_key`, `account_name` …); a value `env:NAME` is that variable's.
-    Empty: the provider's own variables (AWS_*, GOOGLE_*, AZURE_*)."""
+    """Credentials by obstore's names (`access_key_id`, `secret_access_key`, `account_name` …); a value `env:NAME` is read from
+    that environment variable. Empty: the provider's own variables (AWS_*, GOOGLE_*, AZURE_*)."""
 
     def check(self, section: str) -> None:
-        """Refuse what cannot work, by the name of its section in quire.toml."""
+        """Raise `InvalidConfig` for values that cannot work; `section` is the name of the section in quire.toml."""
         hint = "docs/objects.md has examples"
         timeouts = (self.connect_timeout_seconds, self.request_timeout_seconds)
         _require(min(timeouts) > 0, f"{section}: timeouts must be above zero seconds", hint)
@@ -483,7 +483,7 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
             _require(
                 self.allow_http or self.endpoint.startswith("https:"),
-                f"{section}.endpoint is plain HTTP: set `allow_http = true` beside it if data may travel in the clear",
+                f"{section}.endpoint is plain HTTP: set `allow_http = true` next to it if data may be sent unencrypted",
                 hint,
             )
 
@@ -492,11 +492,11 @@ class FollowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A SQLite file of another program that `quire serve` follows."""
 
     file: str
-    """Its path; a relative one is relative to the store."""
+    """Path of the file; a relative path is relative to the store."""
     database: str = ""
-    """The database that it becomes; empty: as the file is called, without `.db`."""
+    """Name of the database that the file becomes; empty: the name of the file without `.db`."""
     interval_seconds: float = 0.25
-    """Between two looks at the file."""
+    """Time between two checks of the file for changes."""
 
     def __post_init__(self) -> None:
         _require(bool(self.file), "follow.file must be a path")
@@ -504,12 +504,12 @@ class FollowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything in quire.toml."""
+    """All settings of quire.toml."""
 
     object_store: str = ""
-    """URL of the object store; empty means `objects/` inside the store."""
+    """URL of the object store; empty: `objects/` inside the store."""
     open_files_max: int = 896
-    """Files that databases of all kinds keep open to write to, and tables; what is idle is closed after a second."""
+    """Files that databases of all kinds keep open for writing, and tables; idle ones are closed after a second."""
     manifest: ManifestSettings = ManifestSettings()
     feed: FeedSettings = FeedSettings()
     maintenance: MaintenanceSettings = MaintenanceSettings()
@@ -522,7 +522,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     objects: ObjectSettings = ObjectSettings()
     """How the object store is reached."""
     namespaces: dict[str, ObjectSettings] = {}
-    """How a namespace of this name is reached; one that is not here, as `objects` says if its URL has the same scheme."""
+    """How namespaces are reached, by name; one that is not listed uses `objects` if its URL has the same scheme."""
     follow: tuple[FollowSettings, ...] = ()
     """SQLite files of other programs that `quire serve` follows: `[[follow]]` in quire.toml."""
 
@@ -534,7 +534,7 @@ class StoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(text: bytes) -> StoreSettings:
-    """The settings that a quire.toml says."""
+    """Parse the contents of a quire.toml; raise `InvalidConfig` if they are not valid."""
     try:
         return msgspec.toml.decode(text, type=StoreSettings)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -544,18 +544,18 @@ def load(text: bytes) -> StoreSettings:
 EXAMPLE = """\
 # quire.toml: the configuration of this store. Everything has a default; uncomment to change.
 
-# Where objects live: a path, s3://bucket/prefix, gs://…, az://… Empty: the directory objects/ of this store.
+# Location of the objects: a path, s3://bucket/prefix, gs://…, az://… Empty: objects/ in this store.
 object_store = "{object_store}"
 
-# Files that databases keep open, at most a quarter of `ulimit -n`; beyond it the oldest is closed until its next use.
+# Files that databases keep open, at most a quarter of `ulimit -n`; beyond that, one is closed until its next use.
 # open_files_max = 896
 
 [objects]
 # endpoint = ""                # of an S3-compatible service: "https://s3.example.com"
-# allow_http = false           # let an endpoint be plain HTTP: "http://127.0.0.1:9000"
+# allow_http = false           # allow a plain HTTP endpoint: "http://127.0.0.1:9000"
 # region = ""
 # credentials = {{}}             # {{ access_key_id = "env:MY_ID", secret_access_key = "env:MY_SECRET" }}; else AWS_* …
-# A section [namespaces.NAME] says the same of a namespace (`quire namespace create NAME URL`); without it, [objects] does.
+# A section [namespaces.NAME] has the same settings for one namespace (`quire namespace create NAME URL`); default: [objects].
 
 [archive]
 # mode = "off"                 # keep the whole store in the bucket: async (a second behind) or sync (calls wait for it)
@@ -573,26 +573,26 @@ object_store = "{object_store}"
 # retain_bytes = 1073741824    # … or 1 GiB, whichever is less
 
 [service]
-# calls_max = 64               # calls of other processes that are worked on at once …
+# calls_max = 64               # concurrent calls from other processes …
 # waits_max = 256              # … long polls …
-# streams_max = 32             # … and tables that are being read
-# body_bytes_max = 16777216    # of one call
-# http_hosts = []              # names by which the dashboard is reached, beside localhost and addresses: "data.lan"
-# http_ask_readers = false     # ask for a token even on this machine
+# streams_max = 32             # … and table reads
+# body_bytes_max = 16777216    # size of one call
+# http_hosts = []              # host names of the dashboard, besides localhost and IP addresses: "data.lan"
+# http_ask_readers = false     # require a token even on this machine
 
 [maintenance]
 # enabled = true               # schedules, retention, leases and jobs, in the background of the owner
 # interval_seconds = 5.0
 # workers = 1                  # threads that run jobs
-# runner = "auto"              # who does the heavy part of jobs: threads, spark, or auto by their size
+# runner = "auto"              # runs the heavy part of jobs: threads, spark, or auto (by size)
 # time_travel_seconds = 0.0    # how far back every version of a page database can be opened
-# evict_seconds = 0.0          # copies that only snapshots need leave the disk for the object store at this age; 0: never
-# undrop_seconds = 86400.0     # what a person has dropped can be brought back for so long
-# delete_grace_seconds = 60.0  # bytes stay this long after their last reference went
+# evict_seconds = 0.0          # evict files that only snapshots need at this age; 0: never
+# undrop_seconds = 86400.0     # how long a dropped database or snapshot can be restored
+# delete_grace_seconds = 60.0  # how long data is kept after its last reference is removed
 
 [pages]
-# open_max = 1024              # databases that are open at once; those longest unused are closed
-# idle_seconds = 90.0          # … and those that nobody has used for this long
+# open_max = 1024              # databases open at once; the least recently used are closed
+# idle_seconds = 90.0          # … and those unused for this long
 
 [lsm]
 # memtable_bytes = 33554432    # key-value databases: a memtable of this size is flushed
@@ -601,17 +601,17 @@ object_store = "{object_store}"
 
 [manifest_log]
 # mode = "on"                  # streams' manifest logs: off, shadow or on
-# rotation_seconds = 0.25      # a quiet chunk with news is sealed and uploaded after this long
+# rotation_seconds = 0.25      # a chunk with new records is sealed and uploaded after this long
 
 [stream]
 # segment_bytes = 67108864     # a segment of this size is sealed …
 # seal_seconds = 60.0          # … or one this old
-# hot_bytes = 1073741824       # sealed segments of one stream as they were written …
+# hot_bytes = 1073741824       # uncompressed sealed segments of one stream …
 # warm_bytes = 4294967296      # … and compressed ones, before they are evicted
 # upload = true                # to the object store, in the background
-# retain_seconds = 0.0         # older records go; 0: they stay
+# retain_seconds = 0.0         # older records are dropped; 0: never
 
-# SQLite files of other programs that `quire serve` follows, each in a block of its own:
+# SQLite files of other programs for `quire serve` to follow, one block each:
 # [[follow]]
 # file = "/srv/app/app.db"
 # database = "app"

@@ -1,4 +1,4 @@
-"""Times and durations as people type them: the one parser for commands, addresses, URLs, settings and the Python API.
+"""Parser for times and durations as users type them, in commands, addresses, URLs, settings and the Python API.
 
     duration   90s, 15m, 2h, 1h30m, 7d, 4w; 0 needs no unit
     moment     now
@@ -8,10 +8,10 @@
                2026-05-01; 2026-05-01T14:30; 2026-05-01 14:30:00+02:00
     zone       a moment that names a day or a date may end with one: yesterday 18:00 Europe/Zurich; without it, UTC
 
-A time that a clock shows twice, when it is put back, is the first of the two. A time that it leaves out, when it is put
-forward, is as much later as it was put forward: 02:30 is then what the clock calls 03:30.
+A local time that occurs twice, because the clock is set back, means the first occurrence. A local time that is skipped,
+because the clock is set forward, is shifted by the same amount: 02:30 then means 03:30.
 
-A version of a database is named by its snapshot. A text that names none is an epoch (3:4711) or a moment (`parse_version`).
+A version of a database is named by its snapshot. Any other text is an epoch (3:4711) or a moment (`parse_version`).
 
 Pure functions. Raises `InvalidInput`, `UnknownSnapshot`.
 """
@@ -26,9 +26,9 @@ from quire.core.ids import Epoch
 
 UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 SECONDS_MAX = 1_000 * 366 * 86_400
-"""A thousand years: longer is a typing mistake."""
+"""A thousand years: a longer duration is a typing error."""
 TEXT_MAX = 100
-"""Characters of a moment: longer ones are not looked at."""
+"""Characters of a moment: longer texts are refused unparsed."""
 
 WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 
@@ -43,14 +43,14 @@ _DAY = re.compile(
 )
 _EPOCH = re.compile(r"([0-9]{1,10}):([0-9]{1,20})")
 _PLUS_LOST = re.compile(r"(.*T\S*) ([0-9]{2}:?[0-9]{2})")
-"""2026-01-31T12:00:00 01:00: a `+` that was decoded as in a form."""
+"""2026-01-31T12:00:00 01:00: a `+` that form decoding has turned into a space."""
 _ZONE = re.compile(r"(.*\S) (UTC|Z|[A-Z][A-Za-z_]+(?:/[A-Za-z0-9_+-]+)+)")
 _DURATION_HINT = "use 90s, 15m, 2h, 7d or 4w"
 MOMENT_HINT = "use an age (15m, 2 hours ago, yesterday), a day (yesterday 18:00) or a date in UTC (2026-05-01T14:30)"
 
 
 def parse_duration(text: str, what: str) -> int:
-    """The seconds of a duration; `what` is where it was given.
+    """Return a duration in seconds; `what` names the option or setting, for the error.
 
     >>> [parse_duration(text, "--keep") for text in ("90s", "1h30m", "7d", "0")]
     [90, 5400, 604800, 0]
@@ -68,7 +68,7 @@ def parse_duration(text: str, what: str) -> int:
 
 
 def duration(seconds: int) -> str:
-    """The shortest way to type it.
+    """Format seconds as a duration in the largest unit that divides them.
 
     >>> duration(2_592_000), duration(5_400), duration(61), duration(0)
     ('30d', '90m', '61s', '0s')
@@ -80,7 +80,7 @@ def duration(seconds: int) -> str:
 
 
 def parse_moment(text: str, what: str, *, now_ms: int) -> int:
-    """The milliseconds since 1970 of a moment; `what` is where it was given.
+    """Return a moment in milliseconds since the Unix epoch; `what` names the option or setting, for the error.
 
     >>> noon = 1_700_049_600_000  # Wednesday, 2023-11-15, 12:00 UTC
     >>> from datetime import UTC, datetime
@@ -102,7 +102,7 @@ def parse_moment(text: str, what: str, *, now_ms: int) -> int:
 
 
 def parse_version(text: str, *, now_ms: int, unknown: UnknownSnapshot) -> Epoch | datetime:
-    """The version that a text names which is no snapshot's name; `unknown`, with a better hint, if it names none.
+    """Return the version for a text that is not the name of a snapshot; raise `unknown`, with a better hint, if it is not one.
 
     >>> parse_version("3:4711", now_ms=0, unknown=UnknownSnapshot("no snapshot"))
     Epoch(lsn=4711, segment_id=3)
@@ -121,14 +121,14 @@ def parse_version(text: str, *, now_ms: int, unknown: UnknownSnapshot) -> Epoch 
 
 
 def parse_zone(name: str) -> tzinfo:
-    """A time zone by its name in the IANA database, such as Europe/Zurich.
+    """Return a time zone by its name in the IANA database, such as Europe/Zurich.
 
     >>> parse_zone("UTC") is UTC, str(parse_zone("Europe/Zurich"))
     (True, 'Europe/Zurich')
     """
     if name in ("UTC", "Z", ""):
         return UTC
-    from zoneinfo import ZoneInfo  # every command would wait for it, and few name a zone
+    from zoneinfo import ZoneInfo  # slow to import, and few commands name a zone
 
     try:
         return ZoneInfo(name)
@@ -138,7 +138,7 @@ def parse_zone(name: str) -> tzinfo:
 
 
 def _ago(words: str, what: str, now_ms: int) -> int | None:
-    """An age before now; None if the text is none."""
+    """Return the moment of an age before now; `None` if the text is not an age."""
     lower = words.lower()
     if lower == "now":
         return now_ms
@@ -157,7 +157,7 @@ def _ago(words: str, what: str, now_ms: int) -> int | None:
 
 
 def _of_calendar(words: str, now_ms: int) -> int:
-    """A day with a time, or a date."""
+    """Return the moment of a day with a time, or of a date."""
     zone: tzinfo = UTC
     if (zoned := _ZONE.fullmatch(words)) is not None:
         words, zone = zoned[1], parse_zone(zoned[2])

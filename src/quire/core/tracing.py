@@ -1,11 +1,11 @@
-"""Spans for whoever traces: OpenTelemetry if the application has loaded it, nothing at all otherwise.
+"""Tracing spans: OpenTelemetry if the application has loaded it, no-ops otherwise.
 
-A span that nobody records costs one look at `sys.modules`; hot paths take that look themselves, for `TRACE_API`. Names are
-`Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test holds the list. The manifest writes
-the trace of whoever submits a batch into its change record. Between processes a trace travels as W3C's `traceparent`:
-`carried` on one side, `continued` on the other; what cannot be read is no trace, and no error.
+An unrecorded span costs one lookup in `sys.modules`; hot paths look up `TRACE_API` themselves. Span names have the form
+`Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test checks the list. The manifest writes
+the trace id of the thread that submits a batch into its change record. Between processes a trace travels as a W3C
+`traceparent`: `current_traceparent` produces it, `attached_trace` consumes it. One that cannot be parsed is ignored.
 
-Any thread; a span belongs to the thread that opened it.
+Threads: any; a span belongs to the thread that opened it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 TRACE_API = "opentelemetry.trace"
-"""Somebody may be recording if this module is loaded."""
+"""If this module is not loaded, nothing records spans."""
 
 SPANS = (
     "PageStore.commit",
@@ -31,15 +31,15 @@ SPANS = (
     "Spark.run",
     "Service.call",
 )
-"""Every span there is."""
+"""The names of all spans."""
 
 
 _VERSION = "00"
-"""Of `traceparent`; later ones begin with the same fields."""
+"""The version of `traceparent`; later versions begin with the same fields."""
 
 
 class Span:
-    """What a traced block may say about itself."""
+    """The span of a traced block; takes its attributes."""
 
     __slots__ = ("_inner",)
 
@@ -47,21 +47,21 @@ class Span:
         self._inner = inner
 
     def set(self, **attributes: Any) -> None:
-        """Add attributes."""
+        """Add attributes, prefixed with `quire.`."""
         if self._inner is not None:
             for name, value in attributes.items():
                 self._inner.set_attribute(f"quire.{name}", value)
 
 
-_NOBODY = Span()
+_NO_SPAN = Span()
 
 
 @contextmanager
 def span(name: str, **attributes: Any) -> Iterator[Span]:
-    """Trace a block."""
+    """Trace the block as a span of this name."""
     api: Any = sys.modules.get(TRACE_API)
     if api is None:
-        yield _NOBODY
+        yield _NO_SPAN
         return
     with api.get_tracer("quire").start_as_current_span(name) as inner:
         traced = Span(inner)
@@ -70,7 +70,7 @@ def span(name: str, **attributes: Any) -> Iterator[Span]:
 
 
 def trace_id() -> str:
-    """The trace that this thread is in, as 32 hexadecimal digits; empty if it is in none."""
+    """Return this thread's trace id as 32 hexadecimal digits; empty outside a trace."""
     api: Any = sys.modules.get(TRACE_API)
     if api is None:
         return ""
@@ -78,9 +78,9 @@ def trace_id() -> str:
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
-# ── from process to process ───────────────────────────────────────────────────────────────────────────────────────────
-def carried() -> str:
-    """The trace that this thread is in, as a `traceparent` for another process; empty if it is in none."""
+# ── propagation between processes ─────────────────────────────────────────────────────────────────────────────────────
+def current_traceparent() -> str:
+    """Return this thread's trace as a `traceparent` for another process; empty outside a trace."""
     api: Any = sys.modules.get(TRACE_API)
     if api is None:
         return ""
@@ -90,12 +90,12 @@ def carried() -> str:
     return f"{_VERSION}-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def continued(traceparent: str) -> AbstractContextManager[object]:
-    """Spans and changes of the block belong to the trace that came from elsewhere; nothing if none came."""
+def attached_trace(traceparent: str) -> AbstractContextManager[object]:
+    """Attach the spans and changes of the block to the trace of another process; do nothing if `traceparent` has none."""
     numbers = _numbers(traceparent) if traceparent else None
     if numbers is None:
         return nullcontext()
-    from opentelemetry import trace as api  # a caller traces: its trace goes on here, whether or not we record
+    from opentelemetry import trace as api  # the caller traces: continue its trace whether or not this process records
 
     trace, span_id, flags = numbers
     context = api.SpanContext(trace, span_id, is_remote=True, trace_flags=api.TraceFlags(flags))
@@ -103,7 +103,7 @@ def continued(traceparent: str) -> AbstractContextManager[object]:
 
 
 def _numbers(traceparent: str) -> tuple[int, int, int] | None:
-    """(trace, span, flags) of a `traceparent`."""
+    """Return (trace, span, flags) of a `traceparent`, or `None` if it is not valid."""
     parts = traceparent.split("-")
     if [len(part) for part in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
         return None

@@ -2,10 +2,10 @@
 
 It is Django's own backend for SQLite over `quire.sqlite.dbapi`. `NAME` is a path of a store and a database in it, or a URL
 (`quire:///store/shop?at=monday`). The store stays open until the process ends, since Django closes its connections with each
-request. If another process owns the store, connections go through its server, which defines the functions that Django's queries
-use (`django_date_trunc` …), if Django is installed there.
+request. If another process owns the store, connections use its server, which defines the functions that Django's queries need
+(`django_date_trunc` …), if Django is installed there.
 
-Threads: as Django's connections: one each.
+Threads: one per connection, as in Django.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ dbapi.register_adapter(dt.date, dt.date.isoformat)
 
 
 class CursorWrapper(dbapi.Cursor):
-    """Django writes `%s` and `%(name)s` where SQLite has `?` and `:name`."""
+    """Translates Django's placeholders `%s` and `%(name)s` to SQLite's `?` and `:name`."""
 
     def execute(self, query: str, params: Any = None) -> Any:
         """Run one statement."""
@@ -49,13 +49,13 @@ class CursorWrapper(dbapi.Cursor):
         return super().execute(_converted(query, params), params)
 
     def executemany(self, query: str, param_list: Iterable[Any]) -> Any:
-        """Run one statement for each of these."""
+        """Run one statement for each set of parameters."""
         first, rows = tee(iter(param_list))
         return super().executemany(_converted(query, next(first, ())), rows)
 
 
 def _with_functions(database: Any) -> str:
-    """The URL of a database whose connections have Django's functions.
+    """Return the URL of a database whose connections have Django's functions.
 
     >>> _with_functions("/data/my store/shop"), _with_functions("quire:///store/shop?at=monday")
     ('quire:////data/my%20store/shop?functions=django', 'quire:///store/shop?at=monday&functions=django')
@@ -73,14 +73,14 @@ def _converted(query: str, params: Any) -> str:
 
 
 class DatabaseWrapper(base.DatabaseWrapper):
-    """One of Django's connections."""
+    """A connection of Django."""
 
     display_name = "SQLite on quire"
     Database = dbapi
     creation_class = DatabaseCreation
 
     def get_new_connection(self, conn_params: dict[str, Any]) -> Any:
-        """A connection to the store's database, as Django wants it."""
+        """Open a connection to the store's database, set up for Django."""
         if self.is_in_memory_db():
             connection = dbapi.connect(**conn_params)
             register_functions(connection)
@@ -95,5 +95,5 @@ class DatabaseWrapper(base.DatabaseWrapper):
         return connection
 
     def create_cursor(self, name: str | None = None) -> Any:  # noqa: ARG002 - Django's signature
-        """A cursor that takes Django's placeholders."""
+        """Return a cursor that accepts Django's placeholders."""
         return self.connection.cursor(factory=CursorWrapper)

@@ -1,4 +1,4 @@
-"""Test databases of Django: databases of the same store, `shop` becoming `test_shop`; parallel ones are forks of it.
+"""Django's test databases: databases of the same store, `test_shop` for `shop`; those for parallel tests are forks of it.
 
 Threads: the test runner's.
 """
@@ -15,22 +15,22 @@ from quire.store.sqlite_urls import DatabasePath, parse, shared_store
 
 
 def database_path(name: Any) -> DatabasePath:
-    """Where the database of this NAME is. One in memory is in no store."""
+    """Return where the database of this NAME is. Raises `ValueError` for a database in memory, which is in no store."""
     path = parse(os.fspath(name), uri=True)
     if path is None:
-        raise ValueError(f"{name!r} is a database in memory: it is in no store")
+        raise ValueError(f"{name!r} is an in-memory database, not in a store")
     return path
 
 
 def fork(source: Any, target: Any) -> None:
-    """Make a database a fork of another one of its store."""
+    """Make a database a fork of another one in the same store."""
     drop(target)
     with shared_store(database_path(source).root) as store:
         store.fork(database_path(source).name, database_path(target).name)
 
 
 def drop(name: Any) -> None:
-    """Drop a database, if there is one."""
+    """Drop a database, if it exists."""
     path = database_path(name)
     with shared_store(path.root) as store:
         try:

@@ -1,7 +1,7 @@
 """A test runner that gives each test class a fork of the migrated test database.
 
 `TEST_RUNNER = "quire.django.runner.ForkingRunner"`. Migrations run once. A class that leaves rows behind, or changes the
-schema, leaves them in its own fork, which is dropped with it. A fork copies nothing: it takes the same time whatever the size.
+schema, does so in its own fork, which is dropped with it. A fork copies nothing: it takes the same time whatever the size.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from quire.django.creation import drop, fork
 
 
 class ForkingRunner(DiscoverRunner):
-    """Django's own, with a fork for each class that uses a database of quire's."""
+    """Django's own runner, with a fork for each class that uses a quire database."""
 
     def build_suite(self, *arguments: Any, **options: Any) -> Any:
-        """The tests, with classes that fork before they set up."""
+        """Return the tests, with classes that fork before their setup."""
         suite = super().build_suite(*arguments, **options)
         for kind in {type(test) for test in iter_test_cases(suite)}:
             if issubclass(kind, SimpleTestCase) and kind.databases:

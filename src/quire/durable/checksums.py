@@ -1,11 +1,11 @@
-"""The checksums that stand in quire's formats: one name each, the same calling form, running values.
+"""The checksums of quire's formats, as running checksums with one calling convention.
 
-`crc64` is CRC-64/NVME, what quire's own formats use (about 1 µs for 4 KiB); `crc32` is that of zlib, where a foreign or
-inherited layout asks for it; `sha256` is for where an *adversary* or a mix-up of objects is the worry. `crc(a + b) == crc(b,
-crc(a))`, so a value may seed the next part, be a salt, or chain frames; for equal bytes the map from seed to crc is one to
-one. Any C-contiguous buffer will do, and nothing is copied.
+`crc64` is CRC-64/NVME, used by quire's own formats (about 1 µs for 4 KiB); `crc32` is zlib's, for foreign or inherited layouts
+that require it; `sha256` protects against *adversaries* and swapped objects. `crc(a + b) == crc(b, crc(a))`, so a value can
+seed the next part, act as a salt, or chain frames; for equal bytes the map from seed to crc is one-to-one. Any C-contiguous
+buffer is accepted, and nothing is copied.
 
-Pure functions, any thread; importable on executors (no lmdb). The formats that use them are in `docs/formats/`. Raises only
+Threads: any; pure functions, importable on executors (no lmdb). The formats that use them are in `docs/formats/`. Raises only
 what Python raises for a wrong argument (`TypeError`, `BufferError`).
 
     >>> hex(crc32(b"123456789")), hex(crc64(b"123456789"))
@@ -34,12 +34,13 @@ Bytes = bytes | bytearray | memoryview
 CRC64_POLYNOMIAL = 0x9A6C9329AC4BC9B5
 """CRC-64/NVME, reflected: the lowest bit is the highest power."""
 CRC64_MAX = 2**64 - 1
-EARLY_BYTES = 64 * KIB
-"""What is checked by the table: about 6 ms of it. Opening a small database and a record or two are well below."""
+TABLE_BYTES_MAX = 64 * KIB
+"""How many bytes of a process are computed with the Python table, about 6 ms of work. Opening a small database and reading a
+record or two stays well below it."""
 ROWS_PER_BLOCK = 8192
-"""`crc64_rows` takes this many rows at a time: its scratch space then stays in the processor's cache."""
+"""`crc64_rows` processes this many rows at a time, so that its scratch space stays in the CPU cache."""
 ROWS_BY_ONE = 256
-"""Below this many rows one call for each is quicker than the numpy calls for all."""
+"""Below this many rows, one `crc64` call per row is faster than numpy."""
 
 
 class Checksum(Protocol):
@@ -48,41 +49,47 @@ class Checksum(Protocol):
     def __call__(self, data: Bytes, value: int = 0, /) -> int: ...
 
 
-# Bound, not wrapped: one Python frame less on paths that run half a million times a second.
+# Bound, not wrapped: saves a Python frame on paths that run half a million times per second.
 crc32: Checksum = zlib.crc32
 
 
 def crc64(data: Bytes, value: int = 0, /) -> int:
-    """The crc64 of `data`, behind what `value` is the crc64 of."""
+    """Return the crc64 of `data`, continuing from `value`, the crc64 of the preceding bytes."""
     return _crc64(data, value)
 
 
 def crc64_joined(first: int, second: int, second_bytes: int) -> int | None:
-    """The crc64 of what follows each other, from those of both and the second's length; `None` where awscrt is too old."""
+    """Return the crc64 of two byte strings concatenated, from their crc64s and the length of the second.
+
+    `None` if the installed awscrt is too old to combine them.
+    """
     combine = _combine()
     return None if combine is None else combine(first, second, second_bytes)
 
 
 def sha256(data: Bytes) -> bytes:
-    """The 32-byte SHA-256 digest of `data`."""
+    """Return the 32-byte SHA-256 digest of `data`."""
     return hashlib.sha256(data).digest()
 
 
-# ── one crc64, from two makers ────────────────────────────────────────────────────────────────────────────────────────
-def _early(data: Bytes, value: int) -> int:
-    """The native crc64 takes 60 ms to load, more than most commands may take altogether: the first bytes of a process are done
-    by a table, and with the byte that is one too many the native one is loaded for good. Threads may count a little wrong."""
-    global _crc64, _early_bytes
+# ── two implementations of crc64 ──────────────────────────────────────────────────────────────────────────────────────
+def _crc64_until_loaded(data: Bytes, value: int) -> int:
+    """Compute crc64 with a Python table, and switch to the native implementation after `TABLE_BYTES_MAX`.
+
+    The native library takes 60 ms to load, more than most commands may take in total. `_table_bytes` is updated without a lock,
+    so with several threads the count is approximate.
+    """
+    global _crc64, _table_bytes
     view = memoryview(data)
-    _early_bytes += view.nbytes
-    if _early_bytes <= EARLY_BYTES and view.c_contiguous and 0 <= value <= CRC64_MAX:
+    _table_bytes += view.nbytes
+    if _table_bytes <= TABLE_BYTES_MAX and view.c_contiguous and 0 <= value <= CRC64_MAX:
         return _by_table(view, value)
     _crc64 = _native()
     return _crc64(data, value)
 
 
-_crc64: Callable[[Bytes, int], int] = _early
-_early_bytes = 0
+_crc64: Callable[[Bytes, int], int] = _crc64_until_loaded
+_table_bytes = 0
 
 
 def _by_table(view: memoryview, value: int) -> int:
@@ -94,7 +101,7 @@ def _by_table(view: memoryview, value: int) -> int:
 
 @cache
 def _crc64_table() -> list[int]:
-    """What each byte contributes to the state."""
+    """Return the contribution of each byte value to the state."""
     table = list(range(256))
     for _ in range(8):
         table = [(entry >> 1) ^ (CRC64_POLYNOMIAL * (entry & 1)) for entry in table]
@@ -110,7 +117,7 @@ def _awscrt() -> Any:
 
 def _native() -> Callable[[Bytes, int], int]:
     checksums = _awscrt()
-    # awscrt's function is a Python function around this one: ours stands in its place, at the same price.
+    # awscrt's public function is a Python wrapper around this one. Ours replaces that wrapper, at the same cost.
     inner = getattr(checksums, "_awscrt", None)
     native: Callable[[Bytes, int], int] = getattr(inner, "checksums_crc64nvme", checksums.crc64nvme)
     return native
@@ -121,14 +128,14 @@ def _combine() -> Callable[[int, int, int], int] | None:
     return getattr(_awscrt(), "combine_crc64nvme", None)
 
 
-# ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── many rows at once ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The crc64 of each row of an (n, k) array, row `i` starting from `seeds[i]`.
+    """Return the crc64 of each row of an (n, k) array, row `i` seeded with `seeds[i]`.
 
-    `rows` may be a view with gaps (the first 40 bytes of each 48). Costs about 0.1 µs per row of 40 bytes, a third of
-    calling `crc64` for each; rows of more than a few hundred bytes are better off with that.
+    `rows` may be a strided view (the first 40 bytes of each 48). Costs about 0.1 µs per row of 40 bytes, a third of
+    calling `crc64` per row; for rows longer than a few hundred bytes, calling `crc64` is faster.
 
     >>> import numpy as np
     >>> rows = np.frombuffer(b"123456789" * 2, np.uint8).reshape(2, 9)
@@ -152,7 +159,7 @@ def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np
         size = len(state)
         for column in range(0, width, 8):
             word = np.ascontiguousarray(block[:, column : column + 8])
-            taken = word.shape[1]  # the last word may be short: its bytes go in, and the state moves by as many
+            taken = word.shape[1]  # the last word may be short; the state then shifts by that many bytes only
             state.view(np.uint8).reshape(size, 8)[:, :taken] ^= word
             places[:, :size] = state.view(np.uint8).reshape(size, 8).T
             if taken < 8:
@@ -160,7 +167,7 @@ def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np
             else:
                 state[:] = 0
             for byte in range(taken):
-                # `clip` never clips (a byte is below 256), but lets numpy write straight into `out`.
+                # `clip` never clips (a byte is below 256), but it lets numpy write directly into `out`.
                 np.take(tables[taken - 1 - byte], places[byte, :size], out=looked_up[:size], mode="clip")
                 state ^= looked_up[:size]
     return ~result
@@ -168,7 +175,7 @@ def crc64_rows(rows: NDArray[np.uint8], seeds: NDArray[np.uint64]) -> NDArray[np
 
 @cache
 def _crc64_tables() -> NDArray[np.uint64]:
-    """Row `n`: what a byte contributes to the state once `n` more bytes have followed it."""
+    """Return a table whose row `n` has the contribution of each byte value to the state `n` bytes later."""
     import numpy as np
 
     one, eight = np.uint64(1), np.uint64(8)

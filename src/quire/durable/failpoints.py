@@ -1,15 +1,15 @@
-"""Named places in the code where a test can make the process die, fail or wait.
+"""Named points in the code where a test can make the process die, fail or wait.
 
-A point calls `hit("package.step.before")`; with nothing armed that is one look at an empty dict. A script says what to do at
-it, hit after hit: terms joined by `->`, each `action` or `N*action`. A counted term serves N hits, a bare one all the rest;
-behind the last term nothing happens. Actions: `off` · `kill` (SIGKILL to this process) · `raise:ENOSPC` (an `OSError` of that
-errno) · `sleep:20` (milliseconds) · in code also any callable, which gets the point's name. `*` stands for every point:
-`armed("*", "4*off->kill")` dies at the fifth step, whatever it is.
+Code at a point calls `hit("package.step.before")`; with nothing armed, that is one check of an empty dict. A script defines
+what happens at each successive hit: terms joined by `->`, each `action` or `N*action`. A counted term applies to N hits, an
+uncounted one to all remaining hits; after the last term nothing happens. Actions: `off` · `kill` (SIGKILL to this process) ·
+`raise:ENOSPC` (an `OSError` with that errno) · `sleep:20` (milliseconds) · in code also any callable, which receives the
+point's name. `*` matches every point: `armed("*", "4*off->kill")` dies at the fifth hit of any point.
 
-`QUIRE_FAILPOINTS="name=kill;other=2*off->raise:EIO"` arms points at import: that is how a test reaches a child process.
+`QUIRE_FAILPOINTS="name=kill;other=2*off->raise:EIO"` arms points at import, which is how a test reaches a child process.
 
-Threads: any; counting and taking a term is under one lock, the action itself runs outside it. Raises `InvalidConfig` for a
-script that does not parse, and at a point what its action says.
+Threads: any; counting and taking a term are done under one lock, the action itself runs outside it. Raises `InvalidConfig` for
+a script that does not parse, and at a point whatever its action raises.
 
     >>> with armed("demo.step", "1*off->raise:ENOSPC"):
     ...     hit("demo.step")
@@ -42,7 +42,7 @@ _HINT = "a script is like `kill`, `raise:ENOSPC`, `sleep:20` or `3*off->kill`"
 
 
 class _FailpointScript:
-    """The remaining terms at one point; touched only under `_lock`."""
+    """The remaining terms at one point; accessed only under `_lock`."""
 
     __slots__ = ("_terms",)
 
@@ -67,7 +67,7 @@ _hits: Counter[str] = Counter()
 
 
 def hit(name: str) -> None:
-    """Mark a step: does what is armed for `name`, normally nothing."""
+    """Run the action armed for `name`, normally none."""
     if _armed:
         _act(name)
 
@@ -83,7 +83,7 @@ def _act(name: str) -> None:
 
 @contextmanager
 def armed(name: str, script: str | Action) -> Iterator[None]:
-    """Arm a point for the length of a block; an outer arming of the same point comes back afterwards."""
+    """Arm a point for the duration of a block; an outer script for the same point is restored afterwards."""
     new = _FailpointScript([(None, script)] if callable(script) else _parse(name, script))
     with _lock:
         former = _armed.get(name)
@@ -100,7 +100,7 @@ def armed(name: str, script: str | Action) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """Count hits from zero for the length of a block, without doing anything at them; read them with `hits`."""
+    """Count hits from zero for the duration of a block, without any action; read the counts with `hits`."""
     with _lock:
         _hits.clear()
     with armed(EVERY, "off"):
@@ -108,13 +108,13 @@ def recording() -> Iterator[None]:
 
 
 def hits() -> dict[str, int]:
-    """How often each point was hit while something was armed, in the order of their first hit."""
+    """Return how often each point was hit while any point was armed, in order of first hit."""
     with _lock:
         return dict(_hits)
 
 
 def arm_from(text: str) -> None:
-    """Arm the points of a `QUIRE_FAILPOINTS` text, for the life of the process."""
+    """Arm the points listed in `text`, the value of `QUIRE_FAILPOINTS`, for the life of the process."""
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, script = entry.partition("=")
         if not equals or not name.strip():

@@ -1,17 +1,17 @@
-"""The seam between quire and the file system, and the only place that syncs.
+"""The interface between quire and the file system, and the only module that syncs.
 
-After `File.sync` the bytes and the size of a file survive power loss; after `Disk.sync_dir` the *name* of a new, renamed or
-removed file does, which syncing the file alone does not give. After a failed sync the state on disk is unknown: the caller
-must stop using the file (see `StoreUnusable`).
+After `File.sync` returns, the bytes and the size of a file survive power loss; after `Disk.sync_dir`, the *name* of a new,
+renamed or removed file does too, which syncing the file alone does not guarantee. After a failed sync the state on disk is
+unknown: the caller must stop using the file (see `StoreUnusable`).
 
-Every durable path goes through a `Disk`, so that `quire.testing` can keep, drop, garble or fail each step, and so that whoever
-wants to know of every sync has one place to look: `OsFile.sync`, `OsFile.write_synced_at` and `OsDisk.sync_dir`.
+Every durable path goes through a `Disk`, so that `quire.testing` can keep, drop, garble or fail each step. All syncs are in
+`OsFile.sync`, `OsFile.write_synced_at` and `OsDisk.sync_dir`.
 
-Operating-system errors are translated here, once: ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and EROFS become
-`NotWritable`; EMFILE and ENFILE `TooManyOpenFiles`; everything else `StorageFault`. `FileNotFoundError` and `FileExistsError`
-pass unchanged: they are answers, not faults.
+Threads: any; positional reads and writes share no file offset.
 
-Objects are confined to no thread: positional reads and writes carry no shared offset.
+Raises: operating-system errors are translated here, once. ENOSPC, EDQUOT and EFBIG become `DiskFull`; EACCES, EPERM and EROFS
+become `NotWritable`; EMFILE and ENFILE `TooManyOpenFiles`; everything else `StorageFault`. `FileNotFoundError` and
+`FileExistsError` pass unchanged: they are answers, not faults.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 DENIED_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 FILES_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE})
 UNSUPPORTED_ERRNOS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""What a kernel or file system says that does not know a flag of a write."""
+"""Returned by a kernel or file system that does not support a flag of a write."""
 ADVICE_ERRNOS = UNSUPPORTED_ERRNOS | {errno.ESPIPE, errno.EPERM, errno.EACCES, errno.EINTR, errno.EAGAIN}
-"""What says of an advice that it was not taken, and nothing of the bytes."""
+"""Mean that advice was ignored; they report nothing about the bytes."""
 
 SYNC_FILE_RANGE_WRITE = 2
-"""Linux: begin to write dirty pages of a range, and wait for none."""
+"""Linux: start writing the dirty pages of a range, without waiting."""
 
 ZERO_FILL_STEP = 1 << 20
 """Zero-filling writes this much at a time: large enough to stream, small enough not to double a segment in memory."""
@@ -49,7 +49,7 @@ class File(Protocol):
     def path(self) -> str: ...
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """Up to `size` bytes from `offset`; fewer only at the end of the file."""
+        """Return up to `size` bytes from `offset`; fewer only at the end of the file."""
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         """Write all of `data` at `offset`."""
@@ -59,13 +59,13 @@ class File(Protocol):
     def truncate(self, size: int) -> None: ...
 
     def allocate(self, size: int) -> None:
-        """Reserve `size` bytes on disk and grow the file to them; never sparse, so later writes cannot hit ENOSPC."""
+        """Reserve `size` bytes on disk and grow the file to that size; never sparse, so later writes cannot hit ENOSPC."""
 
     def sync(self) -> None:
         """Make bytes and size durable (fdatasync)."""
 
     def fileno(self) -> int:
-        """The descriptor, for mmap and locks."""
+        """Return the descriptor, for mmap and locks."""
 
     def close(self) -> None: ...
 
@@ -74,20 +74,20 @@ class Disk(Protocol):
     """The file operations quire uses. Paths are absolute or relative to the process, as for `os`."""
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
-        """Open for reading and, unless `write=False`, writing. `exclusive` makes the file and fails if it exists."""
+        """Open for reading and, unless `write=False`, writing. `exclusive` creates the file and fails if it exists."""
 
     def exists(self, path: str) -> bool: ...
 
     def size(self, path: str) -> int: ...
 
     def names(self, path: str) -> list[str]:
-        """The names in a directory, sorted; a missing directory raises `FileNotFoundError`."""
+        """Return the names in a directory, sorted; a missing directory raises `FileNotFoundError`."""
 
     def make_dirs(self, path: str) -> None:
-        """Make a directory and its parents, each name durable; existing ones are fine."""
+        """Create a directory and its missing parents, and make their names durable."""
 
     def rename(self, source: str, target: str) -> None:
-        """Replace `target` atomically. Durable only after `sync_dir`."""
+        """Rename `source`, replacing `target` atomically. Durable only after `sync_dir`."""
 
     def link(self, source: str, target: str) -> None:
         """Give a file a second name; `FileExistsError` if the name is taken."""
@@ -103,20 +103,23 @@ class Disk(Protocol):
 
 
 @runtime_checkable
-class ExchangedDisk(Protocol):
-    """A `Disk` whose directories another process may exchange for others, as a standby does that begins again."""
+class ReplaceableDisk(Protocol):
+    """A `Disk` whose directories another process may replace, as a standby that starts over does."""
 
-    def exchange(self) -> int:
-        """Which directories are there; waits while they are being exchanged."""
+    def directories_id(self) -> int:
+        """Return a number that identifies the current directories; waits while they are being replaced."""
 
 
-def exchange_of(disk: Disk) -> int:
-    """Another number after directories were exchanged: what was read of files and rows in between may not fit together."""
-    return disk.exchange() if isinstance(disk, ExchangedDisk) else 0
+def directories_id(disk: Disk) -> int:
+    """Return a number that changes when the directories of `disk` are replaced.
+
+    Files and rows read before and after a change may be inconsistent with each other.
+    """
+    return disk.directories_id() if isinstance(disk, ReplaceableDisk) else 0
 
 
 class DiskLayer:
-    """A `Disk` over another one: a subclass changes some operations, the others are the disk's below."""
+    """A `Disk` over another one: a subclass overrides some operations, the rest are forwarded."""
 
     def __init__(self, inner: Disk) -> None:
         self._inner = inner
@@ -149,8 +152,8 @@ class DiskLayer:
         self._inner.sync_dir(path)
 
 
-def bottom(disk: Disk) -> Disk:
-    """The disk below all layers."""
+def base_disk(disk: Disk) -> Disk:
+    """Return the disk below all layers."""
     while isinstance(disk, DiskLayer):
         disk = disk._inner
     return disk
@@ -158,7 +161,7 @@ def bottom(disk: Disk) -> Disk:
 
 @contextmanager
 def translated(path: str, doing: str) -> Iterator[None]:
-    """Turn operating-system errors into ours."""
+    """Translate operating-system errors raised in a block into quire's."""
     try:
         yield
     except (FileNotFoundError, FileExistsError):
@@ -168,40 +171,38 @@ def translated(path: str, doing: str) -> Iterator[None]:
 
 
 def translate(error: OSError, path: str, doing: str) -> StorageFault:
-    """The `StorageFault` that says what `error` means for the caller."""
+    """Return the `StorageFault` that corresponds to `error`."""
     number = error.errno or 0
     where = {"path": path, "errno": errno.errorcode.get(number, str(number))}
     if number in FULL_ERRNOS:
         return DiskFull(
-            f"the disk is full while {doing}", hint="free space or raise the limit, then try again", **where
+            f"the disk is full while {doing}", hint="free up space or raise the quota, then try again", **where
         )
     if number in DENIED_ERRNOS:
-        return NotWritable(f"no permission while {doing}", hint="check owner and mode of the directory", **where)
+        return NotWritable(f"no permission while {doing}", hint="check the owner and mode of the directory", **where)
     if number in FILES_ERRNOS:
         return too_many_open_files(doing, number, **where)
     return StorageFault(f"{error.strerror or error} while {doing}", hint="check the disk and the system log", **where)
 
 
 def too_many_open_files(doing: str, number: int = errno.EMFILE, **where: object) -> TooManyOpenFiles:
-    """The error for a process without a descriptor left, or with ENFILE a machine."""
+    """Return the error for a process (with ENFILE, a machine) that has run out of descriptors."""
     if number == errno.ENFILE:
-        hint = "close files of other programs, or raise fs.file-max (sysctl)"
+        hint = "close files in other programs, or raise fs.file-max (sysctl)"
         return TooManyOpenFiles(f"too many open files on this machine while {doing}", hint=hint, **where)
     limit, most = descriptor_limits()
-    hint = (
-        "raise it with `ulimit -n` before the program starts, lower open_files_max in quire.toml, or close what is open"
-    )
+    hint = "raise it with `ulimit -n` before the program starts, lower open_files_max in quire.toml, or close unused databases"
     what = f"too many open files while {doing}: the limit of this process is {limit}"
     return TooManyOpenFiles(what, hint=hint, **where, limit=limit, limit_max=most)
 
 
 def descriptor_limits() -> tuple[int, int]:
-    """How many descriptors this process may have, and how many it may ask for; -1 for no limit."""
+    """Return this process's soft and hard limit on descriptors; -1 means no limit."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 class DirectFile:
-    """A file of the operating system, or one that stands for it (open_files.py), with what only the system's can do."""
+    """A file of the operating system, or a wrapper of one (open_files.py), with the operations that only such files have."""
 
     __slots__ = ()
 
@@ -210,12 +211,12 @@ class DirectFile:
         raise NotImplementedError
 
     def begin_write_back(self, size: int, offset: int) -> None:
-        """Have the disk begin with bytes that were written and will be synced soon."""
+        """Start write-back of bytes that will be synced soon."""
         raise NotImplementedError
 
 
 class FileLayer:
-    """Passes everything on to another file; a layer overrides what it does differently."""
+    """Forwards every operation to another file; a subclass overrides those it changes."""
 
     __slots__ = ("_inner",)
 
@@ -264,8 +265,8 @@ class OsFile(DirectFile):
     def path(self) -> str:
         return self._path
 
-    # The three calls below are part of every commit and every read: a context manager around each cost 3 µs, as much as the
-    # system call itself.
+    # The next three calls are part of every commit and every read. They do not use `translated`, because a context manager
+    # costs 3 µs, as much as the system call itself.
     def read_at(self, size: int, offset: int) -> bytes:
         try:
             data = os.pread(self._fd, size, offset)
@@ -284,9 +285,9 @@ class OsFile(DirectFile):
         try:
             done = os.pwrite(self._fd, data, offset)
             if done < len(data):
-                rest = memoryview(data)
+                view = memoryview(data)
                 while done < len(data):
-                    done += os.pwrite(self._fd, rest[done:], offset + done)
+                    done += os.pwrite(self._fd, view[done:], offset + done)
         except OSError as error:
             raise translate(error, self._path, "writing") from error
 
@@ -297,10 +298,10 @@ class OsFile(DirectFile):
             raise translate(error, self._path, "syncing") from error
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Write all of `data` and make it durable, in one call: what was written before is not this one's business.
+        """Write all of `data` and make it durable, in one call. Earlier writes are not covered.
 
-        A thread needs the interpreter again after every system call. Between a write and its sync, with others that want it
-        too, the disk would be idle for as long as they take.
+        A thread must reacquire the interpreter lock after every system call. If other threads hold it between a write and its
+        sync, the disk is idle for that time.
         """
         try:
             done = os.pwritev(self._fd, [data], offset, os.RWF_DSYNC)
@@ -313,10 +314,10 @@ class OsFile(DirectFile):
             self.sync()
 
     def begin_write_back(self, size: int, offset: int) -> None:
-        """Have the disk begin with bytes that were written and will be synced soon. Nothing is durable by it.
+        """Start write-back of bytes that will be synced soon. Makes nothing durable.
 
-        What the caller still has to do before it syncs is then done while the disk works. It waits for nothing and takes no
-        news of a failed write-back from the handle: that is for the sync. A failure of its own is one of the write.
+        The disk then works while the caller prepares its sync. The call does not wait, and does not consume a write-back error
+        of the handle: the sync must report that. If the call itself fails, the error is raised as a failed write.
         """
         begin = _write_back_call()
         if begin is None or not (number := begin(self._fd, offset, size)) or number in ADVICE_ERRNOS:
@@ -380,7 +381,7 @@ class OsDisk:
             missing.append(path)
             path = os.path.dirname(path)
         for folder in reversed(missing):
-            with translated(folder, "making a directory"):
+            with translated(folder, "creating a directory"):
                 try:
                     os.mkdir(folder)
                 except FileExistsError:
@@ -414,7 +415,7 @@ class OsDisk:
 
 
 def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) -> None:
-    """Write all of `data` at `offset` and make it durable; of a file that cannot do it at once in the two steps that it has."""
+    """Write all of `data` at `offset` and make it durable, in one call if the file supports it."""
     if isinstance(file, DirectFile):
         file.write_synced_at(data, offset)
     else:
@@ -423,7 +424,7 @@ def write_synced(file: File, data: bytes | bytearray | memoryview, offset: int) 
 
 
 def sync_file(disk: Disk, path: str) -> None:
-    """Have a file that another process wrote durable. Layers of the disk that watch for complete files learn of it here."""
+    """Make a file that another process wrote durable. The sync also notifies disk layers that watch for complete files."""
     file = disk.open(path)
     try:
         file.sync()
@@ -432,18 +433,18 @@ def sync_file(disk: Disk, path: str) -> None:
 
 
 def begin_write_back(file: File, size: int, offset: int) -> None:
-    """Have the disk begin with bytes that will be synced soon; a file that is not the system's has no such step."""
+    """Start write-back of bytes that will be synced soon; does nothing for files that do not support it."""
     if isinstance(file, DirectFile):
         file.begin_write_back(size, offset)
 
 
-def forget_cached(file: File) -> None:
-    """Drop clean cached pages, so that what is read is what is on disk.
+def drop_cached_pages(file: File) -> None:
+    """Drop clean cached pages, so that reads return what is on disk.
 
-    After a failed fsync Linux keeps the pages but calls them clean: a reopened log would read records that are not on
-    disk, and a second sync would report success. Advice only: where it is not taken, nothing is worse than before.
+    After a failed fsync, Linux keeps the pages but marks them clean: a reopened log would read records that are not on
+    disk, and a second sync would report success. This is advice only; the kernel may ignore it.
     """
-    own = getattr(file, "forget_cached", None)
+    own = getattr(file, "drop_cached_pages", None)
     if own is not None:
         own()
         return
@@ -453,7 +454,10 @@ def forget_cached(file: File) -> None:
 
 @cache
 def _write_back_call() -> Callable[[int, int, int], int] | None:
-    """(descriptor, offset, size) → errno or 0, where the system has it: Linux does, and Python has no name for it."""
+    """Return a function (descriptor, offset, size) → errno or 0; `None` if the system has no `sync_file_range`.
+
+    Linux has it, but Python does not expose it.
+    """
     call = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     if call is None:
         return None
@@ -468,9 +472,9 @@ def _write_back_call() -> Callable[[int, int, int], int] | None:
 
 
 def write_atomic(disk: Disk, path: str, data: bytes) -> None:
-    """Put `data` under `path` so that a crash leaves the old contents or the new, never a mixture.
+    """Replace the contents of `path` with `data`, so that a crash leaves the old contents or the new, never a mixture.
 
-    before `<path>.tmp` absent or garbage (swept by its owner) · during: the tmp file, synced · after: the new file.
+    Before: `<path>.tmp` is absent or garbage (swept by its owner) · during: the tmp file, synced · after: the new file.
     """
     temporary = path + ".tmp"
     write_new(disk, temporary, data, overwrite=True)
@@ -479,7 +483,7 @@ def write_atomic(disk: Disk, path: str, data: bytes) -> None:
 
 
 def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) -> None:
-    """Make a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
+    """Create a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
     file = disk.open(path, create=True, exclusive=not overwrite)
     try:
         file.truncate(0)
@@ -490,7 +494,7 @@ def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) ->
 
 
 def read_all(disk: Disk, path: str) -> bytes:
-    """The whole contents of a file."""
+    """Return the whole contents of a file."""
     file = disk.open(path, write=False)
     try:
         return file.read_at(file.size(), 0)
@@ -499,9 +503,9 @@ def read_all(disk: Disk, path: str) -> bytes:
 
 
 def remove_tree(disk: Disk, path: str) -> None:
-    """Remove a file or a directory with what is in it; one that is gone is fine.
+    """Remove a file, or a directory and its contents; a missing path is not an error.
 
-    Asking the kernel first keeps us from following a link out.
+    Trying to unlink first, before treating `path` as a directory, keeps it from following a symbolic link.
     """
     with suppress(FileNotFoundError):
         try:
@@ -515,7 +519,7 @@ def remove_tree(disk: Disk, path: str) -> None:
 
 
 def preallocate(disk: Disk, path: str, size: int) -> File:
-    """Make a new file of `size` zero bytes that are really on disk, synced and named.
+    """Create a file of `size` zero bytes, with its blocks written and its contents and name durable.
 
     Zero-filling (not only reserving) makes later fdatasyncs cheap: the extents are already written, so a sync after
     an overwrite moves data only, no metadata. ENOSPC surfaces here as `DiskFull`, and the file is removed again.
@@ -530,7 +534,7 @@ def preallocate(disk: Disk, path: str, size: int) -> File:
         disk.sync_dir(os.path.dirname(path) or ".")
     except BaseException:
         file.close()
-        # The first fault is the news; failing to clean up on top of it must not hide it.
+        # A failed cleanup must not hide the original fault.
         with suppress(StorageFault, FileNotFoundError):
             disk.remove(path)
         raise

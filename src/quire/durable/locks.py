@@ -1,12 +1,12 @@
-"""An advisory lock on a file that says who holds it: one owner per store, one process per reader's lease.
+"""An advisory file lock that records its holder: one owner per store, one process per reader's lease.
 
-The lock is the kernel's (`flock`), not the file's existence or contents: it ends with the process, however that ends, and a
-file left behind means nothing. The contents (pid, host, start time) are a courtesy for the message and decide nothing. The
-file is never removed: a removed and remade file is two locks. The lock is on an inode, and others look for its path: `verify`
-raises as soon as the two are no longer the same. After `fork()` the lock stays the parent's; in the child every call but
+The lock is the kernel's (`flock`), not the existence or contents of the file: it ends with the process, however that ends, and
+a leftover file means nothing. The contents (pid, host, start time) serve error messages only. The file is never removed:
+removing and recreating it would allow two locks. The lock is on an inode, but other processes find it by path: `verify` raises
+as soon as the path no longer names that inode. After `fork()` the lock stays with the parent; in the child every call but
 `close` raises `StoreClosed` (M12).
 
-Threads: any. Local file systems only: `flock` over a network file system is as good as that file system says. Raises
+Threads: any. Local file systems only: over a network file system, `flock` guarantees what that file system does. Raises
 `StoreLocked` with the holder's pid, `StoreFenced`, `StoreClosed`, and `StorageFault` if the file cannot be opened.
 """
 
@@ -27,12 +27,12 @@ from quire.durable.files import translate, translated
 
 ATTEMPTS = 5
 PAUSE_SECONDS = 0.002
-"""A probe holds its shared lock for microseconds; five tries over 8 ms outlast it."""
+"""Between attempts. `is_held` probes with a shared lock for microseconds; five attempts over 8 ms outlast it."""
 CONTENTS_BYTES_MAX = 4096
 
 
 class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Who took a lock, in its own words."""
+    """The process that took a lock, as it recorded itself."""
 
     pid: int
     host: str
@@ -40,7 +40,7 @@ class LockHolder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileLock:
-    """A lock that this process holds; made by `acquire`, given back by `close` or the end of the process."""
+    """A lock that this process holds; created by `acquire`, released by `close` or the end of the process."""
 
     __slots__ = ("__weakref__", "_fd", "_inode", "_path", "_pid")
 
@@ -53,11 +53,11 @@ class FileLock:
 
     @classmethod
     def acquire(cls, path: str, clock: Clock | None = None) -> FileLock:
-        """Take the lock at once or raise `StoreLocked`; makes the file if need be."""
+        """Take the lock without waiting, or raise `StoreLocked`; creates the file if necessary."""
         fd = _open_and_lock(path)
         try:
             me = LockHolder(pid=os.getpid(), host=os.uname().nodename, since_ms=(clock or SystemClock()).now_ms())
-            # A full disk must not keep the owner out: opening the store may be how space is made.
+            # A full disk must not prevent opening the store: that may be the only way to free space.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, msgspec.json.encode(me) + b"\n", 0)
@@ -73,45 +73,43 @@ class FileLock:
     def check(self) -> None:
         """Raise `StoreClosed` unless this process holds the lock."""
         if self._fd < 0 or self._pid != os.getpid():
-            what = (
-                "the lock was given back" if self._pid == os.getpid() else "the lock belongs to the parent of a fork()"
-            )
+            what = "the lock was released" if self._pid == os.getpid() else "the lock belongs to the parent of a fork()"
             raise StoreClosed(what, hint="open the store again in this process", path=self._path, pid=self._pid)
 
     def verify(self) -> None:
-        """Raise `StoreFenced` unless the path still names the file that is locked; one `stat`."""
+        """Raise `StoreFenced` unless the path still names the locked file. Costs one `stat`."""
         self.check()
         try:
             now = os.stat(self._path)
         except FileNotFoundError:
             raise self._lost("was removed", None) from None
         except OSError as error:
-            # Not with `translated`: every sync comes here, and that would take as long as the `stat`.
-            raise translate(error, self._path, "looking at the lock file") from error
+            # Not with `translated`: every sync calls `verify`, and a context manager costs as much as the `stat`.
+            raise translate(error, self._path, "checking the lock file") from error
         if (now.st_dev, now.st_ino) != self._inode:
             raise self._lost("was renamed or replaced", holder(self._path))
 
     def _lost(self, how: str, successor: LockHolder | None) -> StoreFenced:
-        hint = "nothing more is written here; find out who moved the file, then open the store again"
+        hint = "writes have stopped; find the process or script that moved the file, then open the store again"
         where = {} if successor is None else {"successor_pid": successor.pid, "successor_host": successor.host}
         what = f"the lock file {how} while this process held it, so another process may own the store"
         return StoreFenced(what, hint=hint, path=self._path, **where)
 
     def close(self) -> None:
-        """Give the lock back. In a forked child, and a second time: nothing."""
+        """Release the lock. Does nothing in a forked child or when already closed."""
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
         _live.discard(self)
         if self._pid == os.getpid():
-            # Unlock first: a descriptor that leaked into some child must not hold the store for the child's life.
+            # Unlock explicitly: a descriptor that leaked into a child must not hold the store until the child ends.
             with suppress(OSError):
                 os.ftruncate(fd, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
     def _forget(self) -> None:
-        """In a forked child: close the copy and never unlock it, because unlocking any copy unlocks all."""
+        """Close a forked child's copy without unlocking it: unlocking any copy unlocks all of them."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -124,15 +122,15 @@ class FileLock:
         self.close()
 
 
-class CoveredLock:
-    """Stands where a lock is wanted that another one covers: a store's owner need not lock each of its logs, and a descriptor
-    for each would be more than a process may have."""
+class NoopLock:
+    """A placeholder for a lock that another lock already covers: a store's owner need not lock each of its logs, and one
+    descriptor per log would exceed the limit of a process."""
 
     def verify(self) -> None:
-        """Nothing: the lock that covers this one is verified by its owner."""
+        """Do nothing: the covering lock is verified by its owner."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 _live: weakref.WeakSet[FileLock] = weakref.WeakSet()
@@ -148,7 +146,7 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def is_held(path: str) -> bool:
-    """Whether some process, this one included, holds the lock at `path`; a missing file is held by nobody."""
+    """Return whether any process, this one included, holds the lock at `path`; false for a missing file."""
     try:
         with translated(path, "opening the lock file"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -164,7 +162,10 @@ def is_held(path: str) -> bool:
 
 
 def holder(path: str) -> LockHolder | None:
-    """Who wrote itself into the lock file last, `None` if nobody readable did; whether it still holds: `is_held`."""
+    """Return the last holder recorded in the lock file, `None` if there is no readable record.
+
+    It may no longer hold the lock: see `is_held`.
+    """
     try:
         with translated(path, "opening the lock file"):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -182,14 +183,14 @@ def _inode_of(file: int | str) -> tuple[int, int]:
 
 
 def _open_and_lock(path: str) -> int:
-    """A locked descriptor of the file that the path names."""
+    """Return a locked descriptor of the file at `path`."""
     for _ in range(ATTEMPTS):
         with translated(path, "opening the lock file"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             if not _try_lock(fd):
                 raise _locked(path, _read_holder(fd))
-            # Between opening and locking somebody may have moved the file away: then this is a lock that nobody else sees.
+            # If the file was moved away between opening and locking, no other process would see this lock: try again.
             with suppress(FileNotFoundError):
                 if _inode_of(path) == _inode_of(fd):
                     return fd
@@ -197,7 +198,11 @@ def _open_and_lock(path: str) -> int:
             os.close(fd)
             raise
         os.close(fd)
-    raise Unavailable("the lock file is replaced again and again", hint="find out who does that", path=path)
+    raise Unavailable(
+        "the lock file keeps being replaced",
+        hint="look for a script or sync tool that deletes or renames the file",
+        path=path,
+    )
 
 
 def _try_lock(fd: int) -> bool:
@@ -221,10 +226,10 @@ def _read_holder(fd: int) -> LockHolder | None:
 
 def _locked(path: str, holder: LockHolder | None) -> StoreLocked:
     if holder is None:
-        return StoreLocked("another process owns this", hint="wait for it to end", path=path, pid=None)
+        return StoreLocked("another process holds the lock", hint="wait for it to end", path=path, pid=None)
     if holder.pid == os.getpid():
         hint = "it is already open in this process: use that one, or close it first"
     else:
-        hint = f"wait for process {holder.pid} to end or stop it, use quire.connect if it serves, or open with mode='r'"
+        hint = f"wait for process {holder.pid} to end or stop it, use quire.connect if it runs a server, or open with mode='r'"
     where = {"path": path, "pid": holder.pid, "host": holder.host, "since": moment(holder.since_ms)}
     return StoreLocked("another owner has this open", hint=hint, **where)

@@ -1,30 +1,30 @@
-"""Reads a framed append log and gives a verdict on how it ends: cleanly, torn, or corrupt.
+"""Reads a framed append log and determines how it ends: clean, torn, or corrupt.
 
 Terms
-  cut     where the walk from the header stops: the end of the last frame that is valid behind its predecessor
-  vouched what somebody else recorded of the log when it was synced: its life, a durable end, and the link at that end
+  cut     where the walk from the header stops: the end of the last frame that is valid after its predecessor
+  vouched a durable end that the log's user recorded outside the file: salt, offset, and the link at that offset
   proven  how many leading bytes are known to have been durable: the largest of the vouched end and the `synced` of every
-          valid frame, *also of frames behind the cut*
+          valid frame, *also of frames after the cut*
   torn    the bytes from the cut to the end of the file, when the cut is at or beyond `proven`
 
 Rules (the verdict, P3 and P4)
   1. cut = size of the file: clean.
-  2. cut ≥ proven: a torn tail. The writer died; nothing there was ever acknowledged as durable.
+  2. cut ≥ proven: a torn tail. The writer died; nothing after the cut was ever acknowledged as durable.
   3. cut < proven: `Corruption`. A sync that covered the bad bytes had succeeded, so no crash explains them.
-  4. Frames behind the cut are never delivered, whatever they hold.
-  5. A log of another life than the vouched one, or with another link at the vouched end, is `Corruption`: it is sound, but it
-     is not the log that was acknowledged (an old copy, or a file of somebody else). Links are chained, so this one speaks
-     for every byte before it.
+  4. Frames after the cut are never delivered, whatever they contain.
+  5. A log of another life than the vouched one, or with another link at the vouched end, is `Corruption`: the log is intact,
+     but it is not the one that was acknowledged (an old copy, or another file). Links are chained, so the vouched link
+     covers every byte before it.
 
-Why rule 3 raises no false alarm: a frame holds `synced` = S only after a sync of the first S bytes returned. If it is
-valid, someone wrote it with this salt; and the bytes below S were durable then and are never rewritten, except by the
-recovery of a torn tail, which cuts at or above every S it could see and syncs before it writes. A leftover from before
+Why rule 3 raises no false alarm: a frame has `synced` = S only after a sync of the first S bytes returned. If it is
+valid, it was written with this salt; the bytes below S were durable then and are never rewritten, except by the
+recovery of a torn tail, which cuts at or above every S that it finds and syncs before it writes. A frame left from before
 such a recovery therefore proves nothing that is not still true. Why rule 2 may be silent: power loss keeps, drops or
-garbles any unsynced sector, so a bad frame followed by good ones is normal for the last, unsynced group.
-What the file alone cannot show: damage to the *last* synced group when nothing was written after it looks like a torn tail.
-A closing mark moves that gap to the mark itself; only who keeps the end elsewhere can close it, and passes `vouched`.
+garbles any unsynced sector, so a bad frame followed by good ones is normal in the last, unsynced group.
+What the file alone cannot show: damage to the *last* synced group, if nothing was written after it, looks like a torn tail.
+A closing mark moves that gap to the mark itself; only an end recorded elsewhere, passed as `vouched`, closes it.
 
-Pure functions over bytes, any thread. Format page: `docs/formats/framed-log.md`.
+Threads: any; pure functions over bytes. Format page: `docs/formats/framed-log.md`.
 Raises `Corruption` (path, offset, bytes_lost), `FormatTooNew`, `WrongKind`, and what reading the file raises.
 """
 
@@ -52,7 +52,7 @@ from quire.durable.log_format import (
 
 
 class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A durable end of a log, to be recorded outside the file: it stays true however the log goes on."""
+    """A durable end of a log, to be recorded outside the file. It remains valid as the log grows."""
 
     salt: int
     end: int
@@ -60,27 +60,27 @@ class LogEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogContents(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log holds: the records up to the cut, in order, and how it ended."""
+    """The records of a log up to the cut, in order, and how the log ended."""
 
     path: str
     header: LogHeader
     payloads: list[bytes]
     offsets: list[int]
-    """Where each payload's frame starts: valid as `start` of a later read, and what an error should name."""
+    """Where each payload's frame starts: valid as `start` of a later read; errors should name it."""
     end: int
-    """The cut: where the next frame belongs."""
+    """The cut: where the next frame is appended."""
     link: int
-    """The link the next frame is seeded with."""
+    """The link that seeds the next frame."""
     proven: int
-    """How much of the file was durable for certain."""
+    """How many leading bytes of the file are known to have been durable."""
     torn_bytes: int
-    """Bytes behind the cut, left by a writer that died; 0 for a clean end."""
+    """Bytes after the cut, left by a writer that died; 0 for a clean end."""
     ends_with_mark: bool
     """Whether the last frame is a mark that covers everything before it: the writer was closed."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
-    """One valid frame, found by itself."""
+    """One valid frame, found independently of the chain."""
 
     offset: int
     end: int
@@ -98,19 +98,19 @@ def read_log(
 def scan(
     data: bytes, path: str, *, kind: bytes | None = None, start: int = 0, vouched: LogEnd | None = None
 ) -> LogContents:
-    """The records of a log from the frame at `start` on, with a verdict (rules 1 to 5).
+    """Return the records of a log from the frame at `start` on, after applying rules 1 to 5.
 
-    `start` is a frame's offset or an end, from an earlier read, or 0 for all: replay behind a snapshot need not begin at the
-    header. `vouched` is what the caller has recorded elsewhere.
+    `start` is a frame's offset or an end from an earlier read, or 0 for all records: replay after a snapshot need not begin at
+    the header. `vouched` is an end that the caller recorded elsewhere.
     """
     header = decode_header(data, path, kind)
     start = start or header.size
     if start < header.size:
-        raise OutOfRange("frames start behind the header", start=start, min=header.size)
+        raise OutOfRange("frames start after the header", start=start, min=header.size)
     if vouched is not None and vouched.salt != header.salt:
-        raise _corruption(path, "this is not the log that was recorded, but another one", offset=0, lost=len(data))
+        raise _corruption(path, "this is not the recorded log", offset=0, lost=len(data))
     if start > len(data):
-        raise _corruption(path, "the log ends before the place to read from", offset=len(data), lost=start - len(data))
+        raise _corruption(path, "the log ends before the requested offset", offset=len(data), lost=start - len(data))
     payloads: list[bytes] = []
     offsets: list[int] = []
     cut, link, proven, last_is_mark = _walk(data, header.tag, start, payloads, offsets)
@@ -125,7 +125,7 @@ def scan(
         resumed = next((frame.offset for frame in find_frames(data, header, cut + 1)), max(len(data), proven))
         raise _corruption(path, "a record that had been synced is damaged", offset=cut, lost=resumed - cut)
     if vouched is not None and not _has_link(data, vouched, header.size):
-        raise _corruption(path, "the log has other records than were recorded", offset=vouched.end, lost=vouched.end)
+        raise _corruption(path, "the log's records are not the recorded ones", offset=vouched.end, lost=vouched.end)
     return LogContents(
         path=path,
         header=header,
@@ -140,9 +140,9 @@ def scan(
 
 
 def read_on(file: File, header: LogHeader, end: int) -> tuple[list[bytes], list[int], int]:
-    """The records that were appended behind an end that was read before, their offsets, and where the log ends now.
+    """Return the records appended since `end`, a previously read end; their offsets; and the new end.
 
-    For who reads beside the writer: a frame that is not whole is not there yet, and no verdict is given.
+    For readers concurrent with the writer: an incomplete frame counts as not yet written, and no verdict is given.
     """
     head = file.read_at(HEAD_BYTES, end)
     if len(head) < HEAD_BYTES or HEAD.unpack(head)[1] != header.tag:
@@ -156,9 +156,9 @@ def read_on(file: File, header: LogHeader, end: int) -> tuple[list[bytes], list[
 
 
 def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> Iterator[Frame]:
-    """Every frame at or behind `start` that is valid by itself (rule 2 of the format), however it is surrounded.
+    """Yield every frame at or after `start` that is valid on its own (see `log_format`), whatever surrounds it.
 
-    For verdicts and for salvage: what it yields behind a cut was written once, but is not part of the log.
+    For verdicts and for salvage: a frame after the cut was written once, but is not part of the log.
     """
     view = memoryview(data)
     raw = data if isinstance(data, bytes) else bytes(data)
@@ -177,13 +177,13 @@ def find_frames(data: Bytes, header: LogHeader, start: int = HEADER_BYTES) -> It
 def _walk(
     data: bytes, tag: int, offset: int, payloads: list[bytes], offsets: list[int], *, base: int = 0
 ) -> tuple[int, int, int, bool]:
-    """Follow the chain from `offset`, filling the lists: (cut, link, proven, whether the last frame is a full mark).
+    """Follow the chain from `offset`, filling the lists; return (cut, link, proven, whether the last frame is a full mark).
 
-    `base` is where in the file `data` begins.
+    `base` is the offset in the file at which `data` begins.
     """
     size = len(data)
     view = memoryview(data)
-    # Locals: this loop is all of replay's cost.
+    # Locals, because this loop accounts for all of replay's cost.
     crc, unpack_head, unpack_link = crc64, HEAD.unpack_from, LINK.unpack_from
     add_payload, add_offset = payloads.append, offsets.append
     (link,) = unpack_link(data, offset - LINK_BYTES)
@@ -212,7 +212,7 @@ def _walk(
 
 
 def _has_link(data: bytes, vouched: LogEnd, first: int) -> bool:
-    """Whether the eight bytes before the vouched end are the link that was there. REQUIRES that they are in the file."""
+    """Return whether the eight bytes before the vouched end are the vouched link. REQUIRES that the file contains them."""
     return vouched.end >= first and LINK.unpack_from(data, vouched.end - LINK_BYTES)[0] == vouched.link
 
 

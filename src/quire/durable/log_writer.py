@@ -1,18 +1,18 @@
-"""Appends to a framed log, and makes what was appended durable.
+"""Appends records to a framed log and makes them durable.
 
-A log is born whole (header written and synced under a temporary name, renamed, directory synced), so one without a good header
-is corrupt, never half made. Opening for append cuts a torn tail off and syncs before anything is appended (P4): frames behind
-the cut are gone, and would not fit the chain if they came back. Each frame records `durable`, how many leading bytes a
-returned sync covers, at the time it is written: the reader's proof (P3). A clean close ends the log with a mark, synced, so
-that damage at rest is told from a torn tail.
+A log is created atomically (header written and synced under a temporary name, renamed, directory synced), so a log without a
+good header is corrupt, never incomplete. Opening for append cuts off a torn tail and syncs before anything is appended (P4):
+frames after the cut are gone, and would not fit the chain if they reappeared. Each frame records `durable`, the number of
+leading bytes that a completed sync covered when the frame was written: the reader's proof (P3). A clean close appends a mark
+and syncs it, which distinguishes damage at rest from a torn tail.
 
-After a failed append or sync nobody knows what is on disk: every later call raises `StoreUnusable` until the log is reopened;
+After a failed append or sync the state on disk is unknown: every later call raises `StoreUnusable` until the log is reopened;
 nothing is retried on the same descriptor.
 
-Threads: any number may append and sync; appends are ordered by one lock, syncs by another, so appending goes on while the disk
-syncs. A waiting sync that finds its bytes already covered returns without one: that is the group sync. Format page:
-`docs/formats/framed-log.md`. Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too many: nothing is
-poisoned), `AlreadyExists`, and on opening what the reader raises and `StorageFault`.
+Threads: any number may append and sync; one lock orders appends, another orders syncs, so appends continue while the disk
+syncs. A waiting sync that finds its bytes already covered returns without syncing: that is the group sync. Format page:
+`docs/formats/framed-log.md`. Raises `StoreUnusable`, `StoreClosed`, `OutOfRange` (a payload of 0 bytes or too many; the writer
+stays usable), `AlreadyExists`, and on opening what the reader raises and `StorageFault`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from contextlib import suppress
 from quire.core.closing import AbandonedOnError
 from quire.core.errors import AlreadyExists, StorageFault, StoreClosed, StoreUnusable
 from quire.durable.checksums import Bytes
-from quire.durable.files import Disk, File, forget_cached, write_atomic
+from quire.durable.files import Disk, File, drop_cached_pages, write_atomic
 from quire.durable.log_format import LogIdentity, encode_frames, encode_header, encode_mark
 from quire.durable.log_reader import LogContents, LogEnd, scan
 
 
 class LogWriter(AbandonedOnError):
-    """An open framed log; made by `create` or `open`."""
+    """An open framed log; created by `create` or `open`."""
 
     def __init__(self, file: File, contents: LogContents) -> None:
         # Constant after construction.
@@ -47,18 +47,18 @@ class LogWriter(AbandonedOnError):
         self._sync_lock = threading.Lock()
         self._durable = contents.end
         self._durable_link = contents.link
-        # Written under either lock, read by all: only ever set.
-        self._trouble: StoreUnusable | StoreClosed | None = None
+        # Written under either lock, read without one. Never cleared.
+        self._failure: StoreUnusable | StoreClosed | None = None
 
     @classmethod
     def create(
         cls, disk: Disk, path: str, *, kind: bytes, identity: LogIdentity | None = None, replace: bool = False
     ) -> LogWriter:
-        """Make a new, empty log. `replace` starts a new life of an existing one, in one atomic step."""
+        """Create an empty log. `replace` atomically starts a new life of an existing one."""
         if not replace and disk.exists(path):
-            raise AlreadyExists("there is a log already", hint="open it instead", path=path)
-        # Never an all-zero tag: a scan over the zeros that power loss leaves would stop at every byte.
-        tag = int.from_bytes(os.urandom(8), "little") | 1  # `secrets` would do the same, and load OpenSSL
+            raise AlreadyExists("a log already exists", hint="open it instead", path=path)
+        # Never an all-zero tag: a scan over zeros left by power loss would stop at every byte.
+        tag = int.from_bytes(os.urandom(8), "little") | 1  # not `secrets`: it would load OpenSSL
         write_atomic(disk, path, encode_header(kind, tag, identity))
         return cls.open(disk, path, kind=kind)[0]
 
@@ -72,15 +72,16 @@ class LogWriter(AbandonedOnError):
         vouched: LogEnd | None = None,
         examine: Callable[[LogContents], None] | None = None,
     ) -> tuple[LogWriter, LogContents]:
-        """Recover the log, cut its torn tail, and go on behind it; also returns what the log holds.
+        """Recover the log, cut off a torn tail, and continue after it; also return the contents of the log.
 
-        A log that is not what was vouched for, or that `examine` raises about, stays as it is, torn tail included: it may be
+        If the log is not the vouched one, or `examine` raises, the file stays unchanged, torn tail included: it may be
         evidence.
         """
         file = disk.open(path)
         try:
+            # After an earlier failed sync the page cache may have records that the disk does not.
             file.sync()
-            forget_cached(file)
+            drop_cached_pages(file)
             contents = scan(file.read_at(file.size(), 0), path, kind=kind, vouched=vouched)
             if examine is not None:
                 examine(contents)
@@ -98,30 +99,30 @@ class LogWriter(AbandonedOnError):
 
     @property
     def end(self) -> int:
-        """Where the next frame goes. `end - header.size` is the size of what was logged."""
+        """Where the next frame is appended. `end - header.size` is the size of all frames."""
         return self._end
 
     @property
     def durable(self) -> int:
-        """Everything below this offset has been synced."""
+        """The offset below which everything has been synced."""
         return self._durable
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever appended in this life of the file."""
+        """Whether nothing has been appended in this life of the file."""
         return self._end == self.header.size
 
     def durable_end(self) -> LogEnd:
-        """What is durable now: to be recorded elsewhere, and given to `open` as what was vouched for."""
+        """Return the current durable end, to be recorded elsewhere and passed to `open` as `vouched`."""
         with self._sync_lock:
             return LogEnd(salt=self.header.salt, end=self._durable, link=self._durable_link)
 
     def append(self, payload: Bytes) -> int:
-        """Write one record; returns the `end` behind it. Durable after `sync`."""
+        """Write one record and return the `end` after it. Durable after `sync`."""
         return self.append_many((payload,))
 
     def append_many(self, payloads: Iterable[Bytes]) -> int:
-        """Write records in one step; returns the `end` behind them. A crash may keep only the first few."""
+        """Write records in one step and return the `end` after them. A crash may keep only the first few."""
         with self._append_lock:
             self._check()
             data, link = encode_frames(payloads, tag=self._tag, link=self._link, synced=self._durable)
@@ -133,13 +134,13 @@ class LogWriter(AbandonedOnError):
             return self._end
 
     def sync(self, upto: int | None = None) -> int:
-        """Make everything below `upto` (default: all that was appended) durable; returns the durable end."""
+        """Make everything below `upto` (default: all records) durable and return the durable end."""
         if upto is None:
             upto = self._end
         with self._sync_lock:
             self._check()
             if self._durable < upto:
-                # Read before the sync starts: what is appended meanwhile may or may not be covered.
+                # Read before the sync starts: it may or may not cover concurrent appends.
                 with self._append_lock:
                     target, link = self._end, self._link
                 self._guard("a sync", self._file.sync)
@@ -147,24 +148,24 @@ class LogWriter(AbandonedOnError):
             return self._durable
 
     def close(self) -> None:
-        """Sync, end with a mark and close the file. Closing twice, or a poisoned writer, is fine."""
+        """Sync, append a mark and close the file. A writer that has failed is only closed; closing twice is allowed."""
         try:
-            if self._trouble is None:
+            if self._failure is None:
                 self.sync()
                 self._append_mark()
         finally:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the file and nothing else; what was appended but not synced may be lost."""
+        """Close the file without syncing; records that were not synced may be lost."""
         with self._append_lock, suppress(StorageFault):
-            if not isinstance(self._trouble, StoreClosed):
-                self._trouble = StoreClosed("the log is closed", hint="open it again", path=self._file.path)
+            if not isinstance(self._failure, StoreClosed):
+                self._failure = StoreClosed("the log is closed", hint="open it again", path=self._file.path)
                 self._file.close()
 
     def _append_mark(self) -> None:
         with self._append_lock:
-            if not self._marked and self._trouble is None:
+            if not self._marked and self._failure is None:
                 mark, link = encode_mark(tag=self._tag, link=self._link, synced=self._durable)
                 self._guard("the closing mark", lambda: self._file.write_at(mark, self._end))
                 self._guard("the closing mark", self._file.sync)
@@ -173,21 +174,21 @@ class LogWriter(AbandonedOnError):
                 self._durable, self._durable_link = self._end, link
 
     def _check(self) -> None:
-        if self._trouble is not None:
-            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.what, hint=self._failure.hint, **self._failure.where)
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
-        """Run a step whose failure leaves the disk in doubt."""
+        """Run a step whose failure leaves the state on disk unknown."""
         try:
             step()
         except BaseException as error:
-            self._trouble = StoreUnusable(
+            self._failure = StoreUnusable(
                 f"{doing} to a log failed, and what reached the disk is unknown",
-                hint="repair the cause, then reopen the store",
+                hint="fix the cause, then reopen the store",
                 path=self._file.path,
                 offset=self._end,
                 cause=str(error),
             )
             if isinstance(error, Exception):
-                raise self._trouble from error
+                raise self._failure from error
             raise

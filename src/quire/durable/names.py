@@ -1,11 +1,12 @@
 """Builds *and* parses every file name in a store and the object keys of artifacts (`object_names.py` has the other keys).
 
-Build and parse are inverse: `parse_path(name.path) == name`, and a text that parses is exactly what the parsed name builds, so
-no two texts mean one thing (no upper-case hex, no other widths, no superfluous zeros). Foreign text gives `None`, never an
-exception: listings hold what people put there. Paths are relative to the store's directory, keys to their namespace's prefix.
-Names of databases, snapshots and cursors are text from people (`check_name`); they never become file names.
+Building and parsing are inverse: `parse_path(name.path) == name`, and any text that parses is exactly what the parsed name
+builds, so no two texts have the same meaning (no upper-case hex, no other widths, no superfluous zeros). Foreign text parses to
+`None` and never raises: users may put their own files into a directory. Paths are relative to the store's directory, keys to
+their namespace's prefix. Names of databases, snapshots and cursors are chosen by users (`check_name`) and never become file
+names.
 
-Pure functions and values, any thread; importable on executors. The tree as a whole is drawn in the architecture page. Raises
+Threads: any; pure functions and values, importable on executors. The architecture page shows the whole tree. Raises
 `OutOfRange` for an id that does not fit, `InvalidInput` for an artifact that has no object, `InvalidName`.
 
     >>> WalSegmentFile(db_id=7, segment_id=31).path
@@ -40,20 +41,20 @@ MANIFEST_CHECKED = "manifest.lmdb-checked"
 SOCKET = "quire.sock"
 FRAMES_SOCKET = "quire.sock.f"
 SOCKET_POINTER = "quire.sock.at"
-"""Says where the socket is when the path of the store is too long for one."""
+"""Contains the path of the socket if the path of the store is too long for one."""
 ADMIN_TOKEN = "admin.token"
 READ_TOKEN = "read.token"
-"""What clients show who come over the network."""
+"""`admin.token` and `read.token` authenticate clients on the network."""
 SIGNING_KEY = "jwt.key"
 """Signs the tokens of single databases (W5)."""
 ORIGIN = "restored.json"
-"""What the directory was restored from (`archive/state_files.py`)."""
+"""Records what the directory was restored from (`archive/state_files.py`)."""
 STANDBY = "standby.json"
-"""How far a standby has come; nobody else writes to the directory while it is there."""
+"""The position of a standby; while this file exists, only the standby writes to the directory."""
 REPLAYED = ".files"
 """Files by number, as a restore or a standby builds them (`archive/replay.py`)."""
 KEPT = ".kept"
-"""Files that a standby's owner has removed and its readers still read (`archive/kept_files.py`)."""
+"""Files that a standby's owner has removed and the standby's readers still use (`archive/kept_files.py`)."""
 READERS = "readers"
 PAGES = "pages"
 STREAMS = "streams"
@@ -61,61 +62,61 @@ LSM = "lsm"
 OBJECTS = "objects"
 SCRATCH = "scratch"
 QUARANTINE = "quarantine"
-"""What recovery would have removed and could not prove to be garbage: see `quire.durable.quarantine`."""
+"""Files that recovery would have removed but could not prove to be garbage: see `quire.durable.quarantine`."""
 TEMPORARY = ".tmp"
-"""What `files.write_atomic` appends while it writes; whoever owns the directory sweeps these at start."""
+"""The suffix that `files.write_atomic` uses while it writes; the owner of the directory sweeps such files at start."""
 
 
 # ── directories ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def pages_wal_dir(db_id: int) -> str:
-    """Where a page database's WAL segments are."""
+    """Return the directory of a page database's WAL segments."""
     return f"{PAGES}/{some_u32('db_id', db_id):08x}/wal"
 
 
 def pages_cache_dir(db_id: int) -> str:
-    """Where a page database's hot copies of chunks are."""
+    """Return the directory of a page database's hot copies of chunks."""
     return f"{PAGES}/{some_u32('db_id', db_id):08x}/cache"
 
 
 def lsm_home(db_id: int) -> str:
-    """The directory of a key-value database: what the paths in its manifest are relative to."""
+    """Return the directory of a key-value database, to which the paths in its manifest are relative."""
     return f"{LSM}/{some_u32('db_id', db_id):08x}"
 
 
 def lsm_dir(db_id: int, part: str) -> str:
-    """A key-value database's `manifest`, `wal` or `sst` directory."""
+    """Return a key-value database's `manifest`, `wal` or `sst` directory."""
     assert part in ("manifest", "wal", "sst"), part
     return f"{lsm_home(db_id)}/{part}"
 
 
 def lsm_snapshot_dir(db_id: int, number: int) -> str:
-    """Where a snapshot of a key-value database keeps its links."""
+    """Return the directory of the links of a key-value database's snapshot."""
     return f"{lsm_home(db_id)}/snapshots/{u64('number', number):06d}"
 
 
 MODE_FILE = f"{STREAMS}/manifest_log.json"
-"""Of all streams: how much their manifest logs are believed, {"mode": "off" | "shadow" | "on"}."""
+"""How far the manifest logs of all streams are trusted: {"mode": "off" | "shadow" | "on"}."""
 
 
 def stream_home(stream_id: int) -> str:
-    """Where everything of a stream is."""
+    """Return the directory of a stream."""
     return f"{STREAMS}/{u64('stream_id', stream_id)}"
 
 
 def stream_dir(stream_id: int, part: str) -> str:
-    """A stream's `hot`, `warm` or `manifest` directory."""
+    """Return a stream's `hot`, `warm` or `manifest` directory."""
     assert part in ("hot", "warm", "manifest"), part
     return f"{stream_home(stream_id)}/{part}"
 
 
 def scratch_dir(job_id: int) -> str:
-    """Where a job stages; removed after its commit, swept at start-up."""
+    """Return the staging directory of a job; removed after its commit, swept at start-up."""
     return f"{SCRATCH}/{u64('job_id', job_id)}"
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class FixedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the files every store has: config, lock, manifest, socket."""
+    """A file with a fixed name: config, lock, manifest, socket, token."""
 
     name: str
 
@@ -143,7 +144,7 @@ FIXED_FILES = frozenset(
 
 
 class LeaseFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The flocked lease of a read-only process."""
+    """The lease of a read-only process, held by `flock`."""
 
     reader: UUID
 
@@ -164,7 +165,7 @@ class WalSegmentFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FollowFile(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a page database has followed the SQLite file it copies."""
+    """The position of a page database in the SQLite file that it follows."""
 
     db_id: int
 
@@ -174,7 +175,7 @@ class FollowFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CachedChunkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A hot copy of a chunk artifact: below the cache it is named as in the object store."""
+    """A hot copy of a chunk artifact; its path below the cache directory is its object key."""
 
     db_id: int
     key: ArtifactKey
@@ -217,7 +218,7 @@ class ManifestLogFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ManifestLogSnapshotFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot beside the chunks of a stream's manifest log."""
+    """A snapshot next to the chunks of a stream's manifest log."""
 
     stream_id: int
     snapshot_id: int
@@ -292,7 +293,7 @@ class ScratchDir(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuarantineNote(msgspec.Struct, frozen=True, kw_only=True):
-    """Says of something in quarantine where it was and why it was moved."""
+    """The note of a quarantined file: its original path and why it was moved."""
 
     number: int
 
@@ -302,7 +303,7 @@ class QuarantineNote(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuarantinedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """Something in quarantine: below its number it has the path that it had in the store."""
+    """A quarantined file or directory, stored under its number and its original path."""
 
     number: int
     original: str
@@ -373,11 +374,11 @@ _PATTERNS: tuple[tuple[str, Callable[[_Parts], StoreName | None]], ...] = (
 
 
 def parse_path(path: str) -> StoreName | None:
-    """What a path in a store names; `None` if it is foreign."""
+    """Return the name that a path in a store stands for; `None` if it is foreign."""
     if path in FIXED_FILES:
         return FixedFile(name=path)
     for pattern, build in _PATTERNS:
-        if match := re.fullmatch(pattern, path):  # compiled and kept by `re` at first use: importing is to be quick
+        if match := re.fullmatch(pattern, path):  # `re` compiles and caches at first use, which keeps the import fast
             name = build(match.groups())
             return name if name is not None and _fits(name, path) else None
     return None
@@ -388,7 +389,7 @@ _OBJECT = f"{_HEX8}/{_HEX8}/(base|wal|delta-([0-9a-f]{{4}})):{_HEX8}"
 
 
 def object_key(key: ArtifactKey) -> str:
-    """An artifact's object key; leaves and namespaces have rows only and raise `InvalidInput`."""
+    """Return an artifact's object key; leaves and namespaces have rows only and raise `InvalidInput`."""
     if key.kind is ArtifactKind.BASE:
         variant = "base"
     elif key.kind is ArtifactKind.DELTA:
@@ -404,7 +405,7 @@ def object_key(key: ArtifactKey) -> str:
 
 
 def parse_object_key(text: str) -> ArtifactKey | None:
-    """The artifact an object key names; `None` if it is foreign."""
+    """Return the artifact that an object key names; `None` if it is foreign."""
     match = re.fullmatch(_OBJECT, text)
     if match is None or _hex(match[1]) == 0:
         return None
@@ -420,29 +421,29 @@ def parse_object_key(text: str) -> ArtifactKey | None:
 
 # ── below one stream or key-value database ────────────────────────────────────────────────────────────────────────────
 def state_path(stream_id: int) -> str:
-    """What a stream remembers beside its log: consumers, retention, the mode it was last open in."""
+    """Return the path of a stream's state that is not in its log: consumers, retention, the mode it was last opened in."""
     return f"{stream_home(stream_id)}/stream.json"
 
 
 def spare_path(stream_id: int, number: int) -> str:
-    """A file that is to become a segment. Its end says that it is swept when the stream is opened."""
+    """Return the path of a spare file for a future segment. Its suffix has it swept when the stream is opened."""
     return f"{stream_dir(stream_id, 'hot')}/spare-{u64('number', number)}.seg{TEMPORARY}"
 
 
 def parse_segment_name(name: str) -> int | None:
-    """The segment whose file has this name in `hot/` or `warm/`; `None` if it is foreign."""
+    """Return the id of the segment whose file has this name in `hot/` or `warm/`; `None` if it is foreign."""
     match = re.fullmatch(f"{_HEX16}\\.seg", name)
     return None if match is None else int(match[1], 16)
 
 
 def parse_stream_home(name: str) -> int | None:
-    """The stream whose directory has this name; `None` if it is foreign."""
+    """Return the id of the stream whose directory has this name; `None` if it is foreign."""
     return int(name) if re.fullmatch(_NUMBER, name) else None
 
 
 class LsmHome(msgspec.Struct, frozen=True):
     """The files of a key-value database, or of a snapshot of one, below the directory `path`. Both have the same layout, and
-    paths in a database's manifest are relative to it: a copy of the manifest beside links to the tables is a database."""
+    paths in a manifest are relative to it: a copy of the manifest next to links to the tables is a database."""
 
     path: str
 
@@ -461,32 +462,33 @@ class LsmHome(msgspec.Struct, frozen=True):
         return f"{self.path}/{sst_entry_path(sst_id)}"
 
     def load(self, number: int) -> str:
-        """The note about a bulk load."""
+        """Return the path of the note about a bulk load."""
         return f"{self.path}/loads/{u64('number', number):016x}.json"
 
 
 def sst_entry_path(sst_id: int) -> str:
-    """A table's path as the manifest of its database has it, relative to the database's directory."""
+    """Return a table's path as stored in the manifest of its database, relative to the database's directory."""
     return f"sst/{u64('sst_id', sst_id):06d}.sst"
 
 
 def lsm_number(name: str, suffix: str) -> int | None:
-    """The number in the name of a WAL (`.log`) or a table (`.sst`) of a key-value database; `None` if it is foreign."""
+    """Return the number in the name of a key-value database's WAL (`.log`) or table (`.sst`); `None` if it is foreign."""
     match = re.fullmatch(_NUMBER6, name.removesuffix(suffix)) if name.endswith(suffix) else None
     return int(match[1]) if match is not None and int(match[1]) <= U64_MAX else None
 
 
 def load_number(name: str) -> int | None:
-    """The number in the name of a note about a bulk load; `None` if it is foreign."""
+    """Return the number in the name of a note about a bulk load; `None` if it is foreign."""
     match = re.fullmatch(f"{_HEX16}\\.json", name)
     return int(match[1], 16) if match is not None else None
 
 
-# ── names people give ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── names chosen by users ─────────────────────────────────────────────────────────────────────────────────────────────
 def check_name(kind: str, name: str) -> str:
-    """`name`, if a database, snapshot or cursor (`kind` is for the message) may be called so.
+    """Return `name` if it is valid for a database, snapshot or cursor; `kind` is used in error messages.
 
-    1 to 200 bytes of UTF-8; no control characters or line breaks; no `/`; no space at either end; not `.` or `..`.
+    A name has 1 to 200 bytes of UTF-8; no control characters or line breaks; no `/`; no space at either end; and is not `.` or
+    `..`.
 
     >>> check_name("database", "größe 1")
     'größe 1'
@@ -496,7 +498,7 @@ def check_name(kind: str, name: str) -> str:
     quire.core.errors.InvalidName: a snapshot's name may not contain '/' (name='a/b'); use '-' or '.' instead
     """
     if not isinstance(name, str):
-        raise InvalidName(f"a {kind}'s name is text", hint="pass a str", type=type(name).__name__)
+        raise InvalidName(f"a {kind}'s name must be a str", hint="decode it first", type=type(name).__name__)
     try:
         size = len(name.encode())
     except UnicodeEncodeError:
@@ -512,7 +514,7 @@ def check_name(kind: str, name: str) -> str:
         hint = "remove tabs, line breaks and the like"
         raise InvalidName(f"a {kind}'s name may not contain control characters", hint=hint, name=name)
     if name != name.strip():
-        raise InvalidName(f"a {kind}'s name may not start or end with a space", hint="strip it", name=name)
+        raise InvalidName(f"a {kind}'s name may not start or end with a space", hint="remove the space", name=name)
     if name in (".", ".."):
         raise InvalidName(f"a {kind} may not be called {name!r}", hint="choose another name", name=name)
     return name
@@ -528,7 +530,7 @@ def _cached(db_id: int, text: str) -> CachedChunkFile | None:
 
 
 def _fits(name: StoreName, path: str) -> bool:
-    """Whether the name can be built again, to the same text: ids of 0 or beyond u64 make a path foreign."""
+    """Return whether `name` builds exactly `path`: ids of 0 or beyond u64 make a path foreign."""
     try:
         return name.path == path
     except InvalidInput:

@@ -1,14 +1,14 @@
-"""Object keys beside those of artifacts: a store's prefix and owner objects, and a stream's manifest log.
+"""Builds and parses the object keys that are not artifacts: a store's prefix and owner objects, and a stream's manifest log.
 
 Terms
-  store_id      the identity of a store, drawn when it is made: a UUID in its usual text
-  owner epoch   counts the takeovers of a store: its creation is 1; 0 is a store that was made before there were epochs
-  session       counts the openings of one epoch that put something
+  store_id      the identity of a store, generated when it is created: a UUID in its usual text form
+  owner epoch   counts the takeovers of a store: its creation is 1; 0 is a store that was created before epochs existed
+  session       counts the openings within one epoch that put an object
 
-Everything of a store is below its identity, so two stores never share a name (A1). As in `names.py`, build and parse are
-inverse, and foreign text is `None`.
+All objects of a store are below its identity, so two stores never share a name (A1). As in `names.py`, building and parsing are
+inverse, and foreign text parses to `None`.
 
-Pure functions, any thread; importable on executors. Raises `InvalidName`, `OutOfRange`.
+Threads: any; pure functions, importable on executors. Raises `InvalidName`, `OutOfRange`.
 
     >>> epoch_prefix("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19", 1)
     '1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/e/00000001'
@@ -32,37 +32,37 @@ _EPOCH_KEY = f"({_STORE_ID})/e/([0-9a-f]{{8}})/(.+)"
 _NUMBER = "(0|[1-9][0-9]{0,19})"
 
 OWNER_FILE = "owner.json"
-"""In a store's directory: which session of which epoch this directory has claimed."""
+"""In a store's directory: the session and epoch that this directory has claimed."""
 
 LEGACY_OWNER = "legacy-owner"
-"""At the root of a place: which store owns the objects there that are below no store's prefix."""
+"""At the root of a bucket or directory: the store that owns the objects that are below no store's prefix."""
 
 
 # ── a store's prefix ──────────────────────────────────────────────────────────────────────────────────────────────────
 def store_prefix(store_id: str) -> str:
-    """What the names of all objects of a store begin with."""
+    """Return the prefix of all objects of a store."""
     if not re.fullmatch(_STORE_ID, store_id):
-        raise InvalidName("not the identity of a store", hint="it is a UUID in lower case", store_id=store_id[:64])
+        raise InvalidName("not a store id", hint="use the UUID in lower case", store_id=store_id[:64])
     return store_id
 
 
 def epoch_prefix(store_id: str, owner_epoch: int) -> str:
-    """What the names of all objects begin with that are written in an owner epoch."""
+    """Return the prefix of all objects written in an owner epoch."""
     return f"{store_prefix(store_id)}/e/{some_u32('owner_epoch', owner_epoch):08x}"
 
 
 def archive_epoch_prefix(store_id: str, owner_epoch: int) -> str:
-    """Where an owner epoch has its archive: log, bases and files."""
+    """Return the prefix of an owner epoch's archive: log, bases and files."""
     return f"{store_prefix(store_id)}/archive/{some_u32('owner_epoch', owner_epoch):08x}"
 
 
 def kv_backups_prefix(store_id: str) -> str:
-    """Where the backups of a store's key-value databases are."""
+    """Return the prefix of the backups of a store's key-value databases."""
     return f"{store_prefix(store_id)}/backups/kv"
 
 
 def parse_epoch_key(key: str) -> tuple[str, int, str] | None:
-    """(store_id, owner epoch, suffix) of an object's key; `None` if it is not below the prefix of an epoch."""
+    """Return (store_id, owner epoch, suffix) of an object key; `None` if it is not below the prefix of an epoch."""
     match = re.fullmatch(_EPOCH_KEY, key)
     if match is None or int(match[2], 16) == 0:
         return None
@@ -71,57 +71,57 @@ def parse_epoch_key(key: str) -> tuple[str, int, str] | None:
 
 # ── owner objects: who may write below a store's prefix ───────────────────────────────────────────────────────────────
 def owner_prefix(store_id: str) -> str:
-    """Below it are the owner objects of a store, and nothing else."""
+    """Return the prefix of a store's owner objects; nothing else is below it."""
     return f"{store_id}/owner"
 
 
 def owner_key(store_id: str, epoch: int, session: int) -> str:
-    """The object that says that a session of an epoch has begun. Session 0 never has: it sorts before all others."""
+    """Return the key of the object that marks the start of a session. Session 0 never starts: it sorts before all others."""
     return f"{owner_prefix(store_id)}/{some_u32('owner_epoch', epoch):08x}.{u32('session', session):08x}"
 
 
 def parse_owner_key(key: str) -> tuple[str, int, int] | None:
-    """(store_id, epoch, session); `None` for a foreign name."""
+    """Return (store_id, epoch, session); `None` if it is foreign."""
     match = re.fullmatch(r"([^/]+)/owner/([0-9a-f]{8})\.([0-9a-f]{8})", key)
     if match is None or int(match[2], 16) == 0 or int(match[3], 16) == 0:
         return None
     return match[1], int(match[2], 16), int(match[3], 16)
 
 
-# ── who follows a store, and who was made of it ───────────────────────────────────────────────────────────────────────
+# ── standbys and clones of a store ────────────────────────────────────────────────────────────────────────────────────
 def standby_prefix(store_id: str) -> str:
-    """Below it standbys of a store make themselves known."""
+    """Return the prefix under which standbys of a store register."""
     return f"{store_prefix(store_id)}/standby"
 
 
 def standby_key(store_id: str, standby_id: str) -> str:
-    """The object of one standby."""
+    """Return the key of the object of one standby."""
     return f"{standby_prefix(store_id)}/{store_prefix(standby_id)}"
 
 
 def clones_prefix(store_id: str) -> str:
-    """Below it are the clones of a store that read its objects."""
+    """Return the prefix under which clones that read a store's objects register."""
     return f"{store_prefix(store_id)}/clones"
 
 
 def clone_key(store_id: str, clone_id: str) -> str:
-    """The object of one clone: its own store_id is its name."""
+    """Return the key of the object of one clone, named by the clone's own store_id."""
     return f"{clones_prefix(store_id)}/{store_prefix(clone_id)}"
 
 
 # ── a stream's manifest log: chunks, snapshots, bundles ───────────────────────────────────────────────────────────────
 def log_prefix(stream_id: int) -> str:
-    """What all object keys of a stream's manifest log begin with."""
+    """Return the prefix of all object keys of a stream's manifest log."""
     return f"manifest/{u64('stream_id', stream_id)}"
 
 
 def manifest_log_key(stream_id: int, chunk_index: int) -> str:
-    """The object key of a sealed chunk of a stream's manifest log."""
+    """Return the object key of a sealed chunk of a stream's manifest log."""
     return f"{log_prefix(stream_id)}/{u64('chunk_index', chunk_index)}.mlog"
 
 
 def parse_manifest_log_key(text: str) -> tuple[int, int] | None:
-    """(stream_id, chunk_index) of a manifest-log chunk's key; `None` if it is foreign."""
+    """Return (stream_id, chunk_index) of a manifest-log chunk's key; `None` if it is foreign."""
     match = re.fullmatch(f"manifest/{_NUMBER}/{_NUMBER}\\.mlog", text)
     if match is None or max(int(match[1]), int(match[2])) > U64_MAX:
         return None
@@ -129,23 +129,23 @@ def parse_manifest_log_key(text: str) -> tuple[int, int] | None:
 
 
 def snapshot_key(stream_id: int, snapshot_id: int) -> str:
-    """The object key of a snapshot."""
+    """Return the object key of a snapshot of a stream's manifest log."""
     return f"{log_prefix(stream_id)}/snapshot_{u64('snapshot_id', snapshot_id)}.bin"
 
 
 def bundle_key(stream_id: int, first: int, last: int) -> str:
-    """The object key of a bundle: the chunks `first` to `last` as one object."""
+    """Return the object key of a bundle: the chunks `first` to `last` as one object."""
     return f"{log_prefix(stream_id)}/bundle_{u64('first', first)}_{u64('last', last)}.mlog"
 
 
 def is_log_key(text: str) -> bool:
-    """Whether a key is of a manifest log: a chunk, a bundle or a snapshot."""
+    """Return whether a key belongs to a manifest log: a chunk, a bundle or a snapshot."""
     parsers = (parse_manifest_log_key, parse_bundle_key, parse_snapshot_key)
     return any(parse(text) is not None for parse in parsers)
 
 
 def parse_snapshot_key(text: str) -> tuple[int, int] | None:
-    """(stream_id, snapshot_id); `None` if it is foreign."""
+    """Return (stream_id, snapshot_id); `None` if it is foreign."""
     match = re.fullmatch(f"manifest/{_NUMBER}/snapshot_{_NUMBER}\\.bin", text)
     if match is None or max(map(int, match.groups())) > U64_MAX:
         return None
@@ -153,7 +153,7 @@ def parse_snapshot_key(text: str) -> tuple[int, int] | None:
 
 
 def parse_bundle_key(text: str) -> tuple[int, int, int] | None:
-    """(stream_id, first, last); `None` if it is foreign."""
+    """Return (stream_id, first, last); `None` if it is foreign."""
     match = re.fullmatch(f"manifest/{_NUMBER}/bundle_{_NUMBER}_{_NUMBER}\\.mlog", text)
     if match is None or max(map(int, match.groups())) > U64_MAX or int(match[2]) > int(match[3]):
         return None

@@ -1,24 +1,24 @@
-"""Files that engines write to, within a bound: a descriptor is closed when its file is not used, and opened again when it is.
+"""Bounds the number of open files: closes the descriptors of files that are not in use, and reopens them on the next use.
 
 A process has 1,024 descriptors unless it asked for more, and a store may have many more databases than that, each with a log
-that it writes to now and then. So engines open what they write through this `Disk`; what they hold is a `File` as before
+that is written occasionally. Engines therefore open the files they write through this `Disk`, and get a `File` as usual
 (docs/decisions/024-open-files.md).
 
-A clean file that was not used between two looks, a second apart, is closed. Beyond `limit` open files one is closed by
-chance, used or not: where a few more files than that are used in turn, the one opened longest ago would always be the next to
-be used. A *dirty* file, written and not synced since, keeps its descriptors: what a sync would report must reach the one who
-wrote. If all are dirty, the one to close is synced first; should that fail, its writer is told by its next use of the file. All
-handles of a file are closed and opened together: two handles are there because Linux tells of a failed write-back once per
-handle, and one that was opened behind a write would miss that news.
+A clean file that was not used between two checks, one second apart, is closed. Above `limit` open files, a random file is
+closed, used or not: if slightly more files than that are used in rotation, the one opened longest ago would always be the next
+one needed. A *dirty* file, written and not synced since, keeps its descriptors, so that an error reported by a sync reaches the
+writer. If all files are dirty, the one to close is synced first; if that fails, it stays open, and the writer's next sync
+raises the error. All handles of a file are closed and reopened together: a file has two handles because Linux reports a
+write-back error once per handle, and a handle opened after the write would miss it.
 
-Why a use needs no lock: it marks the entry as busy before it looks for its handle, and who closes takes the handles away
-before it looks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closer finds it
-busy and gives the handles back. The marks are appends to a list, which are atomic, as is the look at it.
+Why a use needs no lock: a use marks the entry as busy before it reads its handle, and the closing thread removes the handles
+before it checks whether the entry is busy. So either the user finds no handle and waits for the lock, or the closing thread
+finds the entry busy and puts the handles back. The marks are appends to a list; appending and testing it are atomic.
 
-Locks, in this order: `_naming` while a path is opened or renamed, an entry's while its file is opened again, `_lock` for what
-is known. No system call is made under `_lock` (but the sync of a dirty file, if all are): with more files in use than the
-bound, each use opens one, and threads must not wait for each other's calls. `forget` takes `_lock` alone, because the end of
-an object may call it at any line.
+Locks, in this order: `_naming` while a path is opened or renamed, an entry's while its file is reopened, `_lock` for the pool's
+tables. No system call is made under `_lock` (except the sync of a dirty file, if all are dirty): with more files in use than
+the bound, each use opens a file, and threads must not wait for each other's system calls. `forget` takes only `_lock`, because
+a finalizer may call it at any line.
 
 Threads: any. Raises what the disk below raises.
 """
@@ -36,12 +36,12 @@ from quire.core.events import emit
 from quire.durable.files import DirectFile, Disk, DiskLayer, File, begin_write_back, write_synced
 
 LOOK_SECONDS = 1.0
-"""Between two looks for what is not used."""
+"""Between two checks for unused files."""
 
 
 class _OpenFile:
-    """One file by its path, with all handles that are open on it here. All but `busy`, `is_dirty` and `was_used` is guarded by
-    the pool's lock."""
+    """One file, identified by its path, and all of its handles in this pool. The pool's lock guards everything but `busy`,
+    `is_dirty` and `was_used`."""
 
     __slots__ = ("busy", "failure", "handles", "identity", "is_dirty", "is_pinned", "opening", "path", "was_used")
 
@@ -58,10 +58,10 @@ class _OpenFile:
 
 
 class OpenFiles(DiskLayer):
-    """A `Disk` whose files to write are kept within a bound; everything else is the disk's below."""
+    """A `Disk` that bounds the number of open writable files; all other operations are forwarded."""
 
     def __init__(self, inner: Disk, limit: int, *, ticking: bool = True) -> None:
-        """`ticking=False`: nothing is closed by time; tests call `close_idle`."""
+        """With `ticking=False` no thread closes unused files; tests call `close_idle` instead."""
         super().__init__(inner)
         # constant after construction
         self._limit = limit
@@ -72,23 +72,26 @@ class OpenFiles(DiskLayer):
         self._lock = threading.RLock()
         self._entries: dict[str, _OpenFile] = {}
         self._open: dict[_OpenFile, None] = {}
-        """Those with descriptors."""
+        """The entries with descriptors."""
         self._ticker: threading.Thread | None = None
 
     def __len__(self) -> int:
-        """How many files have a descriptor."""
+        """Return how many files have a descriptor."""
         return len(self._open)
 
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
-        """As `Disk.open`; a file to write gives its descriptor up while it is not used."""
+        """Open a file as `Disk.open` does; a writable file releases its descriptor while it is not in use."""
         if not write:
             return self._inner.open(path, create=create, exclusive=exclusive, write=False)
         return self._pooled(path, create=create, exclusive=exclusive, write=True)
 
     def open_to_read(self, path: str) -> File:
-        """A file to read that gives its descriptor up while it is not used: for files that stay as long as somebody has them
-        open (tables of key-value databases). Other readers have bounds of their own, and read on when a file is removed."""
+        """Open a read-only file that releases its descriptor while it is not in use.
+
+        For files that are not removed while they have readers (tables of key-value databases). Other readers have their own
+        bounds, and continue to read a removed file.
+        """
         return self._pooled(path, create=False, exclusive=False, write=False)
 
     def _pooled(self, path: str, *, create: bool, exclusive: bool, write: bool) -> PooledFile:
@@ -97,14 +100,14 @@ class OpenFiles(DiskLayer):
             file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
             try:
                 entry = self._entry(path, _identity(file))
-                entry.busy.append(None)  # from here on nobody closes it
+                entry.busy.append(None)  # from here on no thread closes it
                 try:
                     with entry.opening:
                         if entry.handles:
                             self._open_again(entry)
                         handle = PooledFile(self, entry, file, writes=write)
                         with self._lock:
-                            self._entries[path] = entry  # it may have been forgotten meanwhile
+                            self._entries[path] = entry  # `forget` may have removed it in the meantime
                             entry.handles.append(handle)
                             entry.was_used = True
                             self._open[entry] = None
@@ -117,11 +120,11 @@ class OpenFiles(DiskLayer):
             return handle
 
     def _entry(self, path: str, identity: tuple[int, int]) -> _OpenFile:
-        """What is known of the file under a path."""
+        """Return the entry of the file at a path, creating it if necessary."""
         with self._lock:
             entry = self._entries.get(path)
             if entry is not None and entry.identity != identity:
-                # Under this path is another file now; whoever has the former one goes on with it, while it is open.
+                # The path now names another file. Existing handles keep the former one, which could not be reopened.
                 entry.is_pinned = True
                 entry = None
             if entry is None:
@@ -130,8 +133,10 @@ class OpenFiles(DiskLayer):
             return entry
 
     def _open_again(self, entry: _OpenFile) -> None:
-        """Open all handles of an entry together, if it has none that is open and the path still leads to the same file.
-        REQUIRES that the entry is busy, and its lock."""
+        """Reopen all handles of an entry together, if none is open and the path still names the same file.
+
+        REQUIRES that the entry is busy, and its lock.
+        """
         with self._lock:
             handles = [] if entry in self._open else [*entry.handles]
         files: list[File] = []
@@ -141,8 +146,8 @@ class OpenFiles(DiskLayer):
                 files.append(file)
                 if _identity(file) != entry.identity:
                     raise StorageFault(
-                        "the file was replaced while it was not used",
-                        hint="only quire may change files of a store; restore it, then open the database again",
+                        "the file was replaced while it was not in use",
+                        hint="restore the original file, then open the database again; only quire may change it",
                         path=entry.path,
                     )
         except BaseException:
@@ -160,13 +165,16 @@ class OpenFiles(DiskLayer):
         for file in closed:
             file.close()
 
-    def wake(self, handle: PooledFile) -> File:
-        """The file of a handle that was found without one, and was marked as busy before; for `PooledFile`."""
+    def reopen(self, handle: PooledFile) -> File:
+        """Return the file of a handle that was found without one, reopening it; for `PooledFile`.
+
+        REQUIRES that the entry is marked as busy.
+        """
         entry = handle.entry
         with entry.opening:
-            if entry.failure is not None:
-                raise entry.failure
-            with self._lock:  # not between the two looks of one who closes
+            with self._lock:  # so that no thread is between removing the handles and putting them back
+                if entry.failure is not None:
+                    raise entry.failure
                 is_closed, file = handle not in entry.handles, handle.file
             if file is None and not is_closed:
                 self._make_room(entry)
@@ -180,20 +188,20 @@ class OpenFiles(DiskLayer):
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close_idle(self) -> int:
-        """Close what was not used since the last look; how many files."""
+        """Close the files that were not used since the last check, and return how many."""
         with self._lock:
             idle = [entry for entry in self._open if not entry.was_used and not entry.is_dirty]
             for entry in self._open:
                 entry.was_used = False
-            taken = [files for entry in idle if (files := self._take(entry))]
-        _close_all(taken)
-        return len(taken)
+            detached = [files for entry in idle if (files := self._detach_files(entry))]
+        _close_all(detached)
+        return len(detached)
 
     def _make_room(self, but: _OpenFile | None) -> None:
         """Close entries until the bound holds, syncing dirty ones first."""
         if len(self._open) < self._limit:
             return
-        taken: list[list[File]] = []
+        detached: list[list[File]] = []
         with self._lock:
             entries = list(self._open)
             start = random.randrange(len(entries)) if entries else 0
@@ -203,24 +211,42 @@ class OpenFiles(DiskLayer):
                         break
                     if syncing and entry.is_dirty and not entry.busy and not entry.is_pinned:
                         self._sync(entry)
-                    if entry is not but and (files := self._take(entry)):
-                        taken.append(files)
-        _close_all(taken)
+                    if entry is not but and (files := self._detach_files(entry)):
+                        detached.append(files)
+        _close_all(detached)
 
     def _sync(self, entry: _OpenFile) -> None:
-        file = entry.handles[0].file
-        entry.is_dirty = False
+        """Sync an entry on behalf of its writer, unless it is in use. REQUIRES the lock.
+
+        The handles are removed during the sync, so that a concurrent use waits for the lock and then sees the failure. Linux
+        reports a write-back error once per handle: a concurrent sync by the writer would succeed.
+        """
+        files = [(handle, handle.file) for handle in entry.handles]
+        for handle, _ in files:
+            handle.file = None
         try:
+            if entry.busy:
+                return
+            entry.is_dirty = False
+            file = files[0][1]
             if file is not None:
                 file.sync()
         except StorageFault as fault:
             emit("error", "files.sync_failed", path=entry.path, error=str(fault))
             entry.failure = fault
             entry.is_dirty = True
+        finally:
+            for handle, file in files:
+                if handle in entry.handles:
+                    handle.file = file
+                elif file is not None:  # a finalizer called `forget` in the meantime
+                    file.close()
 
-    def _take(self, entry: _OpenFile) -> list[File]:
-        """Take an entry's files away, to be closed without the lock; none if somebody is using them, or must not miss their
-        news. REQUIRES the lock."""
+    def _detach_files(self, entry: _OpenFile) -> list[File]:
+        """Remove an entry's files from its handles and return them, to be closed without the lock.
+
+        Empty if a thread is using them, or an error of theirs must still reach the writer. REQUIRES the lock.
+        """
         if entry.is_pinned or entry.is_dirty or entry.busy or entry.failure is not None:
             return []
         files = [(handle, handle.file) for handle in entry.handles]
@@ -234,7 +260,7 @@ class OpenFiles(DiskLayer):
         return [file for _, file in files if file is not None]
 
     def forget(self, handle: PooledFile) -> None:
-        """A handle is closed for good; for `PooledFile`."""
+        """Close a handle permanently; for `PooledFile`."""
         with self._lock:
             entry, file = handle.entry, handle.file
             handle.file = None
@@ -256,22 +282,22 @@ class OpenFiles(DiskLayer):
         while not self._stopping.wait(LOOK_SECONDS):
             self.close_idle()
             with self._lock:
-                if not self._open:  # an idle store needs no thread; the next file that is opened starts another
+                if not self._open:  # an idle store needs no thread; opening the next file starts one
                     self._ticker = None
                     return
 
     def close(self) -> None:
-        """End the looks; files are closed by who has opened them."""
+        """Stop the thread that closes unused files. Handles are closed by their owners."""
         self._stopping.set()
         ticker = self._ticker
         if ticker is not None:
             ticker.join()
 
     def rename(self, source: str, target: str) -> None:
-        """As `Disk.rename`; handles that are open on the file go with it."""
+        """Rename as `Disk.rename` does; open handles follow the file."""
         with self._naming:
             entry = self._entries.get(source)
-            with entry.opening if entry is not None else nullcontext():  # or it would be opened by its former name
+            with entry.opening if entry is not None else nullcontext():  # no reopening under the former name
                 self._inner.rename(source, target)
                 with self._lock:
                     if (entry := self._entries.pop(source, None)) is not None:
@@ -280,7 +306,7 @@ class OpenFiles(DiskLayer):
 
 
 class PooledFile(DirectFile):
-    """A `File` whose descriptor comes and goes. Made by `OpenFiles.open`."""
+    """A `File` whose descriptor is closed and reopened by the pool. Created by `OpenFiles.open`."""
 
     __slots__ = ("_pool", "entry", "file", "writes")
 
@@ -289,7 +315,7 @@ class PooledFile(DirectFile):
         self.entry = entry
         self.writes = writes
         self.file: File | None = file
-        """`None` while it has no descriptor. The pool's, under its lock; read by all."""
+        """`None` while it has no descriptor. Written by the pool, under its lock; read by any thread."""
 
     @property
     def path(self) -> str:
@@ -300,7 +326,7 @@ class PooledFile(DirectFile):
         entry.busy.append(None)
         try:
             entry.was_used = True
-            return (self.file or self._pool.wake(self)).read_at(size, offset)
+            return (self.file or self._pool.reopen(self)).read_at(size, offset)
         finally:
             entry.busy.pop()
 
@@ -308,19 +334,21 @@ class PooledFile(DirectFile):
         entry = self.entry
         entry.busy.append(None)
         try:
-            file = self.file or self._pool.wake(self)
+            file = self.file or self._pool.reopen(self)
             entry.was_used = entry.is_dirty = True
             file.write_at(data, offset)
-            entry.is_dirty = True  # once more: a sync that began meanwhile need not cover all of it
+            entry.is_dirty = True  # again: a sync that began during the write may not cover all of it
         finally:
             entry.busy.pop()
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """As `files.write_synced`: it leaves the file as dirty as it was."""
+        """Write as `files.write_synced` does. Whether the file is dirty does not change, unless the write fails."""
         entry = self.entry
         entry.busy.append(None)
         try:
-            file = self.file or self._pool.wake(self)
+            file = self.file or self._pool.reopen(self)
+            if entry.failure is not None:  # as in `sync`: no later write is reported as durable
+                raise entry.failure
             entry.was_used = True
             try:
                 write_synced(file, data, offset)
@@ -331,21 +359,24 @@ class PooledFile(DirectFile):
             entry.busy.pop()
 
     def begin_write_back(self, size: int, offset: int) -> None:
-        """As `files.begin_write_back`."""
+        """Start write-back, as `files.begin_write_back` does."""
         entry = self.entry
         entry.busy.append(None)
         try:
-            begin_write_back(self.file or self._pool.wake(self), size, offset)
+            begin_write_back(self.file or self._pool.reopen(self), size, offset)
         finally:
             entry.busy.pop()
 
     @contextmanager
     def _in_use(self) -> Iterator[File]:
-        """The file, not closed meanwhile. Calls that are part of every commit or read mark the entry themselves: a context
-        manager costs as much as the system call."""
+        """Yield the file and keep it open during the block.
+
+        Calls that are part of every commit or read mark the entry themselves, because a context manager costs as much as the
+        system call.
+        """
         self.entry.busy.append(None)
         try:
-            yield self.file or self._pool.wake(self)
+            yield self.file or self._pool.reopen(self)
         finally:
             self.entry.busy.pop()
 
@@ -353,10 +384,10 @@ class PooledFile(DirectFile):
         entry = self.entry
         entry.busy.append(None)
         try:
-            file = self.file or self._pool.wake(self)
+            file = self.file or self._pool.reopen(self)
             if entry.failure is not None:
                 raise entry.failure
-            entry.was_used, entry.is_dirty = True, False  # before: what is written meanwhile makes it dirty again
+            entry.was_used, entry.is_dirty = True, False  # before the sync, so that a concurrent write sets it again
             try:
                 file.sync()
             except BaseException:
@@ -379,14 +410,14 @@ class PooledFile(DirectFile):
             self.entry.was_used = self.entry.is_dirty = True
             file.allocate(size)
 
-    def forget_cached(self) -> None:
-        """As `files.forget_cached`; asks for the descriptor without keeping it."""
+    def drop_cached_pages(self) -> None:
+        """Drop cached pages, as `files.drop_cached_pages` does, without pinning the descriptor."""
         with self._in_use() as file, suppress(OSError, AttributeError):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def fileno(self) -> int:
         with self._in_use() as file:
-            self.entry.is_pinned = True  # a map or a lock needs the descriptor: it stays open until it is closed
+            self.entry.is_pinned = True  # a map or a lock needs the descriptor: it stays open until the file is closed
             return file.fileno()
 
     def close(self) -> None:
@@ -394,12 +425,12 @@ class PooledFile(DirectFile):
 
 
 def open_to_read(disk: Disk, path: str) -> File:
-    """A file that is kept open to be read for as long as its owner wants, within the bound if the disk has one."""
+    """Open a file that its owner keeps open for reading, within the bound on open files if the disk has one."""
     return disk.open_to_read(path) if isinstance(disk, OpenFiles) else disk.open(path, write=False)
 
 
-def _close_all(taken: list[list[File]]) -> None:
-    for files in taken:
+def _close_all(detached: list[list[File]]) -> None:
+    for files in detached:
         for file in files:
             file.close()
 

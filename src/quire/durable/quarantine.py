@@ -1,18 +1,18 @@
-"""The quarantine of a store: where recovery puts what it would have removed and cannot prove to be garbage.
+"""The quarantine of a store: the directory to which recovery moves files that it cannot prove to be garbage.
 
 Terms
   entry   one file or directory in quarantine, with a note: the path it had in the store, why it was moved, and when
-  number  of an entry; `quarantine/<number>.json` is its note, `quarantine/<number>/<path it had>` the file itself
+  number  identifies an entry; `quarantine/<number>.json` is its note, `quarantine/<number>/<original path>` the file itself
 
 A file moves in this order: the note is written and synced, the file is renamed, both directories are synced. A crash before the
-rename leaves a note without a file, which is no entry: the next move removes it. A crash after it leaves the entry. The file is
-at its old path or in quarantine at any time; after power loss perhaps at both, and then it is moved once more.
+rename leaves a note without a file, which is not an entry: the next move removes it. A crash after the rename leaves the entry.
+At any time the file is at its old path or in quarantine; after power loss possibly at both, and then it is moved again.
 
-Nothing here is removed by the store itself: `quire quarantine` lists, restores and removes. What is in quarantine is no part of
-any database: no engine reads it, and commands of repair are given it by name.
+The store itself never removes anything from quarantine: `quire quarantine` lists, restores and removes entries. Quarantined
+files are not part of any database: no engine reads them, and repair commands are given them by name.
 
-Threads: one at a time per store, the owner's. Raises `NotFound` for a number that is not there, `AlreadyExists` where something
-is in the way of a file that is to be restored, `Corruption` for a note that cannot be read, and what the disk raises.
+Threads: one at a time per store, the owner's. Raises `NotFound` for an unknown number, `AlreadyExists` if the path of a file to
+be restored is taken, `Corruption` for a note that cannot be read, and what the disk raises.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from quire.durable.files import Disk, read_all, remove_tree, write_atomic
 from quire.durable.names import QUARANTINE, QuarantinedFile, QuarantineNote, parse_path
 
 NOTE_BYTES_MAX = 64 * 1024
-"""A note is a few hundred bytes; a larger file is none."""
+"""A note is a few hundred bytes; a larger file is not a note."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """Something in quarantine, as its note says; fields are only appended, with defaults."""
+    """One entry, as its note describes it; fields are only appended, with defaults."""
 
     number: int
     path: str
-    """Where it was, relative to the store."""
+    """The original path, relative to the store."""
     why: str
     moved_ms: int
     database: int = 0
-    """The id of the database or stream that it belonged to; 0 if that is not known."""
+    """The id of the database or stream that it belonged to; 0 if unknown."""
     size_bytes: int = 0
-    """Bytes in the file when it was moved; 0 of a directory."""
+    """Bytes in the file when it was moved; 0 for a directory."""
 
     @property
     def place(self) -> str:
-        """Where it is now, relative to the store."""
+        """The current path, relative to the store."""
         return QuarantinedFile(number=self.number, original=self.path).path
 
 
@@ -63,13 +63,13 @@ def move(disk: Disk, root: str, path: str, *, why: str, at_ms: int, database: in
     number = 1 + max(numbers, default=0)
     entry = Entry(number=number, path=path, why=why, moved_ms=at_ms, database=database, size_bytes=_size(disk, source))
     target = os.path.join(root, entry.place)
-    # The note first: a file without one could not be put back by who does not know where it was.
+    # The note first: without one, the file's original path would be lost.
     write_atomic(disk, os.path.join(root, QuarantineNote(number=number).path), msgspec.json.encode(entry))
     hit("quarantine.noted")
     disk.make_dirs(os.path.dirname(target))
     disk.rename(source, target)
     hit("quarantine.renamed")
-    disk.sync_dir(os.path.dirname(target))  # the new name first: a file with neither name durable could vanish
+    disk.sync_dir(os.path.dirname(target))  # the new name first: if neither name were durable, the file could vanish
     disk.sync_dir(os.path.dirname(source))
     hit("quarantine.moved")
     emit("warning", "quarantine.moved", path=path, to=entry.place, why=why, database=database)
@@ -77,7 +77,7 @@ def move(disk: Disk, root: str, path: str, *, why: str, at_ms: int, database: in
 
 
 def entries(disk: Disk, root: str) -> list[Entry]:
-    """What is in quarantine, oldest first. A note that cannot be read is told by an entry that says so."""
+    """Return all entries, oldest first. A note that cannot be read becomes an entry whose `why` is the error."""
     listed = []
     for number in sorted(_numbers(disk, root)):
         try:
@@ -90,25 +90,25 @@ def entries(disk: Disk, root: str) -> list[Entry]:
 
 
 def find(disk: Disk, root: str, number: int) -> Entry:
-    """The entry with this number."""
+    """Return the entry with this number."""
     entry = _entry(disk, root, number) if number > 0 else None
     if entry is None:
-        raise NotFound(
-            "there is nothing in quarantine with this number", hint="`quire quarantine ls` lists it", number=number
-        )
+        raise NotFound("no file in quarantine has this number", hint="`quire quarantine ls` lists them", number=number)
     return entry
 
 
 def restore(disk: Disk, root: str, number: int) -> Entry:
-    """Put an entry back where it was; durable on return. Something that is there now is not replaced.
+    """Move an entry back to its original path, never replacing another file; durable on return.
 
-    The file is back before the note goes: a crash in between leaves a note without a file, which is no entry.
+    The file is moved before the note is removed: a crash in between leaves a note without a file, which is not an entry.
     """
     entry = find(disk, root, number)
     source, target = os.path.join(root, entry.place), os.path.join(root, entry.path)
     if disk.exists(target):
         raise AlreadyExists(
-            "something is where the file was", hint="move that away first, or `quire quarantine rm`", path=entry.path
+            "the original path is in use",
+            hint="move that file away first, or run `quire quarantine rm`",
+            path=entry.path,
         )
     disk.make_dirs(os.path.dirname(target))
     disk.rename(source, target)
@@ -120,7 +120,7 @@ def restore(disk: Disk, root: str, number: int) -> Entry:
 
 
 def remove(disk: Disk, root: str, number: int) -> None:
-    """Remove an entry for good."""
+    """Remove an entry permanently."""
     if number not in _numbers(disk, root):
         find(disk, root, number)  # raises
     _forget(disk, root, number)
@@ -128,7 +128,7 @@ def remove(disk: Disk, root: str, number: int) -> None:
 
 
 def _forget(disk: Disk, root: str, number: int) -> None:
-    """Remove what is in an entry, then its note: a crash in between leaves a note without a file."""
+    """Remove the files of an entry, then its note: a crash in between leaves a note without a file."""
     remove_tree(disk, os.path.join(root, QUARANTINE, f"{number:08x}"))
     with suppress(FileNotFoundError):
         disk.remove(os.path.join(root, QuarantineNote(number=number).path))
@@ -136,7 +136,7 @@ def _forget(disk: Disk, root: str, number: int) -> None:
 
 
 def _numbers(disk: Disk, root: str) -> set[int]:
-    """The numbers of all notes and directories."""
+    """Return the numbers of all notes and directories."""
     try:
         names = disk.names(os.path.join(root, QUARANTINE))
     except FileNotFoundError:
@@ -146,11 +146,11 @@ def _numbers(disk: Disk, root: str) -> set[int]:
 
 
 def _entry(disk: Disk, root: str, number: int) -> Entry | None:
-    """The entry with a number; `None` if there is none, or only a note of a move that did not happen."""
+    """Return the entry with this number; `None` if there is none, or only the note of a move that did not complete."""
     path = os.path.join(root, QuarantineNote(number=number).path)
     try:
         if disk.size(path) > NOTE_BYTES_MAX:
-            raise Corruption("a note in quarantine is too large to be one", hint=_BY_HAND, path=path)
+            raise Corruption("a note in quarantine is too large", hint=_BY_HAND, path=path)
         entry = msgspec.json.decode(read_all(disk, path), type=Entry)
     except FileNotFoundError:
         if number not in _numbers(disk, root):
@@ -159,7 +159,7 @@ def _entry(disk: Disk, root: str, number: int) -> Entry | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Corruption(f"a note in quarantine cannot be read: {error}", hint=_BY_HAND, path=path) from error
     if entry.number != number or not _is_inside(entry.path):
-        raise Corruption("a note in quarantine is not about its own number", hint=_BY_HAND, path=path)
+        raise Corruption("a note in quarantine has the wrong number", hint=_BY_HAND, path=path)
     return entry if disk.exists(os.path.join(root, entry.place)) else None
 
 
@@ -167,20 +167,20 @@ def _is_unfinished(disk: Disk, root: str, number: int) -> bool:
     try:
         return _entry(disk, root, number) is None
     except Corruption:
-        return False  # somebody should look at it
+        return False  # kept, so that an operator can examine it
 
 
-_BY_HAND = "the path below its number is where the file was; look at it, then `quire quarantine rm NUMBER`"
+_BY_HAND = "its path below the number is the original path; inspect it, then run `quire quarantine rm NUMBER`"
 
 
 def _is_inside(path: str) -> bool:
-    """Whether a note's path leads to a place in the store: a note is a file like any other, and may say anything."""
+    """Return whether a note's path is inside the store. A note may be damaged or edited, so its path is not trusted."""
     parts = path.split("/")
     return bool(path) and not path.startswith("/") and not {"", ".", ".."} & set(parts) and parts[0] != QUARANTINE
 
 
 def _size(disk: Disk, path: str) -> int:
-    """The bytes of a file; 0 of a directory."""
+    """Return the size of a file in bytes; 0 for a directory."""
     try:
         return 0 if os.path.isdir(path) else disk.size(path)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""What files take on the disk: the blocks that the file system has given, not the length that a file shows.
+"""Measures the disk space of files: the blocks that the file system has allocated, not the file length.
 
-The two differ where a file has holes, where its space was reserved ahead, and by the rest of each file's last block. People
-look at `du`, and quotas of machines count the same: so everything that shows or limits space asks here. Directories take space
-too, and are counted.
+The two differ for files with holes, for space reserved in advance, and by the unused part of each file's last block. Users
+compare with `du`, and disk quotas count the same way, so everything that reports or limits space uses this module. Directories
+take space too, and are counted.
 
-Reads names and sizes only; what is removed while it is looked at takes nothing. Any thread. Raises what the system raises for a
-directory that cannot be read.
+Reads names and sizes only; a file that is removed during the measurement counts as 0 bytes. Threads: any. Raises what the
+system raises for a directory that cannot be read.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from contextlib import suppress
 from typing import NamedTuple
 
 BLOCK_BYTES = 512
-"""The unit of `st_blocks`, whatever the file system's own is (POSIX leaves it open, Linux does not)."""
+"""The unit of `st_blocks`, whatever the file system's block size (fixed on Linux, left open by POSIX)."""
 
 STORE_ID_CHARS = 32
-"""At least so many, by which the directory of a store's epochs is told from one of a database."""
+"""The minimum length of a store id, which distinguishes the directory of a store's epochs from that of a database."""
 
 
-def given_bytes(path: str) -> int:
-    """Bytes that the file system has given to a file or directory itself; 0 if there is none."""
+def allocated_bytes(path: str) -> int:
+    """Return the bytes allocated to a file or to a directory itself; 0 if it does not exist."""
     try:
         return os.lstat(path).st_blocks * BLOCK_BYTES
     except FileNotFoundError:
         return 0
 
 
-def given_below(path: str) -> Iterator[tuple[str, int]]:
-    """(path, bytes) of everything below a directory, itself included; a file with several names in it is given once."""
+def walk_allocated(path: str) -> Iterator[tuple[str, int]]:
+    """Yield (path, bytes) for a directory and everything below it; a file with several hard links is counted once."""
     seen: set[tuple[int, int]] = set()
     todo = [path]
     while todo:
         folder = todo.pop()
-        yield folder, given_bytes(folder)
+        yield folder, allocated_bytes(folder)
         with suppress(FileNotFoundError), os.scandir(folder) as listing:
             for entry in listing:
                 if entry.is_dir(follow_symlinks=False):
@@ -54,20 +54,20 @@ def given_below(path: str) -> Iterator[tuple[str, int]]:
 
 
 class Space(NamedTuple):
-    """What a store's directory takes, and whose it is. The parts add up to the total, which is what `du` says."""
+    """The space of a store's directory, by owner. The parts add up to the total, which matches `du`."""
 
     total_bytes: int
     databases: dict[int, int]
-    """Database → what its files take, and its objects if they are in the directory."""
+    """Database → bytes of its files, and of its objects if they are in the directory."""
     others: dict[str, int]
-    """What belongs to no database: `manifest`, `objects`, `quarantine`, `scratch`, `store` (the rest)."""
+    """Bytes that belong to no database, by part: `manifest`, `objects`, `quarantine`, `scratch`, `store` (the rest)."""
 
 
 def measure(root: str) -> Space:
-    """Look at every file of the store at `root`."""
+    """Measure every file of the store at `root`."""
     databases: Counter[int] = Counter()
     others: Counter[str] = Counter()
-    for path, size in given_below(root):
+    for path, size in walk_allocated(root):
         whose = owner_of(os.path.relpath(path, root))
         if isinstance(whose, int):
             databases[whose] += size
@@ -77,12 +77,12 @@ def measure(root: str) -> Space:
 
 
 def measure_database(root: str, db_id: int) -> int:
-    """What one database takes: its directories and its objects, as far as they are in the store's directory."""
+    """Return the bytes of one database: its directories, and its objects if they are in the store's directory."""
     return measure_databases(root, [db_id])[db_id]
 
 
 def measure_databases(root: str, db_ids: Iterable[int]) -> dict[int, int]:
-    """The same of some databases; nothing of the others is looked at."""
+    """Return the bytes of each of some databases, without examining other databases."""
     prefixes = ["objects"]
     with suppress(FileNotFoundError), os.scandir(os.path.join(root, "objects")) as stores:
         for store in stores:
@@ -90,15 +90,15 @@ def measure_databases(root: str, db_ids: Iterable[int]) -> dict[int, int]:
                 with suppress(FileNotFoundError, NotADirectoryError):
                     epochs = os.listdir(os.path.join(store.path, "e"))
                     prefixes += [f"objects/{store.name}/e/{epoch}" for epoch in epochs]
-    given: dict[int, int] = {}
+    allocated: dict[int, int] = {}
     for db_id in db_ids:
         places = [f"pages/{db_id:08x}", f"lsm/{db_id:08x}", f"streams/{db_id}"]
         places += [f"{prefix}/{part}" for prefix in prefixes for part in (f"{db_id:08x}", f"manifest/{db_id}")]
-        listings = (given_below(os.path.join(root, place)) for place in places)
-        given[db_id] = sum(
+        listings = (walk_allocated(os.path.join(root, place)) for place in places)
+        allocated[db_id] = sum(
             size for part in listings for path, size in part if owner_of(os.path.relpath(path, root)) == db_id
         )
-    return given
+    return allocated
 
 
 _OF_DATABASE = re.compile(r"(?:pages|lsm)/([0-9a-f]{8})(?:/.*)?")
@@ -109,7 +109,7 @@ _LOG_OBJECT = re.compile(rf"objects/{_EPOCH}manifest/([0-9]{{1,20}})(?:/.*)?")
 
 
 def owner_of(path: str) -> int | str:
-    """Whose a path in a store is, file or directory: a database's id, or what else it is part of.
+    """Return the owner of a path in a store, file or directory: a database's id, or the part of the store.
 
     >>> (
     ...     owner_of("pages/0000000a/wal/00000001.seg"),

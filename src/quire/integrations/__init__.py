@@ -1,5 +1,5 @@
-"""Where other tools meet a store: SQLAlchemy, aiosqlite, pytest, Datasette, sqlite-utils, fsspec. They are found by
-entry points; `aio` is for programs."""
+"""Integrations with other tools: SQLAlchemy, aiosqlite, pytest, Datasette, sqlite-utils, fsspec. The tools find them by entry
+points; programs import `aio`."""
 
 from typing import TYPE_CHECKING
 

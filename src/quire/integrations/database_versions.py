@@ -1,9 +1,9 @@
 """The databases of a store and their snapshots, as tools list them: Datasette, sqlite-utils, fsspec.
 
-A tool that reads takes no store away from its owner: it uses the store that this process has open, or reads beside whoever
-owns it.
+A tool that reads does not take the store from its owner: it uses the store that this process has open, or reads alongside the
+owner.
 
-Threads: any. Raises what opening a store raises.
+Threads: any. Raises the errors of opening a store.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ListedVersion:
 
     name: str
     snapshot: str
-    """Empty: as it is now."""
+    """Empty for the newest version."""
     db_id: int
     snapshot_id: int
     size_bytes: int
-    """As published: of a database that is being written, up to a second old."""
+    """Published size: for a database that is being written, up to a second old."""
     lsn: int
     time_ms: int
-    """When the snapshot was made; 0 for what changes."""
+    """When the snapshot was made; 0 for the newest version, which changes."""
 
     @property
     def label(self) -> str:
@@ -42,7 +42,7 @@ class ListedVersion:
         return f"{self.name}@{self.snapshot}" if self.snapshot else self.name
 
     def url(self, root: str) -> str:
-        """What `quire.sqlite.dbapi.connect` takes.
+        """Return the URL for `quire.sqlite.dbapi.connect`.
 
         >>> ListedVersion("shop", "monday", 1, 1, 0, 0, 0).url("/data/store")
         'quire:////data/store/shop?at=monday'
@@ -51,7 +51,7 @@ class ListedVersion:
 
 
 def list_versions(store: Store, pattern: str = "*", *, snapshots: bool = True) -> Iterator[ListedVersion]:
-    """The databases of a store whose names match, each followed by its named snapshots, oldest first."""
+    """Yield the databases of a store whose names match, each followed by its named snapshots, oldest first."""
     for info in store.databases():
         if info.kind is not DbKind.PAGES or not fnmatchcase(info.name, pattern):
             continue
@@ -69,12 +69,12 @@ def list_versions(store: Store, pattern: str = "*", *, snapshots: bool = True) -
 
 
 def open_version(store: Store, version: DatabaseVersion) -> Snapshot:
-    """A reader of a version, which keeps it as it is until it is closed."""
+    """Open a reader of a version, which keeps the version unchanged until it is closed."""
     pages = store.pages
     if isinstance(version.at, str):
         return pages.open_view(version.name, version.at)
     if store.mode != "r":
-        return pages.open(version.name).open_snapshot(at=version.at, tags=TAGS).__enter__()  # so that it renews itself
+        return pages.open(version.name).open_snapshot(at=version.at, tags=TAGS).__enter__()  # to renew its lease
     if version.at is None:
         return pages.open_published(version.name, tags=TAGS).__enter__()
     return pages.open_published_at(version.name, version.at, tags=TAGS).__enter__()

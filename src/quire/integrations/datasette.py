@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _load, _ = lazy_names(__name__, {"StoreDatabases": "quire.integrations.datasette_databases"})
 _served: dict[int, StoreDatabases] = {}
-"""By the identity of the Datasette that shows them: it is there as long as the process."""
+"""By the identity of the Datasette that shows them, which lives as long as the process."""
 
 
 @hookimpl
 def startup(datasette: Any) -> Callable[[], Awaitable[None]] | None:
-    """Add the databases of the stores that are configured."""
+    """Add the databases of the configured stores."""
     config = datasette.plugin_config("quire")
     if not config:
         return None
@@ -39,7 +39,7 @@ def startup(datasette: Any) -> Callable[[], Awaitable[None]] | None:
 
 @hookimpl
 def asgi_wrapper(datasette: Any) -> Callable[[Any], Any]:
-    """Before a request is answered: databases and snapshots that were created or dropped meanwhile."""
+    """Before each request, add and remove databases and snapshots that were created or dropped since the last one."""
 
     def wrap(app: Any) -> Any:
         async def refreshed(scope: Any, receive: Any, send: Any) -> None:

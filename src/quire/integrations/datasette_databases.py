@@ -1,9 +1,9 @@
-"""What the Datasette plugin shows: one `datasette.database.Database` for each database of a store and for each snapshot.
+"""The databases that the Datasette plugin shows: one `datasette.database.Database` per database of a store and per snapshot.
 
-A store is read beside its owner, so that `quire serve` and programs go on using it. With `write`, plugins of Datasette that
-write do so as any other program: this process owns the store, or goes through the server of the one that does.
+A store is read alongside its owner, so `quire serve` and programs can continue to use it. With `write`, Datasette plugins
+that write do so like any other program: this process owns the store, or uses the server of the process that does.
 
-Threads: Datasette's event loop and its threads for SQL. Raises what opening a store raises.
+Threads: Datasette's event loop and its threads for SQL. Raises the errors of opening a store.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class VersionDatabase(Database):
 
     def __init__(self, ds: Any, store: Store, version: ListedVersion, *, write: bool) -> None:
         path = os.path.join(store.path, version.label)
-        # There is no file to be attached or downloaded: Datasette is told so by "in memory".
+        # There is no file to attach or download, which `is_memory` tells Datasette.
         super().__init__(ds, path=path, is_mutable=not version.snapshot, is_memory=True)
         self.store, self.version, self.writes = store, version, write and not version.snapshot
         self._threads = threading.local()
 
     def connect(self, write: bool = False) -> Any:
-        """A connection to the version, to be read unless Datasette wants to write and may."""
+        """Open a connection to the version, read-only unless Datasette requests to write and may."""
         if write and self.writes:
             return dbapi.connect(f"{self.version.url(self.store.path)}?mode=rw", check_same_thread=False)
         connection = dbapi.wrap(self.store.sqlite(self.version.name, at=self.version.snapshot or None))
@@ -47,8 +47,8 @@ class VersionDatabase(Database):
         return connection
 
     async def execute_fn(self, fn: Callable[[Any], Any]) -> Any:
-        """Run a function on a connection of a thread. Datasette keeps connections by the database's name; a name of a store
-        may be another database tomorrow."""
+        """Run a function on the connection of a thread. Datasette caches connections by database name, but a name in a store
+        may refer to another database later."""
         if self.ds.executor is None:
             return await super().execute_fn(fn)
 
@@ -64,7 +64,7 @@ class VersionDatabase(Database):
 
     @property
     def hash(self) -> str | None:
-        """Of a snapshot: what it is, not what is in it."""
+        """For a snapshot: a hash of its identity, not of its contents."""
         version = self.version
         if self.is_mutable:
             return None
@@ -72,7 +72,7 @@ class VersionDatabase(Database):
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return self.version.size_bytes
 
     @property
@@ -89,7 +89,7 @@ class StoreDatabases:
             known = ", ".join(SETTINGS)
             raise InvalidInput("the plugin has no such setting", hint=f"one of {known}", setting=min(unknown))
         if not config.get("store"):
-            raise InvalidInput("the plugin needs the path of a store", hint="plugins: quire: store: PATH")
+            raise InvalidInput("the plugin needs the path of a store", hint="set `plugins: quire: store: PATH`")
         roots = config["store"] if isinstance(config["store"], list) else [config["store"]]
         self._ds = ds
         self._pattern = str(config.get("databases", "*"))
@@ -104,7 +104,7 @@ class StoreDatabases:
         self._refreshing = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Add and remove what has changed in the stores, at most once a second."""
+        """Add and remove databases to match the stores, at most once a second."""
         async with self._refreshing:
             if time.monotonic() - self._refreshed_at < REFRESH_SECONDS:
                 return
@@ -124,7 +124,7 @@ class StoreDatabases:
             self._ds.remove_database(self._shown.pop(key).name)
         for key, (store, version) in listed.items():
             if key in self._shown:
-                self._shown[key].version = version  # its size may be another one
+                self._shown[key].version = version  # its size may have changed
             else:
                 shown = self._shown[key] = VersionDatabase(self._ds, store, version, write=self._writes)
                 self._ds.add_database(shown, name=version.label)

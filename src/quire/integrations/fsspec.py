@@ -1,13 +1,13 @@
 """fsspec file system: versions of databases as SQLite files, `quire://store/shop@monday.sqlite`.
 
 A store is a directory of files, one for each database (`shop.sqlite`) and each of its snapshots (`shop@monday.sqlite`).
-`shop@4711.sqlite` and `shop@2026-01-31T12:00:00Z.sqlite` are the versions of an epoch and of a time. What follows `quire://` is
-a path, as after `file://`: `quire:///data/store/shop.sqlite` is absolute. Files are read-only; bytes are read where somebody
-asks for them, and a file that is open stays the version that it was.
+`shop@4711.sqlite` and `shop@2026-01-31T12:00:00Z.sqlite` are the versions of an epoch and of a time. The text after
+`quire://` is a path, as after `file://`: `quire:///data/store/shop.sqlite` is absolute. Files are read-only. Bytes are
+fetched on demand, and an open file keeps the version that it was opened with.
 
 fsspec finds it by an entry point.
 
-Threads: any. Raises `FileNotFoundError` for what is not there, otherwise what reading a store raises.
+Threads: any. Raises `FileNotFoundError` if the file does not exist, otherwise the errors of reading a store.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from quire.store.store import Store
 
 SUFFIX = ".sqlite"
 BLOCK_BYTES = 256 * 1024
-"""What is read at once: programs that read SQLite files jump from page to page."""
+"""Bytes that are read at once: programs that read SQLite files jump from page to page."""
 
 
 class QuireFileSystem(AbstractFileSystem):
-    """See above."""
+    """The file system of a store's versions."""
 
     protocol = "quire"
     root_marker = ""
     cachable = True
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
-        """The files of a store, or the one file that the path names."""
+        """List the files of a store, or the one file that the path names."""
         path = self._strip_protocol(path)
         if path.endswith(SUFFIX):
             entries = [self.info(path)]
@@ -60,7 +60,7 @@ class QuireFileSystem(AbstractFileSystem):
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
-        """Of a store or of a version, whose size is exact."""
+        """Describe a store or a version; the size of a version is exact."""
         path = self._strip_protocol(path)
         if not path.endswith(SUFFIX):
             _open(path)[1]()
@@ -69,16 +69,16 @@ class QuireFileSystem(AbstractFileSystem):
             return {"name": path, "type": "file", "size": reader.size, "version": reader.version}
 
     def ukey(self, path: str) -> str:
-        """What changes when the file does."""
+        """Return a key that changes when the file does."""
         return str(self.info(path)["version"])
 
     def modified(self, path: str) -> datetime:
-        """When the version was committed."""
+        """Return when the version was committed."""
         with _VersionReader(self._strip_protocol(path)) as reader:
             return datetime.fromtimestamp(reader.time_ms / 1000, UTC)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        """Bytes of a version. Negative positions count from the end."""
+        """Return bytes of a version. Negative positions count from the end."""
         with _VersionReader(self._strip_protocol(path)) as reader:
             first, last, _step = slice(start, end).indices(reader.size)
             return reader.read(first, last)
@@ -94,12 +94,12 @@ class QuireFileSystem(AbstractFileSystem):
     ) -> VersionFile:
         if mode != "rb":
             hint = "write with SQL: quire.sqlite.dbapi"
-            raise ReadOnly("versions of a database are files to be read", hint=hint, path=path, mode=mode)
+            raise ReadOnly("versions of a database are read-only files", hint=hint, path=path, mode=mode)
         return VersionFile(self, path, block_size=block_size or BLOCK_BYTES, cache_options=cache_options, **options)
 
 
 class VersionFile(AbstractBufferedFile):
-    """A version that is open, with fsspec's buffer."""
+    """An open version, with fsspec's buffer."""
 
     def __init__(self, fs: QuireFileSystem, path: str, **options: Any) -> None:
         self._reader = _VersionReader(path)
@@ -113,7 +113,7 @@ class VersionFile(AbstractBufferedFile):
         return self._reader.read(start, end)
 
     def close(self) -> None:
-        """Let go of the version."""
+        """Close the file and release the version."""
         super().close()
         self._reader.close()
 
@@ -140,7 +140,7 @@ class _VersionReader:
         self.time_ms = self._pages.time_ms
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes from `start` up to, not including, `end`."""
+        """Return the bytes from `start` up to, not including, `end`."""
         pages = self._pages
         with self._lock:
             return read_part(pages.read_page, pages.page_size, pages.size_pages, end - start, start)

@@ -10,7 +10,7 @@
     def test_an_order(quire_branch):
         connection = quire_branch.connect()  # as the template was, and nobody else's
 
-The store is in pytest's temporary directory. Under xdist each worker is a process with its own, so nothing is shared.
+The store is in pytest's temporary directory. Under xdist each worker is a process with its own store, so nothing is shared.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Branch:
 
     @property
     def path(self) -> str:
-        """What `quire.sqlite.dbapi.connect` takes."""
+        """The path for `quire.sqlite.dbapi.connect`."""
         return str(Path(self.store.path) / self.name)
 
     @property
     def url(self) -> str:
-        """What SQLAlchemy's `create_engine` takes."""
+        """The URL for SQLAlchemy's `create_engine`."""
         return f"quire:///{self.path}"
 
     def connect(self, **options: Any) -> Connection:
-        """A connection as sqlite3's."""
-        from quire.sqlite import dbapi  # a project that has quire installed and does not use it loads nothing
+        """Open a connection like sqlite3's."""
+        from quire.sqlite import dbapi  # lazily: a project that has quire installed but does not use it loads nothing
 
         return dbapi.connect(self.path, **options)
 
 
 @pytest.fixture(scope="session")
 def quire_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """A store in pytest's temporary directory, for all tests of this process."""
+    """Open a store in pytest's temporary directory, for all tests of this process."""
     import quire  # as above
 
-    # Nothing of it is needed after the session: upkeep has nothing to do.
+    # The store is not needed after the session, so there is nothing for maintenance to do.
     settings = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
     with quire.open(tmp_path_factory.mktemp("quire") / "store", settings=settings) as store:
         yield store
@@ -64,14 +64,14 @@ def quire_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture(scope="session")
 def quire_template(quire_store: Store) -> str:
-    """The name of the database that branches begin as. An empty one, unless a project overrides this fixture."""
+    """Return the name of the database that branches are forked from: an empty one, unless a project overrides this fixture."""
     quire_store.sqlite("template", create=True).close()
     return "template"
 
 
 @pytest.fixture
 def quire_branch(quire_store: Store, quire_template: str, request: pytest.FixtureRequest) -> Iterator[Branch]:
-    """A fork of the template for one test, dropped after it. Its cost does not depend on the template's size."""
+    """Yield a fork of the template for one test, dropped after it. Its cost does not depend on the template's size."""
     name = f"{quire_template}-{abs(hash(request.node.nodeid)):x}"
     quire_store.fork(quire_template, name)
     yield Branch(quire_store, name)

@@ -1,10 +1,10 @@
 """SQLAlchemy dialects: `quire:///store/shop?at=monday`, `quire+http://host:8080/shop`, `quire+aiosqlite:///store/shop`.
 
-To SQLAlchemy and Alembic they are SQLite (`dialect.name`), so types, DDL, `INSERT … ON CONFLICT` and batch migrations are those
-of SQLite. After three slashes a path is relative, after four it is absolute. Parameters of the URL that are sqlite3's
-(`timeout`, `isolation_level` …) go to `connect`; `at`, `epoch`, `time` and `mode` say which version is opened.
+To SQLAlchemy and Alembic they are SQLite (`dialect.name`), so types, DDL, `INSERT … ON CONFLICT` and batch migrations are
+those of SQLite. After three slashes a path is relative, after four it is absolute. URL parameters of sqlite3 (`timeout`,
+`isolation_level` …) are passed to `connect`; `at`, `epoch`, `time` and `mode` select the version to open.
 
-SQLAlchemy finds them by entry points; nothing of quire is loaded before.
+SQLAlchemy finds them by entry points; nothing of quire is loaded before that.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OPTIONS = {
     "check_same_thread": bool,
     "cached_statements": int,
 }
-"""Parameters of a URL that `connect` takes."""
+"""URL parameters that are arguments of `connect`."""
 
 SERVER_SCHEMES = ("http", "https")
 
 
 def connect_arguments(url: URL) -> tuple[list[str], dict[str, Any]]:
-    """What `connect` is called with."""
+    """Return the arguments of `connect` for a URL."""
     options: dict[str, Any] = {}
     for name, kind in _OPTIONS.items():
         util.coerce_kw_type(dict(url.query), name, kind, dest=options)
@@ -64,11 +64,11 @@ class QuireDialect(SQLiteDialect_pysqlite):
 
     @classmethod
     def import_dbapi(cls) -> Any:
-        """The module of PEP 249."""
+        """Return the module of PEP 249."""
         return dbapi
 
     def create_connect_args(self, url: URL) -> Any:
-        """From the engine's URL."""
+        """Return the arguments of `connect` for the engine's URL."""
         return connect_arguments(url)
 
 
@@ -87,7 +87,7 @@ class QuireHttpsDialect(QuireDialect):
 
 
 class _AsyncModule(AsyncAdapt_aiosqlite_dbapi):
-    """aiosqlite, whose connections are ours."""
+    """aiosqlite with quire's connections."""
 
     def _init_dbapi_attributes(self) -> None:
         names = (
@@ -103,7 +103,7 @@ class _AsyncModule(AsyncAdapt_aiosqlite_dbapi):
             setattr(self, name, getattr(dbapi, name))
 
     def connect(self, *arguments: Any, **options: Any) -> Any:
-        """A connection on a thread of its own."""
+        """Open a connection that runs in its own thread."""
         options.setdefault("async_creator_fn", aio.connect_daemon)
         return super().connect(*arguments, **options)
 
@@ -116,9 +116,9 @@ class QuireAsyncDialect(SQLiteDialect_aiosqlite):
 
     @classmethod
     def import_dbapi(cls) -> Any:
-        """The module of PEP 249, as SQLAlchemy adapts it."""
+        """Return the module of PEP 249, as SQLAlchemy adapts it."""
         return _AsyncModule(aiosqlite, dbapi)
 
     def create_connect_args(self, url: URL) -> Any:
-        """From the engine's URL."""
+        """Return the arguments of `connect` for the engine's URL."""
         return connect_arguments(url)

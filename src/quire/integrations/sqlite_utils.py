@@ -1,4 +1,4 @@
-"""sqlite-utils plugin: its commands take a database of a store wherever they take the path of a file.
+"""sqlite-utils plugin: its commands accept a database of a store wherever they accept the path of a file.
 
     sqlite-utils tables quire:///store/shop
     sqlite-utils rows 'quire:///store/shop?at=monday' orders
@@ -38,7 +38,7 @@ class DatabaseArgument(click.ParamType[Any]):
         self.path = path
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """What the command is called with."""
+        """Return the value to pass to the command."""
         if not isinstance(value, str) or not value.startswith(SCHEME):
             return self.path.convert(value, param, ctx)
         try:
@@ -47,13 +47,13 @@ class DatabaseArgument(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> Any:
-        """As for paths."""
+        """Complete as for paths."""
         return self.path.shell_complete(ctx, param, incomplete)
 
 
 @hookimpl
 def register_commands(cli: click.Group) -> None:
-    """Teach the commands about URLs, and add one that lists them."""
+    """Make the commands accept URLs, and add one that lists them."""
     for command in cli.commands.values():
         for parameter in command.params:
             if isinstance(parameter, click.Argument) and isinstance(parameter.type, click.Path):

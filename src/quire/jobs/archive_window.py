@@ -1,17 +1,17 @@
-"""What the owner does about the window of its archive: trims it, and deletes retired objects that no moment needs (A3, A8).
+"""Maintains the window of the owner's archive: trims the archive and deletes retired objects that no moment needs (A3, A8).
 
 Terms
-  retired   an object that nothing needs now; archived moments from before it was retired need it. Table `retired`
+  retired   an object that nothing needs now, but that archived moments from before its retirement need. Table `retired`
   kept      the base that trimming keeps: the newest one that is older than `archive.retain_seconds` (`archive/window.py`)
 
 Rules
-  1. A retired object goes when the moment of the kept base is later: nothing that can be restored names it. That is at least
-     the window, and up to `archive.base_seconds` more.
-  2. The archive is trimmed first. If that fails, nothing is deleted: which moments there are is not known.
-  3. `kept_until` may keep an object longer, for clones: it is asked with the name and the moment since which nothing needs it.
-  4. With archiving off there are no moments: everything that was retired goes at once. What is in the archive stays.
+  1. A retired object is deleted when the kept base is of a later moment: nothing that can be restored names the object. That
+     is after the window at the earliest, and up to `archive.base_seconds` later.
+  2. The archive is trimmed first. If that fails, nothing is deleted, because it is not known which moments exist.
+  3. `kept_until` may keep an object longer, for clones: it gets the name, and the moment since which nothing needs the object.
+  4. With archiving off there are no moments: all retired objects are deleted at once. The objects of the archive stay.
 
-What is there after each durable step, and what comes next if the owner dies there:
+The state after each durable step, and what follows if the owner dies there:
   objects deleted    rows of `retired` whose objects are gone    deleted again: a missing object is a success
   rows removed       nothing of them                             the next round finds others
 
@@ -41,35 +41,35 @@ if TYPE_CHECKING:
     from quire.core.settings import ArchiveSettings
 
 LOOK_SECONDS = 3_600.0
-"""Between two looks at the archive: each is a listing of it, and bases come once an hour."""
+"""Time between two inspections of the archive: each lists it, and bases are written once an hour."""
 SETTLED_MS = 60_000
-"""A row of `retired` has the time at which its commit began. It may be in the cut after the one whose clock says the same, so
-it counts as part of a moment only if it is this much older."""
+"""A row of `retired` has the time at which its commit began. The commit may be in the cut after the one with the same clock
+time, so the row counts as part of a moment only if it is this much older."""
 STEP_OBJECTS = 1_000
 
 KeptUntil = Callable[[str, str, int], int]
-"""(URL, name, since when nothing needs it) → until when somebody else keeps it, in milliseconds; 0: nobody does."""
+"""(URL, name, since when this store no longer needs it) → until when a clone keeps it, in milliseconds; 0: no clone does."""
 
 
-def kept_by_nobody(_url: str, _name: str, _since_ms: int) -> int:
-    """There are no clones."""
+def kept_by_no_clone(_url: str, _name: str, _since_ms: int) -> int:
+    """Return 0: the store has no clones."""
     return 0
 
 
 @dataclass(slots=True)
 class WindowRound:
-    """What one look did."""
+    """Counts of what one inspection deleted."""
 
     trimmed: int = 0
     """Objects of the archive."""
     deleted: int = 0
-    """Objects that had been retired."""
+    """Retired objects."""
 
 
 def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
-    """Delete everything of an abandoned owner epoch that a person has named; how many objects.
+    """Delete all objects of an abandoned owner epoch that a user has named; return how many.
 
-    What its databases put goes first, then its archive, the log last: if it stops in between, the epoch is still listed.
+    Objects of its databases go first, then its archive, the log last: after an interruption the epoch is still listed.
     """
     store = ctx.open_store(ctx.objects_url)
     with ctx.manifest.read() as txn:
@@ -83,7 +83,7 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
     current = {str(epoch) for epoch, _ in line.epochs}
     for clone in registrations(store, store_id):
         if clone.position.partition(".")[0] not in current:
-            hint = "`quire clones release` in the clone releases them; if the clone is gone, `quire clones forget`"
+            hint = "`quire clones release` in the clone releases them; if the clone no longer exists, use `quire clones forget`"
             raise StillReferenced(
                 "a clone may read objects of an abandoned epoch",
                 hint=hint,
@@ -106,16 +106,16 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
 
 
 class ArchiveWindow:
-    """The window of one opened store."""
+    """The archive window of one open store."""
 
-    def __init__(self, ctx: JobContext, settings: ArchiveSettings, kept_until: KeptUntil = kept_by_nobody) -> None:
+    def __init__(self, ctx: JobContext, settings: ArchiveSettings, kept_until: KeptUntil = kept_by_no_clone) -> None:
         self._ctx = ctx
         self._settings = settings
         self._kept_until = kept_until
         self._next_look = 0.0
 
     def look(self, *, now: bool = False) -> WindowRound:
-        """Trim and delete what is due, if it is time for it, or `now`."""
+        """Trim the archive and delete retired objects, if an inspection is due or `now` is set."""
         done = WindowRound()
         monotonic = self._ctx.clock.monotonic()
         if self._settings.mode == "off":
@@ -129,7 +129,8 @@ class ArchiveWindow:
 
     # ── the archive's own objects ─────────────────────────────────────────────────────────────────────────────────────
     def _trim(self, done: WindowRound) -> int | None:
-        """Delete what no moment of the window needs; the moment of the base that is kept, `None` if all of it is needed."""
+        """Delete archive objects that no moment of the window needs; return the moment of the kept base, `None` if all are
+        needed."""
         ctx = self._ctx
         with ctx.manifest.read() as txn:
             store_id, epoch, ancestors = txn.store_id(), txn.owner_epoch(), txn.current_namespace()[1].ancestors
@@ -137,7 +138,7 @@ class ArchiveWindow:
         listing = list_archive(store, store_id)
         line = Line(store, listing)
         if not line.epochs or line.epochs[0][0] != epoch:
-            return None  # this owner has archived nothing yet, or is no longer the newest
+            return None  # this owner has archived nothing yet, or is no longer the newest owner
         kept = line.kept(ctx.clock.now_ms() - int(self._settings.retain_seconds * 1000))
         if kept is None:
             return None
@@ -153,14 +154,14 @@ class ArchiveWindow:
 
     # ── retired objects ───────────────────────────────────────────────────────────────────────────────────────────────
     def _delete(self, before_ms: int | None) -> int:
-        """Delete what was retired before a moment, or everything; how many objects."""
+        """Delete objects retired before a moment, or all retired objects; return how many."""
         ctx, deleted = self._ctx, 0
         with ctx.manifest.read() as txn:
             due = [
                 (digest, row) for digest, row in retired_objects(txn) if before_ms is None or row.since_ms <= before_ms
             ]
         by_url: dict[str, list[tuple[bytes, str]]] = {}
-        for digest, row in due:  # not in the transaction: the bucket is asked
+        for digest, row in due:  # outside the transaction: this reads from the bucket
             url = row.url or ctx.objects_url
             if not self._is_kept(url, row.name, row.since_ms):
                 by_url.setdefault(url, []).append((digest, row.name))

@@ -1,9 +1,9 @@
-"""One job for each of many databases, worked on in one run: what is the same whatever the jobs do (K1).
+"""One run over many databases with a job for each: the part that does not depend on the kind of job (K1).
 
-A database fails alone: its job fails as it would by itself, and is no longer held. A job that was taken away is noticed when
-something is committed for it (P10). A run that is interrupted puts its jobs back, unfailed.
+A failure is confined to its database: its job fails as it would in a run of its own, and is no longer held. A job that was
+taken away is noticed when something is committed for it (P10). An interrupted run requeues its jobs without a failure.
 
-Threads: one caller; leases are renewed by a thread of their own, and a run may let jobs go in several.
+Threads: one caller; a separate thread renews leases, and a run may release jobs from several threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from quire.core.errors import IllegalTransition, QuireError, StoreClosed, StoreUnusable, UnknownJob
 from quire.core.events import emit
-from quire.jobs.handler import HOPELESS, commit_each
+from quire.jobs.handler import PERMANENT_ERRORS, commit_each
 from quire.jobs.leases import LeasedJob, LeaseKeeper
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
 from quire.manifest.ops.base import Counter, Op
@@ -25,7 +25,7 @@ from quire.manifest.records import JobKind, JobState
 from quire.manifest.store import ManifestStore
 
 FAILURES = 16
-"""Jobs that fail at once: each waits for its commit, so they share it."""
+"""Threads that record failures: each waits for its commit, so that concurrent ones share a group commit."""
 
 _runs = itertools.count(1)
 
@@ -37,8 +37,8 @@ T = TypeVar("T")
 class BatchRun(Generic[H]):
     """One run over the jobs of many databases.
 
-    `held` (db_id → job) is changed by the caller's thread and, in some runs, by a few of its own, each of which takes out its
-    own entry; the keeper of leases only reads it.
+    `held` (db_id → job) is changed by the caller's thread and, in some runs, by threads of the run, each of which removes only
+    its own entry; the lease keeper only reads it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class BatchRun(Generic[H]):
         payload: Callable[[int], Any] = lambda _: None,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`payload` is what a new job of a database is asked to do."""
+        """`payload` returns the payload of a new job for a database."""
         # constant after construction
         self._manifest = manifest
         self._kind = kind
@@ -62,7 +62,7 @@ class BatchRun(Generic[H]):
 
     # ── holding jobs ──────────────────────────────────────────────────────────────────────────────────────────────────
     def enqueue(self, db_ids: Iterable[int]) -> list[int]:
-        """The outstanding job of each database, made if there was none."""
+        """Return the ids of the databases' outstanding jobs, enqueued where there was none."""
         jobs, job_ids = self._manifest.jobs, []
 
         def batch(db_id: int) -> list[Op]:
@@ -77,7 +77,7 @@ class BatchRun(Generic[H]):
         return job_ids
 
     def claim(self, job_ids: Sequence[int]) -> list[int]:
-        """Take those that nobody works on; which."""
+        """Claim the jobs that no worker holds; return their ids."""
         expires, taken = self.leases.expires_at_ms(), []
         batches = ((job_id, [StartJob(job_id, self._holder, expires)]) for job_id in job_ids if job_id)
         for job_id, error in self.commit(batches):
@@ -90,7 +90,7 @@ class BatchRun(Generic[H]):
 
     @contextmanager
     def alive(self) -> Iterator[None]:
-        """Renew all leases from one thread while the run lasts; put jobs back if it is interrupted."""
+        """Renew all leases from one thread during the block; requeue the jobs if it is interrupted."""
         self.leases.start()
         try:
             yield
@@ -104,26 +104,24 @@ class BatchRun(Generic[H]):
         assert not self.held, "every job has ended, or was put back"
 
     def _put_back(self) -> None:
-        """Put the jobs we hold back, unfailed. Leases say which those are: what was under way may have been
-        committed."""
+        """Requeue the jobs of this run without a failure. Their leases identify them, not `held`: a claim in progress may have
+        been committed."""
         self.held.clear()
         try:
-            self._manifest.reserve_job_id()  # a commit of its own: whatever was submitted before it is decided by then
+            self._manifest.reserve_job_id()  # a separate commit: every batch submitted before it is decided when it returns
             running = self._manifest.jobs.jobs(JobState.IN_FLIGHT)
             ours = [job for job in running if job.lease is not None and job.lease.worker == self._holder]
             batches = ((job, [RequeueJob(job.job_id, job.record.attempt, 0, deferred=True)]) for job in ours)
             for job, error in self.commit(batches):
                 if error is not None and not isinstance(error, (IllegalTransition, UnknownJob)):
                     emit("warning", "job.cannot_put_back", job_id=job.job_id, kind=self._kind.name, error=str(error))
-        except (
-            QuireError
-        ) as error:  # what has interrupted us is what the caller must hear; leases run out by themselves
+        except QuireError as error:  # the caller must get the original exception; leases expire without our help
             emit("warning", "job.cannot_put_back", kind=self._kind.name, error=str(error))
 
-    # ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── releasing jobs ────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
-    def alone(self, held: H) -> Iterator[None]:
-        """Contain a failure: it ends this database's job and no other."""
+    def confine_errors(self, held: H) -> Iterator[None]:
+        """Confine a `QuireError` in the block to this database: its job fails, and no other."""
         try:
             yield
         except (StoreClosed, StoreUnusable):
@@ -132,26 +130,26 @@ class BatchRun(Generic[H]):
             self.fail(held, error)
 
     def fail(self, held: H, error: QuireError) -> None:
-        """End this attempt of a job: it is tried again, unless that is hopeless."""
+        """End this attempt of a job: the job is retried, unless the error is one of `PERMANENT_ERRORS`."""
         emit("warning", "job.attempt_failed", job_id=held.job.job_id, kind=self._kind.name, error=str(error))
-        text, permanent = f"{type(error).__name__}: {error}", isinstance(error, HOPELESS)
-        self.let_go(held, lambda job: self._manifest.jobs.fail(job, text, permanent=permanent))
+        text, permanent = f"{type(error).__name__}: {error}", isinstance(error, PERMANENT_ERRORS)
+        self.release_job(held, lambda job: self._manifest.jobs.fail(job, text, permanent=permanent))
 
     def fail_all(self, failures: Sequence[tuple[H, QuireError]]) -> None:
-        """End these attempts, some at once."""
+        """End these attempts, up to `FAILURES` concurrently."""
         if failures:
             with ThreadPoolExecutor(FAILURES, thread_name_prefix="quire-failures") as pool:
                 for _ in pool.map(lambda failure: self.fail(*failure), failures):
                     pass
 
-    def let_go(self, held: H, how: Callable[[Job], object]) -> None:
-        """Hold a job no more; `how` says what becomes of it."""
+    def release_job(self, held: H, how: Callable[[Job], object]) -> None:
+        """Release a job; `how` commits its next state."""
         if self.held.pop(held.db_id, None) is not None:
             try:
                 how(held.job)
             except (IllegalTransition, UnknownJob):
-                pass  # it was cancelled, or taken from us
+                pass  # it was cancelled, or taken by another worker
 
     def commit(self, batches: Iterable[tuple[T, Sequence[Op]]]) -> Iterator[tuple[T, QuireError | None]]:
-        """Commit batches, many under way at once: ten thousand databases share the manifest's group commits."""
+        """Commit batches, many concurrently: ten thousand databases share the manifest's group commits."""
         return commit_each(self._manifest, batches)

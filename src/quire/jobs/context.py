@@ -1,6 +1,6 @@
-"""What a job needs of the store it works for, in one value.
+"""The parts of a store that jobs need, as one value.
 
-The owner makes one `JobContext` and passes it to the worker and to maintenance; nothing here opens a store or a manifest.
+The owner creates one `JobContext` and passes it to the worker and to maintenance; nothing here opens a store or a manifest.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
 
 
 def no_fencing() -> None:
-    """Nobody else could be writing."""
+    """Do nothing: no other process can write."""
 
 
 class PagesOfStore(Protocol):
-    """What jobs about page databases need of the page engine."""
+    """The part of the page engine that jobs use."""
 
     @property
     def sources(self) -> Sources: ...
 
     def stores(self) -> Sequence[PageStore]:
-        """The databases that are open."""
+        """Return the databases that are open."""
 
     def open(self, db: int | str) -> PageStore: ...
 
     def close_database(self, db_id: int) -> None: ...
 
     def flush(self, db_id: int) -> None:
-        """Have everything that is written sealed, durable and published; nothing if the database is not open."""
+        """Make everything that is written sealed, durable and published; do nothing if the database is not open."""
 
     def floor(self, db_id: int) -> int:
-        """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
+        """Return the lsn that a checkpoint may not pass: the lowest version that a live reader may need (P9)."""
 
     def readers(self, db_id: int) -> list[Lease]:
-        """Who reads the database, oldest version first."""
+        """Return the leases of the database's readers, oldest version first."""
 
     def lend(
         self, databases: Sequence[int | str], seconds: float, *, lease_id: int = 0, upload: bool = False
     ) -> tuple[int, list[SnapshotView]]:
-        """(id of a lease, a view of each database as it is now)."""
+        """Return (id of a lease, a view of the current version of each database)."""
 
     @property
     def quota(self) -> StorageQuota: ...
@@ -68,29 +68,29 @@ class PagesOfStore(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
-    """The store, as a job sees it."""
+    """The store as jobs see it."""
 
     manifest: ManifestStore
     root: str
     """The store's directory."""
     disk: Disk
     objects_url: str
-    """Of the store's own object store."""
+    """URL of the store's own object store."""
     open_store: OpenStore
     settings: MaintenanceSettings
     collector: Collector
-    """Who deletes objects: nobody else can (A3)."""
+    """The only way to delete objects (A3)."""
     pages: PagesOfStore | None = None
-    """The page engine; `None` where there is none."""
+    """The page engine, or `None`."""
     before_put: Callable[[], None] = no_fencing
-    """Raises if this process may not put objects any more. Object stores of this process ask by themselves; a job whose tasks
-    put elsewhere asks before they start, and before it publishes what they wrote."""
+    """Raises if this process may no longer put objects. Object stores of this process call it themselves; a job whose tasks put
+    objects from other processes calls it before the tasks start, and before it publishes what they wrote."""
     kv: Callable[[], KvEngine] | None = None
-    """Gives the key-value engine, which is made when it is first needed; `None` where there is none."""
+    """Returns the key-value engine, which is created on first use; or `None`."""
     streams: Callable[[], StreamEngine] | None = None
-    """Gives the stream engine, likewise."""
+    """Returns the stream engine, which is created on first use; or `None`."""
     runners: Runners = field(default_factory=Runners)
-    """Who may run the tasks of a job."""
+    """The runners that may run the tasks of a job."""
     bundle_seconds: float = 7 * 86_400.0
     """The period whose manifest-log chunks become one bundle, unless a job names another."""
 
@@ -100,7 +100,7 @@ class JobContext:
         return self.manifest.clock
 
     def thread_runner(self, label: str = "quire-run") -> ThreadRunner:
-        """A runner with threads of this process."""
+        """Return a runner that uses threads of this process."""
         if self.pages is not None:
             sources = self.pages.sources
         else:  # a worker without a page engine still moves and verifies bytes
@@ -108,16 +108,16 @@ class JobContext:
         return ThreadRunner(Tools(sources, self.open_store, self.disk, self.root), self.settings.workers, label=label)
 
     def choose_runner(self, name: str, size_bytes: int, *, label: str) -> Runner:
-        """The runner of this name for so many bytes of work; without a name the one that settings or size suggest."""
+        """Return the named runner; without a name, the one that the settings and `size_bytes` of work select."""
         return self.runners.choose(name, size_bytes, lambda: self.thread_runner(label))
 
     def place(self, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
-        """Where an artifact's bytes are; `None` if the catalog does not know it."""
+        """Return where an artifact's bytes are; `None` if it has no catalog row."""
         row = txn.artifact(key)
         return None if row is None else self.place_of(txn, key, row)
 
     def place_of(self, txn: ReadTxn, key: ArtifactKey, row: Any) -> ArtifactLocation:
-        """Where an artifact's bytes are, or would be, if this was its row."""
+        """Return where an artifact's bytes are, or would be, if `row` were its catalog row."""
         namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
         url, name = remote_name(key, row, namespace, self.objects_url)
         return ArtifactLocation(

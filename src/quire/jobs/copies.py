@@ -1,16 +1,16 @@
-"""Copies of an artifact, its file and its object: read, compared with the row, fetched, removed.
+"""Operations on the copies of an artifact, its file and its object: read, compare with the row, fetch, remove.
 
-Memory is one step of a copy, whatever its size. `tick` gets the bytes that a long step has done; it may raise, and then the
-step ends.
+Copies are processed in steps, and only one step is in memory, whatever the size of the copy. `tick` receives the number of
+bytes done so far and may raise, which ends the operation.
 
-What `fetch` leaves after each step, and what takes care of it if it ends there:
+The state that a crash leaves after each step of `fetch`, and what repairs it:
   make the directories   empty directories                  the next fetch; the end of their database
   write `<file>.tmp`     garbage under that name            overwritten by the next fetch; removed with the artifact
   sync it                a complete copy under that name    the same
   rename                 the file, its name perhaps not     the next fetch takes it over and syncs again
   sync the directories   the file
 
-Safe to run on an executor. Raises what the disk and the object store raise, `Corruption` for a file that is not there, and
+Safe to run on an executor. Raises what the disk and the object store raise, `Corruption` for a file that is missing, and
 `ChecksumMismatch`.
 """
 
@@ -31,38 +31,38 @@ from quire.objects.api import ObjectStore
 from quire.objects.guarded import path_store
 
 STEP_BYTES = 8 << 20
-"""Read at a time over a network: large enough that requests do not dominate, small enough to be told to stop now and then."""
+"""Bytes per read over a network: large enough that requests do not dominate, small enough to be interrupted in between."""
 
 FILE_STEP_BYTES = 1 << 20
-"""Read at a time from a file: memory of this size is used again; that of larger steps is mapped anew for each, which takes a
-third of the time (1.3 ms for a MiB with its digests, instead of 0.9)."""
+"""Bytes per read from a file. Buffers of this size are reused; larger ones are mapped again for each step, which takes a third
+of the time (1.3 ms per MiB with its digests, instead of 0.9)."""
 
 Tick = Callable[[int], None]
 
 
 def no_tick(_done: int) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyDigest:
-    """What a copy is."""
+    """Size and digests of a copy."""
 
     size_bytes: int
-    """Of the whole copy; the digests are of as many of its bytes as the artifact has, or of all if it has fewer."""
+    """Size of the whole copy. The digests cover only as many bytes as the artifact has, or all bytes if the copy is shorter."""
     sha256: bytes
     crc64: int
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def look_at_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> CopyDigest:
-    """Read an artifact's file."""
+# ── reading and comparing ─────────────────────────────────────────────────────────────────────────────────────────────
+def digest_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> CopyDigest:
+    """Read an artifact's file and return its digest."""
     try:
         file = disk.open(place.local, write=False)
     except FileNotFoundError:
         raise Corruption(
-            "the catalog promises a file that is not there",
-            hint="hydrate the artifact if it has an object, else restore the file from a backup",
+            "a file that the catalog lists is missing",
+            hint="hydrate the artifact if it has an object; otherwise restore the file from a backup",
             artifact=place.key,
             path=place.local,
         ) from None
@@ -72,14 +72,14 @@ def look_at_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> C
         file.close()
 
 
-def look_at_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_tick) -> CopyDigest:
-    """Read an artifact's object."""
+def digest_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_tick) -> CopyDigest:
+    """Read an artifact's object and return its digest."""
     size = store.head(place.object_key).size_bytes
     return _digest(size, _of_object(store, place.object_key, min(size, place.size_bytes)), tick)
 
 
 def difference(place: ArtifactLocation, copy: CopyDigest, *, is_file: bool) -> str:
-    """How a copy differs from what its row says; empty if it does not."""
+    """Describe how a copy differs from its row; empty if it does not differ."""
     longer_is_fine = is_file and place.may_be_longer
     if copy.size_bytes < place.size_bytes or (copy.size_bytes > place.size_bytes and not longer_is_fine):
         return f"it has {copy.size_bytes} bytes instead of {place.size_bytes}"
@@ -91,20 +91,20 @@ def difference(place: ArtifactLocation, copy: CopyDigest, *, is_file: bool) -> s
 
 
 def checked_file(place: ArtifactLocation, disk: Disk, tick: Tick = no_tick) -> CopyDigest:
-    """An artifact's file, if it is as its row says."""
-    copy = look_at_file(place, disk, tick)
-    if difference(place, copy, is_file=True):  # once more: the bytes may have been garbled on their way
-        copy = look_at_file(place, disk, tick)
+    """Return the digest of an artifact's file; `ChecksumMismatch` if it differs from its row."""
+    copy = digest_file(place, disk, tick)
+    if difference(place, copy, is_file=True):  # read it again: the bytes may have been garbled in transit
+        copy = digest_file(place, disk, tick)
     if what := difference(place, copy, is_file=True):
         raise damaged(place, f"the file is not the one that was written: {what}", path=place.local)
     return copy
 
 
 def checked_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_tick) -> CopyDigest:
-    """An artifact's object, if it is as its row says."""
-    copy = look_at_object(place, store, tick)
+    """Return the digest of an artifact's object; `ChecksumMismatch` if it differs from its row."""
+    copy = digest_object(place, store, tick)
     if difference(place, copy, is_file=False):
-        copy = look_at_object(place, store, tick)
+        copy = digest_object(place, store, tick)
     if what := difference(place, copy, is_file=False):
         raise damaged(
             place, f"the object is not the one that was written: {what}", store=store.url, key=place.object_key
@@ -113,8 +113,8 @@ def checked_object(place: ArtifactLocation, store: ObjectStore, tick: Tick = no_
 
 
 def damaged(place: ArtifactLocation, what: str, **where: str) -> ChecksumMismatch:
-    """The error for a copy that differs."""
-    hint = "verify the artifact to see which copies are good; restore a bad one from a backup"
+    """Return the error for a copy that differs from its row."""
+    hint = "run `quire verify` to see which copies are good, and restore the bad one from a backup"
     return ChecksumMismatch(what, hint=hint, artifact=place.key, **where)
 
 
@@ -143,10 +143,10 @@ def _of_object(store: ObjectStore, key: str, size: int) -> Iterator[bytes]:
 
 # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def fetch(place: ArtifactLocation, root: str, *, disk: Disk, store: ObjectStore, tick: Tick = no_tick) -> bool:
-    """Make an artifact's file from its object; False if the file was there already, as its row says.
+    """Create an artifact's file from its object; return False if the file already existed and matches its row.
 
-    The file gets its name only when it is complete, as its row says, and synced. On return its name is on disk, and those
-    of the directories above it.
+    The file gets its name only when it is complete, matches its row and is synced. On return its name is durable, and so are
+    those of the directories above it.
     """
     fetched = not _is_there(place, disk)
     if fetched:
@@ -157,7 +157,7 @@ def fetch(place: ArtifactLocation, root: str, *, disk: Disk, store: ObjectStore,
         if what := difference(place, copy, is_file=False):
             with suppress(
                 StorageFault, FileNotFoundError
-            ):  # the damage is the news; garbage under this name is harmless
+            ):  # report the damage, not a failed removal: garbage under this name is harmless
                 disk.remove(place.staged)
             what = f"the object is not the one that was written: {what}"
             raise damaged(place, what, store=store.url, key=place.object_key)
@@ -170,10 +170,10 @@ def fetch(place: ArtifactLocation, root: str, *, disk: Disk, store: ObjectStore,
 
 
 def _is_there(place: ArtifactLocation, disk: Disk) -> bool:
-    """Whether an earlier attempt got as far as the file's name. Without a digest nobody can tell: it is fetched again."""
+    """Return whether an earlier attempt has renamed the file. Without a digest that cannot be verified: it is fetched again."""
     if not (place.sha256 or place.crc64) or not disk.exists(place.local):
         return False
-    return not difference(place, look_at_file(place, disk), is_file=True)
+    return not difference(place, digest_file(place, disk), is_file=True)
 
 
 def _copy(place: ArtifactLocation, disk: Disk, store: ObjectStore, tick: Tick) -> CopyDigest:
@@ -198,7 +198,8 @@ def _written(file: File, steps: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _sync_up_to(root: str, path: str, disk: Disk) -> None:
-    """Put a file's name, and every directory's on the way to it, on disk: whoever made one may have died before its sync."""
+    """Make the names of a file and of every directory above it durable: the process that made one may have died before its
+    sync."""
     folder = os.path.dirname(path)
     while True:
         disk.sync_dir(folder)
@@ -209,14 +210,14 @@ def _sync_up_to(root: str, path: str, disk: Disk) -> None:
 
 # ── removing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def remove_files(paths: Iterable[str], disk: Disk) -> dict[str, StorageFault]:
-    """Remove files, on disk on return; those that are still there, or may come back after a crash, and why."""
+    """Remove files durably; return those that still exist, or may reappear after a crash, with the fault."""
     faults: dict[str, StorageFault] = {}
     folders: dict[str, list[str]] = {}
     for path in paths:
         try:
             disk.remove(path)
         except FileNotFoundError:
-            pass  # an earlier attempt was here; its directory may still have to be synced
+            pass  # removed by an earlier attempt, which may not have synced the directory
         except StorageFault as fault:
             faults[path] = fault
             continue
@@ -225,7 +226,7 @@ def remove_files(paths: Iterable[str], disk: Disk) -> dict[str, StorageFault]:
         try:
             disk.sync_dir(folder)
         except FileNotFoundError:
-            pass  # no file of this directory was ever there
+            pass  # the directory does not exist, so neither does any file in it
         except StorageFault as fault:
             faults.update(dict.fromkeys(inside, fault))
     return faults

@@ -1,4 +1,4 @@
-"""Starting jobs: the outstanding job of a database or a new one, durable on return; and what a checkpoint needs before it.
+"""Enqueues exclusive jobs, durable on return, and prepares databases for a checkpoint.
 
 Threads: any. Raises `UnknownDatabase`, and what opening a database raises.
 """
@@ -13,7 +13,7 @@ from quire.manifest.records import DbKind, JobKind, WalState
 
 
 def start(ctx: JobContext, kind: JobKind, db_id: int, *, runner: str = "") -> int:
-    """The outstanding job of an exclusive kind for a database, else a new one. A checkpoint finds its database in order."""
+    """Return the outstanding job of an exclusive kind for a database, or enqueue one. A checkpoint's database is prepared."""
     if kind is JobKind.CHECKPOINT:
         prepare_checkpoint(ctx, db_id)
     jobs, payload = ctx.manifest.jobs, {"runner": runner} if runner else None
@@ -26,7 +26,7 @@ def start(ctx: JobContext, kind: JobKind, db_id: int, *, runner: str = "") -> in
 
 
 def prepare_checkpoint(ctx: JobContext, db_id: int, *, leave_open: bool = True) -> None:
-    """Recover a segment that a crashed owner left open; bring the rows of a stream, which are what is read, up to its log."""
+    """Recover a segment that a crashed owner left open; bring a stream's rows, which the job reads, up to date with its log."""
     with ctx.manifest.read() as txn:
         record = txn.database(db_id)
         left_open = has_open_segment(txn, db_id)
@@ -35,13 +35,13 @@ def prepare_checkpoint(ctx: JobContext, db_id: int, *, leave_open: bool = True) 
     if ctx.pages is None or not left_open or any(store.db_id == db_id for store in ctx.pages.stores()):
         return
     ctx.pages.open(db_id)
-    if not leave_open:  # ten thousand open databases would be as many open files
+    if not leave_open:  # ten thousand open databases would need as many open files
         ctx.pages.flush(db_id)
         ctx.pages.close_database(db_id)
 
 
 def has_open_segment(txn: ReadTxn, db_id: int) -> bool:
-    """Whether a page database has commits, or a crashed owner's remains of them, that no sealed segment holds."""
+    """Return whether a page database has an open segment: commits, or what a crashed owner left of them, not yet sealed."""
     record = txn.database(db_id)
     if record is None or record.kind is not DbKind.PAGES:
         return False

@@ -1,11 +1,11 @@
-"""What a job handler is: a function from a job to its outcome.
+"""Job handlers: functions from a job to its outcome.
 
-A handler may be killed anywhere and is then run again from its start, so every step it takes can be repeated. It calls
-`progress` between steps: there it is interrupted, and learns that it lost its lease. What it commits on its way goes through
-`commit_step`, what it leads to into `Completed`: a handler whose job was taken from it changes nothing.
+A handler may be killed anywhere and is then run again from its start, so every step must be repeatable. It calls `progress`
+between steps, which is where it is interrupted, also when its lease was lost. Intermediate effects are committed with
+`commit_step`, final effects are returned in `Completed`: a handler whose job was taken away changes nothing.
 
-A handler that raises has failed this attempt. `HOPELESS` errors fail the job for good, if it is one that may be given up;
-anything else is tried again.
+If a handler raises, this attempt has failed. `PERMANENT_ERRORS` fail the job permanently, if the job has a limit on attempts;
+after any other error it is retried.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from quire.manifest.store import ManifestStore
 T = TypeVar("T")
 
 PIPELINE = 1_024
-"""Batches of `commit_each` that are under way at once."""
+"""Batches of `commit_each` in progress at once."""
 
-HOPELESS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
-"""Errors that the next attempt would meet again: a person has to act first. Other conflicts are not here: the
-next attempt plans on what is so by then."""
+PERMANENT_ERRORS = (InvalidInput, NotFound, Corruption, DatabaseTombstoned, WouldDropEverything)
+"""Errors that the next attempt would raise again, until a user intervenes. Other conflicts are not listed: the next attempt
+plans on the state at that time."""
 
 
 class Interrupted(Exception):  # never leaves the worker
-    """The handler is to stop: the worker stops, or the lease is lost."""
+    """The handler must stop, because the worker stops or the lease is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The job has succeeded."""
+    """The outcome of a job that has succeeded."""
 
     result: Any = None
     ops: tuple[Op, ...] = ()
@@ -63,7 +63,7 @@ class Completed:
     after: tuple[Op, ...] = ()
     """Effects that need the job's gate to be open again."""
     events: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """(name, fields) of what is logged once that transaction is committed, never before."""
+    """(name, fields) of events that are logged after that transaction has committed, never before."""
 
     def log(self) -> None:
         """Log the events. The caller has committed."""
@@ -73,7 +73,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """It is too early; this is no failure."""
+    """The outcome of a job that must wait until `until_ms`; not a failure."""
 
     until_ms: int
 
@@ -86,24 +86,24 @@ Handler = Callable[[JobContext, Job, Progress], Outcome]
 
 
 def options(job: Job, **defaults: Any) -> dict[str, Any]:
-    """The payload of a job, with these defaults: a mapping of what the handler knows, each of its default's type."""
+    """Return the payload of a job over these defaults. `InvalidInput` if it has other names, or a value of another type."""
     try:
         given = job.payload
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the payload of the job is not msgpack: {error}", job_id=job.job_id) from error
     if given is None:
         return defaults
-    hint = f"it is a mapping with some of: {', '.join(defaults) or 'nothing'}"
+    hint = f"pass a mapping with some of: {', '.join(defaults) or 'nothing'}"
     if not isinstance(given, dict) or not given.keys() <= defaults.keys():
-        raise InvalidInput("the job does not know this payload", hint=hint, job_id=job.job_id, payload=given)
+        raise InvalidInput("the job does not support this payload", hint=hint, job_id=job.job_id, payload=given)
     wrong = [name for name, value in given.items() if type(value) is not type(defaults[name])]
     if wrong:
-        raise InvalidInput("a part of the job's payload has another type", hint=hint, job_id=job.job_id, wrong=wrong)
+        raise InvalidInput("a field of the job's payload has the wrong type", hint=hint, job_id=job.job_id, wrong=wrong)
     return {**defaults, **given}
 
 
 def artifact_of(job: Job) -> ArtifactKey:
-    """The artifact a job is about; `InvalidInput` if it names none with bytes."""
+    """Return the artifact that a job names; `InvalidInput` if it names none."""
     if job.record.artifact is None:
         raise InvalidInput(
             "the job names no artifact", hint="enqueue it with artifact=…, see quire.jobs.enqueue", job_id=job.job_id
@@ -113,9 +113,9 @@ def artifact_of(job: Job) -> ArtifactKey:
 
 
 def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
-    """Commit effects of a job that goes on; `IllegalTransition` if it is no longer this attempt's.
+    """Commit effects of a job that continues; `IllegalTransition` if the job is no longer this attempt's.
 
-    The lease is renewed in the same transaction, so a worker that lost its job changes nothing any more.
+    The lease is renewed in the same transaction, so a worker that has lost its job cannot change anything.
     """
     with ctx.manifest.read() as txn:
         lease = txn.get(t.JOB_LEASES, job.job_id)
@@ -126,14 +126,14 @@ def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
 
 
 def update(key: ArtifactKey, **changes: Any) -> UpdateArtifact:
-    """The operation that changes what an artifact's row says of its bytes."""
+    """Return the operation that changes an artifact's catalog row."""
     return UpdateArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id, **changes)
 
 
 def commit_each(
     manifest: ManifestStore, batches: Iterable[tuple[T, Sequence[Op]]]
 ) -> Iterator[tuple[T, QuireError | None]]:
-    """Commit batches as they come, up to `PIPELINE` under way at once; each with its error or `None`, in their order."""
+    """Commit batches with up to `PIPELINE` in progress at once; yield each subject with its error or `None`, in order."""
     under_way: deque[tuple[T, ManifestGuard | QuireError]] = deque()
     for subject, batch in batches:
         under_way.append((subject, _submitted(manifest, batch)))
@@ -148,7 +148,7 @@ def _submitted(manifest: ManifestStore, batch: Sequence[Op]) -> ManifestGuard | 
         return manifest.submit(list(batch))
     except (StoreClosed, StoreUnusable):
         raise
-    except QuireError as error:  # it is too large, say
+    except QuireError as error:  # for example, the batch is too large
         return error
 
 

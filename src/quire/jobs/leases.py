@@ -1,10 +1,10 @@
-"""Leases of the jobs that this process works on, renewed by one thread.
+"""Renewal of the leases of the jobs that this process works on, by one thread.
 
-A lease is renewed when a third of it has passed, or when progress has moved, at most once a second: not every sign of life is a
-commit (M10). A lease that was taken away, because the job was cancelled or given to another worker, is marked as lost; whoever
-works on the job finds out at its next step, or when it commits something, which then fails (P10).
+A lease is renewed when a third of it has passed, or when progress has been made, at most once a second: not every report of
+progress is a commit (M10). A lease that was taken away, because the job was cancelled or given to another worker, is marked as
+lost; the thread that works on the job is interrupted at its next step, or when it commits something, which then fails (P10).
 
-Threads: whoever works on a job sets `done` and `total`; the keeper's thread does the rest.
+Threads: the thread that works on a job sets `done` and `total`; the keeper's thread does the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROGRESS_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class LeasedJob:
-    """A job in the hands of a thread of this process."""
+    """A job that a thread of this process works on."""
 
     job: Job
     holder: str = ""
@@ -37,21 +37,21 @@ class LeasedJob:
     lost: bool = False
     renewed_at: float = field(default_factory=time.monotonic)
     written: tuple[int, int] = (0, 0)
-    """The progress that the manifest knows."""
+    """(done, total) as last written to the manifest."""
 
     @property
     def db_id(self) -> int:
         return self.job.db_id
 
     def is_due(self, lease_seconds: float) -> bool:
-        """Whether the lease must be renewed now."""
+        """Return whether the lease must be renewed now."""
         waited = time.monotonic() - self.renewed_at
         moved = (self.done, self.total) != self.written
         return not self.lost and (waited >= lease_seconds / 3 or (moved and waited >= PROGRESS_SECONDS))
 
 
 class LeaseKeeper:
-    """Renews the leases of what `held` returns, from its start to its stop."""
+    """Renews the leases of the jobs that `held` returns, from `start` to `stop`."""
 
     def __init__(
         self, manifest: ManifestStore, held: Callable[[], Sequence[LeasedJob]], lease_seconds: float, *, label: str
@@ -71,15 +71,15 @@ class LeaseKeeper:
             self._thread.join()
 
     def expires_at_ms(self) -> int:
-        """When a lease ends that is taken or renewed now."""
+        """Return when a lease that is taken or renewed now expires, in milliseconds since the Unix epoch."""
         return self._manifest.clock.now_ms() + int(self._lease_seconds * 1000)
 
     def renewal(self, leased: LeasedJob) -> RenewJobLease:
-        """The operation that renews a lease; it fails its batch if the job is no longer this holder's."""
+        """Return the operation that renews a lease; its batch fails if the job is no longer this holder's."""
         return RenewJobLease(leased.job.job_id, leased.holder, self.expires_at_ms(), leased.done, leased.total)
 
     def beat(self) -> None:
-        """Renew what is due."""
+        """Renew the leases that are due."""
         due = [leased for leased in self._held() if leased.is_due(self._lease_seconds)]
         renewals = {leased: self.renewal(leased) for leased in due}
         for leased, error in commit_each(self._manifest, ((leased, [op]) for leased, op in renewals.items())):

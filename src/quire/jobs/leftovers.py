@@ -1,13 +1,14 @@
-"""What killed processes and dropped databases leave of page databases and of objects, named by no row: it is removed here.
+"""Removes files of page databases and objects that killed processes and dropped databases leave behind, and that no row names.
 
   left                                         by                                           removed
   pages/<db>/….tmp                             a hydration, or a position being written     an hour after it was touched
   objects/.tmp/…                               a put into a directory of objects            an hour after it began
   pages/<db>/follow.json, the directories      a database that was dropped                  with its tombstone, or here
 
-Only names of ours are removed; what a person has put there stays, and keeps its directory. Streams and key-value sets have
-sweeps of their own, in their engines. Thread: the owner's maintenance, about once an hour. Raises nothing of a single file:
-the next round tries it again.
+Only files with names of ours are removed; any other file stays, and so does its directory. Streams and key-value sets have
+their own sweeps, in their engines.
+
+Threads: the owner's maintenance, about once an hour. Raises nothing because of a single file: the next round tries it again.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from quire.objects.local import TEMPORARY_AGE_SECONDS
 
 
 def sweep_leftovers(ctx: JobContext) -> int:
-    """Remove what is left of whom; how many files."""
-    ctx.manifest.recount.finish()  # rows say whose files are left: they must have been looked at since the open (N3)
+    """Remove all leftovers; return the number of files."""
+    ctx.manifest.recount.finish()  # rows decide which files are leftovers, so they must be verified since the open (N3)
     return _staged_objects(ctx) + _temporary(ctx) + _dropped(ctx)
 
 
@@ -46,7 +47,7 @@ def _staged_objects(ctx: JobContext) -> int:
 
 
 def _temporary(ctx: JobContext) -> int:
-    """Remove temporary files that nobody has touched for an hour: any step of any writer touches its file many times in it."""
+    """Remove temporary files not modified for an hour: a live writer modifies its file many times within that."""
     horizon = ctx.clock.now_ms() / 1000 - TEMPORARY_AGE_SECONDS
     home = os.path.join(ctx.root, names.PAGES)
     aged = [
@@ -56,10 +57,10 @@ def _temporary(ctx: JobContext) -> int:
 
 
 def _dropped(ctx: JobContext) -> int:
-    """Remove files of databases that are known to be gone: their ids were given out and have no row.
+    """Remove files of databases that are known to be gone: their ids were allocated and have no row.
 
-    An id that was never given out may be of a database that is newer than the manifest, which was restored from an older
-    copy: its files stay, and `quire why` says so. So do those of a database that is closed because its row is lost.
+    An id that was never allocated may belong to a database that is newer than the manifest, if that was restored from an older
+    copy: its files stay, and `quire why` reports them. So do the files of a database that is closed because its row is lost.
     """
     with ctx.manifest.read() as txn:
         given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB)) | txn.refused_databases()
@@ -72,7 +73,7 @@ def _dropped(ctx: JobContext) -> int:
 
 
 def has_dropped_streams(ctx: JobContext) -> bool:
-    """Whether a stream that was dropped has a directory: whoever dropped it was killed, and its engine is to sweep it."""
+    """Return whether a dropped stream still has a directory: its drop was interrupted, and its engine must sweep it."""
     homes = {parse_stream_home(name) for name in _names(ctx.disk, os.path.join(ctx.root, names.STREAMS))}
     if not homes:
         return False
@@ -85,7 +86,7 @@ def has_dropped_streams(ctx: JobContext) -> bool:
 
 
 def remove_home(disk: Disk, root: str, db_id: int) -> int:
-    """Remove the files of a page database that is gone, and its directories as far as they are empty then; how many files."""
+    """Remove the files of a page database that is gone, and its directories if empty by then; return the number of files."""
     home = os.path.join(root, os.path.dirname(names.pages_wal_dir(db_id)))
     removed = sum(_remove(disk, path) for path in list(_files(disk, home)) if _is_ours(root, path))
     hit("jobs.leftovers.removed")
@@ -94,13 +95,13 @@ def remove_home(disk: Disk, root: str, db_id: int) -> int:
 
 
 def remove_empty(folder: str, disk: Disk) -> None:
-    """Remove a directory and those in it, as far as they are empty. What is left costs an entry and does no harm."""
+    """Remove a directory and its subdirectories where they are empty. A directory that stays is harmless."""
     try:
         for name in disk.names(folder):
             remove_empty(os.path.join(folder, name), disk)
         disk.remove_dir(folder)
     except (FileNotFoundError, StorageFault):
-        pass  # it is not there, or a file, or not empty
+        pass  # it does not exist, is a file, or is not empty
 
 
 def _is_ours(root: str, path: str) -> bool:
@@ -117,7 +118,7 @@ def _files(disk: Disk, folder: str) -> Iterator[str]:
 
 
 def _names(disk: Disk, folder: str) -> list[str]:
-    """What is in a directory; nothing of one that cannot be read, which is reported: the others are gone through."""
+    """Return the names in a directory. One that cannot be read is reported and counts as empty, so that the sweep continues."""
     try:
         return disk.names(folder)
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def _names(disk: Disk, folder: str) -> list[str]:
 def _touched_seconds(path: str) -> float:
     with suppress(FileNotFoundError):
         return os.stat(path).st_mtime
-    return float("inf")  # its writer was alive after all
+    return float("inf")  # gone: its writer was alive after all
 
 
 def _remove(disk: Disk, path: str) -> bool:

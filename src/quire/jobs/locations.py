@@ -1,8 +1,8 @@
-"""Where an artifact's bytes are: a file below the store's directory, an object, or both.
+"""Locations of an artifact's bytes: a file below the store's directory, an object, or both.
 
-The object is in the store's own object store or in the namespace its row names, whatever the URL (O2). A location is small
-and picklable, and says everything an executor needs: no manifest is asked while bytes move. Names are built in
-`durable.names` alone; a row's `suffix` replaces the canonical name below its namespace.
+The object is in the store's own object store or in the namespace that its row names, whatever the URL (O2). A location is small
+and picklable and has everything that an executor needs: the manifest is not read while bytes move. Only `durable.names` builds
+names; a row's `suffix` replaces the canonical name below its namespace.
 
 Pure; safe to import on an executor.
 """
@@ -21,7 +21,7 @@ from quire.manifest.records import NamespaceRecord, Residency, WalFormat, WalRec
 from quire.objects.api import ObjectStore, key_below
 
 OpenStore = Callable[[str], ObjectStore]
-"""Opens (or has open) the object store at a URL."""
+"""Returns the object store at a URL, opened if necessary."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class StorePool:
             return self._open[url]
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all object stores."""
         with self._lock:
             opened, self._open = self._open, {}
         for store in opened.values():
@@ -47,7 +47,7 @@ class StorePool:
 
 
 class ArtifactRow(Protocol):
-    """What chunk, delta and WAL rows have in common."""
+    """The attributes that chunk, delta and WAL rows have in common."""
 
     @property
     def residency(self) -> Residency: ...
@@ -61,47 +61,47 @@ class ArtifactRow(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArtifactLocation:
-    """Where one artifact's bytes may be."""
+    """The possible locations of one artifact's bytes."""
 
     key: ArtifactKey
     residency: Residency
     local: str
-    """Path of the file, absolute."""
+    """Absolute path of the file."""
     url: str
-    """Of the object store."""
+    """URL of the object store."""
     object_key: str
     size_bytes: int
     sha256: bytes
-    """Of the object; empty if it was never computed."""
+    """SHA-256 of the object; empty if it was never computed."""
     crc64: int = 0
-    """Of a WAL segment's `size_bytes` bytes; 0 if it was never computed."""
+    """crc64 of the first `size_bytes` bytes of a WAL segment; 0 if it was never computed."""
     is_announced: bool = False
-    """An upload has begun, however it ended: set before its first byte is sent, so that a deletion looks for the object,
-    too."""
+    """Whether an upload has begun, whatever its outcome. Set before the first byte is sent, so that a deletion looks for the
+    object, too."""
 
     @property
     def has_local(self) -> bool:
-        """Whether the catalog says that there is a file."""
+        """Whether the file exists according to the catalog."""
         return self.residency in (Residency.LOCAL, Residency.LOCAL_AND_REMOTE)
 
     @property
     def has_remote(self) -> bool:
-        """Whether the catalog says that there is an object."""
+        """Whether the object exists according to the catalog."""
         return self.residency is not Residency.LOCAL
 
     @property
     def may_have_remote(self) -> bool:
-        """Whether there may be an object that the catalog does not promise."""
+        """Whether an object may exist, even if the catalog does not guarantee it."""
         return self.has_remote or self.is_announced
 
     @property
     def staged(self) -> str:
-        """Where the file is written before it gets its name."""
+        """Path under which the file is written before it is renamed to `local`."""
         return self.local + TEMPORARY
 
     @property
     def is_page_segment(self) -> bool:
-        """Whether it is a segment of a page database's WAL; those of streams have other names."""
+        """Whether it is a segment of a page database's WAL; segments of streams have other names."""
         return self.key.kind is ArtifactKind.WAL and self.local.endswith(
             WalSegmentFile(db_id=self.key.origin_db_id, segment_id=self.key.id).path
         )
@@ -113,7 +113,7 @@ class ArtifactLocation:
 
 
 def local_name(key: ArtifactKey, row: ArtifactRow) -> str:
-    """The path of an artifact's file, relative to the store."""
+    """Return the path of an artifact's file, relative to the store."""
     if key.kind is not ArtifactKind.WAL:
         return CachedChunkFile(db_id=key.origin_db_id, key=key).path
     if isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY:
@@ -122,7 +122,7 @@ def local_name(key: ArtifactKey, row: ArtifactRow) -> str:
 
 
 def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord | None, own_url: str) -> tuple[str, str]:
-    """(URL of the object store, key in it) of an artifact's object."""
+    """Return (URL of the object store, key in it) of an artifact's object."""
     suffix = row.suffix or object_key(key)
     if not row.namespace_id:
         return own_url, suffix
@@ -131,27 +131,27 @@ def remote_name(key: ArtifactKey, row: ArtifactRow, namespace: NamespaceRecord |
     return namespace.url or own_url, key_below(namespace.prefix, suffix)
 
 
-# ── what could not be reached ─────────────────────────────────────────────────────────────────────────────────────────
+# ── failures of one attempt ───────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
 class AttemptFailures:
-    """The artifacts and object stores that one attempt leaves alone: it goes on with the rest, and fails at its end."""
+    """The artifacts and object stores that an attempt skips after an error: it continues with the rest and fails at its end."""
 
     keys: set[ArtifactKey] = field(default_factory=set)
     urls: set[str] = field(default_factory=set)
     first: QuireError | None = None
 
     def add(self, place: ArtifactLocation, error: QuireError) -> None:
-        """Leave this artifact alone; and its object store, if it is that which cannot be reached."""
+        """Skip this artifact from now on, and its whole object store if that cannot be reached."""
         self.first = self.first or error
         self.keys.add(place.key)
         if isinstance(error, (Unavailable, AccessDenied)):
             self.urls.add(place.url)
 
-    def spares(self, place: ArtifactLocation) -> bool:
-        """Whether to leave an artifact alone."""
+    def should_skip(self, place: ArtifactLocation) -> bool:
+        """Return whether to skip an artifact."""
         return place.key in self.keys or (place.may_have_remote and place.url in self.urls)
 
     def settle(self) -> None:
-        """At the end of the attempt: fail with the first error, if there was one."""
+        """Raise the first error, if there was one. Called at the end of the attempt."""
         if self.first is not None:
             raise self.first

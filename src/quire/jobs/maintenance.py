@@ -1,9 +1,9 @@
-"""What the owner does by itself: schedules, retention, leases, trimming, and the jobs that follow.
+"""The owner's maintenance loop: schedules, retention, leases, trimming, and the jobs that follow from them.
 
-A round is a handful of looks at the manifest and, where something is due, ordinary batches and jobs; what fails, for one
-database or as a whole, is reported and keeps nothing else from being done. What concerns every database is looked at some
-databases at a time, round after round, so that the cost of a round does not grow with their number (N1). Work that has bytes
-to move is a job: a round enqueues it, a worker does it. Only the owner's clock decides.
+A round is a handful of reads of the manifest and, where something is due, ordinary batches and jobs. A failure, of one database
+or of a whole step, is reported and does not prevent the rest of the round. Steps that concern every database visit some of them
+in each round, so that the cost of a round does not grow with their number (N1). Work that moves bytes is a job: a round
+enqueues it, a worker runs it. Only the owner's clock decides what is due.
 
     >>> Round(snapshots=1).total
     1
@@ -48,34 +48,34 @@ from quire.manifest.records import SCHEDULE_TAG, DbKind, DbRecord, DbStatus, Job
 from quire.manifest.retention import has_scheduled, scheduled
 
 SLOW_SECONDS = 60.0
-"""Between two rounds that look at many rows."""
+"""Time between two slow rounds, which read many rows."""
 
 UNABSORBED = frozenset({WalState.INDEXED, WalState.CHECKPOINT_READY})
-"""Segments that wait for a checkpoint; the latter are of a plan that runs, or of one whose job has failed for good."""
+"""States of segments that wait for a checkpoint; the second one means a plan that runs, or whose job failed permanently."""
 
 LOOK_SECONDS = 0.008
 SLOW_LOOK_SECONDS = 0.02
-"""How long one step of a round, and of a slow one, looks at databases before it leaves the others to the next."""
+"""How long one step of a round, and of a slow round, visits databases before it leaves the rest to the next round."""
 
 LEFTOVERS_SECONDS = 3600.0
-"""Between two looks for what killed processes have left: they list directories of all databases."""
+"""Time between two sweeps for leftovers of killed processes: a sweep lists the directories of all databases."""
 
 PLANNED_PER_ROUND = 200
-"""Databases whose snapshots are compared with their policy in one round."""
+"""Databases whose retention is planned in one round."""
 
 PRUNED_PER_ROUND = 10_000
-"""Answers to keyed batches forgotten in one round."""
+"""Expired answers to keyed batches that one round removes."""
 
 BUNDLE_EVERY_MS = 86_400_000
-"""Between two bundle jobs: a listing for each stream."""
+"""Time between two bundle jobs: each lists the objects of every stream."""
 
 MakeSnapshot = Callable[[int, str, dict[str, str]], object]
-"""Makes a scheduled snapshot: (database, name, tags). An engine with an open segment seals it first."""
+"""Creates a scheduled snapshot: (database, name, tags). An engine with an open segment seals it first."""
 
 
 @dataclass(slots=True)
 class Round:
-    """What one round did."""
+    """Counts of what one round did."""
 
     snapshots: int = 0
     dropped: int = 0
@@ -115,15 +115,15 @@ class Upkeep:
         self._worker = worker
         self._window = window
         self._close_idle = close_idle
-        """Closes databases of engines that have no thread to do it."""
+        """Closes idle databases of engines that have no thread for it."""
         self._make_snapshot = make_snapshot or self._publish
         self._sweep_versions = sweep_versions
-        """Removes the files of key-value snapshots that were dropped; `None` where there are none."""
+        """Removes the files of dropped key-value snapshots; `None` without a key-value engine."""
         self._made: dict[tuple[int, str], str] = {}
-        """The last snapshot of each schedule: one that was dropped again is not made twice."""
+        """(database, schedule) → name of the last snapshot, so that a scheduled snapshot that was dropped is not made again."""
         self._next_slow = 0.0
         self._next_leftovers = 0.0
-        # where each step has got to
+        # the position of each step in its walk over the databases
         clock = ctx.clock
         self._scheduling = DatabaseWalk(t.RETENTION, clock, LOOK_SECONDS)
         self._checkpointing = DatabaseWalk(t.WAL_CATALOG, clock, LOOK_SECONDS)
@@ -136,14 +136,14 @@ class Upkeep:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Do a round now and then, in the background, and run jobs."""
+        """Start a thread that does a round every `interval_seconds`, and the worker after its first round."""
         if self._thread is None:
             self._stopping.clear()
             thread = threading.Thread(target=self._loop, name="quire-upkeep", daemon=True)
             thread.start()
-            self._thread = thread  # once it runs: only then can `stop` wait for it
+            self._thread = thread  # after start(): `stop` can only join a thread that was started
 
     def stop(self) -> None:
         """End the loop and the worker."""
@@ -157,22 +157,22 @@ class Upkeep:
         while not self._stopping.wait(self._ctx.settings.interval_seconds):
             try:
                 self.round()
-                self._worker.start()  # not before the first round: a command that is over in a second needs no threads
+                self._worker.start()  # not before the first round: a command that takes a second needs no worker threads
             except (StoreClosed, StoreUnusable):
                 return
-            except Exception as error:  # a loop that dies in silence would be worse than any of its rounds
+            except Exception as error:  # a loop that ended silently would be worse than any failed round
                 emit("error", "upkeep.round_failed", error=f"{type(error).__name__}: {error}")
 
     def run_once(self) -> Round:
-        """A whole round, and the jobs that are due, in this thread."""
+        """Run a complete round, and all jobs that are due, in this thread."""
         done = self.round(everything=True)
         done.jobs = self._worker.drain()
         return done
 
     # ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def round(self, *, everything: bool = False) -> Round:
-        """What is due now, once; jobs are enqueued, not run. What looks at many rows comes only once a minute. `everything`:
-        whatever it is that comes later, and all databases."""
+        """Do what is due now; jobs are enqueued, not run. Steps that read many rows run once a minute. With `everything`, run
+        all steps, over all databases."""
         done = Round()
         steps: list[Callable[[Round, bool], None]] = [self._recount, self._schedules, self._leases, self._deletions]
         steps += [self._checkpoints, self._mirrors, self._idle]
@@ -219,7 +219,7 @@ class Upkeep:
                 continue
             try:
                 snapshots = scheduled(policy, now_ms=self._ctx.clock.now_ms())
-            except InvalidInput as error:  # a zone that this machine does not know: the other databases have theirs
+            except InvalidInput as error:  # such as a time zone unknown to this machine; other databases are unaffected
                 emit("warning", "upkeep.snapshot_failed", db_id=db_id, error=str(error))
                 continue
             for due in snapshots:
@@ -233,7 +233,7 @@ class Upkeep:
                         self._make_snapshot(db_id, name, {SCHEDULE_TAG: schedule})
                         done.snapshots += 1
                     except NameTaken:
-                        pass  # somebody was quicker
+                        pass  # another thread has created it
                     except (StoreClosed, StoreUnusable):
                         raise
                     except QuireError as error:
@@ -248,7 +248,7 @@ class Upkeep:
         manifest = self._ctx.manifest
         with manifest.read() as txn:
             refused = txn.refused_databases()
-            # What can be brought back comes back with its snapshots, as they were.
+            # A database that can still be undropped keeps its snapshots as they were.
             refused = refused | {db_id for db_id, _ in txn.dropped()}
             due = (db_id for db_id in self._retaining.step(txn, whole=everything) if self._may_drop(txn, db_id))
             db_ids = list(islice(due, None if everything else PLANNED_PER_ROUND))
@@ -258,28 +258,29 @@ class Upkeep:
                 try:
                     done.dropped += len(manifest.retention.apply(plan))
                 except WouldDropEverything as error:
-                    # The last snapshots are left for a person to drop by force.
+                    # Only a user may drop the last snapshots, by force.
                     emit("warning", "retention.refused", db_id=db_id, error=str(error))
                     done.dropped += len(manifest.retention.apply(plan.expired_only()))
             except (StoreClosed, StoreUnusable):
                 raise
             except (
                 QuireError
-            ) as error:  # a snapshot that was dropped meanwhile, say, or a damaged policy: it drops nothing
+            ) as error:  # for example, a snapshot dropped in the meantime, or a damaged policy, which drops nothing
                 emit("warning", "retention.failed", db_id=db_id, error=str(error))
 
     def _may_drop(self, txn: ReadTxn, db_id: int) -> bool:
-        """Whether retention may have something to drop: there is a policy, or a snapshot that ends by itself."""
+        """Return whether retention may have something to drop: the database has a policy, or a snapshot that expires."""
         try:
             if txn.get(t.RETENTION, db_id) is not None:
                 return True
             return any(row.expires_at_ms for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id))
         except ManifestDamaged:
-            return True  # planning reports it
+            return True  # planning reports the damage
 
     def _set_aside(self, done: Round, everything: bool) -> None:
-        """Before retention: what is still read does not expire."""
-        from quire.jobs.checkpoint.plan import review_set_aside  # pages and numpy: not for stores of streams
+        """Review the snapshots of readers that were set aside. Before retention: a version still in use must not expire."""
+        # Imports pages and numpy, which stores of streams do not need
+        from quire.jobs.checkpoint.plan import review_set_aside
 
         with self._ctx.manifest.read() as txn:
             db_ids = list(self._reviewing.step(txn, whole=everything))
@@ -293,15 +294,15 @@ class Upkeep:
         self._ctx.manifest.leases.expire()
 
     def _deletions(self, done: Round, _everything: bool) -> None:
-        """Work without a job: batches that were built by hand, jobs that were cancelled."""
+        """Enqueue missing delete jobs: for artifacts released by hand-built batches, or whose job was cancelled."""
         manifest = self._ctx.manifest
         with manifest.read() as txn:
             origins = set(txn.owners(t.GC_ZERO)) - txn.refused_databases()
         done.delete_jobs += manifest.jobs.ensure_deletions(origins)
 
     def _checkpoints(self, done: Round, everything: bool) -> None:
-        """Page databases with enough, or old enough, sealed WAL get a checkpoint job (docs/design.md, defaults): those that
-        are open, which alone can have become due since the last round, and some of the others."""
+        """Enqueue checkpoints of page databases with enough, or old enough, sealed WAL (docs/design.md, defaults). Every open
+        database is checked, because only these can have become due since the last round, and some of the closed ones."""
         opened = [store.db_id for store in self._ctx.pages.stores()] if self._ctx.pages is not None else []
         due: set[int] = set()
         with self._ctx.manifest.read() as txn:
@@ -318,7 +319,7 @@ class Upkeep:
         self._checkpoint(sorted(due), {"sealed_only": True}, done)
 
     def _stream_checkpoints(self, done: Round, everything: bool) -> None:
-        """The same for streams, once a minute: their sealed segments become chunks."""
+        """Enqueue checkpoints of streams, once a minute: their sealed segments become chunks."""
         with self._ctx.manifest.read() as txn:
             refused = txn.refused_databases()
             due = [
@@ -331,7 +332,7 @@ class Upkeep:
         self._checkpoint(due, None, done)
 
     def _record(self, txn: ReadTxn, db_id: int) -> DbRecord | None:
-        """The row of a database; a damaged one is reported, and left out."""
+        """Return the row of a database; a damaged row is reported, and `None` returned."""
         try:
             return txn.database(db_id)
         except ManifestDamaged as error:
@@ -339,8 +340,8 @@ class Upkeep:
             return None
 
     def _is_due(self, sealed: Sequence[WalRecord], db_id: int) -> bool:
-        """Whether sealed segments are enough, or old enough, for a checkpoint. What a fork has inherited and never written to
-        does not grow old: a hundred thousand forks of a template share its segment, instead of a chunk for each."""
+        """Return whether sealed segments are large enough, or old enough, for a checkpoint. Inherited segments do not age, so
+        that a hundred thousand unwritten forks of a template share its segment instead of getting a chunk each."""
         settings = self._ctx.settings
         oldest_ms = self._ctx.clock.now_ms() - int(settings.checkpoint_seconds * 1000)
         heavy = sum(row.used_bytes for row in sealed) >= settings.checkpoint_bytes
@@ -354,12 +355,12 @@ class Upkeep:
         jobs = self._ctx.manifest.jobs
         for db_id in due:
             if not jobs.outstanding(db_id, JobKind.CHECKPOINT):
-                with suppress(JobAlreadyPending):  # another thread was quicker
+                with suppress(JobAlreadyPending):  # another thread has enqueued it
                     jobs.enqueue(JobKind.CHECKPOINT, db_id, payload)
                     done.checkpoints += 1
 
     def _mirrors(self, done: Round, _everything: bool) -> None:
-        """Mirrors whose time has come, each with one job at a time."""
+        """Enqueue the mirrors that are due, each with at most one job at a time."""
         with self._ctx.manifest.read() as txn:
             due = due_mirrors(txn, self._ctx.clock.now_ms())
         for name in due:
@@ -367,7 +368,7 @@ class Upkeep:
             done.mirrors += 1
 
     def _bundles(self, done: Round, _everything: bool) -> None:
-        """Once a day, if there are streams: old chunks of their manifest logs become bundles."""
+        """Enqueue a bundle job once a day, if the store has streams: old chunks of their manifest logs become bundles."""
         manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
         if not self._ctx.disk.exists(os.path.join(self._ctx.root, STREAMS)):
             return
@@ -378,7 +379,7 @@ class Upkeep:
             done.bundles += 1
 
     def _evictions(self, done: Round, everything: bool) -> None:
-        """Old copies that `evict` would remove leave the disk: an upload first, if need be, the eviction in a later round."""
+        """Request the eviction of old copies: an upload first, if there is no object, and the eviction in a later round."""
         manifest, before = self._ctx.manifest, self._ctx.clock.now_ms() - int(self._ctx.settings.evict_seconds * 1000)
         with manifest.read() as txn:
             databases = {
@@ -390,15 +391,15 @@ class Upkeep:
             done.moves += apply_policy(manifest, db_id, before)
 
     def _tombstones(self, done: Round, everything: bool) -> None:
-        """Dropped databases whose time to be brought back is over, and those that nothing holds any more: their delete jobs
-        remove what is left of them."""
+        """Purge dropped databases whose undrop period is over, and enqueue delete jobs, which remove the remaining rows and
+        files, for tombstoned databases that nothing refers to any more."""
         manifest = self._ctx.manifest
         before_ms = self._ctx.clock.now_ms() - int(self._ctx.settings.undrop_seconds * 1000)
         with manifest.read() as txn:
             kept, refused = list(txn.dropped()), txn.refused_databases()
         for db_id, row in kept:
             if row.dropped_at_ms <= before_ms and db_id not in refused:
-                with suppress(Conflict, UnknownDatabase):  # a person was quicker
+                with suppress(Conflict, UnknownDatabase):  # a user has undropped or purged it in the meantime
                     manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
                     done.purged += 1
         with manifest.read() as txn:
@@ -412,12 +413,12 @@ class Upkeep:
         done.delete_jobs += manifest.jobs.ensure_deletions(bare)
 
     def _versions(self, _: Round, _everything: bool) -> None:
-        """After retention: what it dropped of key-value databases are directories of links."""
+        """Remove the files, directories of links, of dropped key-value snapshots. After retention, which drops snapshots."""
         if self._sweep_versions is not None:
             self._sweep_versions()
 
     def _archive(self, done: Round, everything: bool) -> None:
-        """Objects that no archived moment needs any more."""
+        """Trim the archive and delete objects that no archived moment needs any more."""
         if self._window is not None:
             looked = self._window.look(now=everything)
             done.trimmed += looked.trimmed
@@ -429,7 +430,7 @@ class Upkeep:
     def _feed(self, _: Round, _everything: bool) -> None:
         self._ctx.manifest.feed.maintain()
         if self._ctx.manifest.recount.is_done:
-            self._ctx.manifest.remember_checked()  # after a crash the log is read from here on
+            self._ctx.manifest.remember_checked()  # after a crash, the change log is read from this point on (N3)
 
     def _old_jobs(self, done: Round, _everything: bool) -> None:
         done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)

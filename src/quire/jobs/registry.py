@@ -1,6 +1,6 @@
-"""Which function does which kind of job: the only registry. A kind that is not here stays pending.
+"""The registry of job handlers by kind. A job whose kind is not listed stays pending.
 
-A function is imported with the first job of its kind: together they need numpy, Arrow and all engines, which take longer to
+A handler is imported with the first job of its kind: together they need numpy, Arrow and all engines, which take longer to
 load than a round of maintenance that finds nothing to do.
 """
 

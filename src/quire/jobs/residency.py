@@ -1,17 +1,17 @@
-"""Copies of artifacts: the jobs that move them, which copies of a page database can go or come back, and uploads on demand.
+"""Requests for jobs that upload, evict and hydrate artifacts, for single ones and for page databases; and uploads on demand.
 
 Terms
-  evictable     has a file that nothing but snapshots, forks and readers of chunks need: a chunk that was hydrated, a segment
-                that its own database has truncated
+  evictable     has a file that only snapshots, forks and readers of chunks need: a chunk that was hydrated, a segment that its
+                own database has truncated
   hydratable    has an object and no file
 
-A move holds its artifact from here to the end of its job, whatever the end: nothing of it is deleted meanwhile (M8). Asking
-twice makes two jobs, and the second finds its work done. The policy (`maintenance.evict_seconds`) moves what `evict_database`
-moves, when it is old enough: a segment counts from its seal, any copy that was hydrated from then. That is known as long as
-the job's row is kept.
+A job holds its artifact from the request until the job ends, whatever the outcome: the artifact is not deleted in the meantime
+(M8). A repeated request makes a second job, which finds its work done. The policy (`maintenance.evict_seconds`) moves what
+`evict_database` moves once it is old enough: a segment's age counts from its seal, that of a hydrated copy from its hydration,
+which is known while the row of that job is kept.
 
-Threads: any; `upload_now` not in a worker's own. Raises `UnknownArtifact` (nothing refers to it), `ArtifactGone` (it is being
-deleted), `InvalidInput`; `upload_now` also `Unavailable` with the job's own error, `TimedOut`, `StoreClosed`.
+Threads: any; `upload_now` not on a worker's thread. Raises `UnknownArtifact` (nothing refers to it), `ArtifactGone` (it is
+being deleted), `InvalidInput`; `upload_now` also `Unavailable` with the job's own error, `TimedOut`, `StoreClosed`.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _WITHOUT_FILE = (Residency.EVICTED, Residency.REMOTE_ARCHIVED)
 
 WAIT_SECONDS = 600.0
 LOOK_SECONDS = 0.02
-"""Between two looks at a job that another thread has, or that waits for its next attempt."""
+"""Time between two checks of a job that another thread runs, or that waits for its next attempt."""
 
 
 def request_upload(manifest: ManifestStore, key: ArtifactKey) -> int:
-    """Have an artifact put into the object store; the job, durable on return."""
+    """Enqueue the upload of an artifact to the object store; return the job's id, durable on return."""
     return _move(manifest, JobKind.UPLOAD, key)
 
 
 def request_evict(manifest: ManifestStore, key: ArtifactKey) -> int:
-    """Have an artifact's file removed, once its object has been seen. An upload that is outstanding is waited for."""
+    """Enqueue the removal of an artifact's file, which checks that the object exists and waits for an outstanding upload."""
     return _move(manifest, JobKind.EVICT, key)
 
 
 def request_hydrate(manifest: ManifestStore, key: ArtifactKey) -> int:
-    """Have an artifact's file made from its object again."""
+    """Enqueue the restoration of an artifact's file from its object."""
     return _move(manifest, JobKind.HYDRATE, key)
 
 
@@ -56,28 +56,28 @@ def _move(manifest: ManifestStore, kind: JobKind, key: ArtifactKey) -> int:
     return manifest.jobs.enqueue(kind, key.origin_db_id, artifact=key)
 
 
-# ── of a database ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── page databases ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def evict_database(manifest: ManifestStore, db_id: int) -> list[int]:
-    """Have every evictable copy of a database removed; the jobs, in the order in which they are to run."""
+    """Enqueue the eviction of every evictable copy of a database; return the jobs in the order in which they must run."""
     with manifest.read() as txn:
         chunks = _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))
         segments = _segments(txn, db_id, _WITH_FILE)
-    # A segment without an object is uploaded first; the eviction is a job of its own, behind that one.
+    # A segment without an object is uploaded first; its eviction is a separate job after the upload.
     jobs = [request_upload(manifest, key) for key, residency, _ in segments if residency is Residency.LOCAL]
     return jobs + [request_evict(manifest, key) for key in [*chunks, *(key for key, *_ in segments)]]
 
 
 def hydrate_database(manifest: ManifestStore, db_id: int) -> list[int]:
-    """Have files made of every artifact of a database that has none; the jobs."""
+    """Enqueue the hydration of every artifact of a database that has no file; return the jobs."""
     with manifest.read() as txn:
         keys = [*_chunks(txn, db_id, _WITHOUT_FILE), *(key for key, *_ in _segments(txn, db_id, _WITHOUT_FILE))]
     return [request_hydrate(manifest, key) for key in keys]
 
 
 def apply_policy(manifest: ManifestStore, db_id: int, before_ms: int) -> int:
-    """Ask for the next move of copies that were made before a moment, if none is outstanding; how many were asked for."""
+    """Enqueue the next move of copies made before a moment, if none is outstanding; return how many were enqueued."""
     with manifest.read() as txn:
         due = [(key, residency) for key, residency, at_ms in _segments(txn, db_id, _WITH_FILE) if at_ms <= before_ms]
         due += [(key, Residency.LOCAL_AND_REMOTE) for key in _chunks(txn, db_id, (Residency.LOCAL_AND_REMOTE,))]
@@ -89,7 +89,7 @@ def apply_policy(manifest: ManifestStore, db_id: int, before_ms: int) -> int:
 
 
 def _busy_or_hydrated(txn: ReadTxn, since_ms: int) -> set[tuple[int, ...]]:
-    """Artifacts that a job is to move, and those that somebody has fetched since a moment: they would go at once."""
+    """Return artifacts with an outstanding move, and those hydrated since a moment, which must not be evicted at once."""
     return {
         tuple(job.artifact)
         for _, job in txn.scan(t.JOB_QUEUE)
@@ -100,12 +100,12 @@ def _busy_or_hydrated(txn: ReadTxn, since_ms: int) -> set[tuple[int, ...]]:
 
 
 def _named(key: ArtifactKey) -> tuple[int, ...]:
-    """An artifact as the rows of jobs have it."""
+    """Return an artifact's key in the form that job rows use."""
     return key.origin_db_id, int(key.kind), key.id, key.generation, key.delta_id
 
 
 def _segments(txn: ReadTxn, db_id: int, where: tuple[Residency, ...]) -> list[tuple[ArtifactKey, Residency, int]]:
-    """(segment, residency, when it was sealed) of those that the database has truncated and somebody else holds."""
+    """Return (segment, residency, seal time) of segments that the database has truncated and other holders still reference."""
     segments = []
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
         if row.origin_db_id != db_id or row.state is not WalState.TRUNCATED or row.format is not WalFormat.PAGER:
@@ -118,7 +118,7 @@ def _segments(txn: ReadTxn, db_id: int, where: tuple[Residency, ...]) -> list[tu
 
 
 def _chunks(txn: ReadTxn, db_id: int, where: tuple[Residency, ...]) -> list[ArtifactKey]:
-    """Bases and deltas that the database made and that something holds."""
+    """Return the bases and deltas that originate in the database and are referenced."""
     keys = [
         ArtifactKey(db_id, ArtifactKind.BASE, slot, generation)
         for (_, slot, generation), row in txn.scan(t.CHUNK_CATALOG, db_id)
@@ -136,17 +136,17 @@ def _chunks(txn: ReadTxn, db_id: int, where: tuple[Residency, ...]) -> list[Arti
 def upload_now(
     manifest: ManifestStore, worker: Worker, keys: Sequence[ArtifactKey], *, timeout: float = WAIT_SECONDS
 ) -> None:
-    """Return when each of these artifacts has its object: before something is sent that needs them (P16).
+    """Upload these artifacts and return when each has its object, before a value that needs the objects is sent (P16).
 
-    Whoever gets there first runs the job, this thread or a worker's. One that was given up is an error; one that is tried
-    again is waited for.
+    This thread or a worker runs each job, whichever claims it first. A job that was given up is an error; one that is retried
+    is waited for.
     """
     deadline = manifest.clock.monotonic() + timeout
-    # All are asked for before the first one is run, so that workers of the store help.
+    # All jobs are enqueued before the first one runs, so that the store's workers can help.
     for job_id in [request_upload(manifest, key) for key in keys]:
         while not _is_done(manifest, worker, job_id):
             if manifest.clock.monotonic() >= deadline:
-                raise TimedOut("an upload takes too long", hint="`quire jobs` shows why", job_id=job_id)
+                raise TimedOut("the upload timed out", hint="`quire jobs ls` shows why", job_id=job_id)
             threading.Event().wait(LOOK_SECONDS)
 
 
@@ -154,6 +154,6 @@ def _is_done(manifest: ManifestStore, worker: Worker, job_id: int) -> bool:
     worker.run(job_id)
     record = manifest.jobs.get(job_id).record
     if record.state in TERMINAL_JOB_STATES and record.state is not JobState.SUCCEEDED:
-        hint = "`quire jobs` shows the error; remove its cause, then try again"
+        hint = "`quire jobs ls` shows the error; fix its cause, then try again"
         raise Unavailable("a WAL segment could not be uploaded", hint=hint, job_id=job_id, error=record.error)
     return record.state is JobState.SUCCEEDED

@@ -1,11 +1,11 @@
-"""The retention job: applies a database's policy to its snapshots, now; of one database, or of many in one run.
+"""The retention job: applies a database's policy to its snapshots immediately, for one database or for many in one run.
 
-The owner's maintenance applies policies by itself; this job is for a person, or a program, that wants it done now. Its
-payload says whether it may take the last snapshots (`force`), and which ones somebody was asked about (`only`: ids; without
-it, all may go).
+The owner's maintenance applies policies periodically; this job is for users and programs that want it done now. Its payload
+states whether it may drop the last snapshots (`force`), and which snapshots were confirmed (`only`: ids; without it, all may
+be dropped).
 
-A job's drops, the delete jobs of what they let go and the job's own end are one batch: a job that was taken away drops
-nothing, and one that is repeated finds nothing to drop. A crash leaves all or nothing of it.
+The drops, the delete jobs for the references they release, and the end of the job are one batch: a job that was taken away
+drops nothing, and a repeated job finds nothing to drop. A crash leaves either all of it or nothing.
 
 Threads: one caller, see `jobs/batches.py`. Raises what interrupts the caller.
 """
@@ -30,16 +30,16 @@ from quire.manifest.records import DbStatus, JobKind, JobState
 from quire.manifest.store import ManifestStore
 
 NAMED_MAX = 100
-"""Dropped snapshots that a job's result names."""
+"""Dropped snapshots that the result of a job lists by name."""
 
 PLANS_MAX = 5
-"""How often a database is planned whose snapshots others drop meanwhile."""
+"""How often a database is planned while its snapshots are dropped concurrently."""
 
 Batch = tuple[LeasedJob, list[Op]]
 
 
 def retention_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Drop the snapshots that no rule keeps; `WouldDropEverything` if that is all of them and nobody said that it is meant."""
+    """Drop the snapshots that no rule keeps; raise `WouldDropEverything` if these are all of them, unless `force` is set."""
     done = work_of(ctx.manifest, job)
     progress(0, done.result["dropped"])
     hit("jobs.retention.planned")
@@ -47,10 +47,10 @@ def retention_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def work_of(manifest: ManifestStore, job: Job, *, force: bool = False, only: Collection[int] = ()) -> Completed:
-    """What a job has to do, and what it will have done. Whoever runs it now may say `force` too, and `only` other ones."""
+    """Return the operations and the result of a job. A caller may also set `force`, and `only` in place of the payload's."""
     asked = options(job, force=False, only=[])
     if not all(type(snapshot_id) is int for snapshot_id in asked["only"]):
-        raise InvalidInput("a retention job takes ids of snapshots", job_id=job.job_id, only=asked["only"])
+        raise InvalidInput("a retention job takes snapshot ids", job_id=job.job_id, only=asked["only"])
     with manifest.read() as txn:
         record = txn.database(job.db_id)
     if record is not None and record.status is DbStatus.TOMBSTONED:
@@ -72,14 +72,15 @@ def apply_many(
     only: Mapping[int, Collection[int]] | None = None,
     progress: Progress = no_tick,
 ) -> list[Job]:
-    """Apply the policies of these databases now; their jobs, as they ended. Those that somebody else is at are not among them.
+    """Apply the policies of these databases now; return the jobs as they ended, except those that another worker holds.
 
-    With `force` also where that takes the last snapshots. `only` has the snapshots (database → ids) that may go; of a database
-    that is not in it, all may.
+    With `force`, the last snapshots may be dropped, too. `only` (database → ids) lists the snapshots that may be dropped; for a
+    database that is not in it, all may be.
     """
     if only and not all(only.values()):
         raise InvalidInput(
-            "no snapshot may go: leave the database out", databases=[db_id for db_id in only if not only[db_id]]
+            "no snapshot to drop was given for a database: omit the database",
+            databases=[db_id for db_id in only if not only[db_id]],
         )
     run = _RetentionRun(manifest, force, only or {})
     with run.alive():
@@ -90,7 +91,7 @@ def apply_many(
 
 
 class _RetentionRun(BatchRun[LeasedJob]):
-    """One run."""
+    """One run over the retention jobs of many databases."""
 
     def __init__(self, manifest: ManifestStore, force: bool, only: Mapping[int, Collection[int]]) -> None:
         super().__init__(manifest, JobKind.RETENTION, LeasedJob, payload=self._asked, lease_seconds=LEASE_SECONDS)
@@ -105,9 +106,9 @@ class _RetentionRun(BatchRun[LeasedJob]):
         return asked or None
 
     def drop(self, progress: Progress) -> None:
-        """Plan each database, and commit what comes of it, while the next one is planned.
+        """Plan each database, and commit its drops while the next one is planned.
 
-        A database of which a snapshot went since its plan was made is planned again.
+        A database is planned again if one of its snapshots was dropped after the plan was made.
         """
         waiting, total = list(self.held.values()), len(self.held)
         progress(0, total)
@@ -128,7 +129,7 @@ class _RetentionRun(BatchRun[LeasedJob]):
         progress(total, total)
 
     def _batches(self, waiting: Iterable[LeasedJob]) -> Iterator[Batch]:
-        """The batch of each database; one that cannot be planned has none, and fails at the end."""
+        """Yield the batch of each database; one that cannot be planned has none, and fails at the end."""
         for held in waiting:
             job = held.job
             try:

@@ -1,15 +1,15 @@
-"""Rows that belong together, brought to a runner as many at a time as memory should hold; and progress over the calls.
+"""Groups rows that must be processed together into waves of bounded memory for a runner, and combines progress over the waves.
 
 Terms
-  block   rows of numbers, some thousands, as a transaction of the manifest gave them
-  piece   what has to be looked at together, as one number
-  wave    what a runner gets in one call: all rows of some pieces
+  block   some thousands of rows of numbers, as a transaction of the manifest returned them
+  piece   a number that identifies rows that must be processed together
+  wave    the input of one call of a runner: all rows of some pieces
 
-Rows of one piece may come at any place, and each reading gives the same rows (one transaction). They are read once to count
-them by piece, and kept as long as all of them are one wave. Of more, rows are read once more for each wave, of which only its
-own are kept: in memory are the rows of one wave (or of one piece, if that is larger), one block, and 16 bytes for each piece.
+Rows of one piece may occur anywhere, and every read returns the same rows (one transaction). They are read once to count them
+by piece, and kept if all of them fit into one wave. Otherwise rows are read again for each wave, and only its own are kept:
+memory holds the rows of one wave (or of one piece, if that is larger), one block, and 16 bytes for each piece.
 
-Threads: that of the transaction.
+Threads: the thread of the transaction.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from quire.jobs.handler import Progress
 from quire.jobs.runner import Tick
 
 PIECES_AT_ONCE = 1 << 17
-"""Counts of pieces that are added up together."""
+"""Counts of pieces that are collected before they are summed."""
 
 B = TypeVar("B")
-"""A frozen dataclass with `rows`, numbers by lines."""
+"""A frozen dataclass with an attribute `rows`, an array with one row per line."""
 
 Numbers = NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class Waves(Generic[B]):
-    """Rows, cut into waves. Iterating gives the blocks of one after the other; once."""
+    """Rows, cut into waves. Iteration yields the blocks of each wave, and is possible once."""
 
     rows: int
     count: int
-    """How many waves there are; at least one, which may be empty."""
+    """Number of waves; at least one, which may be empty."""
     waves: Iterator[list[B]]
 
     def __iter__(self) -> Iterator[list[B]]:
@@ -47,7 +47,7 @@ class Waves(Generic[B]):
 
 
 def cut(read: Callable[[], Iterator[B]], piece_of: Callable[[Numbers], Numbers], wave_rows: int) -> Waves[B]:
-    """The rows that `read` gives, in waves of about `wave_rows`; `piece_of` says the piece of each row of a block."""
+    """Cut the rows that `read` yields into waves of about `wave_rows`; `piece_of` returns the piece of each row of a block."""
     held: list[B] = []
     counted, rows = _Pieces(), 0
     for block in read():
@@ -72,7 +72,7 @@ def _rows(block: Any) -> Numbers:
 def _within(
     blocks: Iterator[B], piece_of: Callable[[Numbers], Numbers], low: np.uint64, high: np.uint64
 ) -> Iterator[B]:
-    """The rows of pieces from `low` to `high`."""
+    """Yield the rows of the pieces from `low` to `high`, inclusive."""
     for block in blocks:
         pieces = piece_of(_rows(block))
         wanted = (pieces >= low) & (pieces <= high)
@@ -83,7 +83,7 @@ def _within(
 
 
 class _Pieces:
-    """How many rows each piece has."""
+    """Counts the rows of each piece."""
 
     def __init__(self) -> None:
         self._pieces: list[Numbers] = []
@@ -91,7 +91,7 @@ class _Pieces:
         self._held, self._limit = 0, PIECES_AT_ONCE
 
     def add(self, pieces: Numbers) -> None:
-        """One more row of each of these."""
+        """Count one row for each element of `pieces`."""
         distinct, counts = np.unique(pieces, return_counts=True)
         self._pieces.append(distinct)
         self._counts.append(counts.astype(np.int64))
@@ -108,7 +108,7 @@ class _Pieces:
         return distinct, counts
 
     def borders(self, rows: int) -> list[tuple[np.uint64, np.uint64]]:
-        """(first piece, last piece) of waves with at most so many rows, or one piece."""
+        """Return (first piece, last piece) of waves that have at most `rows` rows or a single piece."""
         pieces, counts = self._added()
         borders, start, held = list[tuple[np.uint64, np.uint64]](), 0, 0
         for place, count in enumerate(counts.tolist()):
@@ -120,7 +120,7 @@ class _Pieces:
 
 
 def part(progress: Progress, start: int, stop: int, total: int) -> Tick:
-    """How far a call of a runner is, told as the part from `start` to `stop` of everything that is to be done.
+    """Return a tick that reports the progress of one runner call as the part from `start` to `stop` of `total`.
 
     >>> part(lambda done, total: print(done, "of", total), 10, 20, 40)(1, 2)
     15 of 40
@@ -136,18 +136,18 @@ def part(progress: Progress, start: int, stop: int, total: int) -> Tick:
     return tick
 
 
-class Steady:
-    """Progress that begins at 0, never goes back and ends at its total, whatever the steps of a job say of themselves.
+class MonotonicProgress:
+    """Progress that begins at 0, never goes back and ends at its total, whatever the steps of a job report.
 
-    >>> told = Steady(lambda done, total: print(done, "of", total))
-    >>> told(1, 2)
+    >>> report = MonotonicProgress(lambda done, total: print(done, "of", total))
+    >>> report(1, 2)
     0 of 2
     1 of 2
-    >>> told(0, 0)
+    >>> report(0, 0)
     1 of 2
-    >>> told(0, 3)
+    >>> report(0, 3)
     1 of 3
-    >>> told.over()
+    >>> report.over()
     3 of 3
     """
 
@@ -156,7 +156,7 @@ class Steady:
         self._done = self._total = 0
 
     def __call__(self, done: int, total: int) -> None:
-        """A step is so far; total 0 if that is not known."""
+        """Report the progress of a step; total 0 if unknown."""
         if not self._total and total and done:
             self._progress(0, total)
         self._total = max(self._total, total)
@@ -164,7 +164,7 @@ class Steady:
         self._progress(self._done, self._total)
 
     def over(self) -> None:
-        """Everything is done."""
+        """Report that everything is done."""
         if not self._total:
             self(0, 1)
         self(self._total, self._total)

@@ -1,24 +1,24 @@
-"""Who runs the heavy part of a job: threads of this process, or executors elsewhere. The work itself does not know which
+"""Runners execute the heavy part of a job, in threads of this process or on Spark executors. The work is the same on both
 (K1).
 
 Terms
-  run      a function of a task and the tools it needs; it asks no manifest, so it can be sent anywhere
-  tools    the bytes of the store, as this process reaches them: segments and chunks, object stores, the disk
-  split    takes one input apart into (key, value) pairs; those of one key are brought together
-  join     makes one result of all values of a key
-  tell     gives (number, value) pairs of what a task finds; a number that is `None` matches nothing
+  run      a function of a task and the tools it needs; it does not read the manifest, so it can run anywhere
+  tools    access to the bytes of the store from this process: segments and chunks, object stores, the disk
+  split    turns one input into (key, value) pairs; the values of one key are brought together
+  join     makes one result from all values of a key
+  tell     yields (number, value) pairs for what a task finds; a number that is `None` matches nothing
 
-An error of a task (`QuireError`) is its result and ends nothing else: a run over a thousand databases does not fail with one
-of them. Anything else ends the run. Results come in any order, and only so many tasks are under way that memory stays
-bounded.
+A `QuireError` of a task is the result of that task and ends nothing else: a run over a thousand databases does not fail because
+of one of them. Any other exception ends the run. Results come in any order, and the number of tasks in progress is bounded, so
+that memory is.
 
-`tick(done, total)` is called now and then and may raise: then nothing more is started, what is under way is ended or waited
-for, and the error is the caller's. The same if the caller stops asking for results.
+`tick(done, total)` is called periodically and may raise. In that case no further task is started, tasks in progress are ended
+or waited for, and the error is raised to the caller. The same happens if the caller stops consuming results.
 
-A task may be run more than once, two at a time even (an executor that was lost, a speculative copy): both write the same
-names, and the second adopts what is there.
+A task may run more than once, even twice concurrently (a lost executor, speculative execution): both copies write the same
+object names, and the second adopts the objects that exist.
 
-Threads: a runner is for one caller at a time. Raises what `tick` raises, and `SparkUnavailable` where Spark was asked for.
+Threads: a runner serves one caller at a time. Raises what `tick` raises, and `SparkUnavailable` if Spark was requested.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     Numbers: TypeAlias = NDArray[np.uint64]
 
 AUTO_BYTES = 256 * MIB
-"""Work below this is done by threads unless somebody says otherwise (docs/decisions/006-runner-auto.md)."""
+"""Bytes of work below which `auto` uses threads (docs/decisions/006-runner-auto.md)."""
 
 RUNNERS = ("auto", "threads", "spark")
-"""What a person or `maintenance.runner` can ask for."""
+"""The runners that a caller or `maintenance.runner` can name."""
 
 T = TypeVar("T")
 P = TypeVar("P")
@@ -57,38 +57,38 @@ R = TypeVar("R")
 K = TypeVar("K")
 
 Key = tuple[int, int]
-"""What `regroup` brings together by: (database, slot)."""
+"""The key by which `regroup` groups values: (database, slot)."""
 
 Tick = Callable[[int, int], None]
 
 BLOCK = 4_096
-"""Numbers that are looked up together."""
+"""Numbers that are looked up in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a task reads and writes with."""
+    """The sources, object stores and disk that a task reads and writes."""
 
     sources: Sources
     open_store: OpenStore
     disk: Disk
     root: str
-    """The store's directory, where this process sees it; else empty."""
+    """The store's directory, if this process can see it; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult(Generic[K, R]):
-    """What became of a task: its result or its `QuireError`, which ends nothing else."""
+    """The outcome of a task: its result or its `QuireError`."""
 
     key: K
     value: R | None = None
     error: QuireError | None = None
 
     def result(self) -> R:
-        """The result; raises the error instead, if there is one."""
+        """Return the result, or raise the error if there is one."""
         if self.error is not None:
             raise self.error
-        return self.value  # type: ignore[return-value]  # a task without an error has answered
+        return self.value  # type: ignore[return-value]  # a task without an error has a result
 
 
 Split = Callable[[P, Tools], Iterable[tuple[Key, V]]]
@@ -98,11 +98,11 @@ Tell = Callable[[T, Tools], Iterable[tuple[int | None, V]]]
 
 
 def no_tick(_done: int, _total: int) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[int]:
-    """Which of so many parts each piece of work goes to: the costliest first, each to the part that has least by then.
+    """Assign each piece of work to one of `parts` parts: the costliest first, each to the part with the least work so far.
 
     >>> balanced([1, 7, 3, 4], 2)
     [0, 0, 1, 1]
@@ -116,7 +116,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[int]:
 
 
 class Runner(Protocol):
-    """Runs tasks."""
+    """Runs the tasks of a job."""
 
     @property
     def name(self) -> str:
@@ -124,16 +124,16 @@ class Runner(Protocol):
 
     @property
     def shares_disk(self) -> bool:
-        """Whether tasks see the files of the store; if not, they need objects of what they read."""
+        """Whether tasks see the files of the store; if not, everything they read must have an object."""
 
     @property
     def width(self) -> int:
-        """About how many tasks run at once: work that can be cut anywhere is cut into a few times as many."""
+        """Approximate number of tasks that run at once: work that can be cut anywhere is cut into a few times as many."""
 
     def map(
         self, run: Run[T, R], tasks: Sequence[T], *, tick: Tick = no_tick, title: str = ""
     ) -> Iterator[TaskResult[int, R]]:
-        """Run each task; answers carry the task's place in `tasks`. `title` says what they do, where somebody watches."""
+        """Run each task; results carry the task's index in `tasks`. `title` describes the tasks for displays."""
 
     def regroup(
         self,
@@ -144,21 +144,21 @@ class Runner(Protocol):
         *,
         tick: Tick = no_tick,
     ) -> Iterator[TaskResult[Key, R]]:
-        """Split every input, bring values of one key together, join them.
+        """Split every input, group the values by key, and join each group.
 
-        With `tasks` there is one answer for each of them, whether values came or not, and a value without a task is a bug.
-        Without, there is one for each key that came up. An input that cannot be split answers for its whole database: its
-        error comes under (the first part of the keys it would have had, -1), see `owner_of`.
+        With `tasks` there is one result for each task, whether it has values or not, and a value without a task is a bug.
+        Without `tasks` there is one result for each key that occurs. An input that cannot be split fails its whole database:
+        its error is the result for (database, -1), see `owner_of`.
         """
 
     def unmatched(
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
-        """Compare what tasks find with what is expected, and give only the differences: what is told under a number that is
-        not expected, or under none, and (number, `None`) for each expected number under which nothing was told.
+        """Compare what the tasks find with the expected numbers, and yield only the differences: pairs whose number is `None`
+        or not expected, and (number, `None`) for each expected number that no task found.
 
-        `expected` are rising u64. What is told stays where it was found, and differences come a few at a time; an error of a
-        task is raised, because without its answer nothing is known to be missing.
+        `expected` are ascending u64. Pairs that match stay in the process that found them, and differences are yielded a few at
+        a time. An error of a task is raised, because without its result no number is known to be missing.
         """
 
 
@@ -180,7 +180,7 @@ class ThreadRunner:
         tasks: Sequence[T],
         *,
         tick: Tick = no_tick,
-        title: str = "",  # noqa: ARG002 - threads are watched by their job's progress
+        title: str = "",  # noqa: ARG002 - displays show the progress of the job instead
     ) -> Iterator[TaskResult[int, R]]:
         """See `Runner`."""
         return self._each(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
@@ -194,28 +194,28 @@ class ThreadRunner:
         *,
         tick: Tick = no_tick,
     ) -> Iterator[TaskResult[Key, R]]:
-        """See `Runner`. The values of all keys are in memory meanwhile: plans for threads are bounded for that reason."""
+        """See `Runner`. The values of all keys are in memory at once, which is why plans for threads are bounded."""
         values: dict[Key, list[V]] = {key: [] for key in tasks or {}}
-        spoilt: dict[int, QuireError] = {}
+        failed_databases: dict[int, QuireError] = {}
         done = self._each(enumerate(inputs), lambda task: list(split(task, self._tools)), len(inputs), no_tick)
         for answer in done:
             if answer.error is not None:
-                spoilt.setdefault(owner_of(inputs[answer.key]), answer.error)
+                failed_databases.setdefault(owner_of(inputs[answer.key]), answer.error)
                 continue
             for key, value in answer.result():
                 if tasks is not None and key not in tasks:
                     raise InternalError("a value came up for which there is no task", key=key)
                 values.setdefault(key, []).append(value)
             tick(0, len(tasks or ()))
-        for owner, error in spoilt.items():
+        for owner, error in failed_databases.items():
             yield TaskResult((owner, -1), error=error)
-        sound = [(key, (key, parts)) for key, parts in sorted(values.items()) if key[0] not in spoilt]
+        intact = [(key, (key, parts)) for key, parts in sorted(values.items()) if key[0] not in failed_databases]
 
         def run(item: tuple[Key, list[V]]) -> R:
             key, parts = item
             return join(key, tasks[key] if tasks is not None else None, parts, self._tools)
 
-        yield from self._each(sound, run, len(sound), tick)
+        yield from self._each(intact, run, len(intact), tick)
 
     def unmatched(
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
@@ -243,7 +243,7 @@ class ThreadRunner:
     def _each(
         self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick
     ) -> Iterator[TaskResult[K, R]]:
-        """Run tasks, a bounded number at a time; `tick` may raise, and then no more are started."""
+        """Run tasks, a bounded number at a time. If `tick` raises, no further task is started."""
         waiting, under_way, done = iter(tasks), dict[Future[R], K](), 0
         tick(0, total)
         with ThreadPoolExecutor(self._threads, thread_name_prefix=self._label) as pool:
@@ -264,7 +264,7 @@ class ThreadRunner:
 
 
 def owner_of(task: Any) -> int:
-    """The database an input belongs to."""
+    """Return the database that an input belongs to."""
     return int(task.db_id)
 
 
@@ -278,24 +278,24 @@ def _answer(key: K, future: Future[R]) -> TaskResult[K, R]:
 # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """The runners a store has: threads always, Spark if somebody gave it one."""
+    """The runners of a store: threads always, Spark if it is configured."""
 
     spark: Callable[[], Runner] | None = None
-    """Makes (or finds) the session and gives its runner; called only when Spark is what is wanted."""
+    """Creates or finds the session and returns its runner; called only when Spark is chosen."""
     usual: str = "auto"
-    """`maintenance.runner`: for jobs whose payload says nothing else."""
+    """`maintenance.runner`: the runner for jobs whose payload names none."""
     missing: list[str] = field(default_factory=list)
-    """Why there is no Spark, once that was found out: it is not looked for again for `auto`."""
+    """Why Spark is unavailable, once an attempt has failed: `auto` does not try it again."""
 
     def choose(self, name: str, size_bytes: int, threads: Callable[[], Runner]) -> Runner:
-        """The runner for so many bytes of work."""
+        """Return the runner for `size_bytes` of work: the named one, else the usual one."""
         name = name or self.usual
         if name not in RUNNERS:
             raise InvalidInput("unknown runner", hint=f"one of: {', '.join(RUNNERS)}", runner=name)
         if name == "threads" or (name == "auto" and (size_bytes < AUTO_BYTES or self.spark is None or self.missing)):
             return threads()
         if self.spark is None:
-            raise SparkUnavailable("this process has no Spark", hint="open the store with `quire.open`")
+            raise SparkUnavailable("Spark is not available in this process", hint="open the store with `quire.open`")
         try:
             return self.spark()
         except SparkUnavailable as error:

@@ -1,13 +1,13 @@
-"""A worker: takes jobs from the queue and runs their handlers in threads.
+"""The worker: takes jobs from the queue and runs their handlers in threads.
 
 Terms
   slot      one thread of the worker; it works on one job at a time
-  holder    the name a lease carries: the worker's, and a number that no other claim of this process has
+  holder    the name in a lease: the worker's name, and a number that is unique among the claims of this process
 
-A lost lease (the job was cancelled, or given to somebody else, another slot of this worker included) interrupts the handler at
-its next step; what it has done so far stands, because every step may be repeated. Stopping interrupts handlers the same way and
-puts their jobs back, unfailed; leases are renewed until the last handler has ended. Whatever a handler raises ends its attempt,
-never the worker. A job without a limit of attempts is never given up.
+A lost lease (the job was cancelled, or given to another worker or another slot of this one) interrupts the handler at its next
+step; the steps already taken stand, because every step can be repeated. Stopping the worker interrupts handlers in the same way
+and requeues their jobs without a failure; leases are renewed until the last handler has ended. An exception from a handler ends
+its attempt, never the worker. A job without a limit on attempts is retried until it succeeds.
 
 Threads: any.
 """
@@ -34,32 +34,32 @@ from quire.core.events import emit
 from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.jobs.handler import HOPELESS, Completed, Handler, Interrupted, Progress
+from quire.jobs.handler import PERMANENT_ERRORS, Completed, Handler, Interrupted, Progress
 from quire.jobs.leases import LeasedJob, LeaseKeeper
-from quire.jobs.row_groups import Steady
+from quire.jobs.row_groups import MonotonicProgress
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
 from quire.manifest.records import JobKind
 
 POLL_SECONDS = 1.0
-"""How often an idle worker looks for jobs that nobody told it of: those enqueued elsewhere, and those whose time has come."""
+"""How often an idle worker polls for jobs that arrive without a notification: enqueued elsewhere, or deferred and now due."""
 
 COMPLETIONS_MAX = 16
-"""How often in one attempt a job that is about to succeed may find that more work has come in."""
+"""How often, in one attempt, a job that is about to complete may find that more work has come in."""
 
 _claims = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
 class _Running(LeasedJob):
-    """A job in the hands of a slot."""
+    """A job that a slot works on."""
 
     stopping: threading.Event = field(default_factory=threading.Event)
     handler: Handler | None = None
-    """Does the work instead of the registered one."""
-    watch: Steady | None = None
-    """Whoever else wants to know how far the job is."""
+    """A handler to run instead of the registered one."""
+    watch: MonotonicProgress | None = None
+    """A further callback for progress."""
     error: Exception | None = None
-    """What ended the attempt."""
+    """The exception that ended the attempt."""
 
     def progress(self, done: int, total: int) -> None:
         self.done, self.total = done, total
@@ -82,7 +82,11 @@ class Worker:
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         if threads < 0 or lease_seconds <= 0:
-            raise InvalidInput("a worker has some threads and leases some time", threads=threads, lease=lease_seconds)
+            raise InvalidInput(
+                "threads must not be negative, and the lease must be longer than 0 s",
+                threads=threads,
+                lease=lease_seconds,
+            )
         # constant after construction
         self._ctx = ctx
         self._handlers = dict(handlers)
@@ -93,14 +97,14 @@ class Worker:
         self._lock = threading.Lock()
         self._running: set[_Running] = set()
         self._stopping = threading.Event()
-        """Of the present life; the next one has its own, so that a slot stuck in an earlier life stays stopped."""
+        """The stop event since the last start. The next start has a new one, so that a slot stuck before it stays stopped."""
         self._threads: list[threading.Thread] = []
         self._keeper: LeaseKeeper | None = None
         ctx.manifest.cover(self)
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Work in the background from now on."""
+        """Start the slots and the renewal of leases; do nothing if the worker is running."""
         with self._lock:
             if self._keeper is not None:
                 return
@@ -117,23 +121,23 @@ class Worker:
             thread.start()
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Interrupt handlers at their next step, put their jobs back, and end. Also ends a `drain`."""
+        """Interrupt handlers at their next step, requeue their jobs, and end the threads. Also ends a `drain`."""
         with self._lock:
             self._stopping.set()
             threads, keeper = self._threads, self._keeper
             self._threads, self._keeper = [], None
-        self._ctx.manifest.jobs.news.set()
+        self._ctx.manifest.jobs.work_available.set()
         deadline = time.monotonic() + timeout
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0))
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if stuck:
-            emit("warning", "worker.slow_stop", threads=stuck, hint="their leases run out by themselves")
+            emit("warning", "worker.slow_stop", threads=stuck, hint="their leases expire on their own")
         if keeper is not None:
             keeper.stop()
 
     def drain(self) -> int:
-        """Run jobs in this thread until none is due; how many were taken."""
+        """Run jobs in this thread until none is due; return how many were taken."""
         taken = 0
         with self._alive() as stopping:
             while not stopping.is_set() and self._take_one(stopping):
@@ -149,27 +153,29 @@ class Worker:
         watch: Progress | None = None,
         reraise: bool = False,
     ) -> bool:
-        """Run one job in this thread, unless another worker has it; whether it was run.
+        """Run one job in this thread, unless another worker has it; return whether it was run.
 
-        `handler` does the work instead of the registered one, and `watch` receives the progress, too. With `reraise` an attempt
-        that fails is the last one: the job is cancelled, and its error raised here.
+        `handler` replaces the registered handler, and `watch` also receives the progress. With `reraise`, a failed attempt is
+        the last one: the job is cancelled, and its error is raised here.
         """
         jobs, holder = self._ctx.manifest.jobs, f"{self.name}:{next(_claims)}"
         job = jobs.claim_job(job_id, holder, lease_seconds=self._lease_seconds)
         if job is None:
             return False
         with self._alive() as stopping:
-            running = _Running(job, holder, stopping=stopping, handler=handler, watch=watch and Steady(watch))
-            self._hold(running)
+            running = _Running(
+                job, holder, stopping=stopping, handler=handler, watch=watch and MonotonicProgress(watch)
+            )
+            self._run_leased(running)
         if reraise and running.error is not None:
-            with suppress(IllegalTransition):  # it has failed for good already
+            with suppress(IllegalTransition):  # it has already failed permanently
                 jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
             raise running.error
         return True
 
     @contextmanager
     def _alive(self) -> Iterator[threading.Event]:
-        """Renew leases for the time of a call from outside, if the worker was not started; the event says when to stop."""
+        """Renew leases during a call from outside, if the worker is not started; yield the event that `stop` sets."""
         with self._lock:
             stopping = self._stopping = _unset(self._stopping)
             keeper = self._new_keeper() if self._keeper is None else None
@@ -183,15 +189,15 @@ class Worker:
 
     # ── the slots ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _serve(self, stopping: threading.Event) -> None:
-        news = self._ctx.manifest.jobs.news
+        work_available = self._ctx.manifest.jobs.work_available
         while not stopping.is_set():
             try:
                 if not self._take_one(stopping):
-                    news.wait(POLL_SECONDS)
-                    news.clear()
+                    work_available.wait(POLL_SECONDS)
+                    work_available.clear()
             except (StoreClosed, StoreUnusable):
                 return
-            except Exception as error:  # a slot that dies in silence would be worse than any of its jobs
+            except Exception as error:  # a slot that ended silently would be worse than any failure of its jobs
                 emit("warning", "worker.cannot_take", error=f"{type(error).__name__}: {error}")
                 stopping.wait(POLL_SECONDS)
 
@@ -200,14 +206,14 @@ class Worker:
         job = self._ctx.manifest.jobs.claim(holder, self._handlers.keys(), lease_seconds=self._lease_seconds)
         if job is None:
             return False
-        self._hold(_Running(job, holder, stopping=stopping))
+        self._run_leased(_Running(job, holder, stopping=stopping))
         return True
 
-    def _hold(self, running: _Running) -> None:
+    def _run_leased(self, running: _Running) -> None:
         """Work on a job while its lease is renewed."""
         lease = running.job.lease
         if lease is None or lease.worker != running.holder:
-            return  # it was taken from us before we could look at it
+            return  # the lease was taken away before the job was read
         with self._lock:
             self._running.add(running)
         try:
@@ -226,7 +232,7 @@ class Worker:
             running.error = error
             if not running.lost:
                 self._put_back(job)
-        except (KeyboardInterrupt, SystemExit):  # somebody ends a `drain`: the job has not failed
+        except (KeyboardInterrupt, SystemExit):  # the user ends a `drain`: the job has not failed
             self._put_back(job)
             raise
         except (StoreClosed, StoreUnusable):
@@ -252,7 +258,7 @@ class Worker:
                 outcome.log()
                 return
             except StillReferenced:
-                # More of the same work has come in since the handler looked (M8): it is this job's too.
+                # More of the same work has come in since the handler looked (M8): this job does it too.
                 if not tries_left:
                     raise
 
@@ -260,15 +266,15 @@ class Worker:
         try:
             self._ctx.manifest.jobs.defer(job, 0)
         except (IllegalTransition, UnknownJob):
-            pass  # it was cancelled meanwhile
+            pass  # it was cancelled in the meantime
 
     def _fail(self, job: Job, error: Exception) -> None:
         emit("warning", "job.attempt_failed", job_id=job.job_id, kind=job.kind.name, error=str(error))
-        permanent = isinstance(error, HOPELESS) and job.record.max_attempts > 0
+        permanent = isinstance(error, PERMANENT_ERRORS) and job.record.max_attempts > 0
         try:
             self._ctx.manifest.jobs.fail(job, f"{type(error).__name__}: {error}", permanent=permanent)
         except (IllegalTransition, UnknownJob):
-            pass  # its lease ran out, or it was cancelled: somebody else has decided
+            pass  # its lease expired, or it was cancelled: its state is no longer ours to set
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _new_keeper(self) -> LeaseKeeper:

@@ -1,4 +1,4 @@
-"""Key-value sets: what is public beyond `store.kv(name)`."""
+"""Key-value sets: the public names other than `store.kv(name)`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,11 @@
-"""Copies a key-value database into an object store, and brings it back.
+"""Backs up a key-value database to an object store, and restores it.
 
-A backup is a list (`backups/<lsn>.json`) and the tables that it names, below a label. Tables go first, the list last, so a
-backup is there whole or not at all. Tables never change: one that is there already is not sent again. Objects:
+A backup is a list (`backups/<lsn>.json`) and the tables that it names, under a label. Tables are uploaded first, the list last,
+so a backup is complete or absent. Tables are immutable: one that exists already is not uploaded again. Objects:
 `<home>/<label>/tables/<sst_id:06d>-<crc64:016x>.sst` and `<home>/<label>/backups/<lsn:016x>.json`. The home of a store's
-backups is below its identity (`object_names.kv_backups_prefix`), so that two stores in one bucket may use one label.
+backups contains its identity (`object_names.kv_backups_prefix`), so that two stores in one bucket can use the same label.
 
-Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and what the object store raises.
+Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Corruption`, and the object store's errors.
 """
 
 from __future__ import annotations
@@ -38,21 +38,22 @@ if TYPE_CHECKING:
 
 READ_BYTES = 4 * MIB
 LIST_BYTES_MAX = 256 * MIB
-"""About two million tables."""
+"""Largest list that is read: about two million tables."""
 
 UNDER_WAY_MS = 3_600_000
-"""A table that no list names yet may belong to a backup under way for this long."""
+"""Tables younger than this are not pruned: they may belong to a backup in progress, whose list is not written yet."""
 
 Delete = Callable[[Sequence[str]], None]
 """Removes objects by their keys."""
 
 _ONE_AT_A_TIME = threading.Lock()
-"""A backup relies on tables that are there already: no pruning meanwhile. Only the store's owner does either."""
+"""A backup relies on tables that exist already, so none may be pruned meanwhile. A lock in the process is enough: only the
+store's owner backs up and prunes."""
 
 _OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
 NO_CRC = "0" * 16
 FORMER_HOME = "kv"
-"""Where backups were before they had the store's identity in their names; they can still be restored."""
+"""Home of backups from before names contained the store's identity; they can still be restored."""
 
 
 class TableObject(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ class TableObject(msgspec.Struct, frozen=True):
 
 
 class Backup(msgspec.Struct, frozen=True):
-    """The list of a backup."""
+    """A backup, as its list describes it."""
 
     label: str
     lsn: int
@@ -73,20 +74,20 @@ class Backup(msgspec.Struct, frozen=True):
     next_sst_id: int
     tables: tuple[TableObject, ...]
     crc64: str = ""
-    """Of the list, with sixteen zeros in this place; lists that an older quire wrote have none."""
+    """Checksum of the list, with sixteen zeros in place of this field; empty in lists written by an older quire."""
 
     @property
     def size_bytes(self) -> int:
-        """Of its tables."""
+        """Total bytes of its tables."""
         return sum(table.size_bytes for table in self.tables)
 
 
 def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> Backup:
-    """Everything that was written by now, in the object store."""
+    """Back up everything written so far to the object store."""
     with _ONE_AT_A_TIME:
         lsn = kv.last_lsn
         kv.flush()
-        with kv.upkeep.held():
+        with kv.upkeep.paused():
             view, state = kv.view, kv.manifest.state()
         tables = tuple(_send(kv.disk, store, f"{home}/{label}", table) for table in view.levels)
         lsn = max(lsn, view.levels.lsn_max)
@@ -96,13 +97,13 @@ def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> 
 
 
 def encode_list(backup: Backup) -> bytes:
-    """The bytes of a backup's list, with their checksum."""
+    """Encode a backup's list with its checksum."""
     zeroed = msgspec.json.encode(msgspec.structs.replace(backup, crc64=NO_CRC))
     return zeroed.replace(_crc_field(NO_CRC), _crc_field(f"{crc64(zeroed):016x}"))
 
 
 def decode_list(data: bytes, key: str) -> Backup:
-    """A backup's list, if every byte of it is what was written."""
+    """Decode a backup's list. Raises unless every byte is as it was written."""
     try:
         backup = msgspec.json.decode(data, type=Backup)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -113,7 +114,7 @@ def decode_list(data: bytes, key: str) -> Backup:
             text = "the backup list fails its checksum"
             raise ChecksumMismatch(text, hint=_OTHER, key=key, expected=backup.crc64, actual=actual)
     else:
-        # Without a checksum it is from before there was one, and looks exactly so: else it has lost the field to damage.
+        # A list without a checksum must be byte for byte what an older quire wrote; otherwise damage has removed the field.
         former = {name: getattr(backup, name) for name in Backup.__struct_fields__ if name != "crc64"}
         if msgspec.json.encode(former) != data:
             raise Corruption("the backup list differs from what was written", hint=_OTHER, key=key)
@@ -137,7 +138,7 @@ def _send(disk: Disk, store: ObjectStore, below: str, table: SSTable) -> TableOb
     key = f"{below}/tables/{table.meta.sst_id:06d}-{crc:016x}.sst"
 
     def same(existing: ExistingObject) -> bool:
-        return existing.info.size_bytes == table.size_bytes  # and the name has its checksum
+        return existing.info.size_bytes == table.size_bytes  # the key contains the checksum
 
     store.put_file(key, table.path, create_only=True, identity=same)
     return TableObject(table.meta.sst_id, key, table.size_bytes, digest.hexdigest())
@@ -147,11 +148,11 @@ class Pruned(msgspec.Struct, frozen=True):
     """What a pruning removed, or would remove."""
 
     backups: tuple[int, ...]
-    """Their lsns."""
+    """Lsns of the backups removed."""
     tables: int
     size_bytes: int
     kept: int
-    """Backups that stay."""
+    """Number of backups kept."""
 
 
 def prune(
@@ -164,10 +165,10 @@ def prune(
     dry_run: bool = False,
     home: str = FORMER_HOME,
 ) -> Pruned:
-    """Remove the backups of a label but the newest `keep`, and tables that none of those needs.
+    """Remove all but the newest `keep` backups of a label, and the tables that no remaining backup needs.
 
-    Lists go first, then tables: a crash in between leaves tables for the next time. While a list cannot be read, all tables
-    stay.
+    Lists are removed first, then tables: after a crash in between, the next pruning removes the tables. If a list cannot be
+    read, all tables are kept.
     """
     if keep < 0:
         raise InvalidInput("the number of backups to keep must not be negative", keep=keep)
@@ -175,18 +176,18 @@ def prune(
         existing = backups(store, label, home)
         gone = existing[: max(0, len(existing) - keep)]
         kept = existing[len(gone) :]
-        needed, known = set[str](), True
+        needed, all_readable = set[str](), True
         for lsn in kept:
             try:
                 needed.update(table.key for table in read_backup(store, label, lsn, home).tables)
             except Corruption as error:
-                known = False
+                all_readable = False
                 emit("warning", "lsm.backup.unreadable", label=label, lsn=lsn, error=str(error))
         young = now_ms - UNDER_WAY_MS
         unneeded = [
             info
             for info in list_objects(store, f"{home}/{label}/tables")
-            if known and info.key not in needed and info.modified_ms <= young
+            if all_readable and info.key not in needed and info.modified_ms <= young
         ]
         if not dry_run:
             delete([_list_key(f"{home}/{label}", lsn) for lsn in gone])
@@ -196,7 +197,7 @@ def prune(
 
 
 def backups(store: ObjectStore, label: str, home: str = FORMER_HOME) -> list[int]:
-    """The lsns of the backups that there are, rising."""
+    """Return the lsns of the existing backups in ascending order."""
     matches = []
     for info in list_objects(store, f"{home}/{label}/backups"):
         name = info.key.rpartition("/")[2].removesuffix(".json")
@@ -206,13 +207,13 @@ def backups(store: ObjectStore, label: str, home: str = FORMER_HOME) -> list[int
 
 
 def labels(store: ObjectStore, home: str = FORMER_HOME) -> list[str]:
-    """The names of databases that there are backups of."""
+    """Return the labels that have backups, sorted."""
     names = [info.key.removeprefix(f"{home}/") for info in list_objects(store, home)]
     return sorted({name.split("/")[0] for name in names if "/backups/" in name})
 
 
 def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: str = FORMER_HOME) -> Backup:
-    """The list of a backup; the newest one unless an lsn is given."""
+    """Read the list of the backup at `lsn`, or of the newest backup."""
     existing = backups(store, label, home)
     if not existing or (lsn is not None and lsn not in existing):
         raise NotFound("no such backup", hint=f"`quire kv backups {label}` lists them", label=label, lsn=lsn)
@@ -231,7 +232,8 @@ def read_backup(store: ObjectStore, label: str, lsn: int | None = None, home: st
 def find_table(
     store: ObjectStore, label: str, home: str, sst_id: int, row: LsmTableRecord
 ) -> tuple[str, Callable[[], bytes]] | None:
-    """A table of a database in its backups, the newest first: where it is, and what reads it. For repairs."""
+    """Find a table in the backups of a database, newest first. Return a description of the place, and a function that reads
+    the table; `None` if no backup has it. Used by repairs."""
     candidates = [(place, lsn) for place in (home, FORMER_HOME) for lsn in reversed(backups(store, label, place))]
     for place, lsn in candidates:
         try:
@@ -245,13 +247,13 @@ def find_table(
 
 
 def restore(store: ObjectStore, backup: Backup, disk: Disk, target: str) -> None:
-    """Make the files of a database in `target`."""
+    """Restore the files of a database to the directory `target`."""
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     tables: dict[int, ManifestSstEntry] = {}
     for table in backup.tables:
         size = store.head(table.key).size_bytes
-        if size != table.size_bytes:  # before it is fetched
+        if size != table.size_bytes:  # checked before the whole object is read
             text = "a table of the backup has the wrong size"
             raise Corruption(text, hint=_OTHER, key=table.key, size=size, expected=table.size_bytes)
         data = _fetch(store, table)
@@ -277,7 +279,7 @@ def _fetch(store: ObjectStore, table: TableObject) -> bytes:
 
 
 def _verify(disk: Disk, path: str, sst_id: int) -> None:
-    """Read every block of a table that comes from outside, once: who made it is not known, whatever its checksums say."""
+    """Verify every block of a restored table once: its checksums do not prove that quire wrote it."""
     table = SSTable.open(disk, path, sst_id)
     try:
         for problem in table.verify():

@@ -1,10 +1,10 @@
-"""Decoded blocks of tables, bounded in bytes over all databases, and the rows of one block.
+"""The block cache: decoded blocks of tables, bounded in bytes over all databases; and the rows of one block.
 
-A table keeps its blocks in a list of slots, and a hit is a look into that list: no lock, no hashing, no order to maintain.
-The reader only marks the block as used. The cache is a clock: when it is full, a hand goes round the blocks, takes the mark
-off those that have one, and empties the slot of the first that has none.
+A table keeps its blocks in a list of slots, and a hit is a lookup in that list: no lock, no hashing, no LRU order to maintain.
+The reader only marks the block as used. Eviction is the CLOCK algorithm: when the cache is full, a hand moves over the blocks,
+clears the mark of those that have one, and evicts the first that has none.
 
-Threads: any. Hits take no lock; admitting and forgetting take one, for a few list operations."""
+Threads: any. Hits take no lock; `admit` and `forget` take one, for a few list operations."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 VersionedValue = tuple[int, bytes | None]
 
 ROW_OVERHEAD_BYTES = 170
-"""What a row costs beyond its key and value: two heads of 33 bytes, 8 bytes in each of three lists, about 50 in a dictionary
-and 28 for a number there."""
+"""Memory of a row beyond its key and value: two object headers of 33 bytes, 8 bytes in each of three lists, about 50 in a
+dictionary and 28 for an integer there."""
 
 
 class TableBlock:
-    """The rows of a block as Python objects: reads of single keys and of short ranges make no others."""
+    """The rows of a block as Python objects, so that reads of single keys and short ranges create none."""
 
     __slots__ = ("_rows", "charge", "is_plain", "keys", "lsns", "used", "values")
 
@@ -40,16 +40,16 @@ class TableBlock:
             for row, is_dead in enumerate(tombstones.to_pylist()):
                 if is_dead:
                     self.values[row] = None
-        # Versions of a key are in falling order: its first row, entered last, is the newest.
+        # Versions of a key are in descending order: its first row, inserted last, is the newest.
         self._rows = dict(zip(reversed(self.keys), range(len(self.keys) - 1, -1, -1)))
         self.is_plain = not dead and len(self._rows) == len(self.keys)
-        """Whether no key is here twice and no row is a tombstone."""
+        """Whether no key occurs twice and no row is a tombstone."""
         self.charge = keys.nbytes + values.nbytes + batch.num_rows * ROW_OVERHEAD_BYTES
         self.used = False
-        """Set by whoever reads it again, taken off by the cache's hand."""
+        """Set by readers on every hit, cleared by the cache's hand."""
 
     def find(self, key: bytes, lsn: int) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn."""
+        """Return the newest version of a key at or below `lsn`, or `None`."""
         row = self._rows.get(key)
         if row is None:
             return None
@@ -64,11 +64,11 @@ class TableBlock:
 
 
 def _pieces(column: pa.BinaryArray) -> list[Any]:
-    """The bytes of each row; empty for nulls."""
+    """Return the bytes of each row; empty for nulls."""
     _, offsets, data = column.buffers()
-    whole = data.to_pybytes() if data is not None else b""
+    values = data.to_pybytes() if data is not None else b""
     ends = memoryview(offsets).cast("i")[column.offset : column.offset + len(column) + 1].tolist()
-    return [whole[start:end] for start, end in pairwise(ends)]
+    return [values[start:end] for start, end in pairwise(ends)]
 
 
 Slots = list[TableBlock | None]
@@ -76,7 +76,7 @@ Slots = list[TableBlock | None]
 
 
 class BlockCache:
-    """Which blocks stay in memory; `used_bytes` never exceeds `bytes_max` when `admit` returns."""
+    """Decides which blocks stay in memory. `used_bytes` never exceeds `bytes_max` when `admit` returns."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -87,15 +87,15 @@ class BlockCache:
         self.admitted = 0
 
     def admit(self, slots: Slots, number: int, block: TableBlock) -> TableBlock:
-        """Keep a block in its slot, unless it needs more than a quarter of the cache; the one to use, which another thread
-        may have brought first."""
+        """Keep a block in its slot, unless it needs more than a quarter of the cache. Return the block to use: another thread
+        may have filled the slot first."""
         if block.charge * 4 > self.bytes_max:
             return block
         with self._lock:
             if (present := slots[number]) is not None:
                 return present
             while self.used_bytes + block.charge > self.bytes_max:
-                self._evict_one()  # before the new one is in the ring: it has no mark yet, and would be the first to go
+                self._evict_one()  # before the new block is in the ring: without a mark it could be evicted itself
             slots[number] = block
             self._ring.append((slots, number, block))
             self.used_bytes += block.charge
@@ -103,8 +103,9 @@ class BlockCache:
         return block
 
     def _evict_one(self) -> None:
-        """Go round to the first block that nobody has used since the last time. REQUIRES the lock. Ends: each block passed
-        loses its mark, and readers that mark them again hold up one round at most a few blocks long."""
+        """Evict the first block that has not been used since the hand last passed it. REQUIRES the lock.
+
+        Readers may set marks again meanwhile, so after two rounds the next block is evicted regardless."""
         ring = self._ring
         for _ in range(2 * len(ring)):
             slots, number, block = ring.popleft()
@@ -118,7 +119,7 @@ class BlockCache:
         self.used_bytes -= block.charge
 
     def forget(self, slots: Slots) -> None:
-        """Let the blocks of a table go."""
+        """Drop the blocks of a table."""
         with self._lock:
             kept = [entry for entry in self._ring if entry[0] is not slots]
             self.used_bytes -= sum(entry[2].charge for entry in self._ring if entry[0] is slots)

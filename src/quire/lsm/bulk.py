@@ -1,9 +1,9 @@
-"""Bulk loads: tables that are written here or elsewhere (on executors, say) enter a database in one step.
+"""Bulk loads: tables that are written by this process or others (e.g. executors) enter a database atomically.
 
-A load has one lsn for all its rows, taken when it begins: what is written before is older than the loaded rows, what is
-written after is newer, although it may be there first. So a key may come only once in a load. Publishing makes everything
-visible with one `Compaction{added, removed: []}`; a snapshot taken before that does not see it. A load that is not published
-leaves files that go when it is closed, with the next compaction, or at the next open, and nothing else.
+All rows of a load have one lsn, taken when it begins: earlier writes are older than the loaded rows, later writes are newer,
+even those that become visible before the load does. So a key may occur only once in a load. Publishing makes all rows visible
+with one `Compaction{added, removed: []}`; a snapshot taken before that does not see them. A load that is not published leaves
+only files, which are removed when it is closed, with the next compaction, or at the next open.
 
     with begin_load(kv) as load:
         writer = BulkWriter.of(kv, load)        # or anywhere that shares the directory: `BulkWriter(disk, target, ids)`
@@ -11,7 +11,7 @@ leaves files that go when it is closed, with the next compaction, or at the next
         load.publish(writer.finish())
 
 Threads: one for each load and each writer. Importable on executors. Raises `InvalidInput`, `OutOfRange`, `Corruption`, and
-what the disk raises."""
+the disk's errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from quire.durable.files import Disk
 from quire.durable.names import LsmHome
 from quire.lsm import compaction
 from quire.lsm.compaction import TableOptions, VersionRetention, clusters
-from quire.lsm.load_notes import LoadNote, read_note
+from quire.lsm.load_records import LoadRecord, read_load_record
 from quire.lsm.merge import PART_BYTES, merge_tables, merged, parts
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from quire.lsm.kv import Kv
 
 BUFFER_BYTES = 128 * MIB
-"""Of keys and values: a task holds this twice while it sorts."""
+"""Keys and values that a writer buffers before it sorts and writes them. Sorting needs twice this memory."""
 
 KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB
-"""As in kv.py."""
+"""The same limits as for batches (wal.py)."""
 
 
 class Load:
-    """A load that is under way; made by `begin_load`."""
+    """A load in progress; made by `begin_load`."""
 
     def __init__(self, kv: Kv, lsn: int) -> None:
         self.lsn = lsn
@@ -61,18 +61,20 @@ class Load:
         self._over = False
 
     def allocate(self, count: int) -> range:
-        """Ids for tables of this load."""
+        """Allocate ids for tables of this load."""
         ids = self._kv.manifest.allocate_sst_ids(count)
         self._ids.update(ids)
         return ids
 
     def path(self, sst_id: int) -> str:
-        """Where the table with this id is to be written."""
+        """Return the path to which the table with this id must be written."""
         return self._kv.home.sst(sst_id)
 
     @changes
     def publish(self, ids: Iterable[int], *, number: int = 0) -> int:
-        """Have these tables in the database, all at once; how many rows they bring."""
+        """Add tables to the database atomically. Return the number of their rows.
+
+        With a `number` the result is recorded, and `published` returns it."""
         kv = self._kv
         chosen = sorted(set(ids))
         if self._over or not self._ids.issuperset(chosen):
@@ -81,15 +83,15 @@ class Load:
         try:
             for table in tables:
                 self._check(table)
-            _refuse_doubles(tables)
+            _refuse_duplicates(tables)
         finally:
             for table in tables:
                 table.close()
         rows = sum(table.meta.rows for table in tables)
-        note = LoadNote(number=number, at_ms=kv.clock.now_ms(), rows=rows, ids=tuple(chosen)) if number else None
-        self._ids.difference_update(chosen)  # from here on an event may name them: they are not this load's to remove
+        record = LoadRecord(number=number, at_ms=kv.clock.now_ms(), rows=rows, ids=tuple(chosen)) if number else None
+        self._ids.difference_update(chosen)  # from here on an event may name them, so `close` must not remove them
         try:
-            kv.upkeep.add_tables(tables, self.lsn, note)
+            kv.upkeep.add_tables(tables, self.lsn, record)
         except BaseException:
             if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
                 self._ids.update(chosen)
@@ -104,12 +106,12 @@ class Load:
             raise InvalidInput("every row of a loaded table must have the load's lsn", sst_id=meta.sst_id, lsns=lsns)
 
     def close(self) -> None:
-        """The load is over; tables that were not published are removed. A second time: nothing."""
+        """End the load, and remove tables that were not published. Idempotent."""
         if self._over:
             return
         self._over = True
         self._kv.end_load(self.lsn)
-        self._kv.upkeep.forsake(self._ids)
+        self._kv.upkeep.abandon_tables(self._ids)
 
     def __enter__(self) -> Self:
         return self
@@ -124,47 +126,47 @@ def begin_load(kv: Kv) -> Load:
 
 
 def published(kv: Kv, number: int) -> int | None:
-    """How many rows a load with this number has brought; `None` if it was not published."""
-    note = read_note(kv.disk, kv.home, number)
-    return note.rows if note is not None and note.done else None
+    """Return the number of rows of the load with this number, or `None` if it was not published."""
+    record = read_load_record(kv.disk, kv.home, number)
+    return record.rows if record is not None and record.done else None
 
 
-def _refuse_doubles(tables: list[SSTable]) -> None:
-    """Refuse a key that comes twice in a load. Inside a table the writer has seen to it, so only tables that overlap
-    are read."""
+def _refuse_duplicates(tables: list[SSTable]) -> None:
+    """Refuse a key that occurs twice in a load. The writer ensures this within a table, so only overlapping tables are
+    read."""
     for together in clusters(tables):
         for low, high in parts(together, b"", None, first_bytes=PART_BYTES):
             keys = merged(together, low, high).column(0)
             changes = key_changes(keys)
             if not changes.all():
-                raise double_key(keys[int(np.argmin(changes))].as_py())
+                raise duplicate_key_error(keys[int(np.argmin(changes))].as_py())
 
 
-def double_key(key: bytes = b"") -> InvalidInput:
-    """The error for a key that comes twice in a load."""
+def duplicate_key_error(key: bytes = b"") -> InvalidInput:
+    """Return the error for a key that occurs twice in a load."""
     text = "a key occurs twice in a load, so its newest value is ambiguous"
     where = {"key": key[:60]} if key else {}
     return InvalidInput(text, hint="keep one row per key first, with dropDuplicates or an aggregate", **where)
 
 
-# ── writing the tables, here or on an executor ──────────────────────────────────────────────────────────────────────────
+# ── writing the tables, in this process or on an executor ─────────────────────────────────────────────────────────────
 TakeIds = Callable[[int], Sequence[int]]
-"""Gives so many ids of tables."""
+"""Returns the given number of table ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadTarget:
-    """Where the tables of a load go, and how they are written; small and picklable."""
+    """Where and how the tables of a load are written. Small and picklable."""
 
     directory: str
-    """The database's."""
+    """The directory of the database."""
     lsn: int
     table_bytes: int
     options: TableOptions
 
 
 class BulkWriter:
-    """`add` pairs of columns, then `finish`."""
+    """Writes the tables of a load: `add` pairs of columns, then `finish`."""
 
     def __init__(self, disk: Disk, target: LoadTarget, take_ids: TakeIds, *, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._disk = disk
@@ -179,13 +181,13 @@ class BulkWriter:
 
     @classmethod
     def of(cls, kv: Kv, load: Load) -> Self:
-        """A writer for a load of a database that this process owns."""
+        """Return a writer for a load of a database that this process owns."""
         options = compaction.table_options(kv.settings)
         target = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=kv.settings.table_bytes, options=options)
         return cls(kv.disk, target, load.allocate)
 
     def add(self, keys: pa.Array, values: pa.Array) -> None:
-        """More rows: keys and values, binary or text."""
+        """Add rows: keys and values, binary or text. A null value is a deletion."""
         if not len(keys):
             return
         batch = pa.record_batch([_binary(keys, "key"), _binary(values, "value")], names=["key", "value"])
@@ -197,7 +199,7 @@ class BulkWriter:
             self._flush()
 
     def finish(self) -> list[int]:
-        """Write what is left; the ids of all tables."""
+        """Write the remaining rows. Return the ids of all tables."""
         self._flush()
         ids = [sst_id for sst_id, _ in self._written]
         ranges = sorted((meta.key_min, meta.key_max) for _, meta in self._written)
@@ -206,7 +208,7 @@ class BulkWriter:
         return ids
 
     def _merge(self, ids: list[int]) -> list[int]:
-        """Tables that overlap become tables that do not."""
+        """Merge overlapping tables into disjoint ones. Return their ids."""
         tables = [SSTable.open(self._disk, self._home.sst(sst_id), sst_id) for sst_id in ids]
         try:
             outputs = merge_tables(
@@ -222,7 +224,7 @@ class BulkWriter:
             for table in tables:
                 table.close()
         if sum(meta.rows for _, meta in outputs) != self.rows:
-            raise double_key()
+            raise duplicate_key_error()
         for table in tables:
             with suppress(StorageFault, FileNotFoundError):
                 self._disk.remove(table.path)
@@ -252,7 +254,7 @@ class BulkWriter:
 
 
 def in_order(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Rows sorted by key; one that comes twice is refused.
+    """Return the rows sorted by key. Raises if a key occurs twice.
 
     >>> in_order(pa.record_batch([pa.array([b"b", b"a"]), pa.array([b"2", b"1"])], names=["key", "value"])).to_pylist()
     [{'key': b'a', 'value': b'1'}, {'key': b'b', 'value': b'2'}]
@@ -264,18 +266,18 @@ def in_order(batch: pa.RecordBatch) -> pa.RecordBatch:
     keys = batch.column(0)
     changes = key_changes(keys)
     if not changes.all():
-        raise double_key(keys[int(np.argmin(changes))].as_py())
+        raise duplicate_key_error(keys[int(np.argmin(changes))].as_py())
     return batch
 
 
 def table_cuts(batch: pa.RecordBatch, table_bytes: int) -> list[int]:
-    """Where rows are cut into tables of about so many bytes, all of about the same size."""
+    """Return the rows at which a batch is split into tables of equal row counts and about `table_bytes` each."""
     count = max(1, round(batch.nbytes / table_bytes))
     return [batch.num_rows * number // count for number in range(count)] + [batch.num_rows]
 
 
 PIECE_ROWS = 65_536
-"""Rows that a table's writer gets at a time: its own columns are made for these, not for all."""
+"""Rows that are passed to the table writer at once, so that the lsn and tombstone columns are built for these only."""
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:

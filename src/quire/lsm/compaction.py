@@ -1,8 +1,8 @@
 """Chooses which tables are merged; `merge.py` merges them.
 
-Level 0 is merged into level 1 when it has `level0_tables` tables: all of it, with what it overlaps below. A deeper level that
-is too large gives one table to the next, with what that overlaps. Which version of a key is newest is a matter of lsns, not
-of levels. Loads no Arrow. Threads: any."""
+When level 0 has `level0_tables` tables, all of them are merged with the overlapping tables of level 1. When a deeper level is
+too large, one of its tables is merged with the overlapping tables of the next level. The lsn decides which version of a key is
+newest, not the level. This module does not import Arrow. Threads: any."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tables are written; small and picklable."""
+    """How tables are written. Small and picklable."""
 
     block_bytes: int = 64 * KIB
     compression: str = "lz4"
@@ -31,32 +31,32 @@ class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRetention:
-    """What a compaction must keep; small and picklable."""
+    """What a compaction must keep. Small and picklable."""
 
     snapshots: tuple[int, ...] = ()
-    """Lsns that somebody reads at, rising."""
+    """Lsns of open snapshots, ascending."""
     drop_tombstones_below: int = 0
-    """Tombstones with smaller lsns may go: nothing older of their keys is outside the tables that are merged."""
+    """Tombstones with smaller lsns may be dropped: no older version of their keys exists outside the merged tables."""
 
 
 GROWTH = 10
-"""How much more each level may hold than the one above it."""
+"""Ratio of the sizes of two adjacent levels."""
 
 LEVELS_MAX = 7
-"""The deepest level that a load may begin: every level is a place where a read must look."""
+"""The deepest level that a load may create: a read has to check every level."""
 
 
 class MergeJob(msgspec.Struct, frozen=True):
-    """Tables to merge, and where to."""
+    """Tables to merge, and the level of the outputs."""
 
     inputs: tuple[SSTable, ...]
     level: int
     drop_below: int
-    """Tombstones below this lsn may go; 0: none."""
+    """Tombstones below this lsn may be dropped; 0: none."""
 
 
 def table_options(settings: LsmSettings) -> TableOptions:
-    """How a database's tables are written."""
+    """Return the table options of a database's settings."""
     return TableOptions(
         block_bytes=settings.block_bytes,
         compression=settings.compression,
@@ -65,7 +65,7 @@ def table_options(settings: LsmSettings) -> TableOptions:
 
 
 def pick(levels: Levels, settings: LsmSettings, turn: int) -> MergeJob | None:
-    """What is due, if anything; `turn` moves through the tables of a level."""
+    """Return the compaction that is due, or `None`. `turn` rotates through the tables of a level."""
     if len(levels.level0) >= settings.level0_tables:
         return job(levels, levels.level0, 1)
     limit = settings.level_bytes
@@ -77,9 +77,9 @@ def pick(levels: Levels, settings: LsmSettings, turn: int) -> MergeJob | None:
 
 
 def pick_all(levels: Levels) -> MergeJob | None:
-    """Everything into one level; `None` if it is so already and nothing is there that could go.
+    """Return the merge of all tables into one level, or `None` if they are in one level and have nothing to drop.
 
-    Tables that have older versions of keys are merged once more: the snapshots that needed them may be closed by now.
+    Tables with older versions of keys are merged again: the snapshots that needed those versions may be closed by now.
     """
     tables = tuple(levels)
     deepest = max(1, len(levels.deeper))
@@ -89,7 +89,7 @@ def pick_all(levels: Levels) -> MergeJob | None:
 
 
 def level_for(levels: Levels, tables: Sequence[SSTable], settings: LsmSettings) -> int:
-    """The level for tables that are loaded; 0, where ranges may overlap, if no other takes them."""
+    """Return the first level below 0 where loaded tables fit without overlap; otherwise 0, where ranges may overlap."""
     if clusters(tables):
         return 0
     size, limit = sum(table.size_bytes for table in tables), settings.level_bytes
@@ -102,7 +102,7 @@ def level_for(levels: Levels, tables: Sequence[SSTable], settings: LsmSettings) 
 
 
 def clusters(tables: Sequence[SSTable]) -> list[list[SSTable]]:
-    """Tables whose ranges overlap, directly or through others; none for tables with disjoint ranges."""
+    """Return the groups of tables whose key ranges overlap, directly or transitively; none if all ranges are disjoint."""
     groups: list[list[SSTable]] = []
     reach = b""
     for table in sorted(tables, key=lambda table: table.meta.key_min):
@@ -116,13 +116,13 @@ def clusters(tables: Sequence[SSTable]) -> list[list[SSTable]]:
 
 
 def job(levels: Levels, chosen: Sequence[SSTable], level: int) -> MergeJob:
-    """Merge these tables into a level, with those of that level that they overlap."""
+    """Return the merge of `chosen` with the tables of `level` that they overlap, into that level."""
     low, high = min(t.meta.key_min for t in chosen), max(t.meta.key_max for t in chosen)
     below = [t for t in levels.level(level) if t.meta.key_max >= low and t.meta.key_min <= high]
     inputs = (*chosen, *below)
     low, high = min(t.meta.key_min for t in inputs), max(t.meta.key_max for t in inputs)
     taken = {id(table) for table in inputs}
     others = [t for t in levels if id(t) not in taken and t.meta.key_max >= low and t.meta.key_min <= high]
-    # A tombstone hides what is older: it may go if everything older that could be hidden is among the inputs.
+    # A tombstone may be dropped if every older version that it could hide is among the inputs.
     newest = max(table.meta.lsn_max for table in inputs) + 1
     return MergeJob(inputs, level, min((table.meta.lsn_min for table in others), default=newest))

@@ -1,10 +1,10 @@
-"""The key-value databases of a store: opens them, keeps their snapshots and forks, and lets go of what was dropped.
+"""The key-value databases of a store: opens and closes them, makes snapshots and forks, and removes dropped databases.
 
-The store's manifest has a row of kind `lsm` for each; a database's own manifest is the truth about its contents (S1). Each is
-opened once per process; one that has become unusable (M12) is recovered by the next `open`. Those that nobody uses are
-closed, the longest unused first (N1). Files come before rows: a fork or snapshot gets its row when its copy is whole
-(snapshots.py), and a directory without a row is garbage. Dropping takes the row; the files go with the next sweep. Forks have
-names of their own for the tables that they share.
+The store's manifest has a row of kind `lsm` for each database; the database's own manifest is authoritative for its contents
+(S1). A database is opened once per process; if it becomes unusable (M12), the next `open` recovers it. Unused databases are
+closed, least recently used first (N1). Files are written before rows: a fork or snapshot gets its row when its copy is
+complete (snapshots.py), and a directory without a row is garbage. A drop removes the row; the next sweep removes the files.
+Each fork has its own file names for the tables that it shares.
 
 Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `UnknownSnapshot`, `NameTaken`, `ReadOnly`,
 `Corruption`, `StoreClosed`."""
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
 
 MakeFiles = Callable[[str], object]
 
-FILES_MADE = b"lsm-files-1"
+FILES_CREATED = b"lsm-files-1"
 """In a row's `config_hash`: the database's directory is on disk."""
 
 
 class KvVersion(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot of a database: where it is, and its tables."""
+    """A snapshot of a database as a value: its directory and its tables. `snapshot_id` is 0 for a version held by a lease."""
 
     db_id: int
     snapshot_id: int
@@ -90,10 +90,10 @@ class KvEngine:
         self._lock = threading.RLock()
         self._open: OpenSet[Kv] = OpenSet(open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock)
         self._seen: set[int] = set()
-        """Ids of databases that were opened or made here."""
+        """Ids of databases that this process has opened for writing."""
         self._closed = False
         self._copies: weakref.WeakSet[FrozenKv] = weakref.WeakSet()
-        """Snapshots that somebody reads."""
+        """Snapshots that are open for reading."""
         manifest.env.fork_hooks.append(self._forked)
         manifest.cover(self)
         if not manifest.read_only:
@@ -102,8 +102,9 @@ class KvEngine:
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @may_change
     def open(self, db: int | str, *, create: bool = False) -> Kv:
-        """A key-value database, recovered; with `create` it is registered if there is none of this name. In a store that was
-        opened for reading: the database, to be read."""
+        """Return a key-value database, recovering it if it is not open. With `create`, register it if the name is unknown.
+
+        In a store that was opened for reading, return the database for reading only."""
         with self._lock:
             self._require()
             if create and isinstance(db, str) and not self._is_known(db):
@@ -123,12 +124,12 @@ class KvEngine:
             return kv
 
     def close_idle(self) -> int:
-        """Close databases that nobody has used for a while; how many."""
+        """Close the databases that have been idle for `idle_seconds`. Return how many were closed."""
         with self._lock:
             return 0 if self._closed else self._close_unused(self._open.idle())
 
     def _close_unused(self, db_ids: Iterable[int]) -> int:
-        """REQUIRES the lock: nobody opens one of them meanwhile."""
+        """Close the databases that are not busy. REQUIRES the lock, so that none of them is opened meanwhile."""
         count = 0
         for db_id in db_ids:
             kv = self._open.peek(db_id)
@@ -138,7 +139,7 @@ class KvEngine:
             count += 1
             try:
                 kv.close()
-            except QuireError as error:  # it is recovered by whoever opens it next
+            except QuireError as error:  # the next `open` recovers it
                 emit("error", "lsm.close_failed", db_id=db_id, error=str(error))
         return count
 
@@ -154,18 +155,18 @@ class KvEngine:
             record.name,
             self._settings,
             self.cache,
-            is_made=record.config_hash == FILES_MADE,
+            files_created=record.config_hash == FILES_CREATED,
             line=line,
         )
 
     def _recover(self, db_id: int, record: DbRecord) -> Kv:
         home = self._path(lsm_home(db_id))
-        is_made = record.config_hash == FILES_MADE
-        if is_made and not self._disk.exists(home):
+        files_created = record.config_hash == FILES_CREATED
+        if files_created and not self._disk.exists(home):
             hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise Corruption("the database's files are missing", hint=hint, path=home, name=record.name)
-        jobs, follower = CompactionJobs(self._manifest, db_id), KvProjection(self._manifest, db_id)
-        facts = self._facts(db_id, follower, is_made=is_made)
+        jobs, projection = CompactionJobs(self._manifest, db_id), KvProjection(self._manifest, db_id)
+        facts = self._facts(db_id, projection, files_created=files_created)
         try:
             kv = Kv.open(
                 self._disk,
@@ -187,37 +188,41 @@ class KvEngine:
             kv.first_lsn = txn.first_number()
         self._manifest.cover(kv)
         kv.fold()
-        if not is_made and record.status is DbStatus.ACTIVE:
-            self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_MADE)]).result()
+        if not files_created and record.status is DbStatus.ACTIVE:
+            self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
         return kv
 
-    def _facts(self, db_id: int, follower: KvProjection, *, is_made: bool) -> StoreFacts:
-        """What the store knows of a database (witnesses.py)."""
+    def _facts(self, db_id: int, projection: KvProjection, *, files_created: bool) -> StoreFacts:
+        """Return the store's records of a database, with which its files are compared (witnesses.py)."""
 
         def set_aside(path: str, why: str) -> None:
             relative = os.path.relpath(path, self._root)
             quarantine.move(self._disk, self._root, relative, why=why, at_ms=self._clock.now_ms(), database=db_id)
 
-        return StoreFacts(self._owner(db_id), is_made, follower.ends(), follower.rows(), set_aside, follower)
+        return StoreFacts(
+            self._owner(db_id), files_created, projection.ends(), projection.rows(), set_aside, projection
+        )
 
     def _owner(self, db_id: int) -> Owner:
         return Owner(self._store_id, db_id)
 
     def record_ends(self) -> None:
-        """Record how far the logs of all open databases are durable. Damage to what was acknowledged until now is from then on
-        told from a torn end; one commit for each database that was written to, none for a write."""
+        """Record how far the logs of all open databases are durable.
+
+        From then on, damage to records acknowledged before this call can be distinguished from a torn tail. Costs one commit
+        for each database that was written to, and none per write."""
         for kv in self.databases().values():
-            if kv.failure is None and kv.follower is not None:
-                kv.follower.record(kv.ends())
+            if kv.failure is None and kv.projection is not None:
+                kv.projection.record(kv.ends())
 
     @may_change
     def repair(self, db: int | str, *, apply: bool = False, objects: ObjectStore | None = None) -> RepairReport:
-        """What can be saved of a database whose files do not fit together; with `apply` it is done, and the database opens.
+        """Report what can be recovered of a database whose files are inconsistent. With `apply`, repair it and open it.
 
-        Without it nothing is changed. `objects`: where backups of the database are looked for, under its name.
+        Without `apply` nothing is changed. `objects`: the object store that is searched for backups of the database by name.
         """
         from quire.lsm.backup import find_table  # both load Arrow, and repairs are rare
-        from quire.lsm.repair import carry_out, survey
+        from quire.lsm.repair import apply_repair, survey
 
         if self._manifest.read_only:
             refuse("the store", path=self._root)
@@ -227,15 +232,15 @@ class KvEngine:
                 db_id, record = txn.live(db, DbKind.LSM)
             kv = self._open.pop(db_id)
             if kv is not None:
-                kv.close()  # whoever holds it opens it anew: nobody may write while files are compared
-            facts = self._facts(db_id, KvProjection(self._manifest, db_id), is_made=True)
+                kv.close()  # no thread may write while files are compared; holders have to open it again
+            facts = self._facts(db_id, KvProjection(self._manifest, db_id), files_created=True)
             home = kv_backups_prefix(self._manifest.feed.store_id())
             fetch = partial(find_table, objects, record.name, home) if objects is not None else None
             state = survey(self._disk, LsmHome(self._path(lsm_home(db_id))), facts, fetch)
             try:
                 needed = state.report(applied=False).is_needed
                 if apply and needed:
-                    carry_out(state, table_options(self._settings))
+                    apply_repair(state, table_options(self._settings))
                 report = state.report(applied=apply and needed)
             finally:
                 state.close()
@@ -252,7 +257,7 @@ class KvEngine:
         return f"{self._root}/{relative}"
 
     def close_database(self, db: int | str) -> None:
-        """Close a database; one that is not open is fine."""
+        """Close a database if it is open."""
         with self._manifest.read() as txn:
             db_id = txn.database_id(db) if isinstance(db, str) else db
         with self._lock:
@@ -261,7 +266,7 @@ class KvEngine:
             kv.close()
 
     def databases(self) -> dict[int, Kv]:
-        """Those that are open, by id."""
+        """Return the open databases by id."""
         with self._lock:
             return {db_id: kv for db_id in self._open if (kv := self._open.peek(db_id)) is not None}
 
@@ -270,7 +275,7 @@ class KvEngine:
     def snapshot(
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
-        """Keep a database as it is now, under a name or without one; until a moment, if one is given."""
+        """Take a snapshot of a database, named or anonymous, that expires at `expires_at_ms` if that is not 0."""
         with self._lock:
             if name:
                 check_name("snapshot", name)
@@ -282,15 +287,16 @@ class KvEngine:
 
     @changes
     def rollback(self, name: str, *, to: object) -> RolledBack:
-        """Set a database back to one of its snapshots, as a new version (`rollback.py`)."""
+        """Roll a database back to one of its snapshots, as a new version (`rollback.py`)."""
         self._require()
-        from quire.lsm.rollback import roll_back  # Arrow, which few programs that open a store need
+        from quire.lsm.rollback import roll_back  # loads Arrow, which few programs that open a store need
 
         return roll_back(self._manifest, self, name, to)
 
     def lend(self, db: int | str, seconds: float, *, lease_id: int = 0) -> tuple[int, KvVersion]:
-        """(id of the lease, a database as it is now): a copy without a snapshot, which goes when nobody renews the lease. With
-        `lease_id` it becomes part of that lease."""
+        """Copy a database as it is now, without a snapshot row, under a lease. Return (id of the lease, the copy).
+
+        A sweep removes the copy after the lease has expired. With `lease_id` the copy is added to that lease."""
         with self._lock, self._copied(db) as (db_id, copy):
             tables = copy.state(self._disk).sstables
             version = LentVersion(db_id, copy.lsn, copy.number)
@@ -299,7 +305,7 @@ class KvEngine:
 
     @contextmanager
     def _copied(self, db: int | str) -> Iterator[tuple[int, FrozenCopy]]:
-        """(id, a new copy of a database as it is now), which is removed if the block fails. REQUIRES the lock."""
+        """Yield (id, a new copy of a database as it is now). The copy is removed if the block fails. REQUIRES the lock."""
         kv = self.open(db)
         with self._manifest.read() as txn:
             db_id, _ = txn.live(db, DbKind.LSM)
@@ -313,20 +319,20 @@ class KvEngine:
             raise
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
-        """A snapshot by name or id, to be read."""
+        """Open a snapshot, by name or id, for reading."""
         self._require()
         opened = FrozenKv(self._disk, self._copy(db, snapshot), self.cache)
         self._copies.add(opened)
         return opened
 
     def version(self, db: int | str, snapshot: int | str) -> KvVersion:
-        """A snapshot as a value: what a process that sees the directory needs to read it."""
+        """Return a snapshot as a value, sufficient to read it from another process that can access the directory."""
         info, copy = self._manifest.snapshots.get(db, snapshot), self._copy(db, snapshot)
         ids = tuple(entry.id for entry in copy.state(self._disk).sstables)
         return KvVersion(info.db_id, info.snapshot_id, info.anchor_lsn, copy.path, ids)
 
     def _copy(self, db: int | str, snapshot: int | str) -> FrozenCopy:
-        """A snapshot's files, and what its row says of them."""
+        """Return where a snapshot's files are, with the number and lsn from its row."""
         info = self._manifest.snapshots.get(db, snapshot)
         with self._manifest.read() as txn:
             txn.live(info.db_id, DbKind.LSM)
@@ -340,7 +346,9 @@ class KvEngine:
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
     ) -> int:
-        """A new database that begins as another one is now, or was at a snapshot, with its namespace and tags; its id."""
+        """Fork a database as it is now, or as of snapshot `at`. Return the id of the new database.
+
+        It inherits the namespace and tags of its source."""
         check_name("database", new_name)
         with self._lock:
             self._require()
@@ -371,14 +379,14 @@ class KvEngine:
     def _registration(
         self, db_id: int, name: str, parent: int = 0, snapshot_id: int = 0, lsn: int = 0, **kept: Any
     ) -> Op:
-        """The row of a database whose files are there."""
+        """Return the operation that registers a database whose files exist."""
         return RegisterDb(
             db_id,
             DbRecord(
                 name=name,
                 kind=DbKind.LSM,
                 created_at_ms=self._clock.now_ms(),
-                config_hash=FILES_MADE,
+                config_hash=FILES_CREATED,
                 parent_db_id=parent,
                 parent_snapshot_id=snapshot_id,
                 parent_lsn=lsn,
@@ -388,7 +396,7 @@ class KvEngine:
 
     @changes
     def adopt(self, name: str, make: MakeFiles, *, namespace_id: int = 0) -> int:
-        """A new database whose files `make(directory)` brings: how a backup is restored; its id."""
+        """Register a new database whose files are written by `make(directory)`, e.g. a restored backup. Return its id."""
         check_name("database", name)
         with self._lock:
             self._require()
@@ -402,9 +410,9 @@ class KvEngine:
                 raise
             return db_id
 
-    # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── dropped databases ─────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
-        """Remove the directories of databases and snapshots that have no row; how many."""
+        """Remove the directories of databases and snapshots that have no row. Return how many were removed."""
         removed = 0
         with self._lock:
             try:
@@ -421,10 +429,10 @@ class KvEngine:
                     if record.status is not DbStatus.TOMBSTONED:
                         kept = {row.anchor_segment_id for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id)}
                         live[db_id] = kept | leases.copies(db_id)
-            known = self._manifest.first_db_id
+            first_unused_id = self._manifest.first_db_id
             for name in names:
                 db_id = _hex8(name)
-                if db_id is None or db_id in refused or not (db_id in self._seen or db_id < known):
+                if db_id is None or db_id in refused or not (db_id in self._seen or db_id < first_unused_id):
                     continue
                 if db_id not in live:
                     kv = self._open.pop(db_id)
@@ -445,9 +453,9 @@ class KvEngine:
             return []
         return [number for name in names if (number := lsm_number(name, "")) is not None]
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close every database; raises the first failure after all are closed. A second time: nothing."""
+        """Close every database, then raise the first failure if there was one. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -461,10 +469,10 @@ class KvEngine:
             raise StoreClosed("the store is closed", hint="open it again")
 
     def _forked(self) -> None:
-        """In the child of a fork(): what is open here is the parent's."""
+        """Invalidate everything open in the child of a fork(): the files belong to the parent."""
         self._closed = True
         self._lock = threading.RLock()
-        failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+        failure = StoreClosed("the database was opened by the parent of a fork()", hint="open the store again")
         self._background.forked()
         for kv in self._open.cores():
             kv.forked(failure)

@@ -1,18 +1,18 @@
-"""A key-value database: bytes to bytes, sorted, in atomic batches, readable as of any moment that somebody holds on to.
+"""A key-value database: a sorted map from bytes to bytes, written in atomic batches, with snapshot reads.
 
-A batch has one lsn. It is appended to the WAL, entered into the memtable, synced if asked for, then acknowledged; others see
-it from the second step on. With `sync=False` it survives the death of the process, and power loss after the next sync. One
-sync serves everyone who had written by then.
+A batch has one lsn. It is appended to the WAL, inserted into the memtable, synced if requested, then acknowledged; other
+threads see it once it is in the memtable. With `sync=False` a batch survives the death of the process at once, and power loss
+after the next sync. One sync covers every batch appended before it.
 
-What is on disk, step by step, and what a crash there leaves
-  a batch is appended     in the WAL, or a torn end that recovery cuts: it was not acknowledged
+What is on disk after each step, and what a crash leaves
+  a batch is appended     in the WAL, or a torn tail that recovery cuts: the batch was not acknowledged
   it is synced            in the WAL
-  the memtable freezes    the old WAL is synced first; the manifest lists it and names the new one before that is used
-  it is flushed           the table is synced before the manifest names it; the WAL goes after that (maintenance.py)
+  the memtable freezes    the old WAL is synced first; the manifest lists it and names the new WAL before that is used
+  it is flushed           the table is synced before the manifest names it; the WAL is removed after that (maintenance.py)
 
-After a failed append or sync of the WAL, or a manifest in doubt, the database takes nothing more until it is opened again
-(M12); what it holds can still be read. Reads take no lock, except to begin a scan or a snapshot; that one (`_visibility`) is
-never held over a write to disk or a wait.
+After a failed append or sync of the WAL, or a manifest write with an unknown outcome, the database refuses writes until it is
+opened again (M12); it can still be read. Reads take no lock, except `_visibility` to begin a scan or a snapshot, which is
+never held during a write to disk or a wait.
 
     >>> import tempfile
     >>> from quire.durable.files import OsDisk
@@ -70,16 +70,16 @@ if TYPE_CHECKING:
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """A database in numbers."""
+    """Statistics of a database."""
 
     last_lsn: int
     rows: int
-    """In tables: versions, tombstones included."""
+    """Versions in tables, tombstones included."""
     tombstones: int
     tables: int
     table_bytes: int
     levels: tuple[int, ...]
-    """Tables in each, from level 0 on."""
+    """Number of tables in each level, from level 0."""
     memtable_keys: int
     memtable_bytes: int
     frozen: int
@@ -90,7 +90,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Since the database was opened."""
     compactions: int
     stalled_writers: int
-    """Writers that wait for a flush or a compaction, now."""
+    """Writers that are waiting for a flush or a compaction."""
     stalls: int
     stall_seconds: float
 
@@ -103,7 +103,7 @@ def stats_of(
     upkeep: KvMaintenance | None = None,
     stalls: Stalls | None = None,
 ) -> Stats:
-    """What a database consists of, now; a read-only one has neither upkeep nor stalls."""
+    """Compute the statistics of a view. A read-only database has neither `upkeep` nor `stalls`."""
     memtables = [view.memtable, *(frozen.memtable for frozen in view.frozen)]
     tables = list(view.levels)
     return Stats(
@@ -147,7 +147,7 @@ class Kv(KvRanges):
         self.home = home
         facts = facts or StoreFacts()
         self.owner = facts.owner
-        self.follower = facts.follower
+        self.projection = facts.projection
         self.settings = settings
         self.clock = clock
         self.cache = cache
@@ -159,31 +159,32 @@ class Kv(KvRanges):
         self._wal = opened.wal
         self._durable_lsn = opened.last_lsn
         self._calls = opened.calls
-        # guarded by _visibility, which comes after _writing: a snapshot sees whole batches, and holds their versions at once
+        # guarded by _visibility, which is taken after _writing: a snapshot sees whole batches, and their versions are held
+        # from the moment it has its lsn
         self._visibility = threading.Lock()
         self._lsn = opened.last_lsn
         self._loading: set[int] = set()
-        """Lsns of bulk loads that are under way."""
-        # replaced under _viewing, read by all
+        """Lsns of bulk loads in progress."""
+        # replaced under _viewing, read without a lock
         self._viewing = threading.Condition()
         self.view: KvView = opened.view
         # only ever set
         self.failure: QuireError | None = None
         self.check_owner: Callable[[], None] = lambda: None
-        """Raises if the store has another owner by now; set by the engine."""
+        """Raises if another owner has taken over the store; set by the engine."""
         self.require_writable: Callable[[], None] = lambda: None
-        """Raises if the database takes no writes; set by the engine."""
+        """Raises if the database is not writable; set by the engine."""
         self.barrier: Barrier | None = None
-        """What acknowledgements wait behind in mode `sync` of the archive; set by the engine."""
+        """The barrier that delays acknowledgements in archive mode `sync`; set by the engine."""
         self.first_lsn = 0
-        """The first number of the store's current range (A10): the next lsn is not below it; set by the engine."""
-        self.is_recorded = True
-        """Whether LMDB has what the last fold was about; while it has not, no file goes."""
+        """The first number of the store's current range (A10), a lower bound for the next lsn; set by the engine."""
+        self.is_fold_committed = True
+        """Whether the last fold has been committed to LMDB. No file is removed until it has."""
         self._own_background: KvBackground | None = None
-        """Its threads, if they are not those of a store."""
+        """The database's own threads, if it does not use those of a store."""
         self.upkeep = KvMaintenance(self, jobs, background)
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def open(
         cls,
@@ -197,11 +198,11 @@ class Kv(KvRanges):
         jobs: CompactionJobs | None = None,
         facts: StoreFacts | None = None,
     ) -> Kv:
-        """The database below `path`, recovered; an empty one if there is none. Nobody else may have it open.
+        """Open and recover the database in directory `path`, or create an empty one. It must not be open anywhere else.
 
-        `background=False`: nothing is flushed or compacted by itself; who wants it calls `flush` and `compact`. A store's
-        databases share their threads.
-        `jobs`: shows every compaction as a job. `facts`: what the store knows of the database; its files are compared with it.
+        `background`: `True` for threads of its own, or the threads that a store's databases share; with `False`, nothing is
+        flushed or compacted except by calls of `flush` and `compact`.
+        `jobs`: records every compaction as a job. `facts`: the store's records of the database, compared with its files.
         """
         settings = settings or LsmSettings()
         cache = cache if cache is not None else BlockCache(settings.cache_bytes)
@@ -215,7 +216,7 @@ class Kv(KvRanges):
         return kv
 
     def close(self) -> None:
-        """Sync, stop the background and close the files. Memtables stay in their WALs. A second time: nothing."""
+        """Stop background work, sync and close the files. Memtables are not flushed: their WALs hold them. Idempotent."""
         if isinstance(self.failure, StoreClosed):
             return  # also in the child of a fork(), whose upkeep must not touch the parent's files
         self._stop_background()
@@ -228,8 +229,8 @@ class Kv(KvRanges):
                     self._wal.close()
                     self.manifest.close()
                     self._durable_lsn = self._lsn
-                    if self.follower is not None:
-                        self.follower.record(self.ends())
+                    if self.projection is not None:
+                        self.projection.record(self.ends())
             finally:
                 self._wal.abandon()
                 self.manifest.abandon()
@@ -237,7 +238,7 @@ class Kv(KvRanges):
                     table.close()
 
     def abandon(self) -> None:
-        """Let everything go and write nothing more, as a crash would."""
+        """Release all resources without another write, as a crash would."""
         self._fail(StoreClosed("the database is closed", hint="open it again"))
         self._stop_background()
         with self._writing:
@@ -254,13 +255,13 @@ class Kv(KvRanges):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something goes on that closing would wait for, or break off."""
+        """Whether work is in progress that closing would have to wait for or interrupt."""
         return bool(self._loading or self.snapshots.lsns() or self.upkeep.is_busy)
 
     def forked(self, failure: StoreClosed) -> None:
-        """This process is the child of a fork(): the database is the parent's (M12)."""
+        """Invalidate the database in the child of a fork(): it belongs to the parent (M12)."""
         self.failure = failure
-        self._writing = threading.Lock()  # another thread of the parent may have held it, and is not here to let it go
+        self._writing = threading.Lock()  # a thread of the parent that does not exist in the child may have held it
         self._visibility = threading.Lock()
         self._viewing = threading.Condition()
 
@@ -280,14 +281,14 @@ class Kv(KvRanges):
 
     @changes
     def delete(self, key: Buffer, *, sync: bool = True) -> None:
-        """Remove a key; one that is not there is fine."""
+        """Remove a key if it exists."""
         self.write({as_bytes(key): None}, sync=sync)
 
     @changes
     def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
-        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch).
+        """Apply a batch atomically: new values by key, `None` to delete. Return its lsn (0 for an empty batch).
 
-        A `key` of 16 random bytes makes the call safe to repeat: a batch whose key was written lately is not written again.
+        A `key` of 16 random bytes makes the call idempotent: a batch whose key was written recently is not written again.
         """
         items, call = checked_batch(batch), call_number(key) if key else 0
         if not items:
@@ -297,7 +298,7 @@ class Kv(KvRanges):
             if self.failure is not None:
                 self.require()
             if self.view.memtable.bytes >= self.settings.memtable_bytes:
-                self._make_room()
+                self._stall_and_freeze()
             if call and (done := self._calls.get(call)) is not None:
                 wal, end, lsn = self._wal, self._wal.end, done
             else:
@@ -307,13 +308,13 @@ class Kv(KvRanges):
         return lsn
 
     def _append(self, items: Items, call: int) -> tuple[KvWal, int, int]:
-        """Write a batch and have readers see it: where, where its record ends, its lsn. REQUIRES the write lock."""
+        """Write a batch and make it visible. Return (WAL, end of the record in it, lsn). REQUIRES the write lock."""
         wal, lsn = self._wal, self._next_lsn()
         record = encode_batch(lsn, items, call)
         try:
             end = wal.append(record)
         except BaseException as error:
-            self._doubt(error)
+            self._mark_unusable(error)
             raise
         with self._visibility:
             self._lsn = lsn
@@ -323,12 +324,12 @@ class Kv(KvRanges):
         return wal, end, lsn
 
     def _next_lsn(self) -> int:
-        """After a takeover not one that the former owner may have given to a batch that is lost."""
+        """Return the next lsn. After a takeover it is not one that the former owner may have given to a lost batch."""
         return max(self._lsn + 1, self.first_lsn)
 
     @changes
     def sync(self) -> None:
-        """Have everything that was written durable."""
+        """Make everything written so far durable."""
         with self._writing:
             self.require()
             wal = self._wal
@@ -337,15 +338,16 @@ class Kv(KvRanges):
     def _sync(self, wal: KvWal, end: int) -> None:
         try:
             wal.sync(end)
-            self.check_owner()  # nothing is acknowledged that a second owner may already have cut off
+            self.check_owner()  # do not acknowledge a batch that a second owner may already have cut off
         except BaseException as error:
-            self._doubt(error)
+            self._mark_unusable(error)
             raise
 
     # ── memtables ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _make_room(self) -> None:
-        """Wait while too many memtables or tables wait. REQUIRES the write lock, and lets it go meanwhile: nobody else
-        waits behind a stalled writer."""
+    def _stall_and_freeze(self) -> None:
+        """Wait until few enough memtables and tables are pending, then freeze the memtable if it is still full.
+
+        REQUIRES the write lock, and releases it while waiting, so that a stalled writer blocks no other thread."""
         while self.stalls.is_due:
             self._writing.release()
             try:
@@ -353,17 +355,17 @@ class Kv(KvRanges):
             finally:
                 self._writing.acquire()
             self.require()
-        if self.view.memtable.bytes >= self.settings.memtable_bytes:  # else another writer has made room meanwhile
+        if self.view.memtable.bytes >= self.settings.memtable_bytes:  # else another writer has frozen it meanwhile
             self._freeze()
 
     def _freeze(self) -> None:
-        """Go on in a new memtable and a new WAL. REQUIRES the write lock."""
+        """Switch to a new memtable and a new WAL. REQUIRES the write lock."""
         old, number = self._wal, self._wal.number + 1
         path = self.home.wal(number)
         new = KvWal.create(self.disk, path, number, self.owner)
         hit("lsm.freeze.created")
         try:
-            # Else power loss could keep a batch of the new one and lose one of the old.
+            # Otherwise power loss could keep a batch of the new WAL and lose an earlier one of the old WAL.
             self._sync(old, old.end)
             self._durable_lsn = self._lsn
             hit("lsm.freeze.synced")
@@ -371,17 +373,17 @@ class Kv(KvRanges):
         except Exception as error:
             new.abandon()
             if isinstance(error, StoreUnusable):
-                self._doubt(error)
+                self._mark_unusable(error)
             else:
                 with suppress(StorageFault, FileNotFoundError):
                     self.disk.remove(path)
             raise
         hit("lsm.freeze.rotated")
-        if self._calls:  # before the old log can be flushed, and go
+        if self._calls:  # before the old WAL can be flushed and removed
             try:
                 new.sync(new.append(encode_carried(self._lsn, self._calls.newest())))
             except BaseException as error:
-                self._doubt(error)
+                self._mark_unusable(error)
                 raise
         with self._viewing:
             view = self.view
@@ -390,13 +392,13 @@ class Kv(KvRanges):
                 Memtable(), (Frozen(view.memtable, old.number, old.durable_end()), *view.frozen), view.levels
             )
         self._wal = new
-        with suppress(StoreUnusable):  # it is synced; its closing mark is a courtesy
+        with suppress(StoreUnusable):  # it is already synced; the closing mark is optional
             old.close()
         self.upkeep.wake()
 
     @changes
     def flush(self) -> None:
-        """Have everything that was written in tables."""
+        """Flush everything written so far to tables."""
         with self._writing:
             self.require()
             if self.view.memtable.entries:
@@ -409,11 +411,11 @@ class Kv(KvRanges):
         self.flush()
         self.upkeep.compact_all()
 
-    # ── what upkeep and loads need ────────────────────────────────────────────────────────────────────────────────────
+    # ── for maintenance and bulk loads ────────────────────────────────────────────────────────────────────────────────
     def install(
         self, *, flushed: Frozen | None = None, added: Sequence[SSTable] = (), removed: Sequence[SSTable] = ()
     ) -> None:
-        """Swap the view for one with a memtable less, tables more, tables less; and tell who waits for room."""
+        """Replace the view: without the memtable `flushed`, with tables `added` and without `removed`. Wake stalled writers."""
         with self._viewing:
             view = self.view
             frozen = tuple(memtable for memtable in view.frozen if memtable is not flushed)
@@ -422,15 +424,15 @@ class Kv(KvRanges):
             self._viewing.notify_all()
 
     def fold(self) -> None:
-        """Tell who follows the tables that they, or the logs, have changed."""
-        if self.follower is not None:
-            life = self.manifest.life
-            self.is_recorded = self.follower.fold(lambda: self.view.levels, self.ends)
-            if self.is_recorded:
-                self.manifest.recorded(life)
+        """Notify the projection, if there is one, that the tables or the logs have changed."""
+        if self.projection is not None:
+            log_salt = self.manifest.log_salt
+            self.is_fold_committed = self.projection.fold(lambda: self.view.levels, self.ends)
+            if self.is_fold_committed:
+                self.manifest.mark_recorded(log_salt)
 
     def ends(self) -> LsmEndsRecord:
-        """How far the logs are durable, now: to be recorded outside of them (witnesses.py)."""
+        """Return how far the logs are durable, to be recorded outside of them (witnesses.py)."""
         lsn = self._durable_lsn
         manifest, snapshot = self.manifest.durable_end()
         wals = {frozen.wal: frozen.end for frozen in self.view.frozen}
@@ -441,13 +443,13 @@ class Kv(KvRanges):
         )
 
     def notify(self) -> None:
-        """Something that writers wait for may have changed."""
+        """Wake stalled writers: a condition that they wait for may have changed."""
         with self._viewing:
             self._viewing.notify_all()
 
     @changes
     def begin_load(self) -> int:
-        """The lsn of a bulk load: everything written before is older than what it brings, everything after is newer."""
+        """Begin a bulk load and return its lsn. Earlier writes are older than the loaded rows, later ones newer."""
         self.require_writable()
         with self._writing:
             self.require()
@@ -461,18 +463,18 @@ class Kv(KvRanges):
             return lsn
 
     def end_load(self, lsn: int) -> None:
-        """A load is over, one way or the other."""
+        """End a load, successful or not."""
         with self._visibility:
             self._loading.discard(lsn)
 
     @property
     def loading(self) -> frozenset[int]:
-        """Lsns of loads that are under way."""
+        """Lsns of loads in progress."""
         return frozenset(self._loading)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: Buffer) -> bytes | None:
-        """The value of a key, `None` if there is none."""
+        """Return the value of a key, or `None`."""
         if self.failure is not None:
             self.require_open()
         if type(key) is not bytes:
@@ -480,7 +482,7 @@ class Kv(KvRanges):
         view = self.view
         entry = view.memtable.entries.get(key)
         if entry is None:
-            if not view.frozen:  # most reads: nothing is in memory but the memtable
+            if not view.frozen:  # the common case: no memtable is waiting to be flushed
                 best = view.levels.get(key, LSN_MAX, None)
                 return best[1] if best is not None else None
         elif entry[0] > view.levels.lsn_max:
@@ -488,7 +490,7 @@ class Kv(KvRanges):
         return view.get(key, LSN_MAX)
 
     def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
-        """The values of keys, in their order, all as of one moment; `None` for a key that is not there."""
+        """Return the values of keys, in their order, from one snapshot; `None` for a missing key."""
         with self.snapshot() as snapshot:
             return snapshot.get_many(keys)
 
@@ -498,7 +500,7 @@ class Kv(KvRanges):
         return self._lsn
 
     def snapshot(self) -> KvSnapshot:
-        """The database as it is now, until the snapshot is closed."""
+        """Return a snapshot of the database as it is now, readable until it is closed."""
         with self._visibility:
             self.require_open()
             lsn, hidden = self._lsn, frozenset(self._loading)
@@ -506,35 +508,35 @@ class Kv(KvRanges):
         return KvSnapshot(self, lsn, hidden, held)
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """The range as of this call: the snapshot keeps what the scan reads from being overwritten in the memtable."""
+        """Return the range as of this call. The snapshot keeps the versions it reads from being overwritten in the memtable."""
         return self.snapshot().batches_then_close(low, high, reverse)
 
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
-        """The same as pairs, some at a time."""
+        """Return the range as groups of (key, value) pairs."""
         return self.snapshot().pairs_then_close(low, high, reverse)
 
     def iterator(self) -> KvIterator:
-        """A cursor over the database as it is now."""
+        """Return a cursor over the database as it is now."""
         return KvIterator(self.snapshot())
 
     def stats(self) -> Stats:
-        """What the database consists of, now."""
+        """Return the current statistics."""
         manifest = self.manifest
         return stats_of(self.view, self.last_lsn, manifest.log_bytes, manifest.version, self.upkeep, self.stalls)
 
-    # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def require(self) -> None:
-        """Raise what has made the database unusable, if something has."""
+        """Raise the error that made the database unusable, if it is."""
         if (why := self.failure) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def require_open(self) -> None:
-        """Raise if the database is closed: one that takes no more writes can still be read."""
+        """Raise if the database is closed. A database that refuses writes can still be read."""
         if isinstance(self.failure, StoreClosed):
             self.require()
 
-    def _doubt(self, error: BaseException) -> None:
-        """Take no more writes until the database is opened again: what is on disk is unknown."""
+    def _mark_unusable(self, error: BaseException) -> None:
+        """Refuse writes until the database is opened again: the state on disk is unknown."""
         if isinstance(error, (OutOfRange, StoreClosed)):
             return  # refused before anything was written
         hint = "fix the cause, then reopen the database"
@@ -548,5 +550,5 @@ class Kv(KvRanges):
         self.notify()
 
     def fail(self, error: BaseException) -> None:
-        """The background met something after which nobody knows what is on disk."""
-        self._doubt(error)
+        """Refuse writes after an error in background work that leaves the state on disk unknown."""
+        self._mark_unusable(error)

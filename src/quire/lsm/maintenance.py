@@ -1,19 +1,21 @@
 """Background work of a key-value database: flushes, compactions, checkpoints of the manifest, removal of obsolete files.
 
-What is on disk, step by step, and what a crash there leaves
+What is on disk after each step, and what a crash leaves
   a flush writes its table        a file that no event names: swept at the next open
   AddSst, RemoveFrozenWal         the table is live; after a crash between the two recovery skips the WAL's batches
   LMDB records it                 from here on a manifest without these events is known to be damaged
-  the WAL's file goes             a file that no event names
+  the WAL's file is removed       a file that no event names
   a compaction writes tables      files that no event names
-  one Compaction event            the new ones are live and the old ones are not, at once
-  the old files go                when nobody reads them any more; else at the next open
+  one Compaction event            the new tables are live and the old ones dead, atomically
+  the old files are removed       when they have no reader left; otherwise at the next open
 
-A file goes only after the event that makes it dead is durable and recorded in LMDB: so no damage to the manifest alone can
-cost what the file held. A flush or compaction that fails leaves everything as it was and is retried; writers get the error.
+A file is removed only after the event that makes it dead is durable and recorded in LMDB, so damage to the manifest alone
+cannot lose the file's contents. A flush or compaction that fails leaves everything as it was and is retried; writers get the
+error.
 
-Threads: those of the store's background, at most one flushes and one compacts; `flush_all` and `compact_all` do the same in
-the caller's. Neither lock is taken with the write lock held; the compaction lock comes before the flush lock."""
+Threads: those of the store's background, of which at most one flushes and one compacts a database; `flush_all` and
+`compact_all` do the same work in the caller's thread. The flush lock and the compaction lock are never taken with the write
+lock held; the compaction lock is taken before the flush lock."""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import sync_file
 from quire.durable.names import sst_entry_path
 from quire.lsm import compaction
-from quire.lsm.load_notes import LoadNote, remove_note, write_note
+from quire.lsm.load_records import LoadRecord, remove_load_record, write_load_record
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
 from quire.lsm.view import open_table
@@ -45,18 +47,18 @@ if TYPE_CHECKING:
 
 
 class Stalls:
-    """Writers that wait because too many memtables wait for their flush, or too many tables of level 0 for a compaction.
+    """Stalls writers while too many memtables wait to be flushed, or too many tables of level 0 to be compacted.
 
-    A writer waits without the write lock, so that flushes, reads and snapshots do not wait behind it; for `stall_seconds` at
-    most, and not for a background that has stopped or failed. Raises `Overloaded`, `StoreClosed`, and what stopped the
-    background.
+    A writer waits without the write lock, so that it does not block flushes, reads and snapshots. It waits for at most
+    `stall_seconds`, and not for a background that has stopped or failed. Raises `Overloaded`, `StoreClosed`, and the error
+    that stopped the background.
     """
 
     def __init__(self, kv: Kv) -> None:
         self._kv = kv
         # guarded by the condition that is given to `wait`
         self.waiting = 0
-        """Writers that wait, now."""
+        """Writers that are waiting."""
         self.count = 0
         self.seconds = 0.0
 
@@ -70,7 +72,7 @@ class Stalls:
         return len(view.frozen) >= settings.frozen_max or len(view.levels.level0) >= settings.level0_stop
 
     def wait(self, changed: threading.Condition) -> None:
-        """Return when there is room; `changed` is notified with every change of the view."""
+        """Block until there is room. `changed` is notified at every change of the view."""
         kv = self._kv
         began = kv.clock.monotonic()
         deadline = began + kv.settings.stall_seconds
@@ -91,7 +93,7 @@ class Stalls:
     def _require_progress(self, seconds_left: float) -> None:
         kv = self._kv
         kv.require()
-        kv.upkeep.raise_trouble()
+        kv.upkeep.raise_background_error()
         if not kv.upkeep.is_running:
             raise StoreClosed("the database is being closed", hint="open it again")
         if seconds_left <= 0:
@@ -104,33 +106,33 @@ class Stalls:
 
 
 RETRY_SECONDS = 1.0
-"""Between two tries of something that failed."""
+"""Pause before a failed flush or compaction is retried."""
 
 
-FORSAKEN_MAX = 10_000
-"""Files of loads that are over and are still looked for; what others leave is swept at the next open."""
+ABANDONED_MAX = 10_000
+"""Most files of ended loads that are tracked for removal. Beyond it the set is cleared; the next open sweeps the files."""
 
 
 class KvBackground:
-    """The threads that work for all databases of a store: flushes do not wait behind compactions."""
+    """The background threads shared by all databases of a store. Flushes have their own, so as not to wait for compactions."""
 
     def __init__(self, threads: int) -> None:
         self.flushing = Background("lsm-flush", threads_max=threads)
         self.compacting = Background("lsm-compact", threads_max=threads)
 
     def stop(self) -> None:
-        """Wait for what runs, and begin nothing more."""
+        """Wait for running tasks, and start no more."""
         self.flushing.stop()
         self.compacting.stop()
 
     def forked(self) -> None:
-        """In the child of a fork(): the threads are the parent's."""
+        """Reset in the child of a fork(): the threads exist in the parent only."""
         self.flushing.forked()
         self.compacting.forked()
 
 
 class KvMaintenance:
-    """The background of one database."""
+    """The background work of one database."""
 
     def __init__(self, kv: Kv, jobs: CompactionJobs | None, background: KvBackground | None) -> None:
         self._kv = kv
@@ -141,12 +143,12 @@ class KvMaintenance:
         self._stopping = threading.Event()
         self._turn = 0
         self._garbage: deque[str] = deque()
-        """Files that nobody can reach; filled by finalizers, in any thread."""
+        """Files of dead tables without readers, to be removed; filled by finalizers, in any thread."""
         self._dead: set[str] = set()
-        """Files that no event names any more, and that may still be read."""
-        self._forsaken: set[str] = set()
-        """Files of loads that are over: a task that nobody waits for may still write one."""
-        self._trouble: QuireError | None = None
+        """Files of dead tables that are not removed yet: a view or scan may still read them."""
+        self._abandoned_paths: set[str] = set()
+        """Files of loads that ended without publishing them; a leftover task may still write one."""
+        self._background_error: QuireError | None = None
         self.flushes = 0
         self.compactions = 0
         self._tasks: list[Task] = []
@@ -157,24 +159,24 @@ class KvMaintenance:
             ]
         self.wake()
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def is_running(self) -> bool:
-        """Whether the background does anything."""
+        """Whether there is a background and it has not been stopped."""
         return bool(self._tasks) and not self._stopping.is_set()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is being flushed or compacted, or is to be."""
+        """Whether a flush or compaction is running or requested."""
         return not all(task.is_idle for task in self._tasks)
 
     def wake(self) -> None:
-        """There may be work."""
+        """Ask the background to look for work."""
         for task in self._tasks:
             task.ask()
 
     def stop(self) -> None:
-        """End the background; what it is doing is finished first."""
+        """Stop the background after the work in progress has finished."""
         self._stopping.set()
         for task in self._tasks:
             task.stop()
@@ -182,29 +184,29 @@ class KvMaintenance:
             self._jobs.close()
         self.collect()
 
-    def raise_trouble(self) -> None:
-        """Tell a writer why the background does not get on."""
-        if (why := self._trouble) is not None:
+    def raise_background_error(self) -> None:
+        """Raise the error, if any, that keeps the background from making progress."""
+        if (why := self._background_error) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why
 
     def _work(self, step: Callable[[], bool]) -> float | None:
-        """What is due; in how many seconds to try again, if it failed."""
+        """Run `step` until nothing is due. Return the seconds until the next attempt if it failed, else `None`."""
         try:
             while not self._stopping.is_set() and self._kv.failure is None and step():
-                self._trouble = None
+                self._background_error = None
         except Exception as error:
-            self._complain(error)
+            self._record_background_error(error)
             if self._kv.failure is None and not self._stopping.is_set():
                 return RETRY_SECONDS
         return None
 
-    def _complain(self, error: Exception) -> None:
+    def _record_background_error(self, error: Exception) -> None:
         if isinstance(error, StoreClosed) or self._kv.failure is not None:
             return
         if not isinstance(error, QuireError):
             error = InternalError(f"the background failed: {error!r}", path=self._kv.home.path)
-        self._trouble = error
-        if not isinstance(error, StorageFault):  # damage or a bug: no retry will help
+        self._background_error = error
+        if not isinstance(error, StorageFault):  # corruption or a bug: a retry will not help
             self._kv.fail(error)
         emit("error", "lsm.background_failed", path=self._kv.home.path, error=str(error))
         self._kv.notify()
@@ -216,27 +218,28 @@ class KvMaintenance:
             pass
 
     def flush_one(self) -> bool:
-        """Flush the oldest frozen memtable; whether there was one.
+        """Flush the oldest frozen memtable. Return whether there was one.
 
-        In the order in which they were written, one at a time: so a table's lsns are above those of every table flushed before.
+        Memtables are flushed one at a time, in the order of their writes, so a table's lsns are above those of every table
+        flushed before it.
         """
         kv = self._kv
         with self._flushing:
             kv.require()
             if not kv.view.frozen:
                 return False
-            kv.fold()  # which WAL took over: a manifest that has forgotten it would pass for one before the rotation
+            kv.fold()  # record the WAL rotation, or a manifest that has lost it would pass for one from before it
             oldest = kv.view.frozen[-1]
             added = [self._write_memtable(oldest.memtable)] if oldest.memtable.entries else []
             hit("lsm.flush.written")
-            with self._recording(added):
+            with self._discard_unless_logged(added):
                 kv.manifest.flushed(_entry(added[0].meta.sst_id) if added else None, oldest.wal)
             hit("lsm.flush.recorded")
             kv.install(flushed=oldest, added=added)
             self.flushes += 1
             kv.fold()
             hit("lsm.flush.folded")
-            if kv.is_recorded:  # else the next open removes it
+            if kv.is_fold_committed:  # otherwise the next open removes the file
                 with suppress(StorageFault, FileNotFoundError):
                     kv.disk.remove(kv.home.wal(oldest.wal))
             hit("lsm.flush.done")
@@ -245,7 +248,7 @@ class KvMaintenance:
         return True
 
     def _write_memtable(self, memtable: Memtable) -> SSTable:
-        from quire.lsm.sst_writer import TableWriter  # Arrow: not before something is flushed
+        from quire.lsm.sst_writer import TableWriter  # loads Arrow, which is not needed before the first flush
 
         kv = self._kv
         sst_id = kv.manifest.allocate_sst_id()
@@ -258,8 +261,8 @@ class KvMaintenance:
         return open_table(kv.disk, path, sst_id, kv.cache)
 
     @contextmanager
-    def _recording(self, added: Sequence[SSTable]) -> Iterator[None]:
-        """An event is being logged that names new tables. If it certainly was not, they are garbage."""
+    def _discard_unless_logged(self, added: Sequence[SSTable]) -> Iterator[None]:
+        """Guard the logging of an event that names new tables: remove their files if the event was certainly not logged."""
         kv = self._kv
         try:
             yield
@@ -268,62 +271,62 @@ class KvMaintenance:
                 table.close()
                 with suppress(StorageFault, FileNotFoundError):
                     kv.disk.remove(table.path)
-            kv.fold()  # the log was abandoned, and the one behind it is not known yet
+            kv.fold()  # the log was abandoned, and its successor is not recorded in LMDB yet
             raise
         except StoreUnusable as error:
             kv.fail(error)
             raise
 
     def _checkpoint_manifest(self) -> None:
-        # Not twice without a record in between: an open knows the log that was recorded, and the one behind its checkpoint.
+        # Never twice without a record in between: an open finds only the recorded log and the one after its checkpoint.
         manifest = self._kv.manifest
-        is_recorded = self._kv.is_recorded and manifest.is_recorded
-        if is_recorded and manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
-            with self._recording(()):
+        may_checkpoint = self._kv.is_fold_committed and manifest.is_log_recorded
+        if may_checkpoint and manifest.log_bytes >= self._kv.settings.manifest_log_bytes:
+            with self._discard_unless_logged(()):
                 manifest.checkpoint()
-            self._kv.fold()  # an event that fails next makes another checkpoint
+            self._kv.fold()  # a failing event has to checkpoint again, which needs the new log to be recorded
 
-    def add_tables(self, loaded: Sequence[SSTable], lsn: int, note: LoadNote | None) -> None:
-        """Have a load's tables in the database, when everything older is in tables too; remembered, if there is a note."""
+    def add_tables(self, loaded: Sequence[SSTable], lsn: int, record: LoadRecord | None) -> None:
+        """Publish a load's tables, after all memtables older than `lsn` have been flushed, and write the load's `record`."""
         kv = self._kv
         while any(frozen.memtable.lsn_max < lsn for frozen in kv.view.frozen):
             self.flush_one()
         hit("lsm.load.flushed")
-        with self._compacting:  # until the note is done: load_notes.py
+        with self._compacting:  # no compaction may remove the tables before the record is done (load_records.py)
             kv.require()
-            tables = self._levelled(loaded)
-            if note is not None:
-                write_note(kv.disk, kv.home, note)
+            tables = self._assign_level(loaded)
+            if record is not None:
+                write_load_record(kv.disk, kv.home, record)
                 hit("lsm.load.announced")
             if tables:
                 try:
-                    with self._recording(tables):
+                    with self._discard_unless_logged(tables):
                         kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
                 except StorageFault:
-                    if note is not None:
-                        remove_note(kv.disk, kv.home, note.number)
+                    if record is not None:
+                        remove_load_record(kv.disk, kv.home, record.number)
                     raise
                 hit("lsm.load.recorded")
                 kv.install(added=tables)
                 kv.fold()
-            if note is not None:
+            if record is not None:
                 try:
-                    write_note(kv.disk, kv.home, msgspec.structs.replace(note, done=True))
+                    write_load_record(kv.disk, kv.home, msgspec.structs.replace(record, done=True))
                 except BaseException as error:
-                    kv.fail(error)  # what a repeated commit would be told is known again after the next open
+                    kv.fail(error)  # the result of a repeated commit is unknown until the next open settles the record
                     raise
                 hit("lsm.load.remembered")
         self.wake()
 
-    def _levelled(self, loaded: Sequence[SSTable]) -> list[SSTable]:
-        """Loaded tables, opened, each with its level in its file. REQUIRES the compaction lock."""
+    def _assign_level(self, loaded: Sequence[SSTable]) -> list[SSTable]:
+        """Write the level of loaded tables into their files, and open them. REQUIRES the compaction lock."""
         from quire.lsm.sst_format import set_level
 
         kv = self._kv
         level = compaction.level_for(kv.view.levels, loaded, kv.settings) if loaded else 0
         for table in loaded:
             if table.meta.level == level:
-                sync_file(kv.disk, table.path)  # an executor may have written it: the archive has to learn of it
+                sync_file(kv.disk, table.path)  # for the archive's recorder: an executor may have written the file
                 continue
             file = kv.disk.open(table.path)
             try:
@@ -332,17 +335,17 @@ class KvMaintenance:
                 file.close()
         return [open_table(kv.disk, table.path, table.meta.sst_id, kv.cache) for table in loaded]
 
-    def forsake(self, ids: Iterable[int]) -> None:
-        """Nobody will name these tables: their files go now, and those that somebody still writes with the next look."""
-        self._forsaken.update(self._kv.home.sst(sst_id) for sst_id in ids)
-        self._remove_forsaken()
+    def abandon_tables(self, ids: Iterable[int]) -> None:
+        """Give up tables that no event will name. Files that exist are removed now, files still being written later."""
+        self._abandoned_paths.update(self._kv.home.sst(sst_id) for sst_id in ids)
+        self._remove_abandoned()
 
-    def _remove_forsaken(self) -> None:
-        for path in list(self._forsaken):
+    def _remove_abandoned(self) -> None:
+        for path in list(self._abandoned_paths):
             with suppress(StorageFault, FileNotFoundError):
                 self._kv.disk.remove(path)
-        if len(self._forsaken) > FORSAKEN_MAX:
-            self._forsaken.clear()
+        if len(self._abandoned_paths) > ABANDONED_MAX:
+            self._abandoned_paths.clear()
 
     # ── compaction ────────────────────────────────────────────────────────────────────────────────────────────────────
     def compact_all(self) -> None:
@@ -352,11 +355,11 @@ class KvMaintenance:
             job = compaction.pick_all(self._kv.view.levels)
             if job is not None:
                 self._compact(job, self._jobs)
-                del job  # it holds the tables that are to go
+                del job  # it references the input tables, whose files `collect` is to remove
             self.collect()
 
     def compact_due(self, *, as_job: bool = True) -> bool:
-        """Do one compaction that is due, in the caller's thread; whether there was one. `as_job`: it is a job of the store."""
+        """Run one due compaction in the caller's thread. Return whether one was due. `as_job`: record it as a job."""
         with self._compacting:
             self._kv.require()
             job = compaction.pick(self._kv.view.levels, self._kv.settings, self._turn)
@@ -368,8 +371,8 @@ class KvMaintenance:
             return True
 
     def _compact(self, job: compaction.MergeJob, jobs: CompactionJobs | None) -> None:
-        """REQUIRES the compaction lock."""
-        from quire.lsm.merge import merge_tables  # Arrow: not before something is compacted
+        """Merge the inputs and publish the outputs. REQUIRES the compaction lock."""
+        from quire.lsm.merge import merge_tables  # loads Arrow, which is not needed before the first compaction
 
         kv = self._kv
         if jobs is not None:
@@ -393,10 +396,10 @@ class KvMaintenance:
             jobs.done({"tables": len(added), "size_bytes": size, "rows": sum(t.meta.rows for t in added)})
 
     def retention(self, job: compaction.MergeJob) -> compaction.VersionRetention:
-        """What a compaction that begins now must keep: versions for open snapshots, and tombstones that hide what a load
-        will bring.
+        """Return what a compaction that begins now must keep: versions that open snapshots read, and tombstones that will hide
+        rows of a load in progress.
 
-        A snapshot that is taken later is above everything in the inputs, and needs only the newest of each key.
+        A snapshot taken later is above every lsn of the inputs, and needs only the newest version of each key.
         """
         kv = self._kv
         return compaction.VersionRetention(
@@ -404,9 +407,9 @@ class KvMaintenance:
         )
 
     def publish(self, job: compaction.MergeJob, added: Sequence[SSTable]) -> None:
-        """Have the outputs of a compaction live and its inputs not. REQUIRES the compaction lock."""
+        """Replace the inputs of a compaction by its outputs, atomically. REQUIRES the compaction lock."""
         kv = self._kv
-        with self._recording(added):
+        with self._discard_unless_logged(added):
             kv.manifest.compaction(
                 [_entry(table.meta.sst_id) for table in added], [table.meta.sst_id for table in job.inputs]
             )
@@ -414,39 +417,39 @@ class KvMaintenance:
         kv.install(added=added, removed=job.inputs)
         for table in job.inputs:
             self._dead.add(table.path)
-            table.on_last(partial(self._garbage.append, table.path))  # a view or scan may still read it
+            table.call_when_unreferenced(partial(self._garbage.append, table.path))  # a view or scan may still read it
         self.compactions += 1
         kv.fold()
-        with self._flushing:  # who flushes may be checkpointing
+        with self._flushing:  # a flush may be checkpointing too
             self._checkpoint_manifest()
 
     @contextmanager
-    def compacting(self) -> Iterator[None]:
-        """No other compaction meanwhile."""
+    def compaction_lock(self) -> Iterator[None]:
+        """Block other compactions during the block."""
         with self._compacting:
             self._kv.require()
             yield
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Neither flush nor compaction meanwhile."""
+    def paused(self) -> Iterator[None]:
+        """Block flushes and compactions during the block."""
         with self._compacting, self._flushing:
             yield
 
     def dead_paths(self) -> frozenset[str]:
-        """Files of tables that are dead and may still be read, or that nobody will name."""
-        self._remove_forsaken()
-        return frozenset(self._dead | self._forsaken)
+        """Return the files of tables that are dead and may still be read, or that no event will name."""
+        self._remove_abandoned()
+        return frozenset(self._dead | self._abandoned_paths)
 
     def _new_table(self) -> tuple[int, str]:
         sst_id = self._kv.manifest.allocate_sst_id()
         return sst_id, self._kv.home.sst(sst_id)
 
     def collect(self) -> int:
-        """Remove the files that nobody can reach any more; how many."""
+        """Remove the files of dead tables without readers. Return how many were removed."""
         removed = 0
-        self._remove_forsaken()
-        while self._garbage and self._kv.is_recorded:
+        self._remove_abandoned()
+        while self._garbage and self._kv.is_fold_committed:
             path = self._garbage.popleft()
             with suppress(StorageFault, FileNotFoundError):
                 self._kv.disk.remove(path)

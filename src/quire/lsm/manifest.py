@@ -1,9 +1,9 @@
-"""The manifest of one key-value database: which WALs and tables are the database (the key-value manifest document).
+"""The manifest of one key-value database: the WALs and tables that make up the database (the key-value manifest document).
 
-An event is logged and synced before memory shows it. A checkpoint writes the whole state as a snapshot, which covers the life
-of the log that it was made of: nothing in that life counts any more.
+An event is logged and synced before it is applied in memory. A checkpoint writes the whole state as a snapshot. Each log has a
+random salt, which identifies its *life*; a snapshot names the life that it covers, and no event of that life is replayed.
 
-What is on disk, step by step, and what an open finds after a crash there
+What is on disk after each step, and what an open finds after a crash
   an event is appended        the event or not: a torn tail is cut (P4)
   the log is synced           the event
   a checkpoint, steps 1 to 5  the old snapshot, the log; MANIFEST-000001.tmp is removed
@@ -11,10 +11,10 @@ What is on disk, step by step, and what an open finds after a crash there
   step 7, the directory       the new snapshot; the log is covered, and replaced by an empty one
   step 8, the new log         the new snapshot and an empty log
 
-A failed append or sync leaves it open what is on disk. The log is then abandoned: the state without the event is written as a
-snapshot, which covers the log, so the event never reappears. If that fails too, the manifest is unusable until it is opened
-again. Where an end of the log is recorded in LMDB (witnesses.py), the log must reach it, or one checkpoint must have come
-since; so a log whose life is not recorded yet is not covered by a checkpoint.
+After a failed append or sync the contents of the disk are unknown. The log is then abandoned: the state without the event is
+written as a snapshot that covers the log, so the event never reappears. If that fails too, the manifest is unusable until it
+is opened again. If LMDB has recorded an end of the log (witnesses.py), the log must reach it, or exactly one checkpoint must
+have followed; so no checkpoint covers a log whose life is not recorded yet.
 
 Threads: any; one lock for all changes. Format page: `docs/formats/lsm-manifest.md`. Errors carry the design document's `kind`
 (manifest_data.py). Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`,
@@ -76,17 +76,17 @@ class Manifest:
         self._disk = disk
         self._home = home
         self._owner = owner
-        self.is_followed = False
-        """Whether ends of the log are recorded elsewhere: then a life that is not recorded must not be covered."""
+        self.has_projection = False
+        """Whether ends of the log are recorded in LMDB; if so, a life that is not recorded must not be covered."""
         # guarded by _lock
         self._lock = threading.RLock()
         self._log = log
         self._snapshot_crc32 = snapshot_crc32
         self._data = data
-        self._is_recorded = True
+        self._is_log_recorded = True
         self._failure: QuireError | None = None
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def open(
         cls,
@@ -97,11 +97,13 @@ class Manifest:
         number: int = 0,
         examine: Callable[[ManifestData], None] | None = None,
     ) -> Manifest:
-        """Recover the manifest below `home`: the snapshot, then the log. A directory without one gets an empty one, unless
-        the facts are that there was one. `number` is the copy's, if it is one (snapshots.py). `examine` may raise about what
-        is in it, before anything of it is changed."""
+        """Recover the manifest below `home`: the snapshot, then the log. Create an empty one if there is none, unless `facts`
+        state that there was one.
+
+        `number`: the number of a copy (snapshots.py), else 0. `examine` is called with the recovered state before any file of
+        the manifest is changed, and may raise."""
         facts = facts or StoreFacts()
-        if facts.is_made and not (disk.exists(home.manifest_log) or disk.exists(home.manifest_snapshot)):
+        if facts.files_created and not (disk.exists(home.manifest_log) or disk.exists(home.manifest_snapshot)):
             raise Corruption("the manifest is missing", hint=REPAIR, path=home.path, kind=ErrorKind.WAL.value)
         directory = os.path.dirname(home.manifest_log)
         with of_kind(ErrorKind.IO):
@@ -114,8 +116,8 @@ class Manifest:
                 snapshot = decode_snapshot(read_all(disk, home.manifest_snapshot), home.manifest_snapshot)
         with of_kind(ErrorKind.WAL):
             manifest = cls._open_log(disk, home, snapshot, facts, number, examine or (lambda _: None))
-        manifest.is_followed = facts.follower is not None
-        manifest._is_recorded = facts.ends is None or facts.ends.manifest.salt == manifest.life
+        manifest.has_projection = facts.projection is not None
+        manifest._is_log_recorded = facts.ends is None or facts.ends.manifest.salt == manifest.log_salt
         return manifest
 
     @classmethod
@@ -142,7 +144,7 @@ class Manifest:
             owner.require(header, number, path)
         if snapshot is not None and header.salt == snapshot.covered_salt:
             examine(data)
-            # the step that the checkpoint did not get to
+            # step 8, which the checkpoint did not reach
             return cls(disk, home, owner, _new_log(disk, path, LOG_NEXT, owner), checksum, data)
         if snapshot is None and header.kind == LOG_NEXT:
             raise Corruption("the manifest's snapshot is missing", hint=REPAIR, path=home.manifest_snapshot)
@@ -158,7 +160,7 @@ class Manifest:
         return cls(disk, home, owner, log, checksum, data)
 
     def close(self) -> None:
-        """Close the log. A second time: nothing."""
+        """Close the log. Idempotent."""
         with self._lock:
             if not isinstance(self._failure, StoreClosed):
                 failed, self._failure = self._failure, StoreClosed("the manifest is closed", hint="open it again")
@@ -168,7 +170,7 @@ class Manifest:
                     self._log.abandon()
 
     def abandon(self) -> None:
-        """Let the files go and write nothing more, not even an orderly end."""
+        """Close the files without another write, not even the log's closing mark."""
         with self._lock:
             self._failure = StoreClosed("the manifest is closed", hint="open it again")
             self._log.abandon()
@@ -179,79 +181,81 @@ class Manifest:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def state(self) -> ManifestData:
-        """What the manifest knows now, as a copy."""
+        """Return a copy of the current state."""
         with self._lock:
             return self._data.copy()
 
     @property
     def version(self) -> int:
-        """Of the state; another one after each change."""
+        """The version of the state; rises with each change."""
         return self._data.version
 
     @property
     def log_bytes(self) -> int:
-        """What a replay would have to read."""
+        """Bytes of log that a replay would read."""
         return self._log.end - self._log.header.size
 
     def durable_end(self) -> tuple[LogEnd, int]:
-        """How far the log is durable, and the CRC32 of the snapshot that it goes on from (0: none), to be recorded."""
+        """Return how far the log is durable, and the CRC32 of the snapshot that it continues (0: none), to be recorded."""
         with self._lock:
             return self._log.durable_end(), self._snapshot_crc32
 
     @property
-    def life(self) -> int:
-        """The salt of the log: another one after each checkpoint."""
+    def log_salt(self) -> int:
+        """The salt of the log, which changes with each checkpoint."""
         return self._log.header.salt
 
     @property
-    def is_recorded(self) -> bool:
-        """Whether the log may be covered by a checkpoint."""
-        return self._is_recorded or not self.is_followed
+    def is_log_recorded(self) -> bool:
+        """Whether a checkpoint may cover the log: its life is recorded, or needs no record."""
+        return self._is_log_recorded or not self.has_projection
 
-    def recorded(self, life: int) -> None:
-        """An end of the log in this life is recorded."""
+    def mark_recorded(self, log_salt: int) -> None:
+        """Note that an end of the log with this salt has been recorded."""
         with self._lock:
-            self._is_recorded = self._is_recorded or life == self.life
+            self._is_log_recorded = self._is_log_recorded or log_salt == self.log_salt
 
     @property
     def failure(self) -> QuireError | None:
-        """What has made the manifest unusable."""
+        """The error that made the manifest unusable, or `None`."""
         return self._failure
 
     # ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def set_version(self, version: int) -> None:
-        """The manifest's version; it never falls."""
+        """Set the manifest's version. It never decreases."""
         with self._lock:
             if version < self._data.version:
                 raise _internal("the manifest's version would decrease", version=version, now=self._data.version)
             self._record(Version(version))
 
     def set_active_wal(self, wal: int) -> None:
-        """Writes go to this WAL from now on."""
+        """Make a WAL the active one."""
         self._record(SetActiveWal(wal))
 
     def add_frozen_wal(self, wal: int) -> None:
-        """This WAL waits for its flush."""
+        """Mark a WAL as frozen: it is waiting to be flushed."""
         self._record(AddFrozenWal(wal))
 
     def remove_frozen_wal(self, wal: int) -> None:
-        """What this WAL held is in a table."""
+        """Remove a frozen WAL whose contents are in a table."""
         self._record(RemoveFrozenWal(wal))
 
     def rotate_wal(self, frozen: int, active: int, last_lsn: int) -> None:
-        """Freeze one WAL, go on in another. In this order: a crash in between leaves the old one both, none forgotten."""
+        """Freeze one WAL and make another one active.
+
+        In this order, so that no WAL is lost: a crash in between leaves the old one frozen and active."""
         self._record(AddFrozenWal(frozen), SetActiveWal(active), UpdateLsn(last_lsn))
 
     def add_sst(self, entry: ManifestSstEntry) -> None:
-        """A table is live."""
+        """Add a live table."""
         with self._lock:
             self._check_added((entry,))
             self._record(AddSst(entry))
 
     def flushed(self, entry: ManifestSstEntry | None, wal: int) -> None:
-        """A frozen WAL's memtable is in a table (or held nothing), and the WAL is not needed: in this order."""
+        """Add the table of a flushed memtable (`None` if the memtable was empty), then remove its frozen WAL."""
         with self._lock:
             added: list[ManifestEvent] = []
             if entry is not None:
@@ -260,19 +264,19 @@ class Manifest:
             self._record(*added, RemoveFrozenWal(wal))
 
     def remove_sst(self, sst_id: int) -> None:
-        """A table is not live any more."""
+        """Remove a live table."""
         self._record(RemoveSst(sst_id))
 
     def update_lsn(self, last_lsn: int) -> None:
-        """No lsn up to this one will be handed out again."""
+        """Raise the last lsn: no lsn up to this one will be assigned again."""
         self._record(UpdateLsn(last_lsn))
 
     def allocate_sst_id(self) -> int:
-        """An id that was never handed out, and never will be again."""
+        """Return a table id that is never reused."""
         return self.allocate_sst_ids(1)[0]
 
     def allocate_sst_ids(self, count: int) -> range:
-        """Several ids, for the price of one."""
+        """Return several table ids, at the cost of one event."""
         with self._lock:
             first = self._data.next_sst_id
             if count > 0:
@@ -280,7 +284,7 @@ class Manifest:
             return range(first, first + count)
 
     def compaction(self, added: Iterable[ManifestSstEntry], removed: Iterable[int]) -> None:
-        """Tables come and go in one step: after a crash all of it is there, or nothing."""
+        """Add and remove tables atomically: after a crash, all of the change is in effect or none of it."""
         event = Compaction(tuple(added), tuple(removed))
         with self._lock:
             self._check_added(event.added)
@@ -289,7 +293,7 @@ class Manifest:
             self._record(event)
 
     def _check_added(self, entries: Sequence[ManifestSstEntry]) -> None:
-        """Refuse tables whose ids were never handed out, or that are live already, before they are logged."""
+        """Refuse tables whose ids were never allocated or are already live, before they are logged."""
         for entry in entries:
             if entry.id >= self._data.next_sst_id:
                 raise _internal("a table has an id that was never allocated", id=entry.id, next=self._data.next_sst_id)
@@ -297,11 +301,11 @@ class Manifest:
                 raise _internal("a table with this id is already live", id=entry.id)
 
     def _record(self, *events: ManifestEvent) -> None:
-        """Append, sync, apply. Each change has a version of its own, above the last one's."""
+        """Append, sync and apply events as one change, with a version one above the last."""
         with self._lock:
             self._require()
             if not isinstance(events[0], Version):
-                # First: of a group that power loss has cut short, the version is never what is missing.
+                # The version comes first, so that it is never missing from a group that power loss has cut short.
                 events = (Version(self._data.version + 1), *events)
             records = [encode_event(event) for event in events]
             try:
@@ -319,55 +323,55 @@ class Manifest:
 
     # ── checkpoint ────────────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self) -> None:
-        """Write the whole state as a snapshot and begin an empty log: the next open replays nothing."""
+        """Write the whole state as a snapshot and start an empty log, so that the next open replays nothing."""
         with self._lock:
             self._require()
             self._checkpoint()
 
     def _checkpoint(self) -> None:
-        """The design document's nine steps. REQUIRES the lock."""
+        """Perform the nine steps of the design document. REQUIRES the lock."""
         target, disk = self._home.manifest_snapshot, self._disk
         data = self._data
         hit("lsm.checkpoint.begun")
         final = encode_snapshot(
             data, self._log.header.salt
-        )  # steps 1 to 3: with checksum 0, its CRC32, the two put together
+        )  # steps 1 to 3: encode with checksum 0, compute the CRC32, combine the two
         hit("lsm.checkpoint.built")
         with of_kind(ErrorKind.IO):
             file = disk.open(target + TEMPORARY, create=True)
             try:
                 file.truncate(0)
-                file.write_at(final, 0)  # 4
+                file.write_at(final, 0)  # step 4
                 hit("lsm.checkpoint.written")
-                file.sync()  # 5
+                file.sync()  # step 5
             finally:
                 file.close()
             hit("lsm.checkpoint.synced")
             try:
-                disk.rename(target + TEMPORARY, target)  # 6
+                disk.rename(target + TEMPORARY, target)  # step 6
                 hit("lsm.checkpoint.renamed")
-                disk.sync_dir(os.path.dirname(target))  # 7
+                disk.sync_dir(os.path.dirname(target))  # step 7
                 hit("lsm.checkpoint.named")
                 self._log.abandon()
-                self._log = _new_log(disk, self._home.manifest_log, LOG_NEXT, self._owner)  # 8
+                self._log = _new_log(disk, self._home.manifest_log, LOG_NEXT, self._owner)  # step 8
                 self._snapshot_crc32 = snapshot_crc32(final)
-                self._is_recorded = False
+                self._is_log_recorded = False
                 hit("lsm.checkpoint.truncated")
             except BaseException as error:
                 self._fail(
                     "a checkpoint of the manifest failed half-way", error
-                )  # the snapshot covers the log: nothing may be appended to that
+                )  # nothing may be appended to the log, because the snapshot may already cover it
                 if isinstance(error, Exception):
                     self._require()
                 raise
-        data.dirty = False  # 9
+        data.dirty = False  # step 9
 
     def _abandon_log(self, error: Exception) -> None:
-        """Write the state without the failed event as a snapshot that covers the log, so that it never reappears;
-        always raises."""
+        """Write the state without the failed event as a snapshot that covers the log, so that the event never reappears.
+        Always raises."""
         cause = error.__cause__ if isinstance(error, StoreUnusable) else error
         try:
-            if not self.is_recorded:
+            if not self.is_log_recorded:
                 raise StoreUnusable("the log's life is not recorded", hint="open the database again")
             self._checkpoint()
         except Exception as second:
@@ -379,8 +383,8 @@ class Manifest:
         emit("warning", "lsm.manifest.log_abandoned", path=self._home.path, cause=str(cause))
         kind = type(cause) if isinstance(cause, StorageFault) else StorageFault
         raise kind(
-            "a manifest change could not be logged and was not made",
-            hint="repair the cause, then try again",
+            "a manifest change could not be logged and was not applied",
+            hint="fix the cause, then try again",
             path=self._home.manifest_log,
             cause=str(cause),
             kind=ErrorKind.WAL.value,
@@ -399,16 +403,16 @@ class Manifest:
 
 
 class ReadManifest(msgspec.Struct, frozen=True):
-    """A manifest as it was read, without being opened."""
+    """A manifest that was read without being opened."""
 
     data: ManifestData
     header: LogHeader | None
-    """Of its log; `None` if there is no manifest."""
+    """The header of its log; `None` if there is no manifest."""
     end: int
-    """Where the log ended."""
+    """Offset of the log's end when it was read."""
 
     def is_current(self, disk: Disk, home: LsmHome) -> bool:
-        """Whether nothing was logged since. A checkpoint begins a new log, and changes nothing."""
+        """Return whether nothing has been logged since. After a checkpoint, which starts a new log, it returns `False`."""
         try:
             file = disk.open(home.manifest_log, write=False)
         except FileNotFoundError:
@@ -421,10 +425,10 @@ class ReadManifest(msgspec.Struct, frozen=True):
 
 
 def read_manifest(disk: Disk, home: LsmHome, owner: Owner, *, number: int = 0) -> ReadManifest:
-    """The manifest below `home`, which another process may be changing; nothing is written.
+    """Read the manifest below `home` while another process may be changing it. Nothing is written.
 
-    `Corruption` if the files do not fit together: also if a checkpoint came while they were read, so beside an owner whoever
-    asks tries again.
+    Raises `Corruption` if snapshot and log do not match. A checkpoint during the read has the same effect, so a reader next to
+    a live owner has to retry.
     """
     raw = _snapshot_bytes(disk, home)
     snapshot = decode_snapshot(raw, home.manifest_snapshot) if raw is not None else None
@@ -435,7 +439,7 @@ def read_manifest(disk: Disk, home: LsmHome, owner: Owner, *, number: int = 0) -
         if snapshot is None:
             return ReadManifest(ManifestData(), None, 0)
         raise Corruption("the manifest's log is missing", hint=REPAIR, path=path) from None
-    if _snapshot_bytes(disk, home) != raw:  # else the log may continue another snapshot than the one that was read
+    if _snapshot_bytes(disk, home) != raw:  # the log may continue another snapshot than the one that was read
         raise Corruption("the manifest was written while it was read", hint="try again", path=path)
     contents = scan(log, path)
     owner.require(contents.header, number, path)
@@ -460,16 +464,16 @@ def _new_log(disk: Disk, path: str, kind: bytes, owner: Owner) -> LogWriter:
 
 
 def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapshot | None, path: str) -> LogEnd | None:
-    """What the log must have, `None` if nothing is known of this life."""
+    """Return the recorded end that the log must reach, or `None` if nothing is recorded of its life."""
     if facts.ends is None:
         return None
     recorded = log_end(facts.ends.manifest)
     checksum = snapshot.checksum if snapshot is not None else 0
     covered = snapshot.covered_salt if snapshot is not None else 0
     if covered == recorded.salt:
-        return None  # a checkpoint since
+        return None  # one checkpoint has followed the record
     if header.salt != recorded.salt:
-        raise Corruption("the manifest is not the one that was recorded", hint=REPAIR, path=path)
+        raise Corruption("the manifest is not the recorded one", hint=REPAIR, path=path)
     if checksum != facts.ends.snapshot_crc32:
         text = "the manifest's snapshot is not the one that its log continues from"
         raise Corruption(text, hint=REPAIR, path=path, snapshot=checksum, recorded=facts.ends.snapshot_crc32)
@@ -477,7 +481,7 @@ def recorded_end(facts: StoreFacts, header: LogHeader, snapshot: ManifestSnapsho
 
 
 def read_header(disk: Disk, path: str) -> LogHeader:
-    """The header of the manifest's log."""
+    """Return the header of the manifest's log."""
     file = disk.open(path, write=False)
     try:
         return decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path)

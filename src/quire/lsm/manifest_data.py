@@ -1,12 +1,12 @@
-"""What a key-value database's manifest knows, and the nine events that change it (the key-value manifest document).
+"""The state of a key-value database's manifest, and the nine events that change it (the key-value manifest document).
 
-`ManifestData.apply` alone changes the state, and never fails: what must not be logged is refused before it is logged.
-Applying is idempotent, so replaying any prefix of a log twice gives the same state; for that, frozen WALs and tables are
-ordered by number, not by event. `last_lsn` and `next_sst_id` only rise, and `version` rises with every change.
+Only `ManifestData.apply` changes the state, and it never fails: invalid events are refused before they are logged. Applying
+is idempotent, so replaying any prefix of a log twice gives the same state; therefore frozen WALs and tables are ordered by
+number, not by event. `last_lsn` and `next_sst_id` only rise, and `version` rises with every change.
 
-Errors carry the design document's five kinds as `error.where["kind"]`; the class says what the caller can do about it.
+Errors carry one of the design document's five kinds as `error.where["kind"]`; the class tells the caller how to react.
 
-Values; any thread. The bytes are in manifest_format.py."""
+Threads: values; any. The encoding is in manifest_format.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ErrorKind(StrEnum):
 
 @contextmanager
 def of_kind(kind: ErrorKind) -> Iterator[None]:
-    """Give errors that pass through the design document's name, unless they have one."""
+    """Set the design document's kind on errors that pass through, unless they have one."""
     try:
         yield
     except QuireError as error:
@@ -42,7 +42,7 @@ def of_kind(kind: ErrorKind) -> Iterator[None]:
 
 
 def kind_of(error: QuireError) -> ErrorKind | None:
-    """The design document's name of an error, if it is the manifest's."""
+    """Return the design document's kind of an error, or `None` if it is not an error of the manifest."""
     kind = error.where.get("kind")
     return ErrorKind(kind) if kind is not None else None
 
@@ -56,55 +56,55 @@ class ManifestSstEntry(msgspec.Struct, frozen=True):
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Version(msgspec.Struct, frozen=True):
-    """Sets the manifest's version; before every other change."""
+    """Sets the manifest's version. It precedes the events of every change."""
 
     version: int
 
 
 class SetActiveWal(msgspec.Struct, frozen=True):
-    """Switches the active WAL; it is not frozen any more if it was."""
+    """Makes a WAL the active one, and no longer frozen if it was."""
 
     wal: int
 
 
 class AddFrozenWal(msgspec.Struct, frozen=True):
-    """A WAL is frozen; one that is already stays so."""
+    """Freezes a WAL. No effect if it is already frozen."""
 
     wal: int
 
 
 class RemoveFrozenWal(msgspec.Struct, frozen=True):
-    """A WAL is not needed any more: a table holds what it held."""
+    """Removes a frozen WAL whose contents are in a table."""
 
     wal: int
 
 
 class AddSst(msgspec.Struct, frozen=True):
-    """A table is live; one whose id is known is skipped."""
+    """Adds a live table. No effect if its id is already live."""
 
     entry: ManifestSstEntry
 
 
 class RemoveSst(msgspec.Struct, frozen=True):
-    """A table is not live any more."""
+    """Removes a live table."""
 
     id: int
 
 
 class UpdateLsn(msgspec.Struct, frozen=True):
-    """Advances the last lsn; a lower one changes nothing."""
+    """Advances the last lsn. A lower one has no effect."""
 
     last_lsn: int
 
 
 class AllocateSstId(msgspec.Struct, frozen=True):
-    """An id was handed out: the next one is behind it."""
+    """Allocates a table id, and all below it."""
 
     id: int
 
 
 class Compaction(msgspec.Struct, frozen=True):
-    """Tables come and go in one step."""
+    """Adds and removes tables atomically."""
 
     added: tuple[ManifestSstEntry, ...]
     removed: tuple[int, ...]
@@ -126,13 +126,13 @@ ManifestEvent = (
 # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
 class ManifestData:
-    """The tracked state. Changed by `apply` alone."""
+    """The tracked state. Changed only by `apply`."""
 
     version: int = 0
     last_lsn: int = 0
     active_wal: int = 0
     frozen_wals: list[int] = field(default_factory=list)
-    """In rising order."""
+    """In ascending order."""
     tables: dict[int, ManifestSstEntry] = field(default_factory=dict)
     """By id; `sstables` lists them."""
     next_sst_id: int = 1
@@ -144,7 +144,7 @@ class ManifestData:
         return [self.tables[number] for number in sorted(self.tables)]
 
     def apply(self, event: ManifestEvent) -> None:
-        """The effect of one event."""
+        """Apply one event."""
         match event:
             case AddSst(entry):
                 add_tables(self, (entry,))
@@ -158,13 +158,13 @@ class ManifestData:
         self.dirty = True
 
     def apply_all(self, events: Iterable[ManifestEvent]) -> ManifestData:
-        """The effect of several, in order; returns itself."""
+        """Apply events in order, and return `self`."""
         for event in events:
             self.apply(event)
         return self
 
     def copy(self) -> ManifestData:
-        """A state of its own that begins as this one."""
+        """Return an independent copy."""
         return ManifestData(
             version=self.version,
             last_lsn=self.last_lsn,
@@ -219,10 +219,10 @@ NUMBER_EFFECTS: dict[type, Callable[[ManifestData, int], None]] = {
     UpdateLsn: _update_lsn,
     AllocateSstId: _allocate,
 }
-"""What the events do that consist of one number; a replay calls these without making the event."""
+"""The effects of events that consist of one number; `apply` dispatches on it."""
 
 
 def add_tables(data: ManifestData, entries: Iterable[ManifestSstEntry]) -> None:
-    """The effect of `AddSst`, and the first half of `Compaction`."""
+    """Apply `AddSst`, or the first half of `Compaction`."""
     for entry in entries:
         data.tables.setdefault(entry.id, entry)

@@ -1,10 +1,10 @@
-"""The bytes of a key-value database's manifest: events in its log, the whole state in its snapshot.
+"""The encoding of a key-value database's manifest: events in its log, the whole state in its snapshot.
 
-Little-endian, no padding; decoding takes every byte or raises. An event is one record of a framed log
-(`durable/log_format.py`), which brings its checksum and its place. A log's kind says whether a snapshot precedes it (`lsm1`)
-or nothing does (`lsm0`), so that a missing snapshot is noticed; a snapshot names the salt of the log that it covers.
+Little-endian, no padding; decoding consumes every byte or raises. An event is one record of a framed log
+(`durable/log_format.py`), which provides its checksum and its position. A log's kind states whether a snapshot precedes it
+(`lsm1`) or nothing does (`lsm0`), so that a missing snapshot is detected; a snapshot names the salt of the log that it covers.
 
-Pure functions, any thread. Format page: `docs/formats/lsm-manifest.md`.
+Threads: pure functions; any. Format page: `docs/formats/lsm-manifest.md`.
 Raises `Corruption`, `FormatTooNew`, `OutOfRange` (kind Encoding) and `SnapshotChecksumMismatch`."""
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from quire.lsm.manifest_data import (
 from quire.lsm.witnesses import REPAIR
 
 LOG_FIRST = b"lsm0"
-"""The kind of a log that nothing precedes."""
+"""The kind of a log without a preceding snapshot."""
 LOG_NEXT = b"lsm1"
-"""The kind of a log that goes on where a snapshot ends."""
+"""The kind of a log that continues a snapshot."""
 
 SNAPSHOT_MAGIC = b"QUIRELSM"
 SNAPSHOT_VERSION = 1
@@ -83,12 +83,12 @@ TAGS: dict[type, int] = {
     AllocateSstId: 8,
     Compaction: 9,
 }
-"""Fixed for ever; a new event takes a new number."""
+"""Never changed; a new event gets a new number."""
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def encode_event(event: ManifestEvent) -> bytes:
-    """The record of an event.
+    """Encode an event as a record.
 
     >>> encode_event(SetActiveWal(7)).hex()
     '020700000000000000'
@@ -108,7 +108,7 @@ def encode_event(event: ManifestEvent) -> bytes:
 
 
 def decode_event(record: bytes, path: str = "", offset: int = 0) -> ManifestEvent:
-    """The event of a record; `path` and `offset` are for the message."""
+    """Decode a record. `path` and `offset` are used in error messages."""
     decoder = _DECODERS.get(record[0]) if record else None
     if decoder is None:
         _unknown(record, path, offset)
@@ -126,11 +126,11 @@ def decode_event(record: bytes, path: str = "", offset: int = 0) -> ManifestEven
 
 
 def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: str) -> None:
-    """Apply the events of a log: `data.apply(decode_event(record))` for each, without making the events of the common kinds.
+    """Apply the events of a log: `data.apply(decode_event(record))` for each, without building events of the common kinds.
 
-    Entries are made in the end, of the tables that are live by then: most that ever were are not.
+    Entries are built late, for tables that are still live: most tables in a log have been removed again.
     """
-    # Locals: this loop is half of what opening a manifest costs.
+    # Locals, because this loop is half the cost of opening a manifest.
     unpack, unpack_add, live = ONE.unpack, ADD.unpack_from, data.tables
     waiting: dict[int, bytes] = {}
     version, last_lsn, next_id = data.version, data.last_lsn, data.next_sst_id
@@ -178,7 +178,7 @@ def _settle(live: dict[int, ManifestSstEntry], waiting: dict[int, bytes]) -> Non
 
 
 def _unknown(record: bytes, path: str, offset: int) -> NoReturn:
-    # Its checksum is good, so somebody wrote it: not damage, but an event we do not know.
+    # Its checksum is valid, so it is not damage: a newer version wrote it.
     raise FormatTooNew(
         "the manifest has an event of an unknown kind",
         hint="upgrade quire",
@@ -205,7 +205,7 @@ def _decode_add(record: bytes) -> ManifestEvent:
 def _decode_compaction(record: bytes) -> ManifestEvent:
     _, added_count, removed_count = COUNTS.unpack_from(record)
     at, added = COUNTS_BYTES, list[ManifestSstEntry]()
-    if at + ENTRY_BYTES * added_count + 8 * removed_count > len(record):  # before anything of that size is made
+    if at + ENTRY_BYTES * added_count + 8 * removed_count > len(record):  # before allocating by untrusted counts
         raise ValueError(f"{added_count} tables added and {removed_count} removed in {len(record)} bytes")
     for _ in range(added_count):
         entry, at = _decode_entry(record, at)
@@ -262,14 +262,14 @@ class ManifestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     snapshot_lsn: int
     covered_salt: int
-    """Of the log whose life ended with this snapshot; 0 if there was none."""
+    """Salt of the log whose life ended with this snapshot; 0 if there was none."""
     checksum: int
     """CRC32 of the file."""
     manifest_data: ManifestData
 
 
 def encode_snapshot(data: ManifestData, covered_salt: int) -> bytes:
-    """The file's bytes: first with a checksum of zero, then with the CRC32 of that."""
+    """Encode a snapshot file: with a checksum of zero first, which is then replaced by the CRC32 of those bytes."""
     with of_kind(ErrorKind.ENCODING):
         numbers = (data.version, data.last_lsn, data.active_wal, data.next_sst_id, *data.frozen_wals)
         for number in numbers:
@@ -287,12 +287,12 @@ def encode_snapshot(data: ManifestData, covered_salt: int) -> bytes:
 
 
 def snapshot_crc32(file: bytes) -> int:
-    """The checksum that a MANIFEST file has in its head."""
+    """Return the checksum in the header of a MANIFEST file."""
     return int.from_bytes(file[CHECKSUM_OFFSET : CHECKSUM_OFFSET + 4], "little")
 
 
 def decode_snapshot(file: bytes, path: str = "") -> ManifestSnapshot:
-    """What a MANIFEST file says; anything that is not exactly what was written raises."""
+    """Decode a MANIFEST file. Raises on any deviation from the encoding."""
     hint = REPAIR
     where = {"path": path, "size": len(file)}
     if len(file) < SNAPSHOT_BYTES + DATA_BYTES or not file.startswith(SNAPSHOT_MAGIC):
@@ -322,7 +322,7 @@ _MISMATCH = ErrorKind.SNAPSHOT_CHECKSUM_MISMATCH.value
 def _decode_data(file: bytes) -> ManifestData:
     version, last_lsn, active_wal, next_sst_id, frozen_count, sst_count = DATA.unpack_from(file, SNAPSHOT_BYTES)
     at = SNAPSHOT_BYTES + DATA_BYTES
-    if at + 8 * frozen_count + ENTRY_BYTES * sst_count > len(file):  # before anything of that size is made
+    if at + 8 * frozen_count + ENTRY_BYTES * sst_count > len(file):  # before allocating by untrusted counts
         raise ValueError(f"{frozen_count} WALs and {sst_count} tables in {len(file)} bytes")
     frozen = list(struct.unpack_from(f"<{frozen_count}Q", file, at))
     at += 8 * frozen_count

@@ -1,9 +1,9 @@
-"""What was written and is not in a table yet: a dictionary, with older versions only where a snapshot needs them.
+"""The memtable: writes that are not in a table yet, in a dictionary that keeps older versions only where a snapshot needs them.
 
-An entry is (lsn, value, older). Entries are replaced, never changed: readers walk them without a lock. A key that comes while
-a scan runs has a higher lsn than the scan reads at, and may be missed.
+An entry is (lsn, value, older). Entries are replaced, never modified, so readers walk them without a lock. A key inserted
+during a scan has a higher lsn than the scan reads at, so the scan may miss it.
 
-Threads: one writer at a time (the engine's write lock); readers any."""
+Threads: one writer at a time (the engine's write lock); any number of readers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Entry = tuple[int, bytes | None, "Entry | None"]
 SortedKeys = tuple[list[bytes], list[bytes]]
 
 ENTRY_BYTES = 150
-"""What an entry takes beyond its key and value: tuple, dictionary slot, object heads."""
+"""Memory of an entry beyond its key and value: tuple, dictionary slot, object headers."""
 RECENT_KEYS = 1_024
-"""So many keys, or a sixteenth of all, may be in the list of the newest keys before it is merged into the other one."""
+"""The list of newest keys is merged into the main one when it exceeds this and a sixteenth of the main one."""
 MARK_ROWS = 1_024
-"""A part of a scan may begin at every so many keys."""
+"""Keys between two positions at which a part of a scan may begin."""
 
 
 class Memtable:
@@ -46,13 +46,14 @@ class Memtable:
         self._batch: pa.RecordBatch | None = None
 
     def put_all(self, lsn: int, items: Mapping[bytes, bytes | None], payload_bytes: int, snapshot_lsn: int) -> None:
-        """Enter a batch. `snapshot_lsn` is the highest that somebody reads at, or 0: versions above it are not kept."""
+        """Insert a batch. `snapshot_lsn` is the highest lsn that a snapshot reads at, or 0; older versions above it are
+        dropped."""
         if snapshot_lsn:
             entries = self.entries
             for key, value in items.items():
                 former = entries.get(key)
                 if former is not None and former[0] > snapshot_lsn:
-                    former = former[2]  # nobody reads at it; who reads further back still does
+                    former = former[2]  # no snapshot reads this version; an older snapshot may read the one below it
                 entries[key] = (lsn, value, former)
         else:
             self.entries.update(zip(items, zip(repeat(lsn), items.values(), repeat(None))))
@@ -60,7 +61,7 @@ class Memtable:
         self.lsn_max = lsn
 
     def get(self, key: bytes, lsn: int) -> tuple[int, bytes | None] | None:
-        """The newest version of a key at or below an lsn."""
+        """Return the newest version (lsn, value) of a key at or below `lsn`, or `None`."""
         entry = self.entries.get(key)
         while entry is not None:
             if entry[0] <= lsn:
@@ -68,20 +69,21 @@ class Memtable:
             entry = entry[2]
         return None
 
-    # ── sorted ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── key order ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def sorted_keys(self) -> list[bytes]:
-        """The keys in order; a list that is never changed."""
+        """Return the keys in order, as a list that is never modified."""
         older, recent = self._sorted_runs()
         if recent:
             with self._sorting:
                 older, recent = self._runs
-                older = sorted(older + recent)  # two runs: this merges them
+                older = sorted(older + recent)  # Timsort merges two sorted runs in linear time
                 self._runs = (older, [])
         return older
 
     def _sorted_runs(self) -> SortedKeys:
-        """The keys as two sorted lists that are never changed: most of them, and the ones that came last. A scan after each
-        write would otherwise copy the whole list each time."""
+        """Return the keys as two sorted lists that are never modified: the bulk of the keys, and the newest ones.
+
+        With a single list, alternating writes and scans would copy all keys each time."""
         older, recent = self._runs
         if len(older) + len(recent) != len(self.entries):
             with self._sorting:
@@ -92,16 +94,16 @@ class Memtable:
                 self._runs = (older, recent)
         return self._runs
 
-    def _latest(self, known: int) -> list[bytes]:
-        """The keys after the first so many: a dictionary keeps the order of insertion, and nothing is taken out."""
+    def _latest(self, sorted_count: int) -> list[bytes]:
+        """Return the keys inserted after the first `sorted_count`: a dictionary keeps their order, and no key is removed."""
         while True:
             count = len(self.entries)
-            latest = list(islice(reversed(self.entries), count - known))
-            if len(self.entries) == count:  # else one came in between, and took the place of another
+            latest = list(islice(reversed(self.entries), count - sorted_count))
+            if len(self.entries) == count:  # else a key inserted meanwhile has displaced the oldest of them
                 return latest
 
     def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """Add the first rows of [low, high); the edge (short_scan.py)."""
+        """Add the first `rows` rows of [low, high) to `windows`. Return the edge (short_scan.py)."""
         if not self.entries:
             return None
         edges = list[bytes]()
@@ -114,7 +116,7 @@ class Memtable:
         return min(edges, default=None)
 
     def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """The same with the last rows of [low, high)."""
+        """Add the last `rows` rows of [low, high) to `windows`. Return the edge."""
         if not self.entries:
             return None
         edges = list[bytes]()
@@ -135,7 +137,7 @@ class Memtable:
             windows.add(*_older_versions(keys, olders), self.lsn_max, is_plain=False)
 
     def marks(self, low: bytes, high: bytes | None) -> list[Mark]:
-        """Where parts of a scan may begin."""
+        """Return the positions at which parts of a scan may begin."""
         keys = self.sorted_keys()
         start = bisect_left(keys, low)
         end = len(keys) if high is None else bisect_left(keys, high)
@@ -143,29 +145,29 @@ class Memtable:
         return [(keys[at], row_bytes * MARK_ROWS) for at in range(start, end, MARK_ROWS)]
 
     def rows_between(self, low: bytes, high: bytes | None) -> list[pa.RecordBatch]:
-        """The rows with keys in [low, high), all versions."""
+        """Return the rows with keys in [low, high), all versions."""
         keys = self.sorted_keys()
         start = bisect_left(keys, low) if low else 0
         end = len(keys) if high is None else bisect_left(keys, high)
         if start >= end:
             return []
-        whole = self.is_frozen and start == 0 and end == len(keys)
-        if whole and self._batch is not None:
+        is_complete = self.is_frozen and start == 0 and end == len(keys)
+        if is_complete and self._batch is not None:
             return [self._batch]
         batch = _rows(keys[start:end], self.entries)
-        if whole:
+        if is_complete:
             self._batch = batch
         return [batch]
 
     def freeze(self) -> None:
-        """No more writes from here on."""
+        """Mark the memtable as immutable."""
         self.is_frozen = True
 
 
 def _older_versions(
     keys: Sequence[bytes], olders: Sequence[Entry | None]
 ) -> tuple[list[bytes], list[int], list[bytes | None]]:
-    """The rows of all versions but the newest ones."""
+    """Return the rows of all versions except the newest of each key."""
     names, lsns, values = list[bytes](), list[int](), list[bytes | None]()
     for key, version in zip(keys, olders):
         older = version
@@ -188,7 +190,7 @@ def _rows(keys: list[bytes], entries: dict[bytes, Entry]) -> pa.RecordBatch:
                 entry = entry[2]
         names, lsns, values = zip(*rows)
         keys = list(names)
-    import pyarrow as pa  # not before a memtable is read as rows: who gets and puts needs no Arrow
+    import pyarrow as pa  # a program that only gets and puts does not need Arrow
 
     from quire.lsm.sst_format import SCHEMA
 

@@ -1,11 +1,14 @@
-"""Sorted rows from several places become one sorted stream, a part of the key space at a time, without a loop over rows.
+"""Merges sorted rows of several sources into one sorted stream, one part of the key space at a time, without a loop over rows.
 
-A part is a range [low, high) small enough to be merged in memory: concatenate, sort by key and by falling lsn, decide by
-masks. Versions of a key never fall into two parts. A stripe is the lsns between two neighbouring snapshots: of the versions
-of a key in one stripe only the newest is ever seen. A compaction keeps that one; a tombstone goes only if nothing older of
-its key can be anywhere else (the caller says so) and nothing older is kept here.
+Terms
+  part    a range [low, high) small enough to be merged in memory: concatenate, sort by key and descending lsn, filter by masks.
+          All versions of a key are in one part
+  stripe  the lsns between two neighbouring snapshots. Of the versions of a key in one stripe, only the newest is visible to any
+          read, and a compaction keeps only that one
 
-Any thread; importable on executors. Raises what reading and writing tables raise."""
+A tombstone is dropped only if no older version of its key can exist elsewhere (the caller decides this) and none is kept here.
+
+Threads: any; importable on executors. Raises the errors of reading and writing tables."""
 
 from __future__ import annotations
 
@@ -29,36 +32,36 @@ from quire.lsm.sst_writer import TableWriter, key_changes
 
 Mark = tuple[bytes, int]
 Hidden = frozenset[int]
-"""Lsns of bulk loads that were under way when a snapshot was taken: it must not see them when they are done."""
+"""Lsns of bulk loads that were in progress when a snapshot was taken, and that it must not see once they are published."""
 
 FIRST_PART_BYTES = 128 * KIB
-"""A scan's first part is small, so that its first row comes soon; each next one is four times as large, up to:"""
+"""A scan's first part is small, to return the first row soon. Each further part is four times as large, up to:"""
 PART_BYTES = 8 * MIB
 
 SORT_KEYS = [("key", "ascending"), ("lsn", "descending")]
 PAIR = pa.schema([SCHEMA.field("key"), pa.field("value", pa.binary(), nullable=False)])
-"""What a scan gives."""
+"""The schema of a scan's batches."""
 
 
 def pairs_batch(keys: list[bytes], values: list[bytes]) -> pa.RecordBatch:
-    """One batch of `PAIR`."""
+    """Build one batch of schema `PAIR`."""
     return pa.record_batch([pa.array(keys, pa.binary()), pa.array(values, pa.binary())], schema=PAIR)
 
 
 class RowSource(Protocol):
-    """Sorted rows."""
+    """A source of sorted rows."""
 
     def marks(self, low: bytes, high: bytes | None) -> list[Mark]:
-        """Where parts may begin, in order."""
+        """Return the positions at which parts may begin, in order: (key, approximate bytes until the next one)."""
 
     def rows_between(self, low: bytes, high: bytes | None) -> list[pa.RecordBatch]:
-        """The rows with keys in [low, high), in order."""
+        """Return the rows with keys in [low, high), in order."""
 
 
 def parts(
     sources: Sequence[RowSource], low: bytes, high: bytes | None, *, first_bytes: int, bytes_max: int = PART_BYTES
 ) -> list[tuple[bytes, bytes | None]]:
-    """Cut [low, high) into parts."""
+    """Split [low, high) into parts."""
     marks = sorted(mark for source in sources for mark in source.marks(low, high))
     cuts, size, limit = [low], 0, first_bytes
     for key, following in marks:
@@ -70,19 +73,19 @@ def parts(
 
 
 def merged(sources: Sequence[RowSource], low: bytes, high: bytes | None) -> pa.RecordBatch:
-    """All rows with keys in [low, high), sorted."""
+    """Return all rows with keys in [low, high), sorted."""
     runs = [rows for source in sources if (rows := source.rows_between(low, high))]
     batches = [batch for rows in runs for batch in rows]
     if not batches:
         return pa.record_batch([pa.array([], field.type) for field in SCHEMA], schema=SCHEMA)
-    whole = pa.concat_batches(batches) if len(batches) > 1 else batches[0]
+    rows = pa.concat_batches(batches) if len(batches) > 1 else batches[0]
     if len(runs) == 1:
-        return whole
-    return whole.take(pc.sort_indices(whole, sort_keys=SORT_KEYS))
+        return rows
+    return rows.take(pc.sort_indices(rows, sort_keys=SORT_KEYS))
 
 
 def visible(rows: pa.RecordBatch, lsn: int, hidden: Hidden = frozenset()) -> pa.RecordBatch:
-    """Keys and values that a read at an lsn sees in sorted rows, those of the `hidden` lsns left out."""
+    """Return the keys and values that a read at `lsn` sees in sorted rows, ignoring rows with `hidden` lsns."""
     numbers = rows.column(2).to_numpy()
     if hidden:
         rows = rows.filter(pa.array(~np.isin(numbers, np.array(sorted(hidden), np.uint64))))
@@ -98,7 +101,7 @@ def visible(rows: pa.RecordBatch, lsn: int, hidden: Hidden = frozenset()) -> pa.
 
 
 def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatch:
-    """What a compaction keeps of sorted rows."""
+    """Return the rows that a compaction keeps of sorted rows."""
     begins = _begins(rows.column(0))
     keep = begins
     if retention.snapshots and not begins.all():
@@ -108,7 +111,7 @@ def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatc
     dead = rows.column(3)
     if not retention.drop_tombstones_below or not dead.true_count:
         return rows
-    ends = np.concatenate((key_changes(rows.column(0)), [True]))  # nothing older of the key follows
+    ends = np.concatenate((key_changes(rows.column(0)), [True]))  # whether the row is the oldest of its key
     young = rows.column(2).to_numpy() >= np.uint64(retention.drop_tombstones_below)
     stays = ~dead.to_numpy(zero_copy_only=False) | ~ends | young
     return rows.filter(pa.array(stays))
@@ -123,7 +126,7 @@ def scan_parts(
     hidden: Hidden = frozenset(),
     reverse: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """What a read at an lsn sees in [low, high), as batches of keys and values in order, or in the opposite one."""
+    """Yield the keys and values that a read at `lsn` sees in [low, high), as batches in ascending or descending order."""
     cut = parts(sources, low, high, first_bytes=FIRST_PART_BYTES)
     for start, end in reversed(cut) if reverse else cut:
         batch = visible(merged(sources, start, end), lsn, hidden)
@@ -139,7 +142,7 @@ def compacted(
     *,
     part_bytes: int = PART_BYTES,
 ) -> Iterator[pa.RecordBatch]:
-    """What a compaction of these sources keeps, as sorted batches; no key is in two of them."""
+    """Yield the rows that a compaction of `sources` keeps, as sorted batches. No key is in two batches."""
     for start, end in parts(sources, low, high, first_bytes=part_bytes, bytes_max=part_bytes):
         batch = retained(merged(sources, start, end), retention)
         if batch.num_rows:
@@ -159,7 +162,9 @@ def merge_tables(
     high: bytes | None = None,
     stage: str = "",
 ) -> list[tuple[str, TableMeta]]:
-    """Merge the rows of tables in [low, high) into new ones; their paths and what they hold. `new_table` gives id and path."""
+    """Merge the rows of tables in [low, high) into new tables. Return their paths and metadata.
+
+    `new_table` returns the id and path of the next table."""
     outputs: list[tuple[str, TableMeta]] = []
     writer: TableWriter | None = None
     path = ""
@@ -184,7 +189,7 @@ def merge_tables(
 
 
 def _begins(keys: pa.BinaryArray) -> NDArray[np.bool_]:
-    """For each row, whether it is the first of its key."""
+    """Return for each row whether it is the first of its key."""
     if not len(keys):
         return np.zeros(0, np.bool_)
     return np.concatenate(([True], key_changes(keys)))

@@ -1,4 +1,4 @@
-"""The figures of key-value databases that are open, for Prometheus. Read when somebody asks. Threads: any."""
+"""Prometheus metrics of the open key-value databases, computed at each scrape. Threads: any."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ LABELS = ["db", "name"]
 
 _GAUGES = {
     "tables": "tables",
-    "table_bytes": "bytes of tables",
+    "table_bytes": "size of the tables in bytes",
     "rows": "versions in tables, deletions included",
     "tombstones": "deletions in tables",
-    "memtable_bytes": "bytes that no table holds yet",
-    "frozen": "memtables that wait to become tables",
-    "last_lsn": "the newest write",
-    "stalled_writers": "writers that wait for a flush or a compaction, now",
-    "manifest_version": "the manifest's version: rises with each change",
+    "memtable_bytes": "size of the memtables in bytes",
+    "frozen": "memtables waiting to be flushed",
+    "last_lsn": "lsn of the newest write",
+    "stalled_writers": "writers currently waiting for a flush or a compaction",
+    "manifest_version": "version of the manifest; increases with each change",
 }
 _COUNTERS = {
-    "flushes": "memtables that became tables",
-    "compactions": "merges of tables",
-    "stalls": "writes that had to wait",
-    "stall_seconds": "how long writers have waited",
+    "flushes": "memtables flushed to tables",
+    "compactions": "table merges",
+    "stalls": "writes delayed by a flush or a compaction",
+    "stall_seconds": "total time that writers have waited",
 }
-"""Fields of `Stats`, each the end of its metric's name."""
+"""Keys here and in `_GAUGES` are fields of `Stats`, and the suffix of the metric's name."""
 
 
 class KvCollector:
-    """A Prometheus collector. `databases` gives (labels, numbers) of the databases that are open."""
+    """A Prometheus collector. `databases` returns (labels, stats) of each open database."""
 
     def __init__(self, databases: Callable[[], Iterable[tuple[list[str], Stats]]]) -> None:
         self._databases = databases
 
     def describe(self) -> Iterable[Any]:
-        """Nothing ahead of time."""
+        """Return nothing: registering must not read the databases."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The current figures."""
+        """Yield the current values."""
         databases = list(self._databases())
         for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for field, text in names.items():

@@ -1,11 +1,12 @@
-"""What the store's manifest (LMDB) knows of a key-value database: rows of its tables, ends of its logs, jobs of its
+"""The projection of a key-value database in the store's manifest (LMDB): rows of its tables, ends of its logs, jobs of its
 compactions.
 
-The database's own log comes first, LMDB second (S1): rows follow after an event is durable and its tables are open. What LMDB
-missed is folded with the next change or at the next open: what is submitted is the difference. A fold that fails keeps nobody
-from writing, but no file goes before one has succeeded.
+The database's own log is written first, LMDB second (S1): rows follow after an event is durable and its tables are open. A
+fold submits the difference between the tables and the rows, so a change that LMDB has missed is included in the next fold or
+made at the next open. A failed fold does not block writers, but no file is removed until one has succeeded.
 
-Threads: any; folds of one database one after another. Raises nothing, except `differences` what reading LMDB raises."""
+Threads: any; folds of one database are serialised. `fold`, `record` and `CompactionJobs` report failures and raise nothing;
+other methods raise LMDB's errors."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from quire.lsm.sst_reader import SSTable
 
 KEY_BYTES = 256
-"""Of the ends of a table's range; keys may have 64 KiB."""
+"""The lowest and highest key of a table are cut to this length; keys may have 64 KiB."""
 
 
 class KvProjection:
@@ -41,11 +42,11 @@ class KvProjection:
         self._db_id = db_id
         self._lock = threading.Lock()
         self._known: dict[int, LsmTableRecord] | None = None
-        """The rows, as far as we know; `None` if they must be read first."""
+        """The rows in LMDB after the last fold; `None` if they must be read first."""
         self._recorded: LsmEndsRecord | None = None
 
     def fold(self, tables: Callable[[], Iterable[SSTable]], ends: Callable[[], LsmEndsRecord]) -> bool:
-        """Bring the rows up to what `tables` says by then, and record the ends; whether LMDB has them now."""
+        """Bring the rows up to date with `tables()`, and record `ends()`. Return whether LMDB has committed both."""
         with self._lock:
             try:
                 known = self._known if self._known is not None else self.rows()
@@ -66,7 +67,7 @@ class KvProjection:
             return True
 
     def record(self, ends: LsmEndsRecord) -> None:
-        """Record how far the logs are durable, and nothing else; a failure is reported."""
+        """Record how far the logs are durable, without folding rows. A failure is reported as an event."""
         with self._lock:
             if ends == self._recorded:
                 return
@@ -77,18 +78,18 @@ class KvProjection:
                 emit("warning", "lsm.ends_not_recorded", db_id=self._db_id, error=str(error))
 
     def ends(self) -> LsmEndsRecord | None:
-        """What LMDB has recorded of the logs."""
+        """Return the ends of the logs as recorded in LMDB."""
         with self._manifest.read() as txn:
             self._recorded = txn.get(t.LSM_ENDS, self._db_id)
             return self._recorded
 
     def rows(self) -> dict[int, LsmTableRecord]:
-        """What LMDB has."""
+        """Return the table rows in LMDB, by id."""
         with self._manifest.read() as txn:
             return {key[1]: row for key, row in txn.scan(t.LSM_CATALOG, self._db_id)}
 
     def differences(self, tables: Iterable[SSTable]) -> Iterator[str]:
-        """What LMDB says otherwise than the tables."""
+        """Yield a description of each difference between the rows in LMDB and the tables."""
         rows, wanted = self.rows(), {table.meta.sst_id: record_of(table) for table in tables}
         for sst_id in sorted(rows.keys() | wanted.keys()):
             if sst_id not in rows:
@@ -100,7 +101,7 @@ class KvProjection:
 
 
 def record_of(table: SSTable) -> LsmTableRecord:
-    """A table's row."""
+    """Return the row of a table."""
     meta = table.meta
     return LsmTableRecord(
         meta.level,
@@ -116,7 +117,7 @@ def record_of(table: SSTable) -> LsmTableRecord:
 
 
 def is_row_of(row: LsmTableRecord, table: SSTable) -> bool:
-    """Whether a row describes a table; one that is older than checksums, by everything else."""
+    """Return whether a row describes a table. In a row written before checksums existed, the checksum is not compared."""
     return _is_same(row, record_of(table))
 
 
@@ -125,15 +126,16 @@ def _is_same(row: LsmTableRecord, wanted: LsmTableRecord) -> bool:
 
 
 LEASE_MS = 30 * 24 * 3_600 * 1_000
-"""Of a compaction's job."""
+"""Lease of a compaction's job: 30 days, longer than any compaction."""
 
 
 class CompactionJobs:
-    """The compactions of one database as jobs of the store, so that `quire jobs` shows them. Raises nothing.
+    """Records the compactions of one database as jobs of the store, so that `quire jobs` shows them. Raises nothing.
 
-    The lease outlives every compaction: while this process lives the work goes on, and when it dies the next owner finds the
-    row pending at once. Whoever takes it then merges what is due by then. A row that could not be written or completed keeps
-    no compaction from being done: the database's own log is the truth (S1). Called with the compaction lock held.
+    The lease outlives every compaction: no other worker takes the job while this process lives, and when it dies the next
+    owner finds the row pending at once. The worker that takes it merges whatever is due then. A row that could not be written
+    or completed does not prevent a compaction: the database's own log is authoritative (S1). Called with the compaction lock
+    held.
     """
 
     def __init__(self, manifest: ManifestStore, db_id: int) -> None:
@@ -141,10 +143,10 @@ class CompactionJobs:
         self._db_id = db_id
         self._worker = worker_name("lsm")
         self._job_id = 0
-        """The row of the compaction that is under way, or failed; 0 for none."""
+        """The job of the compaction that is running or has failed; 0 for none."""
 
     def begin(self, job: MergeJob) -> None:
-        """Make the row of a compaction and take it, in one batch: no other worker gets it."""
+        """Enqueue and start the job of a compaction in one batch, so that no other worker takes it."""
         if self._job_id:
             return
         size = sum(table.size_bytes for table in job.inputs)
@@ -156,14 +158,14 @@ class CompactionJobs:
             self._manifest.submit([EnqueueJob(job_id, record), StartJob(job_id, self._worker, expires)]).result()
             self._job_id = job_id
         except QuireError as error:
-            self._complain(error)
+            self._report(error)
 
     def done(self, result: dict[str, Any]) -> None:
-        """Complete the row: the compaction is published."""
+        """Complete the job of a compaction that has been published."""
         self._end(lambda job: self._manifest.jobs.complete(job, result))
 
     def close(self) -> None:
-        """Leave what failed to the next worker."""
+        """Leave the job of a failed compaction to the next worker."""
         self._end(lambda job: self._manifest.jobs.defer(job, 0))
 
     def _end(self, step: Callable[[Job], object]) -> None:
@@ -172,9 +174,9 @@ class CompactionJobs:
             try:
                 step(self._manifest.jobs.get(job_id))
             except (IllegalTransition, UnknownJob):
-                pass  # it was cancelled meanwhile: too late
+                pass  # it was cancelled meanwhile, too late to have an effect
             except QuireError as error:
-                self._complain(error)
+                self._report(error)
 
-    def _complain(self, error: QuireError) -> None:
+    def _report(self, error: QuireError) -> None:
         emit("warning", "lsm.job_row_failed", db_id=self._db_id, error=str(error))

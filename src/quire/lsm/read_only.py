@@ -1,18 +1,18 @@
-"""A key-value database of a store that was opened for reading: beside its owner, on a standby, or in a restored directory.
+"""A key-value database of a store that was opened for reading: next to its owner, on a standby, or in a restored directory.
 
-Its files are read as recovery would read them, and nothing is written, cut or removed: at every moment they are a state that
-a killed owner could have left. A batch is seen once the owner has appended it to the log, as readers inside the owner see it.
-Each read first looks whether the owner has written since: what was appended to the log is added to the memtable; if the
+The files are read as recovery would read them, and nothing is written, cut or removed: at any moment they are in a state that
+a killed owner could have left. A batch becomes visible when the owner has appended it to the log, as for readers inside the
+owner. Each read first checks for new writes of the owner: records appended to the log are added to the memtable; if the
 manifest has changed, everything is read again.
 
-What the owner does meanwhile, and what a reader then has
-  removes a table or a log     the file stays readable while the view that needs it is held, which has it open
-  flushes, compacts            the view before; the next read has the one after
-  writes while files are read  the manifest has changed when everything is read: it is read again
+What the owner does meanwhile, and what a reader sees
+  removes a table or a log     the file stays readable through the view that uses it, which holds it open
+  flushes, compacts            the previous view; the next read uses the new one
+  writes while files are read  the manifest is found changed after everything was read, and everything is read again
 
-A snapshot holds its view: compactions of the owner do not know of it.
+A snapshot holds its view, because the owner's compactions do not keep versions for it.
 
-Threads: any. Raises `ReadOnly`, and what reading raises."""
+Threads: any. Raises `ReadOnly`, and the errors of reading."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 RACES_MAX = 250
 RACE_SECONDS = 0.02
-"""How often files that do not fit together are read again, and the pause: the owner, or a standby, is writing them."""
+"""How often inconsistent files are read again, and the pause in between: the owner, or a standby, may be writing them."""
 
 
 class _LogPosition(NamedTuple):
-    """How far the active log was read; no log of a database that was never written to."""
+    """How far the active log was read."""
 
     path: str
     header: LogHeader
@@ -59,7 +59,7 @@ class _LogPosition(NamedTuple):
 class ReadOnlyKv(Kv):
     """A key-value database, opened for reading; made by `store.kv(name)` of a store with mode "r"."""
 
-    def __init__(  # its parts are other ones: what the owner has is refused
+    def __init__(  # does not call `Kv.__init__`: the owner's parts do not exist here, and their use is refused
         self,
         disk: Disk,
         home: LsmHome,
@@ -68,11 +68,11 @@ class ReadOnlyKv(Kv):
         settings: LsmSettings,
         cache: BlockCache,
         *,
-        is_made: bool,
+        files_created: bool,
         line: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`is_made`: whether its files were ever there. `line` says in which range of numbers (A10) the store is: tables of
-        another one may have the same ids."""
+        """Open the database. `files_created`: whether its files have ever existed. `line` returns the first number of the
+        store's current range (A10): tables of different ranges may have the same ids."""
         # constant after construction
         self.disk = disk
         self.home = home
@@ -80,9 +80,9 @@ class ReadOnlyKv(Kv):
         self.settings = settings
         self.cache = cache
         self._name = name
-        self._is_made = is_made
+        self._files_created = files_created
         self._line_now = line
-        self.follower = None
+        self.projection = None
         self.barrier = None
         self.first_lsn = 0
         self.manifest = self.upkeep = self.stalls = cast(Any, OwnerOnly("the database", name=name))
@@ -93,11 +93,11 @@ class ReadOnlyKv(Kv):
         self._tail: _LogPosition | None = None
         self._tables: dict[int, SSTable] = {}
         self._line = 0
-        # guarded by _visibility, which comes after _reading
+        # guarded by _visibility, which is taken after _reading
         self._visibility = threading.Lock()
         self._lsn = 0
         self._loading: set[int] = set()
-        # replaced under _reading, read by all
+        # replaced under _reading, read without a lock
         self.view = KvView(Memtable(), (), Levels())
         # only ever set
         self.failure = None
@@ -105,21 +105,21 @@ class ReadOnlyKv(Kv):
 
     # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def refresh(self) -> None:
-        """Have what the owner has written by now."""
+        """Catch up with the owner's writes."""
         with self._reading:
             self.require_open()
-            # First the log, then the manifest: if that is the same, nothing was written elsewhere meanwhile.
+            # First the log, then the manifest: if that is unchanged, no record went to another log meanwhile.
             if self._manifest_read is None or not self._read_on() or not self._is_current():
                 self._load()
 
     def _is_current(self) -> bool:
         try:
             return self._manifest_read is not None and self._manifest_read.is_current(self.disk, self.home)
-        except Corruption:  # it is being replaced
+        except Corruption:  # the log is being replaced
             return False
 
     def _read_on(self) -> bool:
-        """Enter what was appended to the active log; False if that is another file now."""
+        """Add the records appended to the active log to the memtable. Return `False` if the log is now another file."""
         tail = self._tail
         if tail is None:
             return True
@@ -145,7 +145,7 @@ class ReadOnlyKv(Kv):
         return True
 
     def _load(self) -> None:
-        """Read everything, again and again until it fits together. REQUIRES `_reading`."""
+        """Read everything, and retry until the files are consistent. REQUIRES `_reading`."""
         for race in range(RACES_MAX):
             try:
                 self._load_once()
@@ -160,12 +160,12 @@ class ReadOnlyKv(Kv):
 
     def _load_once(self) -> None:
         manifest = read_manifest(self.disk, self.home, self.owner)
-        if manifest.header is None and self._is_made:
+        if manifest.header is None and self._files_created:
             raise Corruption("the database's files are missing", hint=REPAIR, path=self.home.path, name=self._name)
         state, line = manifest.data, self._line_now()
-        known = self._tables if line == self._line else {}
+        opened = self._tables if line == self._line else {}
         tables = {
-            entry.id: known.get(entry.id)
+            entry.id: opened.get(entry.id)
             or open_table(self.disk, f"{self.home.path}/{entry.path}", entry.id, self.cache)
             for entry in state.sstables
         }
@@ -182,7 +182,7 @@ class ReadOnlyKv(Kv):
         self._manifest_read, self._tail, self._tables, self._line = manifest, tail, tables, line
 
     def _replayed(self, state: ManifestData, in_tables: int) -> tuple[list[Frozen], Memtable, _LogPosition | None]:
-        """What the frozen logs hold, the oldest first; what the active one holds; and how far that was read."""
+        """Return the memtables of the frozen logs, oldest first; the memtable of the active log; and how far that was read."""
         frozen: list[Frozen] = []
         memtable, tail = Memtable(), None
         for number in wals_in_order(state) if state.active_wal else ():
@@ -190,7 +190,7 @@ class ReadOnlyKv(Kv):
             contents = scan(read_all(self.disk, path), path, kind=LOG_KIND)
             self.owner.require(contents.header, number, path)
             for batch in batches_of(contents):
-                if batch.items and batch.lsn > in_tables:  # as in recovery
+                if batch.items and batch.lsn > in_tables:  # otherwise a table has it already (recovery.py)
                     memtable.put_all(batch.lsn, batch.items, batch.size, 0)
             if number != state.active_wal:
                 memtable.freeze()
@@ -201,7 +201,7 @@ class ReadOnlyKv(Kv):
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: Buffer) -> bytes | None:
-        """The value of a key, `None` if there is none."""
+        """Return the value of a key, or `None`."""
         self.refresh()
         return super().get(key)
 
@@ -212,46 +212,47 @@ class ReadOnlyKv(Kv):
         return self._lsn
 
     def snapshot(self) -> KvSnapshot:
-        """The database as it is now, until the snapshot is closed."""
+        """Return a snapshot of the database as it is now, readable until it is closed."""
         self.refresh()
         with self._visibility:
             held = self.snapshots.hold((self._lsn,))
             return KvSnapshot(self, self._lsn, frozenset(), held, self.view)
 
     def stats(self) -> Stats:
-        """What the database consists of, now."""
+        """Return the current statistics."""
         self.refresh()
         view, manifest = self.view, self._manifest_read
         assert manifest is not None
-        return stats_of(view, self._lsn, manifest.end, manifest.data.version)
+        log_bytes = manifest.end - (manifest.header.size if manifest.header is not None else 0)
+        return stats_of(view, self._lsn, log_bytes, manifest.data.version)
 
-    # ── what only the owner does ──────────────────────────────────────────────────────────────────────────────────────
+    # ── refused: owner only ───────────────────────────────────────────────────────────────────────────────────────────
     def _refuse(self) -> NoReturn:
         refuse("the database", name=self._name)
 
     def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
-        """OwnerOnly."""
+        """Raise `ReadOnly`."""
         refuse("the database", name=self._name, keys=len(batch), sync=sync, key=key.hex())
 
     def sync(self) -> None:
-        """OwnerOnly."""
+        """Raise `ReadOnly`."""
         self._refuse()
 
     def flush(self) -> None:
-        """OwnerOnly."""
+        """Raise `ReadOnly`."""
         self._refuse()
 
     def compact(self) -> None:
-        """OwnerOnly."""
+        """Raise `ReadOnly`."""
         self._refuse()
 
     def begin_load(self) -> int:
-        """OwnerOnly."""
+        """Raise `ReadOnly`."""
         self._refuse()
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Read nothing more. A second time: nothing."""
+        """Close the database for reading. Idempotent."""
         with self._reading:
             self.failure = self.failure or StoreClosed("the database is closed", hint="open it again")
             self._tables = {}
@@ -259,6 +260,6 @@ class ReadOnlyKv(Kv):
     abandon = close
 
     def forked(self, failure: StoreClosed) -> None:
-        """This process is the child of a fork()."""
+        """Invalidate the database in the child of a fork()."""
         self.failure = failure
         self._reading, self._visibility = threading.Lock(), threading.Lock()

@@ -1,7 +1,7 @@
-"""Reading a key-value database: what the database and its snapshots have in common, and a cursor.
+"""Reading a key-value database: scans, which databases and snapshots share, snapshots, and a cursor.
 
-A scan reads the database as it was when `scan` was called. What it holds (its snapshot, the files) is let go when it ends, is
-closed, or is forgotten. Batches are Arrow record batches of the columns `key` and `value`: the fast way to read much.
+A scan reads the database as it was when `scan` was called. It releases its snapshot and files when it ends, is closed, or is
+garbage-collected. Batches are Arrow record batches with the columns `key` and `value`: the fast way to read many rows.
 
 Threads: any number of scans; each belongs to one thread. Raises `StoreClosed`, `InvalidInput`, `Corruption`."""
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 class HeldLsns:
-    """The lsns that somebody reads at: versions they need are kept in memtables and by compactions."""
+    """The lsns of open snapshots. Memtables and compactions keep the versions that they read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[int, int] = {}
         self._forgotten: deque[tuple[int, ...]] = deque()
-        """What was held by snapshots that nobody closed. Filled by the garbage collector, which may come at any moment, also
-        while this thread has the lock: so it takes none."""
+        """Lsns of snapshots that were garbage-collected without being closed. Finalizers append here without the lock: they
+        may run in a thread that already holds it."""
         self.newest = 0
-        """The highest, or 0. Written under the lock, read by all."""
+        """The highest held lsn, or 0. Written under the lock, read without it."""
 
     def hold(self, lsns: Iterable[int]) -> tuple[int, ...]:
-        """Keep what reads at these need; what `release` takes back."""
+        """Hold lsns, so that the versions they read are kept. Return the argument for `release`."""
         taken, held = tuple(lsns), self._held
         with self._lock:
             if self._forgotten:
-                self._tidy()
+                self._release_forgotten()
             for lsn in taken:
                 held[lsn] = held.get(lsn, 0) + 1
                 if lsn > self.newest:
@@ -51,11 +51,11 @@ class HeldLsns:
         return taken
 
     def release(self, lsns: Iterable[int]) -> None:
-        """Nobody reads at these any more."""
+        """Release held lsns."""
         with self._lock:
-            self._let_go(lsns)
+            self._release_locked(lsns)
 
-    def _let_go(self, lsns: Iterable[int]) -> None:
+    def _release_locked(self, lsns: Iterable[int]) -> None:
         held = self._held
         for lsn in lsns:
             if held[lsn] > 1:
@@ -66,30 +66,30 @@ class HeldLsns:
                     self.newest = max(held, default=0)
 
     def forget(self, lsns: tuple[int, ...]) -> None:
-        """The same, from a finalizer; takes effect with the next call."""
+        """Release held lsns from a finalizer. Takes effect with the next `hold` or `lsns`."""
         self._forgotten.append(lsns)
 
-    def _tidy(self) -> None:
+    def _release_forgotten(self) -> None:
         while self._forgotten:
-            self._let_go(self._forgotten.popleft())
+            self._release_locked(self._forgotten.popleft())
 
     def lsns(self) -> tuple[int, ...]:
-        """All of them, rising."""
+        """Return the held lsns in ascending order."""
         with self._lock:
-            self._tidy()
+            self._release_forgotten()
             return tuple(sorted(self._held))
 
 
 class KvRanges(ABC):
-    """Ranges, made of `batches` and `pairs`."""
+    """Range scans, built on `batches` and `pairs`."""
 
     @abstractmethod
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """The keys and values of a range."""
+        """Yield the keys and values in [low, high) as Arrow batches."""
 
     @abstractmethod
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
-        """The same as pairs, some at a time."""
+        """Yield groups of (key, value) pairs in [low, high)."""
 
     def scan_batches(
         self,
@@ -99,7 +99,7 @@ class KvRanges(ABC):
         high: Buffer | None = None,
         reverse: bool = False,
     ) -> Iterator[pa.RecordBatch]:
-        """The keys that begin with `prefix`, or those in [low, high), with their values: as Arrow batches."""
+        """Return the keys that begin with `prefix`, or those in [low, high), with their values, as Arrow batches."""
         return self.batches(*_range(prefix, low, high), reverse)
 
     def scan(
@@ -110,7 +110,7 @@ class KvRanges(ABC):
         high: Buffer | None = None,
         reverse: bool = False,
     ) -> Iterator[Pair]:
-        """The same, a pair at a time."""
+        """Return the keys that begin with `prefix`, or those in [low, high), with their values, as pairs."""
         return (pair for pairs in self.pairs(*_range(prefix, low, high), reverse) for pair in pairs)
 
 
@@ -118,16 +118,17 @@ def _range(prefix: Buffer | None, low: Buffer, high: Buffer | None) -> tuple[byt
     if prefix is None:
         return as_bytes(low), None if high is None else as_bytes(high)
     if low or high is not None:
-        raise InvalidInput("a scan takes a prefix or a range, not both", hint="leave one of them out")
+        raise InvalidInput("a scan takes a prefix or a range, not both", hint="omit one of them")
     start = as_bytes(prefix)
     return start, prefix_end(start)
 
 
 class KvSnapshot(KvRanges):
-    """A database as it was; made by `Kv.snapshot`."""
+    """A database as of one moment; made by `Kv.snapshot`."""
 
     def __init__(self, kv: Kv, lsn: int, hidden: Hidden, held: tuple[int, ...], view: KvView | None = None) -> None:
-        """`view`: what it reads where compactions do not know of it; else what the database is at each read."""
+        """Create a snapshot at `lsn`. With `view` it reads that view, for a reader whose held lsns compactions do not see;
+        otherwise the database's current view at each read."""
         self.lsn = lsn
         self._view = view
         self._kv = kv
@@ -140,12 +141,12 @@ class KvSnapshot(KvRanges):
         return self._kv.view if self._view is None else self._view
 
     def get(self, key: Buffer) -> bytes | None:
-        """The value that a key had, `None` if it had none."""
+        """Return the value of a key at the snapshot, or `None`."""
         self._require()
         return self._reads.get(as_bytes(key), self.lsn, self._hidden)
 
     def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
-        """The values that keys had, in their order."""
+        """Return the values of keys at the snapshot, in their order."""
         self._require()
         return self._reads.get_many(keys, self.lsn, self._hidden)
 
@@ -163,20 +164,20 @@ class KvSnapshot(KvRanges):
             self._require()
 
     def batches_then_close(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """`batches`, and the snapshot goes with their end. If they are never begun, it goes when they are forgotten."""
+        """Yield `batches`, then close the snapshot. If iteration never starts, garbage collection releases it."""
         with self:
             yield from self.batches(low, high, reverse)
 
     def pairs_then_close(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
-        """The same with `pairs`."""
-        with self:  # not `yield from self.pairs(…)`: another generator between the rows and their reader costs a tenth
+        """Yield `pairs`, then close the snapshot."""
+        with self:  # not `yield from self.pairs(…)`: one more generator between rows and reader costs a tenth
             self._require()
             for pairs in self._reads.pairs(low, high, self.lsn, hidden=self._hidden, reverse=reverse):
                 yield pairs
                 self._require()
 
     def close(self) -> None:
-        """Let the versions go that only this snapshot needs. A second time: nothing."""
+        """Release the versions that only this snapshot needs. Idempotent."""
         if self._open:
             self._open = False
             self._kv.snapshots.release(self._held)
@@ -199,7 +200,7 @@ class KvSnapshot(KvRanges):
 
 
 class ReadableSnapshot(Protocol):
-    """A set as it was, here or at an owner."""
+    """A snapshot of a key-value set, in this process or at an owner."""
 
     def scan(
         self, *, prefix: Buffer | None = None, low: Buffer = b"", high: Buffer | None = None, reverse: bool = False
@@ -216,21 +217,21 @@ class KvIterator:
         self._pairs: Iterator[Pair] = snapshot.scan()
 
     def seek(self, key: Buffer) -> Self:
-        """Go on with the first key at or above this one."""
+        """Move to the first key at or above `key`."""
         self._pairs = self.snapshot.scan(low=key)
         return self
 
     def seek_for_prev(self, key: Buffer) -> Self:
-        """Go on with the last key at or below this one, and backwards from there."""
+        """Move to the last key at or below `key`, and iterate backwards from there."""
         self._pairs = self.snapshot.scan(high=as_bytes(key) + b"\0", reverse=True)
         return self
 
     def seek_to_first(self) -> Self:
-        """Go on with the first key."""
+        """Move to the first key."""
         return self.seek(b"")
 
     def seek_to_last(self) -> Self:
-        """Go on with the last key, and backwards from there."""
+        """Move to the last key, and iterate backwards from there."""
         self._pairs = self.snapshot.scan(reverse=True)
         return self
 
@@ -241,7 +242,7 @@ class KvIterator:
         return next(self._pairs)
 
     def close(self) -> None:
-        """Let the snapshot go."""
+        """Close the snapshot."""
         self.snapshot.close()
 
     def __enter__(self) -> Self:

@@ -1,23 +1,21 @@
-"""Opens the files of a key-value database after whatever ended its last life.
+"""Recovery: opens the files of a key-value database after a clean close or a crash.
 
 Steps
-  1. the manifest: its snapshot, then its log
-  2. the witnesses are compared: files and rows that the manifest could not have forgotten say that it is behind, and the
-     database is refused. A table's id is logged before its file is made, and a new WAL takes no record before the manifest
-     names it
-  3. every table that it names is opened; one that is missing, altered, or another one than LMDB knows is an error
-  4. every WAL that it names is replayed in order, its torn end cut off; one that is missing is an error. Frozen WALs become
-  frozen
-     memtables
-  5. notes about bulk loads that say no end get one: their tables are live, or they are not
-  6. files that it does not name are removed if they are garbage for certain, else moved to quarantine. Nothing is removed
-  before
-     everything named has been found
+  1. The manifest is read: its snapshot, then its log.
+  2. The witnesses are compared with it. Files or rows that an up-to-date manifest would name show that it is outdated, and the
+     database is refused: a table's id is logged before its file is created, and a new WAL gets no record before the manifest
+     names it.
+  3. Every table that the manifest names is opened. A table that is missing, damaged, or not the one that LMDB describes is an
+     error.
+  4. Every WAL that the manifest names is replayed in order and its torn tail cut; a missing WAL is an error. Frozen WALs become
+     frozen memtables.
+  5. Undecided records of bulk loads are resolved: their tables are live, or they are not.
+  6. Files that the manifest does not name are removed if they are provably garbage, otherwise moved to quarantine. Nothing is
+     removed before every named file has been found.
 
-Garbage for certain: temporary files; WALs below the active one that are not frozen, because what a manifest once called
-flushed stays flushed; an empty WAL just above the active one; and, if the manifest reaches what LMDB has recorded, tables
-that it does not name: nothing was acknowledged or removed on the strength of an event before that was recorded
-(witnesses.py).
+Provable garbage: temporary files; WALs below the active one that are not frozen, because a WAL that has been flushed stays
+flushed; an empty WAL just above the active one; and, if the manifest reaches the end recorded in LMDB, tables that it does
+not name, because nothing is acknowledged or removed on the basis of an event that is not recorded yet (witnesses.py).
 
 Threads: one, the opener's. Raises `Corruption`, `SnapshotChecksumMismatch`, `FormatTooNew`, `StorageFault`."""
 
@@ -37,7 +35,7 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.durable.log_reader import read_log
 from quire.durable.names import LsmHome, lsm_number
-from quire.lsm.load_notes import settle_notes
+from quire.lsm.load_records import resolve_load_records
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import ManifestData
 from quire.lsm.memtable import Memtable
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class RecoveredKv(msgspec.Struct):
-    """A database as it was found."""
+    """The state of a database after recovery."""
 
     manifest: Manifest
     wal: KvWal
@@ -63,9 +61,9 @@ class RecoveredKv(msgspec.Struct):
 
 
 def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts | None = None) -> RecoveredKv:
-    """Open the files of a database, or create an empty one unless the facts say that there was one."""
+    """Open the files of a database, or create an empty one unless `facts` state that it had files before."""
     facts = facts or StoreFacts()
-    manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_behind(disk, home, state, facts))
+    manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_stale_manifest(disk, home, state, facts))
     for part in ("wal", "sst"):
         disk.make_dirs(f"{home.path}/{part}")
     tables: list[SSTable] = []
@@ -85,9 +83,9 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
             text = "acknowledged writes are missing from the database"
             raise Corruption(text, hint=REPAIR, path=home.path, last_lsn=last, acknowledged=facts.ends.last_lsn)
         active = wals.pop()
-        if wals and calls:  # the logs that have them go when they are flushed
+        if wals and calls:  # the frozen WALs with these keys are removed when they are flushed
             active.sync(active.append(encode_carried(last, calls.newest())))
-        settle_notes(disk, home, state.tables)
+        resolve_load_records(disk, home, state.tables)
         hit("lsm.recovery.settled")
         _sweep(disk, home, state, facts)
     except BaseException:
@@ -106,24 +104,24 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
 
 
 def wals_in_order(state: ManifestData) -> list[int]:
-    """The WALs in the order of their batches; the active one, which may still be listed as frozen, is the last."""
+    """Return the WALs in the order of their batches. The active one is last, even if it is still listed as frozen."""
     return [*(number for number in state.frozen_wals if number != state.active_wal), state.active_wal]
 
 
 def _begin(disk: Disk, home: LsmHome, manifest: Manifest, facts: StoreFacts) -> ManifestData:
-    """The first WAL of a new database."""
+    """Create the first WAL of a new database."""
     KvWal.create(disk, home.wal(1), 1, facts.owner).close()
     hit("lsm.recovery.first_wal")
     manifest.set_active_wal(1)
     return manifest.state()
 
 
-def refuse_behind(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
-    """Step 2."""
+def refuse_stale_manifest(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
+    """Refuse a manifest that is older than the files or rows that should be named in it (step 2)."""
     tables = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
     later = sorted(number for number in tables | facts.rows.keys() if number >= state.next_sst_id)
     if not later and facts.ends is None:
-        # Without a record of how far the manifest came, rows of LMDB are all there is to compare it with.
+        # Without a recorded end of the manifest, rows in LMDB are the only witness to compare it with.
         later = sorted((facts.rows.keys() & tables) - state.tables.keys())
     if later:
         text = "the manifest is outdated: there are tables that it does not list"
@@ -138,7 +136,7 @@ def refuse_behind(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFa
 
 
 def names_in(disk: Disk, path: str) -> list[str]:
-    """The names in a directory; none if it is not there."""
+    """Return the names in a directory; none if it does not exist."""
     try:
         return disk.names(path)
     except FileNotFoundError:
@@ -146,7 +144,7 @@ def names_in(disk: Disk, path: str) -> list[str]:
 
 
 def _is_foreign(disk: Disk, home: LsmHome, number: int, facts: StoreFacts) -> bool:
-    """Whether a log says itself that it belongs elsewhere."""
+    """Return whether a log's header states another database or number."""
     try:
         require_owner(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
     except Corruption as error:
@@ -155,7 +153,7 @@ def _is_foreign(disk: Disk, home: LsmHome, number: int, facts: StoreFacts) -> bo
 
 
 def _is_empty(disk: Disk, path: str) -> bool:
-    """Whether a log certainly has no record."""
+    """Return whether a log certainly has no record."""
     try:
         return not read_log(disk, path, kind=LOG_KIND).payloads
     except QuireError:
@@ -163,7 +161,7 @@ def _is_empty(disk: Disk, path: str) -> bool:
 
 
 def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCache, facts: StoreFacts) -> list[SSTable]:
-    """Step 3."""
+    """Open every table that the manifest names, and compare it with its row in LMDB (step 3)."""
     opened: list[SSTable] = []
     try:
         for entry in state.sstables:
@@ -183,15 +181,15 @@ def _open_tables(disk: Disk, home: LsmHome, state: ManifestData, cache: BlockCac
 def _replay(
     disk: Disk, home: LsmHome, number: int, in_tables: int, wals: list[KvWal], facts: StoreFacts, calls: RecentKeys
 ) -> Memtable:
-    """Step 4 for one WAL, which is left open in `wals`."""
+    """Replay one WAL into a memtable (step 4), and leave it open in `wals`."""
     wal, contents = KvWal.open(disk, home.wal(number), number, facts.owner, facts.wal_end(number))
     wals.append(wal)
     memtable = Memtable()
     for lsn, items, size, keys in batches_of(contents):
         for key, at in keys:
             calls.add(key, at)
-        # Else a flush that was cut off between its two events has brought it into a table. If it were replayed, a compaction
-        # might drop a tombstone above it and the next flush bring it back.
+        # Skip batches that a flush, interrupted between its two events, has already written to a table. If one were replayed,
+        # a compaction might drop a newer tombstone of its keys, and the next flush would resurrect them.
         if items and lsn > in_tables:
             memtable.put_all(lsn, items, size, 0)
     if contents.torn_bytes:
@@ -200,7 +198,7 @@ def _replay(
 
 
 def _sweep(disk: Disk, home: LsmHome, state: ManifestData, facts: StoreFacts) -> None:
-    """Step 6."""
+    """Remove or quarantine the files that the manifest does not name (step 6)."""
     live = {entry.path for entry in state.sstables}
     wals = {*state.frozen_wals, state.active_wal}
     for name in disk.names(f"{home.path}/sst"):
@@ -227,7 +225,7 @@ def _is_unnamed(name: str, live: set[str]) -> bool:
 
 
 def set_aside(disk: Disk, home: LsmHome, path: str, why: str, facts: StoreFacts) -> None:
-    """Move a file to quarantine: the store's, or one beside the files of a database that belongs to none."""
+    """Move a file to the store's quarantine, or to one in the directory of a database that belongs to no store."""
     if facts.quarantine is not None:
         facts.quarantine(path, why)
     else:

@@ -1,14 +1,14 @@
-"""A major compaction whose work is done elsewhere: plan here, run on executors, publish here.
+"""A major compaction that runs on executors; the owner plans and publishes it.
 
-`run_task` reads immutable tables and writes new ones under ids that only this task has, each named when it is whole: run
-twice, two at a time even, or killed, it does no harm. Ids are reserved in the database's manifest before a task leaves the
-process. While the work is out no other compaction of the database begins; writes and flushes go on.
+`run_task` reads immutable tables and writes new ones with ids reserved for the task, each renamed to its name when it is
+complete. So it is safe to run a task twice, twice concurrently, or to kill it. Ids are reserved in the database's manifest
+before a task leaves the process. While tasks run, no other compaction of the database begins; writes and flushes continue.
 
     with plan_major(kv, tasks=8) as plan:
         written = [sst_id for task in plan.tasks for sst_id in run_task(task)]    # anywhere, in any order
         plan.publish(written)
 
-Threads: one for each plan. Raises what reading and writing tables raise, `InvalidInput` for ids that are not of the plan."""
+Threads: one for each plan. Raises the errors of reading and writing tables, `InvalidInput` for ids outside the plan."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from quire.lsm.kv import Kv
 
 SPARE_IDS = 2
-"""Beyond what a task's share of the bytes asks for: cuts are rough. Ids cost nothing."""
+"""Ids reserved for a task beyond those that its share of the bytes needs: shares are estimates, and ids are free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRange:
-    """A range of keys to merge."""
+    """A task: a range of keys to merge."""
 
     directory: str
-    """The database's."""
+    """The directory of the database."""
     inputs: tuple[int, ...]
     low: bytes
     high: bytes | None
@@ -50,7 +50,7 @@ class MergeRange:
 
 
 def run_task(task: MergeRange, disk: Disk | None = None) -> list[int]:
-    """Merge a range; the ids of the tables that were written."""
+    """Merge a range. Return the ids of the tables written."""
     disk, home, left = disk or OsDisk(), LsmHome(task.directory), iter(task.ids)
     tables = [SSTable.open(disk, home.sst(sst_id), sst_id) for sst_id in task.inputs]
 
@@ -78,7 +78,7 @@ def run_task(task: MergeRange, disk: Disk | None = None) -> list[int]:
 
 
 class MajorCompaction:
-    """A major compaction that is under way; made by `plan_major`."""
+    """A major compaction in progress; made by `plan_major`."""
 
     def __init__(self, kv: Kv, job: compaction.MergeJob | None, tasks: tuple[MergeRange, ...]) -> None:
         self.tasks = tasks
@@ -87,16 +87,16 @@ class MajorCompaction:
         self._ids = {sst_id for task in tasks for sst_id in task.ids}
 
     def publish(self, written: Iterable[int]) -> None:
-        """Every task is done: have its tables live and the old ones not."""
+        """Replace the input tables by those written, atomically. Call it after every task is done."""
         chosen = sorted(set(written))
         if not self._ids.issuperset(chosen):
             raise InvalidInput("these tables do not belong to this compaction", ids=chosen)
         if self._job is not None:
             kv = self._kv
-            for sst_id in chosen:  # an executor may have written it: the archive has to learn of it
+            for sst_id in chosen:  # for the archive's recorder: an executor may have written the file
                 sync_file(kv.disk, kv.home.sst(sst_id))
             added = [SSTable.open(kv.disk, kv.home.sst(sst_id), sst_id, kv.cache) for sst_id in chosen]
-            self._ids.difference_update(chosen)  # from here on an event may name them: they are not to be removed
+            self._ids.difference_update(chosen)  # from here on an event may name them: `abandon` must not remove them
             try:
                 kv.upkeep.publish(self._job, added)
             except BaseException:
@@ -106,22 +106,22 @@ class MajorCompaction:
             self._job = None
 
     def abandon(self) -> None:
-        """Remove what was written and not published."""
-        self._kv.upkeep.forsake(self._ids)
+        """Remove the tables that were written and not published."""
+        self._kv.upkeep.abandon_tables(self._ids)
 
 
 @contextmanager
 def plan_major(kv: Kv, *, tasks: int) -> Iterator[MajorCompaction]:
-    """Everything into one level, cut into about so many tasks; without any if there is nothing to do."""
+    """Plan a merge of all tables into one level, in about `tasks` tasks; none if there is nothing to merge."""
     kv.flush()
-    with kv.upkeep.compacting():
+    with kv.upkeep.compaction_lock():
         job = compaction.pick_all(kv.view.levels)
         plan = MajorCompaction(kv, job, tuple(_tasks(kv, job, tasks)) if job is not None else ())
         try:
             yield plan
         finally:
             plan.abandon()
-            del job, plan  # they hold the tables that are to go
+            del job, plan  # they reference the input tables, whose files `collect` is to remove
         kv.upkeep.collect()
 
 

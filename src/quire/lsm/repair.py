@@ -1,22 +1,23 @@
-"""Repairs a key-value database whose files do not fit together: a survey reads everything, `carry_out` does what it says.
+"""Repairs a key-value database whose files are inconsistent: a survey reads everything, `apply_repair` performs the repair.
 
-Where the manifest is not whole (its witnesses disagree), these tables are live: where it is sound and has later ids and lsns
-than LMDB, those that it names (LMDB was put back from a copy, say). Else those that LMDB has rows of, except the ones that a
-readable event removes; those that readable events add and LMDB does not know yet; and a table that nothing names whose rows
-are all newer than every other table's, which is what a flush leaves whose event was lost. A table that is missing or damaged
-is replaced by a copy: its second name in a snapshot or a fork, or its object in a backup.
+If the manifest is not intact (its witnesses contradict it), the live tables are determined as follows
+  - If the manifest is sound and has higher ids and lsns than LMDB (e.g. LMDB was restored from a copy): the tables it names.
+  - Otherwise: the tables with rows in LMDB, except those that a readable event removes; the tables that readable events add and
+    LMDB does not list yet; and an unnamed table whose rows are all newer than those of every other table, which is what a flush
+    leaves whose event was lost.
+A table that is missing or damaged is replaced by a copy: its hard link in a snapshot or a fork, or its object in a backup.
 
-What is on disk, step by step; the database is refused until the last one, and a repair can begin again at any of them
+What is on disk after each step. The database is refused until the last one, and a repair can be restarted after any of them
   new tables, the new WAL      files that no manifest names
-  the old manifest moves       into quarantine
-  the new snapshot             names what is live; without a log beside it nothing opens it
-  leftovers move               damaged tables, logs whose batches are in a table now, files that nothing names
-  the new log                  the database is whole
+  the old manifest moves       to quarantine
+  the new snapshot             names the live tables; without a log it cannot be opened
+  leftovers move               damaged tables, logs whose batches are now in a table, unnamed files
+  the new log                  the database is complete
 
-Nothing is removed: `quire quarantine` lists what was moved.
+Nothing is removed: `quire quarantine` lists the files that were moved.
 
-Threads: one, with nobody else in the database. Raises `FormatTooNew`, `Corruption` for a copy that is damaged too, and what
-the disk raises."""
+Threads: one; no other thread may use the database. Raises `FormatTooNew`, `Corruption` for a copy that is damaged too, and the
+disk's errors."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from quire.lsm.manifest_data import AddSst, Compaction, ManifestData, ManifestSs
 from quire.lsm.manifest_format import LOG_NEXT, ManifestSnapshot, decode_event, decode_snapshot, encode_snapshot
 from quire.lsm.memtable import Memtable
 from quire.lsm.projection import is_row_of
-from quire.lsm.recovery import names_in, refuse_behind, set_aside
+from quire.lsm.recovery import names_in, refuse_stale_manifest, set_aside
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
 from quire.lsm.wal import LOG_KIND, Items, KvWal, decode_batch
@@ -53,52 +54,52 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Fetch = Callable[[int, LsmTableRecord], tuple[str, Callable[[], bytes]] | None]
-"""Finds a table in backups: where it is, and what reads it."""
+"""Finds a table in backups: returns a description of the place, and a function that reads it."""
 
 
 class RepairReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a repair finds, and does if it is applied."""
+    """The findings of a repair, and the changes that it makes if it is applied."""
 
     reason: str
-    """Why the database does not open; empty if it does."""
+    """Why the database cannot be opened; empty if it can."""
     applied: bool
     kept: int
-    """Tables that are sound and stay."""
+    """Number of sound tables, which are kept."""
     brought_back: tuple[str, ...]
     """Tables that are replaced by a copy."""
     rewritten: tuple[str, ...]
-    """Damaged tables, and what is saved of them."""
+    """Damaged tables, and how many rows of them are recovered."""
     batches: int
-    """Batches of logs that are in no table."""
+    """Number of batches in logs that are in no table."""
     lost: tuple[str, ...]
-    """What cannot be saved."""
+    """Descriptions of data that cannot be recovered."""
     doubts: tuple[str, ...]
-    """What may be wrong afterwards."""
+    """Descriptions of data that may be wrong after the repair."""
     moved: tuple[tuple[str, str], ...]
-    """Files that go to quarantine, relative to the database, and why."""
+    """Files that are moved to quarantine, relative to the database, and why."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is something to repair."""
+        """Whether a repair is needed."""
         return bool(self.reason or self.lost or self.brought_back or self.rewritten)
 
 
 @dataclass(slots=True)
 class _History:
-    """What can be read of the manifest."""
+    """The readable parts of the manifest."""
 
     state: ManifestData = field(default_factory=ManifestData)
     removed: set[int] = field(default_factory=set)
     reason: str = ""
-    """Why it is not whole; empty if it is."""
+    """Why the manifest is not intact; empty if it is."""
     is_newer: bool = False
-    """It is sound, and ahead of an LMDB that was put back: it says which tables are live."""
+    """Whether it is sound and ahead of an LMDB that was restored from a copy: then the live tables are those it names."""
     is_empty: bool = True
 
 
 @dataclass(slots=True)
 class KvSurvey:
-    """What is left of a damaged database, and where each part can be had."""
+    """What remains of a damaged database, and where each part can be recovered from."""
 
     disk: Disk
     home: LsmHome
@@ -107,7 +108,7 @@ class KvSurvey:
     sound: dict[int, SSTable] = field(default_factory=dict)
     copies: dict[int, tuple[str, Callable[[], bytes]]] = field(default_factory=dict)
     damaged: dict[int, int] = field(default_factory=dict)
-    """Tables of which some blocks can be read: how many rows those have."""
+    """Tables of which some blocks can be read: the number of rows in those blocks, by id."""
     batches: dict[int, Items] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -115,11 +116,11 @@ class KvSurvey:
     last_lsn: int = 0
     next_sst_id: int = 1
     version: int = 0
-    """The newest that the manifest had, as far as it could be read."""
+    """The newest version in the readable parts of the manifest."""
     next_wal: int = 1
 
     def report(self, *, applied: bool) -> RepairReport:
-        """What was found, as a value."""
+        """Return the findings as a value."""
         return RepairReport(
             reason=self.reason,
             applied=applied,
@@ -140,16 +141,16 @@ class KvSurvey:
 
 # ── the survey ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def survey(disk: Disk, home: LsmHome, facts: StoreFacts, fetch: Fetch | None = None) -> KvSurvey:
-    """Read everything that there is of a database. Changes nothing."""
+    """Read all files of a database and determine what can be recovered. Changes nothing."""
     history = _history(disk, home, facts)
     survey = KvSurvey(disk, home, facts, history.reason)
     ids = {number for name in names_in(disk, f"{home.path}/sst") if (number := lsm_number(name, ".sst")) is not None}
     wals = {number for name in names_in(disk, f"{home.path}/wal") if (number := lsm_number(name, ".log")) is not None}
     live = _live(history, facts, ids)
-    lost_ranges = [_take_table(survey, sst_id, fetch) for sst_id in sorted(live)]
-    if history.reason or facts.ends is None:  # else the manifest is known to reach what was acknowledged
-        _take_newer(survey, sorted(ids - live - history.removed))
-    _take_logs(survey, history, sorted(wals), [lost for lost in lost_ranges if lost is not None])
+    lost_ranges = [_survey_table(survey, sst_id, fetch) for sst_id in sorted(live)]
+    if history.reason or facts.ends is None:  # else the manifest is known to cover every acknowledged write
+        _survey_unnamed(survey, sorted(ids - live - history.removed))
+    _survey_logs(survey, history, sorted(wals), [lost for lost in lost_ranges if lost is not None])
     for sst_id in sorted(ids - survey.sound.keys() - survey.copies.keys()):
         survey.moved.setdefault(home.sst(sst_id), "no manifest record says that this table is live")
     recorded = [end.number for end in facts.ends.wals] if facts.ends is not None else []
@@ -171,7 +172,7 @@ def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
     except FileNotFoundError:
         pass
     except Corruption as error:
-        history.reason = _told(error)
+        history.reason = _error_text(error)
     try:
         raw = read_all(disk, home.manifest_log)
         header = decode_header(raw, home.manifest_log)
@@ -179,7 +180,7 @@ def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
         history.reason = history.reason or "the manifest's log is missing"
         return history
     except Corruption as error:
-        history.reason = history.reason or _told(error)
+        history.reason = history.reason or _error_text(error)
         return history
     if snapshot is None or snapshot.covered_salt != header.salt:
         _replay(history, raw, header, home)
@@ -187,22 +188,22 @@ def _history(disk: Disk, home: LsmHome, facts: StoreFacts) -> _History:
         history.reason = _disagreement(disk, home, facts, history.state, snapshot, raw, header)
         alone = msgspec.structs.replace(facts, ends=None)
         if history.reason and not _disagreement(disk, home, alone, history.state, snapshot, raw, header):
-            # Ids and lsns only rise, and both are handed out before anything is made of them.
+            # Ids and lsns only rise, and both are allocated before they are used.
             ends, state = facts.ends, history.state
-            known = max(facts.rows, default=0)
-            history.is_newer = ends is not None and state.last_lsn > ends.last_lsn and state.next_sst_id > known + 1
+            newest_id = max(facts.rows, default=0)
+            history.is_newer = ends is not None and state.last_lsn > ends.last_lsn and state.next_sst_id > newest_id + 1
     return history
 
 
 def _replay(history: _History, raw: bytes, header: LogHeader, home: LsmHome) -> None:
-    """Every event that can be read, also behind damage."""
+    """Apply every event that can be read, including those after damage."""
     for frame in find_frames(raw, header):
         if not frame.payload:
             continue
         try:
             event = decode_event(frame.payload, home.manifest_log, frame.offset)
         except Corruption as error:
-            history.reason = history.reason or _told(error)
+            history.reason = history.reason or _error_text(error)
             continue
         history.is_empty = False
         history.state.apply(event)
@@ -223,7 +224,7 @@ def _disagreement(
     raw: bytes,
     header: LogHeader,
 ) -> str:
-    """Why the manifest is not whole; empty if it is."""
+    """Return why the manifest is not intact, or an empty string."""
     path = home.manifest_log
     try:
         recorded = recorded_end(facts, header, snapshot, path)
@@ -231,16 +232,16 @@ def _disagreement(
             return "the manifest's snapshot is missing"
         if snapshot is None or snapshot.covered_salt != header.salt:
             scan(raw, path, vouched=recorded)
-        refuse_behind(disk, home, state, facts)
+        refuse_stale_manifest(disk, home, state, facts)
     except FormatTooNew:
         raise
     except QuireError as error:
-        return _told(error)
+        return _error_text(error)
     return ""
 
 
-def _told(error: QuireError) -> str:
-    """What is wrong and with which file; what to do about it is known here."""
+def _error_text(error: QuireError) -> str:
+    """Format an error with its file, without its hint, which recommends this repair."""
     path = error.where.get("path", "")
     return f"{error.what} ({'/'.join(str(path).split('/')[-2:])})" if path else error.what
 
@@ -254,14 +255,14 @@ def _live(history: _History, facts: StoreFacts, ids: set[int]) -> set[int]:
     return named if not history.is_empty or facts.ends is not None else ids
 
 
-def _take_table(survey: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
-    """Keep a live table, or a copy of it, or what can be read of it; the lsns of what may be lost, if something is."""
+def _survey_table(survey: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int, int] | None:
+    """Keep a live table, a copy of it, or its readable rows. Return the range of lsns that may be lost, or `None`."""
     path, row = survey.home.sst(sst_id), survey.facts.rows.get(sst_id)
-    table, trouble = checked(survey.disk, path, sst_id, row)
+    table, damage = checked(survey.disk, path, sst_id, row)
     if table is not None:
         survey.sound[sst_id] = table
         return None
-    survey.reason = survey.reason or trouble
+    survey.reason = survey.reason or damage
     copy = _find_copy(survey, sst_id, row, fetch)
     if copy is not None:
         survey.copies[sst_id] = copy
@@ -270,29 +271,29 @@ def _take_table(survey: KvSurvey, sst_id: int, fetch: Fetch | None) -> tuple[int
     if rows:
         survey.damaged[sst_id] = rows
     described = f", which had {row.rows:,} rows with keys from {row.key_min!r} to {row.key_max!r}" if row else ""
-    survey.lost.append(f"{'some rows' if rows else 'all rows'} of table {sst_id}{described}: {trouble}")
+    survey.lost.append(f"{'some rows' if rows else 'all rows'} of table {sst_id}{described}: {damage}")
     survey.doubts.append(f"keys of table {sst_id} may show older values, or be back after they were deleted")
     if survey.disk.exists(path):
-        survey.moved[path] = f"the table is damaged: {trouble}"
+        survey.moved[path] = f"the table is damaged: {damage}"
     return (row.lsn_min, row.lsn_max) if row is not None else (0, 0)
 
 
 def checked(disk: Disk, path: str, sst_id: int, row: LsmTableRecord | None) -> tuple[SSTable | None, str]:
-    """A table that is sound and is the one that LMDB describes; else why not."""
+    """Open a table if it is sound and the one that LMDB describes. Return (table, "") or (`None`, why not)."""
     try:
         table = SSTable.open(disk, path, sst_id)
     except QuireError as error:
         return None, error.what
     try:
         if row is not None and not is_row_of(row, table):
-            trouble = "it is not the table that the store's manifest describes"
+            damage = "it is not the table that the store's manifest describes"
         else:
-            trouble = next(table.verify(), "")
+            damage = next(table.verify(), "")
     except QuireError as error:
-        trouble = error.what
-    if trouble:
+        damage = error.what
+    if damage:
         table.close()
-        return None, trouble
+        return None, damage
     return table, ""
 
 
@@ -310,7 +311,7 @@ def _find_copy(
 
 
 def _folders(disk: Disk, home: LsmHome, *, own_only: bool) -> Iterator[str]:
-    """Directories that may have another name of a table: snapshots of the database, other databases, and their snapshots."""
+    """Yield directories that may have a hard link to a table: snapshots of the database, other databases, their snapshots."""
     base = os.path.dirname(home.path)
     homes = [home.path] if own_only else [home.path, *(f"{base}/{name}" for name in names_in(disk, base))]
     for other in homes:
@@ -324,7 +325,7 @@ def _readable_rows(disk: Disk, path: str, sst_id: int) -> int:
 
 
 def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBatch]:
-    """The blocks of a damaged table that can be read; none if its index cannot."""
+    """Yield the readable blocks of a damaged table; none if its index cannot be read."""
     try:
         table = SSTable.open(disk, path, sst_id)
     except QuireError:
@@ -337,8 +338,8 @@ def readable_blocks(disk: Disk, path: str, sst_id: int) -> Iterator[pa.RecordBat
         table.close()
 
 
-def _take_newer(survey: KvSurvey, unnamed: Sequence[int]) -> None:
-    """Tables that nothing names, and that have only rows newer than every other's."""
+def _survey_unnamed(survey: KvSurvey, unnamed: Sequence[int]) -> None:
+    """Keep unnamed tables of level 0 whose rows are all newer than those of every other table."""
     candidates = []
     for sst_id in unnamed:
         table, _ = checked(survey.disk, survey.home.sst(sst_id), sst_id, None)
@@ -353,14 +354,14 @@ def _take_newer(survey: KvSurvey, unnamed: Sequence[int]) -> None:
             table.close()
 
 
-def _take_logs(survey: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
-    """Batches of the logs that are in no table, also those behind damage."""
+def _survey_logs(survey: KvSurvey, history: _History, numbers: Sequence[int], lost: Sequence[tuple[int, int]]) -> None:
+    """Keep the batches of logs that are in no table, including those after damage."""
     state, home = history.state, survey.home
     named = {number for number in (*state.frozen_wals, state.active_wal) if number}
     in_tables = max((table.meta.lsn_max for table in survey.sound.values()), default=0)
     for number in numbers:
         if not history.reason and number not in named and number < state.active_wal:
-            continue  # flushed, and not removed yet
+            continue  # flushed, but not yet removed
         survey.moved[home.wal(number)] = "its contents are already in a table"
         for lsn, items in _batches(survey, number):
             if lsn > in_tables or any(low <= lsn <= high for low, high in lost):
@@ -383,14 +384,14 @@ def _batches(survey: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
         if recorded is None or recorded.salt != header.salt:
             survey.facts.owner.require(header, number, path)
     except QuireError as error:
-        survey.reason = survey.reason or _told(error)
+        survey.reason = survey.reason or _error_text(error)
         survey.lost.append(f"what write-ahead log {number} held: {error.what}")
         survey.moved[path] = error.what
         return
     try:
         scan(raw, path, vouched=recorded)
     except QuireError as error:
-        survey.reason = survey.reason or _told(error)
+        survey.reason = survey.reason or _error_text(error)
         survey.lost.append(f"writes in log {number} at offset {error.where.get('offset', 0)}: {error.what}")
         survey.moved[path] = f"the log is damaged: {error.what}"
     for frame in find_frames(raw, header):
@@ -402,15 +403,15 @@ def _batches(survey: KvSurvey, number: int) -> Iterator[tuple[int, Items]]:
                 survey.lost.append(f"writes in log {number} at offset {frame.offset}: {error.what}")
 
 
-# ── the repair ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def carry_out(survey: KvSurvey, options: TableOptions) -> None:
-    """Do what the survey says. The database can be opened afterwards."""
+# ── the repair ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def apply_repair(survey: KvSurvey, options: TableOptions) -> None:
+    """Repair the database as surveyed. It can be opened afterwards."""
     disk, home = survey.disk, survey.home
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{home.path}/{part}")
     live = {sst_id: ManifestSstEntry(sst_id, sst_entry_path(sst_id)) for sst_id in (*survey.sound, *survey.copies)}
     for sst_id in survey.copies:
-        _bring_back(survey, sst_id)
+        _restore_table(survey, sst_id)
     fresh = iter(range(survey.next_sst_id, survey.next_sst_id + len(survey.damaged) + 1))
     for sst_id in survey.damaged:
         blocks = readable_blocks(disk, home.sst(sst_id), sst_id)
@@ -421,14 +422,14 @@ def carry_out(survey: KvSurvey, options: TableOptions) -> None:
     _replace_manifest(survey, live)
 
 
-def _bring_back(survey: KvSurvey, sst_id: int) -> None:
-    """Have the copy of a table under its name; what was there goes to quarantine when the copy is whole."""
+def _restore_table(survey: KvSurvey, sst_id: int) -> None:
+    """Install the copy of a table under its name. The old file is quarantined after the copy is complete and checked."""
     disk, path = survey.disk, survey.home.sst(sst_id)
     write_new(disk, path + TEMPORARY, survey.copies[sst_id][1](), overwrite=True)
-    table, trouble = checked(disk, path + TEMPORARY, sst_id, survey.facts.rows.get(sst_id))
+    table, damage = checked(disk, path + TEMPORARY, sst_id, survey.facts.rows.get(sst_id))
     if table is None:
         text = "the copy of a table is damaged too"
-        raise Corruption(text, hint="remove that copy, then repair again", path=path, cause=trouble)
+        raise Corruption(text, hint="remove that copy, then repair again", path=path, cause=damage)
     table.close()
     if disk.exists(path):
         set_aside(disk, survey.home, path, "this table was replaced by a copy", survey.facts)
@@ -445,7 +446,7 @@ def _rows(batches: Mapping[int, Items]) -> Iterator[pa.RecordBatch]:
 
 
 def _write(survey: KvSurvey, sst_id: int, blocks: Iterator[pa.RecordBatch], options: TableOptions) -> int:
-    """A table of these rows, if there are any: its id, else 0."""
+    """Write a table of these rows. Return its id, or 0 if there are no rows."""
     writer = TableWriter(sst_id, 0, options)
     for batch in blocks:
         writer.add(batch)
@@ -472,7 +473,7 @@ def _replace_manifest(survey: KvSurvey, live: dict[int, ManifestSstEntry]) -> No
         tables=live,
         next_sst_id=max([survey.next_sst_id, *(sst_id + 1 for sst_id in live)]),
     )
-    # As if a checkpoint had covered the log that was recorded: so the next open finds what it expects.
+    # Cover the recorded log, as a checkpoint would: the next open accepts no other successor (`recorded_end`).
     covered = facts.ends.manifest.salt if facts.ends is not None else 0
     write_atomic(disk, home.manifest_snapshot, encode_snapshot(state, covered))
     hit("lsm.repair.named")

@@ -1,13 +1,14 @@
-"""Sets a key-value set back to a snapshot of itself, as a new version: what came in between is kept.
+"""Rolls a key-value set back to one of its snapshots, as a new version; the state before the rollback is kept.
 
-    1. A bulk load begins: its lsn is the new version's. What is written from here on is newer, and stays.
-    2. The keys whose values differ are written into tables of the load, with the values they had; those that had none, deleted.
-    3. The set as it is becomes the snapshot `before-rollback-LSN`, under which the rollback is undone.
-    4. The load is published, in one step, and noted in the audit.
+    1. A bulk load begins; its lsn is that of the new version. Writes from here on are newer, and survive the rollback.
+    2. Keys whose values differ are written to tables of the load, with their values at the snapshot, or deleted if they had
+       none.
+    3. The current state is kept as the snapshot `before-rollback-LSN`, with which the rollback can be undone.
+    4. The load is published atomically, and recorded in the audit.
 
-A crash before 4 leaves the set as it was, and the snapshot at most; the tables go when it is opened.
+A crash before step 4 leaves the set as it was, at most with the new snapshot; the next open removes the tables.
 
-Threads: any. Raises `UnknownSnapshot`, `InvalidInput` for a version that is no snapshot, and what loads raise.
+Threads: any. Raises `UnknownSnapshot`, `InvalidInput` for a version that is not a snapshot, and the errors of loads.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 STEP_BYTES = 4 * MIB
-"""Of keys and values that go to the writer at once."""
+"""Keys and values that are passed to the writer at once."""
 
 SNAPSHOT_TAGS = {"by": "rollback"}
 
 
 def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) -> RolledBack:
-    """Make a key-value set what it was at a snapshot, in one step, durable when this returns."""
+    """Roll a key-value set back to a snapshot, atomically; durable on return."""
     target = _snapshot(manifest, name, to)
     kv, db_id = engine.open(name), target.db_id
     with engine.open_snapshot(db_id, target.snapshot_id) as then, begin_load(kv) as load:
@@ -76,18 +77,20 @@ def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) 
 
 
 def _snapshot(manifest: ManifestStore, name: str, to: object) -> SnapshotInfo:
-    """The snapshot of this name, or with this lsn."""
-    if isinstance(to, str) and isinstance(found := manifest.snapshots.find(name, to), SnapshotInfo):
-        return found
+    """Return the snapshot with this name or lsn."""
+    if isinstance(to, str) and isinstance(snapshot := manifest.snapshots.find(name, to), SnapshotInfo):
+        return snapshot
     for info in manifest.snapshots.of(name):
         if info.anchor_lsn == to:
             return info
     hint = f"`quire snapshot ls {name}` lists them"
-    raise InvalidInput("a key-value set is rolled back to one of its snapshots", hint=hint, name=name, to=str(to))
+    raise InvalidInput(
+        "a key-value database can only be rolled back to one of its snapshots", hint=hint, name=name, to=str(to)
+    )
 
 
 def differing(now: Iterator[Pair], then: Iterator[Pair]) -> Iterator[tuple[bytes, bytes | None]]:
-    """Keys whose values are not what they were, with what they were; `None` if they were not there. Both are in order.
+    """Yield the keys whose values differ, with their values in `then`, or `None` if they have none. Both inputs are sorted.
 
     >>> list(differing(iter([(b"a", b"1"), (b"b", b"2")]), iter([(b"b", b"3"), (b"c", b"4")])))
     [(b'a', None), (b'b', b'3'), (b'c', b'4')]
@@ -111,7 +114,7 @@ def differing(now: Iterator[Pair], then: Iterator[Pair]) -> Iterator[tuple[bytes
 
 
 def _steps(pairs: Iterator[tuple[bytes, bytes | None]]) -> Iterator[tuple[list[bytes], list[bytes | None]]]:
-    """The same as columns, some at a time."""
+    """Yield the pairs as columns, in groups of about `STEP_BYTES`."""
     keys, values, size = list[bytes](), list[bytes | None](), 0
     for key, value in pairs:
         keys.append(key)

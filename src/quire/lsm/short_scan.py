@@ -1,13 +1,17 @@
-"""The first rows of a scan, as Python rows: what a short scan reads costs microseconds, where Arrow's calls alone cost more.
+"""Short scans: reads the first rows of a scan as Python rows, in microseconds, where the calls into Arrow alone cost more.
 
-A window is the next few rows of every sorted run (a memtable, a table of level 0, a deeper level) from where the scan is. A
-run says how far its window reaches, its edge: it has no row between its window and the edge. Up to the nearest edge all
-versions of all keys are at hand; they are merged in a dictionary, the highest lsn wins, and the next window begins there.
+Terms
+  sorted run  a memtable, a table of level 0, or a deeper level
+  window      the next few rows of each sorted run, from the scan's current position
+  edge        how far a run's window reaches: the run has no row between its window and its edge
 
-The rule: the first `SHORT_ROWS` rows of a scan of pairs come from windows, all others, and scans of batches, from Arrow
-(`merge.py`). Both see the same rows.
+Up to the nearest edge, the windows contain all versions of all keys. They are merged in a dictionary, the highest lsn wins,
+and the next window begins at that edge.
 
-Any thread. Raises what reading blocks raises."""
+The first `SHORT_ROWS` rows of a scan of pairs come from windows; the remaining rows, and scans of batches, come from Arrow
+(`merge.py`). Both return the same rows.
+
+Threads: any. Raises the errors of reading blocks."""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ if TYPE_CHECKING:
 Pair = tuple[bytes, bytes]
 
 FIRST_ROWS = 32
-"""Rows of each run in the first window; each next window has four times as many, up to:"""
+"""Rows of each run in the first window. Each further window has four times as many, up to:"""
 SHORT_ROWS = 512
 
 
 class RowWindows:
-    """The rows of one window of each run, and what a read sees in them."""
+    """The rows of one window of each run, merged into the pairs that a read sees."""
 
     __slots__ = ("_windows",)
 
@@ -41,15 +45,14 @@ class RowWindows:
         lsn_max: int,
         is_plain: bool,
     ) -> None:
-        """Add sorted rows. No lsn of theirs is above `lsn_max`; in a plain window no two have the same key, and none is a
-        tombstone."""
+        """Add sorted rows. No lsn is above `lsn_max`. A plain window has no two rows with the same key, and no tombstone."""
         self._windows.append((keys, lsns, values, lsn_max, is_plain))
 
     def pairs(self, lsn: int, hidden: frozenset[int], edge: bytes | None, *, reverse: bool) -> list[Pair]:
-        """Keys and values that a read at an lsn sees on this side of the edge, in order, or in the opposite one."""
+        """Return the pairs that a read at an lsn sees on this side of the edge, in ascending or descending order."""
         windows = self._windows
         if len(windows) == 1 and windows[0][4] and windows[0][3] <= lsn and not hidden:
-            # Nothing to merge and nothing to hide: most short scans. A plain window has no `None` among its values.
+            # The common case: nothing to merge and nothing to hide. A plain window has no `None` among its values.
             pairs = cast(list[Pair], list(zip(windows[0][0], windows[0][2])))
         else:
             pairs = self._merged(lsn, hidden)
@@ -65,8 +68,8 @@ class RowWindows:
         for keys, lsns, values, _, _ in self._windows:
             for key, lsn, value in zip(keys, lsns, values):
                 if lsn <= at and lsn not in hidden:
-                    known = newest.get(key)
-                    if known is None or known[0] < lsn:
+                    version = newest.get(key)
+                    if version is None or version[0] < lsn:
                         newest[key] = lsn, value
         return [(key, value) for key in sorted(newest) if (value := newest[key][1]) is not None]
 
@@ -76,14 +79,15 @@ def _key(pair: Pair) -> bytes:
 
 
 class SortedRun(Protocol):
-    """Rows in order, no key in two places."""
+    """A source of rows sorted by key."""
 
     def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """Add about so many rows with keys in [low, high), from the first on; the edge, below which there are no others.
-        `None`: there are no others at all."""
+        """Add about `rows` rows with keys in [low, high), beginning with the first. Return the edge: all other rows of the
+        range are at or above it. `None` if there are no other rows."""
 
     def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """The same from the last on; at and above the edge there are no others."""
+        """Add about `rows` rows with keys in [low, high), ending with the last. Return the edge: all other rows of the range
+        are below it. `None` if there are no other rows."""
 
 
 def short_window(
@@ -96,15 +100,15 @@ def short_window(
     rows: int,
     reverse: bool,
 ) -> tuple[list[Pair], bytes | None]:
-    """What a read at an lsn sees in the next window of [low, high): pairs in order, or in the opposite one; and where the
-    window after it begins (in reverse: ends), `None` if there is none."""
+    """Return the pairs that a read at an lsn sees in the next window of [low, high), in ascending or descending order, and
+    where the window after it begins (in reverse: ends); `None` if there is none."""
     windows = RowWindows()
     edge = (_nearest_before if reverse else _nearest)(runs, windows, low, high, rows)
     return windows.pairs(lsn, hidden, edge, reverse=reverse), edge
 
 
 def _nearest(runs: Sequence[SortedRun], windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-    """Add the window of each run; the lowest edge."""
+    """Add the window of each run. Return the lowest edge."""
     nearest: bytes | None = None
     for run in runs:
         edge = run.window(windows, low, high, rows)
@@ -116,7 +120,7 @@ def _nearest(runs: Sequence[SortedRun], windows: RowWindows, low: bytes, high: b
 def _nearest_before(
     runs: Sequence[SortedRun], windows: RowWindows, low: bytes, high: bytes | None, rows: int
 ) -> bytes | None:
-    """Add the window of each run, from the end; the highest edge."""
+    """Add the last window of each run. Return the highest edge."""
     nearest: bytes | None = None
     for run in runs:
         edge = run.window_before(windows, low, high, rows)
@@ -126,8 +130,8 @@ def _nearest_before(
 
 
 def span(keys: Sequence[bytes], low: bytes, high: bytes | None, rows: int) -> tuple[int, int, bool]:
-    """Which of the sorted keys are the first rows of [low, high): [start, end), and whether more of them follow here. All
-    rows of a key are in or out."""
+    """Return (start, end, whether more follow): the first `rows` positions of [low, high) in sorted keys. All rows of a key
+    are in or out."""
     start = bisect_left(keys, low) if low else 0
     stop = len(keys) if high is None else bisect_left(keys, high, start)
     end = start + rows
@@ -139,7 +143,7 @@ def span(keys: Sequence[bytes], low: bytes, high: bytes | None, rows: int) -> tu
 
 
 def span_before(keys: Sequence[bytes], low: bytes, high: bytes | None, rows: int) -> tuple[int, int, bool]:
-    """The same with the last rows of [low, high)."""
+    """Return (start, end, whether more precede): the last `rows` positions of [low, high) in sorted keys."""
     end = len(keys) if high is None else bisect_left(keys, high)
     floor = bisect_left(keys, low, 0, end) if low else 0
     start = end - rows

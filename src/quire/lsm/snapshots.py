@@ -1,12 +1,10 @@
-"""Copies of a key-value database under a second name: links to its tables and a copy of its manifest, for snapshots and
-forks.
+"""Copies of a key-value database for snapshots and forks: hard links to its tables, and a manifest of their own.
 
-Tables never change, so a second name for the file is as good as a second file: bytes go with the last name (as RocksDB's
-checkpoints do it). A copy holds everything that was written before it was asked for. It is whole when its manifest is there,
-which is written last. A copy that is missing, or not the one that the snapshot's row describes, is an error: it never reads
-as empty.
+Tables are immutable, so a hard link serves as a copy: the bytes are freed with the last link (as in RocksDB's checkpoints). A
+copy contains everything written before it was requested. Its manifest is written last, and makes the copy complete. A copy that
+is missing, or does not match the snapshot's row, is an error and never reads as empty.
 
-Threads: any. Raises what the disk raises, `Corruption`."""
+Threads: any. Raises the disk's errors and `Corruption`."""
 
 from __future__ import annotations
 
@@ -40,13 +38,13 @@ if TYPE_CHECKING:
 
 
 def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
-    """Make a copy of an open database in `target`, a directory that is not there; the last lsn it holds.
+    """Copy an open database to `target`, a directory that does not exist. Return the last lsn of the copy.
 
-    `owner` is the database that the copy belongs to, `number` the snapshot's; 0 for a database of its own.
+    `owner`: the database that the copy belongs to. `number`: the number of a snapshot, 0 for a fork.
     """
     lsn = kv.last_lsn
     kv.flush()
-    with kv.upkeep.held():  # the tables that the manifest names stay where they are
+    with kv.upkeep.paused():  # keeps the tables that the manifest names in place
         state = kv.manifest.state()
         link_tables(kv.disk, kv.home.path, target, state)
         write_manifest(kv.disk, target, state, max(lsn, kv.view.levels.lsn_max), owner, number)
@@ -54,14 +52,14 @@ def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
 
 
 def copy_frozen(disk: Disk, source: FrozenCopy, target: str, owner: Owner) -> None:
-    """Make a database of a snapshot."""
+    """Copy a snapshot to `target` as a database."""
     state = source.state(disk)
     link_tables(disk, source.path, target, state)
     write_manifest(disk, target, state, state.last_lsn, owner)
 
 
 def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> None:
-    """Give the tables of a database second names."""
+    """Hard-link the tables of a database into the directory `target`, and make the links durable."""
     for part in ("sst", "wal", "manifest"):
         disk.make_dirs(f"{target}/{part}")
     for entry in state.sstables:
@@ -76,7 +74,7 @@ def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> No
 def write_manifest(
     disk: Disk, target: str, state: ManifestData, last_lsn: int, owner: Owner | None = None, number: int = 0
 ) -> None:
-    """The manifest of a copy: the tables, and no WAL."""
+    """Write the manifest of a copy, with the tables of `state` and no WAL."""
     home = LsmHome(target)
     tables = {entry.id: ManifestSstEntry(entry.id, entry.path) for entry in state.sstables}
     data = ManifestData(version=state.version + 1, last_lsn=last_lsn, tables=tables, next_sst_id=state.next_sst_id)
@@ -87,7 +85,7 @@ def write_manifest(
 
 
 class FrozenCopy(msgspec.Struct, frozen=True):
-    """Where a snapshot's copy is, and what the store's manifest says of it."""
+    """The path of a snapshot's copy, with its owner, number and lsn in the store's manifest."""
 
     path: str
     owner: Owner
@@ -95,7 +93,7 @@ class FrozenCopy(msgspec.Struct, frozen=True):
     lsn: int
 
     def state(self, disk: Disk) -> ManifestData:
-        """The copy's manifest; raises unless it is there and is the one of this snapshot."""
+        """Return the state of the copy's manifest. Raises if it is missing or does not match this snapshot."""
         hint = "drop the snapshot, or restore its directory from a copy of the store"
         if not disk.exists(self.path):
             raise Corruption("the snapshot's files are missing", hint=hint, path=self.path)
@@ -128,17 +126,17 @@ class FrozenKv(KvRanges):
 
     @property
     def tables(self) -> list[SSTable]:
-        """What it consists of."""
+        """The tables of the copy."""
         return list(self._view.levels)
 
     def get(self, key: Buffer) -> bytes | None:
-        """The value that a key had."""
+        """Return the value of a key, or `None`."""
         if self.failure is not None:
             self._require()
         return self._view.get(as_bytes(key), LSN_MAX)
 
     def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
-        """The values that keys had, in their order."""
+        """Return the values of keys, in their order."""
         self._require()
         return self._view.get_many(keys, LSN_MAX)
 
@@ -151,7 +149,7 @@ class FrozenKv(KvRanges):
         return self._view.pairs(low, high, LSN_MAX, reverse=reverse)
 
     def close(self) -> None:
-        """Close the files. A second time: nothing."""
+        """Close the files. Idempotent."""
         self.failure = self.failure or StoreClosed("the snapshot is closed", hint="open it again")
         for table in self._view.levels:
             table.close()
@@ -164,7 +162,7 @@ class FrozenKv(KvRanges):
 
 
 def remove_home(disk: Disk, path: str) -> None:
-    """Remove a directory and what is in it. Its manifest first: from then on it is not a copy any more."""
+    """Remove the directory of a copy or database, its manifest snapshot first: without that a copy is incomplete."""
     with suppress(FileNotFoundError):
         disk.remove(LsmHome(path).manifest_snapshot)
     remove_tree(disk, path)

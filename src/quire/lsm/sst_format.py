@@ -1,15 +1,15 @@
-"""The bytes of a table: an Arrow IPC file of small record batches, with an index of our own before Arrow's footer.
+"""The format of a table: an Arrow IPC file of small record batches, with quire's own index before Arrow's footer.
 
 A block is one record batch, about 64 KiB before compression: the unit of reading, checking and caching. The section (bloom
 filter, index, tail) lies between the last record batch and Arrow's end-of-stream mark, so any Arrow reader reads the file.
 Rows are sorted by key, the versions of a key by lsn, newest first; no key spans two blocks; a tombstone has a null value. A
 table never changes once a manifest names it.
 
-Nothing from the file is believed because a checksum fits: tables come from executors, backups and object stores. Sizes in the
+A valid checksum does not make the contents trustworthy: tables come from executors, backups and object stores. Sizes in the
 section are checked against the file, and a block's message against the index before Arrow decodes it, because a few
-compressed KiB may ask for GiB; afterwards Arrow's offsets are validated.
+compressed KiB may expand to GiB; afterwards Arrow's offsets are validated.
 
-Pure functions; importable on executors. Format page: `docs/formats/sstable.md`.
+Threads: pure functions; any. Importable on executors. Format page: `docs/formats/sstable.md`.
 Raises `Corruption`, `ChecksumMismatch`, `FormatTooNew`."""
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ TAIL = struct.Struct("<QQIIHH4sQ8s")
 crc64 of the section up to here, magic"""
 TAIL_BYTES = 48
 CRC_BYTES = 16
-"""From the crc64 to the end of the tail."""
+"""Bytes from the crc64 to the end of the tail."""
 ALIGNMENT = 64
 ARROW_END = struct.Struct("<i6s")
-"""How an Arrow file ends: bytes of the footer, magic"""
+"""The end of an Arrow file: bytes of the footer, magic"""
 ARROW_END_BYTES = 10
 ARROW_MAGIC = b"ARROW1"
 END_OF_STREAM_BYTES = 8
 COMPRESSIONS = frozenset({"lz4", "zstd", "none"})
 LEVEL_MAX = 64
-"""Each level is ten times the one above: more than these do not exist."""
+"""Each level is ten times as large as the one above, so deeper levels do not exist."""
 PROBES_MAX = 64
 U64_END = 1 << 64
 READ_BYTES = 64 << 10
-"""Read from the end of a file at first: mostly all of the section."""
+"""Bytes of the first read, at the end of a file. It usually contains the whole section."""
 
 BLOCK_ROWS_MAX = 1 << 24
-"""Of a block: 128 MiB of lsns. A block is cut between keys, so only versions of one key can make a large one."""
+"""Most rows of a block: 128 MiB of lsns. Blocks are cut between keys, so only versions of one key can make a large one."""
 BLOCK_BYTES_MAX = (1 << 31) - 1
-"""Of a column of a block: Arrow's offsets have 32 bits."""
+"""Most bytes of a column of a block: Arrow's offsets have 32 bits."""
 
 CONTINUATION = 0xFFFFFFFF
 RECORD_BATCH = 3
-"""The kind of a message, in Arrow's own numbering."""
+"""The type of a record batch message in Arrow's numbering."""
 COLUMNS = 4
 BUFFERS = 10
 """Validity, offsets and data of key and value; validity and data of lsn and tombstone."""
@@ -72,7 +72,7 @@ DATA_BUFFERS = (2, 5)
 PADDING = 64
 """Arrow may round a buffer's size up to this."""
 NOT_COMPRESSED = -1
-"""In place of a compressed buffer's size: it is as it is."""
+"""In place of a buffer's uncompressed size: the buffer is stored uncompressed."""
 
 _HEAD = struct.Struct("<Ii")
 _PAIR = struct.Struct("<qq")
@@ -84,7 +84,7 @@ _HINT = "`quire kv verify` shows what is affected; `quire kv repair` shows what 
 
 
 class BlockPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a block is, and what it must be."""
+    """The location of a block, with its expected rows, checksum and first key."""
 
     offset: int
     size: int
@@ -94,7 +94,7 @@ class BlockPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TableMeta(msgspec.Struct, frozen=True, array_like=True):
-    """Everything about a table that is not its rows. Fields are only appended, with defaults."""
+    """The index of a table: its metadata and its blocks. Fields are only appended, with defaults."""
 
     sst_id: int
     level: int
@@ -105,16 +105,16 @@ class TableMeta(msgspec.Struct, frozen=True, array_like=True):
     lsn_min: int
     lsn_max: int
     raw_bytes: int
-    """Of keys and values, before compression."""
+    """Bytes of keys and values, before compression."""
     bloom_bits: int
     blocks: list[BlockPlace]
     compression: str = "lz4"
     keys: int = 0
-    """Different ones; 0: not known, the table is from before they were counted. Rows beyond them are older versions."""
+    """Distinct keys; 0 if unknown, in a table written before they were counted. Rows beyond this number are older versions."""
 
 
 def encode_section(meta: TableMeta, bloom: Bloom, offset: int) -> bytes:
-    """The section, for a file that is `offset` bytes long so far."""
+    """Encode the section for a file that is `offset` bytes long so far."""
     index = msgspec.msgpack.encode(meta)
     padding = bytes(-(offset + len(bloom.data) + len(index) + TAIL_BYTES) % ALIGNMENT)
     head = TAIL.pack(offset, len(bloom.data), len(index), bloom.hashes, VERSION, 0, bytes(4), 0, MAGIC)[:-CRC_BYTES]
@@ -124,7 +124,7 @@ def encode_section(meta: TableMeta, bloom: Bloom, offset: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Section:
-    """What is between the last record batch and Arrow's end, checked."""
+    """The decoded and checked section."""
 
     offset: int
     size: int
@@ -134,13 +134,13 @@ class _Section:
 
 
 def read_section(file: File, path: str) -> tuple[TableMeta, Bloom, int]:
-    """The index, the filter and the checksum of both; raises if the file is not a whole, unaltered table."""
+    """Return the index, the filter and the checksum of the section. Raises if the file is not a complete, undamaged table."""
     section = _find_section(file, path)
     return section.meta, section.bloom, section.checksum
 
 
 def set_level(file: File, path: str, level: int) -> None:
-    """Give another level to a table that no manifest names yet; synced on return."""
+    """Change the level of a table that no manifest names yet. Synced on return."""
     old = _find_section(file, path)
     section = encode_section(msgspec.structs.replace(old.meta, level=level), old.bloom, old.offset)
     if len(section) != old.size:
@@ -184,7 +184,7 @@ def _find_section(file: File, path: str) -> _Section:
 
 
 def _nonsense(meta: TableMeta, probes: int, bloom_bytes: int, blocks_end: int) -> str:
-    """What is impossible about an index, before any of its numbers is used; empty if nothing is."""
+    """Return why an index cannot be valid, or an empty string. Called before any of its numbers is used."""
     numbers = (meta.sst_id, meta.rows, meta.tombstones, meta.lsn_min, meta.lsn_max, meta.raw_bytes)
     if not all(0 <= number < U64_END for number in numbers) or meta.lsn_min > meta.lsn_max:
         return "numbers out of range"
@@ -212,7 +212,7 @@ _DECODER = msgspec.msgpack.Decoder(TableMeta)
 
 
 def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes:
-    """Some bytes of a file whose end was read already."""
+    """Return bytes of a file whose end has already been read."""
     start = size - len(end)
     if offset >= start:
         return end[offset - start : offset - start + length]
@@ -220,7 +220,7 @@ def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes
 
 
 def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, path: str) -> list[pa.RecordBatch]:
-    """The rows of neighbouring blocks, if the bytes are the ones that were written, and make sense."""
+    """Decode adjacent blocks. Raises if their bytes fail a checksum or are not valid."""
     start, view, compression = places[0].offset, memoryview(data), meta.compression
     for place in places:
         piece = view[place.offset - start : place.offset - start + place.size]
@@ -235,10 +235,10 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, pa
             text = "a block of a table cannot be decoded"
             raise Corruption(text, hint=_HINT, path=path, offset=place.offset, cause=str(error)) from error
     try:
-        if compression == "none":  # the columns then lie in `data` itself
+        if compression == "none":  # zero-copy: the columns then lie in `data` itself
             pieces = (view[place.offset - start : place.offset - start + place.size] for place in places)
             batches = [pa.ipc.read_record_batch(pa.py_buffer(piece), SCHEMA) for piece in pieces]
-        else:  # as a stream, because only there can Arrow be told not to wake other threads for a few KiB
+        else:  # as a stream, which accepts the option not to wake other threads for a few KiB
             reader = pa.ipc.open_stream(pa.py_buffer(_SCHEMA_MESSAGE + data), options=_READ_OPTIONS)
             batches = [reader.read_next_batch() for _ in places]
         for batch in batches:
@@ -255,7 +255,7 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, pa
 
 
 def _refuse_nulls(batch: pa.RecordBatch) -> None:
-    """Only values may be null; point reads look at the other columns' buffers as they are."""
+    """Raise if a column other than the value has nulls: point reads use those columns' buffers without checking validity."""
     if any(batch.column(number).null_count for number in (0, 2, 3)):
         raise ValueError("a key, an lsn or a tombstone is null")
 
@@ -268,9 +268,9 @@ def _not_a_table(what: str, path: str, size: int) -> Corruption:
     return Corruption(what, hint=_HINT, path=path, size=size)
 
 
-# ── what decoding a block would take ────────────────────────────────────────────────────────────────────────────────────
+# ── limits on decoding a block ────────────────────────────────────────────────────────────────────────────────────────
 def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed: bool) -> None:
-    """Raise `ValueError` unless decoding the message takes what its place in the index declares."""
+    """Raise `ValueError` if decoding the message would need more memory than its entry in the index declares."""
     if not 0 < rows <= BLOCK_ROWS_MAX:
         raise ValueError(f"{rows} rows in a block")
     try:
@@ -324,14 +324,14 @@ def _number(data: memoryview, layout: str, at: int) -> int:
 
 
 def _table(data: memoryview, at: int) -> int:
-    """A FlatBuffers table at an offset, if its list of fields is in the data."""
+    """Return the offset of a FlatBuffers table, after checking that its vtable is in the data."""
     fields = at - _number(data, "<i", at)
     _number(data, "<H", fields)
     return at
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
-    """Where a field of a table is."""
+    """Return the offset of a field of a FlatBuffers table."""
     fields = table - _number(data, "<i", table)
     if 4 + 2 * number >= _number(data, "<H", fields):
         raise ValueError(f"the message has no field {number}")
@@ -342,7 +342,7 @@ def _field(data: memoryview, table: int, number: int) -> int:
 
 
 def _pairs(data: memoryview, at: int, count: int) -> list[tuple[int, int]]:
-    """A vector of pairs of 64-bit numbers, of which there must be so many."""
+    """Return a FlatBuffers vector of pairs of 64-bit numbers. Raises unless it has `count` of them."""
     start = at + _number(data, "<I", at)
     if _number(data, "<I", start) != count:
         raise ValueError("wrong number of columns or buffers")

@@ -1,7 +1,7 @@
-"""Reads a table: one key at a time, or ranges of rows as Arrow batches.
+"""Reads a table: single keys, or ranges of rows as Arrow batches.
 
-The file stays open while anybody can reach the table, and is closed with the last reference to it: a reader never meets a
-descriptor that has become another file. Bytes that are not what was written raise, whoever reads them.
+The file stays open until the last reference to the table is gone, so a reader never uses a descriptor that has been reused for
+another file. Every read verifies checksums, and raises if bytes differ from what was written.
 
 Threads: any. Importable on executors. Format page: `docs/formats/sstable.md`.
 Raises `Corruption` (also for a file that is missing), `ChecksumMismatch`, `FormatTooNew`, `StorageFault`."""
@@ -26,7 +26,7 @@ from quire.lsm.sst_format import SCHEMA, TableMeta, decode_blocks, read_section
 from quire.lsm.sst_writer import key_changes
 
 READ_AHEAD_BYTES = 1 * MIB
-"""Neighbouring blocks are read together, up to this much."""
+"""Adjacent blocks are read with one call, up to this many bytes."""
 
 
 class SSTable:
@@ -51,7 +51,7 @@ class SSTable:
     ) -> None:
         self.path = path
         self.checksum = checksum
-        """Of the section, which has the checksums of all blocks: tables that have the same are the same."""
+        """Checksum of the section, which contains the checksums of all blocks: it identifies the table's contents."""
         self.meta = meta
         self.bloom = bloom
         self.size_bytes = file.size()
@@ -60,11 +60,11 @@ class SSTable:
         self._first_keys = [block.first_key for block in meta.blocks]
         self._key_max = meta.key_max
         self._slots: Slots = [None] * len(meta.blocks)
-        """The blocks that are in memory; only the cache writes it."""
+        """The blocks in memory; written only by the cache."""
 
     @classmethod
     def open(cls, disk: Disk, path: str, sst_id: int | None = None, cache: BlockCache | None = None) -> SSTable:
-        """The table at `path`, which must be number `sst_id` if one is given."""
+        """Open the table at `path`. Raises if its id is not `sst_id`, if one is given."""
         try:
             file = open_to_read(disk, path)
         except FileNotFoundError:
@@ -83,25 +83,25 @@ class SSTable:
         weakref.finalize(table, file.close)
         return table
 
-    def on_last(self, action: Callable[[], None]) -> None:
-        """Have something done when nobody can reach the table any more."""
+    def call_when_unreferenced(self, action: Callable[[], None]) -> None:
+        """Call `action` when the last reference to the table is gone."""
         weakref.finalize(self, action).atexit = False
 
     def close(self) -> None:
-        """Close the file now: reads raise from here on."""
+        """Close the file. Later reads raise."""
         if self._cache is not None:
             self._cache.forget(self._slots)
         self._file.close()
 
     # ── one key ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, key: bytes, lsn: int) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn."""
+        """Return the newest version of a key at or below `lsn`, or `None`."""
         number = bisect_right(self._first_keys, key) - 1
         if number < 0 or key > self._key_max:
             return None
         block = self._slots[number]
         if block is None:
-            # A block in memory answers faster than the filter: hashing the key alone takes longer than a bisection.
+            # Only for blocks not in memory: hashing the key alone takes longer than a bisection.
             if not self.bloom.may_contain(hash_key(key)):
                 return None
             block = self.block(number)
@@ -110,11 +110,11 @@ class SSTable:
         return block.find(key, lsn)
 
     def find_many(self, keys: Sequence[bytes], lsn: int, best: dict[bytes, VersionedValue]) -> None:
-        """The newest versions of keys at or below an lsn go into `best`, unless a newer one is there."""
+        """Put the newest versions of keys at or below `lsn` into `best`, unless it has a newer one."""
         first_keys, slots, key_max, lsn_max = self._first_keys, self._slots, self._key_max, self.meta.lsn_max
         for key in keys:
-            known = best.get(key)
-            if known is not None and known[0] >= lsn_max:
+            former = best.get(key)
+            if former is not None and former[0] >= lsn_max:
                 continue
             number = bisect_right(first_keys, key) - 1
             if number < 0 or key > key_max:
@@ -125,11 +125,11 @@ class SSTable:
             else:
                 block.used = True
                 version = block.find(key, lsn)
-            if version is not None and (known is None or version[0] > known[0]):
+            if version is not None and (former is None or version[0] > former[0]):
                 best[key] = version
 
     def block(self, number: int) -> TableBlock:
-        """A block, from memory if it is there."""
+        """Return a block, from memory if possible."""
         block = self._slots[number]
         if block is not None:
             block.used = True
@@ -139,7 +139,7 @@ class SSTable:
 
     # ── short ranges ──────────────────────────────────────────────────────────────────────────────────────────────────
     def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """Add the first rows of [low, high) that are in one block; the edge (short_scan.py)."""
+        """Add the first `rows` rows of [low, high), from one block. Return the edge (short_scan.py)."""
         first_keys = self._first_keys
         number = max(0, bisect_right(first_keys, low) - 1)
         if low > self._key_max or (number == 0 and high is not None and high <= first_keys[0]):
@@ -156,10 +156,12 @@ class SSTable:
                 return None
             if start < end:
                 return first_keys[number]
-            # Every key of this block was below `low`: go on with the next one.
+            # Every key of this block is below `low`: continue with the next block.
 
     def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """The same with the last rows of [low, high). The last block that begins below `high` has a row below it."""
+        """Add the last `rows` rows of [low, high), from one block. Return the edge.
+
+        No loop is needed: the last block that begins below `high` has a row below `high`."""
         first_keys = self._first_keys
         number = (len(first_keys) if high is None else bisect_left(first_keys, high)) - 1
         if number < 0 or low > self._key_max:
@@ -178,7 +180,7 @@ class SSTable:
 
     # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def block_range(self, low: bytes, high: bytes | None) -> tuple[int, int]:
-        """The blocks [first, last) that may have keys in [low, high)."""
+        """Return the blocks [first, last) that may have keys in [low, high)."""
         first = max(0, bisect_right(self._first_keys, low) - 1)
         last = len(self._first_keys) if high is None else bisect_left(self._first_keys, high)
         if low > self.meta.key_max:
@@ -186,33 +188,33 @@ class SSTable:
         return first, max(first, last)
 
     def marks(self, low: bytes, high: bytes | None) -> list[tuple[bytes, int]]:
-        """The first keys of the blocks in a range, and the bytes of each, roughly."""
+        """Return the first keys of the blocks in a range, each with the block's approximate bytes."""
         first, last = self.block_range(low, high)
         block_bytes = self.meta.raw_bytes // len(self._first_keys) + 1
         return [(key, block_bytes) for key in self._first_keys[first:last]]
 
     def rows_between(self, low: bytes, high: bytes | None) -> list[pa.RecordBatch]:
-        """The rows with keys in [low, high), in order."""
+        """Return the rows with keys in [low, high), in order."""
         first, last = self.block_range(low, high)
         if first == last:
             return []
-        batches = self._read(first, last)  # past the cache: a long scan must not drive out what point reads need
+        batches = self._read(first, last)  # bypasses the cache: a long scan must not evict the blocks of point reads
         batches[0] = _from(batches[0], low)
         if high is not None:
             batches[-1] = _below(batches[-1], high)
         return [batch for batch in batches if batch.num_rows]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Every block, in order, not kept."""
+        """Yield every block in order, bypassing the cache."""
         for number in range(len(self.meta.blocks)):
             yield self.batch(number)
 
     def batch(self, number: int) -> pa.RecordBatch:
-        """A block as it is stored, not kept."""
+        """Return a block as it is stored, bypassing the cache."""
         return self._read(number, number + 1)[0]
 
     def _read(self, first: int, last: int) -> list[pa.RecordBatch]:
-        """Decode blocks [first, last), neighbours in one read."""
+        """Read and decode blocks [first, last), adjacent ones with one call."""
         places, batches = self.meta.blocks, list[pa.RecordBatch]()
         while first < last:
             start, end = places[first].offset, first
@@ -226,7 +228,7 @@ class SSTable:
 
     # ── checking ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def verify(self) -> Iterator[str]:
-        """Everything that is wrong with the table, each as a sentence; damage to a block raises as reading it would."""
+        """Yield each problem of the table as a sentence. Damage to a block raises, as in a read."""
         meta = self.meta
         rows = tombstones = different = 0
         last: tuple[bytes, int] | None = None
@@ -257,7 +259,7 @@ class SSTable:
         yield from self._verify_footer()
 
     def _verify_footer(self) -> Iterator[str]:
-        """Whether other Arrow readers find the same rows."""
+        """Yield a problem if other Arrow readers would find different blocks."""
         data = pa.py_buffer(self._file.read_at(self.size_bytes, 0))
         try:
             with pa.ipc.open_file(data) as reader:
@@ -270,17 +272,17 @@ class SSTable:
 
 
 def _from(batch: pa.RecordBatch, low: bytes) -> pa.RecordBatch:
-    """The rows with keys at or above `low`."""
+    """Return the rows with keys at or above `low`."""
     return batch.slice(lower_bound(batch.column(0), low)) if low else batch
 
 
 def _below(batch: pa.RecordBatch, high: bytes) -> pa.RecordBatch:
-    """The rows with keys below `high`."""
+    """Return the rows with keys below `high`."""
     return batch.slice(0, lower_bound(batch.column(0), high))
 
 
 def lower_bound(keys: pa.BinaryArray, key: bytes) -> int:
-    """The first row whose key is not below `key`, of sorted keys."""
+    """Return the first row of sorted keys whose key is not below `key`."""
     return bisect_left(range(len(keys)), key, key=lambda at: keys[at].as_py())
 
 

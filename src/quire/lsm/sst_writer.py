@@ -1,10 +1,10 @@
-"""Writes a table from sorted Arrow batches. Needs no manifest and no engine: it runs on executors too.
+"""Writes a table from sorted Arrow batches. Needs neither manifest nor engine, so it also runs on executors.
 
-The seams between batches are checked here; that rows inside a batch are in order is the caller's promise, and `verify` checks
-it. The file is built in memory, then written, synced and named before `write` returns: a manifest may name it from then on.
+The order between batches is checked here; the caller guarantees the order of rows within a batch, and `verify` checks it. The
+file is built in memory, then written, synced and durably named before `write` returns; a manifest may name it from then on.
 
 Threads: one for each writer. Format page: `docs/formats/sstable.md`.
-Raises `InternalError` (rows out of order), and what the disk raises; a file that could not be written whole is removed."""
+Raises `InternalError` (rows out of order), and the disk's errors; a file that was not written completely is removed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from quire.lsm.sst_format import (
 )
 
 WRITE_BYTES = 4 << 20
-"""Pieces are put together to about this much for one write."""
+"""Pieces are joined to about this many bytes for one write."""
 
 
 class TableWriter:
-    """One table in the making: `add` sorted batches, then `write`."""
+    """Writes one table: `add` sorted batches, then `write`."""
 
     def __init__(self, sst_id: int, level: int = 0, options: TableOptions | None = None) -> None:
         self._options = options or TableOptions()
@@ -49,13 +49,13 @@ class TableWriter:
         self._level = level
         self._sink = _Sink()
         codec = None if self._options.compression == "none" else self._options.compression
-        # Blocks are small: waking other threads for their buffers costs more than compressing them.
+        # Blocks are small: waking other threads costs more than compressing their buffers.
         options = pa.ipc.IpcWriteOptions(compression=codec, use_threads=False)
         self._arrow = pa.ipc.new_file(self._sink, SCHEMA, options=options)
         self._blocks: list[BlockPlace] = []
         self._hashes: list[NDArray[np.uint64]] = []
         self._pending: pa.RecordBatch | None = None
-        """Rows that do not fill a block yet."""
+        """Rows that do not yet fill a block."""
         self._key_min = self._key_max = b""
         self._last_lsn = 0
         self._lsns: tuple[int, int] = (1 << 64, 0)
@@ -63,10 +63,10 @@ class TableWriter:
         self._keys = 0
         self.tombstones = 0
         self.raw_bytes = 0
-        """Of keys and values so far, before compression."""
+        """Bytes of keys and values so far, before compression."""
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """More rows, all behind those that were added before."""
+        """Add rows, all of which must sort after those added before."""
         if not batch.num_rows:
             return
         batch = batch.cast(SCHEMA) if batch.schema != SCHEMA else batch
@@ -103,14 +103,14 @@ class TableWriter:
             raise OutOfRange("a key has too many versions for a block", rows=batch.num_rows, max=BLOCK_ROWS_MAX)
         offset = self._sink.begin()
         self._arrow.write_batch(batch)
-        if not offset:  # Arrow writes its head together with the first batch
+        if not offset:  # Arrow writes its header together with the first batch
             offset = _head_bytes()
             self._sink.crc = crc64(b"".join(self._sink.pieces)[offset:])
         first = batch.column(0)[0].as_py()
         self._blocks.append(BlockPlace(offset, self._sink.size - offset, batch.num_rows, self._sink.crc, first))
 
     def finish(self) -> tuple[list[bytes], TableMeta]:
-        """The bytes of the file, in pieces, and what they hold."""
+        """Return the bytes of the file, in pieces, and its metadata."""
         if not self.rows:
             raise InternalError("a table must have rows", sst_id=self._sst_id)
         if self._pending is not None:
@@ -137,9 +137,10 @@ class TableWriter:
         return self._sink.pieces, meta
 
     def write(self, disk: Disk, path: str, stage: str = "") -> TableMeta:
-        """Finish, and have the file durable under its name.
+        """Finish the table and write it to `path`. Durable on return.
 
-        With a `stage`, a suffix that nobody else has, it gets its name in one step: for work that may be done twice at a time.
+        With `stage`, a suffix unique to this writer, the file is written under `path + stage` and renamed: for work that may
+        run twice concurrently.
         """
         pieces, meta = self.finish()
         hit("lsm.sst.built")
@@ -168,7 +169,7 @@ class TableWriter:
 
 
 class _Sink:
-    """What Arrow writes into: pieces of bytes, their sum, and a checksum that begins anew with each block."""
+    """The file object that Arrow writes to: collects pieces, their total size, and a checksum that is reset at each block."""
 
     closed = False
 
@@ -209,7 +210,7 @@ class _Sink:
 
 @cache
 def _head_bytes() -> int:
-    """What precedes the first batch of a file: seen from a file without any."""
+    """Return the bytes before the first batch of a file, measured on a file without batches."""
     sink = _Sink()
     pa.ipc.new_file(sink, SCHEMA).close()
     footer_bytes, _ = ARROW_END.unpack(b"".join(sink.pieces)[-ARROW_END_BYTES:])
@@ -217,7 +218,7 @@ def _head_bytes() -> int:
 
 
 def block_cuts(batch: pa.RecordBatch, block_bytes: int) -> list[int]:
-    """Where a batch is cut into blocks, between keys; the rows behind the last cut do not fill one.
+    """Return the rows at which a batch is cut into blocks, between keys. The rows after the last cut do not fill a block.
 
     >>> keys = [b"a", b"b", b"b", b"c"]
     >>> columns = [keys, [b"x" * 60] * 4, [9, 8, 7, 6], [False] * 4]
@@ -228,7 +229,7 @@ def block_cuts(batch: pa.RecordBatch, block_bytes: int) -> list[int]:
     ends = np.cumsum(_sizes(keys) + _sizes(values) + 17)
     if ends[-1] < block_bytes:
         return [0]
-    # Begin of each key: the places where a block may begin.
+    # The first row of each key: the only rows at which a block may begin.
     begins = np.flatnonzero(np.concatenate(([True], key_changes(keys))))
     full = np.searchsorted(ends, np.arange(block_bytes, int(ends[-1]) + 1, block_bytes), side="left") + 1
     at = np.searchsorted(begins, full, side="left")
@@ -237,7 +238,7 @@ def block_cuts(batch: pa.RecordBatch, block_bytes: int) -> list[int]:
 
 
 def key_changes(keys: pa.BinaryArray) -> NDArray[np.bool_]:
-    """For each row but the first, whether its key is another one than the row's before."""
+    """Return for each row except the first whether its key differs from that of the row before."""
     count = len(keys)
     if count < 2:
         return np.zeros(0, np.bool_)
@@ -246,13 +247,13 @@ def key_changes(keys: pa.BinaryArray) -> NDArray[np.bool_]:
 
 
 def _sizes(column: pa.BinaryArray) -> NDArray[np.int64]:
-    """Bytes of each value; a null has none."""
+    """Return the bytes of each value; a null has none."""
     offsets = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
     return np.diff(offsets).astype(np.int64)
 
 
 def _joined(pieces: list[bytes]) -> list[bytes]:
-    """The same bytes in fewer, larger pieces."""
+    """Join pieces into fewer, larger ones."""
     joined: list[bytes] = []
     group: list[bytes] = []
     size = 0

@@ -1,18 +1,18 @@
-"""Walks a key-value database and yields everything that is wrong with it.
+"""Checks a key-value database and yields the problems found.
 
-Rules that are checked
+Rules
   V0  the database can be opened
-  V1  every table that the manifest names is there, is the one its name says, and is sound (see `SSTable.verify`)
+  V1  every table that the manifest names exists, has the id in its name, and is sound (see `SSTable.verify`)
   V2  tables of a level above 0 have disjoint key ranges
-  V3  the ids of the tables were handed out, and no lsn is above the last one
-  V4  what is open is what the manifest names
+  V3  the ids of the tables were allocated, and no lsn is above the last one
+  V4  the open tables are those that the manifest names
   V5  every file in the database's directories is named, or waits for its last reader
-  V6  every WAL that the manifest names, and the manifest's own log, is there and has everything that was acknowledged
+  V6  every WAL that the manifest names, and the manifest's own log, exists and has everything that was acknowledged
   V7  the rows of the store's manifest are those of the live tables (S1)
-  V8  the directory of every snapshot is there, with a manifest that can be read
+  V8  the directory of every snapshot exists, with a manifest that can be read
 
-Threads: any; a database in use may be flushed or compacted meanwhile, so the walk holds the view that it began with.
-Raises nothing about damage: that is what it yields.
+Threads: any. A database in use may be flushed or compacted meanwhile, so the check holds the view that it began with.
+Damage does not raise: it is yielded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KvProblem:
-    """One thing that is wrong."""
+    """One violation of a rule."""
 
     rule: str
     what: str
@@ -47,17 +47,17 @@ class KvProblem:
 
 
 class Stored(NamedTuple):
-    """What a database has on disk: its tables, to be read by whoever has the time, and what is wrong with the rest."""
+    """The files of a database: its tables, which the caller has yet to read, and the problems of all other files."""
 
     tables: list[tuple[str, int, int]]
-    """(path, id, bytes) of every table, of snapshots too."""
+    """(path, id, bytes) of every table, including those of snapshots, for which bytes is 0."""
     logs: list[str]
-    """Manifests and write-ahead logs: read here."""
+    """Manifests and write-ahead logs that were checked."""
     problems: list[KvProblem]
 
 
 def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
-    """Read everything of a database but its tables: manifest, write-ahead logs, the directories of snapshots (by id)."""
+    """Check everything of a database except its tables: manifest, write-ahead logs, directories of `snapshots` (by id)."""
     stored = Stored([], [], [])
     try:
         kv = engine.open(db_id)
@@ -84,14 +84,14 @@ def stored(engine: KvEngine, db_id: int, snapshots: Sequence[int]) -> Stored:
 
 
 def problems(kv: Kv, *, tables: bool = True) -> Iterator[KvProblem]:
-    """Everything that is wrong, now; without `tables`, their blocks are left to somebody else."""
-    with kv.upkeep.held():  # no flush or compaction between looking at the manifest and at the view
+    """Yield the current problems. Without `tables`, the blocks of tables are not read."""
+    with kv.upkeep.paused():  # no flush or compaction between reading the manifest and the view
         view, state = kv.view, kv.manifest.state()
-        dead = kv.upkeep.dead_paths()  # before the listing: what it lists may go meanwhile
+        dead = kv.upkeep.dead_paths()  # before the listing: a listed file may be removed meanwhile
         files = kv.disk.names(f"{kv.home.path}/sst")
         yield from _wals(kv)
-        if kv.follower is not None:
-            for what in kv.follower.differences(view.levels):
+        if kv.projection is not None:
+            for what in kv.projection.differences(view.levels):
                 yield KvProblem("V7", what)
     named = {entry.id for entry in state.sstables}
     opened = {table.meta.sst_id for table in view.levels}
@@ -123,9 +123,9 @@ def _table(table: SSTable) -> Iterator[KvProblem]:
 
 
 def _wals(kv: Kv) -> Iterator[KvProblem]:
-    # Taken first: the logs may go on meanwhile, and then have more than this.
+    # Read the ends first: the logs may grow meanwhile, and then hold more than these.
     ends, state = kv.ends(), kv.manifest.state()
-    known = {end.number: log_end(end) for end in ends.wals}
+    recorded_ends = {end.number: log_end(end) for end in ends.wals}
     try:
         read_log(kv.disk, kv.home.manifest_log, vouched=log_end(ends.manifest))
     except (QuireError, FileNotFoundError) as error:
@@ -139,7 +139,7 @@ def _wals(kv: Kv) -> Iterator[KvProblem]:
             yield KvProblem("V6", "a write-ahead log is missing", path)
             continue
         try:
-            for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND, vouched=known.get(number))):
+            for _ in batches_of(read_log(kv.disk, path, kind=LOG_KIND, vouched=recorded_ends.get(number))):
                 pass
         except QuireError as error:
             yield KvProblem("V6", error.what, path)

@@ -1,8 +1,8 @@
-"""What a database is at one moment: the memtable, the frozen memtables and the tables by level; and reading it at an lsn.
+"""A view: the memtable, the frozen memtables and the tables of a database at one moment, and reads of it at an lsn.
 
-Views and levels never change (a view's memtable grows, which reads at an lsn do not see): a flush or a compaction makes new
-ones. Whoever holds a view holds its tables, and with them their files. Which version of a key is newest is decided by lsn
-alone, never by level: tables that are loaded in bulk have the lsn of the beginning of the load.
+Views and levels are immutable (a view's memtable grows, but reads at an lsn do not see that); a flush or a compaction creates
+new ones. A reference to a view keeps its tables and their files open. The lsn alone decides which version of a key is newest,
+never the level: tables loaded in bulk have the lsn of the beginning of the load.
 
 Threads: any."""
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def open_table(disk: Disk, path: str, sst_id: int, cache: BlockCache | None) -> SSTable:
-    """`SSTable.open`, for modules that must not load Arrow: a database without tables does without it."""
+    """Call `SSTable.open`. Arrow is imported here, because a database without tables does not need it."""
     from quire.lsm.sst_reader import SSTable
 
     return SSTable.open(disk, path, sst_id, cache)
@@ -45,14 +45,14 @@ class LevelRun:
         self.starts = [table.meta.key_min for table in tables]
 
     def overlapping(self, low: bytes, high: bytes | None) -> tuple[SSTable, ...]:
-        """The tables that may have keys in [low, high)."""
+        """Return the tables that may have keys in [low, high)."""
         first = max(0, bisect_right(self.starts, low) - 1)
         if first < len(self.tables) and self.tables[first].meta.key_max < low:
             first += 1
         return self.tables[first : len(self.tables) if high is None else bisect_left(self.starts, high)]
 
     def window(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """Add the first rows of [low, high) that are in one table; the edge (short_scan.py)."""
+        """Add the first `rows` rows of [low, high) from the first table of the range. Return the edge (short_scan.py)."""
         tables = self.overlapping(low, high)
         if not tables:
             return None
@@ -60,7 +60,7 @@ class LevelRun:
         return edge if edge is not None or len(tables) == 1 else tables[1].meta.key_min
 
     def window_before(self, windows: RowWindows, low: bytes, high: bytes | None, rows: int) -> bytes | None:
-        """The same with the last rows of [low, high)."""
+        """Add the last `rows` rows of [low, high) from the last table of the range. Return the edge."""
         tables = self.overlapping(low, high)
         if not tables:
             return None
@@ -99,10 +99,10 @@ class Levels:
         return len(self.level0) + sum(map(len, self.deeper))
 
     def get(self, key: bytes, lsn: int, best: VersionedValue | None) -> VersionedValue | None:
-        """The newest version of a key at or below an lsn, `best` being what was found elsewhere."""
+        """Return the newest version of a key at or below `lsn`. `best`: the newest one found elsewhere."""
         for table in self.level0:
             if best is not None and best[0] >= table.meta.lsn_max:
-                break  # the others are older still
+                break  # the remaining tables are older still
             value = table.get(key, lsn)
             if value is not None and (best is None or value[0] > best[0]):
                 best = value
@@ -120,7 +120,7 @@ class Levels:
         return best
 
     def find_many(self, keys: Sequence[bytes], lsn: int, best: dict[bytes, VersionedValue]) -> None:
-        """`get` for many keys; `best` has what is known of them."""
+        """Look up many keys as `get` does, and update the newest versions in `best`."""
         for table in self.level0:
             table.find_many(keys, lsn, best)
         for run in self._deeper_runs:
@@ -135,7 +135,7 @@ class Levels:
                 run.tables[at].find_many(mine, lsn, best)
 
     def overlapping(self, low: bytes, high: bytes | None) -> list[SSTable]:
-        """The tables that may have keys in [low, high)."""
+        """Return the tables that may have keys in [low, high)."""
         tables = [
             table for table in self.level0 if table.meta.key_max >= low and (high is None or table.meta.key_min < high)
         ]
@@ -144,13 +144,13 @@ class Levels:
         return tables
 
     def level(self, number: int) -> tuple[SSTable, ...]:
-        """The tables of a level."""
+        """Return the tables of a level."""
         if number == 0:
             return self.level0
         return self.deeper[number - 1] if number <= len(self.deeper) else ()
 
     def changed(self, added: Iterable[SSTable], removed: Iterable[SSTable]) -> Levels:
-        """The levels with some tables more and some less."""
+        """Return new levels, with `added` and without `removed`."""
         gone = {id(table) for table in removed}
         return Levels([*(table for table in self if id(table) not in gone), *added])
 
@@ -159,12 +159,12 @@ LSN_MAX = (1 << 64) - 1
 
 
 class Frozen(msgspec.Struct, frozen=True):
-    """A memtable that waits for its flush, and the WAL that it came from."""
+    """A memtable that waits to be flushed, and its WAL."""
 
     memtable: Memtable
     wal: int
     end: LogEnd
-    """Of that WAL, which takes no more."""
+    """The final end of that WAL."""
 
 
 class KvView(msgspec.Struct, frozen=True):
@@ -172,11 +172,11 @@ class KvView(msgspec.Struct, frozen=True):
 
     memtable: Memtable
     frozen: tuple[Frozen, ...]
-    """The newest first."""
+    """Newest first."""
     levels: Levels
 
     def get(self, key: bytes, lsn: int, hidden: Hidden = frozenset()) -> bytes | None:
-        """The value of a key at an lsn."""
+        """Return the value of a key at an lsn, or `None`."""
         if hidden:
             pairs, _ = short_window(self._runs(), key, key + b"\0", lsn, hidden, rows=1, reverse=False)
             return pairs[0][1] if pairs else None
@@ -192,7 +192,7 @@ class KvView(msgspec.Struct, frozen=True):
         return best[1] if best is not None else None
 
     def get_many(self, keys: Sequence[Buffer], lsn: int, hidden: Hidden = frozenset()) -> list[bytes | None]:
-        """The values of keys at an lsn, in their order."""
+        """Return the values of keys at an lsn, in their order."""
         names = [key if type(key) is bytes else as_bytes(key) for key in keys]
         if hidden:
             return [self.get(key, lsn, hidden) for key in names]
@@ -208,8 +208,8 @@ class KvView(msgspec.Struct, frozen=True):
     def pairs(
         self, low: bytes, high: bytes | None, lsn: int, *, hidden: Hidden = frozenset(), reverse: bool = False
     ) -> Iterator[Iterable[Pair]]:
-        """The keys and values in [low, high) at an lsn, some at a time, in order or in the opposite one: the first rows from
-        windows (short_scan.py), the others from batches."""
+        """Yield the keys and values in [low, high) at an lsn in groups, in ascending or descending order. The first rows come
+        from windows (short_scan.py), the rest from batches."""
         runs, rows, given = self._runs(), FIRST_ROWS, 0
         while given < SHORT_ROWS:
             pairs, edge = short_window(runs, low, high, lsn, hidden, rows=rows, reverse=reverse)
@@ -222,14 +222,14 @@ class KvView(msgspec.Struct, frozen=True):
             yield zip(batch.column(0).to_pylist(), batch.column(1).to_pylist())
 
     def _runs(self) -> list[SortedRun]:
-        """Everything as sorted runs."""
+        """Return all memtables and tables as sorted runs."""
         return [self.memtable, *(frozen.memtable for frozen in self.frozen), *self.levels.runs]
 
     def scan(
         self, low: bytes, high: bytes | None, lsn: int, *, hidden: Hidden = frozenset(), reverse: bool = False
     ) -> Iterator[pa.RecordBatch]:
-        """The keys and values in [low, high) at an lsn, as batches in order, or in the opposite one."""
-        from quire.lsm.merge import scan_parts  # Arrow: gets and puts do without
+        """Return the keys and values in [low, high) at an lsn as batches, in ascending or descending order."""
+        from quire.lsm.merge import scan_parts  # loads Arrow, which gets and puts do not need
 
         sources: list[RowSource] = [self.memtable, *(frozen.memtable for frozen in self.frozen)]
         sources += self.levels.overlapping(low, high)
@@ -237,7 +237,7 @@ class KvView(msgspec.Struct, frozen=True):
 
 
 def prefix_end(prefix: bytes) -> bytes | None:
-    """The smallest key above all that begin with a prefix; `None` if there is none.
+    """Return the smallest key above all keys that begin with a prefix, or `None` if there is none.
 
     >>> prefix_end(b"ab"), prefix_end(b"a\\xff"), prefix_end(b"\\xff"), prefix_end(b"")
     (b'ac', b'b', None, None)

@@ -1,11 +1,11 @@
-"""The write-ahead log of a key-value database: batches go in, in the order of their lsns.
+"""The write-ahead log of a key-value database: a sequence of batches in the order of their lsns.
 
-One batch is one record of a framed log (`durable/log_format.py`): there whole or not at all. An append reaches the operating
-system before it returns, and survives the death of the process; only `sync` makes it survive the loss of power. After a
-failed append or sync nothing more is taken. A log that belongs to another database, has another number, or has less than was
-recorded of it (witnesses.py) is `Corruption`: a damaged end never passes for a torn one once it is recorded.
+A batch is one record of a framed log (`durable/log_format.py`), so it is atomic. An append reaches the operating system before
+it returns, and survives the death of the process; only `sync` makes it survive power loss. After a failed append or sync the
+log refuses writes. A log that belongs to another database, has another number, or is shorter than its recorded end
+(witnesses.py) is `Corruption`: damage below the recorded end is never mistaken for a torn tail.
 
-Threads: appends under the engine's write lock; `sync` by any. Format page: `docs/formats/lsm-wal.md`.
+Threads: appends under the engine's write lock; `sync` in any thread. Format page: `docs/formats/lsm-wal.md`.
 Raises `StoreUnusable`, `OutOfRange` (a batch above 64 MiB), `Corruption`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from quire.core.errors import Corruption, InvalidInput, OutOfRange, StorageFault, StoreClosed
 from quire.core.limits import KIB, MIB
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, DiskLayer, File, FileLayer, forget_cached
+from quire.durable.files import Disk, DiskLayer, File, FileLayer, drop_cached_pages
 from quire.durable.log_format import NAMED_HEADER_BYTES, decode_header
 from quire.durable.log_reader import LogContents, LogEnd
 from quire.durable.log_writer import LogWriter
@@ -31,13 +31,14 @@ HEAD = struct.Struct("<QI")
 """lsn, keys in the batch"""
 HEAD_BYTES = 12
 ONE = struct.Struct("<QIII")
-"""The head of a batch of one: lsn, 1, bytes of the key, bytes of the value"""
+"""The header of a batch with one key: lsn, 1, bytes of the key, bytes of the value"""
 DELETED = 0xFFFFFFFF
-"""In place of a value's size: the key was deleted."""
+"""In place of a value's size: the key is deleted."""
 KEYED = 0x80000000
-"""Flag of the count: the idempotency key of the call follows the head, as a u64."""
+"""Flag in the count: the idempotency key of the call follows the header, as a u64."""
 CARRIED = 0x40000000
-"""Flag of the count: no batch, but keys of calls in earlier logs, which end when they are flushed: pairs of key and lsn."""
+"""Flag in the count: not a batch, but idempotency keys carried over from earlier logs, which are removed when they are flushed;
+pairs of key and lsn."""
 KEY = struct.Struct("<Q")
 PAIR = struct.Struct("<QQ")
 
@@ -45,15 +46,15 @@ if HEAD.size != HEAD_BYTES or ONE.size != HEAD_BYTES + 8:
     raise AssertionError("the WAL's structs disagree with their literal sizes")
 
 Buffer = bytes | bytearray | memoryview
-"""What callers may give for keys and values; anything else with the buffer protocol works too."""
+"""The types accepted for keys and values; any other object with the buffer protocol works too."""
 Items = Mapping[bytes, bytes | None]
 KEY_BYTES_MAX = 64 * KIB - 1
 VALUE_BYTES_MAX = 32 * MIB
-"""A batch is one record of the WAL, at most 64 MiB, and a block holds whole values."""
+"""Limited because a batch is one record of the WAL, at most 64 MiB, and a block of a table holds whole values."""
 
 
 def as_bytes(key: Buffer) -> bytes:
-    """A key or value that a caller gave, as bytes; anything with the buffer protocol is taken.
+    """Convert a key or value to bytes. Any object with the buffer protocol is accepted.
 
     >>> as_bytes(bytearray(b"ab")), as_bytes(memoryview(b"abcd")[::2])
     (b'ab', b'ac')
@@ -68,7 +69,7 @@ def as_bytes(key: Buffer) -> bytes:
 
 
 def checked_batch(batch: Mapping[bytes, Buffer | None]) -> Items:
-    """What a caller wants to write, in bytes of our own: who passes a bytearray may change it afterwards."""
+    """Validate a batch, and copy it to bytes if needed: a caller may modify a bytearray after the call."""
     for key, value in batch.items():
         if type(key) is not bytes or not (value is None or type(value) is bytes):
             owned = {as_bytes(key): None if value is None else as_bytes(value) for key, value in batch.items()}
@@ -77,7 +78,7 @@ def checked_batch(batch: Mapping[bytes, Buffer | None]) -> Items:
             raise OutOfRange("a key is too long", size=len(key), max=KEY_BYTES_MAX)
         if value is not None and len(value) > VALUE_BYTES_MAX:
             raise OutOfRange("a value is too long", size=len(value), max=VALUE_BYTES_MAX)
-    return batch  # type: ignore[return-value]  # the loop has seen that all are bytes
+    return batch  # type: ignore[return-value]  # the loop has checked that all are bytes
 
 
 class WalBatch(NamedTuple):
@@ -92,7 +93,7 @@ class WalBatch(NamedTuple):
 
 
 def encode_batch(lsn: int, items: Items, key: int = 0) -> bytes:
-    """The record of a batch: head, the call's key if it has one, sizes of the keys, sizes of the values, keys, values.
+    """Encode a batch: header, the call's key if it has one, sizes of the keys, sizes of the values, keys, values.
 
     >>> encode_batch(7, {b"k": b"v", b"old": None}).hex()
     '070000000000000002000000010000000300000001000000ffffffff6b6f6c6476'
@@ -111,13 +112,13 @@ def encode_batch(lsn: int, items: Items, key: int = 0) -> bytes:
 
 
 def encode_carried(lsn: int, calls: Iterable[tuple[int, int]]) -> bytes:
-    """The record that takes keys of calls over into a new log, whose last lsn is this."""
+    """Encode the record that carries idempotency keys over into a new log. `lsn`: the last lsn assigned so far."""
     pairs = [PAIR.pack(key, at) for key, at in calls]
     return HEAD.pack(lsn, len(pairs) | CARRIED) + b"".join(pairs)
 
 
 def decode_batch(record: bytes, path: str, offset: int) -> WalBatch:
-    """The batch of a record."""
+    """Decode a record. `path` and `offset` are used in error messages."""
     try:
         lsn, count = HEAD.unpack_from(record)
         if count & CARRIED:
@@ -126,7 +127,7 @@ def decode_batch(record: bytes, path: str, offset: int) -> WalBatch:
         if count & KEYED:
             count, start = count & ~KEYED, HEAD_BYTES + KEY.size
             calls = ((KEY.unpack_from(record, HEAD_BYTES)[0], lsn),)
-        if 8 * count > len(record):  # before anything of that size is made
+        if 8 * count > len(record):  # before allocating by an untrusted count
             raise _corrupt(path, offset, "its sizes do not fit")
         sizes = struct.unpack_from(f"<{2 * count}I", record, start)
     except struct.error as error:
@@ -149,17 +150,17 @@ def _carried(record: bytes, lsn: int, count: int, path: str, offset: int) -> Wal
 
 AHEAD_BYTES = 256 * KIB
 SMALL_BYTES = 8 * KIB
-"""Larger writes do not fill ahead."""
+"""Writes above this do not fill ahead."""
 
 _ZEROS = bytes(AHEAD_BYTES)
 
 
 class AheadFile(FileLayer):
-    """A file for appending that is kept filled with zeros a little ahead of its end, so that syncing small appends is cheap.
+    """An append-only file that is zero-filled ahead of its end, so that syncs after small appends are cheap.
 
-    A sync after an append must also make the file's new size and extents durable, which costs the file system a commit of its
-    journal. Over zeros that are on disk already it moves data only (measured: about half the time). After a crash the zeros are
-    a torn end to whoever reads the log, like any other bytes behind it. One writer at a time.
+    A sync after an append must also make the file's new size and extents durable, which costs a commit of the file system's
+    journal. Over zeros that are already on disk a sync writes data only (measured: about half the time). After a crash a reader
+    of the log treats the zeros as a torn tail, like any other bytes after the last record. One writer at a time.
     """
 
     __slots__ = ("_end", "_filled", "_open")
@@ -173,7 +174,7 @@ class AheadFile(FileLayer):
         end = offset + len(data)
         if end > self._filled:
             if len(data) <= SMALL_BYTES:
-                with suppress(StorageFault):  # it is a help, never a need: without space the write goes on without it
+                with suppress(StorageFault):  # only an optimisation: on a full disk the write proceeds without it
                     self._inner.write_at(_ZEROS, self._filled)
                     self._filled += AHEAD_BYTES
             self._filled = max(self._filled, end)
@@ -184,8 +185,8 @@ class AheadFile(FileLayer):
         self._inner.truncate(size)
         self._end = self._filled = size
 
-    def forget_cached(self) -> None:
-        forget_cached(self._inner)
+    def drop_cached_pages(self) -> None:
+        drop_cached_pages(self._inner)
 
     def close(self) -> None:
         if self._open:
@@ -199,7 +200,7 @@ class AheadFile(FileLayer):
 
 
 class AheadDisk(DiskLayer):
-    """A disk whose `open` gives such files."""
+    """A disk whose `open` returns an `AheadFile` for an existing file that is opened for writing."""
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
@@ -215,7 +216,7 @@ class KvWal:
 
     @classmethod
     def create(cls, disk: Disk, path: str, number: int, owner: Owner) -> KvWal:
-        """A new, empty log."""
+        """Create an empty log."""
         identity = owner.identity(number)
         return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, identity=identity, replace=True))
 
@@ -223,11 +224,11 @@ class KvWal:
     def open(
         cls, disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None = None
     ) -> tuple[KvWal, LogContents]:
-        """A log that was left, its torn end cut off, and what it holds."""
+        """Open an existing log, cut its torn tail, and return it with its contents."""
         try:
             require_owner(
                 disk, path, number, owner, recorded
-            )  # before its torn end is cut off: it may be somebody else's
+            )  # before its torn tail is cut: the file may belong to another database
             log, contents = LogWriter.open(AheadDisk(disk), path, kind=LOG_KIND, vouched=recorded)
         except FileNotFoundError:
             raise Corruption("a write-ahead log is missing", hint=REPAIR, path=path, number=number) from None
@@ -239,27 +240,27 @@ class KvWal:
 
     @property
     def end(self) -> int:
-        """Where the next record goes."""
+        """Offset of the next record."""
         return self._log.end
 
     def durable_end(self) -> LogEnd:
-        """What is durable now, to be recorded elsewhere."""
+        """Return how far the log is durable, to be recorded in LMDB."""
         return self._log.durable_end()
 
     def append(self, record: bytes) -> int:
-        """Write a record; where it ends."""
+        """Append a record. Return the offset of its end."""
         end = self._log.append_many((record,))
         hit("lsm.wal.appended")
         return end
 
     def sync(self, upto: int) -> None:
-        """Have everything below `upto` durable; one sync serves all who wait."""
+        """Make everything below `upto` durable. Concurrent callers share one sync."""
         log = self._log
         if log.durable < upto:
             try:
                 log.sync(upto)
             except StoreClosed:
-                if log.durable < upto:  # else the one who closed it had synced it
+                if log.durable < upto:  # else the closing thread has synced it
                     raise
             hit("lsm.wal.synced")
 
@@ -268,12 +269,12 @@ class KvWal:
         self._log.close()
 
     def abandon(self) -> None:
-        """Close the file and nothing else."""
+        """Close the file without syncing it."""
         self._log.abandon()
 
 
 def require_owner(disk: Disk, path: str, number: int, owner: Owner, recorded: LogEnd | None) -> None:
-    """Raise if the log is another database's, or has another number. One in the life that was recorded is ours in any case."""
+    """Raise if the log belongs to another database or has another number. A log with the recorded salt is always accepted."""
     file = disk.open(path, write=False)
     try:
         header = decode_header(file.read_at(NAMED_HEADER_BYTES, 0), path, LOG_KIND)
@@ -284,11 +285,11 @@ def require_owner(disk: Disk, path: str, number: int, owner: Owner, recorded: Lo
 
 
 def batches_of(contents: LogContents) -> Iterator[WalBatch]:
-    """The records of a log, in order."""
+    """Yield the decoded records of a log in order. Raises if lsns of batches do not rise."""
     last = None
     for record, offset in zip(contents.payloads, contents.offsets):
         batch = decode_batch(record, contents.path, offset)
-        if batch.items:  # keys that are carried bring no lsn of their own
+        if batch.items:  # a record of carried keys has no lsn of its own
             if last is not None and batch.lsn <= last:
                 raise _corrupt(contents.path, offset, f"lsn {batch.lsn} follows {last}")
             last = batch.lsn

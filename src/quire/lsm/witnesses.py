@@ -1,10 +1,10 @@
-"""What a store knows of a key-value database apart from its files, compared at each open.
+"""Witnesses of a key-value database: the store's own records of it, compared with its files at each open.
 
-What LMDB has recorded (rows of tables, ends of logs) was durable in the database's files before, and logs only grow: so files
-that have less are damaged, or are not these files. Files that have more are normal: LMDB comes second (S1). What is not
-recorded is not checked; files that nothing names are then moved to quarantine, not removed.
+Whatever LMDB has recorded (rows of tables, ends of logs) was durable in the database's files before, and logs only grow. So
+files that hold less are damaged, or belong to another database. Files that hold more are normal: LMDB is written second (S1).
+Without a recorded end nothing is checked against it; files that the manifest does not name are then quarantined, not removed.
 
-Values; any thread."""
+Threads: values; any."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 REPAIR = "`quire kv repair` shows what can be recovered"
-"""The hint of every error about files that do not fit together."""
+"""The hint of every error about inconsistent files."""
 
 NO_STORE = bytes(16)
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Whose files these are; zeros for a database that belongs to no store."""
+    """The store and database that own the files; zeros for a database that belongs to no store."""
 
     store: bytes = NO_STORE
     database: int = 0
 
     def identity(self, number: int) -> LogIdentity:
-        """What the log with this number has in its header."""
+        """Return the identity in the header of the log with this number."""
         return LogIdentity(store=self.store, database=self.database, number=number)
 
     def require(self, header: LogHeader, number: int, path: str) -> None:
-        """Raise if a log says that it is another file; one that says nothing, or not all, is taken for what its name says."""
+        """Raise if a log's header contradicts this owner or `number`. A missing identity, or a zero part of one, matches."""
         identity = header.identity
         if identity is None:
             return
@@ -56,30 +56,30 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class StoreFacts(msgspec.Struct, frozen=True):
-    """What is known of a database before its files are opened."""
+    """The store's records of a database, read before its files are opened."""
 
     owner: Owner = Owner()
-    is_made: bool = False
-    """Whether the database's files were on disk once: then a manifest that is not there is lost, not new."""
+    files_created: bool = False
+    """Whether the database's files have been created: if so, a missing manifest is lost, not new."""
     ends: LsmEndsRecord | None = None
     rows: Mapping[int, LsmTableRecord] = {}
-    """Of the tables that LMDB knows, by id."""
+    """The table rows in LMDB, by id."""
     quarantine: Callable[[str, str], None] | None = None
-    """Moves a file (path, why); `None`: into a directory beside the database's own."""
-    follower: KvProjection | None = None
-    """Records what the database does from now on."""
+    """Moves a file (path, why) to quarantine; with `None`, it is moved to a directory below the database's own."""
+    projection: KvProjection | None = None
+    """Records later changes of the database in LMDB."""
 
     def wal_end(self, number: int) -> LogEnd | None:
-        """What is recorded of a write-ahead log."""
+        """Return the recorded end of a write-ahead log, or `None`."""
         wals = self.ends.wals if self.ends is not None else ()
         return next((log_end(end) for end in wals if end.number == number), None)
 
 
 def log_end(end: LsmLogEnd) -> LogEnd:
-    """The row, as the framed log takes it."""
+    """Convert a row to the form that the framed log uses."""
     return LogEnd(salt=end.salt, end=end.end, link=end.link)
 
 
 def end_row(number: int, end: LogEnd) -> LsmLogEnd:
-    """The other way."""
+    """Convert the end of a framed log to a row."""
     return LsmLogEnd(number, end.salt, end.end, end.link)

@@ -1,16 +1,18 @@
-"""From batches to rows: applies a group to the overlay and makes its change records.
+"""Apply a group of batches to the overlay and build its change records.
 
 Terms
   group     the batches of one transaction, as guards
-  run       consecutive batches of a group that consist of one kind of logged operation, or of local ones: what pipelines
-            send, with an acknowledgement now and then in between
+  run       consecutive batches of a group that consist of one kind of logged operation, or of local ones. Pipelines
+            send runs, with an occasional acknowledgement in between.
 
-Batches are applied in order; one that raises fails alone, with its own error. Every batch with logged operations gets the
-next sequence, one change record, and the next generation of every component it touched; batches with only local ones get
-neither.
+Batches are applied in order; a batch that raises fails alone, with its own error. Every batch with logged operations
+gets the next sequence, one change record, and the next generation of every component it touches; a batch of local
+operations only gets none of these.
 
-A group of few runs takes a short way; if anything in it fails it is done again the long way, which finds the culprit. Pure
-but for the overlay and the guards it is given; called by the writer thread alone.
+A group of few runs takes a fast path. If anything in it fails, the whole group is applied again on the slow path, which
+identifies the failing batch.
+
+Threads: called by the writer thread alone. Pure, apart from the overlay and the guards passed in.
 """
 
 from __future__ import annotations
@@ -30,24 +32,24 @@ from quire.manifest.overlay import Overlay
 from quire.manifest.records import IdempotencyRecord
 
 RUN = 8
-"""Batches that a run must have on average for the short way to be worth it."""
+"""Average number of batches per run from which the fast path pays off."""
 
 SLICE = 64
-"""Batches between two looks at the clock."""
+"""Batches applied between two checks of the clock."""
 
 
 class Applied(msgspec.Struct):
-    """What has become of a group."""
+    """The result of applying a group."""
 
     head: int
-    """The last sequence given."""
+    """The last sequence assigned."""
     generations: dict[int, int]
     at_ms: int
     changes: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
     """Rows of the change log."""
     operations: int = 0
     batches: int = 0
-    """How many batches of the group were decided; the rest came too late for it."""
+    """Number of batches that were decided (applied or failed); the rest are left for the next group."""
 
 
 class Applier:
@@ -58,7 +60,7 @@ class Applier:
         self._idempotency_ms = idempotency_ms
 
     def apply(self, group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]) -> None:
-        """Apply the batches, until `in_time` says that the rest must wait for another group."""
+        """Apply the batches until `in_time` returns False; the rest are left for another group."""
         self._overlay.head = state.head
         runs = _runs(group) if len(group) > 1 and not self._overlay.strict else []
         if runs and (len(runs) == 1 or len(runs) <= len(group) // RUN):
@@ -67,13 +69,13 @@ class Applier:
                 for kind, run in runs:
                     if kind is not None:
                         before = state.batches
-                        self._apply_alike(kind, run, state, in_time)
+                        self._apply_run(kind, run, state, in_time)
                         if state.batches - before < len(run):
-                            return  # the rest came too late for this group
+                            return  # out of time: the rest belong to the next group
                     else:
                         self._apply_local(run, state)
                 return
-            except Exception:  # whatever it is, the long way finds whose it is
+            except Exception:  # the slow path finds the batch that caused it
                 self._overlay.discard()
                 state.head, state.generations = start
                 state.changes, state.operations, state.batches = [], 0, 0
@@ -81,16 +83,16 @@ class Applier:
         self._apply_one_by_one(group, state, in_time)
 
     def _apply_local(self, run: list[ManifestGuard], state: Applied) -> None:
-        """Batches of local operations between others: no sequence, no change record."""
+        """Apply batches of local operations, which get no sequence and no change record."""
         for guard in run:
             for op in guard.ops:
                 op.apply(self._overlay, state.at_ms)
-            _sound(guard.ops)
+            _require_decodable(guard.ops)
             state.operations += len(guard.ops)
             state.batches += 1
             guard.sequence, guard.generations, guard.committed_at_ms = 0, (), state.at_ms
 
-    def _apply_alike(
+    def _apply_run(
         self, kind: type[Op], group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]
     ) -> None:
         operations = batches = 0
@@ -101,6 +103,7 @@ class Applier:
             batches = min(batches + SLICE, len(group))
         pack, records = CHANGE_LOG.key.fast, list[tuple[bytes, ChangeRecord]]()
         component, touched, at_ms = kind.component, (kind.component,), state.at_ms
+        # Within a run, sequence and generation advance together: their distance is constant.
         ahead = state.generations.get(component, 0) - state.head
         sequence = state.head
         for guard in group[:batches]:
@@ -133,7 +136,7 @@ class Applier:
                 sequence = _sequence(state.head, logged) if logged else 0
                 change = ChangeRecord(sequence, at_ms, logged, updates, guard.trace_id)
                 row = CHANGE_LOG.codec.encode(change) if logged else b""
-                _sound(guard.ops, row if len(logged) == len(guard.ops) else None)
+                _require_decodable(guard.ops, row if len(logged) == len(guard.ops) else None)
                 if overlay.notes:
                     overlay.write_notes(sequence, updates, at_ms)
                 if guard.key is not None:
@@ -153,7 +156,7 @@ class Applier:
                 overlay.undo.clear()
 
     def _undo(self, before: list[ManifestGuard], at_ms: int, head: int) -> None:
-        """Make the overlay forget a failed batch: by its undo log, or by applying the batches before it once more."""
+        """Remove a failed batch from the overlay: by its undo log, or by applying the batches before it again."""
         overlay = self._overlay
         if overlay.tracking:
             overlay.rollback()
@@ -173,7 +176,7 @@ class Applier:
         overlay.undo.clear()
 
     def _answered(self, guard: ManifestGuard, at_ms: int) -> bool:
-        """Whether the key was used before; then the guard gets the first answer."""
+        """Return whether the key was used before; if so, the guard gets the stored answer."""
         assert guard.key is not None
         row = self._overlay.idempotency.get(t.IDEMPOTENCY.key.pack(guard.key))
         if row is None or row.expires_at_ms <= at_ms:
@@ -189,19 +192,19 @@ class Applier:
 
 
 def _sequence(head: int, ops: tuple[Any, ...]) -> int:
-    """The sequence of the next batch: after a takeover the first one of its range."""
+    """Return the sequence of the next batch; after a takeover, the first number of the new range."""
     jumps: list[int] = [op.first_number for op in ops if op.jumps]
     return max([head + 1, *jumps])
 
 
 def _runs(group: list[ManifestGuard]) -> list[tuple[type[Op] | None, list[ManifestGuard]]]:
-    """Consecutive batches of one kind of logged operation, or of local ones (`None`); empty if any is neither."""
+    """Split a group into runs of one kind of logged operation or of local ones (`None`); empty if a batch is neither."""
     if {guard.key for guard in group} != {None}:
         return []
     kinds = {type(op) for guard in group for op in guard.ops}
     if not all(kind.quick or not kind.logged for kind in kinds):
         return []
-    if len(kinds) == 1:  # what pipelines send; looking at the batches one by one would cost a tenth of their rate
+    if len(kinds) == 1:  # the usual case of a pipeline; inspecting each batch would cost a tenth of its rate
         (kind,) = kinds
         return [(kind if kind.logged else None, group)]
     runs: list[tuple[type[Op] | None, list[ManifestGuard]]] = []
@@ -217,11 +220,11 @@ def _runs(group: list[ManifestGuard]) -> list[tuple[type[Op] | None, list[Manife
     return runs
 
 
-def _sound(ops: Any, row: bytes | None = None) -> None:
-    """Refuse operations that cannot be read again: a field of another type would shut the store for good.
+def _require_decodable(ops: Any, row: bytes | None = None) -> None:
+    """Refuse operations that cannot be decoded again: a field of the wrong type would make the store permanently unusable.
 
-    `row` is their change record, if there is one with all of them in it. Quick operations have looked at their fields
-    themselves in `apply_all`: reading everything back was measured to cost a pipeline a quarter of its rate.
+    `row` is their change record, if one contains all of them. Quick operations check their fields themselves in
+    `apply_all`: decoding every record again was measured to cost a pipeline a quarter of its rate.
     """
     try:
         CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(ChangeRecord(0, 0, ops, ())) if row is None else row)
@@ -230,7 +233,7 @@ def _sound(ops: Any, row: bytes | None = None) -> None:
 
 
 def as_input_error(error: Exception) -> QuireError:
-    """A value that no codec takes is the caller's mistake; anything else is ours."""
+    """Convert an error raised by an operation: a value that no codec accepts is the caller's mistake, anything else a bug."""
     kind: type[QuireError] = InternalError
     if isinstance(error, struct.error):
         kind = OutOfRange

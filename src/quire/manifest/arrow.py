@@ -1,4 +1,4 @@
-"""Manifest tables as Arrow: whole columns at a time, no loop over rows where numpy or Arrow can do it.
+"""Manifest tables as Arrow: decodes whole columns at a time, with no loop over rows where numpy or Arrow can avoid it.
 
 Keys of fixed width and packed records are decoded by numpy from one joined buffer. msgpack records of plain fields are
 decoded in one call per step and turned into columns in another; rows written by an older version, which have fewer
@@ -40,13 +40,13 @@ _KEY_TYPES = {
 
 
 def to_arrow(txn: ReadTxn, table: t.Table[Any]) -> pa.Table:
-    """Every row of a table."""
+    """Return every row of a table."""
     layout = schema(table)
     return pa.Table.from_batches(list(batches(txn, table)), schema=layout)
 
 
 def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in steps."""
+    """Yield the rows of a table in steps."""
     layout = schema(table)
     for keys, values in txn.steps(table, rows):
         columns = [*_key_columns(table, keys), *_value_columns(table, keys, values)]
@@ -54,7 +54,7 @@ def batches(txn: ReadTxn, table: t.Table[Any], rows: int = STEP_ROWS) -> Iterato
 
 
 def step_after(txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int) -> tuple[list[bytes], list[bytes]]:
-    """Keys and values of up to `rows` rows whose keys lie behind `after`."""
+    """Return keys and values of up to `rows` rows whose keys lie after `after`."""
     keys, values = next(txn.steps(table, rows + 1, start=after or b""), ([], []))
     first = int(bool(keys) and keys[0] == after)
     return keys[first : first + rows], values[first : first + rows]
@@ -63,7 +63,7 @@ def step_after(txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 def one_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
-    """Up to `rows` rows whose keys lie behind `after`, and the last of those keys; (None, None) at the end."""
+    """Return up to `rows` rows whose keys lie after `after`, and the last of those keys; (None, None) at the end."""
     keys, values = step_after(txn, table, after, rows)
     if not keys:
         return None, None
@@ -72,7 +72,7 @@ def one_batch(
 
 
 def schema(table: t.Table[Any]) -> pa.Schema:
-    """The Arrow schema of a table."""
+    """Return the Arrow schema of a table."""
     fields = [pa.field(_key_name(table, name), _KEY_TYPES[kind]) for name, kind in table.key.fields]
     for name, hint in _record_fields(table):
         fields.append(pa.field(name, _arrow_type(hint)))
@@ -80,7 +80,7 @@ def schema(table: t.Table[Any]) -> pa.Schema:
 
 
 def _key_name(table: t.Table[Any], name: str) -> str:
-    """Keys keep their name unless the record has a field of the same name (change_log's sequence): then `key_…`."""
+    """Return the column name of a key field: `key_…` if the record has a field of that name (change_log's sequence)."""
     return f"key_{name}" if name in table.codec.record_type.__struct_fields__ else name
 
 
@@ -119,10 +119,11 @@ def _value_columns(table: t.Table[Any], keys: list[bytes], values: list[bytes]) 
 
 
 def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
-    """The fields of all rows in one flat list, or `None` if some row is of another version or has fewer fields.
+    """Return the fields of all rows in one flat list, or `None` if a row has another version or fewer fields.
 
-    A row is its version, a msgpack array and its checksum. Without the array headers, and behind one header for all of them,
-    the rows are one long array: one call of the decoder, and no object per row for the garbage collector to look at.
+    A row is its version, a msgpack array and its checksum. Without their array headers, and after one header for all of
+    them, the rows are one long array: one call of the decoder, and no object per row for the garbage collector to
+    visit.
     """
     header = version + (bytes([0x90 | width]) if width < 16 else b"\xdc" + width.to_bytes(2, "big"))
     if not all(map(bytes.startswith, values, repeat(header))):
@@ -137,7 +138,7 @@ def _cells(version: bytes, width: int, values: list[bytes]) -> list[Any] | None:
 
 
 def _plain_column(cells: list[Any], hint: Any) -> pa.Array:
-    """A column of plain values. Numbers go through `array`, which converts three times as fast as Arrow."""
+    """Return a column of plain values. Numbers go through `array`, which converts three times as fast as Arrow."""
     if hint is int:
         return pa.Array.from_buffers(pa.uint64(), len(cells), [None, pa.py_buffer(array("Q", cells))])
     if _is_enum(hint):
@@ -168,5 +169,5 @@ def _column(values: tuple[Any, ...], kind: pa.DataType, hint: Any) -> pa.Array:
 
 
 def _native(column: Any) -> Any:
-    """A contiguous column in the machine's byte order, which Arrow requires."""
+    """Return a contiguous column in the machine's byte order, which Arrow requires."""
     return np.ascontiguousarray(column).astype(column.dtype.newbyteorder("="), copy=False)

@@ -1,11 +1,11 @@
-"""The audit: what happened to databases, and when.
+"""The audit: events in the life of databases, and when they happened.
 
-The rows are written by operations, in the transaction that did it, so the audit can neither miss an event nor tell of one that
-was rolled back. It is kept for `maintenance.audit_seconds`.
+Operations write the rows in their own transaction, so the audit neither misses an event nor contains one that was
+rolled back. It is kept for `maintenance.audit_seconds`.
 
-Keys have the time and the place in the feed: rows that are not asked for are neither decoded nor kept.
+Keys contain the time and the position in the feed: rows outside the request are neither decoded nor kept.
 
-Pure functions of a read transaction. Raises `ManifestDamaged`.
+Threads: pure functions of a read transaction. Raises `ManifestDamaged`.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import AuditAction
 
 _AT_MS, _IN_FEED = slice(4, 12), slice(12, None)
-"""Where the key has its time, and its sequence and ordinal."""
+"""Positions in the key of the time, and of sequence and ordinal."""
 assert t.AUDIT.key.pack(0, 1, 2, 3)[_AT_MS] == (1).to_bytes(8, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One thing that happened to a database."""
+    """One event in the life of a database."""
 
     db_id: int
     at_ms: int
     sequence: int
-    """The change record that did it."""
+    """The change record that caused it."""
     action: AuditAction
     component: Component
     generation: int
-    """What the component had reached by it."""
+    """The generation that the component reached by it."""
     subject: str
     number: int
     size_bytes: int
@@ -46,7 +46,7 @@ class AuditEntry:
 def audit_entries(
     txn: ReadTxn, db_id: int | None = None, *, since_ms: int = 0, until_ms: int | None = None, newest: int = 0
 ) -> list[AuditEntry]:
-    """What happened to a database, or to all, in [since, until), oldest first; of that the `newest`, if that is not 0."""
+    """Return the events of a database, or of all, in [since, until), oldest first; with `newest`, only the last so many."""
     since = since_ms.to_bytes(8, "big")
     until = until_ms.to_bytes(8, "big") if until_ms is not None else b"\xff" * 9
     scanned = txn.raw_scan(t.AUDIT) if db_id is None else txn.raw_scan(t.AUDIT, db_id)
@@ -60,7 +60,7 @@ def _in_feed(row: tuple[bytes, bytes]) -> bytes:
 
 
 def _entry(txn: ReadTxn, key: bytes, raw: bytes) -> AuditEntry | None:
-    """An entry; `None` if it is damaged, and of a database that is closed."""
+    """Return an entry; `None` if its row is damaged and its database is closed."""
     try:
         row = t.AUDIT.rows.decode(key, raw)
     except ManifestDamaged:

@@ -1,11 +1,12 @@
-"""The values of the change feed: one record (what one batch did), its form in JSON, a page of them, a cursor.
+"""The values of the change feed: one record (what one batch did), its form in JSON, a page of records, a cursor.
 
-The bytes are those of every msgpack table (u16 version + array); the operations are the very values that were applied, each
-as an array that begins with its tag, so a subscriber replays them without special adapters. Layout: docs/formats/manifest.md;
-the form in JSON: docs/feed.md. It is as stable as the bytes are: operations and fields keep their names, new ones are added
-at the end, readers ignore what they do not know. `change_from_json(change_json(record)) == record`, through text too.
+The bytes are those of every msgpack table (u16 version + array). The operations are exactly the values that were
+applied, each as an array that begins with its tag, so a subscriber replays them without special adapters. Layout:
+docs/formats/manifest.md; the form in JSON: docs/feed.md. It is as stable as the bytes: operations and fields keep their
+names, new ones are added at the end, readers ignore unknown ones. `change_from_json(change_json(record)) == record`,
+through text too.
 
-Pure functions, any thread. `change_from_json` raises `InvalidInput` that says where.
+Threads: pure functions, callable from any thread. `change_from_json` raises `InvalidInput`, which names the location.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.core.errors import InvalidInput, ManifestDamaged
-from quire.core.json_values import plain, restored
+from quire.core.json_values import from_plain, plain
 from quire.core.timeline import Gaps, distance
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component
@@ -26,7 +27,7 @@ from quire.manifest.records import CursorRecord, CursorState, Record, UInt
 
 
 class ChangeRecord(Record, frozen=True):
-    """The ops of one batch, when they were committed, and the generations they led to."""
+    """The ops of one batch, when they were committed, and the generations they produced."""
 
     sequence: UInt
     committed_at_ms: UInt
@@ -39,18 +40,18 @@ CHANGE_LOG = t.Table("change_log", "sequence u64", ChangeRecord, t.Policy.LOCAL,
 
 
 def decode_changes(raws: list[bytes]) -> list[ChangeRecord]:
-    """The records of plain rows of the log: what its codec does for one, without a call in between."""
+    """Return the records of plain rows of the log; the codec inlined, which saves a call per row."""
     head, body, decode = CHANGE_LOG.codec.head, CHANGE_LOG.codec.decode_body, CHANGE_LOG.codec.decode
     assert body is not None, "the change log is not packed"
     try:
         return [body(raw[2:]) if raw[:2] == head else decode(raw) for raw in raws]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return [decode(raw) for raw in raws]  # which says what is wrong, and with which row
+        return [decode(raw) for raw in raws]  # finds the damaged row, and raises
 
 
 # ── cursors and pages ─────────────────────────────────────────────────────────────────────────────────────────────────
 class Start(Enum):
-    """Where a new cursor begins; a number means: after this sequence."""
+    """Where a new cursor begins; a number means after this sequence."""
 
     OLDEST = "oldest"
     LATEST = "latest"
@@ -71,11 +72,11 @@ class CursorInfo(msgspec.Struct, frozen=True):
     max_lag: int
     lost_reason: str
     gap_sequences: int = 0
-    """Sequences between its position and the head that takeovers have left out."""
+    """Sequences between its position and the head that takeovers skipped."""
 
     @classmethod
     def of(cls, cursor_id: int, row: CursorRecord, bounds: tuple[int, int], gaps: Gaps) -> CursorInfo:
-        """What the row of a cursor says, within these bounds."""
+        """Return the information in a cursor's row, within these bounds."""
         oldest, head = bounds
         acked = row.acked_sequence
         return cls(
@@ -88,16 +89,16 @@ class CursorInfo(msgspec.Struct, frozen=True):
 
     @property
     def next_sequence(self) -> int:
-        """The first sequence a fetch returns."""
+        """The first sequence that a fetch returns."""
         return max(self.acked_sequence + 1, self.oldest_sequence)
 
     @property
     def lag(self) -> int:
-        """Changes that wait for this cursor."""
+        """Number of changes that this cursor has yet to acknowledge."""
         return max(self.head_sequence - self.acked_sequence - self.gap_sequences, 0)
 
     def why_given_up(self, now_ms: int) -> str:
-        """Why its policy, or the log, gives this cursor up; empty if it does not."""
+        """Return why its policy, or the log, gives this cursor up; empty if neither does."""
         if self.acked_sequence < self.oldest_sequence - 1:
             return f"the log begins with {self.oldest_sequence:,}, it had read up to {self.acked_sequence:,}"
         silent_ms = now_ms - self.updated_at_ms
@@ -109,11 +110,11 @@ class CursorInfo(msgspec.Struct, frozen=True):
 
 
 class ChangePage(msgspec.Struct, frozen=True):
-    """Changes in order, and where the feed stood when they were read."""
+    """Changes in order, and the bounds of the feed when they were read."""
 
     changes: tuple[ChangeRecord, ...]
     next_sequence: int
-    """What the next page begins with: behind the last change that was looked at, whether it passed a filter or not."""
+    """Where the next page begins: after the last change examined, whether it passed a filter or not."""
     oldest_sequence: int
     head_sequence: int
 
@@ -125,7 +126,7 @@ class ChangePage(msgspec.Struct, frozen=True):
 
 # ── in JSON ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def change_json(record: ChangeRecord) -> dict[str, Any]:
-    """A change as JSON has it: every operation in full, generations by the names of their components."""
+    """Return a change in JSON form: every operation in full, generations by the names of their components."""
     return {
         "sequence": record.sequence,
         "committed_at_ms": record.committed_at_ms,
@@ -136,12 +137,12 @@ def change_json(record: ChangeRecord) -> dict[str, Any]:
 
 
 def change_text(record: ChangeRecord) -> str:
-    """The same as one line of text."""
+    """Return the JSON form as one line of text."""
     return msgspec.json.encode(change_json(record)).decode()
 
 
 def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
-    """The change that was told as JSON, as a mapping or as text."""
+    """Return the change in JSON form, given as a mapping or as text."""
     form_fields: Any = form
     if isinstance(form, str | bytes):
         try:
@@ -151,15 +152,15 @@ def change_from_json(form: Mapping[str, Any] | str | bytes) -> ChangeRecord:
     if not isinstance(form_fields, Mapping) or not isinstance(form_fields.get("generations"), Mapping):
         raise InvalidInput("not a change: that is an object with `generations`", found=str(form_fields)[:60])
     reached = [[_component_number(name), generation] for name, generation in form_fields["generations"].items()]
-    record = restored(ChangeRecord, {**form_fields, "generation_updates": reached})
-    try:  # the limits of numbers are those of the bytes
+    record = from_plain(ChangeRecord, {**form_fields, "generation_updates": reached})
+    try:  # numbers have the limits of the stored bytes
         return CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(record))
     except (ManifestDamaged, OverflowError) as error:
         raise InvalidInput(f"not a change: {error.__cause__ or error}", sequence=record.sequence) from error
 
 
 def _component_name(number: int) -> str:
-    """A component of a newer quire has no name here: its number stands for it."""
+    """Return the name of a component; for one of a newer quire, its number."""
     return Component(number).name.lower() if number in Component.__members__.values() else str(number)
 
 

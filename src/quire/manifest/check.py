@@ -1,6 +1,6 @@
-"""The one checker of the manifest: walks everything, yields what is wrong, stops at nothing.
+"""Check the whole manifest: read every row, yield every problem, and stop at none.
 
-Rules it holds, by number (cited in problems, tests and reviews):
+Rules, by number (cited in problems, tests and reviews):
   K1  every row has the checksum of its bytes, and decodes
   D1  `db_names` names exactly the live databases
   D2  rows belong to a database that exists; every database has a WAL state
@@ -12,23 +12,25 @@ Rules it holds, by number (cited in problems, tests and reviews):
   R1  `in_use` of every artifact is the number of its holders
   R2  `pending_upload` of every artifact is the number of its outstanding upload jobs
   R3  `gc_zero` names exactly the artifacts at zero
-  R4  an artifact's row has a holder (otherwise it is a leak: bytes nobody will ever ask for or delete)
+  R4  an artifact's row has a holder (otherwise it is a leak: bytes that are never read or deleted)
   W1  a tracked WAL segment has its origin's row
   W2  marks of a WAL agree with each other
   J1  `job_pending_index` names exactly the outstanding exclusive jobs; `jobs_by_state` every job; leases only running ones
   M1  rows about a mirror's databases and batches belong to a mirror that exists
   P1  a page's head is its newest version in the index
-  P2  the version that a page's version follows (`prev_lsn`) is older than it, and no version in the index lies between the two
+  P2  a version's predecessor (`prev_lsn`) is older than it, and no version in the index lies between the two
   F1  the change log is contiguous from the oldest retained sequence to the head
-  F2  live cursors stand inside the log; `cursor_names` names exactly the named ones: mended whenever a store is opened
+  F2  live cursors are inside the log; `cursor_names` names exactly the named ones. Repaired whenever a store is opened
   G1  a component's watermark is the generation of the last change that touched it, if the log still has it
 
-A problem about one database or one counter closes that one (`closes`), any other keeps the store shut.
+A problem of one database or counter closes only that one (`closed_subjects`); any other problem keeps the store
+from opening, unless it is a leak or contained.
 
-Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest; by audits without the rules that
-an audit looks at elsewhere, and without the work behind them.
-Works on one snapshot; memory is about 170 bytes per artifact (measured), the rest is streamed. Without R1, R4 and S2 nothing is
-held for artifacts: what is left of memory is a step of rows, and the small tables that indexes are derived from.
+Used by open, by `quire manifest check`, and by the teardown of every test that has a manifest. Audits skip the rules
+that they check elsewhere, and the work those rules need.
+
+Works on one snapshot. Memory is about 170 bytes per artifact (measured); the rest is streamed. Without R1, R4 and S2
+nothing is held per artifact: memory is one step of rows, and the small tables from which indexes are derived.
 """
 
 from __future__ import annotations
@@ -62,20 +64,20 @@ from quire.manifest.records import (
 )
 
 DAMAGED = "damaged"
-"""What stands for the value of an index row that cannot be read."""
+"""Placeholder for the value of an index row that cannot be decoded."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One broken rule. `fix`, if there is one, is the operation that mends it."""
+    """One broken rule. `fix`, if present, is the operation that repairs it."""
 
     rule: str
     what: str
     where: dict[str, Any] = msgspec.field(default_factory=dict)
     fix: Op | None = None
     leak: bool = False
-    """Costs space, endangers nothing: does not keep a store from opening."""
+    """Whether it costs space but endangers nothing: it does not keep a store from opening."""
     contained: bool = False
-    """A damaged row that stops only what it steers (whoever asks for it gets the error): the store opens all the same."""
+    """Whether the damage affects only what the row controls (reading it raises): the store opens all the same."""
 
     def __str__(self) -> str:
         place = ", ".join(f"{name}={value}" for name, value in self.where.items())
@@ -86,10 +88,10 @@ Subject = tuple[str, int]
 """("database" or "counter", its id)."""
 
 
-def closes(problem: Problem) -> tuple[Subject, ...]:
-    """The databases and counters that a problem is about, and that are closed by it; none if it is about the whole store.
+def closed_subjects(problem: Problem) -> tuple[Subject, ...]:
+    """Return the databases and counters that a problem closes; none if it concerns the whole store.
 
-    What a damaged row of a contained table steers says so itself, and a leak endangers nothing: they close nothing.
+    Leaks and contained problems close nothing: a leak endangers nothing, and reading a contained row raises.
     """
     where = problem.where
     if problem.leak or problem.contained:
@@ -97,7 +99,7 @@ def closes(problem: Problem) -> tuple[Subject, ...]:
     if "counter" in where:
         return (("counter", where["counter"]),)
     if "artifact" in where:
-        artifact = where["artifact"]  # of a row that does not decode there is the key alone
+        artifact = where["artifact"]  # a hex key if the row does not decode
         return (("database", int(artifact[:8], 16) if isinstance(artifact, str) else artifact.origin_db_id),)
     table, key = where.get("table"), where.get("key")
     if table == t.DB_NAMES.name:
@@ -112,53 +114,55 @@ def closes(problem: Problem) -> tuple[Subject, ...]:
 
 
 class LogPoint(Protocol):
-    """A place in the change log up to which it was checked."""
+    """A position in the change log up to which it was checked."""
 
     @property
     def sequence(self) -> int: ...
 
     @property
     def generations(self) -> Mapping[int, int]:
-        """Of each component, as of that place."""
+        """The generation of each component at that position."""
 
 
 def check(
     txn: ReadTxn,
     *,
     without: Set[str] = frozenset(),
-    looks: Collection[str] | None = None,
+    checks: Collection[str] | None = None,
     since: LogPoint | None = None,
 ) -> Iterator[Problem]:
-    """Every broken rule of the snapshot, except those that are named in `without`: work that only they need is not done.
+    """Yield every broken rule of the snapshot except those in `without`; work that only those rules need is skipped.
 
-    `looks`: only these of `LOOKS` and `OWN_LOOKS`. `since`: the change log was checked up to there.
+    `checks`: run only these of `CHECK_NAMES` and `STORE_CHECK_NAMES`. `since`: the change log was already checked up to
+    this point.
     """
     is_whole = True
-    for look, rules in _CHECKS:
-        if rules <= without or (look.__name__ not in (LOOKS if looks is None else looks)):
+    for function, rules in _CHECKS:
+        if rules <= without or (function.__name__ not in (CHECK_NAMES if checks is None else checks)):
             continue
         try:
-            if look is _check_holders:
+            if function is _check_holders:
                 problems = _check_holders(txn, without)
-            elif look is _check_feed:
+            elif function is _check_feed:
                 problems = _check_feed(txn, since)
             else:
-                problems = look(txn)
+                problems = function(txn)
             for problem in problems:
                 is_whole = is_whole and (problem.rule != "K1" or problem.contained)
                 if not is_whole and problem.rule in _FROM_HOLDERS:
-                    # A row that cannot be read may hold references: a count without them would be too low, and delete.
+                    # An unreadable row may hold references: a count without them is too low, and artifacts would be
+                    # deleted.
                     problem = msgspec.structs.replace(problem, fix=None, leak=_is_too_high(txn, problem))
                 if problem.rule not in without:
                     yield problem
         except (QuireError, lmdb.Error, ValueError, struct.error) as error:
-            # A row that does not decode: K1 names it. What this rule would have found behind it stays unknown.
+            # A row does not decode; K1 names it. What else this check would have found stays unknown.
             is_whole = False
-            yield Problem("K1", f"{look.__name__.removeprefix('_check_')} cannot be checked: {error}")
+            yield Problem("K1", f"{function.__name__.removeprefix('_check_')} cannot be checked: {error}")
 
 
 def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
-    """Whether an artifact has more references than holders were found: harmless where a holder cannot be read."""
+    """Return whether an artifact has more references than holders were found: harmless if a holder cannot be read."""
     with suppress(ManifestDamaged):
         counts = txn.refcount(problem.where["artifact"])
         return (
@@ -171,20 +175,20 @@ def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
 
 
 _FROM_HOLDERS = frozenset({"R1", "R2"})
-"""Rules whose fixes are counted from other rows."""
+"""Rules whose fixes are computed by counting other rows."""
 
 CONTAINED = (
     t.RETENTION, t.AUDIT, t.RETIRED, t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS,
     t.MIRROR, t.MIRROR_DATABASE, t.MIRROR_BATCH,
 )  # fmt: skip
-"""Tables whose damaged rows concern one database, object, subscriber, reader or mirror."""
+"""Tables whose damaged rows affect only one database, object, subscriber, reader or mirror."""
 
 _COUNTING = frozenset({"R1", "R4", "S2"})
-"""Rules for which every reference has to be counted."""
+"""Rules that require counting every reference."""
 
 
 def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Problem]:
-    # Loads numpy, which those who only import this module do without.
+    # Imported here because it loads numpy, which importing this module must not.
     from quire.manifest.holders import check_rows, count_holders
 
     findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
@@ -193,13 +197,13 @@ def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Pr
 
 
 def _check_decodes(txn: ReadTxn) -> Iterator[Problem]:
-    """K1, except for the tables of millions, which are decoded by the rules that need their contents."""
+    """Check K1, except in tables with millions of rows, which are decoded by the rules that need their contents."""
     tables = t.TABLES.values()
     return _undecodable(txn, [table for table in tables if table.codec.packed is None and table not in _READ_ELSEWHERE])
 
 
 def _check_store_rows(txn: ReadTxn) -> Iterator[Problem]:
-    """K1 for the few rows that are about the store itself: without them nothing can be opened."""
+    """Check K1 for the few rows about the store itself, without which nothing can be opened."""
     return _undecodable(txn, _STORE_ROWS)
 
 
@@ -238,7 +242,7 @@ def _decoded(
 
 
 def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int], rule: str) -> Iterator[Problem]:
-    """An index says what it should, no more and no less. A damaged row of it says nothing."""
+    """Report every difference between an index and its expected rows; a damaged row counts as one."""
     actual: dict[bytes, int | str] = {}
     for key, raw in txn.raw_scan(table):
         try:
@@ -261,7 +265,7 @@ def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int]
 
 
 def _index_fix(table: t.Table[Any], key: bytes, value: int | None, *, is_damaged: bool) -> Op | None:
-    """Derived rows are rebuilt; a logged one only if its bytes are damaged: another value has another cause."""
+    """Return the fix of an index row. A logged one is restored only if damaged: a wrong value has another cause."""
     if table.policy is t.Policy.DERIVED:
         return CorrectIndex(table.name, key, value)
     row = None if value is None else table.codec.encode(IndexRecord(value))
@@ -274,16 +278,18 @@ def _check_databases(txn: ReadTxn) -> Iterator[Problem]:
         if record.status is not DbStatus.TOMBSTONED:
             key = t.DB_NAMES.key.pack(record.name)
             if key in names:
-                yield Problem("D1", "two databases have one name", {"name": record.name, "ids": [names[key], db_id]})
+                yield Problem(
+                    "D1", "two databases have the same name", {"name": record.name, "ids": [names[key], db_id]}
+                )
             names[key] = db_id
     for db_id, name in txn.damaged_databases().items():
-        if name:  # the row of a closed database may be damaged; then nothing contradicts the index
+        if name:  # known from the index only: a damaged row cannot contradict it
             names.setdefault(t.DB_NAMES.key.pack(name), db_id)
     yield from _compare_index(txn, t.DB_NAMES, names, "D1")
 
 
 def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
-    """Rows that belong to no database, and databases without a WAL state (D2)."""
+    """Report rows that belong to no database, and databases without a WAL state (D2)."""
     databases = set(_owners(txn, t.DB))
     states = {key[0] for key, _ in txn.scan(t.WAL_STATE)}
     for db_id in databases - states:
@@ -310,7 +316,7 @@ def _check_owners(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _owners(txn: ReadTxn, table: t.Table[Any], few: int = 0) -> Iterator[int]:
-    """The databases a table has rows of: by a seek for each, or by walking the keys where rows are few."""
+    """Yield the databases that have rows in a table: by one seek per database, or by scanning the keys if rows are few."""
     if txn.count(table) <= few:
         yield from sorted({int.from_bytes(key[:4], "big") for key, _ in txn.raw_scan(table)})
     else:
@@ -323,11 +329,11 @@ _COUNTED: dict[Counter, t.Table[Any]] = {
     Counter.NAMESPACE: t.REMOTE_NAMESPACE,
     Counter.CURSOR: t.CHANGE_CURSORS,
 }
-"""The table whose keys begin with the ids of a counter."""
+"""The table whose keys begin with the ids of each counter."""
 
 
 def highest_id(txn: ReadTxn, counter: Counter) -> int:
-    """The highest id of a counter that any row speaks of. Of databases that were dropped the audit has rows still."""
+    """Return the highest id of a counter in any row. Rows of the audit outlive dropped databases, so all tables count."""
     tables: tuple[t.Table[Any], ...] = (_COUNTED[counter], *(t.OWNED if counter is Counter.DB else ()))
     width = 8 if counter in (Counter.JOB, Counter.CURSOR) else 4
     last = (next(txn.raw_scan_back(table), None) for table in tables)
@@ -362,16 +368,20 @@ def _check_snapshots(txn: ReadTxn) -> Iterator[Problem]:
         for leaf, origin, generation in record.leaves:
             if txn.get(t.SLOT_LEAF, origin, leaf, generation) is None:
                 yield Problem(
-                    "S1", "a snapshot holds a leaf that is not there", {"snapshot": (db_id, snapshot_id), "leaf": leaf}
+                    "S1",
+                    "a snapshot holds a leaf that does not exist",
+                    {"snapshot": (db_id, snapshot_id), "leaf": leaf},
                 )
         for pin in record.pins:
             if txn.get(t.WAL_CATALOG, pin.origin_db_id, pin.segment_id) is None:
                 yield Problem(
-                    "W1", "a snapshot pins a segment that is not there", {"snapshot": (db_id, snapshot_id), "pin": pin}
+                    "W1",
+                    "a snapshot pins a segment that does not exist",
+                    {"snapshot": (db_id, snapshot_id), "pin": pin},
                 )
     for (db_id, leaf), held in txn.scan(t.LIVE_LEAF):
         if txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation) is None:
-            yield Problem("S1", "a database holds a leaf that is not there", {"db_id": db_id, "leaf": leaf})
+            yield Problem("S1", "a database holds a leaf that does not exist", {"db_id": db_id, "leaf": leaf})
     for db_id, snapshot_id in newest.items():
         try:
             db = txn.database(db_id)
@@ -434,7 +444,7 @@ def _check_mirrors(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
-    """P1 and P2: both tables are ordered by page, so one walk beside the other suffices."""
+    """Check P1 and P2. Both tables are ordered by page, so one merged walk suffices."""
     heads = txn.scan(t.PAGE_VERSION_HEAD)
     head = next(heads, None)
     unlinked: list[Problem] = []
@@ -454,12 +464,12 @@ def _check_heads(txn: ReadTxn) -> Iterator[Problem]:
 
 
 def _newest_versions(txn: ReadTxn, unlinked: list[Problem]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """((db_id, page), (lsn, segment_id)) of the newest version of every page in the index; P2 on the way."""
+    """Yield ((db_id, page), (lsn, segment_id)) of the newest version of every indexed page; add P2 problems to `unlinked`."""
     for page, versions in groupby(txn.scan(t.PAGE_VERSION_INDEX), key=lambda version: version[0][:2]):
         older, newest = 0, (0, 0)
         for (_, _, lsn), row in versions:
             if row.prev_lsn and not older <= row.prev_lsn < lsn:
-                # Readers seek by lsn and do not follow it: nothing is closed.
+                # Readers seek by lsn and do not follow `prev_lsn`: nothing needs to be closed.
                 where = {"page": page, "lsn": lsn, "prev_lsn": row.prev_lsn}
                 what = "a version of a page does not follow the one before it"
                 unlinked.append(Problem("P2", what, where, contained=True))
@@ -468,7 +478,7 @@ def _newest_versions(txn: ReadTxn, unlinked: list[Problem]) -> Iterator[tuple[tu
 
 
 def _check_feed(txn: ReadTxn, since: LogPoint | None = None) -> Iterator[Problem]:
-    """F1, G1 and F2. With `since`, the log is read from there on; if that shows anything, from its beginning."""
+    """Check F1, G1 and F2. With `since`, read the log from there; if that shows a problem, read it from its beginning."""
     if since is not None:
         problems = list(_check_log(txn, since))
         yield from _check_log(txn) if problems else ()
@@ -493,14 +503,14 @@ def _check_log(txn: ReadTxn, since: LogPoint | None = None) -> Iterator[Problem]
         where = {"ends": preceding(gaps, expected), "head": head}
         yield Problem("F1", "the change log does not reach its head", where)
     marks = {component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)}
-    is_known = oldest == 1 or since is not None  # what every component has reached
+    is_known = oldest == 1 or since is not None  # whether `promised` has every component
     for component in sorted(promised.keys() | (marks.keys() if is_known else set())):
         if marks.get(component, 0) != promised[component]:
             where = {"component": component, "is": marks.get(component, 0), "log": promised[component]}
-            # One that is behind is overtaken: the writer goes on from what the log says. One that is ahead means that
-            # the log has lost its end, whose sequences must not be given again.
+            # The writer continues from the log, so a watermark behind it catches up. A watermark ahead of it means that
+            # the log has lost its end, whose sequences must not be assigned again.
             is_behind = marks.get(component, 0) < promised[component]
-            yield Problem("G1", "a watermark is not what the change log says", where, contained=is_behind)
+            yield Problem("G1", "a watermark differs from the change log", where, contained=is_behind)
 
 
 def _check_cursors(txn: ReadTxn) -> Iterator[Problem]:
@@ -511,7 +521,7 @@ def _check_cursors(txn: ReadTxn) -> Iterator[Problem]:
             names[t.CURSOR_NAMES.key.pack(cursor.name)] = cursor_id
         if cursor.state is CursorState.LIVE and not oldest - 1 <= cursor.acked_sequence <= head:
             where = {"cursor_id": cursor_id, "acked": cursor.acked_sequence, "oldest": oldest, "head": head}
-            yield Problem("F2", "a cursor stands outside the log", where, ClampCursor(cursor_id))
+            yield Problem("F2", "a cursor is outside the change log", where, ClampCursor(cursor_id))
     yield from _compare_index(txn, t.CURSOR_NAMES, names, "F2")
 
 
@@ -529,10 +539,10 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
     (_check_feed, frozenset({"F1", "F2", "G1"})),
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),
 )
-"""What looks, and the rules that it may find broken."""
+"""The checks, each with the rules that it may report."""
 
-OWN_LOOKS = frozenset({"_check_store_rows", "_check_watermarks", "_check_feed"})
-"""Rows of the store itself: their number does not depend on how many databases there are."""
+STORE_CHECK_NAMES = frozenset({"_check_store_rows", "_check_watermarks", "_check_feed"})
+"""Checks of rows about the store itself, whose number does not depend on the number of databases."""
 
-LOOKS = tuple(look.__name__ for look, _ in _CHECKS if look is not _check_store_rows)
-"""Together they look at everything."""
+CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function is not _check_store_rows)
+"""Checks that together cover the whole manifest."""

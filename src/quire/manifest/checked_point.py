@@ -1,16 +1,17 @@
-"""What was checked of a manifest, remembered in a file beside it, so that the next open checks only what changed since (N3).
+"""The checked point: a file next to the manifest that records what was checked, so that the next open checks only what
+changed since (N3).
 
-`manifest.lmdb-checked` is a line of JSON and a line with its SHA-256. It is a hint, and outside of LMDB for that reason:
-writing it is no transaction, no archive ships it, and whoever doubts it checks everything. It is written when the manifest is
-closed well, when a recount has ended, and once a minute while an owner works.
+`manifest.lmdb-checked` is a line of JSON and a line with its SHA-256. It is only a hint, and therefore outside LMDB:
+writing it takes no transaction, no archive contains it, and without a valid one everything is checked. It is written
+when the manifest is closed cleanly, when a recount has completed, and once a minute while an owner works.
 
-What is on disk, and what the next open does
+State on disk                                                             What the next open does
   no file, a damaged one, one of another store or ahead of the manifest   checks everything
   the point, and its transaction is the manifest's last one               nothing was written since: checks the rows of the
                                                                           store itself, leaves the rest to the recount
   the point, and later transactions (a crash)                             checks everything but the log up to the point
 
-Any thread. Raises what writing a file raises."""
+Threads: any. Raises the errors of writing a file."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ class CheckedPoint(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     store_id: str
     transaction: int
-    """LMDB's last transaction then."""
+    """LMDB's last transaction at that moment."""
     sequence: int
-    """The head of the feed then."""
+    """The head of the feed at that moment."""
     generations: dict[int, int]
-    """By component: what the change log up to `sequence` says, also where its rows are gone."""
+    """Component → its generation according to the change log up to `sequence`, including rows that were trimmed."""
 
     def is_of(self, txn: ReadTxn, transaction: int) -> bool:
-        """Whether it can be about this manifest: the same store, no later than it."""
+        """Return whether the point can belong to this manifest: the same store, and not ahead of it."""
         return (
             self.format == FORMAT
             and self.store_id == txn.store_id()
@@ -54,7 +55,7 @@ class CheckedPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def point_of(env: ManifestEnv) -> CheckedPoint:
-    """What is to be remembered of a manifest that is in order now."""
+    """Return the checked point of a manifest that is now known to be in order."""
     with ReadTxn(env) as txn:
         return CheckedPoint(
             store_id=txn.store_id(),
@@ -65,7 +66,7 @@ def point_of(env: ManifestEnv) -> CheckedPoint:
 
 
 def read_point(env: ManifestEnv) -> CheckedPoint | None:
-    """What is remembered of this manifest, if anything is."""
+    """Return the stored point of this manifest; `None` if there is no valid one."""
     try:
         line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
         point = msgspec.json.decode(line, type=CheckedPoint) if check == _digest(line) else None
@@ -76,9 +77,9 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
 
 
 def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
-    """Remember a point. Failing to is no harm: the next open checks more."""
+    """Store a point. A failure does no harm: the next open checks more."""
     if not point.sequence:
-        return  # a store that is being made: there is nothing to remember
+        return  # a store that is being created: nothing to record
     line = msgspec.json.encode(point)
     try:
         write_atomic(OsDisk(), env.path + SUFFIX, line + b"\n" + _digest(line))
@@ -87,7 +88,7 @@ def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
 
 
 def forget_point(env: ManifestEnv) -> None:
-    """Something is wrong: the next open checks everything."""
+    """Delete the point, because something is wrong: the next open checks everything."""
     with suppress(FileNotFoundError):
         OsDisk().remove(env.path + SUFFIX)
         OsDisk().sync_dir(os.path.dirname(env.path) or ".")

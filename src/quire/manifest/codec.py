@@ -2,14 +2,15 @@
 
 Terms
   msgpack body   the record as a msgpack array: compact, evolvable by appending fields
-  packed body    a fixed little-endian struct, for tables that hold millions of rows of plain numbers: numpy decodes a whole
-  column of them without a loop (docs/decisions/002-packed-rows.md)
+  packed body    a fixed little-endian struct, for tables with millions of rows of plain numbers: numpy decodes a whole
+                 column of them without a loop (docs/decisions/002-packed-rows.md)
 
-A msgpack body of an older version decodes, with defaults for what it lacks; a packed body has one layout, so changing it
-takes a migration. A body of a newer version raises `FormatTooNew`; bytes that are no record raise `ManifestDamaged`, never a
-codec's own error.
+A msgpack body of an older version decodes with defaults for the fields it lacks. A packed body has one layout, so
+changing it takes a migration. A body of a newer version raises `FormatTooNew`; bytes that are not a record raise
+`ManifestDamaged`, never an error of the codec library.
 
-Pure functions, any thread (msgspec coders are reentrant for our use: no hooks). Layouts: docs/formats/manifest.md.
+Threads: pure functions, callable from any thread (msgspec coders without hooks are reentrant). Layouts:
+docs/formats/manifest.md.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class RecordCodec(Generic[R]):
         self.packed = struct.Struct("<H" + packed) if packed else None
         self.head = VERSION.pack(version)
         self.body = msgspec.msgpack.Encoder().encode
-        """`encode(record) == head + body(record)` for msgpack tables: the writer concatenates without a call in between."""
+        """`encode(record) == head + body(record)` for msgpack tables: the writer concatenates them without an extra call."""
         self.decode_body: Callable[[bytes], R] | None = None
         """The inverse of `body`; `None` for packed tables."""
         self.encode: Callable[[R], bytes]
@@ -52,14 +53,14 @@ class RecordCodec(Generic[R]):
             self.encode, self.decode = _packed_coders(record_type, version, self.packed)
 
     def checked(self, record: R) -> R:
-        """The record, if its row can be read again: a field of another type would make a store that does not open."""
+        """Return the record if its row can be decoded: a field of the wrong type would keep the store from opening."""
         try:
             return self.decode(self.encode(record))
         except (ManifestDamaged, TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"not a {type(record).__name__}: {error}", record=str(record)[:200]) from error
 
     def numpy_fields(self) -> list[tuple[str, str]]:
-        """The packed layout as a numpy structured type."""
+        """Return the packed layout as a numpy structured type."""
         assert self.packed is not None, "only packed records have a numpy layout"
         numpy_code = {"B": "u1", "H": "<u2", "I": "<u4", "Q": "<u8"}
         codes = self.packed.format[2:]
@@ -80,7 +81,7 @@ def _msgpack_coders(
         if raw[:2] != head:
             _refuse_newer(raw, version, record_type)
         try:
-            return unpack(raw[2:])  # copying a small row is cheaper than making a view of it
+            return unpack(raw[2:])  # copying a small row is cheaper than making a memoryview
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _damaged(raw, record_type, str(error)) from error
 

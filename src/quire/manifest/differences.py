@@ -1,7 +1,7 @@
-"""What differs between two versions of a database, from keys alone: a leaf, a chain or a segment with the same key is equal
-without being read. Pages are an upper bound: a chunk that was rewritten may hold the same bytes as before.
+"""The differences between two versions of a database, from keys alone: a leaf, a chain or a segment with the same key
+is equal without being read. Pages are an upper bound: a rewritten chunk may hold the same bytes as before.
 
-Pure functions over one read transaction.
+Threads: pure functions over one read transaction. Raises `ManifestDamaged`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ class SlotDiff(msgspec.Struct, frozen=True):
     before: Chain
     after: Chain
     pages: tuple[int, ...] | None
-    """Offsets of the pages that may differ; `None`: any of the slot, because the base is another."""
+    """Offsets of the pages that may differ; `None`: any page of the slot, because the base differs."""
 
 
 class SnapshotDiff(msgspec.Struct, frozen=True):
-    """What is not the same in two versions. Everything not named here is shared."""
+    """The differences between two versions. Everything not named here is shared."""
 
     slots: tuple[SlotDiff, ...]
     removed: tuple[ArtifactKey, ...]
-    """Artifacts only the first version names."""
+    """Artifacts that only the first version names."""
     added: tuple[ArtifactKey, ...]
-    """Artifacts only the second version names."""
+    """Artifacts that only the second version names."""
     pages: int
-    """Pages of the chunks that may differ, an upper bound."""
+    """Number of pages in chunks that may differ: an upper bound."""
     pins_removed: tuple[Pin, ...]
     pins_added: tuple[Pin, ...]
-    """WAL that only one of them pins: what it holds is not counted in `pages`."""
+    """WAL segments that only one version pins; their pages are not counted in `pages`."""
 
     @property
     def same(self) -> bool:
-        """Whether the two are one version."""
+        """Whether the two versions are the same."""
         return not (self.slots or self.pins_added or self.pins_removed)
 
 
@@ -56,17 +56,17 @@ class View(msgspec.Struct, frozen=True):
     pins: tuple[Pin, ...]
     pages_per_chunk: int
     size_pages: int = 0
-    """0 if it is not known: then a slot counts as full."""
+    """0 if unknown: then a slot counts as full."""
 
     def pages_in(self, slot: int) -> int:
-        """How many pages a slot of this version has at most."""
+        """Return the maximum number of pages of a slot in this version."""
         if not self.size_pages:
             return self.pages_per_chunk
         return min(self.pages_per_chunk, max(self.size_pages - slot * self.pages_per_chunk, 0))
 
 
 def compare(txn: ReadTxn, first: View, second: View) -> SnapshotDiff:
-    """What differs from the first version to the second."""
+    """Return the differences from the first version to the second."""
     slots: list[SlotDiff] = []
     names: tuple[set[ArtifactKey], set[ArtifactKey]] = (set(), set())
     for number in sorted(first.leaves.keys() | second.leaves.keys()):
@@ -93,14 +93,14 @@ def compare(txn: ReadTxn, first: View, second: View) -> SnapshotDiff:
 
 
 def _whole(slot: int, first: View, second: View) -> int:
-    """Pages of a slot of which nothing better is known: as many as either version has there."""
+    """Return the number of pages of a slot about which nothing better is known: as many as either version has there."""
     known = max(first.pages_in(slot), second.pages_in(slot))
-    # A size that is behind the slot map says nothing.
+    # 0: the size lags behind the slot map, so it says nothing about this slot.
     return known or max(first.pages_per_chunk, second.pages_per_chunk)
 
 
 def read_leaves(txn: ReadTxn, keys: list[tuple[int, int, int]]) -> Iterator[tuple[int, Leaf]]:
-    """(leaf number, chains) of leaves that something holds."""
+    """Yield (leaf number, chains) of held leaves."""
     for number, origin, generation in keys:
         row = txn.get(t.SLOT_LEAF, origin, number, generation)
         assert row is not None, "a held leaf has a row (S1)"
@@ -112,10 +112,10 @@ def _leaf(txn: ReadTxn, number: int, key: tuple[int, int] | None) -> Leaf:
 
 
 def _pages(txn: ReadTxn, slot: int, before: Chain, after: Chain) -> tuple[int, ...] | None:
-    """Pages of a slot that may differ: those of the deltas that only one chain has, if both stand on one base."""
+    """Return the pages of a slot that may differ: those of deltas that only one chain has, if both have the same base."""
     if not before or not after or before[0] != after[0]:
         return None
-    from pyroaring import BitMap  # only comparing needs it
+    from pyroaring import BitMap  # needed only to compare
 
     shared = set(before) & set(after)
     pages = BitMap()
@@ -129,12 +129,12 @@ def _pages(txn: ReadTxn, slot: int, before: Chain, after: Chain) -> tuple[int, .
                 dirty = BitMap.deserialize(row.dirty_pages)
             except (ValueError, IndexError) as error:
                 raise _no_bitmap(key, str(error)) from error
-            if dirty and dirty.max() >= CHUNK_BYTES // PAGE_SIZE_MIN:  # a few bytes may stand for billions of pages
+            if dirty and dirty.max() >= CHUNK_BYTES // PAGE_SIZE_MIN:  # a few bytes can encode billions of pages
                 raise _no_bitmap(key, f"page {dirty.max()}")
             pages |= dirty
     return tuple(pages)
 
 
 def _no_bitmap(key: ArtifactKey, cause: str) -> ManifestDamaged:
-    what = "the pages of a delta do not decode, or no chunk has so many"
+    what = "the pages of a delta do not decode, or are more than a chunk can hold"
     return ManifestDamaged(what, hint="`quire manifest check` names such rows", key=str(key), cause=cause)

@@ -1,19 +1,21 @@
-"""The LMDB environment: opening it, its map, its end, and the translation of its errors.
+"""The LMDB environment: opens it, manages its map, closes it, and translates its errors.
 
 Terms
-  map    the address range LMDB may use; reserved large at open, so growing is the emergency path (M4)
-  gate   what keeps read transactions of this process away from `set_mapsize` and `close` (`env_gate.py`)
-  slot   a place in LMDB's table of readers, shared by all processes
+  map    the address range LMDB may use; a large one is reserved at open, so growing it is the emergency path (M4)
+  gate   keeps read transactions of this process away from `set_mapsize` and `close` (`env_gate.py`)
+  slot   an entry in LMDB's table of readers, which all processes share
 
-One environment per process and file. Only the owner opens it for writing and grows the map. Whatever touches LMDB outside the
-writer thread passes the gate first; the map is replaced, and the environment closed, when nobody is inside.
+There is one environment per process and file. Only the owner opens it for writing and grows the map. Every use of LMDB
+outside the writer thread passes the gate first; the map is replaced, and the environment closed, while the gate is
+empty.
 
-After fork() the child's environment is dead (M12): it neither ends transactions nor closes the environment, nor lets Python
-do so. LMDB's table of slots is shared memory, so it would end those of the parent, and it would wait for ever for calls that
-were under way in threads it does not have.
+After fork() the child's environment is unusable (M12). The child neither ends transactions nor closes the environment,
+and prevents Python from doing so: LMDB's table of slots is shared memory, so the child would end the parent's
+transactions, and it would wait forever for calls that were in progress in threads it does not have.
 
-Threads: any thread may read; write transactions are begun by the writer thread alone. Every LMDB error leaves this module as
-one of ours: `ManifestDamaged`, `StoreNotFound`, `NotWritable`, `TooManyReaders`, `DiskFull`, `StorageFault`, `StoreClosed`.
+Threads: any thread may read; only the writer thread begins write transactions. Every LMDB error leaves this module as a
+quire error: `ManifestDamaged`, `StoreNotFound`, `NotWritable`, `TooManyReaders`, `DiskFull`, `StorageFault`,
+`StoreClosed`.
 """
 
 from __future__ import annotations
@@ -56,14 +58,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TABLES_MAX = 96
-"""Named databases LMDB makes room for: three times today's, because the number is fixed at open."""
+"""Maximum number of named LMDB databases: three times the current number, because it is fixed at open."""
 
 CLOSE_WAIT_SECONDS = 1.0
-"""How long closing waits for read transactions of other threads to end."""
+"""How long closing waits for read transactions of other threads to end, in seconds."""
 
 CHANGE_LOG_NAME = "change_log"
-"""The one table that is declared elsewhere, beside the operations it is made of: those who only read load none of them (a test
-compares)."""
+"""The one table that is declared elsewhere, next to the operations its records consist of, so that read-only processes
+need not load the operations (a test compares the names)."""
 
 assert len(TABLES) < TABLES_MAX
 
@@ -73,9 +75,13 @@ _NO_FORK = "open the store after the fork, or start the process in another way (
 
 
 def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
-    """What an LMDB error means for the caller."""
+    """Translate an LMDB error into a quire error."""
     if _ALREADY_OPEN in str(error):
-        return StoreLocked("this process has the manifest open already", hint="use the store you have", path=path)
+        return StoreLocked(
+            "this process already has the manifest open",
+            hint="use the store that is already open, or close it first",
+            path=path,
+        )
     if isinstance(error, lmdb.MapFullError):
         return DiskFull("the manifest's map is full", hint="raise manifest.map_bytes_max in quire.toml", path=path)
     if isinstance(error, lmdb.ReadersFullError):
@@ -85,14 +91,14 @@ def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
             path=path,
         )
     if isinstance(error, (lmdb.DiskError,)) or getattr(error, "errno", None) in FULL_ERRNOS or _is_full(error):
-        return DiskFull("the disk is full", hint="free space, then try again", path=path)
+        return DiskFull("the disk is full", hint="free up space, then try again", path=path)
     for number in (errno.ENFILE, errno.EMFILE):  # in this order: the text of one begins with that of the other
         if _mentions(error, number):
             return too_many_open_files("opening the manifest", number, path=path)
     if isinstance(error, (lmdb.ReadonlyError, lmdb.LockError)) or _mentions(
         error, errno.EACCES, errno.EROFS, errno.EPERM
     ):
-        hint = "check owner and mode of the file, of its lock file (…-lock) and of their directory"
+        hint = "check the owner and mode of the file, its lock file (…-lock) and their directory"
         return NotWritable(f"access to the manifest was denied: {error}", hint=hint, path=path)
     if isinstance(error, _DAMAGE):
         return ManifestDamaged(f"the manifest is damaged: {error}", hint=_RESTORE, path=path)
@@ -101,7 +107,7 @@ def translate(error: lmdb.Error | OSError, path: str) -> QuireError:
     if isinstance(error, (lmdb.MemoryError,)):
         return StorageFault("not enough memory or address space for the manifest", path=path)
     if isinstance(error, _BUGS):
-        return InternalError(f"LMDB refused a call: {type(error).__name__}: {error}", path=path)
+        return InternalError(f"LMDB rejected a call: {type(error).__name__}: {error}", path=path)
     return StorageFault(f"the manifest failed: {error}", hint="check the disk and the system log", path=path)
 
 
@@ -142,7 +148,7 @@ def _is_full(error: Exception) -> bool:
 
 
 class ManifestEnv:
-    """The opened environment with a handle per table."""
+    """The open environment, with one handle per table."""
 
     def __init__(self, path: str, settings: ManifestSettings, *, write: bool, create: bool = True) -> None:
         self.path = path
@@ -150,15 +156,15 @@ class ManifestEnv:
         self.write = write
         self.gate = MapGate()
         self._closed: tuple[str, str] | None = None
-        """Why nothing is begun any more, and what to do."""
+        """Why no transaction can begin any more, and a hint; None while open."""
         self._is_over = False
-        """Whether there is nothing left to close."""
+        """Whether nothing is left to close."""
         self.refused: dict[tuple[str, int], tuple[str, str]] = {}
-        """What breaks a rule and is closed to everyone: ("database" or "counter", id) → what is wrong, and what to do."""
+        """Closed because they break a rule: ("database" or "counter", id) → what is wrong, and a hint."""
         self.reported: set[int] = set()
-        """Databases whose damaged rows a reader has reported."""
+        """Databases whose damaged rows have been reported by a reader."""
         self.fork_hooks: list[Callable[[], None]] = []
-        """Called in the child of a fork(), after which nothing here may be used."""
+        """Called in the child of a fork(); nothing in this object may be used afterwards."""
         if not (write and create):
             self._require_file()
         self._env = self._open()
@@ -192,7 +198,7 @@ class ManifestEnv:
                     meminit=False,
                 )
             except lmdb.MemoryError as error:
-                # An address-space limit (containers, ulimit -v) refuses the reservation: take what there is.
+                # An address-space limit (containers, ulimit -v) refuses the reservation: retry with a smaller map.
                 if size <= GIB:
                     raise translate(error, self.path) from error
                 size //= 4
@@ -202,26 +208,28 @@ class ManifestEnv:
     def _why_not_opened(self, error: lmdb.Error | OSError) -> QuireError:
         failure = translate(error, self.path)
         if isinstance(failure, NotWritable):
-            return denied(self.path, write=self.write) or failure
+            return access_error(self.path, write=self.write) or failure
         if isinstance(failure, StoreLocked) and os.path.realpath(self.path) in _inherited:
             return StoreLocked("the manifest was open when this process was forked", hint=_NO_FORK, path=self.path)
         return failure
 
     def _require_file(self) -> None:
-        """LMDB takes an empty file for a new environment: fatal where there must be one already."""
+        """Raise unless the file exists and is not empty: LMDB would turn an empty file into a new environment."""
         try:
             size = os.stat(self.path).st_size
         except (FileNotFoundError, NotADirectoryError) as error:
-            hint = "`quire init` makes a store"
-            raise StoreNotFound("there is no manifest here", hint=hint, path=self.path) from error
+            hint = "`quire init` creates a store"
+            raise StoreNotFound("no manifest found", hint=hint, path=self.path) from error
         except OSError as error:
             raise self._why_not_opened(error) from error
         if size == 0:
             raise ManifestDamaged("the manifest is empty", hint=_RESTORE, path=self.path)
 
     def _refuse_truncated(self) -> None:
-        """Refuse a file too short for the pages its meta page names: reading beyond the end of a mapped file is SIGBUS, not an
-        error. Pages freed before they were ever written may lie beyond the end: then LMDB's verifier decides."""
+        """Refuse a file that is too short for the pages its meta page names: reading past its end would raise SIGBUS.
+
+        Pages that were freed before they were ever written may lie past the end; then LMDB's verifier decides.
+        """
         needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
         present = os.stat(self.path).st_size
         if present >= needed:
@@ -234,7 +242,7 @@ class ManifestEnv:
             )
 
     def _open_tables(self) -> dict[str, Any]:
-        """A handle per table; for readers of a store older than a table, `None`: it reads as empty."""
+        """Open a handle per table. For a read-only process, a table that an older store lacks is `None` and reads as empty."""
         handles: dict[str, Any] = {}
         names = dict.fromkeys((*TABLES, CHANGE_LOG_NAME))
         if self.write:
@@ -251,7 +259,7 @@ class ManifestEnv:
 
     # ── transactions ──────────────────────────────────────────────────────────────────────────────────────────────────
     def begin_write(self) -> lmdb.Transaction:
-        """The one write transaction. Writer thread only."""
+        """Begin the one write transaction. Writer thread only."""
         self._check()
         try:
             return self._env.begin(write=True)
@@ -259,9 +267,10 @@ class ManifestEnv:
             raise self.explain(error) from error
 
     def transact(self, change: Callable[[Any], T]) -> T:
-        """What `change` returns, which is called with a write transaction that is durable afterwards.
+        """Call `change` with a write transaction, commit it, and return the result of `change`.
 
-        A full map is grown and the change made again. For whoever writes without the writer: migrations and replicas.
+        If the map is full, it is grown and `change` is called again. For code that writes without the writer thread:
+        migrations and replicas.
         """
         while True:
             txn = self.begin_write()
@@ -280,7 +289,7 @@ class ManifestEnv:
                 raise
 
     def begin_read(self, owner: Visitor) -> tuple[lmdb.Transaction, Ticket]:
-        """A snapshot, and the ticket to give back to `end_read`. Its place at the gate is free once `owner` is gone."""
+        """Begin a read transaction; pass its ticket to `end_read`. The ticket goes when `owner` is freed."""
         while True:
             if self._closed is not None:
                 self._check()
@@ -289,16 +298,17 @@ class ManifestEnv:
                 return self._env.begin(), ticket
             except lmdb.Error as error:
                 self.gate.leave(ticket)
-                if not self._has_made_way(error):
+                if not self._should_retry_read(error):
                     raise self.explain(error) from error
             except BaseException:
                 self.gate.leave(ticket)
                 raise
 
-    def _has_made_way(self, error: lmdb.Error) -> bool:
-        """Whether a read transaction that could not begin should be tried again."""
+    def _should_retry_read(self, error: lmdb.Error) -> bool:
+        """Return whether a read transaction that could not begin should be tried again."""
         try:
             if isinstance(error, lmdb.MapResizedError):
+                # the owner grew the map: adopt the new size
                 self.gate.exclusive(self.settings.grow_wait_seconds, lambda: self._env.set_mapsize(0))
                 return True
             return isinstance(error, lmdb.ReadersFullError) and self._env.reader_check() > 0
@@ -306,16 +316,16 @@ class ManifestEnv:
             raise self.explain(another) from another
 
     def end_read(self, txn: lmdb.Transaction, ticket: Ticket) -> None:
-        """End a snapshot; again does no harm."""
+        """End a read transaction. Idempotent."""
         try:
-            if not self._is_over:  # else it has ended with the environment, or it is the parent's
+            if not self._is_over:  # otherwise it ended with the environment, or belongs to the parent of a fork
                 txn.abort()
         finally:
             self.gate.leave(ticket)
 
     @contextmanager
     def _inside(self) -> Iterator[lmdb.Environment]:
-        """LMDB's environment for calls that have no transaction of ours."""
+        """Yield LMDB's environment for a call without a transaction, inside the gate."""
         self._check()
         guest = _Guest()
         ticket = self.gate.enter(guest)
@@ -325,7 +335,7 @@ class ManifestEnv:
             self.gate.leave(ticket)
 
     def explain(self, error: lmdb.Error | OSError) -> QuireError:
-        """What an error of LMDB means here: whatever goes wrong once the manifest is closed, goes wrong because it is."""
+        """Translate an LMDB error; once the manifest is closed, every error is `StoreClosed`."""
         return self._refusal(self._closed) if self._closed is not None else translate(error, self.path)
 
     def _check(self) -> None:
@@ -335,29 +345,29 @@ class ManifestEnv:
     def _refusal(self, closed: tuple[str, str]) -> StoreClosed:
         return StoreClosed(closed[0], hint=closed[1], path=self.path)
 
-    def check_sound(self, kind: str, number: int) -> None:
-        """Raise if this database or counter was closed because it breaks a rule of the manifest."""
+    def require_not_refused(self, kind: str, number: int) -> None:
+        """Raise if this database or counter is closed because it breaks a rule of the manifest."""
         if (refusal := self.refused.get((kind, number))) is not None:
             raise ManifestDamaged(refusal[0], hint=refusal[1], path=self.path, **{f"{kind}_id": number})
 
     # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def last_txn_id(self) -> int:
-        """The id of the last committed transaction."""
+        """Return the id of the last committed transaction."""
         return self._env.info()["last_txnid"]
 
     def is_nearly_full(self) -> bool:
-        """Whether the map has passed its watermark and can still be grown.
+        """Return whether the map has passed its watermark and can still grow.
 
-        At the limit a full map is no reason to stop: freed pages are reused.
+        A map at its maximum size does not count: freed pages are reused.
         """
         info = self._env.info()
         used, size = (info["last_pgno"] + 1) * self.page_bytes, info["map_size"]
         return used > size * self.settings.map_watermark and size < self.settings.map_bytes_max
 
     def grow(self, wait_seconds: float | None = None) -> None:
-        """Double the map, once no read transaction of this process is open. Writer thread only, with no transaction open.
+        """Double the map when no read transaction of this process is open. Writer thread only, with no transaction open.
 
-        `TimedOut` if one stays for longer than `wait_seconds`, normally `grow_wait_seconds`.
+        Raises `TimedOut` if a read transaction stays open for longer than `wait_seconds` (default: `grow_wait_seconds`).
         """
         old = int(self._env.info()["map_size"])
         new = min(old * 2, self.settings.map_bytes_max)
@@ -369,7 +379,7 @@ class ManifestEnv:
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> dict[str, int]:
-        """LMDB's own figures, for `doctor` and metrics."""
+        """Return LMDB's own figures, for `doctor` and metrics."""
         try:
             with self._inside() as env:
                 figures: dict[str, Any] = {**env.info()}
@@ -379,13 +389,13 @@ class ManifestEnv:
             raise self.explain(error) from error
 
     def report_long_reads(self) -> None:
-        """Warn once about each read transaction that has been open for too long."""
+        """Warn once about each read transaction that is open for longer than `long_read_seconds`."""
         for age, thread in self.gate.unreported(self.settings.long_read_seconds):
             hint = "LMDB cannot reuse pages while a read transaction is open; end it"
             emit_safely("warning", "manifest.long_read", seconds=round(age, 1), thread=thread, hint=hint)
 
     def copy(self, path: str) -> None:
-        """A consistent copy of the environment while it is in use (a hot backup). The map does not grow meanwhile."""
+        """Write a consistent copy of the environment while it is in use (a hot backup). The map does not grow meanwhile."""
         try:
             with self._inside() as env:
                 env.copy(path, compact=True)
@@ -394,31 +404,31 @@ class ManifestEnv:
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close the environment; further use raises `StoreClosed`. If it is interrupted, call it again."""
+        """Close the environment; further use raises `StoreClosed`. If the call is interrupted, call it again."""
         if self._is_over:
             return
         self._closed = ("the manifest is closed", "open the store again")
         try:
             self.gate.exclusive(CLOSE_WAIT_SECONDS, self._env.close)
         except TimedOut:
-            self._cut_off()
+            self._close_with_open_reads()
         self._is_over = True
 
-    def _cut_off(self) -> None:
-        """Close under transactions that stay: they raise `StoreClosed` from then on.
+    def _close_with_open_reads(self) -> None:
+        """Close although transactions are still open; they raise `StoreClosed` from then on.
 
-        py-lmdb's `close` marks them, then waits for calls under way, but only once: a thread between two steps of one call
-        goes on to read memory that is no longer mapped, and the process dies. Its `set_mapsize` waits until there is none,
-        and ends all transactions: what comes later is refused.
+        py-lmdb's `close` marks the transactions, then waits for calls in progress, but only once: a thread between two
+        steps of one call continues, reads memory that is no longer mapped, and the process crashes. `set_mapsize` waits
+        until no call is in progress and ends all transactions, so later calls are refused.
         """
-        with suppress(lmdb.Error):  # a write transaction is open: `close` waits for that
+        with suppress(lmdb.Error):  # a write transaction is open: `close` waits for it
             self._env.set_mapsize(0)
         self._env.close()
 
     def _forked(self) -> None:
-        """Drop the environment in a forked child without touching LMDB: slots and locks are the parent's."""
+        """Drop the environment in a forked child without touching LMDB: slots and locks belong to the parent."""
         visitors = self.gate.visitors()
-        _keep_for_ever((self._env, *visitors))
+        _leak_deliberately((self._env, *visitors))
         if not self._is_over:
             _inherited.add(os.path.realpath(self.path))
         self._closed = ("the manifest belongs to the parent of this fork()", _NO_FORK)
@@ -429,8 +439,8 @@ class ManifestEnv:
         for hook in self.fork_hooks:
             hook()
 
-    def out_of_room(self) -> bool:
-        """Whether the file could not grow by a MiB. LMDB calls a short write, which is how a disk fills up, EIO."""
+    def cannot_grow_file(self) -> bool:
+        """Return whether the file cannot grow by 1 MiB. LMDB reports a short write, which is how a disk fills up, as EIO."""
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         disk = os.statvfs(self.path)
         used = os.stat(self.path).st_size
@@ -438,27 +448,27 @@ class ManifestEnv:
 
 
 class _Guest:
-    """A visitor that has no transaction: a copy, a look at LMDB's figures."""
+    """A visitor without a transaction: a copy, a query of LMDB's figures."""
 
     def abandon(self) -> None:
-        """Its thread is not in the child."""
+        """Do nothing: its thread does not exist in the child."""
 
 
 _LIVE: weakref.WeakSet[ManifestEnv] = weakref.WeakSet()
 _inherited: set[str] = set()
-"""The manifests that were open when this process was forked."""
+"""Paths of the manifests that were open when this process was forked."""
 
 
-class _Knot(msgspec.Struct, gc=False):
-    """Holds on to itself, out of the garbage collector's sight: never freed, not even when Python ends."""
+class _UncollectableCycle(msgspec.Struct, gc=False):
+    """A reference cycle that the garbage collector does not track: never freed, not even when the interpreter exits."""
 
-    held: object
-    itself: _Knot | None = None
+    value: object
+    itself: _UncollectableCycle | None = None
 
 
-def _keep_for_ever(held: object) -> None:
-    knot = _Knot(held)
-    knot.itself = knot
+def _leak_deliberately(value: object) -> None:
+    cycle = _UncollectableCycle(value)
+    cycle.itself = cycle
 
 
 def _after_fork_in_child() -> None:
@@ -469,17 +479,19 @@ def _after_fork_in_child() -> None:
 os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-_READERS_TOO = "readers need it too: they leave a mark there, so that the owner keeps the pages they look at"
+_READERS_TOO = "readers need it too: they register in it, so that the owner keeps the pages they read"
 
 
-def denied(path: str, *, write: bool) -> QuireError | None:
-    """The file or directory of the manifest at `path` that this user has too few rights to, and what to do about it."""
+def access_error(path: str, *, write: bool) -> QuireError | None:
+    """Return an error that names the file or directory of the manifest at `path` this user lacks rights to, or None."""
     folder, lock = os.path.dirname(path) or ".", f"{path}-lock"
     if not _may(folder, os.X_OK):
         return StorageFault("this user may not enter the manifest's directory", hint="`chmod +x` it", path=folder)
     if not os.path.exists(path):
         if not _may(folder, os.W_OK):
-            return NotWritable("this user may not make a manifest here", hint="`chmod +w` the directory", path=folder)
+            return NotWritable(
+                "this user may not create a manifest in the directory", hint="`chmod +w` the directory", path=folder
+            )
     elif not _may(path, os.R_OK):
         return StorageFault("this user may not read the manifest", hint="`chmod +r` it", path=path)
     elif write and not _may(path, os.W_OK):
@@ -490,7 +502,7 @@ def denied(path: str, *, write: bool) -> QuireError | None:
         if not _may(folder, os.W_OK):
             hint = f"let the owner open the store once, or `chmod +w` the directory; {_READERS_TOO}"
             return NotWritable(
-                "the manifest's lock file is missing, and this user may not make it", hint=hint, path=lock
+                "the manifest's lock file is missing, and this user may not create it", hint=hint, path=lock
             )
     elif not _may(lock, os.R_OK | os.W_OK):
         hint = f"`chmod +rw` this file for the user; {_READERS_TOO}"

@@ -1,16 +1,16 @@
-"""The gate of an environment: who is inside LMDB's map, and how to be alone with it.
+"""The gate of an environment: tracks the users of LMDB's map, and grants exclusive access to it.
 
 Terms
-  visitor   whoever is inside: a read transaction, a copy, a look at LMDB's figures
-  ticket    a visitor's place; it falls free with `leave`, or with the visitor itself
-  alone     nobody is inside, nobody gets in: for `set_mapsize` and `close`, which are fatal for a live transaction
+  visitor     a user of the map: a read transaction, a copy, a query of LMDB's figures
+  ticket      a visitor's entry in the gate; removed by `leave`, or when the visitor is freed
+  exclusive   no visitor is inside and none can enter: for `set_mapsize` and `close`, which are fatal to a live transaction
 
-Entering and leaving take no lock: a lock could be held when a thread forks or a signal strikes. A visitor first takes its
-place and then looks whether somebody wants to be alone; that one first says so and then looks who is inside. Whatever the
-order, one of them sees the other. (Each step is one operation under the GIL.) One is alone at a time; the turnstile is the
-lock of that one, and where visitors wait meanwhile.
+Entering and leaving take no lock: a lock could be held when a thread forks or a signal arrives. A visitor first adds
+its ticket and then checks whether a thread wants exclusive access; that thread first sets the flag and then looks for
+tickets. Whatever the order, one of them sees the other. (Each step is one operation under the GIL.) One thread at a
+time has exclusive access. It holds the turnstile lock, on which new visitors wait.
 
-Any thread. Raises `TimedOut`.
+Threads: any thread. Raises `TimedOut`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from quire.core.errors import TimedOut
 from quire.core.waiting import Waiters
 
 LOOK_SECONDS = 0.05
-"""How soon visitors that left by themselves are noticed."""
+"""Interval at which `exclusive` looks for visitors that were freed without `leave`, in seconds."""
 
 
 class Visitor(Protocol):
-    """Whoever may be inside."""
+    """A user of the map."""
 
     def abandon(self) -> None:
-        """In the child of a fork(): be over, without touching what is the parent's."""
+        """End in the child of a fork(), without touching the parent's state."""
 
 
 class Ticket(weakref.ref[Visitor]):
-    """A place inside the gate."""
+    """A visitor's entry in the gate."""
 
     __slots__ = ("is_reported", "since", "thread")
 
@@ -46,53 +46,54 @@ class Ticket(weakref.ref[Visitor]):
 
 
 class MapGate:
-    """Knows who is inside; `exclusive` waits until nobody is, and keeps everyone out for the length of a call."""
+    """Tracks visitors; `exclusive` waits until there are none, and keeps new ones out for the duration of a call."""
 
     def __init__(self) -> None:
         self._inside: set[Ticket] = set()
-        self._forget = self._inside.discard  # C: unlike a function of ours, no signal handler can raise in it
-        self._turnstile = threading.Lock()
+        self._forget = self._inside.discard  # implemented in C: no signal handler can raise inside it
+        self._exclusive_lock = threading.Lock()
         self._leaving = Waiters()
-        self._is_wanted = False
-        """Whether somebody is alone or wants to be."""
+        self._exclusive_wanted = False
+        """Whether a thread has or wants exclusive access."""
 
     def enter(self, visitor: Visitor) -> Ticket:
-        """Go in, once nobody wants to be alone."""
+        """Enter, waiting while a thread has or wants exclusive access."""
         ticket = Ticket(visitor, self._forget)
         ticket.thread = threading.current_thread()
         ticket.since = time.monotonic()
         ticket.is_reported = False
         self._inside.add(ticket)
-        if self._is_wanted:
-            self._step_back(ticket)
+        if self._exclusive_wanted:
+            self._wait_for_exclusive(ticket)
         return ticket
 
-    def _step_back(self, ticket: Ticket) -> None:
-        while self._is_wanted and not self._is_mine_inside(but=ticket):
+    def _wait_for_exclusive(self, ticket: Ticket) -> None:
+        # A thread that has another ticket does not wait: `exclusive` would be waiting for that ticket.
+        while self._exclusive_wanted and not self._has_other_ticket(but=ticket):
             self.leave(ticket)
-            with self._turnstile:
+            with self._exclusive_lock:
                 pass
             self._inside.add(ticket)
 
-    def _is_mine_inside(self, but: Ticket) -> bool:
+    def _has_other_ticket(self, but: Ticket) -> bool:
         me = threading.current_thread()
         return any(ticket.thread is me and ticket is not but for ticket in [*self._inside])
 
     def leave(self, ticket: Ticket) -> None:
-        """Go out; once is enough, twice does no harm."""
+        """Leave. Idempotent."""
         self._inside.discard(ticket)
-        if self._is_wanted:
+        if self._exclusive_wanted:
             self._leaving.wake()
 
     def exclusive(self, timeout: float, call: Callable[[], None]) -> None:
-        """Make a call while nobody is inside. `TimedOut` names the threads that stayed."""
-        with self._turnstile:
+        """Make a call while no visitor is inside. `TimedOut` names the threads that did not leave."""
+        with self._exclusive_lock:
             try:
-                self._is_wanted = True
+                self._exclusive_wanted = True
                 self._wait_for_others(time.monotonic() + timeout)
                 call()
             finally:
-                self._is_wanted = False
+                self._exclusive_wanted = False
 
     def _wait_for_others(self, deadline: float) -> None:
         me = threading.current_thread()
@@ -101,13 +102,13 @@ class MapGate:
             if rest <= 0 or all(ticket.thread is me for ticket in stayed):
                 raise TimedOut(
                     "open read transactions keep the manifest's map from growing",
-                    hint="end them; `quire doctor` lists readers",
+                    hint="end them; `quire doctor` shows how many reader slots are in use",
                     readers=sorted({ticket.thread.name for ticket in stayed}),
                 )
             self._leaving.sleep_until(lambda: not self._inside, min(rest, LOOK_SECONDS))
 
     def unreported(self, seconds: float) -> list[tuple[float, str]]:
-        """(age, thread) of visitors that have been inside for longer than `seconds`, each told once."""
+        """Return (age, thread) of visitors that have been inside for longer than `seconds`; each is reported once."""
         now = time.monotonic()
         long_reads = []
         for ticket in [*self._inside]:
@@ -117,5 +118,5 @@ class MapGate:
         return long_reads
 
     def visitors(self) -> list[Visitor]:
-        """Who is inside."""
+        """Return the visitors inside."""
         return [visitor for ticket in [*self._inside] if (visitor := ticket()) is not None]

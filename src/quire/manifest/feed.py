@@ -1,21 +1,22 @@
-"""The change feed: everything that was committed, in order, for whoever subscribes.
+"""The change feed: every committed change, in order, for its subscribers.
 
 Terms
-  cursor    a subscriber: what it has acknowledged is its position, durable across restarts; a name finds it again
+  cursor    a subscriber; its position is what it has acknowledged, durable across restarts, and found again by its name
   page      consecutive change records from a position on, read from a snapshot, never through the writer
-  policy    when a cursor is given up: a time without acknowledgement, or a lag; both off unless asked for
-  filtered  only what concerns some databases or tables (`op_effects.py`); what is left out counts as seen
+  policy    when a cursor is given up: after a time without acknowledgement, or at a lag; both off by default
+  filtered  only changes that concern some databases or tables (`op_effects.py`); those left out count as seen
 
-A cursor sees every change after its position, in order, at least once; exactly once if it stores the sequence together with
-its own effect and continues from there (`after`). Never a silent gap: whoever asks for what is no longer kept, or for what
-was never given, is told.
+A cursor sees every change after its position, in order, at least once; exactly once if it stores the sequence together
+with its own effect and continues from there (`after`). There is never a silent gap: requesting changes that are no
+longer kept, or that were never assigned, raises.
 
-Nothing a live cursor has not acknowledged is trimmed; one that is given up is `lost`, and says so when it is used. Without
-live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9). Pages are bounded in records looked at
-and in bytes: a transaction is for a moment (M4), and memory is finite.
+Nothing that a live cursor has not acknowledged is trimmed. A cursor that is given up is `lost`, and using it raises.
+Without live cursors the log is kept within `feed.retain_seconds` and `feed.retain_bytes` (M9). Pages are bounded in
+records examined and in bytes, because transactions must be short (M4) and memory is finite.
 
-Threads: any. In a process that only reads, registering and acknowledging raise `ReadOnly`; fetching and waiting work. Raises
-`UnknownCursor`, `CursorLost`, `OutOfRange` (beyond the head), `TimedOut`; of filters `UnknownDatabase`, `InvalidInput`.
+Threads: any. In a read-only process, registering and acknowledging raise `ReadOnly`; fetching and waiting work. Raises
+`UnknownCursor`, `CursorLost`, `OutOfRange` (beyond the head), `TimedOut`; for filters `UnknownDatabase`,
+`InvalidInput`.
 """
 
 from __future__ import annotations
@@ -72,30 +73,30 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 LOOK_SECONDS = 1.0
-"""How often a process that only reads looks for changes although the manifest's file was not seen to be written: on a network
-file system nobody hears of another machine's writes."""
+"""Interval at which a read-only process looks for changes even if it saw no write to the manifest's file, in seconds:
+on a network file system, writes of other machines cause no notification."""
 
 FIRST_LOOK_SECONDS = 0.001
-"""How soon it looks again after a write that was not yet a commit; then half as often each time."""
+"""How soon it looks again after a write that was not yet a commit, in seconds; the interval doubles each time."""
 
 PIECE_SECONDS = 0.2
-"""How long a thread waits for an event loop that may have lost interest."""
+"""How long a thread waits, in seconds, for an event loop that may have cancelled the wait."""
 
 LAG_REPORTED = 100_000
-"""Changes behind which a cursor is reported, once each time it gets there."""
+"""Lag, in changes, at which a cursor is reported: once each time it is reached."""
 
 SKIPPED_SECONDS = 1.0
-"""How long a filtered follower may sit on changes that it skipped before it acknowledges them: a commit for each of them would
-double the work of a busy writer."""
+"""How long a filtered follower may delay acknowledging changes that it skipped, in seconds: a commit for each of them
+would double the work of a busy writer."""
 
 PAGE_RECORDS = 256
-"""Records in a page unless asked otherwise."""
+"""Default number of records in a page."""
 
 PAGE_BYTES = 16 * MIB
-"""A page ends with the record that passes this: a record may have 65,536 operations."""
+"""A page ends with the record that exceeds this size: a record may have 65,536 operations."""
 
 IN_MODIFY = 0x2
-"""From <sys/inotify.h>: the file was written to."""
+"""From <sys/inotify.h>: the file was modified."""
 
 
 class ChangeFeed:
@@ -104,41 +105,41 @@ class ChangeFeed:
     def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
         self.settings = FeedSettings()
-        """Set once, by whoever opens the store."""
+        """Set once, when the store is opened."""
         self._lagging: set[int] = set()
         self._measured = 0
-        """The head when the bytes of the log were last added up."""
+        """The head when the bytes of the log were last summed."""
         # guarded by `_trim_lock`
         self._trim_lock = threading.Lock()
         self._tail = 0
-        """Rows below the oldest sequence that the trimmer has yet to remove."""
+        """Rows below the oldest sequence that the trimmer still has to remove."""
         self._trimmer: threading.Thread | None = None
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def store_id(self) -> str:
-        """Whose feed this is."""
+        """Return the identity of the store."""
         with self._manifest.read() as txn:
             return txn.store_id()
 
     def head(self) -> int:
-        """The last sequence that was committed; 0 before the first."""
+        """Return the last committed sequence; 0 before the first."""
         with self._manifest.read() as txn:
             return txn.feed_bounds()[1]
 
     def cursors(self) -> list[CursorInfo]:
-        """Every cursor, lost ones included."""
+        """Return every cursor, lost ones included."""
         with self._manifest.read() as txn:
             bounds, gaps = txn.feed_bounds(), txn.gaps()
             return [CursorInfo.of(cursor_id, row, bounds, gaps) for (cursor_id,), row in txn.scan(t.CHANGE_CURSORS)]
 
     def cursor(self, cursor: int | str) -> CursorInfo:
-        """A cursor by id or by name."""
+        """Return a cursor by id or by name."""
         with self._manifest.read() as txn:
             cursor_id, row = find_cursor(txn, cursor)
             return CursorInfo.of(cursor_id, row, txn.feed_bounds(), txn.gaps())
 
     def lag(self) -> dict[str | int, int]:
-        """How many changes wait for each live cursor, by its name, or by its id if it has none."""
+        """Return the number of changes that each live cursor has yet to acknowledge, by name, or by id if it has none."""
         return {
             cursor.name or cursor.cursor_id: cursor.lag for cursor in self.cursors() if cursor.state is CursorState.LIVE
         }
@@ -152,15 +153,17 @@ class ChangeFeed:
         databases: Names | None = None,
         tables: Iterable[str] | str | None = None,
     ) -> ChangePage:
-        """At most `limit` changes after the cursor's position, or after `after`: a position the caller has stored itself.
+        """Return at most `limit` changes after the cursor's position, or after `after`, a position that the caller has
+        stored itself.
 
-        With `databases` (names or ids) or `tables`, only what concerns them; the page's `next_sequence` counts the others too.
+        With `databases` (names or ids) or `tables`, only changes that concern them; the page's `next_sequence` counts
+        the others too.
         """
         with self._manifest.read() as txn:
             return read_page(txn, cursor, limit, after, ChangeFilter.resolve(txn, databases, tables))
 
     def wait(self, after: int, timeout: float | None = None) -> int:
-        """Block until a change above `after` is committed; the head by then. `TimedOut` if there is none in time."""
+        """Block until a change above `after` is committed; return the head. Raises `TimedOut` if none is committed in time."""
         if not self._manifest.read_only:
             return self._manifest.writer.when_change(after).result(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -170,13 +173,16 @@ class ChangeFeed:
                 rest = deadline - time.monotonic()
                 if rest <= 0:
                     raise _timed_out(timeout)
-                # A write is heard of before its transaction is seen: hence some looks in short order.
+                # A write is noticed before its transaction is visible: hence some checks in quick succession.
                 pause = FIRST_LOOK_SECONDS if written.sleep(min(pause, rest)) else min(2 * pause, LOOK_SECONDS)
             return head
 
     async def wait_async(self, after: int, timeout: float | None = None) -> int:
-        """As `wait`, in an event loop. A process that only reads waits in a thread, in pieces: cancelling leaves none."""
-        import asyncio  # 40 ms that a program without an event loop need not pay
+        """Wait as `wait` does, in an event loop.
+
+        A read-only process waits in a thread, in short pieces, so that cancelling leaves none running.
+        """
+        import asyncio  # takes 40 ms, which programs without an event loop need not pay
 
         if not self._manifest.read_only:
             try:
@@ -195,9 +201,9 @@ class ChangeFeed:
     def register(
         self, start: Start | int = Start.OLDEST, *, name: str = "", ttl_seconds: float = 0, max_lag: int = 0
     ) -> CursorInfo:
-        """A new cursor. `start` is clamped to what is retained; the policies are off at 0."""
+        """Register a cursor. `start` is clamped to the retained range; a policy of 0 is off."""
         if isinstance(start, int) and start < 0:
-            raise InvalidInput("a sequence is not negative", start=start)
+            raise InvalidInput("a sequence must not be negative", start=start)
         acked = {Start.OLDEST: 0, Start.LATEST: 2**63}[start] if isinstance(start, Start) else start
         cursor_id = self._manifest.allocate(Counter.CURSOR)
         op = RegisterCursor(cursor_id, acked, name, int(ttl_seconds * 1000), max_lag)
@@ -206,20 +212,20 @@ class ChangeFeed:
 
     @changes
     def acknowledge(self, cursor: int | str, upto: int) -> None:
-        """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
-        cursor_id = cursor if isinstance(cursor, int) else self.cursor(cursor).cursor_id  # the op looks for the row
+        """Acknowledge everything up to `upto`. Only moves forward; acknowledging again is harmless."""
+        cursor_id = cursor if isinstance(cursor, int) else self.cursor(cursor).cursor_id  # the op looks up the row
         self._manifest.submit([AcknowledgeChanges(cursor_id, upto)]).result()
         self.trim_behind()
 
     @changes
     def drop(self, cursor: int | str) -> None:
-        """The subscriber leaves for good."""
+        """Drop a cursor permanently."""
         self._manifest.submit([DropCursor(self.cursor(cursor).cursor_id)]).result()
         self.trim_behind()
 
     @changes
     def resume(self, cursor: int | str) -> CursorInfo:
-        """Let a lost cursor go on where it stood, or with the oldest change that is kept. What is between, it misses."""
+        """Resume a lost cursor where it was, or at the oldest change that is kept. It misses the changes in between."""
         cursor_id = self.cursor(cursor).cursor_id
         self._manifest.submit([ResumeCursor(cursor_id)]).result()
         return self.cursor(cursor_id)
@@ -235,12 +241,13 @@ class ChangeFeed:
         databases: Names | None = None,
         tables: Iterable[str] | str | None = None,
     ) -> Generator[ChangeRecord, None, None]:
-        """Iterate over changes for ever (or until none comes for `timeout` seconds), resuming where this name stopped.
+        """Iterate over changes forever (or until none arrives for `timeout` seconds), resuming where this name stopped.
 
-        A change is acknowledged after the body of the loop has finished with it, page by page and when the loop ends; one
-        whose body raised or left the loop is seen again. `start` says where a new name begins; `after` is a position that the
-        caller has stored itself, and goes before the cursor's own. With `databases` (names or ids, resolved now) or `tables`
-        only what concerns them is seen; the rest is acknowledged with it.
+        A change is acknowledged after the body of the loop has finished with it: page by page, and when the loop ends.
+        A change whose body raised or left the loop is seen again. `start` is where a new name begins; `after` is a
+        position that the caller has stored itself, and takes precedence over the cursor's own. With `databases` (names
+        or ids, resolved now) or `tables`, only changes that concern them are seen; the others are acknowledged along
+        with them.
 
             for change in store.manifest.feed.follow("my-app"):
                 process(change)
@@ -258,17 +265,17 @@ class ChangeFeed:
         return followed(self, name, enter, fetch, after=after, limit=limit, timeout=timeout)
 
     def _enter(self, name: str, start: Start | int, after: int | None) -> int:
-        """The acknowledged position of a follower, who is registered if new."""
+        """Return the acknowledged position of a follower; register it if it is new."""
         with self._manifest.read() as txn:
             if after is not None:
-                check_position(txn, after, name)  # else whoever is refused would leave a cursor behind
+                check_position(txn, after, name)  # before registering: a refused caller must not leave a cursor behind
             with suppress(UnknownCursor):
                 return find_cursor(txn, name)[1].acked_sequence
         return self.register(start if after is None else after, name=name).acked_sequence
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def maintain(self, *, lag_reported: int = LAG_REPORTED) -> None:
-        """Give up cursors as their policies say, report those that lag, keep to retention, trim; for the owner's timer."""
+        """Give up cursors by their policies, report lagging ones, apply retention, trim. Called by the owner's timer."""
         now = self._manifest.clock.now_ms()
         for cursor in self.cursors():
             if cursor.state is not CursorState.LIVE:
@@ -283,20 +290,20 @@ class ChangeFeed:
         self.prune()
 
     def prune(self) -> None:
-        """Trim what live cursors have acknowledged; without any, what retention does not keep. When a store is opened, too."""
+        """Trim what live cursors have acknowledged or, without any, what retention does not keep. Also called at open."""
         try:
             with self._manifest.read() as txn:
                 acked = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS) if row.state is CursorState.LIVE]
                 keep_from = min(acked) + 1 if acked else self._retained_from(txn, self._manifest.clock.now_ms())
                 oldest = txn.feed_bounds()[0]
         except ManifestDamaged:
-            return  # where a cursor stands is not known: until it is mended everything stays
+            return  # the position of a cursor is unknown: keep everything until it is repaired
         if keep_from > oldest:
             self._manifest.submit([RetainChanges(keep_from)]).result()
         self.trim_behind()
 
     def _report_lag(self, cursor: CursorInfo, threshold: int) -> None:
-        """Once for each time a cursor falls behind: what it has not read cannot be trimmed."""
+        """Report a cursor once each time it falls behind: what it has not read cannot be trimmed."""
         if cursor.lag <= threshold:
             self._lagging.discard(cursor.cursor_id)
         elif cursor.cursor_id not in self._lagging:
@@ -307,15 +314,15 @@ class ChangeFeed:
                 cursor=cursor.name or cursor.cursor_id,
                 lag=cursor.lag,
                 acked_sequence=cursor.acked_sequence,
-                hint="the log is kept for it: let it catch up, drop it, or register it with ttl_seconds or max_lag",
+                hint="the change log is retained for it: let it catch up, drop it, or register it with ttl_seconds or max_lag",
             )
 
     def _retained_from(self, txn: ReadTxn, now_ms: int) -> int:
-        """The first sequence that retention keeps; 0 if it keeps all."""
+        """Return the first sequence that retention keeps; 0 if it keeps all."""
         oldest, head = txn.feed_bounds()
         horizon = now_ms - int(self.settings.retain_seconds * 1000)
         gaps = txn.gaps()
-        log = range(1, distance(gaps, oldest - 1, head) + 1)  # in which times only rise
+        log = range(1, distance(gaps, oldest - 1, head) + 1)  # commit times only rise in it
         older = bisect_left(log, horizon, key=lambda nth: committed_at(txn, step(gaps, oldest - 1, nth)))
         keep = step(gaps, oldest - 1, older) + 1
         if keep <= head:
@@ -323,7 +330,7 @@ class ChangeFeed:
         return keep if keep > oldest else 0
 
     def _within_bytes(self, txn: ReadTxn, oldest: int, head: int) -> int:
-        """The first sequence from which on the log is within its bytes. To add them up takes seconds: only if need be."""
+        """Return the first sequence from which the log fits `retain_bytes`. Summing takes seconds: only done if necessary."""
         pages = txn._txn.stat(db=self._manifest.env.handles[CHANGE_LOG.name])
         used = (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"]) * pages["psize"]
         gaps = txn.gaps()
@@ -339,14 +346,14 @@ class ChangeFeed:
         return preceding(gaps, keep) + 1  # a cursor at the end of a former range has missed nothing
 
     def tail_rows(self) -> int:
-        """How many rows below the oldest sequence are still on disk."""
+        """Return how many rows below the oldest sequence are still on disk."""
         with self._manifest.read() as txn:
             first = next(txn.raw_scan(CHANGE_LOG), None)
             oldest, gaps = txn.feed_bounds()[0], txn.gaps()
         return 0 if first is None else distance(gaps, CHANGE_LOG.key.unpack(first[0])[0] - 1, oldest - 1)
 
     def trim_behind(self) -> None:
-        """Have the rest of the tail removed, if there is any."""
+        """Remove the rest of the tail in the background, if there is any."""
         if not (rows := self.tail_rows()):
             return
         with self._trim_lock:
@@ -356,7 +363,7 @@ class ChangeFeed:
                 self._trimmer.start()
 
     def _trim(self) -> None:
-        """The trimmer. It counts instead of looking: a read transaction of a daemon could be in the way of `close`."""
+        """Run the trimmer thread. It counts rows instead of reading: a daemon's read transaction could obstruct `close`."""
         try:
             while True:
                 with self._trim_lock:
@@ -366,20 +373,22 @@ class ChangeFeed:
                     self._tail -= TRIM_ROWS
                 self._manifest.submit([TrimChanges()]).result()
         except QuireError as error:
-            emit("debug", "feed.trim_stopped", error=str(error))  # closed, or unusable: the next open goes on
+            emit("debug", "feed.trim_stopped", error=str(error))  # closed, or unusable: the next open continues
             with self._trim_lock:
                 self._trimmer = None
 
 
 def _timed_out(seconds: float | None) -> TimedOut:
-    return TimedOut("timed out waiting for a change", hint="it may still come", seconds=seconds)
+    return TimedOut("timed out waiting for a change", hint="wait again: it may still arrive", seconds=seconds)
 
 
 # ── pages of the log ──────────────────────────────────────────────────────────────────────────────────────────────────
 def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, only: ChangeFilter | None) -> ChangePage:
-    """At most `limit` changes after a cursor's position, or after `after`."""
+    """Return at most `limit` changes after a cursor's position, or after `after`."""
     if limit < 1 or (after is not None and after < 0):
-        raise InvalidInput("a page has at least one record, and no sequence is negative", limit=limit, after=after)
+        raise InvalidInput(
+            "a page must have at least one record, and a sequence must not be negative", limit=limit, after=after
+        )
     cursor_id, row = find_cursor(txn, cursor)
     if row.state is CursorState.LOST:
         raise lost(cursor_id, row)
@@ -393,7 +402,7 @@ def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, on
 
 
 def check_position(txn: ReadTxn, position: int, cursor: int | str) -> None:
-    """Refuse a position whose changes are no longer kept, or that the feed has not reached, or only in what was lost."""
+    """Refuse a position whose changes are no longer kept, that the feed has not reached, or that lies in lost changes."""
     oldest, head = txn.feed_bounds()
     refuse_lost(txn.gaps(), position, cursor=cursor)
     if position < oldest - 1:
@@ -406,15 +415,15 @@ def check_position(txn: ReadTxn, position: int, cursor: int | str) -> None:
         )
     if position > head:
         raise OutOfRange(
-            "the feed has not come this far",
-            hint="was the store restored from a backup? Then its consumers must be, too",
+            "the feed has not reached this sequence yet",
+            hint="if the store was restored from a backup, restore its consumers from the same time",
             position=position,
             head_sequence=head,
         )
 
 
 def _read(txn: ReadTxn, position: int, limit: int, only: ChangeFilter | None) -> tuple[list[ChangeRecord], int]:
-    """Changes behind a position, and the last sequence that was looked at."""
+    """Return changes after a position, and the last sequence examined."""
     rows, changes, reached, used = txn.raw_scan(CHANGE_LOG, start=(position + 1,)), list[ChangeRecord](), position, 0
     gaps, looked = txn.gaps(), 0
     portion = min(limit if only is None else max(limit, PAGE_RECORDS), SCAN_ROWS_MAX)
@@ -446,7 +455,7 @@ def _gap(expected: int, read: int | None) -> ManifestDamaged:
 
 
 def committed_at(txn: ReadTxn, sequence: int) -> int:
-    """When a change was committed."""
+    """Return when a change was committed."""
     record = txn.get(CHANGE_LOG, sequence)
     if record is None:
         raise _gap(sequence, None)
@@ -454,7 +463,7 @@ def committed_at(txn: ReadTxn, sequence: int) -> int:
 
 
 def find_cursor(txn: ReadTxn, cursor: int | str) -> tuple[int, CursorRecord]:
-    """Id and row of a cursor, by id or name."""
+    """Return id and row of a cursor, by id or name."""
     cursor_id = cursor
     if isinstance(cursor, str):
         index = txn.get(t.CURSOR_NAMES, cursor) if cursor else None
@@ -468,7 +477,7 @@ def find_cursor(txn: ReadTxn, cursor: int | str) -> tuple[int, CursorRecord]:
 
 
 class FollowedFeed(Protocol):
-    """The feed of a store, here or at the other end of a connection."""
+    """The feed of a store, local or remote."""
 
     def acknowledge(self, cursor: int | str, upto: int, /) -> None: ...
 
@@ -485,10 +494,11 @@ def followed(
     limit: int,
     timeout: float | None,
 ) -> Generator[ChangeRecord, None, None]:
-    """Changes for ever, or until none comes for `timeout` seconds, each acknowledged once the caller is done with it.
+    """Yield changes forever, or until none arrives for `timeout` seconds; each is acknowledged once the caller is done
+    with it.
 
-    `enter` registers a new follower and returns its acknowledged position, `fetch` the page behind a position. Changes that a
-    filter leaves out are acknowledged now and then.
+    `enter` registers a new follower and returns its acknowledged position; `fetch` returns the page after a position.
+    Changes that a filter leaves out are acknowledged from time to time.
     """
     acked = enter()
     done = acked if after is None else after
@@ -510,7 +520,7 @@ def followed(
             if page.at_head:
                 moments = [] if timeout is None else [quiet_since + timeout]
                 moments += [acked_at + SKIPPED_SECONDS] if done > acked else []
-                with suppress(TimedOut):  # the next page is empty, and says what is due
+                with suppress(TimedOut):  # then the next page is empty, and the checks above find what is due
                     feed.wait(done, max(min(moments) - now, 0) if moments else None)
     finally:
         if done > acked:
@@ -518,9 +528,9 @@ def followed(
 
 
 class FileWatch:
-    """Wakes its owner when any process of this machine writes to a file. Use it as a context manager.
+    """Wakes its caller when any process of this machine writes to a file. Use as a context manager.
 
-    Where inotify cannot be had (another system, no watches left) it only sleeps: whoever waits looks now and then anyway.
+    Where inotify is not available (another system, no watches left) it only sleeps: callers look from time to time anyway.
     """
 
     def __init__(self, path: str) -> None:
@@ -538,13 +548,13 @@ class FileWatch:
         self.close()
 
     def close(self) -> None:
-        """Hear no more; again does no harm."""
+        """Stop watching. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def sleep(self, timeout: float) -> bool:
-        """Until the file is written to; False if the timeout ended first."""
+        """Sleep until the file is written to; return False if the timeout ended first."""
         if self._fd < 0:
             time.sleep(timeout)
             return False
@@ -553,5 +563,5 @@ class FileWatch:
         if not poll.poll(min(max(timeout, 0), SLEEP_SECONDS_MAX) * 1000):
             return False
         with suppress(BlockingIOError):
-            os.read(self._fd, 65_536)  # what happened does not matter, only that it did
+            os.read(self._fd, 65_536)  # drain: which events they were does not matter
         return True

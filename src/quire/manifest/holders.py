@@ -1,20 +1,19 @@
-"""Who holds what: reference counts recomputed from the rows that hold references, compared with `gc_refcounts`.
+"""Recompute reference counts from the rows that hold references, and compare them with `gc_refcounts`.
 
-An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and compare
-millions of them: the stored counts are equal to the recomputed ones in the common case, and only a difference is looked at
-row by row.
+An artifact is coded as two numbers, (origin, kind, delta) and (id, generation), so that numpy can sort, count and
+compare millions of them. Usually the stored counts equal the recomputed ones; only a difference is examined row by row.
 
-Holders (the definition that every op keeps and R1 checks):
+Holders (the definition that every op maintains and R1 checks):
   leaf        each live database and each snapshot that names it
   base, delta each leaf row whose chains name it
   WAL         each database that tracks it and has not truncated it, each pin of a snapshot
   namespace   each database and each artifact row that names it; itself, if it is the current owner epoch's
 
-Three ways in
+Entry points
   `count_holders`  R1 to R4, S2, S4, compared here. Memory: 16 bytes per reference and 24 per artifact, twice while sorting
-  `inventory`      what R1, R4 and S2 compare, for who compares it elsewhere. Memory: one step of rows
-  `check_rows`     what is seen without counting holders (K1, R2, R3, S4). Memory: one step of rows, and what is being
-                   uploaded
+  `inventory`      the input of R1, R4 and S2, for callers that compare it elsewhere. Memory: one step of rows
+  `check_rows`     rules that need no counting of holders (K1, R2, R3, S4). Memory: one step of rows, and the artifacts
+                   being uploaded
 """
 
 from __future__ import annotations
@@ -39,23 +38,23 @@ from quire.manifest.records import TERMINAL_JOB_STATES, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
 UNREADABLE = -1
-"""Stands for `in_use` of a row whose checksum is wrong."""
+"""Placeholder for `in_use` of a row whose checksum is wrong."""
 
 Finding = tuple[str, str, ArtifactKey | str, Op | None, bool]
 """(rule, what, artifact, fix, leak)."""
 
 STEP_ROWS = 8_192
-"""Rows looked at together: few enough that their objects stay in the processor's cache."""
+"""Rows processed together: few enough that their objects stay in the processor's cache."""
 
 LEAF_ROWS = 256
-"""Leaves looked at together: each has as many references as a few hundred other rows."""
+"""Leaves processed together: each has as many references as a few hundred other rows."""
 
 Codes = npt.NDArray[np.uint64]
 """Rows of (origin << 24 | kind << 16 | delta, id << 32 | generation)."""
 
 
 def encode(origin: Any, kind: Any, delta: Any, number: Any, generation: Any) -> Codes:
-    """Codes of many artifacts at once."""
+    """Return the codes of many artifacts at once."""
     owner, sort, layer = (np.asarray(part, np.uint64) for part in (origin, kind, delta))
     first = (owner << np.uint64(24)) | (sort << np.uint64(16)) | layer
     second = (np.asarray(number, np.uint64) << np.uint64(32)) | np.asarray(generation, np.uint64)
@@ -63,13 +62,13 @@ def encode(origin: Any, kind: Any, delta: Any, number: Any, generation: Any) -> 
 
 
 def decode(code: Any) -> ArtifactKey:
-    """The artifact of one code."""
+    """Return the artifact of one code."""
     first, second = int(code[0]), int(code[1])
     return ArtifactKey(first >> 24, ArtifactKind(first >> 16 & 0xFF), second >> 32, second & 0xFFFFFFFF, first & 0xFFFF)
 
 
 def tally(codes: Codes) -> tuple[Codes, npt.NDArray[np.int64]]:
-    """Distinct codes in order, and how often each occurs."""
+    """Return the distinct codes in order, and how often each occurs."""
     if not len(codes):
         return codes.reshape(0, 2), np.zeros(0, np.int64)
     codes = codes[np.lexsort((codes[:, 1], codes[:, 0]))]
@@ -78,7 +77,7 @@ def tally(codes: Codes) -> tuple[Codes, npt.NDArray[np.int64]]:
 
 
 def count_holders(txn: ReadTxn) -> Iterator[Finding]:
-    """R1 to R4, S2 and S4: every difference between what is counted and what is held."""
+    """Check R1 to R4, S2 and S4: yield every difference between what is counted and what is held."""
     findings: list[Finding] = []
     references: dict[str, list[Codes]] = {sort: [np.zeros((0, 2), np.uint64)] for sort in ("held", "row")}
     for sort, codes in _references(txn, findings):
@@ -96,8 +95,11 @@ def count_holders(txn: ReadTxn) -> Iterator[Finding]:
 
 
 def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]]:
-    """What R1, S2 and R4 compare: ("held", codes, how often each is held by these rows), ("row", codes, ones) and ("stored",
-    codes, `in_use`), a step at a time. What does not decode by itself is left out: `check_rows` names it (K1)."""
+    """Yield what R1, S2 and R4 compare, a step at a time.
+
+    The parts are ("held", codes, how often each is held by these rows), ("row", codes, ones) and ("stored", codes,
+    `in_use`). Rows that do not decode are left out: `check_rows` names them (K1).
+    """
     unread: list[Finding] = []
     for sort, codes in _references(txn, unread):
         unread.clear()
@@ -107,7 +109,7 @@ def inventory(txn: ReadTxn) -> Iterator[tuple[str, Codes, npt.NDArray[np.int64]]
 
 
 def check_rows(txn: ReadTxn) -> Iterator[Finding]:
-    """K1 of leaves and catalogs, R2, R3 and S4. A wrong R2 is mended as if `in_use` was right: nothing was counted."""
+    """Check K1 of leaves and catalogs, R2, R3 and S4. The fix of R2 trusts `in_use`, because no holders were counted."""
     findings: list[Finding] = []
     for _ in chain(_leaf_steps(txn, findings), _catalog_steps(txn, findings)):
         yield from findings
@@ -116,7 +118,7 @@ def check_rows(txn: ReadTxn) -> Iterator[Finding]:
 
 
 def _references(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
-    """Every reference ("held") and every row that can be held ("row"), a step at a time."""
+    """Yield every reference ("held") and every row that can be held ("row"), a step at a time."""
     for codes in chain(_leaf_holders(txn), _wal_holders(txn)):
         yield "held", codes
     yield from _chains(txn, findings)
@@ -128,7 +130,7 @@ def _packed(table: t.Table[Any], keys: list[bytes]) -> Any:
 
 
 def _tables(rows: Iterable[tuple[int, ...]]) -> Iterator[npt.NDArray[np.uint64]]:
-    """Rows of numbers, a step at a time."""
+    """Yield rows of numbers, a step at a time."""
     rest = iter(rows)
     while step := list(islice(rest, STEP_ROWS)):
         yield np.array(step, np.uint64)
@@ -146,7 +148,7 @@ def _leaf_holders(txn: ReadTxn) -> Iterator[Codes]:
 
 
 def _leaf_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Any, Any, npt.NDArray[np.int64]]]:
-    """(keys of leaves, their entries, which leaf each entry is of); K1 and S4 on the way."""
+    """Yield (keys of leaves, their entries, the leaf of each entry); adds K1 and S4 to `findings`."""
     for keys, values in txn.steps(t.SLOT_LEAF, LEAF_ROWS):
         leaves = _packed(t.SLOT_LEAF, keys)
         bodies = []
@@ -162,25 +164,25 @@ def _leaf_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[Any, An
         for index in _bad_links(entries, owner):
             origin, leaf, generation = map(int, leaves[owner[index]].tolist())
             artifact = ArtifactKey(origin, ArtifactKind.LEAF, leaf, generation)
-            findings.append(("S4", "a chain is not one base and rising deltas", artifact, None, False))
+            findings.append(("S4", "a chain is not one base followed by rising deltas", artifact, None, False))
         yield leaves, entries, owner
 
 
 def _chains(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
-    """The leaves themselves, and the artifacts that they name."""
+    """Yield the leaves themselves, and the artifacts that they name."""
     for leaves, entries, owner in _leaf_steps(txn, findings):
         yield "row", encode(leaves["origin_db_id"], ArtifactKind.LEAF, 0, leaves["leaf"], leaves["generation"])
         yield "held", named_by(leaves["leaf"][owner], entries)
 
 
 def named_by(leaf: Any, entries: Any) -> Codes:
-    """The artifacts that entries of leaves name; `leaf` is the number of each one's leaf."""
+    """Return the artifacts that entries of leaves name; `leaf` is the number of each entry's leaf."""
     slot = leaf.astype(np.uint64) * np.uint64(SLOTS_PER_LEAF) + entries["offset"]
     return encode(entries["origin_db_id"], entries["kind"], entries["delta_id"], slot, entries["generation"])
 
 
 def _bad_links(entries: Any, owner: Any) -> list[int]:
-    """Entries that break the rules of a chain (see `slots.py`)."""
+    """Return the entries that break the rules of a chain (see `slots.py`)."""
     if not len(entries):
         return []
     same = np.zeros(len(entries), bool)
@@ -205,7 +207,7 @@ def _wal_holders(txn: ReadTxn) -> Iterator[Codes]:
 
 
 def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:
-    """The artifacts that have rows, and the namespaces that rows refer to."""
+    """Yield the artifacts that have rows, and the namespaces that rows refer to."""
     yield "held", _in_namespaces(record.namespace_id for _, record in txn.every_database())
     for kind, rows, namespaces in _catalog_steps(txn, findings):
         delta = rows["delta_id"] if kind is ArtifactKind.DELTA else 0
@@ -222,26 +224,26 @@ def _catalog(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes
 
 
 def _in_namespaces(namespaces: Iterable[int]) -> Codes:
-    """References to namespaces; 0 is none."""
+    """Return references to namespaces; 0 stands for none."""
     return encode(0, ArtifactKind.NAMESPACE, 0, list(filter(None, namespaces)), 0)
 
 
 def _catalog_steps(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[ArtifactKind, Any, list[int]]]:
-    """(kind, keys of chunks, their namespaces); K1 on the way."""
+    """Yield (kind, keys of chunks, their namespaces); adds K1 to `findings`."""
     for table, kind in ((t.CHUNK_CATALOG, ArtifactKind.BASE), (t.CHUNK_DELTA_INDEX, ArtifactKind.DELTA)):
         for keys, values in txn.steps(table, STEP_ROWS):
             yield kind, _packed(table, keys), _namespaces(table, keys, values, findings)
 
 
 def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], findings: list[Finding]) -> list[int]:
-    """The namespace of every row; decodes each (K1), all in one go unless something is odd."""
+    """Return the namespace of every row; decodes each (K1), all in one pass unless a row is damaged."""
     body = table.codec.decode_body
     assert body is not None, "catalog tables are not packed"
     try:
         if table.rows.are_intact(keys, values):
             return [body(raw[2:-4]).namespace_id for raw in values]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # the row is named below
+        pass  # the loop below finds the row
     namespaces = []
     for key, raw in zip(keys, values):
         try:
@@ -252,9 +254,9 @@ def _namespaces(table: t.Table[Any], keys: list[bytes], values: list[bytes], fin
 
 
 def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) -> Iterator[Finding]:
-    """R1: counts that differ from the holders."""
+    """Check R1: yield counts that differ from the holders."""
     stored, in_use = _stored_counts(txn)
-    positive = in_use != 0  # of a row that cannot be read too: it equals nothing that is held
+    positive = in_use != 0  # includes unreadable rows, which never equal what is held
     if np.array_equal(stored[positive], held) and np.array_equal(in_use[positive], counts):
         return
     uploads = outstanding_uploads(txn)
@@ -270,14 +272,14 @@ def _compare_counts(txn: ReadTxn, held: Codes, counts: npt.NDArray[np.int64]) ->
 
 
 def _check_index(txn: ReadTxn, holders_of: Callable[[ArtifactKey, int], int]) -> Iterator[Finding]:
-    """R3 and R2; `holders_of` says how many hold an artifact, whose row says `in_use`."""
+    """Check R3 and R2; `holders_of` returns how many hold an artifact, given the `in_use` of its row."""
     waiting: dict[bytes, tuple[int, int]] = {}
     damaged: list[bytes] = []
-    # R3 first: a corrected count puts its own index row right, whatever was done to it before.
-    for key in _in_one_only(_intact_zeros(txn, damaged), _doomed(txn, waiting)):
+    # R3 first: a corrected count also corrects its own index row, whatever was done to it before.
+    for key in _symmetric_difference(_intact_zeros(txn, damaged), _doomed(txn, waiting)):
         yield _wrong_zero(txn, key, is_doomed=_is_doomed(txn, key))
     for key in damaged:
-        if not _is_doomed(txn, key):  # else it was missing above
+        if not _is_doomed(txn, key):  # otherwise it was reported as missing above
             yield _wrong_zero(txn, key, is_doomed=False)
     uploads = outstanding_uploads(txn)
     for key in sorted(waiting.keys() | uploads.keys()):
@@ -286,13 +288,13 @@ def _check_index(txn: ReadTxn, holders_of: Callable[[ArtifactKey, int], int]) ->
             artifact = unpack_artifact(key)
             if key not in waiting and (row := txn.refcount(artifact)) is not None:
                 in_use = row.in_use
-            what = f"pending_upload is {pending}, {uploads.get(key, 0)} uploads are outstanding"
+            what = f"pending_upload is {pending}, but {uploads.get(key, 0)} uploads are outstanding"
             fix = CorrectRefcount(key, holders_of(artifact, in_use), uploads.get(key, 0))
             yield "R2", what, artifact, fix, False
 
 
 def _doomed(txn: ReadTxn, waiting: dict[bytes, tuple[int, int]]) -> Iterator[bytes]:
-    """The keys of artifacts at zero, in order; into `waiting` (`in_use`, `pending_upload`) of those that are being uploaded."""
+    """Yield the keys of artifacts at zero, in order; add (`in_use`, `pending_upload`) of those being uploaded to `waiting`."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _counts(keys, values)
         for place in np.flatnonzero(rows["pending_upload"]).tolist():
@@ -301,8 +303,8 @@ def _doomed(txn: ReadTxn, waiting: dict[bytes, tuple[int, int]]) -> Iterator[byt
             yield keys[place]
 
 
-def _in_one_only(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[bytes]:
-    """What only one of two rising sequences has, in order."""
+def _symmetric_difference(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the elements that only one of two rising sequences has, in order."""
     one, other = next(first, None), next(second, None)
     while one is not None or other is not None:
         if one == other:
@@ -317,7 +319,7 @@ def _in_one_only(first: Iterator[bytes], second: Iterator[bytes]) -> Iterator[by
 
 
 def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64]]:
-    """(codes in order, `in_use`) as they are stored."""
+    """Return (codes in order, `in_use`) as stored."""
     steps = [(np.zeros((0, 2), np.uint64), np.zeros(0, np.int64)), *_stored_steps(txn, _counts)]
     stored, in_use = (np.concatenate(column) for column in zip(*steps))
     order = np.lexsort((stored[:, 1], stored[:, 0]))
@@ -327,7 +329,7 @@ def _stored_counts(txn: ReadTxn) -> tuple[Codes, npt.NDArray[np.int64]]:
 def _stored_steps(
     txn: ReadTxn, counts: Callable[[list[bytes], list[bytes]], Any]
 ) -> Iterator[tuple[Codes, npt.NDArray[np.int64]]]:
-    """(codes, `in_use`) as they are stored; `counts` reads a step's rows."""
+    """Yield (codes, `in_use`) as stored; `counts` decodes the rows of a step."""
     for keys, values in txn.steps(t.GC_REFCOUNTS, STEP_ROWS):
         rows = _packed(t.GC_REFCOUNTS, keys)
         codes = encode(rows["origin_db_id"], rows["kind"], rows["delta_id"], rows["id"], rows["generation"])
@@ -335,7 +337,7 @@ def _stored_steps(
 
 
 def _counts(keys: list[bytes], values: list[bytes]) -> Any:
-    """Rows of counts; one that is damaged has `UNREADABLE` references, which no artifact has."""
+    """Return rows of counts; a damaged row has `UNREADABLE` references, which no artifact has."""
     try:
         return t.GC_REFCOUNTS.rows.columns(keys, values)
     except ManifestDamaged:
@@ -358,30 +360,32 @@ def _is_doomed(txn: ReadTxn, key: bytes) -> bool:
 
 
 def _compare_catalog(held: Codes, catalog: Codes, txn: ReadTxn) -> Iterator[Finding]:
-    """S2 and R4: what is held has a row; what has a row is, or was, held."""
+    """Check S2 and R4: a held artifact has a row; an artifact with a row is, or was, held."""
     rows, _ = tally(catalog)
     if np.array_equal(rows, held):
         return
     present = {(int(a), int(b)) for a, b in rows}
     wanted = {(int(a), int(b)) for a, b in held}
     for code in sorted(wanted - present):
-        yield "S2", "something refers to an artifact that is not in the catalog", decode(code), None, False
+        yield "S2", "a referenced artifact is not in the catalog", decode(code), None, False
     for code in sorted(present - wanted):
         artifact = decode(code)
         if artifact.kind is not ArtifactKind.NAMESPACE and txn.refcount(artifact) is None:
-            yield "R4", "nothing refers to this artifact, and nothing will delete it", artifact, None, True
+            yield "R4", "an unreferenced artifact will never be deleted", artifact, None, True
 
 
 def _own_references(txn: ReadTxn) -> list[int]:
-    """Namespaces that hold themselves, so that they stay while they are empty: those of the current owner epoch (A1), and
-    places that people call by a name; neither if it was dropped."""
+    """Return the namespaces that hold themselves, so that they stay while they are empty.
+
+    These are the namespaces of the current owner epoch (A1) and places with a name, unless they were dropped.
+    """
     epoch = txn.owner_epoch()
     rows = ((key[0], row) for key, row in txn.scan(t.REMOTE_NAMESPACE) if not row.dropped_at_ms)
     return [number for number, row in rows if row.holds_itself or (epoch and row.owner_epoch == epoch)]
 
 
 def _intact_zeros(txn: ReadTxn, damaged: list[bytes]) -> Iterator[bytes]:
-    """The keys of `gc_zero` in order; those of damaged rows go into `damaged`, and count as missing."""
+    """Yield the keys of `gc_zero` in order; keys of damaged rows go into `damaged`, and count as missing."""
     for key, raw in txn.raw_scan(t.GC_ZERO):
         try:
             t.GC_ZERO.rows.decode(key, raw)
@@ -392,7 +396,7 @@ def _intact_zeros(txn: ReadTxn, damaged: list[bytes]) -> Iterator[bytes]:
 
 
 def _wrong_zero(txn: ReadTxn, key: bytes, *, is_doomed: bool) -> Finding:
-    """What R3 says of a row of `gc_zero`: it is missing, too many, or damaged."""
+    """Return the finding of R3 for a row of `gc_zero` that is missing, superfluous or damaged."""
     artifact = unpack_artifact(key)
     row = txn.refcount(artifact) if is_doomed else None
     fix = CorrectIndex("gc_zero", key, None if row is None else row.zero_since_ms)
@@ -400,14 +404,16 @@ def _wrong_zero(txn: ReadTxn, key: bytes, *, is_doomed: bool) -> Finding:
 
 
 def _wrong_count(have: int, held: int) -> str:
-    """What R1 says of a count."""
+    """Return the text of R1 for a wrong count."""
     return (
-        f"the row of its counts is damaged, held {held} times" if have < 0 else f"in_use is {have}, held {held} times"
+        f"the row of its counts is damaged, held {held} times"
+        if have < 0
+        else f"in_use is {have}, but it is held {held} times"
     )
 
 
 def outstanding_uploads(txn: ReadTxn) -> dict[bytes, int]:
-    """How many upload jobs of each artifact have not ended."""
+    """Return how many upload jobs of each artifact have not ended."""
     uploads: dict[bytes, int] = {}
     for _, job in txn.scan(t.JOB_QUEUE):
         if job.artifact is not None and job.state not in TERMINAL_JOB_STATES:

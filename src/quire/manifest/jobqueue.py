@@ -1,16 +1,16 @@
-"""The durable job queue: work that survives crashes, done by whoever holds its lease.
+"""The durable job queue: work that survives crashes, done by the worker that holds its lease.
 
 Terms
-  worker    who takes jobs, by name; those of the owner's own process carry its prefix and die with it
-  lease     a worker's claim on a job until a moment; renewed while it works
-  attempt   one start of a job; it has a number, and only the running one can end or requeue the job
+  worker    takes jobs, by name; workers of the owner's own process have its prefix and end with it
+  lease     a worker's claim on a job until a given time; renewed while it works
+  attempt   one start of a job; it has a number, and only the running attempt can end or requeue the job
   token     16 bytes that make enqueuing safe to repeat: the same token gives the same job
 
-A lease that has run out is a failed attempt: the job is pending again, or has failed for good; exactly once, because the
-requeueing operation names the attempt. A job ends in one transaction with its effects: `complete(job, ops=…)`.
+An expired lease is a failed attempt: the job becomes pending again, or has failed permanently; exactly once, because
+the requeueing operation names the attempt. A job ends in one transaction with its effects: `complete(job, ops=…)`.
 
-Threads: any. Raises `JobAlreadyPending` (names the job that holds the gate), `UnknownJob`, `IllegalTransition` (the lease was
-lost: stop working on it).
+Threads: any. Raises `JobAlreadyPending` (names the job that holds the gate), `UnknownJob`, `IllegalTransition` (the
+lease was lost: stop working on it).
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 LEASE_SECONDS = 30.0
-"""How long a worker may be silent (M10)."""
+"""How long a worker may go without renewing its lease, in seconds (M10)."""
 
 BACKOFF_SECONDS = 1.0
 BACKOFF_SECONDS_MAX = 300.0
-"""The wait after a failure: doubles from the first to the second."""
+"""The wait after a failure doubles from `BACKOFF_SECONDS` up to this."""
 
 RESERVED_MAX = 65_536
-"""Reserved ids that are remembered."""
+"""Maximum number of reserved ids that are remembered."""
 
 ATTEMPTS = 5
-"""Failures after which a job has failed for good; 0 for jobs that are never given up."""
+"""Number of failures after which a job has failed permanently; 0 for jobs that are retried forever."""
 
 ERROR_CHARS_MAX = 2_000
-"""How much of an error is kept with its job."""
+"""How many characters of an error are stored with its job."""
 
 OWNER_PREFIX = "owner:"
-"""Workers inside the owner's process are named so: the next owner knows that they are gone."""
+"""Prefix of the names of workers inside the owner's process, by which the next owner recognises that they are gone."""
 
 DUE_JOBS = 16
-"""Jobs a worker looks at before it tries to take one."""
+"""Number of due jobs that a worker reads before it tries to take one."""
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job, and its lease if somebody works on it."""
+    """A job, and its lease while a worker holds it."""
 
     job_id: int
     record: JobRecord
@@ -89,12 +89,12 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def payload(self) -> Any:
-        """What the enqueuer passed."""
+        """The value that was passed to `enqueue`."""
         return msgspec.msgpack.decode(self.record.payload) if self.record.payload else None
 
     @property
     def result(self) -> Any:
-        """What the job answered."""
+        """The value that the job returned."""
         return msgspec.msgpack.decode(self.record.result) if self.record.result else None
 
 
@@ -103,14 +103,14 @@ class JobQueue:
 
     def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
-        self.news = threading.Event()
-        """Set when something was enqueued here: workers of this process need not wait for their next look."""
+        self.work_available = threading.Event()
+        """Set when a job was enqueued in this process, so that its workers need not wait for their next poll."""
         self._reserved: dict[int, None] = {}
-        """Ids that `reserve` gave and no job has yet, the oldest first; another process does not know them."""
+        """Ids from `reserve` that no job has yet, oldest first; other processes do not have them."""
 
     # ── enqueuing ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def reserve(self) -> int:
-        """An id for a job that will be enqueued by this process; no other job ever gets it (M5)."""
+        """Reserve an id for a job that this process will enqueue; no other job ever gets it (M5)."""
         job_id = self._manifest.allocate(Counter.JOB)
         self._manifest.submit([ReserveIds(Counter.JOB, job_id)]).result()
         self._reserved[job_id] = None
@@ -119,19 +119,19 @@ class JobQueue:
         return job_id
 
     def _take(self, job_id: int) -> int:
-        """The id for a new job: a reserved one, which is used up, or the next."""
+        """Return the id for a new job: a reserved id, which is used up, or the next one."""
         if not job_id:
             return self._manifest.allocate(Counter.JOB)
         if job_id not in self._reserved:
-            hint = "reserve_job_id() gives one; it can be used once, and not after the store was opened again"
-            raise InvalidInput("no job's id was reserved as this number", hint=hint, job_id=job_id)
+            hint = "get one from reserve_job_id(); it can be used once, until the store is closed"
+            raise InvalidInput("this job id was not reserved", hint=hint, job_id=job_id)
         del self._reserved[job_id]
         return job_id
 
     def keep_until(self, artifact: ArtifactKey, until_ms: int) -> ManifestGuard:
-        """Do not delete a chunk's or delta's bytes before this time, even if nothing refers to it; 0 lifts that."""
+        """Keep a chunk's or delta's bytes until this time, even if nothing refers to it; 0 lifts that."""
         if artifact.kind not in (ArtifactKind.BASE, ArtifactKind.DELTA):
-            raise InvalidInput("only chunks and deltas can be kept so", artifact=artifact)
+            raise InvalidInput("only chunks and deltas can be kept until a time", artifact=artifact)
         where = (artifact.origin_db_id, artifact.kind, artifact.id, artifact.generation, artifact.delta_id)
         return self._manifest.submit([UpdateArtifact(*where, purge_after_ms=until_ms)])
 
@@ -149,12 +149,13 @@ class JobQueue:
         ops: Iterable[Op] = (),
         job_id: int = 0,
     ) -> int:
-        """A new job, in one batch with `ops`; its id. With a `token`, repeating the call gives the first job's id.
+        """Enqueue a job, in one batch with `ops`; return its id. With a `token`, repeating the call returns the first
+        job's id.
 
-        `job_id` is one that `reserve` gave: for work that has to know its job before it is enqueued.
+        `job_id` is an id from `reserve`, for work that must know its job before it is enqueued.
         """
         if token and len(token) != 16:
-            raise InvalidInput("a job's token has 16 bytes", hint="uuid4().bytes", bytes=len(token))
+            raise InvalidInput("a job's token must be 16 bytes", hint="use uuid4().bytes", bytes=len(token))
         record = self.record(kind, db_id, payload, artifact=artifact, token=token, max_attempts=max_attempts)
         if delay_seconds:
             record = msgspec.structs.replace(record, not_before_ms=record.created_at_ms + int(delay_seconds * 1000))
@@ -162,13 +163,12 @@ class JobQueue:
         batch = [*ops, EnqueueJob(job_id, record)]
         if not token:
             self._manifest.submit(batch).result()
-            self.news.set()
+            self.work_available.set()
             return job_id
         receipt = self._manifest.submit(batch, key=token, result=job_id.to_bytes(8, "big")).result()
-        self.news.set()
+        self.work_available.set()
         return int.from_bytes(receipt.result, "big")
 
-    @changes
     def record(
         self,
         kind: JobKind,
@@ -179,7 +179,7 @@ class JobQueue:
         token: bytes = b"",
         max_attempts: int = ATTEMPTS,
     ) -> JobRecord:
-        """A job as it is enqueued, for batches that are built elsewhere."""
+        """Return the record of a job to enqueue, for batches that are built elsewhere."""
         held = (
             (artifact.origin_db_id, artifact.kind, artifact.id, artifact.generation, artifact.delta_id)
             if artifact
@@ -196,9 +196,9 @@ class JobQueue:
         )
 
     def deletions(self, origins: Iterable[int]) -> list[Op]:
-        """The operations that end every batch that lowers counts: have what reached zero deleted (M8).
+        """Return the operations that end every batch that lowers counts: they have artifacts at zero deleted (M8).
 
-        Artifacts are deleted by the job of the database that made them, which need not be the one that let them go.
+        Artifacts are deleted by the job of the database that made them, which need not be the one that released them.
         """
         return [
             EnsureJob(self._manifest.allocate(Counter.JOB), self.record(JobKind.DELETE, origin, max_attempts=0))
@@ -206,27 +206,27 @@ class JobQueue:
         ]
 
     def ensure_deletions(self, origins: Iterable[int]) -> int:
-        """Enqueue the delete jobs that these databases need and do not have; how many."""
+        """Enqueue the delete jobs that these databases need and do not have; return how many."""
         origins = [origin for origin in origins if not self.outstanding(origin, JobKind.DELETE)]
         if origins:
             self._manifest.submit(self.deletions(origins)).result()
-            self.news.set()
+            self.work_available.set()
         return sum(self.outstanding(origin, JobKind.DELETE) > 0 for origin in origins)
 
     # ── working ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def claim(
         self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS
     ) -> Job | None:
-        """The oldest job that is due, now leased to `worker`; `None` if there is none."""
+        """Lease the oldest due job to `worker` and return it; `None` if there is none."""
         while due := self._due(kinds):
             for job in due:
                 if (claimed := self.claim_job(job.job_id, worker, lease_seconds=lease_seconds)) is not None:
                     return claimed
-                # Another worker was first, as the manifest's writer has decided: the next one.
+                # Another worker's operation was applied first: try the next job.
         return None
 
     def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
-        """This very job, now leased to `worker`; `None` if it is not pending."""
+        """Lease this job to `worker` and return it; `None` if it is not pending."""
         expires = self._manifest.clock.now_ms() + int(lease_seconds * 1000)
         try:
             self._manifest.submit([StartJob(job_id, worker, expires)]).result()
@@ -235,7 +235,7 @@ class JobQueue:
             return None
 
     def _due(self, kinds: Collection[JobKind] | None) -> list[Job]:
-        """The oldest jobs that are due, a few of them: as many as may be taken by others while we try."""
+        """Return the oldest due jobs: several, because other workers may take some of them meanwhile."""
         now, due = self._manifest.clock.now_ms(), []
         with self._manifest.read() as txn:
             for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.PENDING):
@@ -249,20 +249,20 @@ class JobQueue:
     def renew(
         self, job: Job, worker: str, *, done: int = 0, total: int = 0, lease_seconds: float = LEASE_SECONDS
     ) -> None:
-        """The worker is alive and this far. `IllegalTransition` if it no longer holds the job."""
+        """Renew the lease and record progress. Raises `IllegalTransition` if the worker no longer holds the job."""
         expires = self._manifest.clock.now_ms() + int(lease_seconds * 1000)
         self._manifest.submit([RenewJobLease(job.job_id, worker, expires, done, total)]).result()
 
     @changes
     def complete(self, job: Job, result: Any = None, *, ops: Iterable[Op] = (), after: Iterable[Op] = ()) -> None:
-        """The attempt has succeeded, in one batch with its effects; `after` are those that need the gate to be open again."""
+        """End a successful attempt, in one batch with its effects; `after` are operations that need the gate to be open."""
         packed = b"" if result is None else msgspec.msgpack.encode(result)
         done = CompleteJob(job.job_id, JobState.SUCCEEDED, job.record.attempt, result=packed)
         self._manifest.submit([*ops, done, *after]).result()
 
     @changes
     def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
-        """The attempt has failed: the job waits for another one, or has failed for good; which."""
+        """End a failed attempt: the job waits for another one, or has failed permanently. Return its state."""
         record, text = job.record, error[:ERROR_CHARS_MAX]
         failures = record.failures + 1
         if permanent or (record.max_attempts and failures >= record.max_attempts):
@@ -277,22 +277,22 @@ class JobQueue:
 
     @changes
     def defer(self, job: Job, until_ms: int) -> None:
-        """It is too early for the job: it waits until then, and has not failed."""
+        """Postpone a job for which it is too early; this is not a failure."""
         self._manifest.submit([RequeueJob(job.job_id, job.record.attempt, until_ms, deferred=True)]).result()
 
-    # ── from outside ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── external control ──────────────────────────────────────────────────────────────────────────────────────────────
     @changes
     def cancel(self, job_id: int, error: str = "cancelled") -> None:
-        """End a job that has not ended. A worker on it notices when it renews."""
+        """End a job that has not ended. Its worker finds out when it renews its lease."""
         self._manifest.submit([CompleteJob(job_id, JobState.CANCELLED, error=error[:ERROR_CHARS_MAX])]).result()
 
     @changes
     def retry(self, job_id: int) -> int:
-        """Enqueue a job that failed or was cancelled once more; the new job's id. The old one stays as it ended."""
+        """Enqueue a failed or cancelled job again; return the new job's id. The old job keeps its final state."""
         job = self.get(job_id)
         if job.state not in (JobState.FAILED_PERMANENT, JobState.CANCELLED):
             raise IllegalTransition(
-                "only a job that failed or was cancelled is retried", job_id=job_id, state=job.state.name
+                "only a failed or cancelled job can be retried", job_id=job_id, state=job.state.name
             )
         old = job.record
         record = JobRecord(
@@ -305,17 +305,19 @@ class JobQueue:
         )
         again = self._manifest.allocate(Counter.JOB)
         self._manifest.submit([EnqueueJob(again, record)]).result()
-        self.news.set()
+        self.work_available.set()
         return again
 
     def expire(self) -> int:
-        """Requeue (or give up) jobs whose lease has run out; how many."""
+        """Requeue or give up jobs whose lease has expired; return how many."""
         now = self._manifest.clock.now_ms()
-        return self._take_back(lambda job: job.lease is None or job.lease.expires_at_ms <= now, "its lease ran out")
+        return self._take_back(lambda job: job.lease is None or job.lease.expires_at_ms <= now, "its lease expired")
 
     def recover(self) -> int:
-        """After opening: what workers of the former owner's process held is pending at once (that process is gone: we have its
-        lock), and remote workers get one full lease to report (M10); how many were taken back."""
+        """Requeue, after opening, the jobs of workers in the former owner's process; return how many.
+
+        That process is gone, because this one has its lock. Remote workers get one full lease to report (M10).
+        """
         taken = self._take_back(
             lambda job: job.lease is None or job.lease.worker.startswith(OWNER_PREFIX), "its worker's process ended"
         )
@@ -325,7 +327,7 @@ class JobQueue:
                 try:
                     self.renew(job, job.lease.worker, done=job.lease.done, total=job.lease.total)
                 except (IllegalTransition, UnknownJob):
-                    pass  # it has just ended
+                    pass  # the job ended meanwhile
         return taken
 
     def _take_back(self, is_lost: Any, why: str) -> int:
@@ -335,13 +337,13 @@ class JobQueue:
                 try:
                     state = self.fail(job, why)
                 except (IllegalTransition, UnknownJob):
-                    continue  # it has just ended, or somebody else took it back
+                    continue  # the job ended meanwhile, or was already requeued
                 taken += 1
                 emit("warning", "job.lease_lost", job_id=job.job_id, kind=job.kind.name, state=state.name)
         return taken
 
     def forget(self, *, older_than_seconds: float, limit: int = 1_000) -> int:
-        """Remove rows of jobs that ended long ago; how many."""
+        """Remove rows of jobs that ended long ago; return how many."""
         horizon = self._manifest.clock.now_ms() - int(older_than_seconds * 1000)
         ops: list[Op] = []
         for state in TERMINAL_JOB_STATES:
@@ -352,9 +354,9 @@ class JobQueue:
             self._manifest.submit(ops).result()
         return len(ops)
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, job_id: int) -> Job:
-        """A job by id."""
+        """Return a job by id."""
         with self._manifest.read() as txn:
             job = _job(txn, job_id)
         if job is None:
@@ -362,18 +364,19 @@ class JobQueue:
         return job
 
     def jobs(self, state: JobState | None = None, *, db_id: int | None = None, newest: int = 0) -> list[Job]:
-        """All jobs, or those in a state or of a database, oldest first; of these the `newest`, if that is not 0.
+        """Return all jobs, or those in a state or of a database, oldest first; only the last `newest` of them, if that
+        is not 0.
 
         The newest are read from the end of the queue.
         """
         with self._manifest.read() as txn:
             if not newest:
                 return [job for job in _jobs(txn, state) if db_id in (None, job.db_id)]
-            found = (job for job in _jobs_back(txn, state) if db_id in (None, job.db_id))
-            return list(islice(found, newest))[::-1]
+            matching = (job for job in _jobs_back(txn, state) if db_id in (None, job.db_id))
+            return list(islice(matching, newest))[::-1]
 
     def outstanding(self, db_id: int, kind: JobKind) -> int:
-        """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
+        """Return the outstanding job of an exclusive kind for a database; 0 if there is none."""
         assert kind in EXCLUSIVE_JOBS, "only exclusive kinds have a gate"
         with self._manifest.read() as txn:
             gate = txn.get(t.JOB_PENDING_INDEX, db_id, kind)
@@ -381,7 +384,7 @@ class JobQueue:
 
 
 def worker_name(role: str) -> str:
-    """A name for a worker inside the owner's process."""
+    """Return a name for a worker inside the owner's process."""
     return f"{OWNER_PREFIX}{os.getpid()}:{role}"
 
 

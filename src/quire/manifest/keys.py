@@ -1,9 +1,10 @@
 """Keys of manifest tables: fixed-width, big-endian, so that byte order is tuple order (M1).
 
-A field is `u8`, `u16`, `u32` or `u64`, or `text` / `raw` as the last one: then the order needs no escaping. A prefix is the
-first n fields; all rows that share them lie next to each other. Out of range raises `OutOfRange`.
+A field is `u8`, `u16`, `u32` or `u64`, or `text` / `raw` as the last field, where the order needs no escaping. A prefix
+is the first n fields; all rows that share them are adjacent.
 
-Pure functions, any thread. The layout of every key is listed in docs/formats/manifest.md.
+Threads: pure functions, callable from any thread. Raises `OutOfRange`. The layout of every key is listed in
+docs/formats/manifest.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NUMPY_TYPE: dict[str, str] = {"u8": "u1", "u16": ">u2", "u32": ">u4", "u64": ">
 
 
 class KeyCodec:
-    """Packs tuples into keys and back.
+    """Packs tuples into keys and unpacks them.
 
     >>> codec = KeyCodec(("db_id", "u32"), ("shard", "u16"))
     >>> codec.pack(7, 0).hex()
@@ -47,17 +48,17 @@ class KeyCodec:
         self.fast = self._fixed.pack
         """`pack` of a fixed-width key without the translation of errors: for the writer, which translates once for all."""
         self.fast_unpack: Callable[[bytes], tuple[Any, ...]] = self.unpack if self._tail else self._fixed.unpack
-        """`unpack` without a call in between, where the width is fixed."""
+        """`unpack`; without an extra call where the width is fixed."""
         self.width = None if self._tail else self._fixed.size
-        """Bytes of a key, `None` if it varies."""
+        """Size of a key in bytes, `None` if it varies."""
 
     @classmethod
     def of(cls, fields: str) -> KeyCodec:
-        """The codec of fields as tables declare them: `"db_id u32, shard u16"`."""
+        """Return the codec of fields as tables declare them: `"db_id u32, shard u16"`."""
         return cls(*((name, cast(Width, width)) for name, width in map(str.split, fields.split(","))))
 
     def pack(self, *parts: Any) -> bytes:
-        """The key of a whole tuple."""
+        """Return the key of a whole tuple."""
         try:
             if self._tail is None:
                 return self.fast(*parts)
@@ -70,7 +71,7 @@ class KeyCodec:
         return key
 
     def unpack(self, key: bytes) -> tuple[Any, ...]:
-        """The tuple of a whole key."""
+        """Return the tuple of a whole key."""
         if self._tail is None:
             return self._fixed.unpack(key)
         size = self._fixed.size
@@ -78,7 +79,7 @@ class KeyCodec:
         return (*self._fixed.unpack_from(key), tail.decode() if self._tail == "text" else tail)
 
     def prefix(self, *parts: Any) -> bytes:
-        """The common beginning of all keys whose first fields are `parts`; with none, of all keys."""
+        """Return the common prefix of all keys whose first fields are `parts`; without `parts`, of all keys."""
         if self._tail is not None and len(parts) == len(self.fields):
             return self.pack(*parts)
         try:
@@ -87,7 +88,7 @@ class KeyCodec:
             raise self._out_of_range(parts) from error
 
     def numpy_fields(self) -> list[tuple[str, str]]:
-        """The layout as a numpy structured type, for decoding many keys at once. Fixed-width codecs only."""
+        """Return the layout as a numpy structured type, to decode many keys at once. Fixed-width codecs only."""
         assert self._tail is None, "keys of varying width have no numpy layout"
         return [(name, _NUMPY_TYPE[kind]) for name, kind in self.fields]
 
@@ -100,7 +101,7 @@ class KeyCodec:
 
 
 def prefix_end(prefix: bytes) -> bytes | None:
-    """The smallest key above every key that starts with `prefix`; `None` if there is none.
+    """Return the smallest key above every key that starts with `prefix`; `None` if there is none.
 
     >>> prefix_end(b"\\x00\\xff")
     b'\\x01'

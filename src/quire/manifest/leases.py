@@ -1,25 +1,26 @@
-"""Versions lent to readers that read files and objects by themselves: what they need is not deleted while they read.
+"""Leases on versions, for readers that read files and objects directly: nothing they need is deleted while they read.
 
 Terms
-  lease    one query's claim on a version of each of some databases; its id is a reader's, and its rows are rows of
+  lease    one query's claim on a version of each of several databases; its id is a reader id, and its rows are rows of
            `snapshot_readers` with the tag `quire.view`: the length of the lease in ms, and the number of a copy
-  copy     what a version of a key-value set is on disk: a directory of links (`lsm/snapshots.py`)
-  horizon  the moment in the rows; a renewal moves it only when the lease itself would reach beyond it
-  label    the name of the database, in rows that also have the version as a value: of leases whose readers ask for it later
-  holder   who comes back for versions, by a name of its own: a consumer of row changes. Its leases are renewed and end
+  copy     a version of a key-value set on disk: a directory of links (`lsm/snapshots.py`)
+  horizon  the expiry in the rows; a renewal moves it only if the lease itself would reach beyond it
+  label    the name of the database, in rows that also have the version as a value: for leases whose readers request it
+           later
+  holder   a named client that returns for its versions: a consumer of row changes. Its leases are renewed and end
            together, so that none is missing alone
 
-Rows are local: a lease is no snapshot, no reference and no change, so lists, counts, retention and the feed do not know it.
-It holds no floor: checkpoints go on, and the version's segments stay as files until the lease ends.
+Rows are local. A lease is not a snapshot, a reference or a change, so lists, counts, retention and the feed do not
+include it. It holds no floor: checkpoints continue, and the version's segments stay as files until the lease ends.
 
-The rows are committed before the version is looked up. Whatever the version needs was referred to at that moment, so if it
-falls to zero, it does so later: by the manifest's own time, which never goes back (`writer.py`). So nothing that fell to zero
-at or after the opening of a living lease is deleted, nor its file used again, if a database made it that the version has
-artifacts of; before that is known, and after a restart, if any did. What fell to zero before goes as ever. Copies are not
-shared: they need nothing but to be left alone.
+The rows are committed before the version is looked up. Everything the version needs has a reference at that moment, so
+it can reach zero only later, by the manifest's own time, which never goes back (`writer.py`). Therefore an artifact
+that reached zero at or after the opening of a live lease is not deleted, nor its file reused, if a database made it
+whose artifacts the version uses; until those databases are known, and after a restart, whichever database made it.
+Artifacts that reached zero before are deleted as usual. Copies are not shared: they only have to be left alone.
 
-While the owner lives its memory decides which leases do. A crash between the rows and the answer leaves a lease that nobody
-renews: it ends by itself.
+While the owner runs, its memory decides which leases are live. A crash between the commit of the rows and the answer
+leaves a lease that is never renewed, and so expires.
 
 Threads: any. Raises `LeaseExpired`, `InvalidInput`.
 """
@@ -56,28 +57,28 @@ LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
 DOUBT_SECONDS = 3_600.0
 
 ROWS_AT_ONCE = 16_384
-"""Rows of one batch, which can have some more: a lease on a hundred thousand databases takes several."""
+"""Rows per batch, somewhat below the limit of a batch: a lease on a hundred thousand databases takes several."""
 
 
 class LentVersion(msgspec.Struct, frozen=True):
-    """One database's part of a lease."""
+    """The part of a lease that concerns one database."""
 
     db_id: int
     lsn: int
     copy: int = 0
-    """The number of the directory that holds a key-value set's version."""
+    """Number of the directory with the version of a key-value set."""
     label: str = ""
-    """What whoever asks for it later calls it."""
+    """Name under which a reader requests the version later."""
 
 
 class HeldVersion(msgspec.Struct, frozen=True):
-    """A version that a holder comes back for."""
+    """A version that a holder returns for."""
 
     label: str
     db_id: int
     lease_id: int
     lsn: int
-    """0 if it stands for nothing: the database was dropped."""
+    """0 for a placeholder: the database was dropped."""
 
 
 class _Lease(msgspec.Struct):
@@ -85,22 +86,22 @@ class _Lease(msgspec.Struct):
 
     ttl_ms: int
     deadline: float
-    """By the monotonic clock."""
+    """In monotonic time."""
     horizon_ms: int
     tags: dict[str, str]
     lent: dict[int, LentVersion] = field(default_factory=dict)
     opened_ms: int = 0
-    """When its first row was written, by the manifest's time."""
+    """When its first row was written, in the manifest's time."""
     origins: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Databases that made what its versions need, beside the version's own, by that …"""
+    """By leased database: the other databases that made artifacts its version needs. Lacks the databases in `unknown`."""
     unknown: set[int] = field(default_factory=set)
-    """… but for those of these databases, which have not been looked up yet."""
+    """Leased databases whose version has not been looked up yet."""
     needing: Counts[int] = field(default_factory=Counts)
-    """How many versions need what other databases made: forks of one template need it a hundred thousand times."""
+    """How many versions need artifacts of each other database: for forks of one template, a hundred thousand."""
     shared: dict[frozenset[int], frozenset[int]] = field(default_factory=dict)
-    """Equal values of `origins`, once."""
+    """Interned values of `origins`."""
     by_label: list[tuple[str, int]] | None = None
-    """(label, database) in order, once somebody has asked."""
+    """(label, database) in order; built on first use."""
 
     @property
     def holder(self) -> str:
@@ -109,21 +110,21 @@ class _Lease(msgspec.Struct):
     def add(self, part: LentVersion, opened_ms: int) -> None:
         self.lent[part.db_id], self.by_label = part, None
         self.opened_ms = min(self.opened_ms or opened_ms, opened_ms)
-        if not part.copy and (part.lsn or not part.label):  # a mark of a holder's stands for nothing
+        if not part.copy and (part.lsn or not part.label):  # a holder's placeholder needs nothing
             self.unknown.add(part.db_id)
 
     def needs(self, origin: int) -> bool:
         return bool(self.unknown) or origin in self.origins or origin in self.needing
 
-    def found(self, db_id: int, origins: Iterable[int]) -> None:
-        """The version of a database has been looked up: these made what it needs."""
+    def set_origins(self, db_id: int, origins: Iterable[int]) -> None:
+        """Record the databases that made what the version of a database needs, as found by looking it up."""
         self.forget(db_id)
         others = frozenset(origins) - {db_id}
         self.origins[db_id] = self.shared.setdefault(others, others)
         self.needing.update(others)
 
     def forget(self, db_id: int) -> None:
-        """Nothing is known of the version of a database, and nothing needed for it."""
+        """Discard what is recorded about the needs of a database's version."""
         self.unknown.discard(db_id)
         for origin in self.origins.pop(db_id, ()):
             self.needing[origin] -= 1
@@ -142,17 +143,19 @@ class VersionLeases:
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
         self._doubt_until = 0.0
-        """By the monotonic clock. A damaged row may be a lease on anything: until then nothing is deleted, and whoever reads
+        """In monotonic time. A damaged row may be a lease on anything: until then nothing is deleted, and its reader
         would have renewed it by then."""
 
     def load(self) -> None:
-        """At the start of an owner: every lease in the rows is alive for one more length (M10). Renewals may have been lost
-        with the former owner, and its readers go on reading meanwhile."""
+        """Load the stored leases at the start of an owner; each is live for one more full length (M10).
+
+        Renewals may have been lost with the previous owner, while its readers continue to read.
+        """
         with self._manifest.read() as txn:
             rows = list(reader_rows(txn))
         if any(row is None for _, row in rows):
             self._doubt_until = self._clock.monotonic() + DOUBT_SECONDS
-        now = self._clock.monotonic()  # once: leases of one holder end together
+        now = self._clock.monotonic()  # read once: leases of one holder end together
         for (db_id, lease_id), row in rows:
             if row is None or not is_view(row):
                 continue
@@ -162,16 +165,16 @@ class VersionLeases:
                 tags = {name: value for name, value in row.tags.items() if name not in (VIEW_TAG, LABEL_TAG)}
                 lease = self._leases[lease_id] = _Lease(ttl_ms, now + ttl_ms / 1000, 0, tags)
             lease.add(LentVersion(db_id, row.snapshot_lsn, copy, row.tags.get(LABEL_TAG, "")), row.opened_at_ms)
-        for lease_id, lease in self._leases.items():  # a holder may have asked for another length meanwhile
-            lease.deadline = max(other.deadline for _, other in self._together(lease_id, lease))
+        for lease_id, lease in self._leases.items():  # leases of one holder may differ in length
+            lease.deadline = max(other.deadline for _, other in self._leases_of_holder(lease_id, lease))
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def hold(
         self, lent: Iterable[LentVersion], seconds: float, *, lease_id: int = 0, tags: dict[str, str] | None = None
     ) -> int:
-        """Lend these versions, as a lease of their own or as part of another; its id. Durable on return."""
+        """Lease these versions, in a new lease or as part of an existing one; return its id. Durable on return."""
         if not 0 < seconds <= LEASE_SECONDS_MAX:
-            raise InvalidInput("a version is lent for up to seven days", seconds=seconds)
+            raise InvalidInput("a version can be lent for at most seven days", seconds=seconds)
         self.expire()
         parts = {part.db_id: part for part in lent}
         if lease_id:
@@ -180,8 +183,8 @@ class VersionLeases:
             lease_id = self._manifest.allocate(Counter.READER)
         ttl_ms = int(seconds * 1000)
         with self._lock:
-            known = self._leases.get(lease_id)
-        given = known or _Lease(ttl_ms, 0.0, 0, dict(tags or {}))
+            existing = self._leases.get(lease_id)
+        given = existing or _Lease(ttl_ms, 0.0, 0, dict(tags or {}))
         horizon = self._clock.now_ms() + 2 * given.ttl_ms
         guard = self._manifest.submit(self._rows(lease_id, given, parts.values(), horizon))
         guard.result()
@@ -196,14 +199,14 @@ class VersionLeases:
             self.renew(lease_id)
         return lease_id
 
-    def narrow(self, lease_id: int, db_id: int, origins: Iterable[int]) -> None:
-        """The version of a database has been looked up: these databases made what it needs."""
+    def record_origins(self, lease_id: int, db_id: int, origins: Iterable[int]) -> None:
+        """Record the databases that made what the version of a database needs, as found by looking it up."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
-                lease.found(db_id, origins)
+                lease.set_origins(db_id, origins)
 
     def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
-        """Keep versions as values with a lease, by database. Durable on return."""
+        """Store versions as values with a lease, by database. Durable on return."""
         with self._lock:
             lease = self._leases.get(lease_id)
             parts = [] if lease is None else [lease.lent[db_id] for db_id in views if db_id in lease.lent]
@@ -211,7 +214,7 @@ class VersionLeases:
         self._manifest.submit([replace(row, view=views[row.db_id]) for row in rows]).result()
 
     def labelled(self, lease_id: int, after: str, last: str, limit: int) -> list[tuple[str, int]]:
-        """(label, database) of the first versions of a lease behind one label, up to another. Raises `LeaseExpired`."""
+        """Return the first (label, database) of a lease with labels above `after`, up to `last`. Raises `LeaseExpired`."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None or not self._lives(lease):
@@ -222,7 +225,7 @@ class VersionLeases:
             return [item for item in lease.by_label[start : start + limit] if item[0] <= last]
 
     def view(self, lease_id: int, db_id: int) -> bytes:
-        """A version that was kept as a value. Raises `LeaseExpired`."""
+        """Return a version that was stored as a value. Raises `LeaseExpired`."""
         with self._manifest.read() as txn:
             row = txn.get(t.SNAPSHOT_READERS, db_id, lease_id)
         if row is None or not row.view:
@@ -230,7 +233,7 @@ class VersionLeases:
         return row.view
 
     def held(self, holder: str) -> list[HeldVersion]:
-        """The versions that a holder has, the oldest first."""
+        """Return the versions that a holder has, oldest first."""
         with self._lock:
             leases = [(key, lease) for key, lease in self._leases.items() if lease.holder == holder]
             return sorted(
@@ -243,8 +246,8 @@ class VersionLeases:
                 key=lambda version: version.lease_id,
             )
 
-    def let_go(self, versions: Iterable[tuple[int, int]]) -> None:
-        """Versions that nobody comes back for, as (lease, database); what has ended is fine. Durable on return."""
+    def release_versions(self, versions: Iterable[tuple[int, int]]) -> None:
+        """End leases on versions that are no longer needed, as (lease, database); ended ones are ignored. Durable on return."""
         dropped: list[Op] = []
         with self._lock:
             for lease_id, db_id in versions:
@@ -260,35 +263,35 @@ class VersionLeases:
             guard.result()
 
     def renew(self, lease_id: int) -> None:
-        """The reader is alive; `LeaseExpired` if the lease has ended."""
+        """Renew a lease and all others of its holder; raises `LeaseExpired` if it has ended."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None or not self._lives(lease):
                 raise _ended(lease_id)
             rows: list[Op] = []
             now, now_ms = self._clock.monotonic(), self._clock.now_ms()
-            for key, also in self._together(lease_id, lease):
+            for key, also in self._leases_of_holder(lease_id, lease):
                 also.deadline = now + lease.ttl_ms / 1000
                 if now_ms + lease.ttl_ms > also.horizon_ms:
                     also.horizon_ms = now_ms + 2 * lease.ttl_ms
                     rows += self._rows(key, also, list(also.lent.values()), also.horizon_ms)
-        self._submit(rows)  # nobody waits: should it be lost, an opening gives the rows their time
+        self._submit(rows)  # not awaited: if the rows are lost, the next open extends the lease (`load`)
 
-    def _together(self, lease_id: int, lease: _Lease) -> list[tuple[int, _Lease]]:
-        """The leases that are renewed with one: all of its holder."""
+    def _leases_of_holder(self, lease_id: int, lease: _Lease) -> list[tuple[int, _Lease]]:
+        """Return the leases that are renewed with this one: all leases of its holder."""
         if not lease.holder:
             return [(lease_id, lease)]
         return [(key, other) for key, other in self._leases.items() if other.holder == lease.holder]
 
     def release(self, lease_id: int) -> None:
-        """The reader is done; a lease that has ended is fine."""
+        """End a lease; a lease that has ended already is ignored."""
         with self._lock:
             lease = self._leases.pop(lease_id, None)
         if lease is not None:
             self._drop({lease_id: lease})
 
     def expire(self) -> int:
-        """Drop the rows of leases that have ended; how many have."""
+        """Drop the rows of expired leases; return how many leases expired."""
         with self._lock:
             late = {lease_id: lease for lease_id, lease in self._leases.items() if not self._lives(lease)}
             for lease_id in late:
@@ -304,7 +307,7 @@ class VersionLeases:
             guard.result()
 
     def _submit(self, ops: Sequence[Op]) -> list[ManifestGuard]:
-        """Submit rows: in one batch, unless they are more than a batch can have."""
+        """Submit operations in one batch, or in several if a batch cannot have as many."""
         return [self._manifest.submit(ops[at : at + ROWS_AT_ONCE]) for at in range(0, len(ops), ROWS_AT_ONCE)]
 
     def _rows(self, lease_id: int, lease: _Lease, parts: Iterable[LentVersion], horizon_ms: int) -> list[PutReader]:
@@ -319,10 +322,12 @@ class VersionLeases:
             for part in parts
         ]
 
-    # ── for whoever deletes ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── for deletion ──────────────────────────────────────────────────────────────────────────────────────────────────
     def kept_since(self, origin: int) -> tuple[int, int] | None:
-        """(manifest's time, wall time): what this database made and what fell to zero at or after the first is kept, at least
-        until the second; `None` if nothing is lent."""
+        """Return (manifest time, wall time) of what leases keep of a database, or `None`.
+
+        Artifacts it made that reached zero at or after the first are kept at least until the second.
+        """
         now, now_ms = self._clock.monotonic(), self._clock.now_ms()
         with self._lock:
             needed = [
@@ -335,13 +340,13 @@ class VersionLeases:
         return (min(needed)[0], max(until for _, until in needed)) if needed else None
 
     def copies(self, db_id: int) -> set[int]:
-        """Numbers of the directories that living leases on a key-value set read."""
+        """Return the numbers of the directories that live leases on a key-value set read."""
         with self._lock:
             leases = [lease for lease in self._leases.values() if self._lives(lease)]
             return {lease.lent[db_id].copy for lease in leases if db_id in lease.lent} - {0}
 
     def count(self) -> int:
-        """Living leases."""
+        """Return the number of live leases."""
         with self._lock:
             return sum(map(self._lives, self._leases.values()))
 
@@ -350,7 +355,7 @@ class VersionLeases:
 
 
 def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], ReaderRecord | None]]:
-    """((database, reader), row) of readers that have one; `None` for a row that is damaged: it concerns one reader, not all."""
+    """Yield ((database, reader), row) of every reader's row; `None` for a damaged row, which affects only that reader."""
     table = t.SNAPSHOT_READERS
     for key, raw in txn.raw_scan(table, *prefix):
         try:
@@ -362,7 +367,7 @@ def reader_rows(txn: ReadTxn, *prefix: int) -> Iterator[tuple[tuple[int, int], R
 
 
 def is_view(row: ReaderRecord) -> bool:
-    """Whether a reader's row is a lease's: it holds no floor."""
+    """Return whether a reader's row belongs to a lease, which holds no floor."""
     return VIEW_TAG in row.tags
 
 
@@ -371,12 +376,12 @@ def _label(part: LentVersion) -> dict[str, str]:
 
 
 def _ended(lease_id: int) -> LeaseExpired:
-    hint = "ask for the version again; a snapshot keeps one for longer"
-    return LeaseExpired("the version that was lent is no longer kept", hint=hint, lease_id=lease_id)
+    hint = "request the version again; create a snapshot to keep one for longer"
+    return LeaseExpired("the lent version is no longer kept", hint=hint, lease_id=lease_id)
 
 
 def _mark(row: ReaderRecord) -> tuple[int, int]:
-    """(length in ms, number of a copy) of a row; one that cannot be read ends after a minute."""
+    """Return (length in ms, number of the copy) from a row's tag; an unreadable tag gives a minute."""
     try:
         ttl_ms, copy = map(int, row.tags[VIEW_TAG].split(":"))
     except ValueError:

@@ -1,17 +1,18 @@
-"""Figures of the manifest: what the writer counts in memory, and rolling metrics that operations observe.
+"""Figures of the manifest: totals that the writer counts in memory, and rolling metrics that operations observe.
 
 Terms
   scope      the database that an observation is about; 0 for the store
-  kind       what was observed: `MetricKind`, or a number of one's own from 256 on (`ManifestStore.record_metric`)
+  kind       what was observed: `MetricKind`, or a caller's own number from 256 on (`ManifestStore.record_metric`)
 
-A rolling metric is a row of `metrics`, written in the transaction of the change that it is about: after a crash both exist, or
-neither. No change fails because of a metric: a damaged row begins anew. A database's metrics go with its tombstone.
+A rolling metric is a row of `metrics`, written in the transaction of the change that it is about: after a crash both
+exist, or neither. No change fails because of a metric: a damaged row starts again from nothing. A database's metrics
+are removed with its tombstone.
 
 The writer adds plain numbers, and the collector reads them at a scrape: counting costs a few additions per commit, and
 prometheus-client is imported only where metrics are served.
 
-Threads: `observe` and `WriterStats.add` belong to the writer; readers may see the counts of a commit half added. The
-rest are functions of a read transaction. Numbers on the page docs/formats/manifest.md.
+Threads: `observe` and `WriterStats.add` belong to the writer; a reader may see the counts of a commit half added. All
+other functions use a read transaction. The numbers of kinds are in docs/formats/manifest.md.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ BUCKETS = 64
 
 
 class MetricKind(IntEnum):
-    """What the manifest observes by itself."""
+    """What the manifest itself observes."""
 
     WAL_LAG = 1
     CHECKPOINT_MS = 2
@@ -58,20 +59,20 @@ class MetricKind(IntEnum):
 
 
 MEANING = {
-    MetricKind.WAL_LAG: "lsns that a checkpoint found waiting in the WAL",
+    MetricKind.WAL_LAG: "lsns in the WAL when a checkpoint was planned",
     MetricKind.CHECKPOINT_MS: "milliseconds from a checkpoint's plan to its publication",
     MetricKind.MERGE_MS: "milliseconds from a merge's plan to its publication",
-    MetricKind.SNAPSHOTS: "snapshots of the database, after each that was made or dropped",
-    MetricKind.SNAPSHOTS_CREATED: "snapshots that were made",
-    MetricKind.SNAPSHOTS_DROPPED: "snapshots that were dropped",
+    MetricKind.SNAPSHOTS: "snapshots of the database, after each was created or dropped",
+    MetricKind.SNAPSHOTS_CREATED: "snapshots created",
+    MetricKind.SNAPSHOTS_DROPPED: "snapshots dropped",
 }
 
 
 def observe(tables: Overlay, scope: int, kind: int, values: Sequence[float], at_ms: int) -> None:
-    """Merge observations into a metric: sums, counts and buckets add, extremes widen, the last one is kept as it is."""
+    """Merge observations into a metric: sums, counts and buckets add up, extremes widen, the last value replaces the former."""
     key = t.METRICS.key.pack(scope, kind)
     before = None
-    with suppress(ManifestDamaged):  # it begins anew
+    with suppress(ManifestDamaged):  # the metric starts again
         before = tables.metrics.get(key)
     buckets = list(before.buckets) if before else [0] * BUCKETS
     for value in values:
@@ -90,7 +91,7 @@ def observe(tables: Overlay, scope: int, kind: int, values: Sequence[float], at_
 
 
 def observe_snapshots(tables: Overlay, db_id: int, change: int, at_ms: int) -> None:
-    """A snapshot was made (+1) or dropped (-1), and its row is written."""
+    """Observe that a snapshot was made (+1) or dropped (-1), after its row is written."""
     kind = MetricKind.SNAPSHOTS_CREATED if change > 0 else MetricKind.SNAPSHOTS_DROPPED
     observe(tables, db_id, kind, [1.0], at_ms)
     before = None
@@ -98,13 +99,13 @@ def observe_snapshots(tables: Overlay, db_id: int, change: int, at_ms: int) -> N
         before = tables.metrics.get(t.METRICS.key.pack(db_id, MetricKind.SNAPSHOTS))
     if before is not None:
         count = before.last + change
-    else:  # the first that is counted: of a database of an older quire there may be more
+    else:  # the first observation: a database from an older quire may have more snapshots
         count = sum(1 for _ in tables.snapshot_index.scan(t.SNAPSHOT_INDEX.key.prefix(db_id)))
     observe(tables, db_id, MetricKind.SNAPSHOTS, [count], at_ms)
 
 
 def bucket_of(value: float) -> int:
-    """Powers of two: bucket 0 holds values below 1, bucket i those in [2^(i-1), 2^i).
+    """Return the bucket of a value. Powers of two: bucket 0 holds values below 1, bucket i those in [2^(i-1), 2^i).
 
     >>> [bucket_of(v) for v in (0.5, 1, 2, 3, 4)]
     [0, 1, 2, 2, 3]
@@ -113,23 +114,23 @@ def bucket_of(value: float) -> int:
 
 
 class RollingMetric(msgspec.Struct, frozen=True):
-    """A metric of a database, as people read it."""
+    """A metric of a database, with names for display."""
 
     db_id: int
     database: str
-    """Its name; empty for the store, and for one that is not there any more."""
+    """Name of the database; empty for the store, and for a database that no longer exists."""
     kind: int
     metric: str
     record: MetricRecord
 
     @property
     def mean(self) -> float:
-        """Of all observations."""
+        """The mean of all observations."""
         return self.record.sum / self.record.count if self.record.count else 0.0
 
 
 def rolling(txn: ReadTxn, scopes: Mapping[int, str] | None = None) -> list[RollingMetric]:
-    """Every metric, or those of these scopes (id → name), by database and kind; rows that are damaged are left out."""
+    """Return every metric, or those of these scopes (id → name), by database and kind; damaged rows are left out."""
     if scopes is None:
         names, rows = txn.database_names(txn.owners(t.METRICS)), txn.raw_scan(t.METRICS)
     else:
@@ -173,8 +174,8 @@ class WriterStats:
 class ManifestCollector:
     """The Prometheus collector of a manifest: `registry.register(ManifestCollector(manifest))`.
 
-    A process that only reads has no writer to count: it exports the rolling metrics alone. `scopes` says which of them are
-    exported; without it, all.
+    A read-only process has no writer to count, and exports only the rolling metrics. `scopes` returns those to export;
+    `None` exports all.
     """
 
     def __init__(self, manifest: ManifestStore, scopes: Callable[[], Mapping[int, str] | None] = lambda: None) -> None:
@@ -182,12 +183,12 @@ class ManifestCollector:
         self._scopes = scopes
 
     def describe(self) -> Iterable[Any]:
-        """Nothing ahead of time: registering must not read the manifest."""
+        """Describe nothing in advance: registering must not read the manifest."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The current figures."""
-        import prometheus_client.core as families  # only who scrapes has it
+        """Yield the current figures."""
+        import prometheus_client.core as families  # installed only where metrics are scraped
 
         if not self._manifest.read_only:
             yield from self._of_writer(self._manifest.writer.stats, families)
@@ -196,37 +197,39 @@ class ManifestCollector:
     def _of_writer(self, stats: WriterStats, families: ModuleType) -> Iterator[Metric]:
         for name, text, value in (
             ("quire_manifest_commits", "LMDB transactions committed", stats.commits),
-            ("quire_manifest_batches", "batches submitted and decided", stats.batches),
-            ("quire_manifest_batches_failed", "batches that were refused", stats.failed),
+            ("quire_manifest_batches", "batches committed or refused", stats.batches),
+            ("quire_manifest_batches_failed", "batches refused", stats.failed),
             ("quire_manifest_operations", "operations applied", stats.ops),
             ("quire_manifest_rows", "rows written", stats.rows),
             ("quire_manifest_pages", "LMDB pages written", stats.pages),
-            ("quire_manifest_damaged_reads", "damaged rows that were met, and not believed", damaged_reads.total()),
+            ("quire_manifest_damaged_reads", "damaged rows encountered and ignored", damaged_reads.total()),
         ):
             yield families.CounterMetricFamily(name, text, value=value)
         buckets = _cumulative(stats.buckets, DURATION_BOUNDS)
         yield families.HistogramMetricFamily(
-            "quire_manifest_commit_seconds", "time of a commit", buckets=buckets, sum_value=stats.seconds
+            "quire_manifest_commit_seconds", "duration of a commit", buckets=buckets, sum_value=stats.seconds
         )
         info = self._manifest.env.info()
         yield families.GaugeMetricFamily(
             "quire_manifest_file_bytes", "size of the manifest file", value=info["file_bytes"]
         )
         yield families.GaugeMetricFamily("quire_manifest_readers", "reader slots in use", value=info["num_readers"])
-        lag = families.GaugeMetricFamily("quire_feed_lag", "changes that wait for a subscriber", labels=["cursor"])
-        with suppress(ManifestDamaged):  # a cursor's row: the counter above and doctor tell
+        lag = families.GaugeMetricFamily(
+            "quire_feed_lag", "changes that a subscriber has not acknowledged", labels=["cursor"]
+        )
+        with suppress(ManifestDamaged):  # a damaged cursor row: the counter above and `doctor` report it
             for cursor, waiting in self._manifest.feed.lag().items():
                 lag.add_metric([str(cursor)], waiting)
         yield lag
 
     def _rolling(self, families: ModuleType) -> Iterator[Metric]:
-        """For each kind that the manifest observes a histogram, and the last value."""
+        """Yield a histogram and the last value for each kind that the manifest observes."""
         with self._manifest.read() as txn:
             metrics = rolling(txn, self._scopes())
         for kind, meaning in MEANING.items():
             name = f"quire_rolling_{kind.name.lower()}"
             histogram = families.HistogramMetricFamily(name, meaning, labels=["db", "name"])
-            last = families.GaugeMetricFamily(f"{name}_last", f"the last of: {meaning}", labels=["db", "name"])
+            last = families.GaugeMetricFamily(f"{name}_last", f"last value of: {meaning}", labels=["db", "name"])
             for metric in metrics:
                 if metric.kind == kind:
                     labels, counts = [str(metric.db_id), metric.database], metric.record.buckets
@@ -240,6 +243,6 @@ class ManifestCollector:
 
 
 def _cumulative(counts: Sequence[int], bounds: Sequence[float]) -> list[tuple[str, float]]:
-    """Prometheus's buckets: how many observations are at or below each bound, and all of them."""
+    """Return Prometheus buckets: the number of observations at or below each bound, and the total."""
     totals = [*accumulate(counts)]
     return [*((str(bound), total) for bound, total in zip(bounds, totals)), ("+Inf", totals[-1] if totals else 0)]

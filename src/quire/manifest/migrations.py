@@ -1,16 +1,16 @@
-"""The migration ledger: how a store of an older schema becomes one of today's.
+"""The migration ledger: upgrades a store of an older schema to the current one.
 
 Terms
   step     a named function that changes rows of an older schema; carried out once per store, in order
-  ledger   the table `migrations`: which steps this environment has been through
+  ledger   the table `migrations`: the steps that this environment has completed
   schema   a number in `meta`; it rises with every step, so that older code refuses newer stores
 
-A step and its ledger row are committed together in the step's last transaction. What is too much for one transaction is done
-before, by the step's `prepare`, in as many of its own as it likes; repeating that must be harmless, so a crash in the middle
-is repaired by opening again. Steps are never removed, reordered or changed once released; a new store is born with all of
-them done.
+A step and its ledger row are committed together in the step's last transaction. Work that is too much for one
+transaction is done before by the step's `prepare`, in any number of transactions; repeating it must be harmless, so
+opening again repairs a crash in the middle. Steps are never removed, reordered or changed once released; a new store is
+created with all of them done.
 
-Runs at open, before the writer starts, in the opening thread. Raises `FormatTooNew`.
+Threads: runs at open, before the writer starts, in the opening thread. Raises `FormatTooNew`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BASE_SCHEMA = 1
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One migration: what its last transaction does and, if that is not all, what is done in others before it."""
+    """One migration: its last transaction and, if that is not all, the work done in other transactions before it."""
 
     name: str
     run: Callable[[ManifestEnv, lmdb.Transaction], None]
@@ -51,12 +51,15 @@ class Step(msgspec.Struct, frozen=True):
 
 
 MIGRATED_ROWS = 32_768
-"""Rows that a step looks at in one transaction."""
+"""Rows that a step examines in one transaction."""
 
 
 def _add_checksums(env: ManifestEnv) -> None:
-    """Give every row of an older store its checksum (`rows.py`). What a crash left half done is gone on with: rows that have
-    one are left alone. Nothing vouches for what is in a row until then; one that makes no sense is the check's to find."""
+    """Give every row of an older store its checksum (`rows.py`).
+
+    Continues what a crash left half done: rows that have a checksum are left alone. Nothing vouches for the content of
+    a row until then; rows that do not decode are left to the check.
+    """
     for name, handle in env.handles.items():
         after: bytes | None = b""
         while after is not None:
@@ -64,7 +67,7 @@ def _add_checksums(env: ManifestEnv) -> None:
 
 
 def _add_some(txn: Any, name: str, handle: Any, after: bytes) -> bytes | None:
-    """Checksums for the next rows of a table; the last key that was looked at, `None` at the end."""
+    """Add checksums to the next rows of a table; return the last key examined, `None` at the end."""
     with txn.cursor(db=handle) as cursor:
         looked = list(islice(cursor.iternext(), MIGRATED_ROWS + 1)) if cursor.set_range(after) else []
         bare = [(key, raw) for key, raw in looked if len(raw) >= VERSION.size and not is_marked(raw)]
@@ -73,23 +76,23 @@ def _add_some(txn: Any, name: str, handle: Any, after: bytes) -> bytes | None:
 
 
 def _nothing_more(env: ManifestEnv, txn: lmdb.Transaction) -> None:
-    """All of a step was done by its `prepare`, or there is nothing to do."""
+    """Do nothing: `prepare` did all of the step, or there is nothing to do."""
 
 
 STEPS: Sequence[Step] = (
     Step("row_checksums", _nothing_more, _add_checksums),
-    Step("owner_epochs", _nothing_more),  # keeps older code away: it does not know the namespaces of epochs
+    Step("owner_epochs", _nothing_more),  # keeps out older code, which does not handle the namespaces of epochs
 )
-"""All steps, oldest first. The schema of a store is `BASE_SCHEMA` plus the number of steps it has been through."""
+"""All steps, oldest first. The schema of a store is `BASE_SCHEMA` plus the number of steps it has completed."""
 
 
 def migrate(env: ManifestEnv, clock: Clock, steps: Sequence[Step] = STEPS) -> list[str]:
-    """Bring the environment to today's schema; the names of the steps carried out now."""
+    """Bring the environment to the current schema; return the names of the steps carried out now."""
     meta, ledger = env.handles[t.META.name], env.handles[t.MIGRATIONS.name]
 
     def begin(txn: Any) -> None:
         if txn.get(SCHEMA, db=meta) is None:
-            _found(txn, meta, ledger, clock, steps)
+            _initialise_store(txn, meta, ledger, clock, steps)
         refuse_newer(txn, env, steps)
 
     env.transact(begin)
@@ -98,10 +101,10 @@ def migrate(env: ManifestEnv, clock: Clock, steps: Sequence[Step] = STEPS) -> li
 
 
 def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> None:
-    """Refuse a schema above ours, or a step that we do not know."""
+    """Refuse a schema above the current one, or an unknown step."""
     if env.handles[t.META.name] is None:
         return
-    known = BASE_SCHEMA + len(steps)
+    newest_schema = BASE_SCHEMA + len(steps)
     names = {step.name for step in steps}
     strangers = []
     try:
@@ -109,23 +112,23 @@ def refuse_newer(txn: Any, env: ManifestEnv, steps: Sequence[Step] = STEPS) -> N
         if (ledger := env.handles[t.MIGRATIONS.name]) is not None:
             with txn.cursor(db=ledger) as cursor:
                 strangers = [key.decode() for key in cursor.iternext(values=False) if key.decode() not in names]
-    except lmdb.Error as error:  # the first that is read of a manifest: LMDB met a page that makes no sense
+    except lmdb.Error as error:  # the first read of a manifest: LMDB found an invalid page
         raise ManifestDamaged(
             f"the manifest is damaged: {error}", hint="restore it from a backup", path=env.path
         ) from error
     stored = t.META.rows.decode(SCHEMA, raw).number if raw is not None else 0
-    if stored > known or strangers:
+    if stored > newest_schema or strangers:
         raise FormatTooNew(
             "the store was written by a newer quire",
             hint="upgrade quire to open it",
             schema=stored,
-            known=known,
+            known=newest_schema,
             unknown_steps=strangers,
         )
 
 
-def _found(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: Sequence[Step]) -> None:
-    """A new store: born with every step done."""
+def _initialise_store(txn: lmdb.Transaction, meta: Any, ledger: Any, clock: Clock, steps: Sequence[Step]) -> None:
+    """Initialise a new store, with every step done."""
     for step in steps:
         txn.put(*_ledger_row(step, clock), db=ledger)
     txn.put(SCHEMA, t.META.rows.encode(SCHEMA, MetaRecord(number=BASE_SCHEMA + len(steps))), db=meta)

@@ -1,8 +1,8 @@
-"""Namespaces of objects: registering a place, beginning an owner epoch in all of them, and what of them may be deleted.
+"""Namespaces of objects: registers places, begins owner epochs in all of them, and determines which names may be deleted.
 Terms: see `quire.manifest.ops.artifacts`.
 
-A store begins its first epoch with its first object, not sooner: a store that keeps nothing remotely has none. If beginning
-an epoch stops before its commit, an id of a namespace may never be used, and the epoch is begun again.
+A store begins its first epoch with its first object: a store that keeps nothing remotely has none. If beginning an
+epoch fails before its commit, ids of namespaces may stay unused, and the epoch is begun again.
 
 Threads: any. Raises `ReadOnly`, `InvalidInput`, `StalePlan`.
 """
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from quire.objects.collector import Confirm
 
 NAMESPACES = 0
-"""The delete job of database 0 is about namespaces."""
+"""The delete job of database 0 is for namespaces."""
 
 
 def put_namespace(manifest: ManifestStore, place: NamespaceRecord) -> int:
-    """Register a place, with its namespace of the current epoch; the place's id."""
+    """Register a place, with its namespace of the current epoch; return the place's id."""
     place_id = manifest.allocate(Counter.NAMESPACE)
     ops: list[Op] = [PutNamespace(place_id, place)]
     with manifest.read() as txn:
@@ -60,26 +60,26 @@ def put_namespace(manifest: ManifestStore, place: NamespaceRecord) -> int:
 
 
 def drop_namespace(manifest: ManifestStore, place_id: int) -> None:
-    """Give up a place that no database uses; its rows go after the grace."""
+    """Drop a place that no database uses; its rows are deleted after the grace period."""
     manifest.submit([DropNamespace(place_id), *manifest.jobs.deletions({NAMESPACES})]).result()
 
 
 class Parent(NamedTuple):
-    """Where the owner before a takeover ended, as far as the directory knows it."""
+    """Where the owner before a takeover ended, as far as the directory records it."""
 
     number: int = 0
-    """The last object of its archive; 0 for a directory that was not restored from one."""
+    """Number of the last object of its archive; 0 for a directory that was not restored from one."""
     ended_at_ms: int = 0
-    """0: with the last commit of this directory."""
+    """0: at the last commit of this directory."""
 
 
 def begin_owner_epoch(manifest: ManifestStore, at_least: int = 1, parent: Parent | None = None) -> int:
-    """Begin the next owner epoch: new objects get names that nobody else writes; the epoch's number.
+    """Begin the next owner epoch, in which new objects get names that no other owner writes; return its number.
 
-    With a `parent` it is a takeover: numbers continue in a range of their own (A10).
+    With a `parent` it is a takeover: numbers continue in a new range (A10).
     """
     for _ in range(ATTEMPTS - 1):
-        with suppress(StalePlan):  # a job has stored or published a plan meanwhile
+        with suppress(StalePlan):  # a job stored or published a plan meanwhile
             return _begin(manifest, at_least, parent)
     return _begin(manifest, at_least, parent)
 
@@ -99,7 +99,7 @@ def _begin(manifest: ManifestStore, at_least: int, parent: Parent | None) -> int
         origins = {key[0] for key in plans} | {NAMESPACES}
         timeline = _timeline(txn, epoch, parent) if parent is not None else []
     namespaces = [(manifest.allocate(Counter.NAMESPACE), record) for record in records]
-    # A former epoch's namespace may be empty, and what abandoned plans wrote is garbage: both are for delete jobs (M8).
+    # A former epoch's namespace may be empty, and what abandoned plans wrote is garbage: delete jobs handle both (M8).
     deletions = manifest.jobs.deletions(origins) if line or len(origins) > 1 else []
     abandons = [AbandonPlan(*key) for key in plans]
     manifest.submit([*timeline, *abandons, BeginOwnerEpoch(epoch, namespaces), *deletions]).result()
@@ -109,7 +109,7 @@ def _begin(manifest: ManifestStore, at_least: int, parent: Parent | None) -> int
 
 
 def begin_restored(manifest: ManifestStore, parent: Parent) -> None:
-    """A restored directory is about to be recovered: its changes are not those that the owner made at this point."""
+    """Begin a new range before a restored directory is recovered: its next changes differ from those the owner made."""
     with manifest.read() as txn:
         _, head = txn.feed_bounds()
         epoch = txn.owner_epoch()
@@ -118,7 +118,7 @@ def begin_restored(manifest: ManifestStore, parent: Parent) -> None:
 
 
 def _timeline(txn: ReadTxn, epoch: int, parent: Parent) -> list[Op]:
-    """The operations of a takeover; counters of local things are none of the feed's business, hence their own."""
+    """Return the operations of a takeover. Local counters are not in the feed, so they need operations of their own."""
     _, head = txn.feed_bounds()
     last = txn.get(CHANGE_LOG, head)
     ended_at_ms = parent.ended_at_ms or (last.committed_at_ms if last is not None else 0)
@@ -134,11 +134,11 @@ def _timeline(txn: ReadTxn, epoch: int, parent: Parent) -> list[Op]:
 
 ATTEMPTS = 8
 _beginning = threading.Lock()
-"""Two threads with a first object each begin one epoch."""
+"""Held while the first epoch begins: two threads that each have a first object must begin only one."""
 
 
 def ensure_owner_epoch(manifest: ManifestStore) -> None:
-    """Begin the first epoch of a store, if it has none: new ones, and those that were made before there were epochs."""
+    """Begin the first epoch of a store that has none: a new store, or one that is older than epochs."""
     with _beginning:
         with manifest.read() as txn:
             begun = txn.owner_epoch()
@@ -149,14 +149,17 @@ def ensure_owner_epoch(manifest: ManifestStore) -> None:
 def _of_epoch(
     txn: ReadTxn, epoch: int, place_id: int, place: NamespaceRecord, now_ms: int, line: tuple[int, ...]
 ) -> NamespaceRecord:
-    """The namespace of an epoch in a place. A place without a URL stays without: it is wherever the store's objects are."""
+    """Return the namespace of an epoch in a place. Without a URL it is wherever the store's objects are, as the place is."""
     below = epoch_prefix(txn.store_id(), epoch)
     prefix = f"{place.prefix.removesuffix('/')}/{below}" if place.prefix else below
     return NamespaceRecord(place.url, prefix, place.encryption_profile, now_ms, epoch, place_id, line, place.legacy)
 
 
 def owned_names(txn: ReadTxn, objects_url: str) -> Owned:
-    """What the store at `objects_url` may delete: names of its own epochs, and of none if it is older than they are (A3)."""
+    """Return the names that the store at `objects_url` may delete: those of its own epochs (A3).
+
+    A store that is older than epochs may also delete names without one.
+    """
     _, space = txn.current_namespace()
     line = {prefix for prefix in txn.object_prefixes() if prefix}
     current = {(objects_url, kv_backups_prefix(txn.store_id()))}
@@ -200,15 +203,17 @@ def collector_of(
     claims_former: Callable[[], bool] = lambda: True,
     archived: bool = False,
 ) -> Collector:
-    """The collector of a store whose own object store is at `objects_url`; what `open_store` opens can delete. With `archived`
-    it retires what it is given."""
+    """Return the collector of a store whose own object store is at `objects_url`; what `open_store` returns can delete.
+
+    With `archived` it retires objects instead of deleting them.
+    """
 
     def owned() -> Owned:
         with manifest.read() as txn:
             return owned_names(txn, objects_url)
 
     def retire(url: str, names: list[str]) -> None:
-        place = "" if url == objects_url else url  # a directory may move, and its own object store with it
+        place = "" if url == objects_url else url  # a directory may move, and its own object store moves with it
         for start in range(0, len(names), PAGE_OBJECTS):
             some = [(name, database_of(name)) for name in names[start : start + PAGE_OBJECTS]]
             manifest.submit([RetireObjects(place, some)]).result()
@@ -219,7 +224,7 @@ def collector_of(
 
 
 def database_of(name: str) -> int:
-    """The database that an object's name is about; 0 if it says none.
+    """Return the database that an object's name belongs to; 0 if the name does not contain one.
 
     >>> database_of("1f0c0c1e-7d4e-4c5e-9f50-0d6d1c3b2a19/e/00000001/00000007/00000002/base:00000003")
     7
@@ -233,7 +238,7 @@ def database_of(name: str) -> int:
 
 
 def retired_objects(txn: ReadTxn) -> Iterator[tuple[bytes, RetiredRecord]]:
-    """(digest, row) of every retired object; a damaged row is passed over, and its object stays."""
+    """Yield (digest, row) of every retired object; a damaged row is skipped, and its object stays."""
     for key, value in txn.raw_scan(t.RETIRED):
         try:
             yield t.RETIRED.key.unpack(key)[0], t.RETIRED.rows.decode(key, value)

@@ -1,13 +1,16 @@
-"""What each operation touches: the tables it may write, the databases it concerns. And filters of the feed made of that.
+"""The effects of each operation (the tables it may write, the databases it concerns), and filters of the feed based on
+them.
 
-The tables are those an operation may write, in any case of it; `generation_watermarks` is written by the writer, from the
-change record: by no operation.
+The tables are all that an operation may write in any case; `generation_watermarks` is written by the writer from the
+change record, by no operation.
 
-An operation concerns every database it names in a field: its own, an artifact's origin, the source of a fork, the origin of a
-pinned segment. What it finds through other rows is not looked up: operations that name only a job (start, requeue, complete,
-forget), a namespace, a counter or nothing concern no database, nor do reference counts of other databases' artifacts count.
+An operation concerns every database that it names in a field: its own, an artifact's origin, the source of a fork, the
+origin of a pinned segment. Databases that it finds through other rows do not count: operations that name only a job
+(start, requeue, complete, forget), a namespace, a counter or nothing concern no database, and changed reference counts
+of another database's artifacts do not concern that database.
 
-Constants and pure functions, any thread. `ChangeFilter.resolve` raises `UnknownDatabase` and `InvalidInput`.
+Threads: constants and pure functions, callable from any thread. `ChangeFilter.resolve` raises `UnknownDatabase` and
+`InvalidInput`.
 """
 
 from __future__ import annotations
@@ -43,15 +46,15 @@ from quire.manifest.reads import ReadTxn, table_named
 
 Concerns = Callable[[Any], Iterable[int]]
 Names = Iterable[str | int] | str | int
-"""Databases by name or id; one alone needs no list."""
+"""Databases by name or id; a single one needs no list."""
 
 
 class Touches(msgspec.Struct, frozen=True):
-    """What operations of one type touch."""
+    """The effects of one type of operation."""
 
     tables: frozenset[str]
     databases: Concerns
-    """The databases an operation names; 0, which means none, may be among them."""
+    """Returns the databases that an operation names; may include 0, which stands for none."""
 
 
 def _nothing(_op: Any) -> tuple[int, ...]:
@@ -59,7 +62,7 @@ def _nothing(_op: Any) -> tuple[int, ...]:
 
 
 def _fields(*names: str) -> Concerns:
-    """Databases named in fields of the operation, or of its record: `record.db_id`."""
+    """Return a function for databases named in fields of the operation, or of its record: `record.db_id`."""
     if len(names) == 1:
         only = attrgetter(*names)
         return lambda op: (only(op),)
@@ -71,7 +74,7 @@ def _touches(*tables: t.Table[Any], databases: Concerns = _nothing) -> Touches:
 
 
 def _pinned(*names: str) -> Concerns:
-    """Databases named in fields, and the origins of pinned segments."""
+    """Return a function for databases named in fields, and the origins of pinned segments."""
     own = _fields(*names)
     return lambda op: (*own(op), *(pin.origin_db_id for pin in op.pins))
 
@@ -97,7 +100,7 @@ _PAGES = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
 
 
 def _of_row(op: corrections.RestoreRow | corrections.RestoreLocalRow) -> tuple[int, ...]:
-    """The database that a row belongs to, where keys begin with one."""
+    """Return the database that a row belongs to, if the table's keys begin with one."""
     table = t.TABLES.get(op.table)
     if table is None or table.key.fields[0][0] not in ("db_id", "origin_db_id"):
         return ()
@@ -235,22 +238,24 @@ TOUCHES: dict[type[Op], Touches] = {
     cursors.RetainChanges: _touches(t.META, CHANGE_LOG),
     cursors.TrimChanges: _touches(CHANGE_LOG),
 }
-"""Every type of operation and what it touches. One that is missing passes every filter: too much is seen, never too little (a
-test names the missing)."""
+"""The effects of every type of operation. A type that is missing passes every filter: a subscriber sees too much, never
+too little (a test names missing types)."""
 
 
 class ChangeFilter(msgspec.Struct, frozen=True):
-    """What a subscriber wants to see. Make one with `resolve`."""
+    """Selects the changes that a subscriber sees. Make one with `resolve`."""
 
     databases: frozenset[int] | None
-    """`None`: any, and those without a database too."""
+    """`None`: any, and operations without a database."""
     kinds: frozenset[type[Op]] | None
-    """The types of operations that may write one of the tables; `None`: all."""
+    """Types of operations that may write one of the tables; `None`: all."""
 
     @classmethod
     def resolve(cls, txn: ReadTxn, databases: Names | None, tables: Iterable[str] | str | None) -> ChangeFilter | None:
-        """The filter for these databases and tables, as they are now: one that is renamed or dropped later
-        stays the one that was meant. `None` if there is nothing to filter by."""
+        """Return the filter for these databases and tables; `None` if there is nothing to filter by.
+
+        Names are resolved now: a database that is renamed or dropped later stays the one that was meant.
+        """
         if databases is None and tables is None:
             return None
         ids = (
@@ -262,14 +267,14 @@ class ChangeFilter(msgspec.Struct, frozen=True):
         return cls(ids, kinds)
 
     def of(self, record: ChangeRecord) -> ChangeRecord | None:
-        """The change with the operations that pass, its sequence, time and generations kept; `None` if none passes."""
+        """Return the change with only the operations that pass; sequence, time and generations stay. `None` if none passes."""
         passing = tuple([op for op in record.operations if self.passes(op)])
         if len(passing) == len(record.operations):
             return record
         return replace(record, operations=passing) if passing else None
 
     def passes(self, op: Op) -> bool:
-        """Whether one operation is wanted."""
+        """Return whether an operation passes."""
         declared = TOUCHES.get(type(op))
         if declared is None:
             return True
@@ -281,12 +286,12 @@ class ChangeFilter(msgspec.Struct, frozen=True):
 def _listed(given: Any, what: str) -> list[Any]:
     listed = [given] if isinstance(given, str | int) else list(given)
     if not listed:
-        raise InvalidInput(f"a filter by {what} names at least one", hint=f"leave {what} out to see all")
+        raise InvalidInput(f"a filter by {what} must name at least one", hint=f"omit {what} to see all")
     return listed
 
 
 def _database(txn: ReadTxn, database: str | int) -> int:
-    """The id of a database that exists, or that existed: what happened to it may still be in the feed."""
+    """Return the id of a database that exists or existed: its changes may still be in the feed."""
     if isinstance(database, str):
         return txn.database_id(database)
     if not 0 < database < txn.next_id(Counter.DB):
@@ -307,4 +312,4 @@ def _kinds(names: frozenset[str]) -> frozenset[type[Op]]:
 
 
 FILTERABLE = frozenset(name for op, declared in TOUCHES.items() if op.logged for name in declared.tables)
-"""Tables that logged operations write: by others a filter would let nothing through, for ever."""
+"""Tables that logged operations write: a filter by any other table would never let a change through."""

@@ -3,17 +3,18 @@
 Terms
   pending   rows written by the batches of the current group, not yet in LMDB; `None` marks a deletion
   inserted  pending rows that their op claims are new
-  undo      how pending rows looked before the current batch
+  undo      the pending rows as they were before the current batch
   kept      decoded rows of small, hot tables that stay in memory across groups
-  encoded   a pending row that is `bytes` already, without its checksum: thousands of rows are made with numpy
+  encoded   a pending row that is already `bytes`, without its checksum: numpy makes thousands of rows at once
 
-A batch reads its own writes and those of the batches before it. One that fails leaves no trace: ops are pure, so until the
-first failure of a group nothing is noted down for that. Then the pending rows are dropped and the good batches applied again,
-from then on with an undo log (`tracking`). Groups without failures pay nothing, and the price of failures does not grow with
-their number (docs/decisions/001-write-overlay.md).
+A batch reads its own writes and those of the batches before it. A batch that fails leaves no trace. Ops are pure, so
+nothing is recorded for that before the first failure of a group. Then the pending rows are dropped and the good batches
+are applied again, from then on with an undo log (`tracking`). Groups without failures pay nothing, and the cost of
+failures does not grow with their number (docs/decisions/001-write-overlay.md).
 
-LMDB is not written before `flush`, so cursors opened by `scan` stay valid while an op writes. Owned by the writer thread (or
-by whoever replays a feed): never shared.
+LMDB is not written before `flush`, so cursors opened by `scan` stay valid while an op writes.
+
+Threads: owned by the writer thread (or by the thread that replays a feed), never shared.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from quire.manifest.keys import prefix_end
 from quire.manifest.records import AuditAction, AuditRecord, DbRecord, DbStatus
 
 KEPT_ROWS_MAX = 65_536
-"""Kept rows per table; a fuller table starts over. Bounds the writer's memory at a few tens of MB."""
+"""Maximum number of kept rows per table; a full one is emptied. Bounds the writer's memory at a few tens of MB."""
 
 OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
 
 TRIM_ROWS_PER_GROUP = 4_096
-"""Rows of the change log's tail that one transaction removes, however many operations ask for it: a millisecond or two."""
+"""Maximum number of rows of the change log's tail that one transaction removes: a millisecond or two."""
 
 _ABSENT: Final = object()
 
@@ -45,11 +46,11 @@ Note = tuple[int, int, AuditAction, str, int, int]
 
 
 TableRows = tuple[str, list[tuple[bytes, bytes]], list[bytes]]
-"""(table, rows put, keys deleted): what a transaction did to one table."""
+"""(table, rows put, keys deleted): the effect of a transaction on one table."""
 
 
-class KeysTaken(Exception):  # never leaves the manifest: the writer answers it with a strict pass
-    """An optimistic insert met an existing row."""
+class KeysTaken(Exception):  # never leaves the manifest: the writer retries with a strict pass
+    """An optimistic insert found an existing row."""
 
 
 class TableView(Generic[R]):
@@ -78,24 +79,26 @@ class TableView(Generic[R]):
         self.put: Callable[[bytes, R], None] = self.pending.__setitem__
         """Insert or replace the row. A bound C method unless the overlay is tracking."""
         self.insert: Callable[[bytes, R], R | None] = self._insert_optimistic
-        """Put a row that should be new; returns the row that is in the way, if there is one.
+        """Put a row that should be new; return the existing row, if there is one.
 
-        It believes that a key is new and looks only at pending rows; LMDB tells at `flush` (`KeysTaken`), and the group is done
-        again with `strict` lookups. So inserting a million rows costs no million reads.
+        It assumes that a key is new and checks only pending rows. If the key exists, LMDB reports it at `flush`
+        (`KeysTaken`), and the group is done again with `strict` lookups. So inserting a million rows does not cost a
+        million reads.
         """
         self._decode = table.rows.decode
         self._decode_plain = table.codec.decode
         self._deleted = False
         self._handle = handle
         self._scanned = (0, 0)
-        """How many rows were pending and inserted at the last scan. Until `forget_order` keys only come, so that is which."""
+        """Numbers of pending and inserted rows at the last scan. Keys are only added until `forget_order`, so equal numbers
+        mean equal keys."""
         self._ordered: list[bytes] | None = None
-        """The keys of those rows in order, from the second scan on that finds the same."""
+        """The keys of those rows in order; set by the second scan that finds the same numbers."""
         self._kept: dict[bytes, R] | None = {} if keep else None
         self._overlay = overlay
 
     def get(self, key: bytes) -> R | None:
-        """The row, or `None`."""
+        """Return the row, or `None`."""
         row: Any = self.pending.get(key, _ABSENT)
         if row is not _ABSENT:
             return self._decode_plain(row) if type(row) is bytes else row
@@ -115,7 +118,7 @@ class TableView(Generic[R]):
         return record
 
     def has(self, key: bytes) -> bool:
-        """Whether the row exists, without decoding it."""
+        """Return whether the row exists, without decoding it."""
         row: Any = self.pending.get(key, _ABSENT)
         if row is not _ABSENT:
             return row is not None
@@ -124,7 +127,7 @@ class TableView(Generic[R]):
         return self._overlay.txn.get(key, db=self._handle) is not None
 
     def put_encoded(self, rows: dict[bytes, bytes]) -> None:
-        """Insert or replace rows of a packed table that are encoded already."""
+        """Insert or replace rows of a packed table that are already encoded."""
         assert self.table.codec.packed is not None, "bytes stand for a record of a packed table"
         assert self._kept is None, "kept rows are decoded"
         encoded: dict[bytes, Any] = rows
@@ -135,7 +138,7 @@ class TableView(Generic[R]):
             self.pending.update(encoded)
 
     def get_encoded(self, keys: list[bytes]) -> dict[bytes, bytes]:
-        """Those of the rows that exist, as plain bytes: in one call, 0.7 µs for each."""
+        """Return the rows that exist, as plain bytes: in one call, 0.7 µs each."""
         with self._overlay.txn.cursor(db=self._handle) as cursor:
             stored = cursor.getmulti(keys)
         present = [key for key, _ in stored]
@@ -167,12 +170,12 @@ class TableView(Generic[R]):
         return None
 
     def delete(self, key: bytes) -> None:
-        """Remove the row; a missing one is fine."""
+        """Remove the row; a missing one is ignored."""
         self.put(key, None)  # type: ignore[arg-type]  # None marks a deletion
         self._deleted = True
 
     def switch(self, *, tracking: bool, strict: bool) -> None:
-        """Write with or without an undo log, insert with or without looking first."""
+        """Select whether to write with an undo log, and whether to look up keys before inserting."""
         self.put = self._put_tracked if tracking else self.pending.__setitem__
         self.insert = self._insert_careful if tracking or strict else self._insert_optimistic
 
@@ -182,12 +185,12 @@ class TableView(Generic[R]):
         pending[key] = record
 
     def _row(self, key: bytes) -> R | None:
-        """A pending row, `None` if deleted. REQUIRES that the key is pending."""
+        """Return a pending row, `None` if deleted. REQUIRES that the key is pending."""
         row: Any = self.pending[key] if key in self.pending else self.inserted[key]
         return self._decode_plain(row) if type(row) is bytes else row
 
     def scan(self, prefix: bytes = b"", *, after: bytes | None = None) -> Iterator[tuple[bytes, R]]:
-        """Rows whose key starts with `prefix` (and lies above `after`), in key order."""
+        """Yield the rows whose key starts with `prefix` (and lies above `after`), in key order."""
         merged = iter(self._waiting(prefix, after) if self.pending or self.inserted else ())
         ours = next(merged, None)
         for key, raw in self._committed(prefix, after):
@@ -207,7 +210,7 @@ class TableView(Generic[R]):
             ours = next(merged, None)
 
     def _waiting(self, prefix: bytes, after: bytes | None) -> list[bytes]:
-        """The keys of a scan that are pending or inserted, in order; not found anew for each of an op's thousand scans."""
+        """Return the pending and inserted keys of a scan, in order. The order is cached for ops that scan a thousand times."""
         sizes = (len(self.pending), len(self.inserted))
         if sizes != self._scanned:
             self._scanned, self._ordered = sizes, None
@@ -222,16 +225,18 @@ class TableView(Generic[R]):
         return ordered[start : bisect_left(ordered, end, start) if end is not None else None]
 
     def forget_order(self) -> None:
-        """Keys have gone."""
+        """Discard the cached order, after keys were removed."""
         self._scanned, self._ordered = (0, 0), None
 
     def any(self, prefix: bytes) -> bool:
-        """Whether any row has this prefix."""
+        """Return whether any row has this prefix."""
         return next(self.scan(prefix), None) is not None
 
     def remove_first(self, *, below: bytes, limit: int) -> int:
-        """Remove the first committed rows below a bound from the LMDB transaction itself; how many. At a tenth of the price of
-        `delete`, row by row: a cursor stands where the next one is."""
+        """Remove the first committed rows below a bound from the LMDB transaction itself; return how many.
+
+        A tenth of the cost of calling `delete` for each: the cursor is already at the next row.
+        """
         deleted: list[bytes] = []
         with self._overlay.txn.cursor(db=self._handle) as cursor:
             cursor.first()
@@ -254,7 +259,7 @@ class TableView(Generic[R]):
                     yield key, raw
 
     def flush(self) -> int:
-        """Write pending rows into the LMDB transaction, in key order; the number of rows."""
+        """Write pending rows into the LMDB transaction, in key order; return the number of rows."""
         txn, codec, pending = self._overlay.txn, self.table.rows, self.pending
         if len(pending) + len(self.inserted) == 1 and not self._deleted:
             return self._flush_one()
@@ -266,7 +271,7 @@ class TableView(Generic[R]):
                 if pending:
                     both = [key for key, _ in fresh if key in pending]
                     if any(txn.get(key, db=self._handle) is not None for key in both):
-                        raise KeysTaken  # written again in the same group: the check below would not see it
+                        raise KeysTaken  # also pending, so `putmulti` below would not detect it
                     fresh = [item for item in fresh if item[0] not in pending]
                 stored = codec.encode_all(fresh)
                 consumed, added = cursor.putmulti(stored, overwrite=False)
@@ -286,7 +291,7 @@ class TableView(Generic[R]):
         return len(pending) + len(self.inserted)
 
     def _flush_one(self) -> int:
-        """A single row needs no cursor: the usual case of a commit that somebody waits for."""
+        """Write a single row without a cursor: the usual case of an awaited commit."""
         record: Any
         ((key, record),) = (self.pending or self.inserted).items()
         assert record is not None, "deletions go the other way"
@@ -297,13 +302,13 @@ class TableView(Generic[R]):
         return 1
 
     def _note_written(self, stored: list[tuple[bytes, bytes]], deleted: list[bytes]) -> None:
-        """For the archive, where there is one."""
+        """Record the written rows for the archive, if there is one."""
         written = self._overlay.written
         if written is not None and self.table.name not in t.NOT_ARCHIVED:
             written.append((self.table.name, stored, deleted))
 
     def settle(self) -> None:
-        """The pending rows are durable: remember the hot ones, forget the rest."""
+        """Keep the hot rows and discard the rest, after the pending rows became durable."""
         kept = self._kept
         if kept is not None:
             for key, record in (self.inserted | self.pending).items():
@@ -311,10 +316,12 @@ class TableView(Generic[R]):
                     kept.pop(key, None)
                 else:
                     kept[key] = record
+            if len(kept) > KEPT_ROWS_MAX:  # groups that only write never reach the check in `get`
+                kept.clear()
         self.discard()
 
     def discard(self) -> None:
-        """Forget the pending rows."""
+        """Discard the pending rows."""
         self.pending.clear()
         self.inserted.clear()
         self._deleted = False
@@ -326,28 +333,28 @@ def _first(item: tuple[bytes, Any]) -> bytes:
 
 
 class Overlay:
-    """All tables, with the shared undo log. `txn` is set by `begin` for the time of one group."""
+    """All tables, with the shared undo log. `begin` sets `txn` for the duration of one group."""
 
     def __init__(self, handles: dict[str, Any]) -> None:
-        self.txn: Any  # an lmdb.Transaction; its stubs allow for memoryviews, which we never ask for
+        self.txn: Any  # an lmdb.Transaction; the stubs allow memoryviews, which are never requested here
         self.undo: list[tuple[dict[bytes, Any], bytes, Any]] = []
         self.head = 0
-        """The last change sequence given. Not a row: it is the last key of the change log, or just below the oldest."""
-        self.check_sound: Callable[[str, int], None] | None = None
-        """`ManifestEnv.check_sound`, where something is closed for breaking a rule."""
+        """The last change sequence assigned. Not a row: it is the last key of the change log, or just below the oldest."""
+        self.require_not_refused: Callable[[str, int], None] | None = None
+        """`ManifestEnv.require_not_refused`, if a database or counter is closed for breaking a rule."""
         self.written: list[TableRows] | None = None
-        """What `flush` has written in this transaction, where an archive wants to know."""
+        """The rows that `flush` has written in this transaction, if there is an archive."""
         self.trim_rows = 0
-        """How many rows of the change log's tail to remove with this transaction (`_trim`)."""
+        """Number of rows of the change log's tail to remove with this transaction (`_trim`)."""
         self.notes: list[Note] = []
-        """What the current batch wants to be remembered for; it becomes rows of `audit` once the batch has applied."""
+        """Audit notes of the current batch; they become rows of `audit` once the batch has applied."""
         self.tracking = False
         self.strict = False
-        """Inserts look into LMDB before they believe that a key is new."""
+        """Whether inserts look into LMDB before they assume that a key is new."""
         self.active_ids: set[int] = set()
-        """Databases known to be ACTIVE: saves a look-up per op. Emptied whenever a `db` row changes or is undone."""
+        """Databases known to be ACTIVE: saves a lookup per op. Emptied whenever a `db` row changes or is undone."""
         self.views: dict[str, TableView[Any]] = {}
-        """By the names of their tables."""
+        """Views by the names of their tables."""
 
         def view(table: t.Table[R], *, keep: bool = False) -> TableView[R]:
             opened = self.views[table.name] = TableView(table, handles[table.name], self, keep=keep)
@@ -376,7 +383,7 @@ class Overlay:
         self.retired = view(t.RETIRED)
         self.job_queue = view(t.JOB_QUEUE)
         self.job_pending_index = view(t.JOB_PENDING_INDEX)
-        self.gc_refcounts = view(t.GC_REFCOUNTS, keep=True)  # a snapshot raises 64 counts, and the next one the same
+        self.gc_refcounts = view(t.GC_REFCOUNTS, keep=True)  # a snapshot raises 64 counts, the next one the same 64
         self.page_version_index = view(t.PAGE_VERSION_INDEX)
         self.page_version_head = view(t.PAGE_VERSION_HEAD)
         self.generation_watermarks = view(t.GENERATION_WATERMARKS, keep=True)
@@ -397,18 +404,18 @@ class Overlay:
         self.gc_zero = view(t.GC_ZERO)
 
     def begin(self, txn: Any) -> None:
-        """Work on this transaction from now on."""
+        """Use this transaction from now on."""
         self.txn = txn
 
     def switch(self, *, tracking: bool = False, strict: bool = False) -> None:
-        """Choose how the following batches write; see `TableView.switch`."""
+        """Select how the following batches write; see `TableView.switch`."""
         if (tracking, strict) != (self.tracking, self.strict):
             self.tracking, self.strict = tracking, strict
             for view in self.views.values():
                 view.switch(tracking=tracking, strict=strict)
 
     def rollback(self) -> None:
-        """Forget what the current batch wrote. REQUIRES `tracking`."""
+        """Undo what the current batch wrote. REQUIRES `tracking`."""
         for pending, key, before in reversed(self.undo):
             if before is _ABSENT:
                 del pending[key]
@@ -421,27 +428,30 @@ class Overlay:
         self.active_ids.clear()
 
     def flush(self) -> int:
-        """Write everything pending into the transaction; the number of rows. `KeysTaken`: an insert met a row."""
+        """Write everything pending into the transaction; return the number of rows. Raises `KeysTaken`."""
         rows = sum([view.flush() for view in self.views.values() if view.pending or view.inserted])
         return rows + self._trim() if self.trim_rows else rows
 
     def _trim(self) -> int:
-        """Remove the first rows of the change log below the oldest sequence, as this transaction leaves it. Here and not in
-        the op that asks: a batch may be undone after it has raised the oldest sequence, and what was removed for it is not."""
+        """Remove the first rows of the change log below the oldest sequence, as this transaction leaves it.
+
+        Done here and not in the op that requests it: a batch may be undone after it has raised the oldest sequence, but
+        rows removed from LMDB would stay removed.
+        """
         oldest = self.meta.get(OLDEST_SEQUENCE)
         limit = min(self.trim_rows, TRIM_ROWS_PER_GROUP)
         log = self.change_log
         return log.remove_first(below=log.table.key.pack(oldest.number), limit=limit) if oldest is not None else 0
 
     def settle(self) -> None:
-        """The transaction is durable: only now kept rows change."""
+        """Update the kept rows and discard pending ones, after the transaction became durable."""
         for view in self.views.values():
             if view.pending or view.inserted:
                 view.settle()
         self._restart()
 
     def discard(self) -> None:
-        """The transaction is gone: forget all pending rows."""
+        """Discard all pending rows, after the transaction was aborted."""
         for view in self.views.values():
             view.discard()
         self.active_ids.clear()
@@ -456,7 +466,7 @@ class Overlay:
         self.switch()
 
     def write_notes(self, sequence: int, generations: tuple[tuple[int, int], ...], at_ms: int) -> None:
-        """The batch that left the notes has applied, and this is its place in the feed: enter them in `audit`."""
+        """Add the notes of an applied batch to `audit`, under its position in the feed."""
         reached = dict(generations)
         for ordinal, (component, db_id, action, subject, number, size_bytes) in enumerate(self.notes):
             record = AuditRecord(action, component, reached[component], subject, number, size_bytes)
@@ -465,12 +475,12 @@ class Overlay:
 
     # ── lookups that many ops share ───────────────────────────────────────────────────────────────────────────────────
     def catalog(self, artifact: ArtifactKey) -> tuple[TableView[Any], bytes]:
-        """The view and the key of an artifact's row."""
+        """Return the view and the key of an artifact's row."""
         table, key = t.catalog_key(artifact)
         return self.views[table.name], table.key.pack(*key)
 
     def gaps(self) -> tuple[Gap, ...]:
-        """Sequences that takeovers have left out, in order."""
+        """Return the gaps in the sequences that takeovers left, in order."""
         unpack = t.TIMELINE.key.unpack
         return tuple([Gap(row.last_sequence, unpack(key)[0]) for key, row in self.timeline.scan()])
 
@@ -480,26 +490,28 @@ class Overlay:
         self.db.put(t.DB.key.pack(db_id), record)
 
     def database(self, db_id: int) -> DbRecord:
-        """The database's row, in any status but gone; `ManifestDamaged` if it is closed for breaking a rule."""
-        if self.check_sound is not None:
-            self.check_sound("database", db_id)
+        """Return the row of a database in any status; raises `ManifestDamaged` if it is closed for breaking a rule."""
+        if self.require_not_refused is not None:
+            self.require_not_refused("database", db_id)
         record = self.db.get(t.DB.key.pack(db_id))
         if record is None:
             raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
         return record
 
     def writable(self, db_id: int, *, even: Literal["read_only"] | None = None) -> DbRecord:
-        """The database's row, if it takes writes. Upkeep passes `even="read_only"`."""
+        """Return the row of a database that accepts writes. Upkeep passes `even="read_only"`."""
         record = self.database(db_id)
         if record.status is DbStatus.ACTIVE:
             self.active_ids.add(db_id)
         else:
             if record.status is DbStatus.TOMBSTONED:
-                raise DatabaseTombstoned("the database was dropped and takes no writes", db_id=db_id, name=record.name)
+                raise DatabaseTombstoned(
+                    "the database was dropped and cannot be written", db_id=db_id, name=record.name
+                )
             if even != "read_only":
                 raise ReadOnly(
                     "the database is read-only",
-                    hint="set its status to ACTIVE to write to it",
+                    hint="set its status to ACTIVE first",
                     db_id=db_id,
                     name=record.name,
                 )

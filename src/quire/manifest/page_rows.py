@@ -1,6 +1,6 @@
-"""Rows of the page index, thousands at a time: made with numpy from what `PublishPages` brings.
+"""Rows of the page index, thousands at a time: made with numpy from the operand of `PublishPages`.
 
-Pure functions, for the writer thread and whoever replays. Layout of a packed row: ops/pageindex.py.
+Threads: pure functions, for the writer thread and for replays. Layout of a packed row: ops/pageindex.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ROW_FIELDS = [
     ("page", "<u4"), ("frame_no", "<u4"), ("lsn", "<u8"), ("prev_lsn", "<u8"), ("frame_crc64", "<u8"),
     ("segment_id", "<u4"), ("origin_db_id", "<u4"), ("flags", "<u4"), ("reserved", "<u4"),
 ]  # fmt: skip
-"""A packed row (`ops.pageindex.ROW`), for numpy."""
+"""A packed row (`ops.pageindex.ROW`) as a numpy type."""
 
 
 def packed_rows(db_id: int, rows: bytes) -> tuple[dict[bytes, bytes], dict[bytes, bytes]]:
-    """The rows of the index, and of each page's newest version among them the head, as key → row.
+    """Return the rows of the index, and the heads of the newest versions among them, as key → row.
 
-    All rows at a time, 0.5 µs for each: publishing one then costs 3 µs instead of 7.5, commit included. A busy writer publishes
-    tens of thousands a second, on the thread that commits everyone's changes.
+    All rows together, at 0.5 µs each: publishing a row then costs 3 µs instead of 7.5, commit included. A busy writer
+    publishes tens of thousands a second, on the thread that commits all changes.
     """
     layout, index_key, index_row, head_key, head_row = _layouts()
     versions = np.frombuffer(rows, layout)
@@ -37,7 +37,7 @@ def packed_rows(db_id: int, rows: bytes) -> tuple[dict[bytes, bytes], dict[bytes
     for name in PageVersionRecord.__struct_fields__:
         values[name] = versions[name]
     index = dict(zip(_as_bytes(keys), _as_bytes(values), strict=True))
-    # By page, then lsn; the last of each page is its newest. Of equal ones the first counts: hence the falling places.
+    # By page, then lsn: the last row of each page is its newest. Among equal lsns the first row counts: places fall.
     places = np.arange(len(versions), 0, -1)
     order = np.lexsort((places, versions["lsn"], versions["page"]))
     is_last = np.append(np.diff(versions["page"][order]) != 0, True)
@@ -50,7 +50,7 @@ def packed_rows(db_id: int, rows: bytes) -> tuple[dict[bytes, bytes], dict[bytes
 
 
 def newer(former: dict[bytes, bytes], heads: dict[bytes, bytes]) -> list[bytes]:
-    """The keys of heads that were there before and name a newer version."""
+    """Return the keys of former heads that name a newer version than the new heads."""
     layout = _layouts()[-1]
     before = np.frombuffer(b"".join(former.values()), layout)["lsn"]
     after = np.frombuffer(b"".join([heads[key] for key in former]), layout)["lsn"]
@@ -59,13 +59,13 @@ def newer(former: dict[bytes, bytes], heads: dict[bytes, bytes]) -> list[bytes]:
 
 
 def _as_bytes(rows: NDArray[np.void]) -> list[bytes]:
-    """Each row's bytes."""
-    return rows.view(f"V{rows.dtype.itemsize}").tolist()  # type: ignore[no-any-return]  # of plain voids it is bytes
+    """Return the bytes of each row."""
+    return rows.view(f"V{rows.dtype.itemsize}").tolist()  # type: ignore[no-any-return]  # plain voids become bytes
 
 
 @cache
 def _layouts() -> tuple[np.dtype[np.void], ...]:
-    """Of a packed row, of keys and rows of the index, and of the heads."""
+    """Return the layouts of a packed row, of keys and rows of the index, and of keys and rows of the heads."""
     index, head = t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD
     fields = (
         ROW_FIELDS,

@@ -1,14 +1,14 @@
-"""Is the manifest's file fit to be read? Asked of a child process, because the answer may be its death.
+"""Probe whether the manifest's file can be read, in a child process, because reading a damaged file may kill it.
 
-LMDB believes what its pages say of themselves. Where bytes were overwritten it mostly returns an error, but some headers send
-it beyond the end of the map (SIGBUS, SIGSEGV) or into an assertion (SIGABRT), and no Python code gets to handle that. So a
-process that wants to live, `quire doctor` say, lets another one read everything first.
+LMDB trusts its pages. Where bytes were overwritten it usually returns an error, but some headers send it beyond the end
+of the map (SIGBUS, SIGSEGV) or into an assertion (SIGABRT), which no Python code can handle. So a process that must
+survive, such as `quire doctor`, lets another process read everything first.
 
-The child is started anew, not forked: LMDB does not survive fork() (M12). It reads as every reader does, with a slot of its
-own, and touches each byte of each row of each table; whether the rows make sense is the business of `check`. LMDB's list of
-free pages is out of a reader's reach.
+The child is started afresh, not forked: LMDB does not survive fork() (M12). It reads as every reader does, with its own
+slot, and touches each byte of each row of each table; `check` decides whether the rows are valid. A reader cannot reach
+LMDB's list of free pages.
 
-Costs some hundred milliseconds and one pass over the file: not for every open. Any thread.
+Costs some hundred milliseconds and one pass over the file: too much for every open. Threads: any.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SOUND = "sound"
 
 
 def probe(path: str) -> str | None:
-    """What keeps the manifest at `path` from being read, in one sentence; `None` if every row can be."""
+    """Return in one sentence what keeps the manifest at `path` from being read; `None` if every row can be read."""
     child = subprocess.run(
         [sys.executable, "-c", _CHILD, path],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -48,8 +48,8 @@ def probe(path: str) -> str | None:
 
 
 def main() -> None:
-    """The child: says where it is, line by line, and last what it found."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its death is an answer, nobody will look into it
+    """Run the child: print its position, line by line, and the result last."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is an expected result: write no core file
     try:
         _walk(sys.argv[1])
     except (lmdb.Error, OSError) as error:
@@ -76,9 +76,9 @@ def _walk_table(cursor: Any, rows: int) -> None:
             sys.exit("its keys are out of order")
         last, rows = key, rows - 1
         if rows < 0:
-            sys.exit("it has more rows than it says")
+            sys.exit("it has more rows than its count")
     if rows:
-        sys.exit("it has fewer rows than it says")
+        sys.exit("it has fewer rows than its count")
 
 
 def _say(line: str) -> None:

@@ -1,12 +1,13 @@
-"""The writer's inbox: a queue bounded in operations, from which batches are taken all at once, in the order of `put`.
+"""The writer's inbox: a queue bounded in operations, from which all batches are taken at once, in the order of `put`.
 
-Nothing is lost: what was put is taken, or returned by `refuse`; after that every `put` raises the refusal.
+Nothing is lost: every queued batch is taken, or returned by `refuse`; after that every `put` raises the refusal.
 
-A signal handler may raise anywhere in `put`. What it can leave behind is a batch that was queued though its caller did not
-hear so, and a taker that wakes for nothing: `lock` is a plain lock (only C takes and releases it), and the order of the lines
-under it counts.
+A signal handler may raise anywhere in `put`. It can leave behind a batch that is queued although its caller got an
+exception, or a taker that wakes for nothing, but no more: `lock` is a plain lock (taken and released only in C), and
+the order of the lines under it matters.
 
-Threads: `put` from any thread, `take` from the writer alone. Fields are guarded by `lock`.
+Threads: `put` from any thread, `take` from the writer alone. `lock` guards the fields. Raises `Overloaded`, and the
+refusal.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from quire.manifest.guard import ManifestGuard
 
 
 class BatchQueue:
-    """Batches on their way to the writer."""
+    """Batches that wait for the writer."""
 
     def __init__(self, operations_max: int, taker: threading.Thread | None = None) -> None:
         self.lock = threading.Lock()
         self.taker = taker
-        """The thread that takes: it must not put, or it would wait for itself."""
+        """The thread that takes; it must not put, or it would wait for itself."""
         self.refusal: QuireError | None = None
         self._operations_max = operations_max
         self._batches: list[ManifestGuard] = []
@@ -33,7 +34,7 @@ class BatchQueue:
         self._waiting_for_room = Waiters()
         self._wake = Ring()
         self._wake_at = 0
-        """How many batches the sleeping taker waits for; 0 if it is awake."""
+        """Number of batches that the sleeping taker waits for; 0 if it is awake."""
 
     def put(self, guard: ManifestGuard, operations: int, timeout: float | None) -> None:
         """Append a batch; blocks while the queue is full, and raises `Overloaded` after `timeout`."""
@@ -43,14 +44,14 @@ class BatchQueue:
                 if self.refusal is None and self._operations < self._operations_max:
                     if self._wake_at and len(self._batches) + 1 >= self._wake_at:
                         self._wake_at = 0
-                        self._wake.wake()  # it waits for `lock`, and finds the batch
+                        self._wake.wake()  # before the append: the taker waits for `lock`, then finds the batch
                     self._batches.append(guard)
                     self._operations += operations
                     return
             deadline = self._wait_for_room(timeout, deadline)
 
     def _wait_for_room(self, timeout: float | None, deadline: float | None) -> float | None:
-        """Until there may be room; the end of the caller's patience, for the next time if somebody else was quicker."""
+        """Wait until there may be room; return the caller's deadline, for another wait if another thread took the room."""
         if threading.current_thread() is self.taker:
             raise InternalError("the writer thread may not submit")
         if deadline is None and timeout is not None:
@@ -61,7 +62,9 @@ class BatchQueue:
             raise self.refusal.with_traceback(None)  # one instance for many callers: it must not collect their frames
         if not is_there_room:
             raise Overloaded(
-                "the manifest's queue stayed full", hint="slow down, or raise manifest.queue_ops_max", seconds=timeout
+                "the manifest's queue stayed full",
+                hint="submit more slowly, or raise manifest.queue_ops_max",
+                seconds=timeout,
             )
         return deadline
 
@@ -69,11 +72,11 @@ class BatchQueue:
         return self.refusal is not None or self._operations < self._operations_max
 
     def take(self, answered: int, patience_seconds: float) -> list[ManifestGuard] | None:
-        """Everything that is queued; waits if there is nothing. `None` when refusing and drained.
+        """Return everything that is queued; wait if there is nothing. `None` when refusing and drained.
 
-        Callers that were just answered are likely to come back at once, so it waits until as many batches are there as callers
-        were answered, or its patience ends. Without this, the first to return would be committed alone and the other
-        thirty-one wait for the next sync; with one caller, or with none waiting, nothing is waited for.
+        Callers that were just answered are likely to submit again at once, so `take` waits until as many batches are
+        queued as callers were answered, or for `patience_seconds`. Otherwise the first to return would be committed
+        alone and the other thirty-one would wait for the next sync. With one caller, or none waiting, it does not wait.
         """
         if answered > 1:
             self._sleep(answered, patience_seconds)
@@ -88,27 +91,30 @@ class BatchQueue:
             self._sleep(1, None)
 
     def admit(self) -> None:
-        """Let those in who wait for room. The writer calls this when it is about to sync: they fill the queue while the disk
-        works, and stay out of the way of the GIL while the writer does."""
+        """Admit the threads that wait for room.
+
+        The writer calls this when it is about to sync: they fill the queue while the disk works, and do not compete for
+        the GIL while the writer does.
+        """
         if self._waiting_for_room:
             self._waiting_for_room.wake()
 
     def _sleep(self, until: int, timeout: float | None) -> None:
-        """Sleep until that many batches are queued, a refusal, or the timeout."""
+        """Sleep until `until` batches are queued, a refusal, or the timeout."""
         with self.lock:
             if len(self._batches) >= until or self.refusal is not None:
                 return
             self._wake_at = until
-        self.admit()  # whoever still waits for room (a group failed before its sync) must not wait for us
+        self.admit()  # threads that still wait for room (a group failed before its sync) must not wait for this one
         if not self._wake.sleep(timeout):
             with self.lock:
                 if self._wake_at:
                     self._wake_at = 0
                     return
-            self._wake.sleep()  # somebody rang while we gave up: no ring is left for the next sleep
+            self._wake.sleep()  # a thread rang after the timeout: consume the ring, or it would end the next sleep
 
     def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
-        """Accept nothing more. With `drain`, also give back what is queued instead of leaving it to be taken."""
+        """Accept nothing more. With `drain`, also return what is queued instead of leaving it to `take`."""
         with self.lock:
             self.refusal = self.refusal if self.refusal is not None and not drain else refusal
             left: list[ManifestGuard] = []

@@ -1,11 +1,11 @@
-"""Reading the manifest: short snapshot transactions with typed access.
+"""Read the manifest: short snapshot transactions with typed access.
 
-A transaction shows the state at its beginning, however much is committed meanwhile. It is for a moment: as long as it is open
-LMDB cannot reuse the pages it may see, and long ones are reported. Records are immutable and outlive the transaction;
-iterators do not. A table that an older store does not have reads as empty.
+A transaction shows the state at its beginning, whatever is committed meanwhile. Keep it short: while it is open, LMDB
+cannot reuse the pages it may see, and long transactions are reported. Records are immutable and outlive the
+transaction; iterators do not. A table that an older store does not have reads as empty.
 
-Thread: a transaction belongs to the thread that opened it. Any number may be open, in any process. Every error of LMDB
-becomes one of ours, in the middle of an iteration too: `StoreClosed` (the transaction or its environment has ended),
+Threads: a transaction belongs to the thread that opened it. Any number may be open, in any process. Every LMDB error
+becomes a quire error, during an iteration too: `StoreClosed` (the transaction or its environment has ended),
 `ManifestDamaged`, `FormatTooNew`, `OutOfRange` for a key that does not fit.
 """
 
@@ -68,37 +68,37 @@ KIND_WORDS = {DbKind.PAGES: "page database", DbKind.STREAM: "stream", DbKind.LSM
 
 
 class ParentStore(msgspec.Struct, frozen=True, kw_only=True):
-    """A store that this one is a clone of."""
+    """A store from which this one was cloned."""
 
     store_id: str
     last_epoch: int
-    """Owner epochs up to this one, and above those of the parent before, are its."""
+    """Owner epochs up to this one, and above those of the previous parent, belong to it."""
     at_ms: int
-    """Its clock at the moment that was cloned."""
+    """The parent's clock at the cloned moment."""
     position: str
 
 
 BORN_WITH_EPOCHS = "born_with_epochs"
-"""The row of `meta` that a store has if all its objects are below prefixes of its own."""
+"""The row of `meta` that marks a store whose objects are all below its own prefixes."""
 
 _SEQUENCE = KeyCodec(("sequence", "u64"))
-"""The key of the change log, as change.py declares it."""
+"""Key of the change log, as change.py declares it."""
 
 
 class ReadTxn:
-    """One snapshot of the manifest. Use it as a context manager."""
+    """One snapshot of the manifest. Use as a context manager."""
 
     __slots__ = ("__weakref__", "_damage", "_env", "_get", "_handles", "_ticket", "_txn")
 
     def __init__(self, env: ManifestEnv) -> None:
         self._env = env
         self._ticket: Ticket | None = None
-        self._txn: Any  # its stubs allow for memoryviews, which we never ask for
+        self._txn: Any  # the stubs allow memoryviews, which are never requested here
         self._txn, self._ticket = env.begin_read(self)
         self._handles = env.handles
         self._get: Any = self._txn.get
         self._damage: lmdb.Error | None = None
-        """A page that LMDB found damaged: after that, it refuses every call of the transaction."""
+        """The error of a page that LMDB found damaged; from then on LMDB refuses every call of the transaction."""
 
     def __enter__(self) -> ReadTxn:
         return self
@@ -107,14 +107,14 @@ class ReadTxn:
         self.close()
 
     def close(self) -> None:
-        """End the snapshot; further reads raise `StoreClosed`. If it is interrupted, call it again."""
+        """End the snapshot; further reads raise `StoreClosed`. If the call is interrupted, call it again."""
         if self._ticket is not None:
             self._get = _closed
             self._env.end_read(self._txn, self._ticket)
             self._ticket = None
 
     def abandon(self) -> None:
-        """In the child of a fork(): be over, and leave the parent's transaction alone."""
+        """End in the child of a fork(), without touching the parent's transaction."""
         self._get = _closed
         self._ticket = None
 
@@ -130,7 +130,7 @@ class ReadTxn:
 
     # ── any table ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, table: t.Table[R], *key: Any) -> R | None:
-        """One record by its key, or `None`."""
+        """Return one record by its key, or `None`."""
         handle = self._handles[table.name]
         if handle is None:
             return None
@@ -144,7 +144,7 @@ class ReadTxn:
     def scan(
         self, table: t.Table[R], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[tuple[Any, ...], R]]:
-        """(key, record) of all rows whose key begins with `prefix`, in order, from `start` on if given."""
+        """Yield (key, record) of all rows whose key begins with `prefix`, in key order, starting at `start` if given."""
         unpack, decode, marked, salt = table.key.fast_unpack, table.rows.decode, table.rows.marked, table.rows.salt
         body = table.codec.decode_body
         for key, raw in self.raw_scan(table, *prefix, start=start):
@@ -154,9 +154,9 @@ class ReadTxn:
                 except ManifestDamaged:
                     if prefix or not self.is_refused(table, key):
                         raise
-                    continue  # a walk over all databases goes on without what is closed
+                    continue  # a scan over all databases skips closed ones
                 yield unpack(key), row
-            else:  # what `decode` does, without a call in between
+            else:  # `decode` inlined: saves a call per row
                 try:
                     record = body(raw[2:-4])
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -164,22 +164,22 @@ class ReadTxn:
                 yield unpack(key), record
 
     def is_refused(self, table: t.Table[Any], key: bytes) -> bool:
-        """Whether a row is of a database that is closed for breaking a rule."""
+        """Return whether a row belongs to a database that is closed for breaking a rule."""
         refused = self._env.refused
         return bool(refused) and table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in refused
 
     def refused_databases(self) -> set[int]:
-        """The databases that are closed for breaking a rule: what they own is not known, so nothing of theirs is garbage."""
+        """Return the databases closed for breaking a rule. What they own is unknown, so nothing of theirs is garbage."""
         return {number for kind, number in self._env.refused if kind == "database"}
 
-    def check_sound(self, db_id: int) -> None:
+    def require_not_refused(self, db_id: int) -> None:
         """Raise `ManifestDamaged` if the database is closed for breaking a rule."""
-        self._env.check_sound("database", db_id)
+        self._env.require_not_refused("database", db_id)
 
     def raw_scan(
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
     ) -> Iterator[tuple[bytes, bytes]]:
-        """The same rows as they are stored, unchecked: for exports, which decode many at once (`Table.rows`)."""
+        """Return the rows of `scan` as stored, unchecked: for exports, which decode many at once (`Table.rows`)."""
         first = table.key.prefix(*prefix)
         try:
             cursor = self._cursor(table.name)
@@ -190,7 +190,7 @@ class ReadTxn:
             raise self._explain(error) from error
 
     def raw_scan_back(self, table: t.Table[Any], *prefix: Any) -> Iterator[tuple[bytes, bytes]]:
-        """The rows of `raw_scan`, from the last to the first."""
+        """Return the rows of `raw_scan` in reverse order."""
         first = table.key.prefix(*prefix)
         end = prefix_end(first) if prefix else None
         try:
@@ -206,14 +206,14 @@ class ReadTxn:
             raise self._explain(error) from error
 
     def _cursor(self, table: str) -> Any:
-        """A cursor, or `None` where there is no such table."""
+        """Return a cursor, or `None` if the store does not have the table."""
         if self._ticket is None:
             _closed()
         handle = self._handles[table]
         return None if handle is None else self._txn.cursor(db=handle)
 
     def _rows(self, rows: Iterator[tuple[bytes, bytes]], end: bytes | None) -> Iterator[tuple[bytes, bytes]]:
-        """The rows up to the key `end`; an error of LMDB in the middle of the walk becomes one of ours."""
+        """Yield the rows before the key `end`; translate an LMDB error that occurs during the walk."""
         try:
             if end is None:
                 yield from rows
@@ -226,9 +226,9 @@ class ReadTxn:
             raise self._explain(error) from error
 
     def steps(self, table: t.Table[Any], rows: int, *, start: bytes = b"") -> Iterator[tuple[list[bytes], list[bytes]]]:
-        """All rows from the key `start` on as bytes, so many at a time: a list of keys and one of values.
+        """Yield all rows from the key `start` on as bytes, `rows` at a time: a list of keys and a list of values.
 
-        Two cursors side by side are twice as fast as one that makes a pair per row, which the garbage collector then visits.
+        Two parallel cursors are twice as fast as one that makes a pair per row, which the garbage collector then visits.
         """
         try:
             first, second = self._cursor(table.name), self._cursor(table.name)
@@ -241,7 +241,7 @@ class ReadTxn:
             raise self._explain(error) from error
 
     def count(self, table: t.Table[Any] | str) -> int:
-        """How many rows a table, or the one of this name, has; a look at one page."""
+        """Return the number of rows of a table; reads one page."""
         if self._ticket is None:
             _closed()
         handle = self._handles[table if isinstance(table, str) else table.name]
@@ -251,25 +251,25 @@ class ReadTxn:
             raise self._explain(error) from error
 
     def to_arrow(self, table: str | t.Table[Any]) -> pa.Table:
-        """A whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 8 Ki rows."""
+        """Return a whole table as Arrow, keys and fields as columns. Memory: the result, plus one step of 8 Ki rows."""
         from quire.manifest.arrow import to_arrow
 
         return to_arrow(self, table_named(table) if isinstance(table, str) else table)
 
-    # ── the usual questions ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── common queries ────────────────────────────────────────────────────────────────────────────────────────────────
     def database(self, db_id: int) -> DbRecord | None:
-        """A database by id, dropped ones included until nothing of them is left."""
+        """Return a database by id; dropped databases are included while anything of theirs is left."""
         return self.get(t.DB, db_id)
 
     def database_id(self, name: str) -> int:
-        """The id of a live database; `UnknownDatabase` if there is none of this name."""
+        """Return the id of a live database; raises `UnknownDatabase` if none has this name."""
         row = self.get(t.DB_NAMES, name)
         if row is None:
             raise UnknownDatabase("no database has this name", hint="`quire ls` lists the databases", name=name)
         return row.value
 
     def require_database(self, db: int | str) -> tuple[int, DbRecord]:
-        """(id, record) of a database by id or name; `UnknownDatabase` if there is none."""
+        """Return (id, record) of a database by id or name; raises `UnknownDatabase` if there is none."""
         db_id = self.database_id(db) if isinstance(db, str) else db
         record = self.database(db_id)
         if record is None:
@@ -277,9 +277,9 @@ class ReadTxn:
         return db_id, record
 
     def live(self, db: int | str, kind: DbKind) -> tuple[int, DbRecord]:
-        """(id, record) of a database that was not dropped, by id or name; it must be of this kind."""
+        """Return (id, record) of a database of this kind that was not dropped, by id or name."""
         db_id = self.database_id(db) if isinstance(db, str) else db
-        self.check_sound(db_id)
+        self.require_not_refused(db_id)
         (_, record), what = self.require_database(db_id), KIND_WORDS[kind]
         if record.kind is not kind:
             raise WrongKind(
@@ -291,14 +291,14 @@ class ReadTxn:
             )
         if record.status is DbStatus.TOMBSTONED:
             raise DatabaseTombstoned(
-                f"the {what.split()[-1]} was dropped", hint="create another one", db_id=db_id, name=record.name
+                f"the {what.split()[-1]} was dropped", hint="create a new one", db_id=db_id, name=record.name
             )
         return db_id, record
 
     def databases(self) -> Iterator[tuple[int, DbRecord]]:
-        """(id, record) of every database whose row is intact; the others are reported (`damaged_databases`).
+        """Yield (id, record) of every database whose row is intact; the others are reported (`damaged_databases`).
 
-        Whoever deletes what no row names uses `every_database`: a row that cannot be read may name it.
+        Code that deletes what no row names must use `every_database`: an unreadable row may name it.
         """
         for key, raw in self.raw_scan(t.DB):
             (db_id,) = t.DB.key.unpack(key)
@@ -310,13 +310,13 @@ class ReadTxn:
             yield db_id, record
 
     def every_database(self) -> Iterator[tuple[int, DbRecord]]:
-        """(id, record) of every database; `ManifestDamaged` for a damaged row, unless its database is closed."""
+        """Yield (id, record) of every database; a damaged row raises `ManifestDamaged`, unless its database is closed."""
         for (db_id,), record in self.scan(t.DB):
             yield db_id, record
 
     def damaged_databases(self) -> dict[int, str]:
-        """Id → name of the databases that are closed for breaking a rule, or whose row is damaged."""
-        damaged = self.refused_databases() - {0}  # 0: a namespace, not a database
+        """Return id → name of the databases that are closed for breaking a rule, or whose row is damaged."""
+        damaged = self.refused_databases() - {0}  # 0 stands for namespaces, not for a database
         for key, raw in self.raw_scan(t.DB):
             try:
                 t.DB.rows.decode(key, raw)
@@ -326,8 +326,10 @@ class ReadTxn:
         return {db_id: self.indexed_name(db_id) for db_id in sorted(damaged)}
 
     def dropped_id(self, name: str | int) -> int:
-        """The id of a dropped database that can be brought back: the last one that had this name, or by its id (7, #7); 0 if
-        there is none."""
+        """Return the id of a dropped database that can be undropped, by id (7, #7) or name; 0 if there is none.
+
+        If several had the name, the one that was dropped last.
+        """
         digits = name[1:] if isinstance(name, str) and name.startswith("#") else ""
         wanted = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) <= 10 else name
         rows = (
@@ -336,7 +338,7 @@ class ReadTxn:
         return max(rows, default=(0, 0))[1]
 
     def dropped(self) -> Iterator[tuple[int, DbRecord]]:
-        """(id, record) of the dropped databases that can be brought back: found by their hidden names."""
+        """Yield (id, record) of the dropped databases that can be undropped, found by their hidden names."""
         for key, raw in self.raw_scan(t.DB_NAMES, start=(HIDDEN,)):
             if not key.startswith(HIDDEN.encode()):
                 return
@@ -346,7 +348,7 @@ class ReadTxn:
                     yield db_id, record
 
     def database_names(self, db_ids: Iterable[int]) -> dict[int, str]:
-        """Id → name of these databases, dropped ones included until nothing of them is left; nothing of the others is read."""
+        """Return id → name of these databases, dropped ones included while anything of theirs is left. Reads no other rows."""
         names: dict[int, str] = {}
         for db_id in dict.fromkeys(db_ids):
             try:
@@ -360,16 +362,16 @@ class ReadTxn:
         return names
 
     def report_damage(self, db_id: int, error: ManifestDamaged) -> None:
-        """Report a database that is left out because its rows are damaged: once in a process."""
-        # The owner has reported what it closed when it opened the store.
+        """Report a database that is left out because its rows are damaged: once per process."""
+        # The owner reported the databases it closed when it opened the store.
         if db_id not in self.refused_databases() and db_id not in self._env.reported:
             self._env.reported.add(db_id)
-            hint = "it is left out; `quire manifest check` says what to do"
+            hint = "it is skipped; `quire manifest check` shows what to do"
             name = self.indexed_name(db_id)
             emit("error", "database.row_damaged", db_id=db_id, name=name, error=error.what, hint=hint)
 
     def indexed_name(self, db_id: int) -> str:
-        """The name of a live database by the index of names; empty if that has none, or its row is damaged too."""
+        """Return the name of a live database from the index of names; empty if it has none, or that row is damaged too."""
         for key, raw in self.raw_scan(t.DB_NAMES):
             with suppress(ManifestDamaged):
                 if t.DB_NAMES.rows.decode(key, raw).value == db_id:
@@ -377,17 +379,17 @@ class ReadTxn:
         return ""
 
     def wal_state(self, db_id: int, shard: int = 0) -> WalStateRecord | None:
-        """How far a database's WAL has come."""
+        """Return the progress marks of a database's WAL."""
         return self.get(t.WAL_STATE, db_id, shard)
 
     def refcount(self, artifact: ArtifactKey) -> RefcountRecord | None:
-        """The references to an artifact; `None` if nothing ever referred to it, or it is gone."""
+        """Return the references to an artifact; `None` if nothing ever referred to it, or it is gone."""
         return self.get(t.GC_REFCOUNTS, *astuple(artifact))
 
     def artifact(self, artifact: ArtifactKey) -> Any:
-        """The catalog row of a chunk, a delta or a WAL segment; `None` if there is none.
+        """Return the catalog row of a chunk, a delta or a WAL segment; `None` if there is none.
 
-        A fork's row of an inherited segment is none: the bytes are described once, at the origin (M6).
+        A fork's row of an inherited segment does not count: the bytes are described once, at the origin (M6).
         """
         if artifact.kind not in KINDS_WITH_OBJECTS:
             return None
@@ -396,37 +398,38 @@ class ReadTxn:
         return row if getattr(row, "origin_db_id", artifact.origin_db_id) == artifact.origin_db_id else None
 
     def namespace(self, namespace_id: int) -> NamespaceRecord | None:
-        """A remote namespace by id."""
+        """Return a remote namespace by id."""
         return self.get(t.REMOTE_NAMESPACE, namespace_id)
 
     def store_id(self) -> str:
-        """The identity of the store."""
+        """Return the identity of the store."""
         row = self.get(t.META, "store_id")
         return row.text if row is not None else ""
 
     def parents(self) -> tuple[ParentStore, ...]:
-        """The stores that this one is a clone of, the oldest first; none for most (A12)."""
+        """Return the stores from which this one was cloned, oldest first; usually none (A12)."""
         row = self.get(t.META, t.PARENTS)
         return msgspec.json.decode(row.text, type=tuple[ParentStore, ...]) if row is not None else ()
 
     def store_of_epoch(self, epoch: int) -> str:
-        """The identity of the store whose epoch this was: of a clone, the earlier ones are its parents'."""
+        """Return the identity of the store that had this owner epoch: in a clone, earlier epochs belong to its parents."""
         return next((parent.store_id for parent in self.parents() if epoch <= parent.last_epoch), self.store_id())
 
     def log_store_id(self) -> str:
-        """The identity in manifest logs of streams: a clone continues the logs that it was made with."""
+        """Return the identity used in manifest logs of streams: a clone continues the logs of its first parent."""
         parents = self.parents()
         return parents[0].store_id if parents else self.store_id()
 
     def owner_epoch(self) -> int:
-        """How often the store was taken over, its creation included; 0 for one that was made before that was counted."""
+        """Return how often the store was taken over, its creation included; 0 if it is older than owner epochs."""
         return max((row.owner_epoch for _, row in self.scan(t.REMOTE_NAMESPACE)), default=0)
 
     def current_namespace(self, place_id: int = 0) -> tuple[int, NamespaceRecord]:
-        """(id, record) of where new objects go: that of the newest owner epoch in this place, 0 being the store's own.
+        """Return (id, record) of the namespace for new objects: that of the newest owner epoch in this place, 0 being
+        the store's own.
 
-        A place may be named by any of its namespaces. Without an epoch it is the place itself, and for the store's own the
-        id 0, which has no row.
+        A place may be given by the id of any of its namespaces. Without an epoch the result is the place itself, and
+        for the store's own place the id 0, which has no row.
         """
         spaces = [(key[0], row) for key, row in self.scan(t.REMOTE_NAMESPACE) if row.owner_epoch]
         newest = max((row.owner_epoch for _, row in spaces), default=0)
@@ -444,9 +447,9 @@ class ReadTxn:
         return place_id, place
 
     def object_prefixes(self, namespace_id: int = 0) -> tuple[str, ...]:
-        """Below which prefixes of a place this store may have objects: the current epoch's, those before it.
+        """Return the prefixes of a place below which this store may have objects: the current epoch's, then earlier ones.
 
-        Only in its own place, namespace 0, an older store has some below no prefix.
+        Only in its own place, namespace 0, an older store has objects without a prefix.
         """
         _, space = self.current_namespace()
         epochs = (space.owner_epoch, *reversed(space.ancestors)) if space.owner_epoch else ()
@@ -456,9 +459,10 @@ class ReadTxn:
         return (*prefixes, "") if space.legacy or not epochs else prefixes
 
     def place_of(self, db_id: int, objects_url: str) -> tuple[int, str]:
-        """(namespace id, URL) of the place where a stream or key-value database has all its objects, below `object_prefixes`.
+        """Return (namespace id, URL) of the place with all objects of a stream or key-value database, below
+        `object_prefixes`.
 
-        The store's own, `objects_url`, is namespace 0, which has no row.
+        The store's own place, `objects_url`, is namespace 0, which has no row.
         """
         record = self.database(db_id)
         if record is None or not record.namespace_id:
@@ -470,15 +474,15 @@ class ReadTxn:
             (row.place_id, self.namespace(row.place_id)) if row.owner_epoch else (record.namespace_id, row)
         )
         if place is None or not place.name:
-            return 0, objects_url  # from before namespaces had names: then only pages went there
+            return 0, objects_url  # older than names of namespaces, when only page databases used them
         return place_id, place.url or objects_url
 
     def snapshot(self, db_id: int, snapshot_id: int) -> SnapshotRecord | None:
-        """A snapshot by id."""
+        """Return a snapshot by id."""
         return self.get(t.SNAPSHOT_INDEX, db_id, snapshot_id)
 
     def require_snapshot(self, db_id: int, snapshot: int | str) -> tuple[int, SnapshotRecord]:
-        """(id, record) of a snapshot by id or name; `UnknownSnapshot` if the database has none such."""
+        """Return (id, record) of a snapshot by id or name; raises `UnknownSnapshot` if the database does not have it."""
         snapshot_id = snapshot
         if isinstance(snapshot, str):
             index = self.get(t.SNAPSHOT_NAMES, db_id, snapshot) if snapshot else None
@@ -490,11 +494,11 @@ class ReadTxn:
         return int(snapshot_id), record
 
     def job(self, job_id: int) -> JobRecord | None:
-        """A job by id."""
+        """Return a job by id."""
         return self.get(t.JOB_QUEUE, job_id)
 
     def chain(self, db_id: int, slot: int) -> Chain:
-        """The artifacts that hold a slot of a live database; empty if it has none."""
+        """Return the artifacts that hold a slot of a live database; empty if there are none."""
         leaf, offset = place(slot)
         held = self.get(t.LIVE_LEAF, db_id, leaf)
         if held is None:
@@ -503,7 +507,7 @@ class ReadTxn:
         return EMPTY if row is None else unpack_leaf(row.entries).get(offset, EMPTY)
 
     def at_or_below(self, table: t.Table[R], *key: Any) -> tuple[tuple[Any, ...], R] | None:
-        """The last row whose key is at most `key` and differs from it in the last field only: the newest version of a thing."""
+        """Return the last row at or below `key` that differs only in the last field: the newest version of something."""
         if not self._ticket:
             _closed()
         handle = self._handles[table.name]
@@ -522,18 +526,18 @@ class ReadTxn:
         return table.key.unpack(raw_key), table.rows.decode(raw_key, value)
 
     def owners(self, table: t.Table[Any], *, start: int = 0) -> Iterator[int]:
-        """The databases, from an id on, that have rows in a table whose key begins with one; one look per database."""
+        """Yield the databases, from `start` on, with rows in a table whose key begins with a database id; one seek each."""
         try:
             cursor = self._cursor(table.name)
             while cursor is not None and start <= U32_MAX and cursor.set_range(start.to_bytes(4, "big")):
-                owner = int.from_bytes(cursor.key()[:4], "big")  # a damaged key has its first bytes, too
+                owner = int.from_bytes(cursor.key()[:4], "big")  # not unpacked: the rest of the key may be damaged
                 yield owner
                 start = owner + 1
         except lmdb.Error as error:
             raise self._explain(error) from error
 
     def next_id(self, counter: Counter) -> int:
-        """The next id a counter will hand out."""
+        """Return the next id that a counter will assign."""
         if (name := LOCAL_COUNTERS.get(counter)) is not None:
             mark = self.get(t.META, name)
             return mark.number if mark else 1
@@ -541,10 +545,10 @@ class ReadTxn:
         return row.next_id if row else 1
 
     def feed_bounds(self) -> tuple[int, int]:
-        """(oldest retained, last given) change sequence; the log is empty when the second is below the first.
+        """Return (oldest retained, last assigned) change sequence; the log is empty if the second is below the first.
 
-        The mark of what was given is never lost: it is the last key of the log, and a log trimmed to nothing has moved the
-        oldest sequence just above it (M5).
+        The last assigned sequence is never lost: it is the last key of the log, and trimming the log to nothing moves
+        the oldest sequence just above it (M5).
         """
         row = self.get(t.META, "oldest_sequence")
         oldest = row.number if row else 1
@@ -556,26 +560,26 @@ class ReadTxn:
         return oldest, max(last, oldest - 1)
 
     def timelines(self) -> Iterator[tuple[int, TimelineRecord]]:
-        """(first number, record) of every range that a takeover or a restore has begun, in order."""
+        """Yield (first number, record) of every range that a takeover or a restore began, in order."""
         for (first_number,), row in self.scan(t.TIMELINE):
             yield first_number, row
 
     def gaps(self) -> tuple[Gap, ...]:
-        """Sequences that takeovers have left out, in order."""
+        """Return the gaps in the sequences that takeovers left, in order."""
         return tuple([Gap(row.last_sequence, first) for first, row in self.timelines()])
 
     def first_number(self) -> int:
-        """The first number of the current range; 0 if the store was never taken over."""
+        """Return the first number of the current range; 0 if the store was never taken over."""
         return max([first for first, _ in self.timelines()], default=0)
 
     def changes(self, start: int = 1) -> Iterator[ChangeRecord]:
-        """Change records from sequence `start` on, in order."""
+        """Yield change records from sequence `start` on, in order."""
         for _, record in self.scan(table_named(CHANGE_LOG_NAME), start=(start,)):
             yield record
 
 
 def table_named(name: str) -> t.Table[Any]:
-    """The table of this name, or `InvalidInput` with the names there are."""
+    """Return the table of this name; raises `InvalidInput` with the existing names."""
     if name == CHANGE_LOG_NAME:
         from quire.manifest.change import CHANGE_LOG
 

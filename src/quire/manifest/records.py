@@ -1,13 +1,13 @@
-"""Records of manifest tables: what a row says.
+"""Records of manifest tables: the fields of each row.
 
-A record is frozen: the writer keeps decoded records across transactions, so nobody may change one in place. Fields are only
-appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring what they do not know.
-Anything else bumps the version and adds a migration. Times are milliseconds, 0 means "never"; ids are 0 for "none".
+A record is frozen: the writer keeps decoded records across transactions, so no code may change one in place. Fields are
+only appended, with defaults (M1): older bytes decode with the defaults, newer bytes decode by ignoring unknown fields. Any
+other change raises the version and adds a migration. Times are in milliseconds, 0 is "never"; an id of 0 is "none".
 
 The bytes (u16 version + msgpack array, or a packed struct for tables of plain numbers): docs/formats/manifest.md.
 """
 
-# No `from __future__ import annotations`: msgspec would evaluate each type's text in each process (`ops/base.py` says more).
+# No `from __future__ import annotations`: msgspec would evaluate the text of each type in each process (see `ops/base.py`).
 
 from enum import IntEnum
 from typing import Annotated
@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
-"""A number that is never negative: checked when bytes are decoded."""
+"""A number that is never negative; checked when bytes are decoded."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -43,7 +43,7 @@ class Compression(IntEnum):
 
 
 HIDDEN = "/dropped/"
-"""What the names of databases begin with that were dropped and can be brought back. Nobody can give such a name."""
+"""Prefix of the names of dropped databases that can be undropped. Callers cannot choose such a name."""
 
 
 class DbRecord(Record, frozen=True):
@@ -67,17 +67,17 @@ class DbRecord(Record, frozen=True):
     dropped_at_ms: UInt = 0
     tags: dict[str, str] = {}
     snapshot_range: UInt = 0  # first number of the store's range (A10) in which the last snapshot was made
-    former_name: str = ""  # of a database that was dropped and can be brought back: `name` is then a hidden one
+    former_name: str = ""  # the name before the drop, if the database can be undropped: `name` is then a hidden one
     former_status: DbStatus = DbStatus.ACTIVE
 
     @property
     def is_dropped(self) -> bool:
-        """Whether people have dropped it; `former_name` says that it can be brought back."""
+        """Whether a user dropped it; with a `former_name` it can be undropped."""
         return self.status is DbStatus.TOMBSTONED or bool(self.former_name)
 
     @property
     def title(self) -> str:
-        """What people call it, or called it."""
+        """The name that users know it by, or knew before it was dropped."""
         return self.former_name or self.name
 
 
@@ -144,7 +144,7 @@ class DeltaRecord(Record, frozen=True):
 
 
 class RefcountRecord(Record, frozen=True):
-    """References to one artifact. At zero the row is work (M8): it never rises again and goes when its object is gone."""
+    """References to one artifact. Counts at zero never rise again (M8); the row is deleted when its object is gone."""
 
     in_use: UInt = 0
     pending_upload: UInt = 0
@@ -158,7 +158,7 @@ class LeafRecord(Record, frozen=True):
 
 
 class LeafRef(Record, frozen=True):
-    """Which leaf version a live database holds."""
+    """The leaf version that a live database holds."""
 
     origin_db_id: UInt
     generation: UInt
@@ -182,7 +182,7 @@ class WalFormat(IntEnum):
 
 
 class WalStateRecord(Record, frozen=True):
-    """How far a database's WAL has come, and the gate of its flush job."""
+    """Progress marks of a database's WAL, and the gate of its flush job."""
 
     next_segment_id: UInt = 1
     lsn_reserved: UInt = 0
@@ -198,8 +198,8 @@ class WalStateRecord(Record, frozen=True):
 
 
 class WalRecord(Record, frozen=True):
-    """One WAL artifact as one database tracks it. Residency, size and hashes are the artifact's own and live only in the
-    row whose database is the origin; a fork's row names the origin and has a state of its own (P12)."""
+    """One WAL artifact as one database tracks it. Residency, size and hashes belong to the artifact and are stored only in
+    the row whose database is the origin; a fork's row names the origin and has its own state (P12)."""
 
     origin_db_id: UInt
     state: WalState
@@ -236,16 +236,16 @@ class PlanRecord(Record, frozen=True):
     size_pages: UInt
     digest: bytes
     segments: list[int] = []
-    """Segments it absorbs; none for a merge."""
+    """Segments that the plan absorbs; empty for a merge."""
     artifacts: list[tuple[int, int, bool]] = []
-    """(slot, delta_id, whether it is a delta) of everything it writes."""
+    """(slot, delta_id, whether it is a delta) of every artifact that the plan writes."""
     created_at_ms: UInt = 0
     namespace_id: UInt = 0
-    """Where it writes; 0 is the store's configured object store, below no prefix."""
+    """The namespace it writes to; 0 is the store's configured object store, without a prefix."""
 
 
 class WalChunkPointer(Record, frozen=True):
-    """The place of one sealed WAL artifact in its generation's order."""
+    """The position of one sealed WAL artifact in the order of its generation."""
 
     origin_db_id: UInt
     first_lsn: UInt
@@ -256,7 +256,7 @@ class WalChunkPointer(Record, frozen=True):
 
 # ── page versions ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class PageVersionRecord(Record, frozen=True):
-    """Where one version of one page lies in the WAL."""
+    """The location of one version of one page in the WAL."""
 
     origin_db_id: UInt
     segment_id: UInt
@@ -276,7 +276,7 @@ class PageHeadRecord(Record, frozen=True):
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 class SnapshotKind(IntEnum):
-    """Whether a person named it. 3 is reserved: it was LEASED, and is read as ANONYMOUS in rows that still have it."""
+    """Whether a user named the snapshot. 3 is reserved: it was LEASED, and rows that still have it are read as ANONYMOUS."""
 
     NAMED = 1
     ANONYMOUS = 2
@@ -287,16 +287,16 @@ class SnapshotKind(IntEnum):
 
 
 SCHEDULE_TAG = "schedule"
-"""The tag of a scheduled snapshot, with the schedule's name."""
+"""Tag of a scheduled snapshot; its value is the name of the schedule."""
 
 WINDOW_TAG = "time-travel"
-"""The tag of a snapshot that a checkpoint keeps: `window` for time travel, `reader` for a reader that was set aside."""
+"""Tag of a snapshot that a checkpoint keeps: `window` for time travel, `reader` for a reader that was set aside."""
 
 LENT_TAGS = {"by": "lend"}
-"""The tags of a snapshot that the service has made for a reader."""
+"""Tags of a snapshot that the service made for a reader."""
 
 DROPPED_TAG = "former-name"
-"""The tag of a snapshot that was dropped and can be brought back: what it was called."""
+"""Tag of a dropped snapshot that can be undropped; its value is the name before the drop."""
 
 
 class Pin(Record, frozen=True):
@@ -328,8 +328,8 @@ class SnapshotRecord(Record, frozen=True):
 
 
 class RetentionRecord(Record, frozen=True):
-    """Which snapshots of a database are kept, and which are made by themselves. A rule that is 0 keeps nothing; no rule at
-    all keeps everything."""
+    """Which snapshots of a database are kept, and which are made automatically. A rule of 0 keeps nothing; a record without
+    any rule keeps everything."""
 
     keep_last: UInt = 0
     keep_generations: UInt = 0
@@ -338,12 +338,12 @@ class RetentionRecord(Record, frozen=True):
     weekly: UInt = 0
     keep_seconds: UInt = 0
     keep_named: bool = True
-    """Snapshots that a person named are kept, whatever the other rules say."""
+    """Whether snapshots that a user named are kept regardless of the other rules."""
     schedules: list[str] = []
-    """What the owner creates: "hourly", "daily", "daily at 03:00 Europe/Zurich", "weekly on sunday at 04:30"."""
+    """When the owner creates snapshots: "hourly", "daily", "daily at 03:00 Europe/Zurich", "weekly on sunday at 04:30"."""
 
 
-# ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── audit and retired objects ─────────────────────────────────────────────────────────────────────────────────────────
 class AuditAction(IntEnum):
     SNAPSHOT_CREATED = 1
     SNAPSHOT_DROPPED = 2
@@ -361,19 +361,19 @@ class AuditAction(IntEnum):
 
 
 class AuditRecord(Record, frozen=True):
-    """One thing that happened to a database, with the generation its component had reached by it."""
+    """One event in the life of a database, with the generation that its component reached by it."""
 
     action: AuditAction
     component: UInt
     generation: UInt
     subject: str = ""
     number: UInt = 0
-    """Name and id of the snapshot or other database; of an object its name, and its slot or segment."""
+    """`subject`, `number`: name and id of a snapshot or another database; for an object its name, and its slot or segment."""
     size_bytes: UInt = 0
 
 
 class RetiredRecord(Record, frozen=True):
-    """An object that is deleted when no archived moment needs it. Without a URL it is in the store's own object store."""
+    """An object that is deleted once no archived moment needs it. Without a URL it is in the store's own object store."""
 
     since_ms: UInt
     name: str
@@ -383,82 +383,82 @@ class RetiredRecord(Record, frozen=True):
 
 # ── remote namespaces ─────────────────────────────────────────────────────────────────────────────────────────────────
 class NamespaceRecord(Record, frozen=True):
-    """Where remote objects live: joined with a compact suffix it gives the canonical object name."""
+    """A location of remote objects: joined with a compact suffix, it gives the canonical object name."""
 
     url: str
-    """Empty: the store's configured object store, wherever that is now."""
+    """Empty for the store's configured object store, wherever it currently is."""
     prefix: str = ""
     encryption_profile: str = ""
     created_at_ms: UInt = 0
     owner_epoch: UInt = 0
-    """The epoch whose objects are here; 0 for a place as a person registered it."""
+    """The owner epoch whose objects are here; 0 for a place as a user registered it."""
     place_id: UInt = 0
-    """Of an epoch's namespace: the namespace that a person registered; 0 is the store's configured object store."""
+    """For an epoch's namespace: the place it belongs to; 0 is the store's configured object store."""
     ancestors: tuple[UInt, ...] = ()
-    """Of an epoch's namespace: the owner epochs that this one follows, oldest first. Others are of another line."""
+    """For an epoch's namespace: the owner epochs that this one follows, oldest first. All others are of another line."""
     legacy: bool = False
-    """Of an epoch's namespace: the store is older than epochs, and may have objects below no prefix of its own."""
+    """For an epoch's namespace: the store is older than epochs, and may have objects without a prefix of its own."""
     name: str = ""
-    """Of a place: what people call it, and its section in quire.toml; empty for one registered before places had names."""
+    """For a place: its name, and its section in quire.toml; empty if it was registered before places had names."""
     dropped_at_ms: UInt = 0
-    """Of a place: when a person dropped it; until then a place with a name holds itself."""
+    """For a place: when a user dropped it; until then a place with a name holds itself."""
 
     @property
     def holds_itself(self) -> bool:
-        """Whether this is a place that people call by a name, and have not dropped."""
+        """Whether this is a place with a name that was not dropped."""
         return bool(self.name) and not self.dropped_at_ms
 
 
 # ── key-value databases ───────────────────────────────────────────────────────────────────────────────────────────────
 class LsmTableRecord(Record, frozen=True):
-    """A live table of a key-value database, as its own manifest and the table's file have it (S1)."""
+    """A live table of a key-value database, as its own manifest and the table's file describe it (S1)."""
 
     level: UInt
     rows: UInt
-    """Versions, tombstones included."""
+    """Number of versions, tombstones included."""
     tombstones: UInt
     size_bytes: UInt
     lsn_min: UInt
     lsn_max: UInt
     key_min: bytes = b""
-    """The first 256 bytes of it."""
+    """The first 256 bytes of the lowest key."""
     key_max: bytes = b""
     checksum: UInt = 0
-    """crc64 of the section of the table's file, which has the checksums of its blocks; 0 in rows that are older."""
+    """crc64 of the section of the table's file that has the checksums of its blocks; 0 in older rows."""
 
 
 class LsmLogEnd(Record, frozen=True):
-    """How far a log of a key-value database was durable: true for as long as the file is in this life."""
+    """The durable end of one log of a key-value database: valid while the file has this salt."""
 
     number: UInt
-    """Of a write-ahead log; 0 for the log of the database's own manifest."""
+    """Number of a write-ahead log; 0 for the log of the database's own manifest."""
     salt: UInt
     end: UInt
     link: UInt
-    """The checksum that ends there; it is chained, and speaks for all bytes before it."""
+    """The checksum that ends there; checksums are chained, so it covers all bytes before it."""
 
 
 class LsmEndsRecord(Record, frozen=True):
-    """What was acknowledged of a key-value database's logs, kept outside the bytes that it vouches for."""
+    """The acknowledged ends of a key-value database's logs, stored apart from the bytes they vouch for."""
 
     manifest: LsmLogEnd
     snapshot_crc32: UInt = 0
-    """Of the manifest's snapshot that the log goes on from; 0 if there is none."""
+    """crc32 of the manifest snapshot that the log continues from; 0 if there is none."""
     last_lsn: UInt = 0
-    """No lower than this was durable."""
+    """A lower bound of the durable lsn."""
     wals: tuple[LsmLogEnd, ...] = ()
 
 
 # ── followed SQLite files ─────────────────────────────────────────────────────────────────────────────────────────────
 class FollowedFileRecord(Record, frozen=True):
-    """A SQLite file that the owner follows into a page database, for as long as it serves."""
+    """A SQLite file that the owner follows into a page database while it serves."""
 
     path: str
     interval_ms: UInt
-    """Between two looks."""
+    """Interval between two checks of the file."""
     since_ms: UInt
     configured: bool = False
-    """By quire.toml: it goes when it is taken out there."""
+    """Whether it comes from quire.toml: it is removed when its entry is removed there."""
 
 
 # ── mirrors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -473,30 +473,30 @@ class MirrorRecord(Record, frozen=True):
     """`delta:URL`, `iceberg:CATALOG.NAMESPACE.TABLE` or `parquet:URL`."""
     created_at_ms: UInt
     every_ms: UInt = 0
-    """Between the beginnings of two scheduled runs; 0: it runs when somebody asks."""
+    """Interval between the starts of two scheduled runs; 0: it runs only on request."""
     options: dict[str, str] = {}
     batch_id: UInt = 0
     """The last batch that is known to be in the target."""
     last_batch_id: UInt = 0
     """The last batch that was begun."""
     started_at_ms: UInt = 0
-    """When the last run began …"""
+    """When the last run began."""
     synced_at_ms: UInt = 0
-    """… and when the last one ended that brought the target up to date."""
+    """When the last run ended that brought the target up to date."""
 
 
 class MirrorDatabaseRecord(Record, frozen=True):
-    """What a mirror's target holds of one database: which version, and in which files."""
+    """What a mirror's target holds of one database: the version, and the files it is in."""
 
     name: str
     lsn: UInt
     rows: UInt = 0
     files: list[str] = []
-    """Paths below the table's own; none if the database has no rows."""
+    """Paths relative to the table's own; empty if the database has no rows."""
     is_gone: bool = False
-    """Of a batch: the database is no longer in the target."""
+    """In a batch: the database is no longer in the target."""
     size_bytes: UInt = 0
-    """Its share of the files."""
+    """The database's share of the files."""
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -553,13 +553,13 @@ class JobRecord(Record, frozen=True):
     result: bytes = b""
     token: bytes = b""
     artifact: tuple[int, int, int, int, int] | None = None
-    """The artifact (origin, kind, id, generation, delta) whose bytes this job needs: it holds its `pending_upload`."""
+    """The artifact (origin, kind, id, generation, delta) whose bytes this job needs: the job holds its `pending_upload`."""
     failures: UInt = 0
-    """Attempts that failed; `max_attempts` limits these. An attempt that was put off is none."""
+    """Failed attempts, limited by `max_attempts`. A postponed attempt does not count."""
 
 
 class JobLeaseRecord(Record, frozen=True):
-    """Who works on a job, until when, and how far it is."""
+    """The worker of a job, the expiry of its lease, and its progress."""
 
     worker: str
     expires_at_ms: UInt
@@ -588,8 +588,8 @@ class CursorRecord(Record, frozen=True):
 
 
 class TimelineRecord(Record, frozen=True):
-    """A takeover or a restore: where the owner before it ended. Numbers go on with the key (A10). `owner_epoch` is the one that
-    begins, or was restored; `parent_number` the archive's last object that is here; what came after `ended_at_ms` is lost."""
+    """A takeover or restore: where the previous owner ended. Numbers continue at the key (A10). `owner_epoch` is the epoch that
+    begins, or was restored; `parent_number` the last archive object included; changes after `ended_at_ms` are lost."""
 
     owner_epoch: UInt
     parent_epoch: UInt
@@ -600,7 +600,7 @@ class TimelineRecord(Record, frozen=True):
 
 
 class ReplicaPositionRecord(Record, frozen=True):
-    """What a frame number means that an embedded replica was given: a version, in a range of the timeline (W6)."""
+    """The version that a frame number of an embedded replica stands for, in a range of the timeline (W6)."""
 
     lsn: UInt
     range_start: UInt
@@ -608,7 +608,7 @@ class ReplicaPositionRecord(Record, frozen=True):
 
 
 class IdempotencyRecord(Record, frozen=True):
-    """What a batch with this key answered (M11)."""
+    """The answer to the batch with this key (M11)."""
 
     sequence: UInt
     expires_at_ms: UInt
@@ -618,7 +618,7 @@ class IdempotencyRecord(Record, frozen=True):
 
 # ── readers, metrics, housekeeping ────────────────────────────────────────────────────────────────────────────────────
 class ReaderRecord(Record, frozen=True):
-    """A remote reader's lease on a version of a database; `view` is the version as a value, for one that comes back for it."""
+    """A remote reader's lease on a version of a database; `view` is the version as a value, if the reader asks for it later."""
 
     snapshot_lsn: UInt
     opened_at_ms: UInt
@@ -629,7 +629,7 @@ class ReaderRecord(Record, frozen=True):
 
 
 class FloorRecord(Record, frozen=True):
-    """The lowest version any reader may still ask for."""
+    """The lowest version that a reader may still request."""
 
     min_snapshot_lsn: UInt
     writer_high_lsn: UInt
@@ -648,20 +648,20 @@ class MetricRecord(Record, frozen=True):
 
 
 class GenerationRecord(Record, frozen=True):
-    """How many batches have touched a component, and when the last one did."""
+    """How many batches have touched a component, and the time of the last one."""
 
     generation: UInt
     updated_at_ms: UInt
 
 
 class WatermarkRecord(Record, frozen=True):
-    """The next id to hand out; never falls (M5)."""
+    """The next id to assign; never decreases (M5)."""
 
     next_id: UInt
 
 
 class MigrationRecord(Record, frozen=True):
-    """A step of the migration ledger that has been carried out."""
+    """A completed step of the migration ledger."""
 
     applied_at_ms: UInt
     quire_version: str
@@ -675,6 +675,6 @@ class MetaRecord(Record, frozen=True):
 
 
 class IndexRecord(Record, frozen=True):
-    """The value of a derived index row: the id (or time) it leads to."""
+    """The value of a derived index row: the id (or time) it maps to."""
 
     value: UInt

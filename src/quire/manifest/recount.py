@@ -1,12 +1,13 @@
-"""The part of the check that an open has left for later: one rule after the other, a little at a time, beside the work (N3).
+"""The recount: the part of the check that an open postpones, done rule by rule in short rounds, alongside other work (N3).
 
-An open after a clean close looks at the rows of the store itself only; one after a crash at everything but the older part of
-the change log. The rest is recounted from upkeep's rounds, each for at
-most `ROUND_SECONDS`, or at once by whoever is about to delete something: nothing of any database is deleted before the recount
-since the open is done. What it finds broken closes what it is about, as at an open; a rule that is about the whole store stops
-the writer, and the next open refuses.
+An open after a clean close checks only the rows of the store itself; one after a crash checks everything but the older
+part of the change log. The rest is recounted in rounds of upkeep, each at most `ROUND_SECONDS` long, or at once by a
+caller that is about to delete: nothing of any database is deleted before the recount since the open has completed.
+Anything it finds broken is closed, as at an open; a broken rule about the whole store stops the writer, and the next
+open refuses.
 
-Threads: any; one at a time recounts. Raises `ManifestDamaged` to whoever waits for a recount that finds the store broken."""
+Threads: any; one thread recounts at a time. `finish` and `round` raise `ManifestDamaged` if the recount finds the store
+broken."""
 
 from __future__ import annotations
 
@@ -22,45 +23,45 @@ from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import ReadTxn
 
 ROUND_SECONDS = 0.25
-"""How long one round of upkeep recounts; a look that has begun is finished."""
+"""How long one round of upkeep recounts, in seconds; a check that has begun is finished."""
 
 
 class Recount:
-    """What is left to check. `close_broken` is called once something is broken, with everything to be looked at again."""
+    """The checks that are left. `close_broken` is called once a problem is found, and checks everything again."""
 
     def __init__(
-        self, env: ManifestEnv, clock: Clock, looks: Iterable[str], *, close_broken: Callable[[], None]
+        self, env: ManifestEnv, clock: Clock, checks: Iterable[str], *, close_broken: Callable[[], None]
     ) -> None:
         self._env = env
         self._clock = clock
         self._close_broken = close_broken
         # guarded by _lock
         self._lock = threading.Lock()
-        self._left: deque[str] = deque(looks)
+        self._left: deque[str] = deque(checks)
 
     @property
     def is_done(self) -> bool:
-        """Whether every rule has been looked at since the open."""
+        """Whether every rule has been checked since the open."""
         return not self._left
 
     def round(self) -> None:
-        """Recount for a moment."""
+        """Recount for at most `ROUND_SECONDS`."""
         if self._left:
             self._run(self._clock.monotonic() + ROUND_SECONDS)
 
     def finish(self) -> None:
-        """Recount what is left, now: for whoever is about to delete."""
+        """Recount everything that is left, now: for a caller that is about to delete."""
         if self._left:
             self._run(None)
 
     def _run(self, until: float | None) -> None:
         with self._lock:
             while self._left:
-                problems = self._look(self._left[0])
+                problems = self._run_check(self._left[0])
                 if problems:
                     emit("error", "manifest.recount_failed", problems=len(problems), first=str(problems[0]))
                     forget_point(self._env)
-                    self._left.clear()  # `close_broken` looks at everything
+                    self._left.clear()  # `close_broken` checks everything
                     self._close_broken()
                     return
                 self._left.popleft()
@@ -69,7 +70,7 @@ class Recount:
                 elif until is not None and self._clock.monotonic() >= until:
                     return
 
-    def _look(self, name: str) -> list[Problem]:
-        """One rule in a transaction of its own: a transaction is for a moment (M4)."""
+    def _run_check(self, name: str) -> list[Problem]:
+        """Run one check in a transaction of its own: transactions must be short (M4)."""
         with ReadTxn(self._env) as txn:
-            return [problem for problem in check(txn, looks=(name,)) if not (problem.leak or problem.contained)]
+            return [problem for problem in check(txn, checks=(name,)) if not (problem.leak or problem.contained)]

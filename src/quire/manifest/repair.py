@@ -1,11 +1,13 @@
-"""What damaged rows were: found again in the change log, or given up where one subscriber, reader or policy depends on them.
+"""Repair damaged rows: restore them from the change log, or give them up where one subscriber, reader or policy depends
+on them.
 
-A logged row is what replaying the change log makes of it, if the log still begins with the first change. A retention policy
-is what the last change of it said, if the log still has that. What nothing knows any more is removed only where that deletes
-nothing and cheats nobody (`GIVEN_UP`). A cursor becomes a lost one, which says so to its subscriber; a counter goes on above
-every id that a row speaks of. Everything else has no fix here: the manifest has to come from a backup.
+A logged row is restored by replaying the change log, if the log still begins with the first change. A retention policy
+is restored from its last change, if the log still has that. A row that cannot be restored is removed only where its
+absence deletes nothing and breaks no promise (`GIVEN_UP`). A cursor becomes a lost one, so that its subscriber gets an
+error; a counter continues above every id that any row contains. Everything else has no fix here: the manifest has to be
+restored from a backup.
 
-Called only where a check has found a damaged row (K1). Threads: the caller's. Raises what reading raises.
+Called only where a check has found a damaged row (K1). Threads: the caller's. Raises the errors of reading.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from quire.manifest.replay import replay
 STEP_ROWS = 8_192
 
 GIVEN_UP: dict[t.Table[Any], str] = {
-    t.RETENTION: "the policy is not in the change log any more: without it nothing is dropped; then set it again",
-    t.AUDIT: "an entry of the audit is lost",
-    t.RETIRED: "an object that waits to be deleted is forgotten: `quire verify --sweep` finds it",
-    t.SNAPSHOT_READERS: "the lease of a reader is lost: it has to begin again",
-    t.METRICS: "a rolling metric begins anew",
-    t.IDEMPOTENCY: "the answer to a keyed batch is lost: a repeat of it would be applied again",
-    t.REPLICA_POSITIONS: "an embedded replica fetches the whole database once more",
+    t.RETENTION: "the policy is no longer in the change log: nothing is dropped until you set it again",
+    t.AUDIT: "an entry of the audit log is lost",
+    t.RETIRED: "an object due for deletion is forgotten: `quire verify --sweep` finds it",
+    t.SNAPSHOT_READERS: "the lease of a reader is lost: it must start again",
+    t.METRICS: "a rolling metric is reset",
+    t.IDEMPOTENCY: "the result of a keyed batch is lost: a retry would apply it again",
+    t.REPLICA_POSITIONS: "an embedded replica fetches the whole database again",
 }
-"""Tables whose rows may go because nothing is deleted or promised by their absence, and what it means."""
+"""Tables whose rows may be removed because their absence deletes and promises nothing, and what the removal means."""
 
 
 def propose(txn: ReadTxn, problems: list[Problem]) -> list[Problem]:
-    """The problems, with every damaged row named, and with fixes for those that can be restored.
+    """Return the problems, with every damaged row named, and with fixes for the rows that can be restored.
 
-    Such rows hide what else is wrong: whoever mends them checks again.
+    Damaged rows hide further problems: check again after repairing them.
     """
     if not any(problem.rule == "K1" for problem in problems):
         return problems
@@ -62,7 +64,7 @@ def propose(txn: ReadTxn, problems: list[Problem]) -> list[Problem]:
 
 
 def damaged_rows(txn: ReadTxn) -> Iterator[tuple[t.Table[Any], bytes, str]]:
-    """(table, key, what is wrong) of every damaged row of a table that is not derived: those are rebuilt by their own rules."""
+    """Yield (table, key, what is wrong) of every damaged row; derived tables are rebuilt by their own rules."""
     for table in dict.fromkeys((*t.TABLES.values(), CHANGE_LOG)):
         if table.policy is t.Policy.DERIVED or table in (t.GC_REFCOUNTS, t.JOB_PENDING_INDEX):
             continue
@@ -87,9 +89,9 @@ def _restorations(txn: ReadTxn, damaged: list[tuple[t.Table[Any], bytes, str]]) 
 def _restoration(
     txn: ReadTxn, table: t.Table[Any], key: bytes, known: dict[tuple[str, bytes], bytes | None]
 ) -> tuple[Op | None, str]:
-    """The operation that puts a row right, and what it means; none if there is no such operation."""
+    """Return the operation that repairs a row, and what it means; `None` if there is no such operation."""
     if (table.name, key) in known:
-        return RestoreRow(table.name, key, known[table.name, key]), "the change log tells what it was"
+        return RestoreRow(table.name, key, known[table.name, key]), "the change log has its contents"
     if table is t.RETENTION:
         for change in txn.changes(txn.feed_bounds()[0]) if _is_readable(txn) else ():
             for op in change.operations:
@@ -97,10 +99,10 @@ def _restoration(
                     row = None if op.record is None else t.RETENTION.codec.encode(op.record)
                     known[table.name, key] = row
         if (table.name, key) in known:
-            return RestoreRow(table.name, key, known[table.name, key]), "the change log tells what it was"
+            return RestoreRow(table.name, key, known[table.name, key]), "the change log has its contents"
     if table is t.CHANGE_CURSORS:
         row = t.CHANGE_CURSORS.codec.encode(_lost_cursor(txn, key))
-        return RestoreLocalRow(table.name, key, row), "where it stood is not known: its subscriber has to begin again"
+        return RestoreLocalRow(table.name, key, row), "its position is unknown: its subscriber must start again"
     if table is t.ID_WATERMARKS:
         (counter,) = table.key.unpack(key)
         used = highest_id(txn, Counter(counter))
@@ -121,7 +123,7 @@ def _lost_cursor(txn: ReadTxn, key: bytes) -> CursorRecord:
 
 
 def _is_readable(txn: ReadTxn) -> bool:
-    """Whether every change of the log can be read."""
+    """Return whether every change of the log can be decoded."""
     try:
         return all(True for _ in txn.changes(txn.feed_bounds()[0]))
     except QuireError:
@@ -129,7 +131,7 @@ def _is_readable(txn: ReadTxn) -> bool:
 
 
 def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tuple[str, bytes], bytes | None]:
-    """What the whole change log makes of these rows; nothing if it is not whole any more."""
+    """Return what replaying the whole change log makes of these rows; empty if the log is no longer complete."""
     try:
         if txn.feed_bounds()[0] != 1:
             return {}

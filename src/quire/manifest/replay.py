@@ -1,16 +1,16 @@
-"""Replaying a change feed into another environment: the proof that the feed says everything, and the heart of a replica.
+"""Replay a change feed into another environment: the proof that the feed is complete, and the core of a replica.
 
 Terms
-  feed      change records in order of their sequences, as `ReadTxn.changes` or a subscriber gives them
-  position  the last sequence an environment has applied: the end of its own change log
+  feed      change records in order of their sequences, as `ReadTxn.changes` or a subscriber delivers them
+  position  the last sequence that an environment has applied: the end of its own change log
 
-Replaying a whole feed into an empty environment gives its logged tables byte for byte (M2), generation watermarks included,
-and the change log itself: what was replayed can be replayed from. Records at or below the position are skipped, so a feed may
-be delivered twice; a gap is refused. A step is one transaction: rows, generations and change records together, so a position
-never lies.
+Replaying a whole feed into an empty environment gives its logged tables byte for byte (M2), generation watermarks
+included, and the change log itself, from which it can be replayed again. Records at or below the position are skipped,
+so a feed may be delivered twice; a gap is refused. A step is one transaction of rows, generations and change records,
+so the position always matches the rows.
 
-Thread: the caller's; it must be the only writer of the environment. Raises `InvalidInput`, `ManifestDamaged`, `DiskFull`, and
-`StalePlan` if somebody else writes here.
+Threads: the caller's, which must be the only writer of the environment. Raises `InvalidInput`, `ManifestDamaged`,
+`DiskFull`, and `StalePlan` if the environment has another writer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
 
 STEP_RECORDS = 1024
-"""Change records applied in one transaction."""
+"""Change records applied per transaction."""
 
 
 def replay(changes: Iterable[ChangeRecord], env: ManifestEnv, *, step: int = STEP_RECORDS) -> int:
-    """Apply a feed to `env`; the position afterwards."""
+    """Apply a feed to `env`; return the position afterwards."""
     overlay, feed = Overlay(env.handles), iter(changes)
     position = overlay.head = position_of(env)
     while records := list(islice(feed, step)):
@@ -46,7 +46,7 @@ def replay(changes: Iterable[ChangeRecord], env: ManifestEnv, *, step: int = STE
 
 
 def position_of(env: ManifestEnv) -> int:
-    """The last sequence an environment has applied."""
+    """Return the last sequence that an environment has applied."""
     with ReadTxn(env) as txn:
         return txn.feed_bounds()[1]
 
@@ -67,7 +67,7 @@ def _continuing(records: list[ChangeRecord], position: int) -> Iterator[ChangeRe
 
 
 def _continues(record: ChangeRecord, position: int) -> bool:
-    """Whether a takeover says that this change follows that one."""
+    """Return whether a takeover states that this change follows that position."""
     return any(
         isinstance(op, Timeline) and (op.last_sequence, op.first_number) == (position, record.sequence)
         for op in record.operations
@@ -80,7 +80,7 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
     position = overlay.head
 
     def apply(txn: Any) -> None:
-        overlay.discard()  # of an attempt that met a full map
+        overlay.discard()  # left by an attempt that found the map full
         overlay.head = position
         overlay.begin(txn)
         overlay.switch(strict=True)
@@ -97,7 +97,7 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
 
 
 def _refuse_moved(overlay: Overlay, env: ManifestEnv) -> None:
-    """Refuse if the environment does not stand where the last step left it."""
+    """Refuse if the environment is not at the position where the last step left it."""
     with overlay.txn.cursor(db=env.handles[CHANGE_LOG.name]) as cursor:
         last = CHANGE_LOG.key.unpack(cursor.key())[0] if cursor.last() else 0
     last_applied = max(last, sequence_bounds(overlay)[0] - 1)

@@ -1,15 +1,17 @@
-"""A replica: another environment that follows a manifest's feed and ends byte-identical in everything the feed tells.
+"""A replica: another environment that follows a manifest's feed and becomes byte-identical in everything the feed contains.
 
 Terms
   source     the manifest that is followed
-  position   the last change the replica has applied: the end of its own change log
-  local      rows about the source's environment, not about its data: cursors, leases, readers, answers, metrics (`tables.py`)
+  position   the last change that the replica has applied: the end of its own change log
+  local      rows about the source's environment, not about its data: cursors, leases, readers, answers, metrics
+             (`tables.py`)
 
-A change and the position behind it are one transaction of the replica; it is acknowledged to the source after that. So a
-replica that is killed at any moment goes on where it stood: nothing is missed, what comes again is skipped. A gap is refused.
+A change and the position after it are one transaction of the replica; the change is acknowledged to the source after
+that. So a replica that is killed at any moment continues where it was: nothing is missed, and repeated changes are
+skipped. A gap is refused.
 
-A closed replica is an ordinary manifest: `ManifestStore.open` makes it the next owner, and it is no replica any more. Answers
-to keyed batches (M11) were the source's own: a batch repeated across the failover is a new one.
+A closed replica is an ordinary manifest: `ManifestStore.open` makes it the next owner, and it is no longer a replica.
+Answers to keyed batches (M11) were local to the source: a batch repeated across the failover is a new one.
 
     >>> import tempfile
     >>> from quire.manifest.records import DbKind
@@ -22,9 +24,9 @@ to keyed batches (M11) were the source's own: a batch repeated across the failov
     ...         replica.verify_against(manifest)
     0 1
 
-Threads: one at a time; one process writes a replica (`StalePlan` if two do). Raises `CursorLost` and `OutOfRange` (the feed
-does not connect), `InvalidInput` (a gap), `StalePlan`, `ManifestDamaged`, `AlreadyExists`, and what opening a manifest
-raises.
+Threads: one at a time; one process writes a replica (`StalePlan` if two do). Raises `CursorLost` and `OutOfRange` (the
+feed does not connect), `InvalidInput` (a gap), `StalePlan`, `ManifestDamaged`, `AlreadyExists`, and the errors of
+opening a manifest.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 STAGING = ".copying"
-"""What is appended to a path while a copy is made; a copy that was cut short is removed by the next one."""
+"""Appended to a path while a copy is made; the next copy removes an incomplete one."""
 
 INDEXES_OF_LOCAL = frozenset({t.CURSOR_NAMES.name})
 """Derived tables that index a local one."""
@@ -68,29 +70,30 @@ CLEARED = tuple(
     if (table.policy is t.Policy.LOCAL and table not in (CHANGE_LOG, t.META, t.MIGRATIONS))
     or table.name in INDEXES_OF_LOCAL
 )
-"""The source's local rows, which a copy begins without. The log, its bounds and the marks of ids stay: sequences and ids go on
-along the line, so no name means two things after a failover. The ledger of migrations is about the file, so it stays."""
+"""The source's local rows, which a copy starts without. The log, its bounds and the watermarks of ids stay: sequences
+and ids continue along the line, so no name has two meanings after a failover. The ledger of migrations is about the
+file, so it stays."""
 
 KEPT_META = frozenset({SCHEMA, STORE_ID, OLDEST_SEQUENCE, *map(t.META.key.pack, LOCAL_COUNTERS.values())})
 
 COMPARED = tuple(
     table for table in t.TABLES.values() if table.policy is not t.Policy.LOCAL and table.name not in INDEXES_OF_LOCAL
 )
-"""What the feed tells: logged tables and the indexes derived of them."""
+"""Everything the feed contains: logged tables and the indexes derived from them."""
 
-_COPY_AGAIN = "make a new copy: Replica.from_copy"
+_COPY_AGAIN = "create a new replica with Replica.from_copy"
 
 
 class Replica:
-    """An environment that follows. Make one with `open` or `from_copy`."""
+    """An environment that follows a feed. Make one with `open` or `from_copy`."""
 
     def __init__(self, env: ManifestEnv) -> None:
         self._env = env
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def open(cls, path: str, *, settings: ManifestSettings | None = None) -> Replica:
-        """The replica at `path`; a new and empty one, at position 0, if there is none."""
+        """Open the replica at `path`; if there is none, a new and empty one at position 0."""
         env = ManifestEnv(path, settings or ManifestSettings(), write=True)
         try:
             with ReadTxn(env) as txn:
@@ -98,7 +101,7 @@ class Replica:
             migrate(env, SystemClock())
             replica = cls(env)
             if fresh:
-                replica._call_itself("")  # the name a new manifest gives itself is not that of the store it will follow
+                replica._set_store_id("")  # a new manifest's own store id is not that of the store it will follow
         except BaseException:
             env.close()
             raise
@@ -108,12 +111,13 @@ class Replica:
     def from_copy(
         cls, manifest: ManifestStore, path: str, *, name: str = "", settings: ManifestSettings | None = None
     ) -> Replica:
-        """A replica that begins as a copy of the manifest, which stays in use meanwhile.
+        """Make a replica that begins as a copy of the manifest, which stays in use meanwhile.
 
-        With `name` a cursor is registered before the copy is made: else what comes next may be trimmed before `catch_up`.
+        With `name`, a cursor is registered before the copy is made; otherwise the next changes may be trimmed before
+        `catch_up`.
         """
         if os.path.exists(path):
-            raise AlreadyExists("something is there already", hint="remove it, or copy to another path", path=path)
+            raise AlreadyExists("the target already exists", hint="remove it, or copy to another path", path=path)
         is_registered = bool(name) and _register(manifest.feed, name)
         disk, staging = OsDisk(), path + STAGING
         try:
@@ -121,7 +125,7 @@ class Replica:
             manifest.env.copy(staging)
             env = ManifestEnv(staging, settings or ManifestSettings(), write=True, create=False)
             try:
-                _clear_local(env)  # its commit also syncs what was copied
+                _clear_local(env)  # its commit also syncs the copy
             finally:
                 env.close()
             disk.rename(staging, path)
@@ -151,23 +155,23 @@ class Replica:
 
     @property
     def store_id(self) -> str:
-        """The store this is a replica of, once it has met it."""
+        """The store this is a replica of, once it has followed its feed."""
         with self.read() as txn:
             return txn.store_id()
 
     def read(self) -> ReadTxn:
-        """A snapshot of the replica, for a moment."""
+        """Return a snapshot of the replica; keep it short."""
         return ReadTxn(self._env)
 
     # ── following ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, changes: Iterable[ChangeRecord]) -> int:
-        """Apply changes in order, skipping those it has; the position afterwards. A gap is refused."""
+        """Apply changes in order, skipping those already applied; return the position afterwards. A gap is refused."""
         return replay(changes, self._env)
 
     def catch_up(self, feed: ChangeFeed, name: str, *, limit: int = PAGE_RECORDS) -> int:
-        """Follow the feed up to its head, page by page, under this cursor's name; the position afterwards.
+        """Follow the feed up to its head, page by page, under this cursor's name; return the position afterwards.
 
-        In a process that only reads the source, nothing can be acknowledged: the owner does it, with `replica.position`.
+        A process that has the source open read-only cannot acknowledge: the owner does it, with `replica.position`.
         """
         acked = self._join(feed, name)
         position = self.position
@@ -182,15 +186,18 @@ class Replica:
                 return position
 
     def _join(self, feed: ChangeFeed, name: str) -> int:
-        """Refuse the feed of another store, or of one that has gone a separate way, as far as both logs still show it, before
-        anything is applied; what the cursor has acknowledged."""
+        """Refuse the feed of another store, or of one that has diverged, before anything is applied; return the
+        acknowledged position.
+
+        Divergence is detected as far as both logs still show it.
+        """
         position = self.position
         if (theirs := feed.store_id()) != self.store_id:
             if position and self.store_id:
                 raise StalePlan(
                     "this is a replica of another store", hint=_COPY_AGAIN, ours=self.store_id, theirs=theirs
                 )
-            self._call_itself(theirs)
+            self._set_store_id(theirs)
         try:
             cursor = feed.cursor(name)
         except UnknownCursor:
@@ -204,22 +211,22 @@ class Replica:
                     oldest_sequence=cursor.oldest_sequence,
                     head_sequence=cursor.head_sequence,
                 ) from None
-        self._refuse_parted(feed, name, position)
+        self._refuse_diverged(feed, name, position)
         return cursor.acked_sequence
 
-    def _refuse_parted(self, feed: ChangeFeed, name: str, position: int) -> None:
-        """The last change applied must be the source's own of that number, if both still have it."""
+    def _refuse_diverged(self, feed: ChangeFeed, name: str, position: int) -> None:
+        """Refuse if the last change applied differs from the source's change of that number, if both still have it."""
         with self.read() as txn:
             ours, before = txn.get(CHANGE_LOG, position), preceding(txn.gaps(), position)
         if ours is None:
             return
-        with suppress(CursorLost):  # the source has trimmed it: nothing to compare with
+        with suppress(CursorLost):  # the source has trimmed it: there is nothing to compare
             theirs = feed.fetch(name, 1, after=before).changes
             if theirs and theirs[0] != ours:
-                raise StalePlan("replica and source have gone separate ways", hint=_COPY_AGAIN, sequence=position)
+                raise StalePlan("the replica and its source have diverged", hint=_COPY_AGAIN, sequence=position)
 
     def trim(self, keep: int = PAGE_RECORDS) -> None:
-        """Forget all but the last `keep` changes of the replica's own log, which grows with every change otherwise."""
+        """Remove all but the last `keep` changes of the replica's own log, which otherwise grows with every change."""
         overlay = Overlay(self._env.handles)
         overlay.head = self.position
         while True:
@@ -230,7 +237,7 @@ class Replica:
                 return
             self._commit(overlay, partial(settle_oldest, overlay, requested=target))
 
-    def _call_itself(self, store_id: str) -> None:
+    def _set_store_id(self, store_id: str) -> None:
         overlay = Overlay(self._env.handles)
         self._commit(overlay, lambda: overlay.meta.put(STORE_ID, MetaRecord(text=store_id)))
 
@@ -246,16 +253,16 @@ class Replica:
 
     # ── verifying ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def verify_against(self, manifest: ManifestStore) -> None:
-        """Compare every row the feed tells of, byte for byte; `ManifestDamaged` names the first that differs.
+        """Compare every row that the feed covers, byte for byte; `ManifestDamaged` names the first that differs.
 
-        Both must stand at the same position: catch up while nothing is written.
+        Both must be at the same position: catch up while nothing is written.
         """
         with self.read() as ours, manifest.read() as theirs:
             positions = ours.feed_bounds()[1], theirs.feed_bounds()[1]
             if positions[0] != positions[1]:
                 raise StalePlan(
-                    "replica and source do not stand at the same change",
-                    hint="catch up first, while nothing is written",
+                    "the replica and its source are at different changes",
+                    hint="stop writes to the source and catch up first",
                     replica=positions[0],
                     source=positions[1],
                 )
@@ -274,7 +281,7 @@ def _difference(table: t.Table[Any], mine: Row, source: Row, position: int) -> M
     theirs = source[1].hex() if source is not None and source[0] == key else None
     what = "has no" if ours is None else "has another" if theirs is not None else "has a"
     return ManifestDamaged(
-        f"the replica {what} row of {table.name}" + (" that its source has not" if theirs is None else ""),
+        f"the replica {what} row of {table.name}" + (" that its source lacks" if theirs is None else ""),
         hint=_COPY_AGAIN,
         table=table.name,
         key=table.key.unpack(key),
@@ -285,7 +292,7 @@ def _difference(table: t.Table[Any], mine: Row, source: Row, position: int) -> M
 
 
 def _register(feed: ChangeFeed, name: str) -> bool:
-    """Have a cursor of this name; whether it had to be made."""
+    """Register a cursor of this name unless it exists; return whether it was registered."""
     try:
         feed.cursor(name)
     except UnknownCursor:
@@ -295,7 +302,7 @@ def _register(feed: ChangeFeed, name: str) -> bool:
 
 
 def _clear_local(env: ManifestEnv) -> None:
-    """Remove the source's local rows from a copy; log, bounds and marks of ids stay."""
+    """Remove the source's local rows from a copy; log, bounds and watermarks of ids stay."""
 
     def clear(txn: Any) -> None:
         for table in CLEARED:

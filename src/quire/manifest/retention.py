@@ -1,15 +1,15 @@
-"""Which snapshots are kept, and which are made by themselves.
+"""Retention: decides which snapshots are kept, and which are made automatically.
 
 Terms
-  rule       one reason to keep a snapshot; a snapshot goes only if no rule keeps it
-  bucket     an hour, a day or an ISO week, in the zone of its schedule, else in UTC; of each the newest snapshot counts, one of
-             this schedule before others
+  rule       one reason to keep a snapshot; a snapshot is dropped only if no rule keeps it
+  bucket     an hour, a day or an ISO week, in the zone of its schedule, otherwise in UTC; the newest snapshot of each
+             counts, with preference for those of this schedule
   schedule   the owner makes a snapshot in every period that has none yet, named after its bucket (`schedules.py`)
 
-A database without a policy, or with one that has no rule, loses nothing. Snapshots that expire go when their time has come;
-what a checkpoint keeps for time travel (P14), and what was lent to a reader, goes by its own time alone and counts for no
-rule. Deciding is a pure function of the snapshots, the policy and one clock, the owner's. Applying is one batch of ordinary
-drops, with the delete job; a policy never takes the last snapshots unless forced.
+A database without a policy, or with a policy without rules, loses nothing. Snapshots with an expiry are dropped when it
+is reached. Snapshots that a checkpoint keeps for time travel (P14), and those lent to a reader, follow only their own
+expiry and count for no rule. Deciding is a pure function of the snapshots, the policy and one clock, the owner's.
+Applying is one batch of ordinary drops, with the delete job; a policy never drops the last snapshots unless forced.
 
     >>> from quire.manifest.records import RetentionRecord
     >>> policy = RetentionRecord(keep_last=1)
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 EXPIRED = "expired"
-"""Why a snapshot goes that had a time to live of its own."""
+"""Reason to drop a snapshot that had its own expiry."""
 
 WINDOW = "for time travel"
-"""Why a snapshot stays that a checkpoint has kept for the window of time travel."""
+"""Reason to keep a snapshot that a checkpoint keeps for the window of time travel."""
 
 LENT = "lent to a reader"
-"""Why a snapshot stays that the service has made for somebody who reads, until its time is over."""
+"""Reason to keep a snapshot that the service made for a reader, until it expires."""
 
-DROPPED = "dropped, can be brought back"
-"""Why a snapshot stays that a person has dropped, until its time is over."""
+DROPPED = "dropped, can be restored"
+"""Reason to keep a snapshot that a user dropped, until it expires."""
 
 OWN_TIME = (WINDOW, LENT, DROPPED)
 
 
 class ScheduledSnapshot(msgspec.Struct, frozen=True):
-    """A snapshot that should be there by now."""
+    """A snapshot that should exist by now."""
 
     schedule: str
     """hourly, daily or weekly."""
@@ -69,7 +69,7 @@ class ScheduledSnapshot(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What becomes of a snapshot, and why."""
+    """Whether a snapshot is kept, and why."""
 
     snapshot: SnapshotInfo
     keep: bool
@@ -88,12 +88,12 @@ class RetentionPlan(msgspec.Struct, frozen=True):
         return [decision.snapshot for decision in self.decisions if not decision.keep]
 
     def expired_only(self) -> RetentionPlan:
-        """The same without what the policy would drop: only what has reached the end of its own time goes."""
+        """Return the plan without the drops of the policy: only expired snapshots are dropped."""
         kept = (Decision(decision.snapshot, decision.why != EXPIRED, decision.why) for decision in self.decisions)
         return RetentionPlan(self.db_id, self.policy, tuple(kept))
 
     def only(self, snapshot_ids: Collection[int]) -> RetentionPlan:
-        """The same without what somebody was not asked about: of what would go, only these go."""
+        """Return the plan limited to these snapshots: of those it would drop, only these are dropped."""
         kept = (
             Decision(
                 decision.snapshot, decision.keep or decision.snapshot.snapshot_id not in snapshot_ids, decision.why
@@ -104,39 +104,41 @@ class RetentionPlan(msgspec.Struct, frozen=True):
 
     @property
     def drops_everything(self) -> bool:
-        """Whether nothing would be left."""
+        """Whether no snapshot would be left, apart from those that follow their own expiry."""
         counted = [decision for decision in self.decisions if decision.why not in OWN_TIME]
         return bool(counted) and not any(decision.keep for decision in counted)
 
     @property
     def needs_force(self) -> bool:
-        """Whether it is refused unless somebody says that it is meant: what has expired goes in any case."""
+        """Whether it is refused unless forced: expired snapshots are dropped in any case."""
         return self.drops_everything and any(decision.why not in (EXPIRED, *OWN_TIME) for decision in self.decisions)
 
 
 def check_policy(policy: RetentionRecord) -> RetentionRecord:
-    """The policy, if it makes sense."""
+    """Return the policy if it is valid."""
     every = [parse_schedule(schedule).every for schedule in policy.schedules]
     if len(set(every)) < len(every):
         raise InvalidInput(
-            "two schedules are of one kind", hint="one of hourly, daily and weekly each", schedules=every
+            "two schedules are of the same kind",
+            hint="give at most one each of hourly, daily and weekly",
+            schedules=every,
         )
     for name in ("keep_last", "keep_generations", "keep_seconds", *BUCKETS):
         value = getattr(policy, name)
         if type(value) is not int or value < 0:
-            raise InvalidInput("a retention rule is a whole number, 0 for off", rule=name, value=value)
+            raise InvalidInput("a retention rule must be a whole number; 0 turns it off", rule=name, value=value)
     if type(policy.keep_named) is not bool:
-        raise InvalidInput("named snapshots are kept or not: True or False", rule="keep_named", value=policy.keep_named)
+        raise InvalidInput("keep_named must be True or False", rule="keep_named", value=policy.keep_named)
     return policy
 
 
 def has_rules(policy: RetentionRecord) -> bool:
-    """Whether the policy drops anything at all."""
+    """Return whether the policy can drop anything."""
     return any((policy.keep_last, policy.keep_generations, policy.keep_seconds, *(getattr(policy, b) for b in BUCKETS)))
 
 
 def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *, now_ms: int) -> list[Decision]:
-    """What becomes of each snapshot, in the order given."""
+    """Return the decision on each snapshot, in the order given."""
     snapshots = list(snapshots)
     expired = {s.snapshot_id for s in snapshots if 0 < s.expires_at_ms <= now_ms}
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
@@ -145,7 +147,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
-        why |= {info.snapshot_id: "there is no rule" for info in living}
+        why |= {info.snapshot_id: "there are no rules" for info in living}
     else:
         for keeps, reason in _rules(living, policy, now_ms):
             why.setdefault(keeps, reason)
@@ -162,7 +164,7 @@ def _age(snapshot: SnapshotInfo) -> tuple[int, int]:
 
 
 def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: int) -> Iterable[tuple[int, str]]:
-    """(snapshot id, reason) for every rule that keeps a snapshot."""
+    """Yield (snapshot id, reason) for every rule that keeps a snapshot."""
     for info in newest_first:
         if policy.keep_named and is_personal(info):
             yield info.snapshot_id, "named"
@@ -190,22 +192,22 @@ def _by_bucket(newest_first: list[SnapshotInfo], schedule: str, zone: tzinfo) ->
 
 
 def is_window(snapshot: SnapshotInfo) -> bool:
-    """Whether a checkpoint keeps it for time travel."""
+    """Return whether a checkpoint keeps it for time travel."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and WINDOW_TAG in snapshot.tags
 
 
 def is_lent(snapshot: SnapshotInfo) -> bool:
-    """Whether the service has lent it to a reader."""
+    """Return whether the service has lent it to a reader."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and snapshot.tags == LENT_TAGS
 
 
 def is_personal(snapshot: SnapshotInfo) -> bool:
-    """Whether a person named it."""
+    """Return whether a user named it."""
     return snapshot.kind is SnapshotKind.NAMED and SCHEDULE_TAG not in snapshot.tags
 
 
 def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[ScheduledSnapshot]:
-    """The snapshots that should be there by now.
+    """Return the snapshots that should exist by now.
 
     >>> policy = RetentionRecord(schedules=["hourly", "daily at 03:00 Europe/Zurich"])
     >>> [snapshot.name for snapshot in scheduled(policy, now_ms=1_700_000_000_000)]
@@ -216,7 +218,7 @@ def scheduled(policy: RetentionRecord, *, now_ms: int) -> list[ScheduledSnapshot
 
 
 def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, since_ms: int) -> bool:
-    """Whether a schedule has made a snapshot since its period began. Looks back no further than that."""
+    """Return whether a schedule has made a snapshot since its period began. Looks back no further than that."""
     snapshot_id = U32_MAX
     while (row := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
         (_, snapshot_id), record = row
@@ -235,13 +237,13 @@ class SnapshotRetention:
         self._manifest = manifest
 
     def get(self, db: int | str) -> RetentionRecord | None:
-        """The policy of a database; `None` if it has none."""
+        """Return the policy of a database; `None` if it has none."""
         with self._manifest.read() as txn:
             return txn.get(t.RETENTION, txn.require_database(db)[0])
 
     @changes
     def set(self, db: int | str, policy: RetentionRecord | None) -> None:
-        """Give a database a policy, or none. Nothing is dropped before it is applied."""
+        """Set or remove the policy of a database. Nothing is dropped before it is applied."""
         if policy is not None:
             check_policy(policy)
         with self._manifest.read() as txn:
@@ -249,7 +251,7 @@ class SnapshotRetention:
         self._manifest.submit([SetRetention(db_id, policy)]).result()
 
     def plan(self, db: int | str, policy: RetentionRecord | None = None) -> RetentionPlan:
-        """What the database's policy (or another one) would do now: the dry run."""
+        """Return what the database's policy (or another one) would do now: the dry run."""
         chosen = self.get(db) if policy is None else check_policy(policy)
         with self._manifest.read() as txn:
             db_id = db if isinstance(db, int) else txn.database_id(db)
@@ -258,21 +260,21 @@ class SnapshotRetention:
 
     @changes
     def apply(self, plan: RetentionPlan, *, force: bool = False) -> list[SnapshotInfo]:
-        """Drop what the plan says, in one batch; what was dropped. A snapshot that is gone meanwhile fails the batch."""
+        """Drop the snapshots of the plan in one batch; return them. A snapshot that was dropped meanwhile fails the batch."""
         if batch := self.drops(plan, force=force):
             self._manifest.submit(batch).result()
         return plan.dropped
 
     def drops(self, plan: RetentionPlan, *, force: bool = False) -> list[Op]:
-        """The operations that do what the plan says, none if nothing goes.
+        """Return the operations that carry out the plan; none if nothing is dropped.
 
-        `WouldDropEverything` if no snapshot would be left, unless forced.
+        Raises `WouldDropEverything` if no snapshot would be left, unless forced.
         """
         dropped = plan.dropped
         if plan.needs_force and not force:
             raise WouldDropEverything(
                 "the retention policy would drop every snapshot of the database",
-                hint="keep more, or say `--force` (force=True)",
+                hint="keep more, or use `--force` (force=True)",
                 db_id=plan.db_id,
                 snapshots=len(dropped),
             )
@@ -284,8 +286,10 @@ class SnapshotRetention:
         return [*ops, *self._manifest.jobs.deletions(origins)]
 
     def policies(self, db_ids: Iterable[int]) -> list[tuple[int, RetentionRecord]]:
-        """(database, policy) of those that have one. A policy whose row is damaged is left out, and reported: nothing is made
-        and nothing is dropped by it."""
+        """Return (database, policy) of the databases that have one.
+
+        A policy whose row is damaged is left out and reported: nothing is made or dropped because of it.
+        """
         policies = []
         with self._manifest.read() as txn:
             for db_id in db_ids:
@@ -299,7 +303,7 @@ class SnapshotRetention:
         return policies
 
     def databases(self) -> list[tuple[int, RetentionRecord]]:
-        """The same of every database that has one."""
+        """Return (database, policy) of every database that has one."""
         with self._manifest.read() as txn:
             db_ids = list(txn.owners(t.RETENTION))
         return self.policies(db_ids)

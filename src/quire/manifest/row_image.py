@@ -1,8 +1,8 @@
-"""The manifest as rows: read whole for a base of the archive, and written from one (A7, A10).
+"""The manifest as rows: reads all of them for a base of the archive, and writes a manifest from a base (A7, A10).
 
-Rows are taken and put as they are stored, with their checksums: nothing is decoded. Tables of other versions pass unseen.
+Rows are copied as stored, with their checksums: nothing is decoded. Tables of other versions pass unseen.
 
-Threads: one for each object. Raises what the environment raises.
+Threads: one per object. Raises the errors of the environment.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ ROWS_PER_BLOCK = 4096
 
 
 def image(read: Callable[[], ReadTxn], first_change: int) -> Iterator[TableRows]:
-    """All rows of a manifest that are archived, in blocks; of the change log those from `first_change` on.
+    """Yield all archived rows of a manifest in blocks; of the change log those from `first_change` on.
 
-    Each block is read in a transaction of its own, which ends before the block is given: whoever takes it may be slow. Blocks
-    are then of several moments; the log that is replayed over them makes one of them.
+    Each block is read in a transaction of its own, which ends before the block is yielded, because the consumer may be
+    slow. The blocks are therefore of several moments; replaying the log over them gives one consistent state.
     """
     for name in (*t.TABLES, CHANGE_LOG_NAME):
         if name in t.NOT_ARCHIVED:
@@ -43,17 +43,17 @@ def image(read: Callable[[], ReadTxn], first_change: int) -> Iterator[TableRows]
 
 
 class RowImage:
-    """A manifest that is made of rows, for a restore or a standby. Each `apply` is one transaction."""
+    """A manifest built from rows, for a restore or a standby. Each `apply` is one transaction."""
 
     def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
         self._env = ManifestEnv(path, settings or ManifestSettings(), write=True)
 
     def replace(self, blocks: Iterable[TableRows]) -> None:
-        """Have these rows, and no others in the tables that are archived; one transaction."""
+        """Replace all rows of the archived tables with these, in one transaction."""
         self.apply([blocks], emptied=[name for name in (*t.TABLES, CHANGE_LOG_NAME) if name not in t.NOT_ARCHIVED])
 
     def apply(self, commits: Iterable[Iterable[TableRows]], *, emptied: Iterable[str] = ()) -> None:
-        """Empty some tables, then put and delete rows, in order, durably."""
+        """Empty some tables, then put and delete rows, in order, in one durable transaction."""
         txn: Any = self._env.begin_write()
         try:
             for name in emptied:
@@ -75,15 +75,8 @@ class RowImage:
             txn.abort()
             raise
 
-    def clear(self, names: Iterable[str]) -> None:
-        """Empty some tables."""
-        txn: Any = self._env.begin_write()
-        for name in names:
-            txn.drop(self._env.handles[name], delete=False)
-        txn.commit()
-
     def read(self) -> ReadTxn:
-        """The rows so far."""
+        """Return a snapshot of the rows so far."""
         return ReadTxn(self._env)
 
     def close(self) -> None:

@@ -1,18 +1,20 @@
-"""Rows as they are stored: a record's bytes (`codec.py`), marked, and followed by a checksum of table, key and record.
+"""Rows as stored: a record's bytes (`codec.py`), marked, and followed by a checksum of table, key and record.
 
 Terms
-  plain row    what the record's codec makes: `record_version`, then the body. Stores made before checksums hold such rows
-  stored row   a plain row whose version has its highest bit set, then the crc32 of (table name, key, row), a little-endian
-  u32
+  plain row    the output of the record's codec: `record_version`, then the body. Stores made before checksums have such
+               rows
+  stored row   a plain row whose version has its highest bit set, then the crc32 of (table name, key, row), a
+               little-endian u32
 
-The checksum is looked at with every read: what decodes is what was written, to this table, under this key. Anything else is
-`ManifestDamaged`, which names table and key, and nothing is decided by it. It does not find a row that was there before and
-came back, nor one that is missing (a write that the disk lost): LMDB's pages carry no such proof.
+The checksum is checked with every read: a row that decodes is the one that was written, to this table, under this key.
+Any other row raises `ManifestDamaged`, which names table and key, and is never used. The checksum detects neither an
+older version of a row that reappears nor a missing row (a write that the disk lost): LMDB's pages carry no such proof.
 
-A plain row is read as it always was; the migration step `row_checksums` gives it a checksum. One that has lost its mark is
-four bytes too long to be a plain row, and does not decode.
+A plain row is read as before; the migration step `row_checksums` adds its checksum. A stored row that has lost its mark
+is four bytes too long for a plain row, and does not decode.
 
-Pure functions, any thread. Layout: docs/formats/manifest.md, why: docs/decisions/025-row-checksums.md.
+Threads: pure functions, callable from any thread. Layout: docs/formats/manifest.md, reasons:
+docs/decisions/025-row-checksums.md.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ from quire.manifest.codec import VERSION, R, RecordCodec
 from quire.manifest.keys import KeyCodec
 
 MARK = 0x8000
-"""The bit of a row's version that says: a checksum follows the record."""
+"""The bit of a row's version that marks a checksum after the record."""
 CHECKSUM = struct.Struct("<I")
 assert CHECKSUM.size == 4
 RESIDUE = 0x2144DF1C
-"""The crc32 of bytes that end with their own crc32, little-endian: one call checks a row without cutting it."""
+"""The crc32 of any bytes that end with their own crc32, little-endian: one call checks a row without slicing it."""
 
-_CHECK = "`quire manifest check` names all such rows and says what can be mended"
+_CHECK = "`quire manifest check` lists all damaged rows and shows what can be repaired"
 
 
 damaged_reads: Tally[str] = Tally()
-"""How often this process met a damaged row, by table: for metrics."""
+"""How often this process read a damaged row, by table; for metrics."""
 
 
 class RowCodec(Generic[R]):
@@ -54,13 +56,13 @@ class RowCodec(Generic[R]):
         self.key = key
         self.codec = codec
         self.marked = VERSION.pack(codec.version | MARK)
-        """How stored rows begin."""
+        """The first bytes of stored rows."""
         self.salt = crc32(table.encode())
-        """What the checksums of this table begin with: `crc32(row, crc32(key, salt)) == RESIDUE`."""
+        """The initial value of this table's checksums: `crc32(row, crc32(key, salt)) == RESIDUE`."""
         self.encode: Callable[[bytes, R], bytes] = self._encoder()
-        """The stored row of a record."""
+        """Returns the stored row of a record."""
         self.decode: Callable[[bytes, bytes], R] = self._decoder()
-        """The record of a stored row."""
+        """Returns the record of a stored row."""
 
     def _encoder(self) -> Callable[[bytes, R], bytes]:
         marked, salt, plain, pack = self.marked, self.salt, self.codec.encode, CHECKSUM.pack
@@ -88,7 +90,7 @@ class RowCodec(Generic[R]):
                 try:
                     return body(raw[2:-4])
                 except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                    pass  # told below, with its place
+                    pass  # raised below, with table and key
             try:
                 return plain(opened(key, raw))
             except ManifestDamaged as error:
@@ -97,7 +99,7 @@ class RowCodec(Generic[R]):
         return decode
 
     def encode_all(self, rows: Iterable[tuple[bytes, Any]]) -> list[tuple[bytes, bytes]]:
-        """The stored rows of many records, or of plain rows."""
+        """Return the stored rows of many records, or of plain rows."""
         marked, salt, pack, encode = self.marked, self.salt, CHECKSUM.pack, self.codec.encode
         stored = []
         if self.codec.packed is None:
@@ -112,28 +114,28 @@ class RowCodec(Generic[R]):
         return stored
 
     def sealed(self, key: bytes, plain: bytes) -> bytes:
-        """The stored row of a plain one, of whatever version."""
+        """Return the stored form of a plain row, of any version."""
         return sealed(self.table, key, plain)
 
     def opened(self, key: bytes, raw: bytes) -> bytes:
-        """The plain row in a stored one; `ManifestDamaged` if its checksum is wrong."""
+        """Return the plain row in a stored one; raises `ManifestDamaged` if its checksum is wrong."""
         if not is_marked(raw):
             return raw
         if len(raw) < VERSION.size + CHECKSUM.size or crc32(raw, crc32(key, self.salt)) != RESIDUE:
-            raise self._damaged(key, raw, "its checksum is not that of its bytes and its key")
+            raise self._damaged(key, raw, "its checksum does not match its bytes and key")
         (version,) = VERSION.unpack_from(raw)
         return VERSION.pack(version & ~MARK) + raw[2:-4]
 
     def opened_all(self, keys: list[bytes], raws: list[bytes]) -> list[bytes]:
-        """The plain rows in many stored ones. Costs 0.2 µs for each: the checksums are computed without a loop."""
+        """Return the plain rows in many stored ones, at 0.2 µs each: the checksums are computed without a loop."""
         if self.are_intact(keys, raws):
             head = self.codec.head
             return [head + raw[2:-4] for raw in raws]
         return [self.opened(key, raw) for key, raw in zip(keys, raws, strict=True)]
 
     def columns(self, keys: list[bytes], raws: list[bytes]) -> Any:
-        """Rows of a packed table as one array of numpy, checked."""
-        import numpy as np  # not at the top: commands that look at few rows go without its 260 ms
+        """Return checked rows of a packed table as one numpy array."""
+        import numpy as np  # not at the top: commands that read few rows avoid its 260 ms
 
         fields = self.codec.numpy_fields()
         if self.are_intact(keys, raws):
@@ -144,7 +146,7 @@ class RowCodec(Generic[R]):
         return np.frombuffer(b"".join(plain), fields)
 
     def are_intact(self, keys: list[bytes], raws: list[bytes]) -> bool:
-        """Whether all are stored rows of today's version with right checksums; otherwise look at them one by one."""
+        """Return whether all are stored rows of the current version with correct checksums; if not, check them one by one."""
         marked = self.marked
         return set(map(crc32, raws, map(crc32, keys, repeat(self.salt)))) <= {RESIDUE} and all(
             map(bytes.startswith, raws, repeat(marked))
@@ -162,13 +164,13 @@ class RowCodec(Generic[R]):
         )
 
     def _at(self, key: bytes, error: ManifestDamaged) -> ManifestDamaged:
-        """The error, with the row's place."""
+        """Return the error with the row's table and key."""
         if "table" in error.where:
             return error
         return ManifestDamaged(error.what, hint=_CHECK, table=self.table, key=self.key_of(key), **error.where)
 
     def key_of(self, key: bytes) -> Any:
-        """The key as people read it; in hex if its bytes make no key."""
+        """Return the key for display; in hex if its bytes are not a key."""
         try:
             return self.key.unpack(key)
         except (ValueError, struct.error):
@@ -176,12 +178,12 @@ class RowCodec(Generic[R]):
 
 
 def sealed(table: str, key: bytes, plain: bytes) -> bytes:
-    """The stored row of a plain one, of whatever version."""
+    """Return the stored form of a plain row, of any version."""
     (version,) = VERSION.unpack_from(plain)
     row = VERSION.pack(version | MARK) + plain[2:]
     return row + CHECKSUM.pack(crc32(row, crc32(key, crc32(table.encode()))))
 
 
 def is_marked(raw: bytes) -> bool:
-    """Whether a row says that a checksum follows its record."""
+    """Return whether a row is marked: a checksum follows its record."""
     return len(raw) >= VERSION.size and bool(raw[1] & (MARK >> 8))

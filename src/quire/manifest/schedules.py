@@ -1,15 +1,15 @@
-"""When snapshots are made by themselves: `hourly`, `daily`, `weekly`, the last two also at a time of day, in a time zone.
+"""Schedules of automatic snapshots: `hourly`, `daily`, `weekly`, the last two also at a time of day, in a time zone.
 
     hourly
     daily                                daily at 03:00               daily at 03:00 Europe/Zurich
     weekly                               weekly on sunday at 04:30 America/New_York
 
-Without a time it is the beginning of the hour, the day or the ISO week; without a zone, UTC. A *period* lasts from one such
-moment to the next, and its snapshot is named after the day or week in which it begins. There is one period for each day or
-week of the zone's calendar, however long that is: on a day on which clocks leave the time out it begins as much later as they
-were put forward, on one on which they show it twice, with the first.
+Without a time it is the beginning of the hour, the day or the ISO week; without a zone, UTC. A *period* lasts from one
+such moment to the next, and its snapshot is named after the day or week in which it begins. There is one period for
+each day or week of the zone's calendar, however long that is: on a day on which clocks skip the time it begins later by
+as much as they were put forward; on a day on which they show it twice, it begins with the first.
 
-Pure functions. Raises `InvalidInput`.
+Threads: pure functions. Raises `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUCKETS: dict[str, Callable[[datetime | date], str]] = {
     "daily": lambda moment: moment.strftime("%Y-%m-%d"),
     "weekly": lambda moment: "{}-W{:02}".format(*moment.isocalendar()),
 }
-"""Schedule → the name of the bucket a moment lies in."""
+"""Schedule → function that returns the name of the bucket of a moment."""
 
 TEXT_MAX = 100
 _HOUR_MS = 3_600_000
@@ -50,7 +50,7 @@ class Schedule(msgspec.Struct, frozen=True):
     zone: tzinfo = UTC
 
     def begins_ms(self, now_ms: int) -> int:
-        """When the period began that `now_ms` lies in."""
+        """Return when the period of `now_ms` began."""
         if self.every == "hourly":
             return now_ms - now_ms % _HOUR_MS
         day = datetime.fromtimestamp(now_ms / 1000, self.zone).date()
@@ -61,7 +61,7 @@ class Schedule(msgspec.Struct, frozen=True):
         return begins
 
     def name(self, now_ms: int) -> str:
-        """The name of the snapshot of the period that `now_ms` lies in."""
+        """Return the name of the snapshot of the period of `now_ms`."""
         return f"{self.every}-{bucket(self.every, self.begins_ms(now_ms), self.zone)}"
 
     def _at_ms(self, day: date) -> int:
@@ -69,7 +69,8 @@ class Schedule(msgspec.Struct, frozen=True):
 
 
 def parse_schedule(text: str) -> Schedule:
-    """
+    """Parse a schedule.
+
     >>> parse_schedule("daily at 03:00 Europe/Zurich").at, parse_schedule("weekly on Sunday at 4:30").weekday
     (datetime.time(3, 0), 6)
     """
@@ -86,7 +87,8 @@ def parse_schedule(text: str) -> Schedule:
 
 
 def bucket(schedule: str, at_ms: int, zone: tzinfo = UTC) -> str:
-    """
+    """Return the name of the bucket of a moment.
+
     >>> [bucket(schedule, 1_700_000_000_000) for schedule in BUCKETS]
     ['2023-11-14T22', '2023-11-14', '2023-W46']
     """

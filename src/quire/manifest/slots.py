@@ -1,14 +1,15 @@
-"""The packed body of a slot leaf: for each slot its chain, a base chunk and the deltas over it.
+"""The packed body of a slot leaf: the chain of each slot, which is a base chunk and the deltas over it.
 
 Terms
-  slot     the place of one chunk in a database; its number is the chunk id (M7)
+  slot     the position of one chunk in a database; its number is the chunk id (M7)
   leaf     256 consecutive slots; slot s is at offset s % 256 of leaf s // 256
-  chain    the artifacts that together hold a slot's pages: its only base, then distinct deltas of rising covered_lsn
+  chain    the artifacts that together hold a slot's pages: one base, then distinct deltas of rising covered_lsn
   covered  every artifact carries the highest lsn it holds; a chain's is that of its last artifact (P8)
 
-An entry is 20 bytes, little-endian: offset u8, kind u8, delta_id u16, origin_db_id u32, generation u32, covered_lsn u64.
-Entries are sorted by offset, and within a slot in the order of the chain. Part of docs/formats/manifest.md. Pure functions,
-any thread.
+An entry is 20 bytes, little-endian: offset u8, kind u8, delta_id u16, origin_db_id u32, generation u32, covered_lsn
+u64. Entries are sorted by offset, and within a slot in chain order. Part of docs/formats/manifest.md.
+
+Threads: pure functions, callable from any thread. Raises `InvalidInput`, `OutOfRange`, `ManifestDamaged`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Link(msgspec.Struct, frozen=True):
     delta_id: int = 0
 
     def artifact(self, slot: int) -> ArtifactKey:
-        """The artifact's name, given the slot the chain belongs to."""
+        """Return the artifact's key, given the slot that the chain belongs to."""
         return ArtifactKey(self.origin_db_id, self.kind, slot, self.generation, self.delta_id)
 
 
@@ -58,12 +59,12 @@ EMPTY: Chain = ()
 
 
 def place(slot: int) -> tuple[int, int]:
-    """(leaf, offset) of a slot."""
+    """Return (leaf, offset) of a slot."""
     return divmod(slot, SLOTS_PER_LEAF)
 
 
 def check_chain(chain: Chain, slot: int) -> None:
-    """Refuse a chain of a caller that is not one base followed by distinct deltas of rising lsns."""
+    """Refuse a caller's chain unless it is one base followed by distinct deltas of rising lsns."""
     if chain[0].kind is not ArtifactKind.BASE or any(link.kind is not ArtifactKind.DELTA for link in chain[1:]):
         raise InvalidInput(
             "a chain is one base followed by deltas", slot=slot, kinds=[link.kind.name for link in chain]
@@ -73,12 +74,12 @@ def check_chain(chain: Chain, slot: int) -> None:
             "a chain's deltas must cover rising lsns", slot=slot, covered=[link.covered_lsn for link in chain]
         )
     if len({link.artifact(slot) for link in chain}) < len(chain):
-        # A leaf holds each artifact once: named twice, it would be counted once and released twice.
+        # A leaf holds each artifact once: an artifact named twice would be counted once and released twice.
         raise InvalidInput("a chain names one artifact twice", slot=slot)
 
 
 def pack_leaf(leaf: Leaf) -> bytes:
-    """The bytes of a leaf."""
+    """Encode a leaf."""
     try:
         return b"".join(
             ENTRY.pack(offset, link.kind, link.delta_id, link.origin_db_id, link.generation, link.covered_lsn)
@@ -90,7 +91,7 @@ def pack_leaf(leaf: Leaf) -> bytes:
 
 
 def unpack_leaf(entries: bytes) -> Leaf:
-    """The chains of a leaf."""
+    """Decode the chains of a leaf."""
     if len(entries) % ENTRY.size:
         raise ManifestDamaged("a leaf is not a whole number of entries", bytes=len(entries))
     leaf: dict[int, list[Link]] = {}
@@ -103,6 +104,6 @@ def unpack_leaf(entries: bytes) -> Leaf:
 
 
 def artifacts(leaf: Leaf, number: int) -> Iterable[ArtifactKey]:
-    """Every artifact that leaf `number` refers to."""
+    """Return every artifact that leaf `number` refers to."""
     first = number * SLOTS_PER_LEAF
     return chained.from_iterable((link.artifact(first + offset) for link in chain) for offset, chain in leaf.items())

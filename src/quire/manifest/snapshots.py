@@ -1,16 +1,17 @@
-"""Snapshots and forks: keep what a database is now, branch it, compare two versions, see who came from whom.
+"""Snapshots and forks: keep the current version of a database, branch it, compare two versions, show the lineage of forks.
 
 Terms
-  anchor   the version a snapshot shows: an lsn, with the WAL segments that hold what no chunk holds yet
-  view     leaves (the slot map) + pins (WAL segments up to the anchor): everything that is needed to read that version
+  anchor   the version that a snapshot shows: an lsn, with the WAL segments that hold what no chunk holds yet
+  view     leaves (the slot map) + pins (WAL segments up to the anchor): everything needed to read that version
   lineage  which database was forked from which, at which version
 
 Publishing and forking are one transaction that copies keys and raises counts, whatever the size of the database (M7).
-Dropping lowers counts; what reaches zero is work for the database's delete job, enqueued in the same transaction (M8).
+Dropping lowers counts; artifacts that reach zero are left to the database's delete job, enqueued in the same
+transaction (M8).
 
-Threads: any. Raises `UnknownSnapshot`, `NameTaken`, `DatabaseTombstoned`, `UnknownDatabase`, `StalePlan` (checkpoints come
-faster than an anchor can be taken). With an anchor of the caller's own also `ArtifactGone` and `UnknownArtifact`: a segment
-it pins was truncated.
+Threads: any. Raises `UnknownSnapshot`, `NameTaken`, `DatabaseTombstoned`, `UnknownDatabase`, `StalePlan` (checkpoints
+come faster than an anchor can be taken). With an anchor from the caller also `ArtifactGone` and `UnknownArtifact`: a
+segment that it pins was truncated.
 """
 
 from __future__ import annotations
@@ -61,15 +62,15 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 ANCHOR_TRIES = 8
-"""How often an anchor is taken anew before giving up; each time a checkpoint must have come in between."""
+"""How often an anchor is taken before giving up; each failure means that a checkpoint came in between."""
 
 LIVE: int = 0
-"""In place of a snapshot id: the database as it is now."""
+"""Stands for a snapshot id: the database as it is now."""
 
 _IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 _OVERTAKEN = (StalePlan, ArtifactGone, UnknownArtifact)
-"""What a taken anchor meets if a checkpoint came in between: it went beyond it, or its segments were truncated after it."""
+"""Errors of an anchor that a checkpoint has overtaken: it went beyond the anchor, or its segments were truncated after it."""
 
 
 class Anchor(msgspec.Struct, frozen=True):
@@ -83,11 +84,11 @@ class Anchor(msgspec.Struct, frozen=True):
 
 
 class ForkOptions(msgspec.Struct, frozen=True):
-    """What a fork has of its own from the beginning."""
+    """Options that a fork has from the beginning."""
 
     tags: dict[str, str] = {}
     compression: Compression | None = None
-    """`None`: that of its source."""
+    """`None`: the same as the source."""
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
 
 
 def before_rollback(lsn: int) -> str:
-    """The name of the snapshot of a database as it was before a rollback.
+    """Return the name of the snapshot of a database as it was before a rollback.
 
     >>> before_rollback(4711)
     'before-rollback-4711'
@@ -119,44 +120,44 @@ def before_rollback(lsn: int) -> str:
 
 
 class RolledBack(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rollback did."""
+    """The outcome of a rollback."""
 
     database: str
     db_id: int
     to_lsn: int
-    """The version that the database is equal to now."""
+    """The version that the database now equals."""
     to_ms: int
-    """When that one was committed."""
+    """When that version was committed."""
     lsn: int
     """The new version."""
     before_lsn: int
     """The version before the rollback."""
     snapshot: str
-    """The name under which that one is kept; empty if nothing had to be changed."""
+    """Name of the snapshot of the version before; empty if nothing had to be changed."""
     changed_pages: int
     changed_keys: int = 0
-    """Of a key-value set."""
+    """Number of changed keys of a key-value set."""
 
 
 class SnapshotDetail(msgspec.Struct, frozen=True):
-    """A snapshot and what it holds."""
+    """A snapshot, and the size of what it holds."""
 
     info: SnapshotInfo
     slots: int
     artifacts: int
     chunk_bytes: int
-    """Of the chunks and deltas its chains name."""
+    """Bytes of the chunks and deltas that its chains name."""
     wal_bytes: int
-    """Of the WAL it pins."""
+    """Bytes of the WAL that it pins."""
 
 
 class LineageNode(msgspec.Struct, frozen=True):
-    """A database and the forks made of it."""
+    """A database and its forks."""
 
     db_id: int
     name: str
     status: DbStatus | None
-    """`None`: it is gone, and known only because something was forked from it; or, if it has a name, its row is damaged."""
+    """`None`: it is gone, and known only as the parent of a fork; or, if it has a name, its row is damaged."""
     parent_db_id: int
     parent_snapshot_id: int
     parent_generation: int
@@ -184,7 +185,7 @@ class Snapshots:
         tags: dict[str, str] | None = None,
         expires_at_ms: int = 0,
     ) -> SnapshotInfo:
-        """Keep the database as it is (or at `anchor`) under a name, or without one. Durable on return."""
+        """Keep the current version of the database (or the one at `anchor`), with or without a name. Durable on return."""
         db_id = self._db(db)
         for _ in range(ANCHOR_TRIES):
             taken = anchor or self._anchor(db_id)
@@ -196,7 +197,7 @@ class Snapshots:
                     raise
                 continue
             return self.get(db_id, snapshot_id)
-        raise StalePlan("checkpoints come faster than a snapshot can be taken", hint="try again", db_id=db_id)
+        raise StalePlan("checkpoints are running too often to take a snapshot", hint="try again", db_id=db_id)
 
     def _submit(
         self, db_id: int, name: str, anchor: Anchor, tags: dict[str, str], expires_at_ms: int
@@ -206,7 +207,7 @@ class Snapshots:
         own = record.next_snapshot_id if record else 1
         if record is not None and record.snapshot_range != newest:  # the first one since a takeover (A10)
             own += SKIPPED_SNAPSHOTS
-        with self._lock:  # ids rise in the order of the queue, or the later one would be refused
+        with self._lock:  # ids must rise in queue order, or the later one would be refused
             snapshot_id = max(own, self._next.get(db_id, 1))
             op = PublishSnapshot(
                 db_id,
@@ -227,7 +228,7 @@ class Snapshots:
 
     @changes
     def drop(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
-        """Let a snapshot go, and have what only it held deleted; the snapshot as it was."""
+        """Drop a snapshot, and have what only it held deleted; return the snapshot as it was."""
         info = self.get(db, snapshot)
         origins = self.origins(info.db_id, [info.snapshot_id])
         self._manifest.submit(
@@ -237,12 +238,14 @@ class Snapshots:
 
     @changes
     def soft_drop(self, db: int | str, snapshot: int | str, *, until_ms: int) -> SnapshotInfo:
-        """Drop a snapshot so that `undrop` can bring it back until then; the snapshot as it was. One that expires by itself
-        is dropped for good."""
+        """Drop a snapshot so that `undrop` can bring it back until `until_ms`; return the snapshot as it was.
+
+        A snapshot with an expiry is dropped permanently.
+        """
         info = self.get(db, snapshot)
         if is_dropped(info):
-            hint = "`quire snapshot drop --now` drops it for good"
-            raise UnknownSnapshot("the snapshot was dropped before", hint=hint, snapshot_id=info.snapshot_id)
+            hint = "`quire snapshot drop --now` deletes it permanently"
+            raise UnknownSnapshot("the snapshot has already been dropped", hint=hint, snapshot_id=info.snapshot_id)
         if info.expires_at_ms:
             return self.drop(info.db_id, info.snapshot_id)
         self._manifest.submit([SoftDropSnapshot(info.db_id, info.snapshot_id, until_ms)]).result()
@@ -250,7 +253,7 @@ class Snapshots:
 
     @changes
     def undrop(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
-        """Bring a dropped snapshot back: the last one of this name, or by its id; under its former name or another."""
+        """Undrop a snapshot, the last with this name or by its id, under its former name or another."""
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
             dropped = [info for info in snapshots_of(txn, db_id) if is_dropped(info)]
@@ -258,11 +261,11 @@ class Snapshots:
             if snapshot in (info.snapshot_id, f"#{info.snapshot_id}", info.tags[DROPPED_TAG] or None):
                 self._manifest.submit([UndropSnapshot(db_id, info.snapshot_id, new_name)]).result()
                 return self.get(db_id, info.snapshot_id)
-        hint = "`quire snapshot ls` lists those that can be brought back"
+        hint = "`quire snapshot ls` lists those that can be restored"
         raise UnknownSnapshot("no dropped snapshot has this name", hint=hint, snapshot=str(snapshot))
 
     def origins(self, db_id: int, snapshot_ids: Iterable[int]) -> set[int]:
-        """The databases that made what these snapshots hold: whose delete jobs have work when they go."""
+        """Return the databases that made what these snapshots hold: dropping the snapshots gives their delete jobs work."""
         origins = {db_id}
         with self._manifest.read() as txn:
             for snapshot_id in snapshot_ids:
@@ -281,9 +284,10 @@ class Snapshots:
         anchor: Anchor | None = None,
         options: ForkOptions | None = None,
     ) -> int:
-        """A new database that begins as `db` is now, or was at snapshot `at`; its id. Shares everything until it diverges.
+        """Create a database that begins as `db` is now, or was at snapshot `at`; return its id. Shares everything until
+        it diverges.
 
-        It has the tags of `db`, and those of `options` beside or instead.
+        It has the tags of `db`; those of `options` are added, or replace them.
         """
         source, options = self._db(db), options or ForkOptions()
         with self._manifest.read() as txn:
@@ -291,7 +295,7 @@ class Snapshots:
         tags = {**(record.tags if record is not None else {}), **options.tags}
         snapshot_id = self.get(source, at).snapshot_id if at is not None else LIVE
         if snapshot_id and anchor is not None:
-            raise InvalidInput("a fork begins at a snapshot or at an anchor, not both", snapshot=at)
+            raise InvalidInput("a fork starts at a snapshot or at an anchor, not both", snapshot=at)
         for _ in range(ANCHOR_TRIES):
             taken = anchor or (Anchor(0) if snapshot_id else self._anchor(source))
             db_id = self._manifest.allocate(Counter.DB)
@@ -314,35 +318,35 @@ class Snapshots:
                     raise
                 continue
             return db_id
-        raise StalePlan("checkpoints come faster than a fork can be made", hint="try again", db_id=source)
+        raise StalePlan("checkpoints are running too often to create a fork", hint="try again", db_id=source)
 
     def _anchor(self, db_id: int) -> Anchor:
         with self._manifest.read() as txn:
             return published_anchor(txn, db_id)
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def of(self, db: int | str) -> list[SnapshotInfo]:
-        """The snapshots of a database, oldest first."""
+        """Return the snapshots of a database, oldest first."""
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
             return snapshots_of(txn, db_id)
 
     def get(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
-        """A snapshot by id or by name."""
+        """Return a snapshot by id or by name."""
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
             return _info(db_id, *txn.require_snapshot(db_id, snapshot))
 
     def find(self, db: int | str, text: str) -> SnapshotInfo | Epoch | datetime:
-        """The version that a text names: a snapshot's name, else an epoch (3:4711) or a moment (`core/time_parsing.py`)."""
+        """Return the version that a text names: a snapshot, else an epoch (3:4711) or a moment (`core/time_parsing.py`)."""
         try:
-            check_name("snapshot", text.replace("/", "-"))  # a zone has a slash
+            check_name("snapshot", text.replace("/", "-"))  # the time zone of a moment may have a slash
             return self.get(db, text)
         except UnknownSnapshot as unknown:
             return parse_version(text, now_ms=self._manifest.clock.now_ms(), unknown=unknown)
 
     def describe(self, db: int | str, snapshot: int | str) -> SnapshotDetail:
-        """A snapshot and the sizes of what it holds."""
+        """Return a snapshot and the sizes of what it holds."""
         with self._manifest.read() as txn:
             db_id, _ = txn.require_database(db)
             snapshot_id, record = txn.require_snapshot(db_id, snapshot)
@@ -357,13 +361,13 @@ class Snapshots:
     def diff(
         self, db: int | str, before: int | str | None, after: int | str | None = None, *, other: int | str | None = None
     ) -> SnapshotDiff:
-        """What differs from version `before` of `db` to `after` (of `other`, if it is a fork). `None` means: as it is now."""
+        """Return the differences from version `before` of `db` to `after` (of `other`, if that is a fork). `None` means now."""
         with self._manifest.read() as txn:
             first = _view(txn, db, before)
             return compare(txn, first, _view(txn, db if other is None else other, after))
 
     def lineage(self) -> list[LineageNode]:
-        """Every database as a tree of forks; roots first, oldest first."""
+        """Return every database as a tree of forks; roots first, oldest first."""
         with self._manifest.read() as txn:
             return forest(dict(txn.databases()), txn.damaged_databases())
 
@@ -377,9 +381,10 @@ class Snapshots:
 def with_ancestors(
     txn: ReadTxn, databases: Iterable[tuple[int, DbRecord]]
 ) -> tuple[dict[int, DbRecord], dict[int, str]]:
-    """These databases and what they were forked from, by id; and the names of those among them whose rows are damaged.
+    """Return these databases and their ancestors by id, and the names of ancestors whose rows are damaged.
 
-    Reads a row for each: what it costs follows what is asked for, and how deep forks are nested, not the size of the store.
+    Reads one row for each: the cost depends on the number of databases requested and the depth of their forks, not on
+    the size of the store.
     """
     records, damaged = dict(databases), dict[int, str]()
     todo = [record.parent_db_id for record in records.values()]
@@ -399,8 +404,10 @@ def with_ancestors(
 
 
 def forest(records: Mapping[int, DbRecord], damaged: Mapping[int, str]) -> list[LineageNode]:
-    """Roots first, oldest first; a parent of which no record is left is a root after the others. No recursion: forks of
-    forks may be many deep."""
+    """Return the trees of forks: roots first, oldest first; a parent without a record is a root, after the others.
+
+    No recursion: forks of forks may be many levels deep.
+    """
     children: dict[int, list[int]] = {}
     for db_id, record in records.items():
         children.setdefault(record.parent_db_id, []).append(db_id)
@@ -432,10 +439,10 @@ def _node(db_id: int, record: DbRecord | None, damaged: str, forks: tuple[Lineag
 
 
 def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
-    """The newest version of which every segment is sealed."""
+    """Return the newest version of which every segment is sealed."""
     wal = txn.wal_state(db_id)
     if wal is None:
-        return Anchor(0)  # the op knows what to say about a database that is not there
+        return Anchor(0)  # the op raises for a database that does not exist
     rows = [
         (segment_id, row)
         for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
@@ -443,15 +450,15 @@ def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
     ]
     pins = tuple(Pin(row.origin_db_id, segment_id, row.last_lsn, row.used_bytes) for segment_id, row in rows)
     lsn = max((pin.upto_lsn for pin in pins), default=wal.checkpointed_lsn)
-    # The size at the anchor, which may be older than the last version that is published.
+    # The size at the anchor, which may be older than the last published version.
     size_pages = max(rows, key=lambda item: item[1].last_lsn)[1].size_pages if rows else 0
-    # Without pins the newest segment is one that chunks hold: a fork's numbering goes on behind it all the same (P12).
+    # Without pins the newest segment is absorbed in chunks; a fork's numbering continues after it all the same (P12).
     segment_id = max((pin.segment_id for pin in pins), default=wal.last_sealed_segment)
     return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins)
 
 
 def snapshots_of(txn: ReadTxn, db_id: int) -> list[SnapshotInfo]:
-    """The snapshots of a database, oldest first."""
+    """Return the snapshots of a database, oldest first."""
     return [_info(db_id, key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)]
 
 

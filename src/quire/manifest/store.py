@@ -1,7 +1,7 @@
-"""`ManifestStore`: the manifest as everyone else sees it.
+"""`ManifestStore`: the manifest as the rest of quire uses it.
 
-Reads are snapshots (`with manifest.read() as txn`), writes are batches of operations (`manifest.submit(ops)` → guard). The
-typed methods below build the batches that the catalog has. Those that hand out an identifier wait until it is durable and
+Reads are snapshots (`with manifest.read() as txn`), writes are batches of operations (`manifest.submit(ops)` → guard).
+The typed methods below build the batches of the catalog. Methods that assign an identifier wait until it is durable and
 return it (M5: an id must not leave the process before its batch has committed); the others return the guard.
 
     >>> import tempfile
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 
 
 class ManifestStore:
-    """The opened manifest. Make one with `ManifestStore.open`."""
+    """The open manifest. Make one with `ManifestStore.open`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ManifestStore:
         """The lowest id that a database created by this process can have; 0 for a reader."""
         self._writer = writer
         self.barrier: Barrier | None = None
-        """What public calls wait behind in mode `sync` of the archive; set once, by `stand_behind`."""
+        """What public calls wait for in mode `sync` of the archive; set once, by `set_barrier`."""
         self.submit: Callable[..., ManifestGuard] = writer.submit if writer is not None else self._refuse
         """`submit(ops, *, key=None, result=b"", timeout=None)` queues a batch: `ManifestWriter.submit` itself."""
         self._ids_lock = threading.Lock()
@@ -96,15 +96,15 @@ class ManifestStore:
         self.jobs = JobQueue(self)
         """Work that survives crashes."""
         self.retention = SnapshotRetention(self)
-        """Which snapshots are kept, which are made by themselves."""
+        """Which snapshots are kept, and which are made automatically."""
         self.leases = VersionLeases(self)
-        """Versions lent to readers that read files and objects by themselves."""
+        """Versions leased to readers that read files and objects directly."""
         self.feed = ChangeFeed(self)
-        """Everything that was committed, in order, for subscribers."""
+        """Every committed change, in order, for subscribers."""
         self.recount = Recount(env, clock, left, close_broken=lambda: close_broken(env, self.writer))
-        """What the open has left to check (N3)."""
+        """The checks that the open postponed (N3)."""
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
     @classmethod
     def open(
         cls,
@@ -116,10 +116,10 @@ class ManifestStore:
         create: bool = True,
         repair: bool = False,
     ) -> ManifestStore:
-        """Open the manifest at `path`, making it if `mode` is "rw", `create` is true and there is none.
+        """Open the manifest at `path`; create it if there is none, `mode` is "rw" and `create` is true.
 
-        Raises `ManifestDamaged` if the file or its rules are broken (`repair=True` mends what can be recomputed),
-        `FormatTooNew`, `NotWritable`, and `StoreNotFound` where there is nothing and nothing may be made.
+        Raises `ManifestDamaged` if the file is damaged or breaks a rule (`repair=True` repairs what can be recomputed),
+        `FormatTooNew`, `NotWritable`, and `StoreNotFound` if there is no manifest and none may be created.
         """
         clock = clock or SystemClock()
         env = ManifestEnv(path, settings or ManifestSettings(), write=mode != "r", create=create)
@@ -127,7 +127,7 @@ class ManifestStore:
             if mode == "r":
                 with ReadTxn(env) as txn:
                     refuse_newer(txn._txn, env)
-                # Readers hand out no ids, and a damaged manifest must open for `manifest check`.
+                # Readers assign no ids, and a damaged manifest must open for `manifest check`.
                 return cls(env, clock, None, {})
             writer, next_ids, left = take_ownership(env, clock, repair=repair)
             try:
@@ -138,7 +138,7 @@ class ManifestStore:
                 writer.close()
                 raise
             return manifest
-        except lmdb.Error as error:  # LMDB met a page that makes no sense
+        except lmdb.Error as error:  # LMDB found an invalid page
             env.close()
             raise ManifestDamaged(
                 f"the manifest is damaged: {error}", hint="restore it from a backup", path=path
@@ -148,7 +148,7 @@ class ManifestStore:
             raise
 
     def close(self) -> None:
-        """Commit what is queued, stop the writer, close the environment."""
+        """Commit the queued batches, stop the writer, close the environment."""
         if self._writer is not None:
             was_sound = self._writer.failure is None
             self._writer.close()
@@ -157,7 +157,7 @@ class ManifestStore:
         self.env.close()
 
     def remember_checked(self) -> None:
-        """Note how far the manifest is known to be in order: the next open begins there (N3)."""
+        """Record how far the manifest is known to be in order: the next open checks from there (N3)."""
         if not self.env.refused:
             write_point(self.env, point_of(self.env))
 
@@ -174,7 +174,7 @@ class ManifestStore:
 
     @property
     def writer(self) -> ManifestWriter:
-        """The writer thread; `ReadOnly` if the manifest was opened for reading."""
+        """The writer; raises `ReadOnly` if the manifest was opened for reading."""
         if self._writer is None:
             raise ReadOnly("the manifest was opened for reading", hint='open the store with mode="rw"')
         return self._writer
@@ -182,26 +182,26 @@ class ManifestStore:
     def _refuse(self, *_: object, **__: object) -> ManifestGuard:
         return self.writer.submit(())
 
-    def stand_behind(self, barrier: Barrier) -> None:
-        """Have every call that changes something wait for the archive. Guards do not: they speak of this disk."""
+    def set_barrier(self, barrier: Barrier) -> None:
+        """Make every call that changes something wait for the archive. Guards do not wait: they are about this disk."""
         self.barrier = barrier
         self.cover(self, self.snapshots, self.jobs, self.retention, self.feed)
 
     def cover(self, *parts: object) -> None:
-        """The marked methods of these parts of the store are public calls, too (core/barrier.py)."""
+        """Make the marked methods of these parts of the store wait as public calls (core/barrier.py)."""
         if self.barrier is not None:
             self.barrier.cover(*parts)
 
     # ── reading and writing ───────────────────────────────────────────────────────────────────────────────────────────
     def read(self) -> ReadTxn:
-        """A snapshot of the manifest, for a moment."""
+        """Return a snapshot of the manifest; keep it short."""
         return ReadTxn(self.env)
 
     def export(self, table: str) -> Iterator[pa.RecordBatch]:
-        """A table as Arrow batches of at most 64 Ki rows, each read in a transaction of its own (M4).
+        """Yield a table as Arrow batches of at most 64 Ki rows, each read in a transaction of its own (M4).
 
-        For readers that may be slow: nothing is held between two batches, so rows committed meanwhile are seen if their
-        keys lie ahead. For one consistent view use `read().to_arrow(table)`.
+        For readers that may be slow: no transaction is open between two batches, so rows committed meanwhile are seen
+        if their keys lie ahead. For one consistent view use `read().to_arrow(table)`.
         """
         from quire.manifest.arrow import one_batch
 
@@ -214,17 +214,17 @@ class ManifestStore:
             yield batch
 
     def check(self) -> list[Problem]:
-        """Every broken rule, now."""
+        """Return every broken rule."""
         with self.read() as txn:
             return list(check(txn))
 
-    # ── what happened ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── audit ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def audit(
         self, db: int | str | None = None, *, since_ms: int = 0, until_ms: int | None = None, newest: int = 0
     ) -> list[AuditEntry]:
-        """What happened to a database (or to all, those that are gone included) in [since, until), oldest first.
+        """Return the events of a database (or of all, including removed ones) in [since, until), oldest first.
 
-        With `newest` the last so many of these, and no others are decoded or kept.
+        With `newest`, return only the last so many; no others are decoded or kept.
         """
         with self.read() as txn:
             db_id = txn.database_id(db) if isinstance(db, str) else db
@@ -232,9 +232,9 @@ class ManifestStore:
 
     # ── identifiers ───────────────────────────────────────────────────────────────────────────────────────────────────
     def allocate(self, counter: Counter) -> int:
-        """The next id of a sequence. It must reach the manifest with the batch that uses it, or be reserved (M5)."""
-        _ = self.writer  # a reader hands out no ids: `ReadOnly`
-        self.env.check_sound("counter", counter)
+        """Return the next id of a counter. It must reach the manifest with the batch that uses it, or be reserved (M5)."""
+        _ = self.writer  # raises `ReadOnly`: a reader assigns no ids
+        self.env.require_not_refused("counter", counter)
         with self._ids_lock:
             allocated = self._next_ids[counter]
             self._next_ids[counter] = allocated + 1
@@ -242,19 +242,19 @@ class ManifestStore:
 
     @changes
     def reserve_db_id(self) -> int:
-        """A database id that will never be given again: for a fork, whose op needs it."""
+        """Reserve a database id that will never be assigned again: for a fork, whose op needs it."""
         db_id = self.allocate(Counter.DB)
         self.submit([ReserveIds(Counter.DB, db_id)]).result()
         return db_id
 
     @changes
     def reserve_job_id(self) -> int:
-        """A job id that will never be given again: for `enqueue_job`, in this process."""
+        """Reserve a job id that will never be assigned again: for `enqueue_job`, in this process."""
         return self.jobs.reserve()
 
     @changes
     def reserve_generation(self, db_id: int) -> int:
-        """A generation of the database that will never be given again."""
+        """Reserve a generation of the database that will never be assigned again."""
         with self.read() as txn:
             _, record = txn.require_database(db_id)
         with self._ids_lock:
@@ -278,7 +278,7 @@ class ManifestStore:
         namespace_id: int = 0,
         tags: dict[str, str] | None = None,
     ) -> int:
-        """A new database; its id."""
+        """Register a database; return its id."""
         check_name("database", name)
         db_id = self.allocate(Counter.DB)
         record = DbRecord(
@@ -296,7 +296,7 @@ class ManifestStore:
         return db_id
 
     def update_db_status(self, db_id: int, status: DbStatus) -> ManifestGuard:
-        """Open or close a database for writing, or (TOMBSTONED) drop it."""
+        """Make a database writable or read-only, or (TOMBSTONED) drop it."""
         if not isinstance(status, DbStatus):
             raise InvalidInput("not a database status", hint=f"one of {', '.join(DbStatus.__members__)}", status=status)
 
@@ -307,10 +307,10 @@ class ManifestStore:
         return self.submit([RenameDb(db_id, name)])
 
     def drop_db(self, db_id: int, *, snapshots: bool = False, only_dropped: bool = False) -> ManifestGuard:
-        """Tombstone a database, with its snapshots if `snapshots` says so; what only it held will be deleted."""
+        """Tombstone a database, including its snapshots if `snapshots` is true; what only it held will be deleted."""
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
-            # What no person keeps goes with its database: a window of time travel, what was dropped and could come back.
+            # Snapshots that no user keeps are dropped with the database: windows of time travel, and dropped snapshots.
             held = [key[1] for key, row in kept if snapshots or WINDOW_TAG in row.tags or is_dropped(row)]
             origins = {leaf.origin_db_id for _, leaf in txn.scan(t.LIVE_LEAF, db_id)}
             origins |= {row.origin_db_id for _, row in txn.scan(t.WAL_CATALOG, db_id)}
@@ -319,7 +319,7 @@ class ManifestStore:
         return self.submit([*drops, DropDb(db_id, only_dropped), *self.jobs.deletions(origins)])
 
     def soft_drop_db(self, db_id: int, *, snapshots: bool = False) -> ManifestGuard:
-        """Drop a database so that `undrop_db` can bring it back; one that has snapshots only if `snapshots` says so."""
+        """Drop a database so that `undrop_db` can bring it back; a database with snapshots only if `snapshots` is true."""
         with self.read() as txn:
             kept = txn.scan(t.SNAPSHOT_INDEX, db_id)
             held = [key[1] for key, row in kept if WINDOW_TAG not in row.tags and not is_dropped(row)]
@@ -327,45 +327,46 @@ class ManifestStore:
         if held and not snapshots:
             raise StillReferenced(
                 "the database has snapshots",
-                hint="drop them first, or drop it with them: `--snapshots`, over HTTP `?snapshots=true`",
+                hint="drop them first, or drop them with the database: `--snapshots`, over HTTP `?snapshots=true`",
                 database=record.name if record is not None else "",
             )
         return self.submit([SoftDropDb(db_id)])
 
     def undrop_db(self, db_id: int, name: str = "") -> ManifestGuard:
-        """Bring a database back, under its former name or another."""
+        """Undrop a database, under its former name or another."""
         return self.submit([UndropDb(db_id, name)])
 
     def find_dropped(self, name: str | int) -> int:
-        """The id of a dropped database that can be brought back: the last one that had this name, or by its id (#7)."""
+        """Return the id of a dropped database that can be undropped: the last with this name, or by its id (#7)."""
         with self.read() as txn:
             db_id = txn.dropped_id(name)
         if not db_id:
-            hint = "`quire ls --dropped` lists those that can be brought back"
+            hint = "`quire ls --dropped` lists those that can be restored"
             raise UnknownDatabase("no dropped database has this name", hint=hint, name=str(name))
         return db_id
 
     @changes
     def put_namespace(self, url: str, prefix: str = "", *, encryption_profile: str = "", name: str = "") -> int:
-        """Register a bucket and prefix; its id. With a name it stays until it is dropped."""
+        """Register a bucket and prefix; return its id. With a name it stays until it is dropped."""
         record = NamespaceRecord(url, prefix, encryption_profile, self.clock.now_ms(), name=name)
         return namespaces.put_namespace(self, t.REMOTE_NAMESPACE.codec.checked(record))
 
     def begin_owner_epoch(self, at_least: int = 1, parent: namespaces.Parent | None = None) -> int:
-        """The store has a new owner: objects get names that no owner before it wrote (A1); the epoch's number.
+        """Begin an owner epoch for a new owner, whose objects get names that no earlier owner wrote (A1); return its
+        number.
 
-        `parent` says where the owner before ended: numbers that consumers keep continue in a new range (A10).
+        `parent` is where the previous owner ended: numbers that consumers keep continue in a new range (A10).
         """
         return namespaces.begin_owner_epoch(self, at_least, parent)
 
     def skip_ids(self) -> None:
-        """Hand out no id below the marks: a takeover has raised them."""
+        """Skip ids below the watermarks, which a takeover has raised."""
         with self.read() as txn, self._ids_lock:
             for counter, marked in next_ids(txn).items():
                 self._next_ids[counter] = max(self._next_ids.get(counter, 0), marked)
 
     def ensure_owner_epoch(self) -> None:
-        """Have an owner epoch: whoever is about to put an object asks for this before it chooses the name."""
+        """Begin an owner epoch if there is none. Call this before choosing the name of an object to put."""
         namespaces.ensure_owner_epoch(self)
 
     # ── metrics ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,12 +1,12 @@
 """Every table of the manifest: its key, its record, and whether its changes are part of the feed.
 
 Terms
-  logged    changes enter the change log; replaying the log gives these tables byte for byte (M2)
+  logged    changes enter the change log; replaying the log reproduces these tables byte for byte (M2)
   local     never logged: about this environment, its subscribers and its readers, not about the data
   derived   an index that can be rebuilt from other tables; written in the same transaction, never logged itself
 
-This list is the schema: `docs/formats/manifest.md` shows it and a test compares the two. A table is added by a line here and,
-for stores that exist, by nothing else: tables are made at open.
+This list is the schema: `docs/formats/manifest.md` shows it and a test compares the two. A table is added by a line
+here and nothing else, in existing stores too: tables are created at open.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Table(Generic[R]):
 
     @cached_property
     def codec(self) -> RecordCodec[R]:
-        """Made with the first row: most commands look at few tables, and a decoder takes time to make."""
+        """The codec of records. Built on first use: most commands read few tables, and building a decoder takes time."""
         return RecordCodec(self._record, version=self._version, packed=self._packed)
 
     @cached_property
     def rows(self) -> RowCodec[R]:
-        """Rows as LMDB has them: a record's bytes under a checksum."""
+        """The codec of rows as LMDB stores them: a record's bytes and a checksum."""
         return RowCodec(self.name, self.key, self.codec)
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Table(Generic[R]):
 
 
 TABLES: dict[str, Table[Any]] = {}
-"""All tables by name, in the order in which they are declared."""
+"""All tables by name, in order of declaration."""
 
 _LOGGED, _LOCAL, _DERIVED = Policy.LOGGED, Policy.LOCAL, Policy.DERIVED
 _ARTIFACT = "origin_db_id u32, kind u8, id u32, generation u32, delta_id u16"
@@ -193,7 +193,7 @@ GENERATION_WATERMARKS = Table(
 ID_WATERMARKS = Table("id_watermarks", "counter u16", r.WatermarkRecord, _LOGGED, "next ids, never reused")
 
 # ── local ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-# change_log is declared in change.py: its records are made of operations, which are made of these tables.
+# change_log is declared in change.py: its records consist of operations, which depend on these tables.
 CHANGE_CURSORS = Table("change_cursors", "cursor_id u64", r.CursorRecord, _LOCAL, "subscribers of the feed")
 SNAPSHOT_READERS = Table(
     "snapshot_readers", "db_id u32, reader_id u64", r.ReaderRecord, _LOCAL, "leases of remote readers"
@@ -215,11 +215,11 @@ REPLICA_POSITIONS = Table(
 )
 META = Table("meta", "name text", r.MetaRecord, _LOCAL, "facts about this environment")
 LAST_VERIFICATION = "last_verification"
-"""The row of `meta` with what the last verification of the whole store found in files that are no artifacts."""
+"""The row of `meta` with the problems that the last verification of the whole store found in files that are not artifacts."""
 OBJECT_PLACE = "object_place"
-"""The row of `meta` that says where the store's objects are."""
+"""The row of `meta` with the location of the store's objects."""
 PARENTS = "parents"
-"""The row of `meta` of a clone: the stores that it was made of, as JSON, the oldest first (`reads.ParentStore`)."""
+"""The row of `meta` of a clone: its parent stores as JSON, oldest first (`reads.ParentStore`)."""
 MIGRATIONS = Table("migrations", "name text", r.MigrationRecord, _LOCAL, "the migration ledger")
 
 # ── derived ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -243,16 +243,16 @@ NOT_ARCHIVED = frozenset(
         REPLICA_POSITIONS.name,
     }
 )
-"""Tables about processes of this machine, or about this history: a restored store begins without their rows."""
+"""Tables about processes of this machine, or about this history: a restored store starts without their rows."""
 
 
 def retired_digest(url: str, name: str) -> bytes:
-    """The key of a retired object: names may be longer than a key."""
+    """Return the key of a retired object: a digest, because names may be longer than a key."""
     return blake2b(f"{url}\0{name}".encode(), digest_size=16).digest()
 
 
 def catalog_key(artifact: ArtifactKey) -> tuple[Table[Any], tuple[int, ...]]:
-    """The table that has the row of an artifact with bytes, and its key there: at its origin, for all who share it (M6)."""
+    """Return the table with the row of an artifact that has bytes, and its key: at the origin, shared by all holders (M6)."""
     if artifact.kind is ArtifactKind.BASE:
         return CHUNK_CATALOG, (artifact.origin_db_id, artifact.id, artifact.generation)
     if artifact.kind is ArtifactKind.DELTA:
@@ -263,4 +263,4 @@ def catalog_key(artifact: ArtifactKey) -> tuple[Table[Any], tuple[int, ...]]:
 
 
 OWNED = tuple(table for table in TABLES.values() if table.key.fields[0][0] in ("db_id", "origin_db_id"))
-"""Tables whose rows are each about one database, which their key begins with."""
+"""Tables whose rows each belong to one database, whose id begins the key."""

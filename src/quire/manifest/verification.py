@@ -1,6 +1,6 @@
-"""What verifications have recorded, for people: damaged artifacts in their rows, the rest in a row of its own.
+"""Recorded results of verifications, for display: damaged artifacts in their own rows, the rest in a row of `meta`.
 
-Reads the manifest and nothing else. Pure functions of a read transaction.
+Threads: pure functions of a read transaction; they read the manifest and nothing else.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from quire.manifest.records import JobKind, JobState, VerifyState
 
 @dataclass(frozen=True, slots=True)
 class LastVerification:
-    """The last verification of a whole store that came to its end."""
+    """The last completed verification of a whole store."""
 
     ended_at_ms: int
     problems: list[str]
-    """What it found in files that have no row; artifacts have their own."""
+    """What it found in files without a row; artifacts have their own rows."""
 
 
 def file_problems(result: dict[str, Any]) -> list[str]:
-    """What is wrong with files that are no artifacts, by a job's result; a line each."""
+    """Return the problems of files that are not artifacts from a job's result, one line each."""
     return [f"{problem['kind']} {problem['path']}: {problem['what']}" for problem in result.get("problems", [])]
 
 
 def shares_bytes(key: ArtifactKey, row: Any) -> bool:
-    """Whether an artifact's bytes are another's."""
+    """Return whether an artifact's bytes belong to another artifact."""
     if key.kind is not ArtifactKind.BASE or not row.suffix:
         return False
     named = parse_object_key(row.suffix)
@@ -41,7 +41,7 @@ def shares_bytes(key: ArtifactKey, row: Any) -> bool:
 
 
 def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
-    """(key, row) of every artifact that has bytes, each once: at its origin."""
+    """Yield (key, row) of every artifact that has bytes, once, at its origin."""
     for (origin, slot, generation), chunk in txn.scan(t.CHUNK_CATALOG):
         key = ArtifactKey(origin, ArtifactKind.BASE, slot, generation)
         if not shares_bytes(key, chunk):
@@ -54,13 +54,13 @@ def artifacts(txn: ReadTxn) -> Iterator[tuple[ArtifactKey, Any]]:
 
 
 def damaged_artifacts(txn: ReadTxn) -> list[tuple[str, str]]:
-    """(name, MISSING or ALTERED) of artifacts whose last verification was bad."""
+    """Return (name, MISSING or ALTERED) of artifacts that failed their last verification."""
     bad = (VerifyState.MISSING, VerifyState.ALTERED)
     return [(object_key(key), row.verify_state.name) for key, row in artifacts(txn) if row.verify_state in bad]
 
 
 def last_verification(txn: ReadTxn) -> LastVerification | None:
-    """The newest one that looked at everything; `None` if nothing tells of any. Before quire kept it, jobs told."""
+    """Return the last complete verification; `None` if none is recorded. Older stores have it only in the rows of jobs."""
     row = txn.get(t.META, t.LAST_VERIFICATION)
     if row is not None:
         return LastVerification(row.number, msgspec.json.decode(row.text, type=list[str]))

@@ -1,6 +1,7 @@
-"""Whether a database takes writes: asked before every write of every engine, and of LMDB only when a database has changed.
+"""Whether a database accepts writes: checked before every write of every engine, but read from LMDB only after a
+database has changed.
 
-Threads: any; two that ask at once both look. Raises `ReadOnly`, `DatabaseTombstoned`.
+Threads: any; two threads that check at the same time both read. Raises `ReadOnly`, `DatabaseTombstoned`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _DATABASES = int(Component.DATABASE)
 
 
 class Writability:
-    """Of one database."""
+    """Whether one database accepts writes."""
 
     __slots__ = ("_active_at", "_db_id", "_manifest", "_marks")
 
@@ -27,21 +28,21 @@ class Writability:
         self._marks = manifest.writer
         self._db_id = db_id
         self._active_at = -1
-        """The generation of databases at which this one was last seen to take writes."""
+        """The generation of the component DATABASE at which this database was last found to accept writes."""
 
     def require(self) -> None:
-        """Raise unless the database takes writes."""
+        """Raise unless the database accepts writes."""
         generation = self._marks.generations.get(_DATABASES, 0)
         if self._active_at == generation:
             return
         with self._manifest.read() as txn:
             record = txn.database(self._db_id)
         if record is None or record.status is DbStatus.TOMBSTONED:
-            raise DatabaseTombstoned("the database was dropped", hint="create another one", db_id=self._db_id)
+            raise DatabaseTombstoned("the database was dropped", hint="create a new one", db_id=self._db_id)
         if record.former_name:
-            hint = f"`quire undrop {record.former_name}` brings it back"
+            hint = f"`quire undrop {record.former_name}` restores it"
             raise DatabaseTombstoned("the database was dropped", hint=hint, database=record.former_name)
         if record.status is DbStatus.READ_ONLY:
-            hint = f"`quire db set-status {record.name} active` lets it be written again"
+            hint = f"run `quire db set-status {record.name} active` to write to it again"
             raise ReadOnly("the database is read-only", hint=hint, database=record.name)
         self._active_at = generation

@@ -1,22 +1,23 @@
-"""The writer thread: takes batches from a bounded queue, applies them in order, commits them in groups (M3).
+"""The writer thread: takes batches from a bounded queue, applies them in order, and commits them in groups (M3).
 
 Terms
-  batch    what one `submit` brings: applied whole or not at all
+  batch    the operations of one `submit`: applied whole or not at all
   group    the batches of one LMDB transaction, one sync
-  doubt    after a failed sync nobody knows what is on disk
+  doubt    the state after a failed sync: what is on disk is unknown
 
-Where what happens, for a group: `_take` cuts it from the queue, `_commit` decides about failures, `_transact` is the
-transaction: `Applier.apply` makes rows and change records, `_flush` writes both, `txn.commit()` makes them durable, and
-`_resolve` answers the waiters after that, never before. Rows, change record, generations and idempotency answer of a batch
-are in one transaction.
+The path of a group: `_take` cuts it from the queue, `_commit` handles failures, `_transact` is the transaction:
+`Applier.apply` makes rows and change records, `_flush` writes both, `txn.commit()` makes them durable, and `_resolve`
+answers the waiters after that, never before. Rows, change record, generations and idempotency answer of a batch are in
+one transaction.
 
 What is on disk at each step of a group, and what recovery does:
   begin … flush     the previous transaction (LMDB is copy-on-write): the group never happened
   commit            the previous transaction or the group's, whole: LMDB's meta page decides
-  durable           the group's; guards may not have been told, so a caller that repeats needs an idempotency key
+  durable           the group's; its guards may not be resolved yet, so a caller that repeats needs an idempotency key
 
-Threads: `submit`, `when_generation`, `when_change`, `fence` from any thread; everything below "the writer thread" belongs to
-it. The queue has a lock of its own; everything else is constant after construction or the writer's own.
+Threads: `submit`, `when_generation`, `when_change`, `fence` from any thread; everything below "the writer thread" runs
+on that thread. The queue has its own lock; everything else is constant after construction or owned by the writer
+thread.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from quire.manifest import tables as t
 from quire.manifest.apply import Applied, Applier, as_input_error
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.env import ManifestEnv, translate
-from quire.manifest.guard import Bell, GenerationWait, ManifestGuard, current
+from quire.manifest.guard import CommitNotifier, GenerationWait, ManifestGuard, current
 from quire.manifest.metrics import WriterStats
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.cursors import sequence_bounds
@@ -62,26 +63,26 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import GenerationRecord
 
 LOOK_SECONDS = 1.0
-"""How often the writer looks for read transactions that have been open for too long."""
+"""Interval at which the writer looks for read transactions that have been open for too long, in seconds."""
 
 EARLY_GROWTH_WAIT_SECONDS = 0.05
-"""How long growing at the watermark waits for read transactions to end; meanwhile no other begins."""
+"""How long growing at the watermark waits for read transactions to end, in seconds; no other can begin meanwhile."""
 
 EARLY_GROWTH_PAUSE_SECONDS = 5.0
-"""How long growing at the watermark is put off when they did not."""
+"""How long growing at the watermark is postponed if they did not end, in seconds."""
 
 _BLOCK_BYTES = 512
-"""The unit of `ru_oublock`."""
+"""The unit of `ru_oublock`, in bytes."""
 
 
 class CommitLog(Protocol):
-    """Takes the rows of every commit, in order (quire.archive)."""
+    """Receives the rows of every commit, in order (quire.archive)."""
 
     def reserve(self) -> Any:
-        """Take the next place, before the commit."""
+        """Reserve the next place, before the commit."""
 
     def fill(self, slot: Any, written: list[TableRows]) -> None:
-        """The commit is durable; its rows."""
+        """Fill the place with the rows of the commit, once it is durable."""
 
 
 class ManifestWriter:
@@ -89,19 +90,19 @@ class ManifestWriter:
 
     def __init__(self, env: ManifestEnv, clock: Clock) -> None:
         # constant after construction
-        self.bell = Bell()
+        self.notifier = CommitNotifier()
         self.stats = WriterStats()
         self._env = env
         self._clock = clock
         self._settings = env.settings
         self.owner_check: Callable[[], None] | None = None
-        """Raises if this process has lost the store; set once, by whoever holds its lock."""
+        """Raises if this process has lost the store; set once, by the holder of its lock."""
         self.archive: CommitLog | None = None
-        """Who is handed the rows of every commit; set once, before the first one."""
+        """Receives the rows of every commit; set once, before the first commit."""
         self._queue = BatchQueue(env.settings.queue_ops_max)
-        # the writer's own; `generations`, `head` and `oldest` are replaced whole and may be read by anyone
+        # owned by the writer thread; `generations`, `head` and `oldest` are replaced whole, so any thread may read them
         self._overlay = Overlay(env.handles)
-        self._overlay.check_sound = env.check_sound if env.refused else None
+        self._overlay.require_not_refused = env.require_not_refused if env.refused else None
         self._applier = Applier(self._overlay, int(env.settings.idempotency_seconds * 1000))
         self._carry: list[ManifestGuard] = []
         self._answered = 0
@@ -113,11 +114,11 @@ class ManifestWriter:
         self.head = 0
         self.oldest = 1
         self._thread = threading.Thread(target=self._run, name="quire-manifest-writer", daemon=True)
-        self.bell.thread = self._queue.taker = self._thread
+        self.notifier.thread = self._queue.taker = self._thread
         env.fork_hooks.append(self._forked)
 
     def start(self, reached: Mapping[int, int] | None = None) -> None:
-        """Load the marks and begin to serve; `reached` are generations that the change log knows to be given already."""
+        """Load the marks and start the thread; `reached` are generations that the change log has assigned already."""
         with ReadTxn(self._env) as txn:
             self.oldest, self.head = txn.feed_bounds()
             for (component,), row in txn.scan(t.GENERATION_WATERMARKS):
@@ -131,21 +132,21 @@ class ManifestWriter:
     def submit(
         self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None
     ) -> ManifestGuard:
-        """Queue a batch. Blocks while the queue is full; `Overloaded` if that takes longer than `timeout`.
+        """Queue a batch. Blocks while the queue is full; raises `Overloaded` if that takes longer than `timeout`.
 
-        With a `key` the batch is applied once, however often it is submitted (M11); `result` is the answer that is kept with
-        the key and given to those who repeat it.
+        With a `key` the batch is applied once, however often it is submitted (M11); `result` is the answer that is
+        stored with the key and returned to repeated submissions.
         """
         batch = ops if type(ops) is tuple else tuple(ops)
         call = current.call if key is None else None
         if call is not None and (effect := call.effect_in(batch)) is not None:
             key, result = call.key, call.answer(effect)
-        guard = ManifestGuard(batch, key, self.bell)
+        guard = ManifestGuard(batch, key, self.notifier)
         count = len(guard.ops)
         if not 0 < count <= BATCH_OPS_MAX:
-            raise InvalidInput("a batch has at least one and at most 65,536 operations", operations=count)
+            raise InvalidInput("a batch must have 1 to 65,536 operations", operations=count)
         if key is not None and len(key) != IDEMPOTENCY_KEY_BYTES:
-            raise InvalidInput("an idempotency key has 16 bytes", bytes=len(key))
+            raise InvalidInput("an idempotency key must be 16 bytes", bytes=len(key))
         if result:
             guard.result_bytes = result
         if TRACE_API in sys.modules:
@@ -156,25 +157,25 @@ class ManifestWriter:
         return guard
 
     def when_generation(self, component: Component, target: int) -> GenerationWait:
-        """Resolves once `component` has reached generation `target`."""
+        """Return a wait that resolves once `component` has reached generation `target`."""
 
         def reached() -> int | None:
             now = self.generations.get(component, 0)
             return now if now >= target else None
 
-        return GenerationWait(self.bell, reached, f"generation {target} of {component.name}")
+        return GenerationWait(self.notifier, reached, f"generation {target} of {component.name}")
 
     def when_change(self, after: int) -> GenerationWait:
-        """Resolves to the head of the feed once it is above `after`."""
-        return GenerationWait(self.bell, lambda: self.head if self.head > after else None, "a change")
+        """Return a wait that resolves to the head of the feed once it is above `after`."""
+        return GenerationWait(self.notifier, lambda: self.head if self.head > after else None, "a change")
 
     def record_rows(self) -> None:
-        """Remember what each transaction writes: there is an archive now."""
+        """Start to record what each transaction writes, for the archive."""
         self._overlay.written = []
 
     @property
     def failure(self) -> QuireError | None:
-        """Why nothing more is accepted, if so."""
+        """Why no more batches are accepted; `None` while they are."""
         return self._queue.refusal
 
     def check_owner(self) -> None:
@@ -185,39 +186,39 @@ class ManifestWriter:
             self.owner_check()
 
     def fence(self, error: StoreFenced) -> None:
-        """Commit nothing more, not even what is queued: the store has another owner."""
+        """Commit nothing more, not even queued batches: the store has another owner."""
         if isinstance(self._queue.refusal, StoreFenced):
             return  # the first reason stays
         queued = self._queue.refuse(error, drain=True)
-        self.bell.failure = error
+        self.notifier.failure = error
         self._fail(queued, error)
         emit_safely("error", "manifest.fenced", error=str(error))
 
     def close(self) -> None:
-        """Refuse new batches, commit what is queued, end the thread."""
+        """Refuse new batches, commit the queued ones, end the thread."""
         self._queue.refuse(StoreClosed("the manifest is closed", hint="open the store again"), drain=False)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-        self.bell.failure = self.bell.failure or self._queue.refusal
-        self.bell.ring()
+        self.notifier.failure = self.notifier.failure or self._queue.refusal
+        self.notifier.notify()
 
     def watch_refused(self) -> None:
-        """Databases or counters were closed since the writer started: operations on them are refused from now on."""
-        self._overlay.check_sound = self._env.check_sound
-        self._overlay.active_ids.clear()  # they are believed without being looked up
+        """Refuse operations on databases and counters that were closed since the writer started."""
+        self._overlay.require_not_refused = self._env.require_not_refused
+        self._overlay.active_ids.clear()  # its databases are accepted without a lookup
 
     def stop_for(self, error: QuireError) -> None:
-        """Commit what is queued and nothing more, because of a broken rule; what is there can still be read."""
-        what = f"the manifest takes no more changes: {error}"
+        """Commit the queued batches and nothing more, because of a broken rule; the manifest can still be read."""
+        what = f"the manifest accepts no more changes: {error}"
         self._queue.refuse(poisoned_by(error, what, hint="close the store and run `quire manifest check`"), drain=False)
 
     def _forked(self) -> None:
-        """In the child of a fork() there is no writer thread, and a lock may be one that it held: everything anew."""
-        refusal = StoreClosed("the manifest belongs to the parent of this fork()", hint="open the store again")
+        """Reset in the child of a fork(), which has no writer thread and may have inherited a lock that the thread held."""
+        refusal = StoreClosed("the manifest was opened by the parent of a fork()", hint="open the store again")
         self._queue = BatchQueue(self._settings.queue_ops_max)
         self._queue.refuse(refusal, drain=True)
         self._carry = []
-        self.bell.abandon(refusal)
+        self.notifier.abandon(refusal)
 
     # ── the writer thread ─────────────────────────────────────────────────────────────────────────────────────────────
     def _run(self) -> None:
@@ -225,15 +226,15 @@ class ManifestWriter:
         try:
             while (group := self._take()) is not None:
                 self._commit(group)
-        except BaseException as error:  # whatever it is, waiters must hear of it, those of the group in hand included
-            self._die(error, group)
+        except BaseException as error:  # all waiters must be woken, including those of the current group
+            self._stop_with_error(error, group)
 
     def _take(self) -> list[ManifestGuard] | None:
-        """The next group: from what is left of the queue taken last, else from the queue; `None` when closed and drained."""
+        """Return the next group: the rest of what was taken last, or else from the queue; `None` when closed and drained."""
         taken = self._carry or self._queue.take(self._answered, self._settings.group_wait_seconds)
         if taken is None:
             return None
-        self._carry = taken  # until it is cut: whatever happens here, `_die` finds everyone
+        self._carry = taken  # until the group is cut: if this raises, `_stop_with_error` finds every guard
         budget, count = self._settings.group_ops_max, len(taken)
         if count > 1 and sum([len(guard.ops) for guard in taken[: budget + 1]]) > budget:
             for index, guard in enumerate(taken):
@@ -252,19 +253,20 @@ class ManifestWriter:
                 applied, rows, pages = self._transact_until_it_fits(group, started)
         except (QuireError, lmdb.Error, OSError) as error:
             self._overlay.discard()
-            self._give_up(group, error, committed)
+            self._handle_failed_commit(group, error, committed)
             return
         except Exception as error:
-            # Not of LMDB: a row that cannot be encoded, say. Redo one batch per transaction (M3): the culprit fails alone.
+            # Not an LMDB error, e.g. a row that cannot be encoded. Redo one batch per transaction (M3): only the
+            # culprit fails.
             self._overlay.discard()
             if len(group) == 1:
                 self._fail(group, as_input_error(error))
             else:
                 for index, guard in enumerate(group):
-                    if isinstance(self._queue.refusal, StoreUnusable):  # doubt stops writes, here too
+                    if isinstance(self._queue.refusal, StoreUnusable):  # in doubt, nothing more is written
                         self._fail(group[index:], self._queue.refusal)
                         return
-                    # A verdict of the abandoned pass may rest on the culprit: everyone is judged again.
+                    # The outcome of a batch in the abandoned pass may depend on the culprit: apply each again.
                     guard.error, guard.repeated = None, False
                     self._commit([guard])
             return
@@ -273,7 +275,7 @@ class ManifestWriter:
         self._report(group, applied.operations, rows, pages, started, raised)
 
     def _transact_until_it_fits(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
-        """A transaction that meets a full map, or a key that was thought to be new, is done again: ops are pure."""
+        """Run the transaction, again if the map was full or a key that was assumed to be new exists: ops are pure."""
         strict = False
         while True:
             if self._env.is_nearly_full():
@@ -290,8 +292,10 @@ class ManifestWriter:
                 guard.error, guard.repeated = None, False
 
     def _grow_early(self, now: float) -> None:
-        """Grow the map at its watermark, where the group still fits. A reader that stays puts this off and must not fail the
-        group: only a full map waits for it in earnest."""
+        """Grow the map at its watermark, where the group still fits.
+
+        An open read transaction postpones this and must not fail the group: only a full map waits for readers at length.
+        """
         if now < self._next_growth:
             return
         try:
@@ -304,7 +308,7 @@ class ManifestWriter:
                 emit_safely("warning", "manifest.map_nearly_full", error=str(error))
 
     def _transact(self, group: list[ManifestGuard], started: float) -> tuple[Applied, int, int]:
-        """One transaction, durable on return; what was applied, and the rows and pages written."""
+        """Run one transaction, durable on return; return what was applied, and the number of rows and pages written."""
         overlay = self._overlay
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_oublock
         deadline = started + self._settings.group_seconds_max
@@ -323,13 +327,13 @@ class ManifestWriter:
             oldest = sequence_bounds(overlay)[0] if overlay.meta.pending else self.oldest
             hit("manifest.commit.flushed")
             self._queue.admit()
-            self.check_owner()  # inside the transaction, which a second owner's first step waits for
+            self.check_owner()  # inside the transaction, for whose end the first step of a second owner waits
             self._commit_and_hand_over(txn, applied.changes)
             hit("manifest.commit.durable")
         except BaseException:
             txn.abort()
             raise
-        # Durable from here on: what is published below may be seen by anyone.
+        # Durable from here on: only now may other threads see the new marks.
         self.generations, self.head, self.oldest = applied.generations, applied.head, oldest
         if applied.batches < len(group):
             self._carry = group[applied.batches :] + self._carry
@@ -339,7 +343,7 @@ class ManifestWriter:
         return applied, rows, written // self._env.page_bytes
 
     def _commit_and_hand_over(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> None:
-        """Commit. An archive is given the rows in a place of its queue that is taken before anybody can see them."""
+        """Commit. The archive gets the rows in a place of its queue that is reserved before any thread can see them."""
         if self.archive is None:
             txn.commit()
             return
@@ -350,15 +354,15 @@ class ManifestWriter:
         try:
             txn.commit()
         except BaseException:
-            slot.cancel()  # in doubt the writer stops, and the next owner ships a base
+            slot.cancel()  # in doubt the writer stops, and the next owner archives a new base
             raise
         self.archive.fill(slot, written)
 
     def _flush(self, txn: lmdb.Transaction, changes: list[tuple[bytes, bytes]]) -> int:
-        """Write all pending rows into the transaction; how many.
+        """Write all pending rows into the transaction; return how many.
 
-        py-lmdb gives up the GIL for every row. With producers waiting for the GIL each hand-over costs more than the row;
-        with producers waiting for the queue's lock instead, it costs nothing.
+        py-lmdb releases the GIL for every row. If producers wait for the GIL, each hand-over costs more than the row;
+        if they wait for the queue's lock instead, it costs nothing.
         """
         with self._queue.lock:
             rows = self._overlay.flush() + len(changes)
@@ -377,40 +381,45 @@ class ManifestWriter:
         for guard in group:
             guard.ops = ()
             guard.done = True
-            if (waiter := guard.waiter) is not None:  # read once: whoever waits may give up at this moment
+            if (waiter := guard.waiter) is not None:  # read once: the waiting thread may give up at this moment
                 answered += 1
-                waiter.ring()
+                waiter.wake()
         self._answered = answered
-        self.bell.ring()
+        self.notifier.notify()
 
     def _fail(self, group: list[ManifestGuard], error: QuireError) -> None:
         for guard in group:
-            guard.error, guard.repeated = error, False  # a verdict of the abandoned transaction counts for nothing
+            guard.error, guard.repeated = error, False  # outcomes in the abandoned transaction do not count
         self._resolve(group)
 
-    def _give_up(self, group: list[ManifestGuard], error: QuireError | lmdb.Error | OSError, committed: int) -> None:
-        """The transaction failed. If it is certain that nothing was committed (a full disk), the group fails and the writer
-        goes on; in doubt it commits nothing more."""
+    def _handle_failed_commit(
+        self, group: list[ManifestGuard], error: QuireError | lmdb.Error | OSError, committed: int
+    ) -> None:
+        """Handle a failed transaction.
+
+        If it is certain that nothing was committed (a full disk), the group fails and the writer continues; in doubt it
+        commits nothing more.
+        """
         failure = error if isinstance(error, QuireError) else translate(error, self._env.path)
-        if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.out_of_room():
+        if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.cannot_grow_file():
             failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)
         if isinstance(failure, (DiskFull, Unavailable)) and self._env.last_txn_id() == committed:
             emit_safely("error", "manifest.commit_failed", error=str(failure), batches=len(group))
             self._fail(group, failure)
             return
         group.extend(self._carry)
-        self._die(failure, group)
+        self._stop_with_error(failure, group)
 
-    def _die(self, cause: BaseException, group: list[ManifestGuard] | None = None) -> None:
+    def _stop_with_error(self, cause: BaseException, group: list[ManifestGuard] | None = None) -> None:
         what = f"the manifest's writer stopped: {type(cause).__name__}: {cause}"
         refusal = poisoned_by(cause, what, hint="close the store and open it again")
         queued = self._queue.refuse(refusal, drain=True)
-        # Each once, and none that was told before: its batch is durable.
+        # Each guard once, and none that is resolved already: its batch is durable.
         unsettled = (guard for guard in (*(group or ()), *self._carry, *queued) if not guard.done)
         waiting = list({id(guard): guard for guard in unsettled}.values())
         self._carry = []
-        self.bell.failure = refusal
-        self._fail(waiting, refusal)  # before anything else: they wait
+        self.notifier.failure = refusal
+        self._fail(waiting, refusal)  # first of all: threads are waiting
         emit_safely("error", "manifest.writer_stopped", error=str(cause))
 
     def _report(

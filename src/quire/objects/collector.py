@@ -1,16 +1,17 @@
-"""Deletes objects, as the only one who does (A3): engines and jobs have object stores without `delete`, and hand names to it.
+"""The only code that deletes objects (A3): engines and jobs have object stores without `delete`, and pass names to it.
 
-A name goes only if it is below a prefix that this store owns. Those of its ancestors, the owner epochs before, go when this
-owner's session is confirmed: until then the owner before it, or the original of a copied directory, may still need them. Those
-of the former space, of a store older than epochs and without a prefix, go if it is claimed. One foreign name, and nothing of
-the call is deleted: what named it is wrong. How long an object is kept after nothing needs it is decided by who asks: the
-grace of the delete job (M8), and of a sweep. With archiving on, archived moments still need it: `delete` retires it, and
-`delete_now` is for whoever knows that none does (A8).
+An object is deleted only if its name is below a prefix that this store owns. Objects of *ancestors*, the earlier owner epochs,
+are deleted only when this owner's session is confirmed: until then the previous owner, or the original of a copied directory,
+may still need them. Objects of the *former* space, whose names have no store prefix because they are older than epochs, are
+deleted only if this store has claimed that space. If a call contains one foreign name, nothing is deleted: the caller that
+named it is wrong. The caller also decides how long an object is kept after its last use: the delete job (M8) and sweeps have
+grace periods. With archiving on, archived moments may still need the object: `delete` retires it, and `delete_now` is for
+objects that no archived moment needs (A8).
 
-What standbys and clones have put to make themselves known is removed by `withdraw`: a standby's entry is the standby's own, and
-a clone's entry is removed by the clone, or by a person who names it.
+`withdraw` removes the registrations of standbys and clones: a standby removes its own, and a clone's is removed by the clone
+or by an administrator who names it.
 
-Threads: any. Raises `ForeignObject`, what the confirmation raises, and what the object store raises.
+Threads: any. Raises: `ForeignObject`, what the confirmation raises, and what the object store raises.
 """
 
 from __future__ import annotations
@@ -26,28 +27,28 @@ from quire.durable.object_names import is_log_key
 from quire.objects.api import PAGE_OBJECTS, DeletableStore
 
 Confirm = Callable[[], None]
-"""Raises unless this process is still the store's owner, by the bucket's word."""
+"""Raises unless the bucket confirms that this process still owns the store."""
 Retire = Callable[[str, list[str]], None]
-"""Takes down that objects at a URL are to be deleted when no archived moment needs them; durable on return."""
+"""Records durably that objects at a URL are to be deleted when no archived moment needs them."""
 
 
 _REGISTRATION = re.compile(r"[0-9a-f-]{36}/(standby|clones)/[0-9a-f-]{36}")
 
 
 class Owned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store may delete, as its manifest says."""
+    """The prefixes below which a store may delete, from its manifest."""
 
     current: frozenset[tuple[str, str]]
-    """(URL, prefix) of the current owner epoch, in each place."""
+    """(URL, prefix) of the current owner epoch, for each location."""
     ancestors: frozenset[tuple[str, str]] = frozenset()
     former: frozenset[tuple[str, str]] = frozenset()
-    """(URL, prefix) of places themselves: what older stores have put there is below no store's name."""
+    """(URL, prefix) of the locations themselves: objects of older stores have no store id in their names."""
     foreign: frozenset[tuple[str, str]] = frozenset()
-    """(URL, prefix) of stores that this one is a clone of: it reads there, and lets go without deleting (A12)."""
+    """(URL, prefix) of the stores that this one was cloned from: it reads their objects and never deletes them (A12)."""
 
 
 class Collector:
-    """Deletes objects of one store, after looking whose they are."""
+    """Deletes objects of one store after checking that the store owns them."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Collector:
         claims_former: Callable[[], bool] = lambda: True,
         retire: Retire | None = None,
     ) -> None:
-        """`confirm` is `None` where nobody confirms sessions: then what ancestors wrote is kept. `retire` is `None` without
+        """`confirm` is `None` where sessions are not confirmed: objects of ancestors are then kept. `retire` is `None` without
         archiving."""
         self._open_store = open_store
         self._owned = owned
@@ -66,11 +67,12 @@ class Collector:
         self._claims_former = claims_former
         self._retire = retire
         self.before_delete: Callable[[str, list[str]], None] | None = None
-        """Given (URL, names) before they are deleted, by a backup that has yet to copy them; if it raises, they stay."""
+        """Called with (URL, names) before a deletion; set by a backup that has yet to copy the objects. If it raises, nothing
+        is deleted."""
 
     def delete(self, url: str, keys: Iterable[str]) -> None:
-        """Remove objects that nothing needs now, or retire them; missing ones are fine. If it raises, some may be gone and some
-        not: call again."""
+        """Delete objects that are no longer needed, or retire them. Missing objects are not errors. If it raises, some may be
+        deleted and some not: call again."""
         names = self._checked(url, keys)
         if self._retire is None:
             self._remove(url, names)
@@ -78,25 +80,27 @@ class Collector:
             self._retire(url, names)
 
     def delete_now(self, url: str, keys: Iterable[str]) -> None:
-        """The same for objects that no archived moment needs."""
+        """Delete objects that no archived moment needs, without retiring them."""
         self._remove(url, self._checked(url, keys))
 
     def delete_abandoned(self, url: str, prefix: str, keys: Iterable[str]) -> None:
-        """Remove objects of an owner epoch that the store's history does not contain: a person has named it. `prefix` is that
-        epoch's; it may be none of ours."""
+        """Delete objects of an owner epoch that is not part of the store's history and that the administrator has named.
+
+        `prefix` is that epoch's prefix; `ForeignObject` if it overlaps one of this store's.
+        """
         owned, names = self._owned(), list(keys)
         ours = owned.current | owned.ancestors | owned.foreign
         if any(place == url and _overlap(prefix, space) for place, space in ours):
             what = "the owner epoch is part of this store's history"
             raise ForeignObject(what, hint="`quire archive abandoned` lists those that are not", store=url, key=prefix)
         if outside := [key for key in names if not key.startswith(f"{prefix}/")]:
-            raise ForeignObject("the object is of another owner epoch", store=url, key=outside[0])
+            raise ForeignObject("the object belongs to another owner epoch", store=url, key=outside[0])
         if names and self._confirm is None:
-            raise ForeignObject("it is not confirmed that this process owns the store", store=url, key=names[0])
+            raise ForeignObject("it is not yet confirmed that this process owns the store", store=url, key=names[0])
         self._remove(url, names)
 
     def _checked(self, url: str, keys: Iterable[str]) -> list[str]:
-        """The names, if all of them may go."""
+        """Return the names to delete, without those of parents; raise if one may not be deleted."""
         names = list(keys)
         if not names:
             return names
@@ -115,33 +119,32 @@ class Collector:
         store = self._open_store(url)
         for start in range(0, len(names), PAGE_OBJECTS):
             if self._confirm is not None:
-                self._confirm()
+                self._confirm()  # for each batch: another owner may have taken over since the last one (A2)
             store.delete_many(names[start : start + PAGE_OBJECTS])
 
     def deletable(self, url: str, keys: Iterable[str]) -> set[str]:
-        """Those that `delete` would not refuse: a sweep meets names that are somebody else's, and only reports them."""
+        """Return the keys that `delete` would not refuse. A sweep also finds foreign names, which it only reports."""
         owned = self._owned()
         return {
             key for key in keys if self._refusal(url, key, owned) is None and not _is_below(url, key, owned.foreign)
         }
 
     def _refusal(self, url: str, key: str, owned: Owned) -> ForeignObject | None:
-        """Why a name may not be deleted, being another store's or not confirmed to be ours; `None` if it may go (rule
-        1)."""
+        """Return why a name may not be deleted: it is foreign, or not confirmed to be ours. `None` if it may be (A3)."""
         if _is_below(url, key, owned.current):
             return None
         if _is_below(url, key, owned.ancestors):
             if self._confirm is not None:
                 return None
-            what = "the object is an earlier owner's, who may still need it"
-            hint = "it is deleted once this owner's session is confirmed; `quire takeover` deposes the other one"
+            what = "the object belongs to an earlier owner, which may still need it"
+            hint = "it is deleted once this owner's session is confirmed; `quire takeover` fences the other owner"
         elif _is_former(url, key, owned.former):
             if self._claims_former():
                 return None
-            what = "the object has no store's name, and another store has claimed those"
-            hint = "remove it by hand if you know that it is not needed"
+            what = "the object's name has no store id, and another store has claimed such objects"
+            hint = "remove it by hand if you are sure that it is not needed"
         else:
-            what, hint = "the object is not this store's", "nothing was deleted; run `quire manifest check`"
+            what, hint = "the object does not belong to this store", "nothing was deleted; run `quire manifest check`"
         return ForeignObject(what, hint=hint, store=url, key=key)
 
 
@@ -159,7 +162,7 @@ def _is_former(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
 
 
 def withdraw(store: DeletableStore, key: str) -> None:
-    """Remove a registration; one that is missing is fine."""
+    """Delete the registration of a standby or a clone. A missing registration is not an error."""
     if not _REGISTRATION.fullmatch(key):
-        raise ForeignObject("this is no registration of a standby or a clone", store=store.url, key=key)
+        raise ForeignObject("this is not the registration of a standby or a clone", store=store.url, key=key)
     store.delete(key)

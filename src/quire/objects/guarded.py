@@ -1,8 +1,8 @@
-"""An object store as the owner's engines and jobs get it: before each put somebody is asked whether this process still may.
+"""The object store that the owner gives its engines and jobs: it checks before each put that this process may still write.
 
-Reading asks nobody. A bulk deletion asks once for the whole call.
+Reads are not checked. A bulk deletion is checked once for the whole call.
 
-Threads: any. Raises what the store raises, and what the question raises.
+Threads: any. Raises what the store raises, and what the checks raise.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GuardedStore:
 
 
 def path_store(store: ObjectStore) -> LocalStore | None:
-    """The store below a path that this one is, guarded or not; `None` for others."""
+    """Return the `LocalStore` that `store` is or wraps; `None` if it is a store of another kind."""
     while isinstance(store, GuardedStore):
         store = store.inner
     return store if isinstance(store, LocalStore) else None

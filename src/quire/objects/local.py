@@ -1,12 +1,12 @@
 """A directory as an object store: each object is a file, its key its path below the root (O1).
 
 A body is written and synced in staging (`<root>/.tmp/<created_ms>-<token>`) before it gets its name, so a crash at any step
-leaves no half object. What crashes leave in staging is never listed, and goes with `sweep_temporary`. Nothing is made on disk
-before the first put: a store on a read-only mount can be read.
+leaves no partial object. Files that crashes leave in staging are never listed; `sweep_temporary` removes them. Nothing is
+created on disk before the first put: a store on a read-only mount can be read.
 
 Threads: any; also processes, since the file system arbitrates. `_named` is only a cache: a lost entry costs a sync.
 
-Raises: see `quire.objects.api`; disk trouble as `DiskFull`, `NotWritable`, `StorageFault`.
+Raises: see `quire.objects.api`; errors of the disk as `DiskFull`, `NotWritable`, `StorageFault`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidName, ObjectNotFound, StorageFault
-from quire.durable.files import Disk, File, OsDisk, bottom
+from quire.durable.files import Disk, File, OsDisk, base_disk
 from quire.objects.api import (
     PAGE_OBJECTS,
     TEMPORARY_SEGMENT,
@@ -40,19 +40,19 @@ from quire.objects.api import (
 )
 
 COPY_STEP_BYTES = 8 << 20
-"""`put_file` holds this much of the file at a time."""
+"""Bytes of the file that `put_file` holds in memory at a time."""
 
 NAMED_MAX = 1 << 16
-"""Directories remembered as named; beyond it the cache starts anew rather than grow with the store."""
+"""Directories remembered as named. A full cache is cleared, so that it does not grow with the store."""
 
 NAMING_ROUNDS = 8
-"""How often a put makes its directory again when deletes keep removing it."""
+"""How often a put recreates its directory while deletes keep removing it."""
 
 TEMPORARY_AGE_SECONDS = 3600.0
-"""Younger staging files may belong to a live writer in another process; no put takes an hour."""
+"""Staging files younger than this may belong to a live writer in another process; no put takes an hour."""
 
 _NO_SUCH_OBJECT = frozenset({"ENOTDIR", "EISDIR"})
-"""What the system says when part of a key is a file, or the key is a directory: no such object."""
+"""Errors of the system if part of a key is a file, or if the key is a directory: no such object."""
 
 
 class LocalStore:
@@ -136,7 +136,7 @@ class LocalStore:
     def head(self, key: str) -> ObjectInfo:
         with self._opened(key) as file:
             size = file.size()
-            file.read_at(1, 0)  # a directory opens and has a size; only reading tells
+            file.read_at(1, 0)  # a directory can be opened and has a size; only reading it fails
         return ObjectInfo(key=key, size_bytes=size, etag=None, modified_ms=_modified_ms(self._path(key)))
 
     def list_pages(
@@ -171,12 +171,12 @@ class LocalStore:
                     raise
                 touched[os.path.dirname(path)] = None
         finally:
-            # Also after a failure: what was removed so far must not come back after a crash.
+            # Also after a failure: objects removed so far must not reappear after a crash.
             for directory in touched:
                 self._settle_removals(directory)
 
     def sweep_temporary(self, *, older_than_seconds: float = TEMPORARY_AGE_SECONDS) -> int:
-        """Remove what crashed puts left in staging; the number of files removed.
+        """Remove the files that crashed puts left in staging, and return their number.
 
         Pass 0 only when no other process can be writing, as the owner does at start-up.
         """
@@ -193,11 +193,11 @@ class LocalStore:
                 self._disk.remove(os.path.join(self._staging, name))
                 removed += 1
             except FileNotFoundError:
-                pass  # its writer was alive after all and finished, or another sweep was faster
+                pass  # its writer was alive and has finished, or another sweep removed it
         return removed
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing: no file is held open between calls."""
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -215,7 +215,7 @@ class LocalStore:
         return create_or_adopt(self, key, put, identity) if create_only else put()
 
     def _stage(self, fill: Callable[[File], int]) -> tuple[str, int]:
-        """Write and sync a body in staging."""
+        """Write and sync a body in staging; return its path and size in bytes."""
         self._make_named(self._staging)
         path = os.path.join(self._staging, f"{self._clock.now_ms():013x}-{secrets.token_hex(8)}")
         try:
@@ -231,7 +231,7 @@ class LocalStore:
         return path, size
 
     def _name(self, key: str, staged: str, create_only: bool) -> None:
-        """Give the staged body its name, durably."""
+        """Give the staged body its name durably."""
         target = self._path(key)
         directory = os.path.dirname(target)
         for _ in range(NAMING_ROUNDS):
@@ -243,12 +243,12 @@ class LocalStore:
             except FileNotFoundError:
                 if not self._disk.exists(staged):
                     raise StorageFault(
-                        "the staged file vanished before it got its name",
-                        hint="sweep_temporary ran with too small an age; put the object again",
+                        "the staged file was removed before it could be renamed",
+                        hint="put the object again; run sweep_temporary with a higher age",
                         key=key,
                         path=staged,
                     ) from None
-                self._named.clear()  # a delete removed the directory: believe nothing and make it again
+                self._named.clear()  # a delete removed the directory: distrust the cache and create it again
             except FileExistsError:
                 if _is_directory(self._disk, target):
                     raise _not_a_leaf(key) from None
@@ -259,11 +259,11 @@ class LocalStore:
                     raise _not_a_leaf(key) from fault
                 raise
         else:
-            raise StorageFault("the directory of the object was removed again and again", key=key, path=directory)
+            raise StorageFault("the directory of the object keeps being removed", key=key, path=directory)
         self._sync_directory(directory)
 
     def _make_named(self, directory: str, key: str = "") -> None:
-        """Make a directory below the root, and make sure that every entry on the way to it is on disk."""
+        """Create a directory below the root, and make every directory entry on the path to it durable."""
         if directory in self._named:
             return
         if directory == self._root:
@@ -272,14 +272,14 @@ class LocalStore:
             parent = os.path.dirname(directory)
             self._make_named(parent, key)
             if self._disk.exists(directory):
-                # Whoever made it may have died before syncing the parent.
+                # Its creator may have died before syncing the parent.
                 self._sync_directory(parent)
             try:
                 self._disk.make_dirs(directory)
             except FileExistsError:
                 if self._disk.exists(directory) and not _is_directory(self._disk, directory):
                     raise _not_a_leaf(key) from None
-                # It was a directory that a delete removed between making it and looking: the caller goes round again.
+                # A delete removed the directory between `make_dirs` and `exists`: the caller tries again.
                 raise FileNotFoundError(directory) from None
         if len(self._named) >= NAMED_MAX:
             self._named.clear()
@@ -289,22 +289,22 @@ class LocalStore:
         try:
             self._disk.sync_dir(directory)
         except FileNotFoundError:
-            pass  # removed together with the object by a concurrent delete: nothing is left to be made durable
+            pass  # a concurrent delete removed it together with the object: nothing is left to make durable
 
     def _discard(self, staged: str) -> None:
-        """Remove a staged file if it is still there. Trouble here must not hide the outcome; the sweep will get it."""
+        """Remove a staged file if it still exists. Errors must not hide the put's outcome; the sweep removes what is left."""
         try:
             self._disk.remove(staged)
         except (FileNotFoundError, StorageFault):
             pass
 
     def _settle_removals(self, directory: str) -> None:
-        """Make removals in `directory` durable, and remove it and its parents if they are empty now."""
+        """Make removals in `directory` durable, and remove it and its parents if they are now empty."""
         while directory != self._root:
             try:
                 self._disk.remove_dir(directory)
             except FileNotFoundError:
-                pass  # somebody else removed it; its parent still has to be synced
+                pass  # already removed by another thread or process; its parent must still be synced
             except StorageFault:
                 break  # not empty
             self._named.discard(directory)
@@ -314,7 +314,7 @@ class LocalStore:
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @contextmanager
     def _opened(self, key: str) -> Iterator[File]:
-        """The object's file; what the system says about missing files becomes `ObjectNotFound`."""
+        """Open the object's file; the system's errors for missing files become `ObjectNotFound`."""
         path = self._path(check_key(key))
         try:
             file = self._disk.open(path, write=False)
@@ -323,10 +323,12 @@ class LocalStore:
             finally:
                 file.close()
         except FileNotFoundError:
-            raise ObjectNotFound("the object store has no object of this name", store=self._root, key=key) from None
+            raise ObjectNotFound("the object store has no object with this name", store=self._root, key=key) from None
         except StorageFault as fault:
             if fault.where.get("errno") in _NO_SUCH_OBJECT:
-                raise ObjectNotFound("the object store has no object of this name", store=self._root, key=key) from None
+                raise ObjectNotFound(
+                    "the object store has no object with this name", store=self._root, key=key
+                ) from None
             raise
 
     def _read(self, file: File, key: str, offset: int, length: int) -> bytes:
@@ -346,7 +348,7 @@ class LocalStore:
             yield page
 
     def _walk(self, folder: str, start_after: str) -> Iterator[ObjectInfo]:
-        """The objects below `folder` (a key prefix ending in '/', or '') after `start_after`, in key order."""
+        """Yield the objects below `folder` (a key prefix ending in '/', or '') after `start_after`, in key order."""
         for key in self._children(folder):
             if key.endswith("/"):
                 # Everything below sorts after `key` itself; skip it only if `start_after` lies beyond all of it.
@@ -362,9 +364,9 @@ class LocalStore:
                     pass  # deleted since the directory was read
 
     def _children(self, folder: str) -> list[str]:
-        """The keys directly in a folder, directories with a '/' at the end, in the order of the keys below them.
+        """Return the entries of a folder as keys, directories with a trailing '/', in the order of the keys below them.
 
-        A directory sorts as `name/`, not as `name`: else `a.b` would come after `a/c`, unlike in a bucket.
+        A directory sorts as `name/`, not as `name`: otherwise `a.b` would come after `a/c`, unlike in a bucket.
         """
         path = self._path(folder)
         try:
@@ -373,12 +375,12 @@ class LocalStore:
             return []
         except StorageFault as fault:
             if fault.where.get("errno") in _NO_SUCH_OBJECT:
-                return []  # the prefix is an object itself: nothing is below it
+                return []  # the prefix is itself an object: nothing is below it
             raise
         entries = []
         for name in names:
             if "\\" in name or not name.isprintable() or (not folder and name == TEMPORARY_SEGMENT):
-                continue  # staging, or a stranger's file that no key can name
+                continue  # staging, or a foreign file that no key can name
             is_directory = _is_directory(self._disk, os.path.join(path, name))
             entries.append(f"{folder}{name}/" if is_directory else folder + name)
         entries.sort()
@@ -389,8 +391,8 @@ class LocalStore:
 
 
 def _is_directory(disk: Disk, path: str) -> bool:
-    if isinstance(bottom(disk), OsDisk):
-        return os.path.isdir(path)  # without reading the directory, which a listing of a large store would do twice
+    if isinstance(base_disk(disk), OsDisk):
+        return os.path.isdir(path)  # avoids reading the directory, which a listing would do a second time
     try:
         disk.names(path)
     except FileNotFoundError:
@@ -403,7 +405,8 @@ def _is_directory(disk: Disk, path: str) -> bool:
 
 
 def _modified_ms(path: str) -> int:
-    """0 if the disk keeps no times (a simulated one): `modified_ms` is a hint, never a decision."""
+    """Return the modification time in milliseconds; 0 on a simulated disk, which has none. It is a hint only: nothing is
+    decided by it."""
     try:
         return os.stat(path).st_mtime_ns // 1_000_000
     except OSError:
@@ -411,7 +414,7 @@ def _modified_ms(path: str) -> int:
 
 
 def _created_ms(name: str) -> int:
-    """When a staging file was made, by its name; 0 (ancient) for names that we never gave."""
+    """Return the creation time, in milliseconds, from the name of a staging file; 0 (ancient) for foreign names."""
     try:
         return int(name.partition("-")[0], 16)
     except ValueError:
@@ -419,4 +422,4 @@ def _created_ms(name: str) -> int:
 
 
 def _not_a_leaf(key: str) -> InvalidName:
-    return InvalidName("a part of the key, or the key with more after it, is an object already", key=key)
+    return InvalidName("an object already exists at a prefix of this key, or below this key", key=key)

@@ -1,13 +1,13 @@
-"""What obstore's errors mean for us: the one edge where they are translated.
+"""Translates obstore's errors; no other module does.
 
-`MEANINGS` has a line for every exception class obstore defines; a test enumerates them. `translate` is total, and only "no
-answer came", "server trouble" and "slow down" are transient. A missing bucket is a mistake in the configuration, not a missing
-object: a wrong URL must not look like an empty store.
+`MEANINGS` has a line for every exception class that obstore defines; a test enumerates them. `translate` is total. Only
+"no response", server errors and throttling are transient. A missing bucket is a configuration error, not a missing object: a
+wrong URL must not look like an empty store.
 
-obstore gives most failures as `GenericError` with the HTTP status only in its text, so the text is searched; tests with a real
-server and a proxy hold this across versions.
+obstore reports most failures as `GenericError` with the HTTP status only in its text, so the text is searched; tests with a
+real server and a proxy verify this for each version.
 
-Pure functions, any thread. Raises nothing.
+Threads: any (pure functions). Raises: nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.objects.options import Transient
 
 
 class ErrorMeaning(Enum):
-    """What a class of foreign errors means."""
+    """The meaning of a class of obstore's errors."""
 
     NOT_FOUND = auto()
     TAKEN = auto()
@@ -37,17 +37,17 @@ class ErrorMeaning(Enum):
     UNSUPPORTED = auto()
     UNEXPECTED = auto()
     TRANSIENT = auto()
-    LOOK_CLOSER = auto()
-    """The class says nothing: the HTTP status in the text decides."""
+    BY_STATUS = auto()
+    """The class alone is ambiguous: the HTTP status in the text decides."""
 
 
 MEANINGS: dict[type[Exception], ErrorMeaning] = {
-    foreign.BaseError: ErrorMeaning.LOOK_CLOSER,
-    foreign.GenericError: ErrorMeaning.LOOK_CLOSER,
+    foreign.BaseError: ErrorMeaning.BY_STATUS,
+    foreign.GenericError: ErrorMeaning.BY_STATUS,
     foreign.NotFoundError: ErrorMeaning.NOT_FOUND,
     foreign.AlreadyExistsError: ErrorMeaning.TAKEN,
-    foreign.PreconditionError: ErrorMeaning.TAKEN,  # the only precondition we ever send is "if the name is free"
-    foreign.NotModifiedError: ErrorMeaning.UNEXPECTED,  # we never ask conditionally
+    foreign.PreconditionError: ErrorMeaning.TAKEN,  # the only precondition we send is "if the name is free"
+    foreign.NotModifiedError: ErrorMeaning.UNEXPECTED,  # we send no conditional reads
     foreign.PermissionDeniedError: ErrorMeaning.DENIED,
     foreign.UnauthenticatedError: ErrorMeaning.DENIED,
     foreign.InvalidPathError: ErrorMeaning.BAD_NAME,
@@ -70,58 +70,58 @@ _RETRYABLE_CODES = (
     "<Code>BadDigest<",
     "<Code>IncompleteBody<",
 )
-"""S3 answers 400 to these although the request was fine: the connection was slow or garbled what we sent."""
+"""S3 answers these with 400 although the request was valid: the connection was slow or corrupted the data."""
 _NO_BUCKET = ("NoSuchBucket", "bucket does not exist", "ContainerNotFound")
 _NO_CREDENTIALS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-"""Where backends look for credentials last: if these fail, no credentials were configured."""
+"""The last places where backends look for credentials: if these fail, no credentials were configured."""
 _LOST_UPLOAD = "<Code>NoSuchUpload<"
-"""The answer to completing a multipart upload got lost; obstore then tries to abort it and reports only that failure.
-Uploading again replaces the object with itself."""
+"""The response to completing a multipart upload was lost; obstore then tries to abort it and reports only that failure.
+Uploading again replaces the object with an identical one."""
 _BAD_RANGE = "Invalid range"
 _NOT_FORMED = "builder error"
-"""The request could not even be formed: plain HTTP without `allow_http`, or an endpoint that is no URL."""
+"""The request could not be built: plain HTTP without `allow_http`, or an endpoint that is not a URL."""
 _ADDRESS = re.compile(r"[a-z]+://[^\s/]*")
 ALLOW_HTTP = (
-    "set `allow_http = true` in [objects] of quire.toml (or AWS_ALLOW_HTTP=true) if data may travel in the clear"
+    "set `allow_http = true` in [objects] of quire.toml (or AWS_ALLOW_HTTP=true) if data may be sent unencrypted"
 )
 _NO_DESCRIPTOR = os.strerror(errno.EMFILE)
-"""A connection needs a descriptor: trying again would only take longer to say so."""
+"""A connection needs a descriptor: retrying would only delay the error."""
 
 
 def translate(error: Exception, *, doing: str, store: str, key: str | None) -> QuireError | Transient | NameIsTaken:
-    """What a foreign error means for us. Total: everything has an answer."""
-    answer = next((MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS), ErrorMeaning.UNEXPECTED)
+    """Translate an error of obstore. Total: every error has a translation."""
+    meaning = next((MEANINGS[kind] for kind in type(error).__mro__ if kind in MEANINGS), ErrorMeaning.UNEXPECTED)
     full = str(error)
     text = readable(full)
     where: dict[str, Any] = {"store": store} if key is None else {"store": store, "key": key}
     if _NO_DESCRIPTOR in full:
         return too_many_open_files(doing, **where)
-    if answer in (ErrorMeaning.LOOK_CLOSER, ErrorMeaning.NOT_FOUND):
-        answer = _look_closer(full, answer)
-    match answer:
+    if meaning in (ErrorMeaning.BY_STATUS, ErrorMeaning.NOT_FOUND):
+        meaning = _classify_by_status(full, meaning)
+    match meaning:
         case ErrorMeaning.NOT_FOUND:
-            return ObjectNotFound("the object store has no object of this name", **where)
+            return ObjectNotFound("the object store has no object with this name", **where)
         case ErrorMeaning.TAKEN:
             return NameIsTaken(text)
         case ErrorMeaning.DENIED:
             return AccessDenied(
                 f"the object store refused the credentials while {doing}: {text}",
-                hint="check the credentials in the environment or the settings, and what they allow",
+                hint="check the credentials in the environment or in quire.toml, and their permissions",
                 **where,
             )
         case ErrorMeaning.BAD_NAME:
-            return InvalidName(f"the object store refuses the name: {text}", **where)
+            return InvalidName(f"the object store rejected the name: {text}", **where)
         case ErrorMeaning.BAD_CONFIG:
             return _misconfigured(text, where)
         case ErrorMeaning.UNSUPPORTED:
-            return StorageFault(f"the object store cannot do this ({doing}): {text}", **where)
+            return StorageFault(f"the object store does not support this ({doing}): {text}", **where)
         case ErrorMeaning.TRANSIENT:
             return Transient(text)
-    return StorageFault(f"the object store gave an unexpected answer while {doing}: {text}", **where)
+    return StorageFault(f"the object store returned an unexpected response while {doing}: {text}", **where)
 
 
 def readable(text: str) -> str:
-    """A foreign message in one line, without the dump obstore appends, and without query strings.
+    """Return obstore's message as one line, without the dump that obstore appends and without query strings.
 
     >>> readable(
     ...     "Error performing GET https://a.blob/x?sig=s3cret in 3ms - 404: <?xml version='1.0'?>\\n<Code>No</Code>"
@@ -133,7 +133,7 @@ def readable(text: str) -> str:
 
 
 def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
-    """What is wrong with the configuration, and which setting says so; obstore's own words are no help to anybody."""
+    """Describe the configuration error and name the setting to change; obstore's own message names neither."""
     if _NOT_FORMED in text:
         address = match[0] if (match := _ADDRESS.search(text)) else ""
         if address.startswith("http:"):
@@ -149,20 +149,20 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
         )
     if any(sign in text for sign in _NO_BUCKET):
         return InvalidConfig(
-            f"the bucket does not exist: {text}", hint="make it, or correct `object_store` in quire.toml", **where
+            f"the bucket does not exist: {text}", hint="create it, or correct `object_store` in quire.toml", **where
         )
     if match := _STATUS.search(text):
         return InvalidConfig(
-            f"the object store answered with a redirection ({match[1]}): the bucket is in another region or elsewhere",
+            f"the object store returned a redirect ({match[1]}): the bucket is in another region or elsewhere",
             hint="set `region` or `endpoint` in [objects] of quire.toml",
             **where,
         )
     hint = "compare `credentials` in [objects] of quire.toml with obstore's names"
-    return InvalidConfig(f"a setting of the object store is not known: {text}", hint=hint, **where)
+    return InvalidConfig(f"unknown setting of the object store: {text}", hint=hint, **where)
 
 
-def _look_closer(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
-    """Judge by the HTTP status and the code in the body; no status at all means that no answer came: transient."""
+def _classify_by_status(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
+    """Classify by the HTTP status and the error code in the body. No status means that no response arrived: transient."""
     if any(sign in text for sign in _NO_BUCKET):
         return ErrorMeaning.BAD_CONFIG
     if _LOST_UPLOAD in text:
@@ -180,12 +180,12 @@ def _look_closer(text: str, otherwise: ErrorMeaning) -> ErrorMeaning:
     if status in (401, 403):
         return ErrorMeaning.DENIED
     if 300 <= status < 400:
-        return ErrorMeaning.BAD_CONFIG  # the bucket lives in another region
+        return ErrorMeaning.BAD_CONFIG  # the bucket is in another region
     return ErrorMeaning.UNEXPECTED
 
 
 def is_past_the_end(error: Exception) -> bool:
-    """Whether a ranged read failed because the object is shorter than the range's beginning."""
+    """Return whether a ranged read failed because the object ends before the range begins."""
     text = str(error)
     status_text = _STATUS.search(text)
     return _BAD_RANGE in text or (status_text is not None and status_text[1] == "416")

@@ -1,8 +1,8 @@
 """Opens an object store by its URL.
 
-A URL holds no credentials, no query and no fragment; it can be logged and stored. What cannot work is refused here, with what
-is allowed; nothing is contacted, and nothing is made. Opening a path does not import obstore: light commands stay light, and
-executors that only read a shared directory need no cloud client.
+A URL holds no credentials, no query and no fragment; it can be logged and stored. A URL that cannot work is refused here, with
+a hint that lists what is allowed; opening contacts no server and creates nothing. Opening a path does not import obstore: light
+commands stay light, and executors that only read a shared directory need no cloud client.
 
 Threads: any. Raises: `InvalidConfig`, `InvalidName`.
 """
@@ -32,9 +32,10 @@ def open_store(
     clock: Clock | None = None,
     retrier: Retrier | None = None,
 ) -> DeletableStore:
-    """The object store at `url`: a path, `file://`, `s3://`, `gs://`, `az://` or `memory://`.
+    """Open the object store at `url`: a path, `file://`, `s3://`, `gs://`, `az://` or `memory://`.
 
-    `disk` and `clock` serve paths only; `retrier` (for tests: clock, sleep, dice) replaces the one made from `options.retry`.
+    `disk` and `clock` are used for paths only. `retrier` replaces the one made from `options.retry`; tests pass one to control
+    clock, sleep and randomness.
 
     >>> store = open_store("memory://")
     >>> store.put("a/b", b"hello").size_bytes
@@ -55,14 +56,14 @@ def open_store(
     scheme = scheme_match[1].lower()
     parts = urlsplit(url)
     if "@" in parts.netloc:
-        # The URL itself is left out of the message: what is before the '@' is probably a secret.
+        # The message omits the URL: the part before the '@' is probably a secret.
         raise InvalidConfig(
             "the URL of an object store may not hold credentials",
-            hint="put them into the environment, or into `credentials` of [objects] in quire.toml",
+            hint="set them in the environment, or in `credentials` of [objects] in quire.toml",
         )
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-            raise InvalidConfig("a file URL has three slashes and an absolute path", hint="use file:///path", url=url)
+            raise InvalidConfig("a file URL needs three slashes and an absolute path", hint="use file:///path", url=url)
         return LocalStore(unquote(parts.path), disk=disk or OsDisk(), clock=clock)
     if scheme not in REMOTE_SCHEMES:
         raise InvalidConfig(f"no object store has the scheme {scheme!r}", hint=f"use {ALLOWED}", url=url)

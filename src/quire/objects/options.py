@@ -1,11 +1,11 @@
-"""How to reach an object store: tunables and credentials as plain data, and the one retry loop.
+"""Connection options and credentials of an object store, as plain data, and the only retry loop.
 
 Credentials come from the environment (AWS_*, GOOGLE_*, AZURE_*) unless `settings` has them; they are never part of a URL and
 never shown by `repr`. Options pickle: an executor opens its own store from (url, options).
 
 Only `Transient` is retried, with exponential backoff and full jitter under one deadline: "not found", "exists" and "denied"
-are answers. obstore's own retries are off. Two loops would multiply attempts, and obstore's would retry a create-only put
-without telling us, so that our own object would look like somebody else's (P11).
+are final answers. obstore's own retries are off. Two loops would multiply attempts, and obstore would silently retry a
+create-only put, so that our own object would look like another writer's (P11).
 
 Threads: any. Raises: `InvalidConfig`, `ObjectStoreUnavailable`.
 """
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Transient(Exception):
-    """Inside `objects/` only: the attempt failed in a way that may pass. Never leaves a `Retrier`."""
+    """An attempt failed in a way that may not recur. Used inside `objects/` only; it never leaves a `Retrier`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """How long and how often to try. The defaults ride out a restart or a throttled minute, not an outage."""
+    """How long and how often to retry. The defaults survive a restart or a minute of throttling, not an outage."""
 
     attempts_max: int = 10
     deadline_seconds: float = 60.0
@@ -42,24 +42,24 @@ class RetryPolicy:
     def __post_init__(self) -> None:
         if self.attempts_max < 1:
             raise InvalidConfig(
-                "attempts_max counts the first attempt too and must be at least 1", value=self.attempts_max
+                "attempts_max includes the first attempt and must be at least 1", value=self.attempts_max
             )
         if min(self.deadline_seconds, self.backoff_first_seconds, self.backoff_max_seconds) < 0:
             raise InvalidConfig("retry times may not be negative")
 
     def backoff_ceiling(self, attempt: int) -> float:
-        """The longest pause after the `attempt`-th failure (1-based).
+        """Return the longest pause, in seconds, after the `attempt`-th failure (1-based).
 
         >>> [RetryPolicy().backoff_ceiling(n) for n in (1, 2, 3, 20)]
         [0.1, 0.2, 0.4, 10.0]
         """
-        # The exponent is capped because 2.0**1024 overflows; 2**64 pauses are above any ceiling anyway.
+        # The exponent is capped because 2.0**1024 overflows; 2**64 first pauses exceed any ceiling anyway.
         return min(self.backoff_max_seconds, self.backoff_first_seconds * 2.0 ** min(attempt - 1, 64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrier:
-    """Runs operations under a policy. Clock, sleep and dice are injected so that tests take no time."""
+    """Runs operations under a policy. Clock, sleep and randomness are injected so that tests take no time."""
 
     policy: RetryPolicy = field(default_factory=RetryPolicy)
     clock: Clock = field(default_factory=SystemClock)
@@ -67,7 +67,7 @@ class Retrier:
     uniform: Callable[[float, float], float] = random.uniform
 
     def call(self, operation: Callable[[], T], *, doing: str, **where: object) -> T:
-        """The result of `operation`, tried again while it raises `Transient` and the policy allows."""
+        """Run `operation` and return its result; retry it while it raises `Transient` and the policy allows."""
         policy = self.policy
         started = self.clock.monotonic()
         attempt = 0
@@ -76,7 +76,7 @@ class Retrier:
             try:
                 return operation()
             except Transient as failure:
-                # Full jitter: clients that failed together must not come back together.
+                # Full jitter: clients that failed together must not retry together.
                 pause = self.uniform(0.0, policy.backoff_ceiling(attempt))
                 elapsed = self.clock.monotonic() - started
                 if attempt >= policy.attempts_max or elapsed + pause > policy.deadline_seconds:
@@ -95,24 +95,24 @@ FROM_ENVIRONMENT = "env:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What `open_store` needs beyond the URL. A path needs none of it.
+    """What `open_store` needs in addition to the URL. Paths need none of it.
 
     >>> StoreOptions(region="eu-central-1", settings={"secret_access_key": "s3cret"})  # doctest: +ELLIPSIS
     StoreOptions(endpoint=None, region='eu-central-1', allow_http=False, ...)
     """
 
     endpoint: str | None = None
-    """Of an S3-compatible service, an emulator or a private endpoint; None means the provider's own."""
+    """URL of an S3-compatible service, an emulator or a private endpoint; None means the provider's default."""
     region: str | None = None
     """S3 only. None means AWS_REGION, else us-east-1."""
     allow_http: bool = False
-    """Plain HTTP is refused unless asked for: credentials and data would travel in the clear."""
+    """Whether plain HTTP is allowed. Off by default: credentials and data would travel in the clear."""
     connect_timeout_seconds: float = 5.0
     request_timeout_seconds: float = 60.0
     """From connecting to the last byte of the body. 64 MiB in 60 s needs ~9 Mbit/s; raise it on slower links."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     settings: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Passed to the backend as they are: credentials, encryption … as in obstore's S3Config, GCSConfig, AzureConfig."""
+    """Passed to the backend unchanged: credentials, encryption … as in obstore's S3Config, GCSConfig, AzureConfig."""
 
     def __post_init__(self) -> None:
         if self.connect_timeout_seconds <= 0 or self.request_timeout_seconds <= 0:
@@ -123,7 +123,7 @@ class StoreOptions:
 
 
 def options_of(settings: ObjectSettings, section: str) -> StoreOptions:
-    """The options that a section of quire.toml stands for; variables that it names are read now."""
+    """Return the options that a section of quire.toml describes. Environment variables that it names are read now."""
     return StoreOptions(
         endpoint=settings.endpoint or None,
         region=settings.region or None,
@@ -137,10 +137,10 @@ def options_of(settings: ObjectSettings, section: str) -> StoreOptions:
 
 
 def options_at(url: str, settings: StoreSettings, namespaces: Iterable[tuple[str, str]]) -> StoreOptions:
-    """How the object store at `url` is reached: by the section of the namespace that is there, or by `[objects]`.
+    """Return the options for the object store at `url`: those of its namespace's section, or those of `[objects]`.
 
-    `namespaces` are (URL, name). One without a section is reached like the store's own objects if both are of one kind, else
-    by the environment.
+    `namespaces` are (URL, name). A namespace without a section uses `[objects]` if its URL has the same scheme as the store's
+    own; otherwise the environment alone applies.
     """
     for place, name in namespaces:
         if name and place == url and name in settings.namespaces:
@@ -160,7 +160,7 @@ def _resolved(value: str, setting: str) -> str:
     variable = value.removeprefix(FROM_ENVIRONMENT)
     if (resolved := os.environ.get(variable)) is None:
         raise InvalidConfig(
-            f"{setting} in quire.toml is the variable {variable}, which is not set",
+            f"{setting} in quire.toml refers to the variable {variable}, which is not set",
             hint=f"set {variable} in the environment of this process, or change the setting",
         )
     return resolved

@@ -1,11 +1,11 @@
-"""Object stores behind obstore: S3, Google Cloud Storage, Azure Blob, and memory for tests.
+"""Object stores on obstore: S3, Google Cloud Storage, Azure Blob, and memory for tests.
 
-Every call of obstore goes through `_call`, which translates what it raises (`obstore_errors.py`) and retries; each is attempts
-of one request. A body is compared with the length the response announced: a shorter one is transient, never returned. A put
-holds the caller's data plus at most `PART_BYTES * PARTS_IN_FLIGHT` (64 MiB); `put_file` only the latter, and for create-only
-maps the file instead of reading it.
+Every call of obstore goes through `_call`, which translates its errors (`obstore_errors.py`) and retries one request. The
+length of a body is compared with the length that the response announced: a short body is a transient error and never returned.
+A put holds the caller's data plus at most `PART_BYTES * PARTS_IN_FLIGHT` (64 MiB); `put_file` holds only the latter, and maps
+the file instead of reading it if the put is create-only.
 
-Only this module and `quire.objects.obstore_errors` import obstore; `open_store` imports them when a URL asks.
+Only this module and `quire.objects.obstore_errors` import obstore; `open_store` imports them only for URLs that need it.
 
 Threads: any. obstore runs its own threads; a process that forks must open its store after the fork.
 
@@ -60,16 +60,16 @@ T = TypeVar("T")
 PART_BYTES = 16 << 20
 PARTS_IN_FLIGHT = 4
 MULTIPART_BYTES_MIN = 64 << 20
-"""From here on a put is a multipart upload: parts travel side by side, and no request outlives the request timeout."""
+"""From this size on a put is a multipart upload: parts are sent concurrently, and no request exceeds the request timeout."""
 
 SINGLE_PUT_BYTES_MAX = 5 << 30
 """S3's limit for one PUT (Azure and GCS allow about as much or more)."""
 
 DELETE_BATCH = 1000
-"""What S3's DeleteObjects takes; Azure's batches are split further by obstore."""
+"""The limit of S3's DeleteObjects; obstore splits batches further for Azure."""
 
 COALESCE_BYTES = 1 << 20
-"""Ranges closer than this share a request: reading a MiB too much is cheaper than another round trip."""
+"""Ranges closer than this share a request: reading an extra MiB is cheaper than another round trip."""
 
 
 class RemoteStore:
@@ -82,8 +82,8 @@ class RemoteStore:
         self._url = url
         self._prefix = prefix + "/" if prefix else ""
         self._retrier = retrier
-        # obstore's MemoryStore keeps a reference to the buffer it is given: a caller who reuses a bytearray would
-        # rewrite the stored object.
+        # obstore's MemoryStore keeps a reference to the buffer it is given: a caller that reuses a bytearray would
+        # overwrite the stored object.
         self._copies = isinstance(backend, backends.MemoryStore)
 
     @property
@@ -116,7 +116,7 @@ class RemoteStore:
         if not create_only:
             return self._put(key, Path(path), size, create_only, identity)
         with disk.open(path, write=False) as file:
-            # Not closed explicitly: obstore may hold the buffer a little longer; the map goes with its last reference.
+            # Not closed explicitly: obstore may hold the buffer a little longer; the last reference unmaps it.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._put(key, memoryview(mapped), size, create_only, identity)
 
@@ -159,7 +159,7 @@ class RemoteStore:
 
         def attempt() -> list[bytes]:
             try:
-                # Merged by us, not by obstore: its own coalescing panics when a range begins past the end.
+                # Ranges are merged here, not by obstore: its coalescing panics when a range begins past the end.
                 parts = obstore.get_ranges(
                     self._backend,
                     self._prefix + key,
@@ -175,8 +175,8 @@ class RemoteStore:
 
         bodies = self._call(attempt, doing="reading ranges", key=key)
         if any(len(body) != span.length for body, span in zip(bodies, spans)):
-            # The bulk call does not say how long the object is, so a cut body and a range past the end look alike.
-            # The single call tells them apart, and retries the former.
+            # The bulk call does not return the object's length, so a truncated body and a range past the end look alike.
+            # The single call distinguishes them, and retries a truncated body.
             bodies = [self.get_range(key, span.offset, span.length) for span in spans]
         return [_cut(wanted, spans, bodies) for wanted in ranges]
 
@@ -188,7 +188,7 @@ class RemoteStore:
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
         return self._info(
-            self._call(lambda: obstore.head(self._backend, self._prefix + key), doing="asking for an object", key=key)
+            self._call(lambda: obstore.head(self._backend, self._prefix + key), doing="looking up an object", key=key)
         )
 
     def list_pages(
@@ -208,7 +208,7 @@ class RemoteStore:
             try:
                 return next(stream, None)
             except BaseException:
-                stream = None  # a broken stream is not resumed but begun again after the last key that was delivered
+                stream = None  # a broken stream cannot be resumed: list again after the last key that was delivered
                 raise
 
         while page := self._call(next_page, doing="listing objects"):
@@ -240,20 +240,20 @@ class RemoteStore:
                     self.delete(key)
 
     def close(self) -> None:
-        """obstore closes its connections when the backend is collected."""
+        """Do nothing: obstore closes its connections when the backend is garbage-collected."""
 
     def __repr__(self) -> str:
         return f"RemoteStore({self._url!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a store does not pickle; send its url and StoreOptions, and open it there with open_store()")
+        raise TypeError("a store cannot be pickled; send its url and StoreOptions, and open it with open_store()")
 
-    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _put(self, key: str, data: Buffer | Path, size: int, create_only: bool, identity: Identity | None) -> PutResult:
         name = self._prefix + key
         if create_only and size > SINGLE_PUT_BYTES_MAX:
             raise OutOfRange(
-                "a create-only put is one request and cannot be this large",
+                "the object is too large for a create-only put, which is one request",
                 hint="split the object",
                 key=key,
                 size_bytes=size,
@@ -262,7 +262,7 @@ class RemoteStore:
 
         def attempt() -> PutResult:
             if create_only:
-                # One conditional PUT, whatever its size: a multipart upload can be completed conditionally only as a copy, so
+                # One conditional PUT, whatever its size: a multipart upload can only be completed conditionally as a copy, so
                 # it could overwrite.
                 result = obstore.put(self._backend, name, data, mode="create", use_multipart=False)
             elif size < MULTIPART_BYTES_MIN:
@@ -286,9 +286,9 @@ class RemoteStore:
         try:
             return put()
         except NameIsTaken as conflict:
-            # Only 409 can say so here: two overwriting puts met. Neither is lost, one of them is the object now.
+            # Only a 409 leads here: two overwriting puts collided. One of them is now the object.
             raise StorageFault(
-                "another writer replaced the object at the same moment", store=self._url, key=key
+                "another writer replaced the object at the same time", store=self._url, key=key
             ) from conflict
 
     def _call(self, attempt: Callable[[], T], *, doing: str, key: str | None = None) -> T:
@@ -314,7 +314,7 @@ class RemoteStore:
 
 
 def _cut(wanted: Range, spans: Sequence[Range], bodies: Sequence[bytes]) -> bytes:
-    """The wanted bytes out of the span that covers them."""
+    """Return the wanted bytes from the span that covers them."""
     if wanted.length == 0:
         return b""
     index = bisect_right(spans, wanted.offset, key=lambda span: span.offset) - 1
@@ -323,18 +323,18 @@ def _cut(wanted: Range, spans: Sequence[Range], bodies: Sequence[bytes]) -> byte
 
 
 def _whole(body: bytes, announced: int) -> bytes:
-    """`body`, if all of it arrived."""
+    """Return `body` if it is complete; raise `Transient` otherwise."""
     if len(body) != announced:
         raise Transient(f"the body was cut short: {len(body)} of {announced} bytes arrived")
     return body
 
 
 _MEMORY: dict[str, backends.MemoryStore] = {}
-"""Named memory stores live as long as the process, so that a store in them can be closed and opened again."""
+"""Named memory stores. They live until the process ends, so that a store in one can be closed and reopened."""
 
 
 def open_remote(scheme: str, bucket: str, prefix: str, options: StoreOptions, retrier: Retrier) -> RemoteStore:
-    """The store of an s3, gs, az or memory URL."""
+    """Open the store of an s3, gs, az or memory URL."""
     url = f"{scheme}://{bucket}" + (f"/{prefix}" if prefix else "")
     try:
         backend = _backend(scheme, bucket, options, url)
@@ -351,7 +351,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"
 
 
 def _check_endpoint(scheme: str, options: StoreOptions, allow_http: bool, url: str) -> None:
-    """Refuse an endpoint to which obstore could make no request: of some it says "builder error", with others it panics."""
+    """Refuse an endpoint to which obstore cannot make a request: it reports "builder error" for some and panics for others."""
     source, endpoint = "`endpoint`", options.endpoint
     if endpoint is None and scheme == "s3":
         source = next((name for name in _ENDPOINT_VARIABLES if os.environ.get(name)), "")
@@ -359,7 +359,7 @@ def _check_endpoint(scheme: str, options: StoreOptions, allow_http: bool, url: s
     if endpoint is None:
         return
     if not ENDPOINT.fullmatch(endpoint):
-        shown = {} if "@" in endpoint else {"endpoint": endpoint}  # what is before an '@' is probably a secret
+        shown = {} if "@" in endpoint else {"endpoint": endpoint}  # the part before an '@' is probably a secret
         raise InvalidConfig(
             f"{source} is not the URL of a service",
             hint="use https://HOST or http://HOST:PORT, in [objects] of quire.toml or in the environment",
@@ -388,7 +388,7 @@ def _backend(scheme: str, bucket: str, options: StoreOptions, url: str) -> Backe
             "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
             "timeout": timedelta(seconds=options.request_timeout_seconds),
         },
-        "retry_config": {"max_retries": 0},
+        "retry_config": {"max_retries": 0},  # `Retrier` is the only retry loop (quire.objects.options)
     }
     if scheme == "s3":
         if options.region is not None:

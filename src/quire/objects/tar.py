@@ -1,9 +1,9 @@
-"""A tar file as an object store: each object is a member, its key the member's name. For backups in one file.
+"""A tar file as an object store, for backups in one file: each object is a member, its key the member's name.
 
-A new file is written under a temporary name and gets its own with `finish`: before that there is no file, or the former one.
-Nothing is compressed, so a range of an object is a range of the file, and `tar xf` makes a directory that is the same store.
+A new file is written under a temporary name; `finish` gives it its final name. Before that, the final name does not exist.
+Nothing is compressed, so a range of an object is a range of the file, and `tar xf` creates a directory that is the same store.
 
-Threads: any to read; one to write. Raises `ObjectNotFound`, `AlreadyExists`, `OutOfRange`, and what the disk raises.
+Threads: any to read; one to write. Raises: `ObjectNotFound`, `AlreadyExists`, `OutOfRange`, and what the disk raises.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ SUFFIX = ".tar"
 
 
 class TarStore:
-    """An `ObjectStore` in one file: written once, or read."""
+    """An `ObjectStore` in one file, which is either written once or read."""
 
     def __init__(self, path: str, *, write: bool = False) -> None:
         self._path = os.path.abspath(path)
         self._is_writing = write
         self._lock = threading.Lock()
         self._members: dict[str, tuple[int, int]] = {}
-        """Key → (offset in the file, size)."""
+        """Key → (offset in the file, size), in bytes."""
         if write and os.path.exists(self._path):
-            hint = "give another name; `--since` makes a backup that builds on an earlier one"
-            raise InvalidInput("the file exists", hint=hint, path=self._path)
+            hint = "choose another name; `--since` creates a backup based on an earlier one"
+            raise InvalidInput("the file already exists", hint=hint, path=self._path)
         with translated(self._path, "opening the backup"):
             try:
                 name, mode = (self._path + TEMPORARY, "w+b") if write else (self._path, "rb")
@@ -103,7 +103,7 @@ class TarStore:
             return self._put(key, file, os.fstat(file.fileno()).st_size, identity)
 
     def _put(self, key: str, content: BinaryIO | io.BytesIO, size: int, identity: Identity | None) -> PutResult:
-        """A member that is there is never replaced."""
+        """Add a member. An existing member is never replaced."""
         check_key(key)
 
         def create() -> PutResult:
@@ -121,7 +121,7 @@ class TarStore:
         return create_or_adopt(self, key, create, identity)
 
     def finish(self) -> None:
-        """All is written: make it durable, then give the file its name."""
+        """Make the complete file durable, then give it its name."""
         disk = OsDisk()
         with translated(self._path, "writing the backup"):
             self._tar.close()
@@ -137,7 +137,7 @@ class TarStore:
         self._is_writing = False
 
     def close(self) -> None:
-        """Give up a file that is not finished."""
+        """Close the file, and remove it if it is unfinished."""
         self._file.close()
         if self._is_writing:
             self._is_writing = False

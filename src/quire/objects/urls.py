@@ -1,6 +1,6 @@
-"""URLs of object stores: which kinds there are, without loading any of them.
+"""Schemes of object store URLs, checked without importing any backend.
 
-Any thread. Raises `InvalidConfig`.
+Threads: any. Raises: `InvalidConfig`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ ALLOWED = "a path, file:///path, s3://bucket/prefix, gs://bucket/prefix, az://co
 
 
 def check_url(url: str) -> None:
-    """Refuse an object store of a kind that we do not have when the store is opened, not when the first object is put."""
+    """Refuse an unsupported URL when the store is opened, rather than when the first object is put."""
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):(//)?", url)
     if scheme is None:
         return
 
     known = scheme[1].lower() in (*REMOTE_SCHEMES, "file")
-    where = {} if "@" in url else {"url": url}  # what is before an '@' is probably a secret
+    where = {} if "@" in url else {"url": url}  # the part before an '@' is probably a secret
     if known and not scheme[2]:
         raise InvalidConfig("the object store's URL lacks its //", hint=f"use {ALLOWED}", **where)
     if scheme[2] and not known:

@@ -1,15 +1,14 @@
-"""Where a snapshot, a fork or a version that is lent stands, and the WAL segments that hold what no chunk holds yet (P12,
-P13).
+"""Anchors of snapshots, forks and lent versions: an lsn, and pins on the WAL segments that no chunk contains yet (P12, P13).
 
 An anchor is taken in one transaction, after everything up to its version was sealed and published, and while a lease at or
-below it is held, so that no checkpoint goes beyond it. It pins what is not checkpointed: own segments and inherited ones, each
-under its origin's name, at most up to the anchor. Segments that were opened later are left out. Taking one never waits for an
-open write transaction: what that has not committed is not part of it.
+below it is held, so that no checkpoint passes it. It pins the segments that are not checkpointed, own and inherited ones, each
+under its origin's id, at most up to the anchor. Segments opened later are omitted. Taking an anchor never waits for an open
+write transaction, which is not part of it.
 
-`lend` gives the newest versions of databases to readers of other processes, as views without a snapshot (P16). All databases
-of a call get their rows in one commit (`manifest/leases.py`). A database that nobody has written to since it was last sealed
-costs no change. One that is closed, with nothing in its log that the manifest does not know, is not even opened: once the rows
-of the lease are there, one transaction reads all that its view is made of.
+`lend` gives the newest versions of databases to readers in other processes, as views without a snapshot (P16). All databases of
+a call get their rows in one commit (`manifest/leases.py`). A database that was not written since it was last sealed costs no
+change. A closed one whose log is completely published is not even opened: once the rows of the lease are committed, one
+transaction reads everything that its view consists of.
 
 Threads: any. Raises what opening raises, `ReadOnly`, `LeaseExpired`, `InvalidInput`.
 """
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from quire.pages.engine import PageEngine
 
 ANCHOR_TRIES = 8
-"""How often an anchor is taken anew; each time a checkpoint must have truncated one of its segments in between."""
+"""How often taking an anchor is attempted. An attempt fails only if a checkpoint truncates one of its segments meanwhile."""
 
 R = TypeVar("R")
 
@@ -54,10 +53,10 @@ _IN_WAL = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 
 def anchor_at(txn: ReadTxn, db_id: int, mark: Mark, *, with_base: bool = False) -> Anchor:
-    """The anchor of a version that is sealed and published.
+    """Return the anchor of a version that is sealed and published.
 
-    `with_base` also pins the segment that the last checkpoint ended in, as long as it is there: chunks hold the version it
-    ended with, and only that segment knows its size and time, which time travel needs (P14).
+    `with_base` also pins the segment in which the last checkpoint ended, if it still exists: the chunks have the version at its
+    end, but only that segment has its size and time, which time travel needs (P14).
     """
     wal = txn.wal_state(db_id)
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
@@ -79,7 +78,8 @@ def anchored(
     flush: Callable[[PageStore], Mark],
     publish: Callable[[int, Anchor], R],
 ) -> R:
-    """What `publish` makes of the database as it is now, written but not yet durable transactions included."""
+    """Call `publish` with an anchor of the current version, written but not yet durable transactions included; return its
+    result."""
     hold = _hold(store, "snapshot")
     try:
         return publish_at(manifest, store.db_id, flush(store), publish)
@@ -88,20 +88,20 @@ def anchored(
 
 
 def publish_at(manifest: ManifestStore, db_id: int, mark: Mark, publish: Callable[[int, Anchor], R]) -> R:
-    """What `publish` makes of a version that a lease holds."""
+    """Call `publish` with an anchor of a version that a lease holds; return its result."""
     for tries_left in reversed(range(ANCHOR_TRIES)):
         with manifest.read() as txn:
             anchor = anchor_at(txn, db_id, mark)
         try:
             return publish(db_id, anchor)
-        except (ArtifactGone, UnknownArtifact):  # absorbed and truncated meanwhile: then chunks have it
+        except (ArtifactGone, UnknownArtifact):  # a segment was absorbed and truncated: chunks have its pages now
             if not tries_left:
                 raise
-    raise StalePlan("checkpoints outpace the snapshot or fork", hint="try again", db_id=db_id)
+    raise StalePlan("checkpoints are running too often to take the snapshot or fork", hint="try again", db_id=db_id)
 
 
 def inherited_map(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) -> FrameMap:
-    """Page → newest version in segments that a fork has inherited and not absorbed yet (P12)."""
+    """Return page → newest version in segments that a fork has inherited and not absorbed yet (P12)."""
     rows = [
         (row.first_lsn, PinnedSegment(row.origin_db_id, key[1], row.last_lsn))
         for key, row in txn.scan(t.WAL_CATALOG, db_id)
@@ -115,7 +115,7 @@ def inherited_map(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) 
 
 
 AT_ONCE = 8
-"""Databases that are opened and sealed side by side: each waits for the disk."""
+"""Databases that are opened and sealed concurrently, because each waits for the disk."""
 
 
 def lend(
@@ -128,7 +128,10 @@ def lend(
     tags: dict[str, str] | None = None,
     labels: Sequence[str] = (),
 ) -> tuple[int, list[SnapshotView]]:
-    """(id of the lease, a view of each database as it is now), written but not yet durable transactions included."""
+    """Return (id of the lease, a view of each database's current version).
+
+    Views include written transactions that are not yet durable.
+    """
     manifest, objects_url = engine._manifest, engine._objects_url
     leases = manifest.leases
     with manifest.read() as txn:
@@ -150,21 +153,21 @@ def lend(
                     views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
     try:
         for db_id, view in views.items():
-            leases.narrow(lease_id, db_id, origins_of(view))
-        if woken := [db_id for db_id in db_ids if db_id not in views]:  # somebody has opened them meanwhile
+            leases.record_origins(lease_id, db_id, origins_of(view))
+        if woken := [db_id for db_id in db_ids if db_id not in views]:  # opened by another thread in the meantime
             names = [called[db_id] for db_id in woken if db_id in called]
             _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
             views.update(zip(woken, late))
-        found = [views[db_id] for db_id in db_ids]
-        return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in found] if upload else found
+        ordered = [views[db_id] for db_id in db_ids]
+        return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in ordered] if upload else ordered
     except BaseException:
-        # One of them was dropped meanwhile: nobody has the versions, and who asks for those of the lease must not meet them.
-        leases.let_go([(lease_id, db_id) for db_id in db_ids])
+        # A database was dropped in the meantime, for example. No caller has these versions, so the lease must not list them.
+        leases.release_versions([(lease_id, db_id) for db_id in db_ids])
         raise
 
 
 def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
-    """The newest version of a database that is closed, if the manifest knows all that is in its log."""
+    """Return the newest version of a closed database whose log is completely published; otherwise `None`."""
     database, state = txn.database(db_id), txn.wal_state(db_id)
     if engine._open.peek(db_id) is not None or database is None or not database.page_size or state is None:
         return None
@@ -176,12 +179,15 @@ def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
 def lend_reader(
     engine: PageEngine, db: int | str, at: str | At, seconds: float, *, tags: dict[str, str] | None = None
 ) -> tuple[int, Snapshot]:
-    """(id of a lease, a reader of the version `at` a snapshot's name, an lsn or a time): dropping the snapshot meanwhile, or a
-    checkpoint, takes nothing away from it. The id is 0 where the reader has a lease of its own, in memory."""
+    """Return (id of a lease, a reader of the version `at` a snapshot's name, an lsn or a time).
+
+    Neither dropping the snapshot nor a checkpoint removes what the reader needs. The id is 0 if the reader has its own lease,
+    in memory.
+    """
     manifest = engine._manifest
     with manifest.read() as txn:
         db_id, _ = find_database(txn, db)
-    # Before the version is looked up: what is dropped from now on is kept.
+    # Before the version is looked up, so that artifacts dropped from now on are kept.
     lease_id = manifest.leases.hold([LentVersion(db_id, 0)], seconds, tags=tags)
     try:
         if isinstance(at, str):
@@ -189,7 +195,7 @@ def lend_reader(
         else:
             reader = engine.open(db_id).open_snapshot(at=at, tags=tags)
         if isinstance(reader, ViewReader):
-            manifest.leases.narrow(lease_id, db_id, origins_of(reader.view))
+            manifest.leases.record_origins(lease_id, db_id, origins_of(reader.view))
             return lease_id, reader
     except BaseException:
         manifest.leases.release(lease_id)
@@ -199,12 +205,13 @@ def lend_reader(
 
 
 def _hold(store: PageStore, why: str) -> Lease:
-    """Hold the newest version from before its seal until what names it has committed: no checkpoint passes it (P13)."""
+    """Hold the newest version from before its seal until the batch that names it has committed, so that no checkpoint passes it
+    (P13)."""
     return store.readers.open_newest(lambda: (store.wal.durable.lsn, None), tags={HOLD_TAG: why}, ttl_seconds=None)[0]
 
 
 def _view(txn: ReadTxn, db_id: int, mark: Mark, objects_url: str) -> SnapshotView:
-    """The live set of a database, up to a version that is sealed and published."""
+    """Return a view of a database's live set, up to a version that is sealed and published."""
     database = txn.database(db_id)
     anchor = anchor_at(txn, db_id, mark)
     record = SnapshotRecord(
@@ -224,14 +231,16 @@ def _view(txn: ReadTxn, db_id: int, mark: Mark, objects_url: str) -> SnapshotVie
 
 
 def origins_of(view: SnapshotView) -> set[int]:
-    """The databases that made what a view needs."""
+    """Return the databases that created the artifacts of a view."""
     links = np.frombuffer(view.links, LINK_DTYPE)
     return {view.db_id, *(pin.origin_db_id for pin in view.pins), *map(int, np.unique(links["origin_db_id"]))}
 
 
 def _uploaded(engine: PageEngine, manifest: ManifestStore, view: SnapshotView, objects_url: str) -> SnapshotView:
-    """Upload the segments a view needs. Chunks keep their places, so only the pins are looked up again: the leaves may
-    be gone by now."""
+    """Upload the segments of a view and return it with their new places.
+
+    Chunks keep their places, so only the pins are looked up again: the leaves may be gone by now.
+    """
     if not (missing := without_object(view)):
         return view
     engine.upload(missing)

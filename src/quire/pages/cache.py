@@ -1,13 +1,15 @@
-"""The page cache: bytes of pages, bounded, shared by all databases of a process (docs/decisions/037-caches-of-a-page-read.md).
+"""The page cache: a bounded cache of page images, shared by all databases of a process
+(docs/decisions/037-caches-of-a-page-read.md).
 
-A *location* is where a version's bytes are: (origin, lsn) in a WAL, (artifact, page) in a chunk. It is immutable, so an entry
-is never wrong, and forks and snapshots that share an object share its entries. The cache holds two generations: one is full at
-half the budget, then becomes the old one, and the former old one is forgotten. What is used meanwhile moves over. Nearly as
-good as least-recently-used, and a hit costs no bookkeeping at all.
+A *location* identifies a version's bytes: (origin, lsn) in a WAL, (artifact, page) in a chunk. Bytes at a location never
+change, so an entry is never stale, and forks and snapshots that share an object share its entries. The cache has two
+generations: when the young one reaches half the budget, it becomes the old one, and the previous old one is dropped. An entry
+that is used in the old generation moves to the young one. This is nearly as good as least-recently-used, and a hit needs no
+bookkeeping.
 
-A *resolved* entry says "for snapshots in [lsn, upto] this is the page": it saves the look-up, not only the read. `upto` is the
-snapshot it was resolved for; entries are replaced, never widened in place. Cold scans read past the cache: they neither fill
-it nor age it.
+A *resolved* entry means "for snapshots in [lsn, upto] this is the page": it saves the look-up, not only the read. `upto` is the
+snapshot it was resolved for; entries are replaced, never widened in place. Cold scans bypass the cache: they neither fill it
+nor age it.
 
 Threads: any. Single dict operations are atomic; two threads that miss at once read the page twice, which is harmless.
 """
@@ -21,18 +23,18 @@ Resolved = tuple[int, int, bytes]
 """(lsn, upto, page)."""
 
 RESOLVED_MAX = 131_072
-"""Resolved entries per database: about 20 MB of tuples and ints at most, the bytes of the pages apart."""
+"""Resolved entries per database: at most about 20 MB of tuples and ints, not counting the bytes of the pages."""
 
 
 class PageCache:
-    """Pages by location, and what was resolved of each database."""
+    """Pages by location, and the resolved entries of each database."""
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.misses = 0
         self.lookups = 0
         self.resolved_hits = 0
-        """Reads that a resolved entry answered, as far as their snapshots have told."""
+        """Reads served by a resolved entry, as far as their snapshots have reported them."""
         self._half = max(bytes_max // 2, 1)
         self._young: dict[Hashable, bytes] = {}
         self._old: dict[Hashable, bytes] = {}
@@ -44,7 +46,7 @@ class PageCache:
 
     # ── by location ───────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, location: Hashable) -> bytes | None:
-        """The page at a location, if it is here."""
+        """Return the page at a location, `None` if it is not cached."""
         self.lookups += 1
         page = self._young.get(location)
         if page is not None:
@@ -57,7 +59,7 @@ class PageCache:
         return page
 
     def put(self, location: Hashable, page: bytes) -> None:
-        """Remember a page."""
+        """Add a page."""
         size = len(page)
         if self._young_bytes + size > self._half:
             self._turn(size)
@@ -68,40 +70,40 @@ class PageCache:
     def _turn(self, size: int) -> None:
         with self._turning:
             if self._young_bytes + size <= self._half:
-                return  # somebody else has just turned it: once more would forget what is in use
+                return  # another thread has just done this; doing it again would drop pages in use
             self._old, self._young = self._young, {}
             self._old_bytes, self._young_bytes = self._young_bytes, 0
-            # Resolved entries would keep alive what has just been forgotten.
+            # Resolved entries would keep the dropped pages alive.
             for pages in list(self._resolved.values()):
                 pages.clear()
 
     def zeros(self, page_size: int) -> bytes:
-        """The one page of zeros of this size."""
+        """Return the shared page of zeros of this size."""
         return self._zeros.get(page_size) or self._zeros.setdefault(page_size, bytes(page_size))
 
     # ── by page ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def resolved(self, db_id: int) -> dict[int, Resolved]:
-        """Page → resolved entry of one database; the caller keeps the dict and looks into it directly."""
+        """Return page → resolved entry of one database; the caller keeps the dict and reads it directly."""
         return self._resolved.setdefault(db_id, {})
 
     def remember(self, resolved: dict[int, Resolved], page: int, entry: Resolved) -> None:
-        """Enter what a look-up has found."""
-        if len(resolved) >= RESOLVED_MAX:  # pages of zeros are shared: their bytes do not bound their number
+        """Add the result of a look-up."""
+        if len(resolved) >= RESOLVED_MAX:  # zero pages are shared, so the byte budget does not bound their number
             resolved.clear()
         resolved[page] = entry
 
     def forget(self, db_id: int) -> None:
-        """A database was closed or dropped: what was resolved for it is no longer needed."""
+        """Drop the resolved entries of a database that was closed or dropped."""
         self._resolved.pop(db_id, None)
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def used_bytes(self) -> int:
-        """Bytes of pages held; pages that moved to the young generation are counted in both."""
+        """Bytes of cached pages; pages that moved to the young generation count twice."""
         return self._young_bytes + self._old_bytes
 
     @property
     def hit_ratio(self) -> float:
-        """Of all reads that asked the cache."""
-        asked = self.lookups + self.resolved_hits
-        return 1 - self.misses / asked if asked else 0.0
+        """The fraction of reads through the cache that were hits."""
+        reads = self.lookups + self.resolved_hits
+        return 1 - self.misses / reads if reads else 0.0

@@ -1,10 +1,9 @@
-"""What the manifest says of page databases: their shape, and where the bytes of their chunks and segments are.
+"""Reads the shape of page databases, and the locations of their chunks and segments, from the manifest.
 
-The first opening decides the page size, for ever; who asks for another one later is refused. A row whose page size, chunk size
-and compression no longer fit their hash is refused, too: every chunk would be read at the wrong places.
+The first open fixes the page size permanently; a later open with another size is refused. A row whose page size, chunk size and
+compression do not match their hash is refused too: every chunk would be read at wrong offsets.
 
-Pure reading of one transaction, but for `fix_shape`. Raises `Corruption` for a row that should be there, `InvalidInput`,
-`ConfigMismatch`.
+Everything but `fix_shape` only reads one transaction. Raises `Corruption` for a missing row, `InvalidInput`, `ConfigMismatch`.
 """
 
 from __future__ import annotations
@@ -26,41 +25,41 @@ from quire.pages.sources import ChunkPlace, SegmentPlace
 
 
 class PageShape(NamedTuple):
-    """What is fixed for the life of a database."""
+    """The properties that are fixed for the life of a database."""
 
     page_size: int
     pages_per_chunk: int
 
 
 def find_database(txn: ReadTxn, db: int | str) -> tuple[int, DbRecord]:
-    """A live page database by id or name."""
+    """Return the id and record of a live page database, by id or name."""
     return txn.live(db, DbKind.PAGES)
 
 
-def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, asked: int, default: int) -> PageShape:
-    """The database's shape, decided now if it never was."""
-    shape = shape_of(db_id, record, asked, default)
+def fix_shape(manifest: ManifestStore, db_id: int, record: DbRecord, requested: int, default: int) -> PageShape:
+    """Return the database's shape, fixing it now if this is the first open."""
+    shape = shape_of(db_id, record, requested, default)
     expected = config_hash(shape.page_size, shape.pages_per_chunk, record)
     if not record.page_size or (not record.config_hash and record.status is DbStatus.ACTIVE):
         manifest.submit([SetDbPageSize(db_id, *shape, expected)]).result()
     return shape
 
 
-def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> PageShape:
-    """The same for who only reads: of a database that was never opened, what it would be."""
-    size = record.page_size or asked or default
-    if asked and asked != size:
-        raise InvalidInput("the page size is fixed", db_id=db_id, page_size=size, asked=asked)
+def shape_of(db_id: int, record: DbRecord, requested: int, default: int) -> PageShape:
+    """Return the database's shape without fixing it; for one that was never opened, the shape that it would get."""
+    size = record.page_size or requested or default
+    if requested and requested != size:
+        raise InvalidInput("the page size cannot be changed", db_id=db_id, page_size=size, asked=requested)
     if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
-        raise InvalidInput("a page size is a power of two from 512 to 65536", page_size=size)
+        raise InvalidInput("a page size must be a power of two from 512 to 65536", page_size=size)
     shape = PageShape(size, record.pages_per_chunk or CHUNK_BYTES // size)
     if record.page_size and record.config_hash not in (
         b"",
         config_hash(shape.page_size, shape.pages_per_chunk, record),
     ):
         raise ConfigMismatch(
-            "the database's page size, chunk size or compression is not what it was made with",
-            hint="open it with the quire that made it",
+            "the database's page size, chunk size or compression differs from when it was created",
+            hint="open it with the version of quire that created it",
             db_id=db_id,
             page_size=shape.page_size,
             pages_per_chunk=shape.pages_per_chunk,
@@ -70,7 +69,7 @@ def shape_of(db_id: int, record: DbRecord, asked: int, default: int) -> PageShap
 
 
 def config_hash(page_size: int, pages_per_chunk: int, record: DbRecord) -> bytes:
-    """Hash of page size, pages per chunk and compression: what the place of every page in every chunk depends on."""
+    """Return a hash of page size, pages per chunk and compression, which determine where each page is in a chunk."""
     text = f"pages:{page_size}:{pages_per_chunk}:{int(record.compression)}"
     return hashlib.sha256(text.encode()).digest()[:16]
 
@@ -79,7 +78,7 @@ _HINT = "run `quire manifest check`"
 
 
 def chunk_row(txn: ReadTxn, key: ArtifactKey) -> Any:
-    """The catalog row of a chunk or delta."""
+    """Return the catalog row of a chunk or delta."""
     row = txn.artifact(key)
     if row is None:
         raise Corruption("a chunk's catalog row is missing", hint=_HINT, chunk=object_key(key))
@@ -87,7 +86,7 @@ def chunk_row(txn: ReadTxn, key: ArtifactKey) -> Any:
 
 
 def space_of(txn: ReadTxn, namespace_id: int, objects_url: str) -> tuple[str, str]:
-    """(URL, prefix) of a namespace; of the store's own object store for 0."""
+    """Return (URL, prefix) of a namespace; 0 is the store's own object store."""
     if not namespace_id:
         return objects_url, ""
     space = txn.namespace(namespace_id)
@@ -97,7 +96,7 @@ def space_of(txn: ReadTxn, namespace_id: int, objects_url: str) -> tuple[str, st
 
 
 def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:
-    """Where a chunk or delta is, by its catalog row."""
+    """Return the location of a chunk or delta, from its catalog row."""
     row = chunk_row(txn, key)
     url, prefix = space_of(txn, row.namespace_id, objects_url)
     name = row.suffix or object_key(key)
@@ -105,7 +104,10 @@ def chunk_place(txn: ReadTxn, key: ArtifactKey, objects_url: str) -> ChunkPlace:
 
 
 def segment_place(txn: ReadTxn, origin_db_id: int, segment_id: int, objects_url: str) -> SegmentPlace | None:
-    """Where a sealed segment is, by its origin's row; `None` if there is none. Its file is where it always is."""
+    """Return the location of a sealed segment, from its origin's row; `None` if there is no row.
+
+    A local file's path follows from its ids, so a local place has no URL.
+    """
     row = txn.get(t.WAL_CATALOG, origin_db_id, segment_id)
     if row is None or row.origin_db_id != origin_db_id:
         return None

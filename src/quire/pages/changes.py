@@ -1,21 +1,21 @@
-"""Which pages of a database may have changed between two of its versions, without reading either (W6).
+"""Finds the pages of a database that may have changed between two versions, without reading either (W6).
 
-The answer is a superset of the pages that differ, from what the manifest and index regions say:
+The result is a superset of the pages that differ, from the manifest and index regions:
 
-  unpublished      pages in the memory of the WAL
+  unpublished      pages in the WAL's memory (`PageStore.changed`)
   live segments    index regions, as far as they are published (P2)
   deltas           the bitmap in a delta's row, if the delta covers more than the first version
   bases            the kept history in a base's row, else the whole slot
 
-A base that replaces a chain would hide which pages its deltas had. So its row keeps their bitmaps, and that of the pages which
+A base that replaces a chain would hide which pages its deltas had. So its row keeps their bitmaps, and that of the pages that
 the rewrite itself absorbed, for `KEPT_MS`: the *history* of the base. It is `(after, entries)`: an entry (covered lsn, time in
-milliseconds, bitmap) has the slot's pages that changed above the covered lsn before it; `after` is the lsn before the first.
-What is older is unknown, and stands for the whole slot. `ChunkRecord.changes`, docs/formats/manifest.md.
+milliseconds, bitmap) has the slot's pages that changed above the covered lsn of the entry before it; `after` is the lsn before
+the first entry. Older changes are unknown, and mean the whole slot. `ChunkRecord.changes`, docs/formats/manifest.md.
 
-Pages that a shrinking database has lost and got back are logged again when it grows (P15), so they are in the answer.
+If a database shrinks and grows again, the pages in between are logged again when it grows (P15), so they are in the result.
 
-Pure functions over one transaction; any thread. Raises `Corruption` if a segment was let go while its region was read: then ask
-again.
+Threads: any; pure functions over one transaction. Raises `Corruption` if a segment was released while its region was read: the
+caller should try again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.page_source import Mark
 
 KEPT_MS = 7 * 24 * 3600 * 1000
-"""A replica that was offline for a week gets the pages that changed, whatever was merged meanwhile."""
+"""Seven days: a replica that was offline for a week gets only the changed pages, whatever was merged in the meantime."""
 
 HISTORY_BYTES_MAX = 16 << 10
-"""Of the bitmaps in one history; beyond it the oldest two are united. 0.02 % of the slot's 64 MiB."""
+"""Total size of the bitmaps in one history, 0.02 % of the slot's 64 MiB; above it, the oldest two are united."""
 
 HISTORY_ENTRIES_MAX = 64
 
@@ -50,7 +50,7 @@ _LEAF_DTYPE = np.dtype(ENTRY_FIELDS)
 Entry = tuple[int, int, bytes]
 """(covered lsn, time in milliseconds, bitmap of offsets in the slot)."""
 History = tuple[int, list[Entry]]
-"""(after, entries): see above."""
+"""(after, entries): see the module."""
 
 _decode = msgspec.msgpack.Decoder(History).decode
 
@@ -58,7 +58,7 @@ _decode = msgspec.msgpack.Decoder(History).decode
 def changed_pages(
     txn: ReadTxn, regions: Regions, db_id: int, pages_per_chunk: int, objects_url: str, since: int, upto: Mark
 ) -> BitMap:
-    """A superset of the published pages that changed above `since` and at or below `upto`."""
+    """Return a superset of the published pages that changed above `since` and at or below `upto`."""
     pages = BitMap()
     for pin in _unabsorbed(txn, db_id, objects_url, since, upto.lsn):
         entries = regions.of(pin).entries
@@ -75,7 +75,7 @@ def changed_pages(
 
 
 def _unabsorbed(txn: ReadTxn, db_id: int, objects_url: str, since: int, upto_lsn: int) -> Iterator[PinnedSegment]:
-    """The segments that no checkpoint has absorbed, as far as their regions are written and in (since, upto]."""
+    """Yield the segments that no checkpoint has absorbed, as far as their regions are written and within (since, upto]."""
     wal = txn.wal_state(db_id)
     end = min(upto_lsn, wal.indexed_upto_lsn if wal is not None else 0)
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
@@ -88,7 +88,7 @@ def _unabsorbed(txn: ReadTxn, db_id: int, objects_url: str, since: int, upto_lsn
 
 
 def _artifacts_above(txn: ReadTxn, db_id: int, since: int) -> Iterator[tuple[ArtifactKey, int]]:
-    """(artifact, covered lsn) of what the live chains hold above an lsn."""
+    """Yield (artifact, covered lsn) of the artifacts in live chains that cover more than an lsn."""
     for (_, number), held in txn.scan(t.LIVE_LEAF, db_id):
         leaf = txn.get(t.SLOT_LEAF, held.origin_db_id, number, held.generation)
         if leaf is None:
@@ -102,7 +102,7 @@ def _artifacts_above(txn: ReadTxn, db_id: int, since: int) -> Iterator[tuple[Art
 
 
 def _offsets_of(row: ChunkRecord | DeltaRecord, covered: int, since: int) -> BitMap | None:
-    """The pages of a slot that an artifact may have changed above an lsn; `None` if that is not known."""
+    """Return the pages of a slot that an artifact may have changed above an lsn; `None` if unknown."""
     if isinstance(row, DeltaRecord):
         return BitMap.deserialize(row.dirty_pages) if row.dirty_pages else None
     after, entries = history_of(row, covered)
@@ -113,14 +113,17 @@ def _offsets_of(row: ChunkRecord | DeltaRecord, covered: int, since: int) -> Bit
 
 # ── histories ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def history_of(row: ChunkRecord, covered: int) -> History:
-    """The history of a base; of one that has none, that nothing is known of what it covers."""
+    """Return the history of a base; for one without a history, an empty one that starts at its covered lsn."""
     return _decode(row.changes) if row.changes else (covered, [])
 
 
 def history_after(
     before: Sequence[tuple[int, ChunkRecord | DeltaRecord]], covered: int, fresh: bytes, now_ms: int
 ) -> bytes:
-    """The history of a base that replaces the chain `before`, (covered lsn, row) of each, and absorbs the pages `fresh`."""
+    """Return the encoded history of a base that replaces the chain `before`, (covered lsn, row) of each, and absorbs `fresh`.
+
+    `fresh` is the bitmap of absorbed pages.
+    """
     after, entries = 0, list[Entry]()
     for lsn, row in before:
         if isinstance(row, ChunkRecord):
@@ -135,7 +138,7 @@ def history_after(
 
 
 def _bounded(after: int, entries: list[Entry], now_ms: int) -> History:
-    """Without what is too old, the oldest united until it is small enough."""
+    """Return the history without entries that are too old, the oldest ones united until it is small enough."""
     kept = list(entries)
     while kept and kept[0][1] < now_ms - KEPT_MS:
         after = kept.pop(0)[0]
@@ -148,5 +151,5 @@ def _bounded(after: int, entries: list[Entry], now_ms: int) -> History:
 
 
 def rows_of(txn: ReadTxn, slot: int, chain: Chain) -> list[tuple[int, ChunkRecord | DeltaRecord]]:
-    """(covered lsn, row) of each artifact of a chain, as `history_after` takes them."""
+    """Return (covered lsn, row) of each artifact of a chain, the input of `history_after`."""
     return [(link.covered_lsn, chunk_row(txn, link.artifact(slot))) for link in chain]

@@ -1,6 +1,6 @@
-"""Many pages of chunks as the rows of one array, moved by numpy: what is done for each page in Python is its checksum.
+"""Copies many pages of chunks into the rows of one array with numpy; the only Python work per page is its checksum.
 
-Any number of threads; importable on executors (no lmdb). Raises what `ChunkReader` raises.
+Threads: any; importable on executors (no lmdb). Raises what `ChunkReader` raises.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from quire.pages.chunk_format import PAGES_PER_FRAME
 from quire.pages.chunk_reader import ChunkReader
 
 PageRows = NDArray[np.uint8]
-"""A page in each row."""
+"""One page per row."""
 
 
 def packed(pages: NDArray[np.uint32]) -> array[int]:
-    """The same pages as roaring takes them all at once; those of a numpy array it takes one by one."""
+    """Return the pages as an `array`, which roaring bitmaps read in bulk; they read a numpy array item by item."""
     return array("I", np.ascontiguousarray(pages, np.uint32).tobytes())
 
 
 def copy_pages(chunk: ChunkReader, offsets: NDArray[np.uint32], rows: NDArray[np.intp], images: PageRows) -> None:
-    """Put pages of a chunk, which has all of them, into these rows; the offsets rise."""
+    """Copy pages of a chunk into these rows of `images`. REQUIRES that the chunk has all of them, and ascending offsets."""
     if not len(offsets):
         return
     ranks = np.searchsorted(np.array(chunk.pages.to_array(), np.uint32), offsets)
@@ -36,6 +36,6 @@ def copy_pages(chunk: ChunkReader, offsets: NDArray[np.uint32], rows: NDArray[np
         pages = np.frombuffer(plain, np.uint8).reshape(-1, images.shape[1])
         first, last, count = int(rows[start]), int(rows[stop - 1]), stop - start
         if last - first + 1 == count == len(pages) and (rows[start:stop] == np.arange(first, last + 1)).all():
-            images[first : last + 1] = pages  # all of a frame, and in its order
+            images[first : last + 1] = pages  # a whole frame, in order: one contiguous copy
         else:
             images[rows[start:stop]] = pages[indexes[start:stop]]

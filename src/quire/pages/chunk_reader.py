@@ -1,11 +1,11 @@
-"""Reads pages of a chunk by ranged reads: one read for one page, once the footer is known.
+"""Reads pages of a chunk by ranged reads: one read per page, once the footer is loaded.
 
-A page is delivered only if its frame and it itself have their checksums; `None` means that the chunk does not have the page,
-and nothing else. Opening costs one read, two if pages are below 4 KiB; a chunk that is smaller than that first read needs no
-other. Many pages share reads: frames at most 64 KiB apart are fetched together, up to 4 MiB at a time. That, and one unpacked
-frame, is what a reader holds. What fails a check is read once more before it is called damage.
+A page is returned only if its frame and the page itself match their checksums; `None` always means that the chunk does not have
+the page. Opening costs one read, two if pages are below 4 KiB; a chunk that is smaller than that first read needs no other.
+Pages share reads: frames at most 64 KiB apart are fetched together, up to 4 MiB at a time. A reader's memory is that, and one
+unpacked frame. Bytes that fail a check are read again before they are reported as damage.
 
-Any number of threads; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `Corruption` and
+Threads: any; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `Corruption` and
 `ChecksumMismatch` (object, page, frame, offset), `FormatTooNew`, `OutOfRange` for a page offset that no chunk of the database
 has, and what reading raises.
 """
@@ -39,16 +39,16 @@ from quire.pages.chunk_format import (
 )
 
 GAP_BYTES = 64 * KIB
-"""Frames this far apart are fetched together: a request to an object store costs more than so many bytes."""
+"""Frames up to this far apart are fetched together: a request to an object store costs more than these bytes."""
 PIECE_BYTES = 4 * MIB
-"""The longest single read, so that walking a chunk takes little memory; longer ones would not be faster."""
+"""The longest single read, which bounds the memory of a scan; longer reads would not be faster."""
 
 _NO_TAIL = Tail(1 << 63, b"")
 
 
 class ChunkReader:
-    """A chunk behind `read_range`. `footer` is what an earlier reader of the same object had: then nothing is fetched to
-    open it. `expect` is the artifact it should be, `name` is for messages."""
+    """A chunk read through `read_range`. With `footer`, from an earlier reader of the same object, opening fetches nothing.
+    `expect` is the artifact it should be, `name` is used in errors."""
 
     def __init__(
         self,
@@ -64,18 +64,18 @@ class ChunkReader:
         self._size_bytes = size_bytes
         self._expect = expect
         self.name = name or (object_key(expect) if expect is not None else "")
-        # Set once, together, whoever comes first: what two threads load at once is equal.
+        # Set without a lock: if two threads load it concurrently, the results are equal.
         self._loaded: tuple[ChunkFooter, Tail] | None = None
         if footer is not None:
             if footer.size_bytes != size_bytes:
-                what = "the object has another size than its footer says"
+                what = "the object's size does not match its footer"
                 raise damaged(what, self.name, size_bytes=size_bytes, expected=footer.size_bytes)
             check_expected(footer.identity, expect, self.name)
             self._loaded = footer, _NO_TAIL
 
     @property
     def footer(self) -> ChunkFooter:
-        """What the chunk says about itself; fetched and checked at first use."""
+        """The chunk's footer; fetched and verified at first use."""
         return self._load()[0]
 
     @property
@@ -84,11 +84,11 @@ class ChunkReader:
 
     @property
     def pages(self) -> FrozenBitMap:
-        """The offsets of the pages it has."""
+        """The offsets of the pages that the chunk has."""
         return self.footer.pages
 
     def read_page(self, offset: int) -> bytes | None:
-        """The page at `offset` of the slot; `None` if this chunk does not have it."""
+        """Return the page at `offset` of the slot; `None` if this chunk does not have it."""
         footer = self.footer
         rank = footer.rank(offset)
         if rank is None:
@@ -97,8 +97,10 @@ class ChunkReader:
         return self._page(footer, self._fetch(place, offset), rank, offset)
 
     def read_frame(self, offset: int) -> dict[int, bytes]:
-        """The page at `offset` with the others of its frame, for a cache: they cost no further read. Empty if the chunk
-        does not have the page."""
+        """Return the page at `offset` with all other pages of its frame, which cost no further read; for caches.
+
+        Empty if the chunk does not have the page.
+        """
         footer = self.footer
         rank = footer.rank(offset)
         if rank is None:
@@ -111,7 +113,7 @@ class ChunkReader:
         }
 
     def iter_pages(self, offsets: Iterable[int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """(offset, image) of those of these pages that the chunk has, default all, in rising order."""
+        """Yield (offset, image) of those of these pages (default: all) that the chunk has, in ascending order."""
         footer = self.footer
         placed: Iterable[tuple[int, int]]
         if offsets is None:
@@ -127,8 +129,10 @@ class ChunkReader:
                 yield offset, self._page(footer, plain, rank_of_page, offset)
 
     def iter_frames(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> Iterator[Bytes]:
-        """The same for who moves many: frames by their numbers, in rising order, each with the places of its pages that are
-        wanted. All pages of a frame, of which those were checked."""
+        """Yield plain frames, for bulk copies. `wanted` has frame numbers in ascending order, each with indexes of its pages.
+
+        A frame is yielded with all of its pages, of which only those at the indexes are verified.
+        """
         footer = self.footer
         size = footer.identity.page_size
         places = [footer.frame(number) for number, _ in wanted]
@@ -138,11 +142,11 @@ class ChunkReader:
             crcs = footer.page_crcs_in(place)
             for index in indexes:
                 if crc64(plain[index * size : (index + 1) * size]) != crcs[index]:
-                    self._page(footer, plain, first + index, footer.pages[first + index])  # which says where it is
+                    self._page(footer, plain, first + index, footer.pages[first + index])  # raises with the location
             yield plain
 
     def _stored(self, places: Sequence[FramePlace]) -> Iterator[memoryview]:
-        """What is stored of frames that rise; those near each other are read together."""
+        """Yield the stored form of frames in ascending order; nearby frames are read together."""
         for piece in _pieces(places):
             begin = piece[0].offset
             data = memoryview(self._read(begin, piece[-1].offset + piece[-1].length - begin))
@@ -153,7 +157,7 @@ class ChunkReader:
         return self._plain(place, self._read(place.offset, place.length), page)
 
     def _plain(self, place: FramePlace, stored: Bytes, page: int) -> Bytes:
-        """The pages of a frame, read again if need be."""
+        """Return the plain pages of a frame, reading it again if it is damaged."""
         try:
             return unpack_frame(stored, place, self.name, page=page)
         except Corruption:
@@ -167,7 +171,7 @@ class ChunkReader:
         if crc64(image) != footer.page_crc(rank):
             frame = rank // PAGES_PER_FRAME
             where = {"page": offset, "frame": frame, "offset": footer.frame(frame).offset}
-            raise mismatch("a page fails its checksum though its frame has its own", self.name, **where)
+            raise mismatch("a page fails its checksum although its frame passes", self.name, **where)
         return image
 
     def _read(self, offset: int, length: int) -> bytes:
@@ -185,7 +189,7 @@ class ChunkReader:
 
 
 def _pieces(places: Sequence[FramePlace]) -> Iterator[list[FramePlace]]:
-    """Frames that are fetched together."""
+    """Group frames that are fetched together."""
     piece: list[FramePlace] = []
     for place in places:
         if piece:
@@ -210,22 +214,22 @@ def _bitmap(offsets: Iterable[int], footer: ChunkFooter) -> BitMap:
 
 
 def identity_of(existing: ExistingObject) -> ChunkIdentity:
-    """What the chunk that is there is, from its footer: one ranged read, two for a large one."""
+    """Return the identity of an existing chunk, from its footer: one ranged read, two for a large footer."""
     footer, _ = load_footer(existing.read, existing.info.size_bytes, name=existing.info.key)
     return footer.identity
 
 
 def same_artifact(wanted: ChunkIdentity) -> Identity:
-    """For `ObjectStore.put(…, identity=…)`: true for the same artifact made by the same plan."""
+    """Return a predicate for `ObjectStore.put(…, identity=…)`: true for the same artifact produced by the same plan."""
 
     def is_wanted(existing: ExistingObject) -> bool:
         existing_identity = identity_of(existing)
         if (existing_identity.key, existing_identity.plan_digest) != (wanted.key, wanted.plan_digest):
             return False
         if existing_identity != wanted:
-            # One plan has one outcome; with the digest equal, something else is broken, and neither object is to be trusted.
+            # A plan has one outcome. If the digests are equal and the identities differ, neither object can be trusted.
             raise damaged(
-                "one plan made two different chunks", existing.info.key, found=existing_identity, expected=wanted
+                "one plan produced two different chunks", existing.info.key, found=existing_identity, expected=wanted
             )
         return True
 
@@ -233,13 +237,13 @@ def same_artifact(wanted: ChunkIdentity) -> Identity:
 
 
 def check_chain(chain: Sequence[ChunkReader]) -> None:
-    """Refuse chunks that are not one slot's base and deltas with rising `covered_lsn`."""
+    """Raise unless the chunks are one slot's base and deltas with ascending `covered_lsn`."""
     if not chain:
-        raise InvalidInput("a chain has at least one chunk")
+        raise InvalidInput("a chain must have at least one chunk")
     for older, newer in pairwise(chain):
         one, two = older.identity, newer.identity
         if (one.key.id, one.page_size, one.pages_per_chunk) != (two.key.id, two.page_size, two.pages_per_chunk):
-            raise InvalidInput("chunks of a chain are of one slot and page size", older=one.key, newer=two.key)
+            raise InvalidInput("chunks of a chain must have the same slot and page size", older=one.key, newer=two.key)
         if two.key.kind is not ArtifactKind.DELTA or one.covered_lsn >= two.covered_lsn:
-            what = "a chain is one base, then deltas that cover rising lsns"
+            what = "a chain must be one base followed by deltas that cover rising lsns"
             raise InvalidInput(what, older=one.key, covered=one.covered_lsn, newer=two.key, next=two.covered_lsn)

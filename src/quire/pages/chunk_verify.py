@@ -1,17 +1,18 @@
-"""The one checker of chunk objects: reads everything, yields what is wrong, stops at nothing.
+"""The checker of chunk objects: reads everything, yields all problems, and continues after each.
 
-Rules it holds, by number (cited in problems, tests and reviews)
-  C1  the object ends with a trailer and a footer that have their checksums and describe a chunk of its size
-  C2  the header has its checksum and is the one the footer copies
-  C3  every frame has its checksum and unpacks to its pages
-  C4  every page has its checksum
-  C5  it is the artifact, made by the plan, that its catalog row names
+Rules, by number (cited in problems, tests and reviews)
+  C1  the object ends with a trailer and a footer that match their checksums and describe a chunk of its size
+  C2  the header matches its checksum and is equal to its copy in the footer
+  C3  every frame matches its checksum and unpacks to its pages
+  C4  every page matches its checksum
+  C5  the object is the artifact, produced by the plan, that its catalog row names
   C6  its size, SHA-256, page count and bitmap are those of the row
 
-Everything between header and trailer belongs to a frame or to the footer (`ChunkFooter`, rule 1), so no byte escapes.
-What fails a check is read once more before it is called damage.
-Memory is 4 MiB and one frame. Any thread; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`.
-Damage is yielded (`verify`) or raised as `Corruption` (`describe`); what the object store raises is raised.
+Everything between header and trailer belongs to a frame or to the footer (`chunk_format` checks that), so every byte is
+checked. Bytes that fail a check are read again before they are reported as damage. Memory is 4 MiB and one frame.
+
+Threads: any; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`.
+Damage is yielded (`verify`) or raised as `Corruption` (`describe`); errors of the object store are raised.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from quire.pages.chunk_writer import ChunkInfo
 
 @dataclass(frozen=True, slots=True)
 class ChunkProblem:
-    """One broken rule, and where."""
+    """One broken rule, and its location."""
 
     rule: str
     what: str
     where: dict[str, Any] = field(default_factory=dict)
     error: QuireError | None = field(default=None, repr=False, compare=False)
-    """What a reader would have raised, if it was an error that told."""
+    """The error that a reader would have raised, if the problem was found through one."""
 
     def __str__(self) -> str:
         place = ", ".join(f"{name}={value}" for name, value in self.where.items())
@@ -59,7 +60,7 @@ class ChunkProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedChunk:
-    """What a catalog row promises about an object; `None` where it promises nothing."""
+    """The properties of an object according to its catalog row; `None` for those it does not have."""
 
     key: ArtifactKey | None = None
     plan_digest: bytes | None = None
@@ -77,13 +78,15 @@ NOTHING = ExpectedChunk()
 def verify(
     read_range: ReadRange, size_bytes: int, expected: ExpectedChunk = NOTHING, *, name: str = ""
 ) -> Iterator[ChunkProblem]:
-    """Every broken rule of the object of `size_bytes` (as its store says, not as its row does) behind `read_range`."""
+    """Yield every broken rule of the object behind `read_range`. `size_bytes` is from its object store, not from its row."""
     return _Pass(read_range, size_bytes, expected, name).problems()
 
 
 def describe(read_range: ReadRange, size_bytes: int, *, name: str = "") -> ChunkInfo:
-    """What a writer of this very object would have returned: for the row of an object that was adopted (P11), whose bytes
-    may differ from ours. Everything is checked: the first problem is raised."""
+    """Return what the writer of this object would have returned, after checking everything; raise the first problem.
+
+    For the row of an object that was adopted (P11), whose bytes may differ from ours.
+    """
     one_pass = _Pass(read_range, size_bytes, NOTHING, name)
     for problem in one_pass.problems():
         raise problem.error or Corruption(problem.what, hint=HINT, **problem.where)
@@ -101,7 +104,7 @@ def describe(read_range: ReadRange, size_bytes: int, *, name: str = "") -> Chunk
 
 
 class _Pass:
-    """One reading of an object, from the footer and then from its first byte to its last."""
+    """One pass over an object: the footer, then from the first byte to the last."""
 
     def __init__(self, read_range: ReadRange, size_bytes: int, expected: ExpectedChunk, name: str) -> None:
         self.read_range = read_range
@@ -140,13 +143,13 @@ class _Pass:
         self._hash(footer.offset, self.size_bytes)
 
     def _header(self, footer: ChunkFooter) -> Iterator[ChunkProblem]:
-        """The header has its checksum and is the one that the footer copies (C2)."""
+        """Check that the header matches its checksum and its copy in the footer (C2)."""
 
         def checked() -> bytes:
             data = read_exactly(self.read_range, 0, HEADER_BYTES, self.name)
             decode_header(data, self.name)
             if data != footer.header:
-                raise damaged("the header is not the one that the footer copies", self.name, part="header", offset=0)
+                raise damaged("the header does not match its copy in the footer", self.name, part="header", offset=0)
             return data
 
         try:
@@ -156,7 +159,7 @@ class _Pass:
             self._hash(0, HEADER_BYTES)
 
     def _frame(self, footer: ChunkFooter, place: FramePlace, stored: Bytes) -> Iterator[ChunkProblem]:
-        """A frame has its checksum and unpacks to its pages, and each of those has its own (C3, C4)."""
+        """Check that a frame matches its checksum and unpacks to its pages, and each page matches its own (C3, C4)."""
         pages = footer.offsets_in(place.number)
         whose = {"first_page": pages[0], "last_page": pages[-1]}
         try:
@@ -179,7 +182,7 @@ class _Pass:
                 yield ChunkProblem("C4", "a page fails its checksum", {"object": self.name, **where})
 
     def _promises(self) -> Iterator[ChunkProblem]:
-        """The chunk is the artifact that its row names, with that size, hash and bitmap (C5, C6)."""
+        """Check that the chunk is the artifact that its row names, with that size, hash and bitmap (C5, C6)."""
         expected, footer = self.expected, self.footer
         comparisons: list[tuple[str, str, object, object]] = [
             ("C6", "size_bytes", expected.size_bytes, self.size_bytes),
@@ -198,7 +201,7 @@ class _Pass:
         for rule, what, promised, actual in comparisons:
             if promised is not None and promised != actual:
                 where = {"object": self.name, "expected": _plain(promised), "found": _plain(actual)}
-                yield ChunkProblem(rule, f"the object's {what} is not the one of its row", where)
+                yield ChunkProblem(rule, f"the object's {what} does not match its row", where)
 
     def _hash(self, begin: int, end: int) -> None:
         while begin < end:
@@ -208,7 +211,7 @@ class _Pass:
 
 
 def _piece(footer: ChunkFooter, frame: int) -> int:
-    """The frame behind the last that is read together with `frame`."""
+    """Return the number after the last frame that is read together with `frame`."""
     begin = footer.frame(frame).offset
     until = frame + 1
     while until < footer.frame_count:

@@ -1,11 +1,11 @@
-"""Writes a chunk: pages in rising order in, frames out, and at the end what its catalog row needs.
+"""Writes a chunk from pages in ascending order, and returns the metadata for its catalog row.
 
-Pages come each once, one by one or many at a time, in any mixture: the object is the same, byte for byte. Memory is one frame,
-and 9 bytes per page for the footer. The sink gets every byte once, in order; if it raises, what it has taken is unknown, and
-the object is to be thrown away.
+Each page is added once, alone or with others, in any mixture: the object is the same, byte for byte. Memory is one frame, and
+9 bytes per page for the footer. The sink gets every byte once, in order; if it raises, what it has accepted is unknown, and the
+object must be discarded.
 
-One thread at a time; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `InvalidInput` and
-`OutOfRange` (nothing was written; go on with a better call), and what the sink raises.
+Threads: one at a time; importable on executors (no lmdb). Format page: `docs/formats/chunk.md`. Raises `InvalidInput` and
+`OutOfRange` (nothing was written, and the writer stays usable), and what the sink raises.
 
     >>> from quire.core.ids import ArtifactKey, ArtifactKind
     >>> key = ArtifactKey(origin_db_id=1, kind=ArtifactKind.BASE, id=0, generation=1)
@@ -53,18 +53,18 @@ if TYPE_CHECKING:
     Images: TypeAlias = Bytes | npt.NDArray[np.uint8]
 
 Sink = Callable[[bytes], object]
-"""Takes the object's bytes, in order: a file's `write`, a list's `append`."""
+"""Receives the object's bytes, in order: a file's `write`, a list's `append`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkInfo:
-    """What a catalog row says about a chunk; small and picklable, so that an executor can hand it to the driver."""
+    """The metadata of a chunk for its catalog row; small and picklable, so that an executor can send it to the driver."""
 
     identity: ChunkIdentity
     compression: Compression
     size_bytes: int
     sha256: bytes
-    """Of the whole object."""
+    """SHA-256 of the whole object."""
     page_count: int
     bitmap: bytes
     """The present pages in the portable roaring format: `dirty_pages` of a delta's row."""
@@ -77,12 +77,12 @@ class ChunkInfo:
 
     @property
     def plain_bytes(self) -> int:
-        """The pages without compression."""
+        """The uncompressed size of the pages."""
         return self.page_count * self.identity.page_size
 
 
 class ChunkWriter:
-    """A chunk that is being written to `write`; nothing of it is worth anything before `finish` returned."""
+    """A chunk being written to `write`; not valid before `finish` returns."""
 
     def __init__(
         self,
@@ -98,13 +98,13 @@ class ChunkWriter:
         self._compression = compression
         self._header = encode_header(identity, compression)
         self._packer = compressor(level) if compression is Compression.ZSTD else None
-        # What has been written.
+        # Output.
         self._open = True
         self._end = 0
         self._sha256 = hashlib.sha256()
         self._frames: list[bytes] = []
         self._page_crcs = array("Q")
-        # What has come in.
+        # Input.
         self._pages = BitMap()
         self._next = 0
         self._partial = bytearray(PAGES_PER_FRAME * identity.page_size)
@@ -112,17 +112,17 @@ class ChunkWriter:
         self._emit(self._header)
 
     def add(self, offset: int, image: Images) -> None:
-        """The page at `offset`, which is higher than all before."""
+        """Add the page at `offset`, which must be higher than all offsets before."""
         view, count = self._split(image)
         if count != 1:
-            raise InvalidInput("this is not one page", page=offset, pages=count)
+            raise InvalidInput("the data is not exactly one page", page=offset, pages=count)
         self._check_offsets(offset, offset)
         self._pages.add(offset)
         self._next = offset + 1
         self._append(view)
 
     def add_pages(self, first_offset: int, images: Images) -> None:
-        """Pages in a row, from `first_offset`, in one buffer: bytes, or a C-contiguous array of any shape."""
+        """Add consecutive pages from `first_offset` on, in one buffer: bytes, or a C-contiguous array of any shape."""
         view, count = self._split(images)
         if count:
             self._check_offsets(first_offset, first_offset + count - 1)
@@ -131,29 +131,31 @@ class ChunkWriter:
             self._append(view)
 
     def add_scattered(self, offsets: array[int] | Iterable[int], images: Images) -> None:
-        """Pages at these rising offsets, one image after the other in one buffer; an array is of u32 ("I")."""
+        """Add pages at these ascending offsets; `images` has them concatenated. An array of offsets must be of u32 ("I")."""
         view, count = self._split(images)
         try:
             places = offsets if isinstance(offsets, array) else array("I", [int(offset) for offset in offsets])
         except OverflowError as error:
-            raise OutOfRange("a page offset is not in any chunk", cause=str(error)) from error
+            raise OutOfRange("a page offset is outside every chunk", cause=str(error)) from error
         pages = BitMap(places)
         if len(places) != count:
-            raise InvalidInput("there are not as many offsets as images", offsets=len(places), images=count)
+            raise InvalidInput(
+                "the number of offsets differs from the number of images", offsets=len(places), images=count
+            )
         if count:
             if pages.to_array() != places:
-                raise InvalidInput("pages come in rising order, each once", first=places[0], last=places[-1])
+                raise InvalidInput("pages must be in ascending order, each once", first=places[0], last=places[-1])
             self._check_offsets(places[0], places[-1])
             self._pages |= pages
             self._next = places[-1] + 1
             self._append(view)
 
     def finish(self) -> ChunkInfo:
-        """Write what is left, footer and trailer; the object is whole when this returns."""
+        """Write the remaining pages, footer and trailer; the object is complete when this returns."""
         self._check_open()
         if self._filled:
             self._emit_frame(memoryview(self._partial)[: self._filled])
-        # Built anew: roaring keeps the containers that single adds and ranges happened to make, and the bitmap's hash
+        # Rebuilt: roaring keeps the containers that single adds and ranges happened to create, and the bitmap's hash
         # should depend on the pages alone.
         bitmap = BitMap(self._pages.to_array()).serialize()
         page_count = len(self._page_crcs)
@@ -175,20 +177,20 @@ class ChunkWriter:
         )
 
     def _append(self, view: memoryview) -> None:
-        """Fill the frame that was begun, pack whole frames where they are, begin the next with what is left."""
-        whole = len(self._partial)
+        """Complete the partial frame, pack whole frames without copying them, and start the next with the rest."""
+        frame_bytes = len(self._partial)
         at = 0
         if self._filled:
-            at = min(whole - self._filled, len(view))
+            at = min(frame_bytes - self._filled, len(view))
             self._partial[self._filled : self._filled + at] = view[:at]
             self._filled += at
-            if self._filled < whole:
+            if self._filled < frame_bytes:
                 return
             self._emit_frame(memoryview(self._partial))
             self._filled = 0
-        while len(view) - at >= whole:
-            self._emit_frame(view[at : at + whole])
-            at += whole
+        while len(view) - at >= frame_bytes:
+            self._emit_frame(view[at : at + frame_bytes])
+            at += frame_bytes
         self._filled = len(view) - at
         self._partial[: self._filled] = view[at:]
 
@@ -200,7 +202,7 @@ class ChunkWriter:
         self._emit(stored)
 
     def _emit(self, data: bytes) -> None:
-        self._open = False  # and so it stays if the sink raises: nobody knows what it has taken
+        self._open = False  # stays false if the sink raises, because what it has accepted is unknown
         self._write(data)
         self._sha256.update(data)
         self._end += len(data)
@@ -208,23 +210,23 @@ class ChunkWriter:
 
     def _split(self, images: Images) -> tuple[memoryview, int]:
         self._check_open()
-        view = memoryview(cast("Bytes", images))  # before Python 3.12 no type says that an array is a buffer
+        view = memoryview(cast("Bytes", images))  # before Python 3.12 there is no type for buffers
         size = self._identity.page_size
-        count, rest = divmod(view.nbytes, size)
-        if rest or not view.c_contiguous:
-            what = "a buffer of pages is whole pages one behind the other"
+        count, remainder = divmod(view.nbytes, size)
+        if remainder or not view.c_contiguous:
+            what = "a buffer of pages must be a sequence of whole pages"
             raise InvalidInput(what, size=view.nbytes, page_size=size, contiguous=view.c_contiguous)
         return (_flat(view) if count else memoryview(b"")), count
 
     def _check_offsets(self, first: int, last: int) -> None:
         if first < self._next:
-            raise InvalidInput("pages come in rising order, each once", page=first, next=self._next)
+            raise InvalidInput("pages must be in ascending order, each once", page=first, next=self._next)
         if last >= self._identity.pages_per_chunk:
-            raise OutOfRange("the page is beyond the chunk", page=last, pages_per_chunk=self._identity.pages_per_chunk)
+            raise OutOfRange("the page is outside the chunk", page=last, pages_per_chunk=self._identity.pages_per_chunk)
 
     def _check_open(self) -> None:
         if not self._open:
-            raise InvalidInput("the chunk is finished, or its sink failed", hint="begin a new one")
+            raise InvalidInput("the chunk is finished, or its sink failed", hint="start a new one")
 
 
 def _flat(view: memoryview) -> memoryview:

@@ -1,15 +1,15 @@
-"""The page engine of a store: opens its page databases, and does what time asks for.
+"""The page engine of a store: opens its page databases and runs their periodic work.
 
-A database is recovered before it is opened, and opened once per process; those that nobody uses are closed, the longest
-unused first (N1). The ticker looks at open databases in which something goes on, and now and then at those that rest:
-heartbeats, readers that ran out, syncs nobody waited for, publication (at 4 MiB, after a second, or when a segment has ended,
-P6), sealing, closing what is idle. One database's failure (a doubtful sync, corruption) is its own: the ticker reports it and
-goes on with the others (M12). Closing syncs, seals and publishes, so that nothing is left to recover. Readers of other
-processes (`published.py`, `remote.py`) hold the floor as those of this one do (M10). After fork() the child's engine is
-closed: files and threads are the parent's (M12).
+A database is recovered before it is opened, and opened once per process; unused ones are closed, the longest unused first (N1).
+The ticker visits active open databases, and less often quiescent ones: heartbeats, expired readers, syncs that no thread waited
+for, publication (at 4 MiB, after a second, or when a segment has ended, P6), sealing, closing idle databases. A failure of one
+database (a sync with an unknown outcome, corruption) affects only that one: the ticker reports it and continues with the next
+(M12). Closing syncs, seals and publishes, so that nothing is left to recover. Readers in other processes (`published.py`,
+`remote.py`) hold the floor as those in this one do (M10). After fork() the child's engine is closed: files and threads belong
+to the parent (M12).
 
-Threads: any; the ticker has one. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`,
-`ConfigMismatch`, `StoreClosed`; `Corruption` of a damaged WAL: `open_damaged` reads what the manifest knows, `salvage=True`
+Threads: any; the ticker runs on its own. Raises `UnknownDatabase`, `DatabaseTombstoned`, `WrongKind`, `InvalidInput`,
+`ConfigMismatch`, `StoreClosed`; `Corruption` for a damaged WAL: `open_damaged` reads the published versions, `salvage=True`
 cuts the damage off.
 """
 
@@ -54,15 +54,15 @@ from quire.pages.view_build import open_kept, view_of
 from quire.pages.wal import Wal, WalStart
 
 TICK_TOGETHER = 64
-"""Databases whose index is entered into the manifest together."""
+"""Databases that are published together."""
 TICK_SECONDS = 0.25
-"""Between two looks: a quarter of the shortest interval anything here has."""
+"""Between two ticks: a quarter of the shortest interval used here."""
 
-RESTING_TICKS = 20
-"""Databases in which nothing goes on are looked at with every so many ticks, and idle ones closed: five seconds."""
+QUIESCENT_TICKS = 20
+"""Quiescent databases are visited, and idle ones closed, once in this many ticks: every five seconds."""
 
 Upload = Callable[[Sequence[ArtifactKey]], None]
-"""Has artifacts put into the object store, and returns when they are there."""
+"""Uploads artifacts to the object store, and returns when they are uploaded."""
 
 R = TypeVar("R")
 
@@ -83,7 +83,7 @@ class PageEngine:
         ticking: bool = True,
         upload: Upload | None = None,
     ) -> None:
-        """`ticking=False`: nothing happens by itself; tests call `tick`. `upload` has artifacts put into the object store."""
+        """With `ticking=False` there is no ticker; tests call `tick`. `upload` uploads artifacts to the object store."""
         # constant after construction
         self._manifest = manifest
         self._root = root
@@ -106,7 +106,7 @@ class PageEngine:
         self._regions = Regions(self.sources)
         self._files = LeaseFiles(root, disk, clock)
         self._floors = Floors(manifest, clock, self._files, lambda db_id: self._remote.in_memory(db_id))
-        self._remote = RemoteReaders(manifest, clock, self.open, self._floors.believes)
+        self._remote = RemoteReaders(manifest, clock, self.open, self._floors.counts_as_alive)
         self._published = PublishedReaders(
             manifest=manifest,
             root=root,
@@ -124,13 +124,13 @@ class PageEngine:
         # guarded by _lock
         self._lock = threading.Lock()
         self._gates: dict[int, threading.Lock] = {}
-        """One per database: opening one does not hold up the others."""
+        """One lock per database, so that opening one does not block the others. Order: a gate before `_lock`."""
         self._open: OpenSet[PageStore] = OpenSet(
             open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock
         )
         self._published_at: dict[int, float] = {}
         self._complaints: dict[int, str] = {}
-        """What the ticker has reported last, so that it says it once."""
+        """The last error that the ticker reported for each database, so that it reports it once."""
         self._ticker: threading.Thread | None = None
         self._closed = False
         manifest.env.fork_hooks.append(self._forked)
@@ -138,9 +138,9 @@ class PageEngine:
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, *, page_size: int = 0, salvage: bool = False) -> PageStore:
-        """A page database, recovered. Its first opening decides the page size (default 4096), for ever.
+        """Recover and open a page database. Its first open fixes the page size (default 4096) permanently.
 
-        With `salvage=True` damage in the WAL is cut off together with everything behind it, instead of raising `Corruption`.
+        With `salvage=True`, damage in the WAL is cut off together with everything after it, instead of raising `Corruption`.
         """
         if self._manifest.read_only:  # recovery writes
             raise ReadOnly("this process only reads the store", hint="use open_published() or open_view()", db=db)
@@ -149,10 +149,10 @@ class PageEngine:
         shape = fix_shape(self._manifest, db_id, record, page_size, self._settings.page_size)
         with self._gate(db_id):
             with self._lock:
-                known = self._open.get(db_id)
-            if known is not None and known.wal.failure is None:
-                return known
-            store = self._open_anew(db_id, shape, known, salvage=salvage)
+                opened = self._open.get(db_id)
+            if opened is not None and opened.wal.failure is None:
+                return opened
+            store = self._open_anew(db_id, shape, opened, salvage=salvage)
             with self._lock:
                 surplus = self._open.surplus()
         for other in surplus:
@@ -160,9 +160,9 @@ class PageEngine:
         return store
 
     def _open_anew(self, db_id: int, shape: PageShape, former: PageStore | None, *, salvage: bool) -> PageStore:
-        """REQUIRES the database's gate."""
+        """Recover and open a database that is not open, or unusable. REQUIRES the database's gate."""
         if former is not None:
-            # It has become unusable (M12): what was opened before stays so, but its readers stay protected, and read on.
+            # It has become unusable (M12). Existing handles stay unusable, but its readers stay protected and can continue.
             former.wal.abandon(StoreClosed("the database was reopened", db_id=db_id))
         start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
         core = self._make(db_id, shape, start, former.readers if former is not None else None)
@@ -171,34 +171,34 @@ class PageEngine:
                 store = self._open.add(db_id, core)
                 self._start_ticker()
             closed = self._closed
-        if closed:  # meanwhile, and what it has closed did not include this one
+        if closed:  # in the meantime, so `close` did not include this database
             core.wal.close()
             raise StoreClosed("the store is closed", hint="open it again")
         self.quota.forget(db_id)
         if former is not None:
-            former.wal.recent = {}  # published by recovery: its readers find it in the index from now on
+            former.wal.unpublished = {}  # recovery has published these versions: its readers now find them in the index
         return store
 
     def close_idle(self) -> int:
-        """Close databases that nobody has used for a while; how many."""
+        """Close databases that have not been used for a while, and return how many."""
         with self._lock:
             idle = self._open.idle()
         return sum(map(self._close_unused, idle))
 
     def _close_unused(self, db_id: int) -> bool:
-        """Close a database, unless somebody holds, reads, writes or opens it; whether it is closed now."""
+        """Close a database unless it is held, read, written or being opened; return whether it was closed."""
         with self._lock:
             gate = self._gates.setdefault(db_id, threading.Lock())
         if not gate.acquire(blocking=False):
             return False
         try:
-            with self._lock:  # a handle is given under the gate: nobody gets one from here on
+            with self._lock:  # handles are given out under the gate: no thread gets one from here on
                 store = None if self._closed or self._open.is_held(db_id) else self._open.peek(db_id)
             if store is None or store.is_busy:
                 return False
             try:
                 store.close()
-            except QuireError as error:  # it is recovered by whoever opens it next
+            except QuireError as error:  # the next open recovers it
                 emit("error", "pages.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
             self._forget(store)
             return True
@@ -256,18 +256,18 @@ class PageEngine:
         )
 
     def open_damaged(self, db: int | str) -> PageStore:
-        """A database whose WAL cannot be recovered, as the manifest knows it: to read, and to change nothing."""
+        """Open a database whose WAL cannot be recovered, as of its published state: read-only, changing nothing."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
         shape = fix_shape(self._manifest, db_id, record, 0, self._settings.page_size)
         mark = published_mark(self._manifest, self._disk, self._root, db_id)
         store = self._make(db_id, shape, WalStart(mark.lsn + 1, 1, mark), None)
         hint = "open it with salvage=True to write to it again"
-        store.wal.abandon(ReadOnly("the database was opened to be read", hint=hint, db_id=db_id))
+        store.wal.abandon(ReadOnly("the database was opened for reading", hint=hint, db_id=db_id))
         return store
 
     def close_database(self, db: int | str) -> None:
-        """Flush a database and let go of it; its readers are retired. One that is not open is fine."""
+        """Flush and close a database and retire its readers. Does nothing if it is not open."""
         with self._manifest.read() as txn:
             db_id = txn.database_id(db) if isinstance(db, str) else db
         with self._gate(db_id):
@@ -291,7 +291,7 @@ class PageEngine:
         self.cache.forget(store.db_id)
 
     def stores(self) -> list[PageStore]:
-        """The databases that are open."""
+        """Return the open databases."""
         with self._lock:
             return self._open.cores()
 
@@ -302,7 +302,7 @@ class PageEngine:
     # ── for jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
     def flush(self, db_id: int) -> None:
-        """Have everything that is written sealed, durable and published; nothing if the database is not open."""
+        """Seal, sync and publish everything written. Does nothing if the database is not open."""
         if (store := self._open.peek(db_id)) is not None:
             self._flush(store)
 
@@ -312,14 +312,14 @@ class PageEngine:
         return mark
 
     def floor(self, db_id: int) -> int:
-        """How far a checkpoint may go: the lowest version a live reader may ask for (P9)."""
+        """Return how far a checkpoint may go: the lowest lsn that a live reader may need (P9)."""
         store = self._open.peek(db_id)
         if store is not None and store.wal.failure is None:
             store.wal.publish()  # no floor is above what is published
         return self._floors.floor(db_id, store)
 
     def readers(self, db_id: int) -> list[Lease]:
-        """Who reads a database, oldest version first: in this process, in others, and clients."""
+        """Return the readers of a database, oldest version first: in this process, in others, and clients."""
         store = self._open.peek(db_id)
         return store.readers.peek() if store is not None else self._floors.others(db_id)
 
@@ -328,7 +328,7 @@ class PageEngine:
     def snapshot(
         self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None, expires_at_ms: int = 0
     ) -> SnapshotInfo:
-        """Keep the database as it is now, written but not yet durable transactions included, under a name or without one."""
+        """Take a snapshot of the database, including written transactions that are not yet durable, named or anonymous."""
         publish = partial(self._manifest.snapshots.publish, tags=tags, expires_at_ms=expires_at_ms)
         return self._anchored(db, lambda db_id, anchor: publish(db_id, name, anchor=anchor))
 
@@ -336,7 +336,7 @@ class PageEngine:
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | None = None, options: ForkOptions | None = None
     ) -> int:
-        """A new database that begins as `db` is now, or was at the snapshot `at`; its id. Shares everything with it."""
+        """Create a database that starts as `db` is now, or was at the snapshot `at`; return its id. Shares all artifacts."""
         fork = self._manifest.snapshots.fork
         if at is not None:
             return fork(db, new_name, at=at, options=options)
@@ -346,8 +346,10 @@ class PageEngine:
         return anchored(self._manifest, self.open(db), self._flush, publish)
 
     def view(self, db: int | str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
-        """A snapshot as a value that can be sent to other processes (P16); with `upload=True` also to those that share no disk
-        with this one: segments that it needs and that have no object yet get one first."""
+        """Return a snapshot as a value that can be sent to other processes (P16).
+
+        With `upload=True` also to processes that share no disk with this one: segments without an object are uploaded first.
+        """
         with self._manifest.read() as txn:
             db_id, _ = find_database(txn, db)
             snapshot_id, record = txn.require_snapshot(db_id, snapshot)
@@ -358,52 +360,54 @@ class PageEngine:
         return self.view(db_id, snapshot_id)
 
     def upload(self, artifacts: Sequence[ArtifactKey]) -> None:
-        """Have artifacts put into the object store."""
+        """Upload artifacts to the object store."""
         if self._upload is None:
-            raise ReadOnly("only the owner of a store uploads", hint='open the store with mode="rw"')
+            raise ReadOnly("only the owner of a store can upload", hint='open the store with mode="rw"')
         self._upload(artifacts)
 
     def open_view(self, db: int | str, snapshot: int | str) -> ViewReader:
-        """A reader of a snapshot, by name or id, in any process. It needs no lease: the snapshot's row keeps what it reads, and
-        when that is dropped, reading raises `SnapshotGone`."""
+        """Return a reader of a snapshot, by name or id, in any process.
+
+        It needs no lease: the snapshot's row keeps what it reads. After the snapshot is dropped, reading raises `SnapshotGone`.
+        """
         return open_kept(self._manifest, self.view(db, snapshot), self.sources, self._regions)
 
     # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
     def open_published(self, db: int | str, *, tags: dict[str, str] | None = None) -> Snapshot:
-        """A lease on the newest version that the manifest knows, at most a second old; also for who only reads the store."""
+        """Open a lease on the newest published version, at most a second old. Works in read-only processes too."""
         return self._published.open(db, tags=tags)
 
     def open_published_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> Snapshot:
-        """The same for the version that was current `at` an lsn or a time (P14)."""
+        """Open a lease on the published version that was current `at` an lsn or a time (P14)."""
         return self._published.open_at(db, at, tags=tags)
 
     def lease_reader(
         self, db: int | str, tags: dict[str, str] | None = None, ttl: float = LEASE_SECONDS
     ) -> RemoteReader:
-        """A client's lease on the newest durable version: a row, which outlives this process (M10)."""
+        """Open a client's lease on the newest durable version: a row, which outlives this process (M10)."""
         return self._remote.open(db, tags, ttl)
 
     def lend(
         self, databases: Sequence[int | str], seconds: float, *, lease_id: int = 0, upload: bool = False
     ) -> tuple[int, list[SnapshotView]]:
-        """(id of a lease, a view of each database as it is now), for readers that share no memory with this process."""
+        """Return (id of a lease, a view of the current version of each database), for readers in other processes."""
         return lend(self, databases, seconds, lease_id=lease_id, upload=upload)
 
     def renew_reader(self, db: int | str, reader_id: int) -> RemoteReader:
-        """The client is alive. `LeaseExpired` if it was silent for too long, or its version may be gone."""
+        """Renew a client's lease; raises `LeaseExpired` if it was silent for too long, or its version may be gone."""
         return self._remote.renew(db, reader_id)
 
     def read_leased(self, db: int | str, reader_id: int) -> Snapshot:
-        """What a client's lease holds, to be read for it; closing it is `close_reader`'s."""
+        """Return a snapshot for reading on behalf of a client's lease; `close_reader` ends the lease."""
         return self._remote.snapshot(db, reader_id)
 
     def close_reader(self, db: int | str, reader_id: int) -> None:
-        """The client is done."""
+        """End a client's lease."""
         self._remote.close(db, reader_id)
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def figures(self) -> PagesFigures:
-        """Everything the engine counts, now."""
+        """Return the current figures of the engine."""
         self.quota.total()
         with self._manifest.read() as txn:
             databases = tuple(
@@ -438,28 +442,30 @@ class PageEngine:
             self.quota.tick()
             self._files.tick()
             self.sources.drop_unused()
-            self.tick_all(resting=ticks % RESTING_TICKS == 0)
+            self.tick_all(include_quiescent=ticks % QUIESCENT_TICKS == 0)
 
-    def tick_all(self, *, resting: bool = True) -> None:
-        """Everything that is due for open databases, with or without those in which nothing goes on."""
-        stores = [store for store in self.stores() if resting or not store.rests]
+    def tick_all(self, *, include_quiescent: bool = True) -> None:
+        """Do everything that is due for open databases; `include_quiescent`: also for quiescent ones."""
+        stores = [store for store in self.stores() if include_quiescent or not store.is_quiescent]
         for start in range(0, len(stores), TICK_TOGETHER):
             under_way = [(store, self._steps(store)) for store in stores[start : start + TICK_TOGETHER]]
             while under_way:
                 under_way = [(store, steps) for store, steps in under_way if self._step_safely(store, steps)]
             if self._stopping.is_set():
                 return
-        if resting:
+        if include_quiescent:
             self.close_idle()
 
     def _step_safely(self, store: PageStore, steps: Iterator[object]) -> bool:
-        """Go on with the tick of one database and report its failure; whether there is more to do. The ticker lives on, or
-        nothing would be published any more."""
+        """Run the next step of one database's tick; return whether there is more to do.
+
+        Failures are reported and not raised: if the ticker ended, nothing would be published anymore.
+        """
         try:
             for _ in steps:
                 return True
             self._complaints.pop(store.db_id, None)
-        except DatabaseTombstoned:  # dropped between our look and our commit: the next tick closes it
+        except DatabaseTombstoned:  # dropped between the check and the commit: the next tick closes it
             pass
         except Exception as error:
             complaint = f"{type(error).__name__}: {error}"
@@ -469,12 +475,12 @@ class PageEngine:
         return False
 
     def tick(self, store: PageStore) -> None:
-        """Everything that is due for one database."""
+        """Do everything that is due for one database."""
         for _ in self._steps(store):
             pass
 
     def _steps(self, store: PageStore) -> Iterator[object]:
-        """The same in steps, between which a commit is under way: databases that are published together share commits."""
+        """Do the same in steps; between two steps a commit is in progress, so databases ticked together share commits."""
         now, wal = self._clock.monotonic(), store.wal
         store.readers.beat()
         self._remote.tick(store.db_id, store.readers.expire())
@@ -496,7 +502,7 @@ class PageEngine:
 
     # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close every database; raises the first failure after all are closed. A second time: nothing."""
+        """Close every database, then raise the first failure, if any. Does nothing when called again."""
         with self._lock:
             if self._closed:
                 return
@@ -521,7 +527,7 @@ class PageEngine:
             raise failures[0]
 
     def _forked(self) -> None:
-        """Close the engine in a forked child: files and threads are the parent's."""
+        """Close the engine in a forked child: files and threads belong to the parent."""
         self._closed = True
         self._lock = threading.Lock()
         self._gates = {}

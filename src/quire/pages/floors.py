@@ -1,12 +1,14 @@
-"""How far checkpoints may go, for open databases and for those that are not; and how long they had to wait.
+"""Computes how far checkpoints may go, for open and closed databases, and how long they had to wait.
 
-The *floor* is min(readers in memory, readers as rows, lease files), at most what is published (M10, P9); that of a database
-that is not open is what the manifest has applied. The *row* (`snapshot_floor`) is not the floor: no reader that opens from now
-on gets a version below it. Before a floor is given out, the row is raised to it and committed, and then the lease files are
-looked at again: a process that opens a version meanwhile sees the one, or is seen by the other (`leasefiles.py`). The floor is
-what that second look leaves of it. The row is never lowered, because what an earlier floor has allowed may still be running;
-and never above what is published, so a reader that finds a row above its version finds a version that is high enough in the
-same transaction.
+Terms
+  floor  min(readers in memory, readers as rows, lease files), at most what is published (M10, P9). For a database that is not
+         open there are no readers in memory, and the limit is what the manifest has applied
+  row    `snapshot_floor`, which is not the floor: no reader that opens from now on gets a version below it
+
+Before a floor is given out, the row is raised to it and committed, and then the lease files are read again: a process that
+opens a version in the meantime sees the row, or its lease is seen (`leasefiles.py`). The floor is what remains after this
+second read. The row is never lowered, because work that an earlier floor allowed may still be running; and it is never above
+what is published, so a reader that finds a row above its version finds a high enough version in the same transaction.
 
 Threads: any.
 """
@@ -39,7 +41,7 @@ class Floors:
         files: LeaseFiles,
         in_memory: Callable[[int], set[int]] = lambda _: set(),
     ) -> None:
-        """`in_memory`: ids of a database's remote readers that have a lease in memory, so that their rows do not count."""
+        """`in_memory` returns the ids of a database's remote readers that have a lease in memory; their rows do not count."""
         # constant after construction
         self._manifest = manifest
         self._clock = clock
@@ -50,20 +52,20 @@ class Floors:
         with manifest.read() as txn:
             rows = [row for _, row in reader_rows(txn) if row is not None]
         self._former_ms = max((row.heartbeat_at_ms for row in rows), default=0)
-        """When an earlier life last wrote a reader's row."""
-        self._announcing = threading.Lock()
+        """When an earlier run of the owner last wrote a reader's row."""
+        self._raising = threading.Lock()
         # guarded by _lock
         self._lock = threading.Lock()
         self._waiting_since: dict[int, float] = {}
         self._waited: dict[int, float] = {}
 
     # ── readers of other processes ────────────────────────────────────────────────────────────────────────────────────
-    def believes(self, row: ReaderRecord) -> bool:
-        """Whether a remote reader is taken to be alive by its row.
+    def counts_as_alive(self, row: ReaderRecord) -> bool:
+        """Return whether a remote reader counts as alive, from its row.
 
-        One that was written in an earlier life of the owner, and was alive when that life last wrote one, is believed for a
-        whole lease from the start of this one, whatever its row says: its renewals may have been lost with the former owner.
-        One that was written in this life lives until it expires.
+        A row written in an earlier run of the owner, and alive when that run last wrote one, counts for a whole lease from the
+        start of this run, whatever it contains: its renewals may have been lost with the former owner. A row written in this
+        run counts until it expires.
         """
         if row.heartbeat_at_ms >= self._started_ms and row.expires_at_ms > self._clock.now_ms():
             return True
@@ -71,13 +73,15 @@ class Floors:
         return is_young and row.heartbeat_at_ms <= self._started_ms and row.expires_at_ms > self._former_ms
 
     def outside(self, db_id: int) -> int | None:
-        """The lowest version a reader of another process may ask for; `None` without any. One that was set aside holds nothing
-        (`readers.py`): the row of the snapshot says so, also to the next owner."""
+        """Return the lowest version that a reader in another process may need; `None` without readers.
+
+        A reader that was set aside does not count (`readers.py`): the row of the snapshot shows this, also to the next owner.
+        """
         return min((lease.lsn for lease in self.others(db_id) if not lease.set_aside), default=None)
 
     def others(self, db_id: int) -> list[Lease]:
-        """Readers of other processes, as rows and as files."""
-        known, now = self._in_memory(db_id), self._clock.monotonic()
+        """Return the readers in other processes, from rows and lease files."""
+        leased, now = self._in_memory(db_id), self._clock.monotonic()
         kept = self.kept(db_id)
         leases = []
         for held in self._files.of(db_id):
@@ -85,41 +89,42 @@ class Floors:
             lease.pid, lease.host, lease.set_aside = held.pid, held.host, is_kept(held.lsn, kept)
             leases.append(lease)
         with self._manifest.read() as txn:
-            rows = [(reader_id, row) for (_, reader_id), row in reader_rows(txn, db_id) if reader_id not in known]
+            rows = [(reader_id, row) for (_, reader_id), row in reader_rows(txn, db_id) if reader_id not in leased]
         for reader_id, row in rows:
-            if row is None:  # damaged: doubt keeps every version
+            if row is None:  # damaged: to be safe, it holds every version
                 leases.append(Lease(reader_id, 0, 0, now, None, 0.0, {"damaged": "quire manifest check"}))
-            elif not is_view(row) and self.believes(row):
+            elif not is_view(row) and self.counts_as_alive(row):
                 lease = Lease(reader_id, row.snapshot_lsn, row.opened_at_ms, now, None, 0.0, row.tags)
                 lease.set_aside = is_kept(row.snapshot_lsn, kept)
                 leases.append(lease)
         return sorted(leases, key=lambda lease: lease.lsn)
 
     def kept(self, db_id: int) -> list[tuple[int, int]]:
-        """(lowest, highest) version of what snapshots keep for readers that were set aside."""
+        """Return (lowest, highest) of the versions that snapshots keep for readers that were set aside."""
         with self._manifest.read() as txn:
             return [kept_range(row) for _, row in reader_snapshots(txn, db_id)]
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, db_id: int, store: PageStore | None) -> int:
-        """The floor of a database; whoever asks may act on it."""
-        with self._announcing:
-            asked = self._announce(db_id, store)
+        """Return the floor of a database. The caller may act on it."""
+        with self._raising:
+            highest = self._raise_floor_row(db_id, store)
         hit("pages.floor.announced")
-        floor = store.readers.floor(asked) if store is not None else self._lowest(db_id, None, asked)
+        # Reads the lease files again, now that the row is committed (see `leasefiles.py`).
+        floor = store.readers.floor(highest) if store is not None else self._lowest(db_id, None, highest)
         self._note(db_id, floor)
         return floor
 
-    def _announce(self, db_id: int, store: PageStore | None) -> int:
-        """Raise the row to what the floor may be, at most. One at a time: else a late one would lower it."""
+    def _raise_floor_row(self, db_id: int, store: PageStore | None) -> int:
+        """Raise the row to the highest possible floor and return that. REQUIRES `_raising`: a late call would lower it."""
         with self._manifest.read() as txn:
             wal, row = txn.wal_state(db_id), txn.get(t.SNAPSHOT_FLOOR, db_id)
         high = wal.last_applied_lsn if wal is not None else 0
-        asked = self._lowest(db_id, store, high)
-        if row is None or asked > row.min_snapshot_lsn or high != row.writer_high_lsn:
-            announced = max(asked, row.min_snapshot_lsn if row is not None else 0)
-            self._manifest.submit([SetFloor(db_id, announced, high)]).result()
-        return asked
+        highest = self._lowest(db_id, store, high)
+        if row is None or highest > row.min_snapshot_lsn or high != row.writer_high_lsn:
+            raised = max(highest, row.min_snapshot_lsn if row is not None else 0)
+            self._manifest.submit([SetFloor(db_id, raised, high)]).result()
+        return highest
 
     def _lowest(self, db_id: int, store: PageStore | None, high: int) -> int:
         if store is not None:
@@ -128,7 +133,7 @@ class Floors:
         return high if outside is None else min(high, outside)
 
     def _note(self, db_id: int, floor: int) -> None:
-        """Record whether a plan waits for the floor: there are indexed segments, all of them above it."""
+        """Record whether a plan waits for the floor: there are indexed segments, and all of them end above it."""
         with self._manifest.read() as txn:
             rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         blocked = bool(rows) and all(row.last_lsn > floor for row in rows)
@@ -141,7 +146,7 @@ class Floors:
                 self._waiting_since[db_id] = now
 
     def waited_ms(self, db_id: int) -> int:
-        """How long plans have waited for readers of this database."""
+        """Return how long plans have waited for readers of this database, in milliseconds."""
         with self._lock:
             since = self._waiting_since.get(db_id)
             running = self._clock.monotonic() - since if since is not None else 0.0
@@ -149,7 +154,7 @@ class Floors:
 
 
 def passed_floor(manifest: ManifestStore, db_id: int) -> int:
-    """What a plan that is stored may have been allowed, or has done: no reader is let in below it (P10)."""
+    """Return the highest lsn that a checkpoint has passed or a stored plan may pass: no reader may open below it (P10)."""
     with manifest.read() as txn:
         wal = txn.wal_state(db_id)
         plans = [record.covered_lsn for _, record in txn.scan(t.CHECKPOINT_PLAN, db_id)]

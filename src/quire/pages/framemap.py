@@ -1,8 +1,8 @@
-"""Which frame holds which page, for WAL segments that are pinned rather than indexed: those of snapshots and forks (P12).
+"""Maps pages to frames for WAL segments that are pinned rather than indexed: those of snapshots and forks (P12).
 
 A pin is a segment up to an lsn. The map, page → (lsn, origin, segment) of the newest version in all pins, is built from their
-index regions alone: 1 % of their bytes. It takes 20 bytes a page. A damaged entry is `Corruption` of what needs this map, not
-of the segment's own database.
+index regions alone: 1 % of their bytes. It takes 20 bytes per page. A damaged entry is `Corruption` of the snapshot or fork
+that needs the map, not of the segment's own database.
 
 Threads: any; immutable once built. Executor-safe.
 """
@@ -25,11 +25,11 @@ REGIONS_KEPT = 32
 """Parsed index regions in memory: 200 KB each for segments of 4 KiB pages."""
 
 Location = tuple[int, int, int]
-"""(lsn, origin, segment) of a version; its frame follows from the lsn."""
+"""(lsn, origin, segment) of a version; the frame number follows from the lsn."""
 
 
 class PinnedSegment(NamedTuple):
-    """A pin, and where its bytes are."""
+    """A pin, and the location of its bytes."""
 
     origin_db_id: int
     segment_id: int
@@ -38,7 +38,7 @@ class PinnedSegment(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What a segment's index region says up to a pin's lsn."""
+    """A segment's index region up to a pin's lsn."""
 
     header: SegmentHeader
     entries: NDArray[np.void]
@@ -46,14 +46,14 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Parsed index regions, kept per segment, so that a second snapshot of the same segments reads nothing."""
+    """Caches parsed index regions by segment, so that a second snapshot of the same segments reads nothing."""
 
     def __init__(self, sources: Sources) -> None:
         self.sources = sources
         self._kept: Handles[Region] = Handles(REGIONS_KEPT)
 
     def of(self, pin: PinnedSegment) -> Region:
-        """The region of a pinned segment."""
+        """Return the region of a pinned segment."""
         key = (pin.origin_db_id, pin.segment_id, pin.upto_lsn)
         return self._kept.keep(key, lambda: self._read(pin))
 
@@ -64,7 +64,7 @@ class Regions:
 
 
 class FrameMap:
-    """Page → location of its newest version in some pins."""
+    """Page → location of its newest version in a set of pins."""
 
     __slots__ = ("_lsns", "_origins", "_pages", "_segments")
 
@@ -76,7 +76,7 @@ class FrameMap:
 
     @classmethod
     def of(cls, regions: Regions, pins: Iterable[PinnedSegment], upto_lsn: int) -> FrameMap:
-        """The newest version of each page in these pins at or below an lsn."""
+        """Build the map of the newest version of each page in `pins` at or below an lsn."""
         rows = [as_rows(*regions.of(pin)) for pin in pins]
         return cls(page_map(np.concatenate(rows), upto_lsn) if rows else np.zeros(0, ROW_DTYPE))
 
@@ -87,7 +87,7 @@ class FrameMap:
         return iter(self._pages)
 
     def find(self, page: int) -> Location | None:
-        """Where the newest version of a page is, if the pins hold one."""
+        """Return the location of the newest version of a page, `None` if the pins have no version of it."""
         pages = self._pages
         at = bisect_left(pages, page)
         if at == len(pages) or pages[at] != page:
@@ -95,7 +95,7 @@ class FrameMap:
         return self._lsns[at], self._origins[at], self._segments[at]
 
     def within(self, first: int, stop: int) -> array[int]:
-        """The pages in this range that the pins hold a version of, in order."""
+        """Return the pages in this range that have a version in the pins, in order."""
         return self._pages[bisect_left(self._pages, first) : bisect_left(self._pages, stop)]
 
 

@@ -1,12 +1,11 @@
-"""Versions for who comes back for them: a consumer of row changes keeps the last one it has read of each database, and the
-tasks of a query over very many databases ask for the versions of theirs, which its plan has had kept.
+"""Versions held by a lease across requests: a consumer of row changes holds the last version it has read of each database, and
+the tasks of a query over very many databases fetch the versions that its plan had held for them.
 
-A holder's lease (`manifest/leases.py`) keeps what a version needs, and the version as a value: after a restart of the consumer,
-or of the owner, the same pages are read. Its holder is done with a version when it has a newer one of the same label, and lets
-it go; a holder that is not heard of for the length of its leases loses all of them together.
+A holder's lease (`manifest/leases.py`) keeps the artifacts of a version, and the version as a value: after a restart of the
+consumer, or of the owner, the same pages are read. A holder releases a version when it has a newer one with the same label; a
+holder that does not renew its leases in time loses all of them together.
 
-A database that was dropped is kept as a mark without a version, so that its holder hears of it once, whatever is restarted in
-between.
+A dropped database is held as a mark without a version, so that its holder is notified once, whatever is restarted in between.
 
 Threads: any. Raises what opening raises, `LeaseExpired`, `InvalidInput`.
 """
@@ -39,8 +38,10 @@ _decode = msgspec.msgpack.Decoder(SnapshotView).decode
 def lend_to(
     engine: PageEngine, holder: str, names: Sequence[str], seconds: float, *, lease_id: int = 0, upload: bool = False
 ) -> tuple[int, list[SnapshotView]]:
-    """(id of the lease, a view of each database as it is now); the views are kept, by the names of the databases. Without a
-    holder they are for whoever knows the lease."""
+    """Return (id of the lease, a view of each database's current version).
+
+    The lease keeps the views, labelled by database name. Without a holder, any caller with the id of the lease may fetch them.
+    """
     tags = {HOLDER_TAG: holder} if holder else None
     lease_id, views = lend(engine, names, seconds, lease_id=lease_id, upload=upload, tags=tags, labels=names)
     engine._manifest.leases.keep_views(lease_id, {view.db_id: _encode(view) for view in views})
@@ -50,25 +51,27 @@ def lend_to(
 def lend_snapshots(
     engine: PageEngine, snapshot: str, names: Sequence[str], seconds: float, *, lease_id: int = 0, upload: bool = False
 ) -> tuple[int, list[SnapshotView], tuple[str, ...]]:
-    """(id of the lease, a view of each database at its own snapshot of this name or id, the databases that have none); the
-    views are kept, by the names of the databases. The id is 0 if there was no lease, and none has the snapshot."""
+    """Return (id of the lease, a view of each database at its snapshot of this name or id, the databases without one).
+
+    The lease keeps the views, labelled by database name. The id is 0 if no lease was given and no database has the snapshot.
+    """
     leases, before = engine._manifest.leases, lease_id
     with engine._manifest.read() as txn:
         db_ids = {find_database(txn, name)[0]: name for name in names}
     parts = [LentVersion(db_id, 1, label=name) for db_id, name in db_ids.items()]
     lease_id = leases.hold(
         parts, seconds, lease_id=lease_id
-    )  # before they are looked up: what is dropped later is kept
+    )  # before the look-up, so that artifacts dropped later are kept
     views: dict[int, SnapshotView] = {}
     try:
         for db_id in db_ids:
             if (view := _at_snapshot(engine, db_id, snapshot, upload)) is not None:
                 views[db_id] = view
-                leases.narrow(lease_id, db_id, origins_of(view))
+                leases.record_origins(lease_id, db_id, origins_of(view))
         if views:
             leases.keep_views(lease_id, {db_id: _encode(view) for db_id, view in views.items()})
     finally:
-        leases.let_go([(lease_id, db_id) for db_id in db_ids if db_id not in views])
+        leases.release_versions([(lease_id, db_id) for db_id in db_ids if db_id not in views])
     missing = tuple(name for db_id, name in db_ids.items() if db_id not in views)
     return lease_id if views else before, list(views.values()), missing
 
@@ -81,13 +84,13 @@ def _at_snapshot(engine: PageEngine, db_id: int, snapshot: str, upload: bool) ->
 
 
 def mark_dropped(engine: PageEngine, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:
-    """Keep for a holder that databases, (id, name), are not there any more; the id of the lease."""
+    """Record for a holder that databases, (id, name), were dropped; return the id of the lease."""
     parts = [LentVersion(db_id, 0, label=name) for db_id, name in dropped]
     return engine._manifest.leases.hold(parts, seconds, tags={HOLDER_TAG: holder})
 
 
 def held_view(engine: PageEngine, lease_id: int, db_id: int) -> SnapshotView:
-    """A version that was kept. Segments may have been uploaded since, and their files removed: they are looked up again."""
+    """Return a held version. Its segments are looked up again: they may have been uploaded since, and their files removed."""
     view = _decode(engine._manifest.leases.view(lease_id, db_id))
     with engine._manifest.read() as txn:
         pins = tuple(
@@ -98,17 +101,17 @@ def held_view(engine: PageEngine, lease_id: int, db_id: int) -> SnapshotView:
 
 
 RANGE_MAX = 64
-"""Versions of one answer."""
+"""Versions in one response."""
 
 
 def held_range(engine: PageEngine, lease_id: int, after: str, last: str) -> list[tuple[str, SnapshotView]]:
-    """The first kept versions of a lease behind one name of a database, up to another; none: there are no more."""
-    found = engine._manifest.leases.labelled(lease_id, after, last, RANGE_MAX)
-    return [(label, held_view(engine, lease_id, db_id)) for label, db_id in found]
+    """Return the first held versions of a lease with a database name in (after, last]; empty if there are no more."""
+    labelled = engine._manifest.leases.labelled(lease_id, after, last, RANGE_MAX)
+    return [(label, held_view(engine, lease_id, db_id)) for label, db_id in labelled]
 
 
 def newest_lsns(engine: PageEngine, names: Sequence[str]) -> list[int]:
-    """How far databases have been written. One that a crash has left with an open log is opened, others are not."""
+    """Return the newest durable lsn of each database. One that a crash left with an open segment is opened, others are not."""
     opened = {store.db_id: store for store in engine.stores()}
     lsns, unsure = list[int](), list[int]()
     with engine._manifest.read() as txn:

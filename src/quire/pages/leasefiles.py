@@ -1,22 +1,28 @@
-"""Lease files: how a process that only reads tells the owner which version it reads (M10). Format: `docs/formats/lease.md`.
+"""Lease files, by which a read-only process informs the owner which version it reads (M10).
 
-`readers/<uuid>.lease` says database, version and who reads, and is flocked by its reader for as long as it reads. It appears
-under its name complete and locked, and its reader never locks it again: so a named file whose lock is free is *dead* for ever.
-But for the *stamp*, which the reader writes anew with every heartbeat, nothing in it ever changes. It is *silent* if the flock
-is held but the stamp has not changed for a whole lease. Only the owner decides, and by its own monotonic clock alone: a lease
-is retired (removed, with a warning) when it is dead or silent. Its reader finds its file without a name and raises
-`LeaseExpired`. What is held but cannot be read (a newer quire's, say) holds every database at version 0 until it is silent.
+Terms
+  lease    `readers/<uuid>.lease`: database, version and reader. Its reader holds an exclusive `flock` on it while it reads
+  stamp    the part that the reader rewrites with every heartbeat; nothing else in the file ever changes
+  dead     the lock is free. A lease gets its final name complete and locked, and its reader never locks it again, so a dead
+           lease stays dead
+  silent   the lock is held, but the stamp has not changed for a whole lease period
 
-How an opening reader and a floor that is being computed cannot miss each other
+Only the owner decides, and by its own monotonic clock alone: a lease that is dead or silent is retired (removed, with a
+warning). Its reader then finds that the path no longer names its file, and raises `LeaseExpired`. A lease that is held but
+cannot be read (of a newer quire, for example) holds every database at version 0 until it is silent.
+
+Why an opening reader and a floor computation cannot miss each other
   The reader writes its lease, then reads the floor's row in the manifest. The owner commits the floor's row, then reads the
-  leases (`floors.py`). Whichever of the two came first, the other one sees it:
-    reader's lease before the owner's look    the owner sees the lease and stays at or below it
-    owner's look before the reader's lease    then the row was committed before that, and the reader sees a floor above its
-                                              version: it takes a newer one and begins again (`published.py`)
+  leases (`floors.py`). Whichever comes first, the other one sees it:
+    lease written before the owner reads      the owner sees the lease and stays at or below it
+    owner reads before the lease is written   the row was committed before that, and the reader sees a floor above its
+                                              version: it takes a newer version and starts again (`published.py`)
 
-Nothing here is synced: a lease protects while its process lives, and after a power failure there is none. Threads: any; a
-`FileLease` belongs to one at a time. Local file systems: over others `flock` is as good as they say. Raises `NotWritable`
-where a reader may not write into the store's `readers/`, `InvalidInput` for tags that are too long.
+Nothing here is synced: a lease protects while its process lives, and after a power failure there are none.
+
+Threads: any; a `FileLease` belongs to one at a time. Local file systems only: elsewhere `flock` guarantees what the file system
+does. Format page: `docs/formats/lease.md`. Raises `NotWritable` if a reader may not write to the store's `readers/`,
+`InvalidInput` for tags that are too long.
 """
 
 from __future__ import annotations
@@ -67,7 +73,7 @@ TAGS_OFFSET = 64
 CRC_BYTES = 8
 TAGS_BYTES_MAX = 4_032
 FILE_BYTES_MAX = 4_096
-"""A lease is one block: people give tags, not documents."""
+"""A lease fits one block; tags are meant to be short."""
 
 if (HEAD.size, STAMP.size) != (HEAD_BYTES, STAMP_BYTES) or HEAD_BYTES + STAMP_BYTES != TAGS_OFFSET:
     raise AssertionError("the lease's structs disagree with their literal sizes")
@@ -75,19 +81,19 @@ if TAGS_OFFSET + TAGS_BYTES_MAX != FILE_BYTES_MAX:
     raise AssertionError("the longest lease is not the longest file")
 
 TAKE_TRIES = 16
-"""How often a new name is tried; each time the owner must have swept the unfinished file in the instant before its lock."""
+"""How often a new name is tried. An attempt fails only if the owner sweeps the unfinished file just before it is locked."""
 
 HOST_TAG = "quire.host"
-"""The tag that says on which machine the reader runs."""
+"""The tag with the host name of the reader's machine."""
 
 UNREADABLE = 0
-"""The database of a lease that cannot be read: all of them."""
+"""The database id of a lease that cannot be read, which holds all databases."""
 
 
 # ── the bytes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, kw_only=True)
 class LeaseRecord:
-    """What a lease says."""
+    """The contents of a lease."""
 
     reader: uuid.UUID
     db_id: int
@@ -98,17 +104,17 @@ class LeaseRecord:
 
     @property
     def host(self) -> str:
-        """Where its process runs; empty if an older quire wrote it."""
+        """The host of its process; empty if an older quire wrote the lease."""
         return self.tags.get(HOST_TAG, "")
 
     @property
     def shown_tags(self) -> dict[str, str]:
-        """The tags that its reader gave."""
+        """The tags set by its reader."""
         return {name: value for name, value in self.tags.items() if name != HOST_TAG}
 
     @property
     def info(self) -> ReaderInfo:
-        """The reader, for people and programs."""
+        """The reader as a `ReaderInfo`."""
         return ReaderInfo(
             reader=str(self.pid),
             lsn=self.lsn,
@@ -120,7 +126,7 @@ class LeaseRecord:
 
     @cached_property
     def _parts(self) -> tuple[bytes, bytes, int]:
-        """(head without its checksum, tags, checksum); seeded with the name, so that a copied file is no lease."""
+        """(head without its checksum, tags, checksum); seeded with the uuid, so that a copied file is not a valid lease."""
         tags = msgspec.msgpack.encode(self.tags)
         if len(tags) > TAGS_BYTES_MAX:
             raise InvalidInput("the tags of a reader are too long", size=len(tags), max=TAGS_BYTES_MAX)
@@ -129,23 +135,23 @@ class LeaseRecord:
         return head, tags, crc64(tags, crc64(head, crc64(self.reader.bytes)))
 
     def encode(self, renewed_ms: int) -> bytes:
-        """The file."""
+        """Return the bytes of the file."""
         head, tags, crc = self._parts
         return head + crc.to_bytes(CRC_BYTES, "little") + self.stamp(renewed_ms) + tags
 
     def stamp(self, renewed_ms: int) -> bytes:
-        """The bytes that a heartbeat writes at `HEAD_BYTES`."""
+        """Return the bytes that a heartbeat writes at `HEAD_BYTES`."""
         word = renewed_ms.to_bytes(8, "little")
         return word + crc64(word, self._parts[2]).to_bytes(CRC_BYTES, "little")
 
 
 def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
-    """The record in a lease file; its stamp is not looked at: it may just be being written."""
+    """Return the record in a lease file. The stamp is not checked, because it may be being written."""
     if len(data) < TAGS_OFFSET or data[: len(MAGIC)] != MAGIC:
         raise Corruption("not a reader's lease", path=path, size=len(data))
     _, version, _, db_id, lsn, opened_ms, pid, tags_bytes, crc = HEAD.unpack_from(data)
     if version > VERSION:
-        raise FormatTooNew("a newer quire reads here", hint="use that one", path=path, version=version)
+        raise FormatTooNew("a newer quire is reading this store", hint="upgrade quire", path=path, version=version)
     tags = data[TAGS_OFFSET : TAGS_OFFSET + tags_bytes]
     head = data[: HEAD_BYTES - CRC_BYTES]
     if len(tags) != tags_bytes or crc64(tags, crc64(head, crc64(reader.bytes))) != crc:
@@ -153,12 +159,12 @@ def decode(reader: uuid.UUID, data: bytes, path: str = "") -> LeaseRecord:
     try:
         named = msgspec.msgpack.decode(tags, type=dict[str, str])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Corruption(f"the tags of a lease make no sense: {error}", path=path) from error
+        raise Corruption(f"the tags of a lease are invalid: {error}", path=path) from error
     return LeaseRecord(reader=reader, db_id=db_id, lsn=lsn, pid=pid, opened_ms=opened_ms, tags=named)
 
 
 def renewed_ms(record: LeaseRecord, stamp: bytes) -> int:
-    """What a stamp says; 0 if it is not whole, or nobody knows whose it is."""
+    """Return the time in a stamp; 0 if the stamp is incomplete, or its lease cannot be read."""
     if len(stamp) != STAMP_BYTES or record.db_id == UNREADABLE:
         return 0
     ms: int = STAMP.unpack(stamp)[0]
@@ -167,7 +173,7 @@ def renewed_ms(record: LeaseRecord, stamp: bytes) -> int:
 
 # ── the reader's side ─────────────────────────────────────────────────────────────────────────────────────────────────
 class FileLease:
-    """A lease that this process holds: the hold of a published snapshot. Made by `take`."""
+    """A lease that this process holds for a published snapshot; created by `take`."""
 
     __slots__ = (
         "__weakref__",
@@ -192,18 +198,18 @@ class FileLease:
         self.record = record
         self.reader_id = next(_ids)
         self.tags = record.shown_tags
-        # the holder's
+        # used by the holder's thread
         self._file: File | None = file
         self._renewed_ms = record.opened_ms
         self._let_go: Callable[[], None] | None = None
-        # only ever lowered
+        # `open` only becomes false, `_was_lost` only true
         self.open = True
         self._was_lost = False
         _held.add(self)
 
     @classmethod
     def take(cls, disk: Disk, clock: Clock, root: str, *, db_id: int, lsn: int, tags: dict[str, str]) -> FileLease:
-        """Hold this version of a database: from here on every floor that is computed sees it."""
+        """Take a lease on this version of a database: every floor computed from here on sees it."""
         disk.make_dirs(os.path.join(root, READERS))
         tags = {**tags, HOST_TAG: HOST[:64]}
         for _ in range(TAKE_TRIES):
@@ -213,11 +219,12 @@ class FileLease:
             body, path = record.encode(record.opened_ms), os.path.join(root, LeaseFile(reader=record.reader).path)
             file = disk.open(path + TEMPORARY, exclusive=True)
             try:
+                # Complete and locked before it gets its final name: a named file with a free lock is dead.
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.write_at(body, 0)
                 hit("pages.lease.written")
                 disk.rename(path + TEMPORARY, path)
-            except (BlockingIOError, FileNotFoundError):  # the owner took it for an unfinished one of somebody dead
+            except (BlockingIOError, FileNotFoundError):  # the owner took it for the unfinished file of a dead process
                 file.close()
                 continue
             except BaseException:
@@ -227,15 +234,15 @@ class FileLease:
                 raise
             hit("pages.lease.taken")
             return cls(disk, clock, file, path, record)
-        raise TimedOut("the owner sweeps lease files faster than one can be made", hint="try again", tries=TAKE_TRIES)
+        raise TimedOut("the owner removed the lease file before it was complete", hint="try again", tries=TAKE_TRIES)
 
     def when_closed(self, let_go: Callable[[], None]) -> None:
-        """Call this when the lease is given back; not if it is only forgotten."""
+        """Call `let_go` when the lease is closed, but not when it is garbage-collected."""
         self._let_go = let_go
 
     @property
     def is_held(self) -> bool:
-        """Whether it still protects: not given back, not retired, and under the name that owners look at."""
+        """Whether it still protects its version: not closed, not retired, and under the name that owners read."""
         if self._file is None:
             return False
         try:
@@ -244,18 +251,18 @@ class FileLease:
             return False
 
     def require(self) -> None:
-        """`LeaseExpired` if the owner has retired the lease."""
+        """Raise `LeaseExpired` if the owner has retired the lease."""
         if self.open and not self.is_held:
             self._lose()
         if self.open:
             return
         where = {"reader_id": self.reader_id, "db_id": self.record.db_id}
         if self._was_lost:
-            raise LeaseExpired("the reader's lease has run out", hint="open a new snapshot", **where)
+            raise LeaseExpired("the reader's lease has expired", hint="open a new snapshot", **where)
         raise UnknownReader("this reader is closed", hint="open a new snapshot", **where)
 
     def beat(self) -> bool:
-        """A heartbeat; whether the lease is still held. The stamp changes whatever the clock does."""
+        """Write a heartbeat; return whether the lease is still held. The stamp changes even if the clock does not advance."""
         if not self.open:
             return False
         if self._file is None or not self.is_held:
@@ -266,19 +273,19 @@ class FileLease:
         return True
 
     def renew(self) -> None:
-        """Renew the lease now; `PublishedReaders` does it every few seconds."""
+        """Renew the lease now; `PublishedReaders` does so every few seconds."""
         if not self.beat():
             self.require()
 
     def keep_alive(self, _: object) -> None:
-        """`PublishedReaders` keeps it alive for as long as somebody has it."""
+        """Raise if the lease has ended. Nothing else to do: `PublishedReaders` keeps it alive while it is referenced."""
         self.require()
 
     def _lose(self) -> None:
         self.open, self._was_lost = False, True
 
     def close(self) -> None:
-        """Give the version back. A second time, and in a forked child: nothing."""
+        """End the lease. Does nothing if it is closed, or in a forked child."""
         self.open = False
         let_go, self._let_go = self._let_go, None
         if let_go is not None:
@@ -286,7 +293,7 @@ class FileLease:
         if self._file is None:
             return
         file, self._file = self._file, None
-        with suppress(FileNotFoundError, StorageFault):  # retired; or left behind, for the owner to remove
+        with suppress(FileNotFoundError, StorageFault):  # already retired; or left for the owner to remove
             self._disk.remove(self.path)
         file.close()
 
@@ -298,8 +305,8 @@ class FileLease:
             file.close()
 
     def __del__(self) -> None:
-        with suppress(AttributeError, TypeError):  # half made, or the interpreter is going down
-            self._let_go = None  # it takes locks, and this may run at any line
+        with suppress(AttributeError, TypeError):  # not fully constructed, or the interpreter is shutting down
+            self._let_go = None  # it takes locks, and a finalizer may run at any line
             self.close()
 
 
@@ -327,21 +334,21 @@ class LeaseFiles:
         self._disk = disk
         self._clock = clock
         self._ttl = ttl_seconds
-        # the ticker's
+        # used by the ticker
         self._ticked_at = 0.0
         # guarded by _lock
         self._lock = threading.Lock()
         self._stamps: dict[str, tuple[bytes, float]] = {}
-        """Name → its stamp, and when it was first seen so."""
-        self._puzzling: set[str] = set()
+        """Name → its stamp, and when that stamp was first seen."""
+        self._unreadable: set[str] = set()
         """Names that were reported as unreadable."""
 
     def of(self, db_id: int) -> list[LeaseRecord]:
-        """The live leases that hold this database."""
+        """Return the live leases that hold this database."""
         return [lease for lease in self.look() if lease.db_id in (db_id, UNREADABLE)]
 
     def tick(self) -> None:
-        """Look now and then, so that leases of the dead go whether or not somebody asks for a floor."""
+        """Check the leases every few seconds, so that dead ones are removed even if no floor is computed."""
         now = self._clock.monotonic()
         if now - self._ticked_at >= HEARTBEAT_SECONDS:
             self._ticked_at = now
@@ -351,27 +358,27 @@ class LeaseFiles:
                 emit("warning", "reader.leases_unseen", error=str(fault))
 
     def look(self) -> list[LeaseRecord]:
-        """All live leases; those that are dead or silent are retired on the way."""
+        """Return all live leases, and retire those that are dead or silent."""
         try:
             names = self._disk.names(self._folder)
         except FileNotFoundError:
             return []
         with self._lock:
-            live = [lease for name in names if (lease := self._look_at(name)) is not None]
+            live = [lease for name in names if (lease := self._read_lease(name)) is not None]
             for gone in self._stamps.keys() - set(names):
                 del self._stamps[gone]
-                self._puzzling.discard(gone)
+                self._unreadable.discard(gone)
         return live
 
-    def _look_at(self, name: str) -> LeaseRecord | None:
-        """One file, if it is a live lease. REQUIRES the lock."""
+    def _read_lease(self, name: str) -> LeaseRecord | None:
+        """Return the lease in one file, `None` if it is not a live lease. REQUIRES the lock."""
         path, parsed = os.path.join(self._folder, name), parse_path(f"{READERS}/{name.removesuffix(TEMPORARY)}")
         if not isinstance(parsed, LeaseFile):
             return None
         try:
             file = self._disk.open(path, write=False)
         except FileNotFoundError:
-            return None  # given back since
+            return None  # closed in the meantime
         try:
             is_dead = _is_free(file)
             if name.endswith(TEMPORARY):
@@ -379,19 +386,21 @@ class LeaseFiles:
                     self._remove(path)
                 return None
             if is_dead and os.fstat(file.fileno()).st_nlink == 0:
-                return None  # a clean end
-            return self._judge(name, path, file, parsed.reader, is_dead=is_dead)
+                return None  # closed by its reader
+            return self._lease_if_live(name, path, file, parsed.reader, is_dead=is_dead)
         finally:
             file.close()
 
-    def _judge(self, name: str, path: str, file: File, reader: uuid.UUID, *, is_dead: bool) -> LeaseRecord | None:
+    def _lease_if_live(
+        self, name: str, path: str, file: File, reader: uuid.UUID, *, is_dead: bool
+    ) -> LeaseRecord | None:
         data, now = file.read_at(FILE_BYTES_MAX, 0), self._clock.monotonic()
         try:
             lease = decode(reader, data, path)
         except (Corruption, FormatTooNew) as error:
             lease = LeaseRecord(reader=reader, db_id=UNREADABLE, lsn=0, pid=0, opened_ms=0)
-            if not is_dead and name not in self._puzzling:
-                self._puzzling.add(name)
+            if not is_dead and name not in self._unreadable:
+                self._unreadable.add(name)
                 emit("warning", "reader.lease_unreadable", path=path, error=str(error))
         stamp = data[HEAD_BYTES:TAGS_OFFSET]
         seen, since = self._stamps.get(name, (b"", now))
@@ -412,7 +421,7 @@ class LeaseFiles:
 
 
 def _is_free(file: File) -> bool:
-    """Whether nobody holds the file's lock; closing it gives back what this took."""
+    """Return whether the file's lock is free. Takes a shared lock, which closing the file releases."""
     try:
         fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -421,9 +430,9 @@ def _is_free(file: File) -> bool:
 
 
 def live_leases(root: str, disk: Disk | None = None) -> list[LeaseRecord]:
-    """Who reads the store at `root` at this moment, for whoever only looks: nothing is retired, and nothing removed.
+    """Return the live leases of the store at `root`, without retiring or removing any.
 
-    What cannot be read holds every database and is told as database 0.
+    A lease that cannot be read holds every database and is returned with database 0.
     """
     disk, folder = disk or OsDisk(), os.path.join(root, READERS)
     try:

@@ -1,8 +1,8 @@
-"""What the page engine counts, and the same for Prometheus.
+"""Figures of the page engine, also as a Prometheus collector.
 
-Everything is read when somebody asks: counting costs the engine nothing but a few additions.
+Everything is computed on request: counting costs the engine only a few additions.
 
-Threads: any; figures of a busy engine are of slightly different moments.
+Threads: any; the figures of a busy engine are from slightly different moments.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _INDEXED = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseFigures:
-    """One open database."""
+    """The figures of one open database."""
 
     db_id: int
     name: str
@@ -38,12 +38,12 @@ class DatabaseFigures:
     syncs: int
     recycled: int
     oldest_reader: ReaderInfo | None = None
-    """Who reads the oldest version: the first one to look at when segments are blocked."""
+    """The reader of the oldest version: the first suspect when segments are blocked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagesFigures:
-    """The whole engine."""
+    """The figures of the whole engine."""
 
     databases: tuple[DatabaseFigures, ...]
     cache_bytes: int
@@ -53,7 +53,7 @@ class PagesFigures:
 
 
 def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for_floor_ms: int) -> DatabaseFigures:
-    """The figures of one database."""
+    """Return the figures of one database."""
     record, wal = txn.database(store.db_id), txn.wal_state(store.db_id)
     leases = store.readers.peek()
     lowest = min((lease.lsn for lease in leases if not lease.set_aside), default=None)
@@ -70,7 +70,7 @@ def database_figures(txn: ReadTxn, store: PageStore, *, wal_bytes: int, wait_for
         elif row.state is WalState.OPEN and wal is not None:
             rows += max(wal.indexed_upto_lsn - row.first_lsn + 1, 0)
     if is_truncating:
-        # Rows leave the index page by page after a checkpoint: until its segments are truncated only counting says how many.
+        # After a checkpoint, rows are removed from the index gradually: until its segments are truncated, they must be counted.
         rows = sum(1 for _ in txn.raw_scan(t.PAGE_VERSION_INDEX, store.db_id))
     return DatabaseFigures(
         oldest_reader=leases[0].info if leases else None,
@@ -94,25 +94,29 @@ class PagesCollector:
         self._figures = figures
 
     def describe(self) -> Iterable[Any]:
-        """Nothing ahead of time: registering must not read the manifest."""
+        """Return nothing, so that registering does not read the manifest."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The current figures."""
+        """Return the current figures."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures = self._figures()
         gauges = (
             ("quire_page_index_rows", "WAL-backed page versions that the index tracks", "page_index_rows"),
             ("quire_snapshot_readers_active", "live leases", "readers_active"),
-            ("quire_wal_segments_blocked_by_readers", "segments that await the readers' floor", "segments_blocked"),
-            ("quire_wal_bytes", "WAL that no checkpoint has absorbed", "wal_bytes"),
-            ("quire_wal_unpublished_bytes", "WAL that is not in the page index yet", "unpublished_bytes"),
+            ("quire_wal_segments_blocked_by_readers", "segments waiting for the readers' floor", "segments_blocked"),
+            ("quire_wal_bytes", "WAL not yet absorbed by a checkpoint", "wal_bytes"),
+            ("quire_wal_unpublished_bytes", "WAL not yet in the page index", "unpublished_bytes"),
         )
         counters = (
-            ("quire_checkpoint_wait_for_floor_ms", "time plans have waited for readers", "wait_for_floor_ms"),
+            (
+                "quire_checkpoint_wait_for_floor_ms",
+                "time that checkpoint plans have waited for readers",
+                "wait_for_floor_ms",
+            ),
             ("quire_wal_syncs", "syncs of the WAL", "syncs"),
-            ("quire_wal_recycled", "segment files used again", "recycled"),
+            ("quire_wal_recycled", "segment files reused", "recycled"),
         )
         for name, text, field in gauges:
             gauge = GaugeMetricFamily(name, text, labels=["db", "name"])
@@ -121,11 +125,11 @@ class PagesCollector:
             yield gauge
         oldest = GaugeMetricFamily(
             "quire_oldest_reader_since_seconds",
-            "since when, in Unix time, the reader of the oldest version reads it",
+            "when the reader of the oldest version opened it, in Unix time",
             labels=["db", "name", "reader", "pid", "host", "tags"],
         )
         for database in figures.databases:
-            who = database.oldest_reader or ReaderInfo(reader="", lsn=0)  # 0 and no name: nobody reads
+            who = database.oldest_reader or ReaderInfo(reader="", lsn=0)  # 0 and no name: there are no readers
             tags = ",".join(f"{name}={value}" for name, value in sorted(who.tags.items()))
             labels = [str(database.db_id), database.name, who.reader, str(who.pid or ""), who.host, tags]
             oldest.add_metric(labels, who.since_ms / 1000)
@@ -136,7 +140,9 @@ class PagesCollector:
                 counter.add_metric([str(database.db_id), database.name], getattr(database, field))
             yield counter
         yield GaugeMetricFamily("quire_page_cache_bytes", "bytes of pages in memory", value=figures.cache_bytes)
-        yield GaugeMetricFamily("quire_page_cache_hit_ratio", "reads the cache answered", value=figures.cache_hit_ratio)
+        yield GaugeMetricFamily(
+            "quire_page_cache_hit_ratio", "share of reads served from the cache", value=figures.cache_hit_ratio
+        )
         yield CounterMetricFamily(
-            "quire_cold_wait_seconds", "time cold scans were held back", value=figures.cold_wait_seconds
+            "quire_cold_wait_seconds", "time that cold scans were throttled", value=figures.cold_wait_seconds
         )

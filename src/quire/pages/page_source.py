@@ -1,12 +1,12 @@
-"""Reads pages of versions: a subclass says where a version is, the bytes come from `Sources` (P8).
+"""Reads pages of versions: a subclass locates them, `Sources` reads the bytes (P8).
 
 Terms
-  version   the database as of one commit, named by its lsn (P5); a `Mark` has its size, segment and time as well
-  chain     base and deltas of a slot; they answer where no version in the WAL above their `covered_lsn` does
-  resolved  pages whose look-up is remembered, with the range of versions that see them (`cache.py`)
+  version   the database as of one commit, named by its lsn (P5); a `Mark` also has its size, segment and time
+  chain     the base and deltas of a slot; they supply a page if the WAL has no version of it above their `covered_lsn`
+  resolved  pages that were looked up before, each with the range of versions that see the same image (`cache.py`)
 
-A page that is missing or fails its check is looked up once more, in a new transaction and with new handles: its segment may
-have been recycled since, or its chunk evicted. A second failure is `Corruption`.
+A page that is missing or fails its check is looked up again, in a new transaction and with new handles: in the meantime its
+segment may have been recycled, or its chunk evicted. A second failure is `Corruption`.
 
 Threads: any. Executor-safe.
 """
@@ -33,11 +33,11 @@ class Mark(NamedTuple):
 
 
 InChain = tuple[int, Sequence[ChunkPlace]]
-"""(covered lsn, chunks) of a chain: where a page is that no WAL version answers."""
+"""(covered lsn, chunks) of a chain: the location of a page that has no newer version in the WAL."""
 
 
 class PageSource:
-    """Pages of any version that `locate` finds. Callers have checked the page numbers."""
+    """Pages of any version that `locate` finds. REQUIRES that callers check page numbers."""
 
     def __init__(self, *, db_id: int, page_size: int, pages_per_chunk: int, sources: Sources) -> None:
         # constant after construction
@@ -46,29 +46,29 @@ class PageSource:
         self.pages_per_chunk = pages_per_chunk
         self.sources = sources
         self._segment_places: dict[tuple[int, int], SegmentPlace | None] = {}
-        """(origin, segment) → its place, where that is known; `Sources` finds the others."""
+        """(origin, segment) → its place, if known; `Sources` looks up the rest."""
         # a cache
         self.resolved = sources.cache.resolved(db_id)
 
     # ── for subclasses ────────────────────────────────────────────────────────────────────────────────────────────────
     def locate(self, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
-        """Where the page as of version `lsn` is; with `again` after reading it has failed: handles are dropped first."""
+        """Return the location of the page as of version `lsn`. `again`: a read has failed, so handles are dropped first."""
         raise NotImplementedError
 
     def locate_many(self, pages: Sequence[int], lsn: int) -> Iterator[tuple[int, Location | InChain]]:
-        """The same for several pages."""
+        """Yield the locations of several pages."""
         return ((page, self.locate(page, lsn)) for page in pages)
 
     def kept(self, _: Mark) -> PageSource | None:
-        """Another source of a version that this one no longer has, if a snapshot keeps it."""
+        """Return another source of a version that this one no longer has, if a snapshot keeps it."""
         return None
 
     def explain(self, error: Corruption) -> None:
-        """Raise what explains the error better, if there is such a thing."""
+        """Raise a more specific error that explains `error`, if there is one."""
 
     # ── one page ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, page: int, lsn: int) -> bytes:
-        """The page as of version `lsn`."""
+        """Return the page as of version `lsn`."""
         if TRACE_API in modules:
             return self._read_traced(page, lsn)
         try:
@@ -87,7 +87,7 @@ class PageSource:
             return image
 
     def _read(self, page: int, lsn: int, *, again: bool = False) -> tuple[int, bytes]:
-        """(lsn of the version that answered, its image)."""
+        """Return (lsn of the version found, its image)."""
         where, sources = self.locate(page, lsn, again=again), self.sources
         if len(where) == 3:
             version_lsn, origin, segment_id = where
@@ -109,7 +109,7 @@ class PageSource:
 
     # ── many pages ────────────────────────────────────────────────────────────────────────────────────────────────────
     def read_many(self, pages: Iterable[int], lsn: int, *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages of one version, page → image; frames and chunk frames next to each other are read together."""
+        """Return several pages of one version, page → image; adjacent frames and chunk frames are read together."""
         images: dict[int, bytes] = {}
         missing: list[int] = []
         for page in pages:
@@ -129,7 +129,7 @@ class PageSource:
             return images
 
     def _read_missing(self, images: dict[int, bytes], pages: list[int], lsn: int, *, cold: bool) -> list[int]:
-        """Read pages into `images`; the lsns of the versions that answered."""
+        """Read pages into `images` and return the lsns of the versions found."""
         frames: dict[tuple[int, int], list[tuple[int, int]]] = {}
         chains: dict[int, tuple[Sequence[ChunkPlace], list[int]]] = {}
         lsns: list[int] = []
@@ -143,7 +143,7 @@ class PageSource:
             place = self._segment_places.get((origin, segment_id))
             try:
                 images.update(self.sources.versions(origin, segment_id, versions, place=place, cold=cold))
-            except Corruption:  # each page by itself then, which looks it up once more
+            except Corruption:  # read the pages one by one, which looks each up again
                 images.update((page, self.read(page, lsn)) for page, _ in versions)
         for slot, (chain, in_slot) in chains.items():
             try:

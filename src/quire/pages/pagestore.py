@@ -1,12 +1,12 @@
-"""One page database: a writer at a time, any number of readers, each with a version of its own.
+"""One page database: one writer at a time, and any number of readers, each on its own version.
 
 Terms
   version    the database as of one commit, named by its lsn (P5)
   snapshot   a reader's lease on a version; it never blocks the writer and is never blocked by it
 
-`begin` waits for the write lock and for room in the WAL budget; `commit` waits for neither (P7). A transaction sees what was
-written before it and what it writes itself; readers see what is durable, through `versions`, which knows unpublished versions
-too (P8). Pages are numbered from 0; a page at or beyond the size of its version is an error, not zeros (P15).
+`begin` waits for the write lock and for room in the WAL budget; `commit` waits for neither (P7). A transaction sees everything
+written before it and its own writes; readers see what is durable, through `versions`, which includes unpublished versions (P8).
+Pages are numbered from 0; a page at or beyond the size of its version is an error, not zeros (P15).
 
 Threads: any; a `WriteTxn` and a `Snapshot` belong to one thread at a time.
 """
@@ -48,15 +48,15 @@ from quire.pages.view_build import open_kept, view_of
 from quire.pages.wal import Wal
 
 UNPUBLISHED_MAX = 36 << 20
-"""Two segments and a step (P6): beyond it `begin` publishes before it lets a writer in."""
+"""Bytes: two segments and a step (P6). Above it, `begin` publishes before it starts a transaction."""
 
 OPEN_TRIES = 20
 OPEN_PAUSE_SECONDS = 0.005
-"""How often, and with which pauses, a version that a checkpoint was just allowed to pass is looked for again."""
+"""How often, and with what pause, a version is looked up again if a checkpoint was just allowed to pass it."""
 
 
 class PageStore:
-    """An opened page database. Made by the engine."""
+    """An open page database; created by the engine."""
 
     def __init__(
         self,
@@ -99,18 +99,18 @@ class PageStore:
         )
         """The pages of any version."""
         self._spill_pages = max(spill_bytes // page_size, 1)
-        # the quota's
+        # written by the quota
         self.room_until = 0
-        """`wal.appended_bytes` at which the next writer asks for room again."""
-        # guarded by itself
+        """The value of `wal.appended_bytes` from which on a writer must ask for room again."""
+        # guarded by _write_lock
         self._write_lock = threading.Lock()
         self._writer = 0
-        """The thread that holds it, for messages."""
+        """The thread that holds the write lock, for messages."""
         self._writable = Writability(manifest, db_id)
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def begin(self, timeout: float = 30.0) -> WriteTxn:
-        """The write transaction; waits up to `timeout` for the writer before it and for room in the WAL."""
+        """Begin a write transaction; wait up to `timeout` seconds for the previous writer and for room in the WAL."""
         if not self._write_lock.acquire(blocking=False):
             timeout = self._wait_for_writer(timeout)
         try:
@@ -130,15 +130,15 @@ class PageStore:
             raise
 
     def _wait_for_writer(self, timeout: float) -> float:
-        """Take the write lock; what is left of the time."""
+        """Take the write lock and return the time left, in seconds."""
         if timeout < 0:
-            raise InvalidInput("a timeout is not negative", timeout=timeout)
+            raise InvalidInput("a timeout must not be negative", timeout=timeout)
         started = self._clock.monotonic()
         if not self._write_lock.acquire(timeout=timeout):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise TimedOut(
                 "another transaction is writing to the database",
-                hint="commit or roll it back, or try again",
+                hint="commit it or roll it back, or try again",
                 db_id=self.db_id,
                 writer=names.get(self._writer, "a thread that has ended"),
                 seconds=timeout,
@@ -147,23 +147,26 @@ class PageStore:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the manifest says that the database is gone: one that can be brought back is not."""
+        """Whether the database is tombstoned or gone from the manifest; a read-only one is not dropped."""
         with self._manifest.read() as txn:
             record = txn.database(self.db_id)
         return record is None or record.status is DbStatus.TOMBSTONED
 
     @property
     def is_busy(self) -> bool:
-        """Whether somebody reads or writes it now, or must still learn that it has failed."""
+        """Whether it has readers or a writer, or has failed and its users must still get the error."""
         return bool(len(self.readers)) or self._write_lock.locked() or self.wal.failure is not None
 
     @property
-    def rests(self) -> bool:
-        """Whether time asks for nothing: no readers, nothing that is not sealed and published."""
-        return not len(self.readers) and self.wal.rests
+    def is_quiescent(self) -> bool:
+        """Whether the ticker has nothing to do: there are no readers, and everything is sealed and published."""
+        return not len(self.readers) and self.wal.is_quiescent
 
     def close(self) -> None:
-        """Leave nothing to recover; of a database that was dropped nothing is published any more. For the engine."""
+        """Flush and close the WAL, so that nothing is left to recover; abandon it if the database was dropped.
+
+        For the engine.
+        """
         if self.is_dropped:
             self.wal.abandon(StoreClosed("the database was dropped", db_id=self.db_id))
         else:
@@ -193,9 +196,9 @@ class PageStore:
         ttl_seconds: float | None = LEASE_SECONDS,
         written: bool = False,
     ) -> Snapshot:
-        """A lease on the newest durable version, or on the one that was current `at` an lsn or a time (P14).
+        """Open a lease on the newest durable version, or on the one that was current `at` an lsn or a time (P14).
 
-        With `written=True` on the newest that is written: it may not survive a crash (Q2).
+        With `written=True`, on the newest written version, which may not survive a crash (Q2).
         """
         if at is not None:
             return self._open_at(at, tags, ttl_seconds)
@@ -211,7 +214,7 @@ class PageStore:
     def open_mark(
         self, mark: Mark, *, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS
     ) -> Snapshot:
-        """Another lease on a version that somebody has open."""
+        """Open another lease on a version that is already open."""
         return Snapshot(self.versions, mark, self.readers.open(mark.lsn, tags=tags, ttl_seconds=ttl_seconds))
 
     def _open_at(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot:
@@ -219,9 +222,9 @@ class PageStore:
             try:
                 return self._find_and_open(at, tags, ttl_seconds)
             except Corruption:
-                break  # a segment was let go while it was looked at
+                break  # a segment was released during the search: search again below
             except SnapshotGone as gone:
-                # With a window of time travel a checkpoint that was given its floor keeps what lies below it, in a moment.
+                # With a time-travel window, a checkpoint that was given this floor is about to keep the versions below it.
                 if "floor" not in gone.where or not tries_left:
                     raise
                 time.sleep(OPEN_PAUSE_SECONDS)
@@ -243,7 +246,7 @@ class PageStore:
         return Snapshot(self.versions, version.mark, lease)
 
     def _have_indexed(self) -> None:
-        """Earlier versions are looked for in index regions: have them say everything that is durable."""
+        """Publish everything durable: earlier versions are searched in index regions, which must be complete."""
         wal = self.wal
         if wal.failure is None:
             wal.publish()
@@ -251,33 +254,33 @@ class PageStore:
             wal.require()
 
     def read_view(self, view: SnapshotView) -> ViewReader:
-        """A reader of a view of this database, which hears when the snapshot behind it is dropped."""
+        """Return a reader of a view of this database; it raises `SnapshotGone` after the view's snapshot is dropped."""
 
         return open_kept(self._manifest, view, self.sources, self._regions)
 
     def changed(self, since: int, upto: Mark) -> BitMap:
-        """A superset of the pages that differ between version `since` and version `upto`, which somebody has open: numbers
-        below the size of `upto`. All of them for `since` 0, and for what is older than the kept history (`changes.py`).
+        """Return a superset of the pages below the size of `upto` that differ between the versions `since` and `upto`.
 
-        Raises `EpochLost` if a takeover lies between the two, `OutOfRange` if `since` is above `upto`.
+        That is all pages if `since` is 0 or older than the kept history (`changes.py`). REQUIRES that `upto` is open. Raises
+        `EpochLost` if a takeover lies between the two, `OutOfRange` if `since` is above `upto`.
         """
         if not 0 <= since <= upto.lsn:
-            raise OutOfRange("this version does not exist yet", hint="begin with 0", since=since, upto=upto.lsn)
+            raise OutOfRange("this version does not exist yet", hint="start again from 0", since=since, upto=upto.lsn)
         if not since:
             return BitMap(range(upto.size_pages))
         for tries_left in reversed(range(OPEN_TRIES)):
             try:
                 return self._changed(since, upto)
-            except Corruption:  # a segment was let go while its region was read
+            except Corruption:  # a segment was released while its region was read
                 if not tries_left:
                     raise
         raise AssertionError("the last try returns or raises")
 
     def _changed(self, since: int, upto: Mark) -> BitMap:
-        # Unpublished versions first, then the transaction: what is published in between is in both (P8).
+        # Unpublished versions first, then the transaction: versions published in between are in both (P8).
         newest = self.wal.newest
         pages = BitMap()
-        for page in tuple(self.wal.recent):
+        for page in tuple(self.wal.unpublished):
             version = newest(page, upto.lsn)
             if version is not None and version[0] > since and page < upto.size_pages:
                 pages.add(page)
@@ -286,7 +289,7 @@ class PageStore:
             if begun:
                 raise EpochLost(
                     "the store was taken over since this version",
-                    hint="begin with 0",
+                    hint="start again from 0",
                     db_id=self.db_id,
                     since=since,
                     first_lsn=begun[-1],
@@ -295,6 +298,6 @@ class PageStore:
             return pages | changed_pages(txn, self._regions, *shape, since, upto)
 
     def durable_version(self) -> tuple[int, int]:
-        """(lsn, size in pages) of the newest durable version; the two belong together."""
+        """Return (lsn, size in pages) of the newest durable version, read consistently."""
         mark = self.wal.durable
         return mark.lsn, mark.size_pages

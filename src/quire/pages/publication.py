@@ -1,16 +1,15 @@
-"""What a WAL has written and the manifest does not know yet, and how it gets there: page index first, then the end of
-segments.
+"""Publishes the durable frames of a WAL to the manifest: first rows of the page index, then the seals of segments.
 
-Publication goes in the order of lsns, in batches of about 8 k rows, never beyond what is durable (P5). That is the end of a
-transaction, so a large one may be published in steps; only its end moves the applied mark and the size. A batch's entries are
-written into their segments' index regions and synced before the batch is committed: at or below `indexed_upto_lsn` the region
-can be trusted (docs/decisions/008). Repeating a batch gives the same entries and rows: a crash between two steps is repaired
-by recovery doing it again. A segment becomes Sealed and Indexed in one batch, when it has ended and nothing of it, or before
-it, is left to publish (P6). If entries cannot be written or synced nobody knows what is on disk: the database takes nothing
-more (M12).
+Publication proceeds in lsn order, in batches of about 8 k rows, never beyond the durable lsn (P5). That is always the end of a
+transaction, so a large transaction can be published in steps; only its last step advances the applied mark and the size. A
+batch's entries are written to their segments' index regions and synced before the batch is committed: at or below
+`indexed_upto_lsn` the region is reliable (docs/decisions/008). Repeating a batch produces the same entries and rows, so after a
+crash between two steps recovery repeats it. A segment becomes Sealed and Indexed in one batch, when it has ended and neither it
+nor an earlier one has anything left to publish (P6). If entries cannot be written or synced, the state on disk is unknown, and
+the database accepts nothing more (M12).
 
-Threads: `pieces`, `added` and `added_bytes` are the writer's to add to, under its append lock, as is `end`; `publish` by any,
-one at a time. Between the two there is no lock: each side has counters of its own, and a deque's ends are atomic.
+Threads: the writer updates `pieces`, `added` and `added_bytes` and calls `end`, under its append lock; `publish` by any, one at
+a time. The two share no lock: each side has its own counters, and operations on the ends of a deque are atomic.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ from quire.pages.segment_scan import as_rows, entries_of, parse_heads
 from quire.pages.wal_files import segment_crc, trim
 
 PUBLISH_ROWS = 8_192
-"""Rows of the page index in one batch, about: it holds the manifest's writer for some 25 ms."""
+"""Approximate rows of the page index in one batch, which occupies the manifest's writer for about 25 ms."""
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A segment that this process writes, or has written."""
+    """A segment that this process writes or has written."""
 
     file: SegmentFile
     size_pages: int = 0
-    """Of the database at its end; within a transaction the larger of the sizes before and after it, so that no checkpoint takes
-    pages for gone that the rest of the transaction keeps (P15)."""
+    """The database's size in pages at the segment's end; if that is within a transaction, the larger of the sizes before and
+    after it, so that no checkpoint drops pages that the rest of the transaction keeps (P15)."""
     is_dirty: bool = False
     """Whether it waits for a sync; see `Wal`."""
     added: int = 0
-    """Pieces, counted by the writer."""
+    """Pieces added, counted by the writer."""
     published: int = 0
-    """Pieces, counted by the publisher."""
+    """Pieces published, counted by the publisher."""
     segment_id: int = field(init=False)
     first_page: int = U32_MAX
     last_page: int = 0
-    """Of the pages that are published, by the publisher."""
+    """The range of published pages, maintained by the publisher."""
     stride: int = field(init=False)
-    """Of its header, within reach of each commit."""
+    """Copied from the header, for fast access in each commit."""
 
     def __post_init__(self) -> None:
         self.segment_id, self.stride = self.file.header.segment_id, self.file.header.geometry.stride
@@ -77,9 +76,9 @@ class UnpublishedFrames(NamedTuple):
     frame_count: int
     last_lsn: int
     heads: bytes
-    """Of its frames: what their entries and rows are made of."""
+    """The heads of its frames, from which entries and rows are built."""
     mark: Mark | None
-    """`None` if the transaction goes on in the next segment."""
+    """`None` if the transaction continues in the next segment."""
 
 
 _segment_of = attrgetter("segment")
@@ -103,38 +102,41 @@ class Publication:
         self._manifest = manifest
         self._forget = forget
         self._poison = poison
-        # at its right end the writer's, at its left end the publisher's
+        # the writer appends at the right end, the publisher removes from the left end
         self.pieces: deque[UnpublishedFrames] = deque()
         self.ended: deque[Segment] = deque()
-        """Segments that have ended and whose rows do not say so yet."""
-        # the writer's
+        """Segments that have ended and whose rows are not sealed yet."""
+        # written by the writer
         self.added_bytes = 0
         # guarded by _publishing
         self._publishing = threading.Lock()
         self._taken: list[UnpublishedFrames] = []
-        """The batch that is under way, or has failed and will be tried again."""
+        """The batch in progress, or one that failed and will be retried."""
         self.published_bytes = 0
         self._stopped = False
 
     def end(self, segment: Segment) -> None:
-        """A segment takes no more frames."""
+        """Record that a segment gets no more frames."""
         self.ended.append(segment)
 
     def publish(self, durable: Callable[[], Mark]) -> Iterator[int]:
-        """Enter what is durable into the manifest, in steps: each submits a commit, for which the next one waits, so that many
-        databases share commits; rows entered by each. What becomes durable meanwhile waits for the next time: busy writers
-        would keep it going for ever, a commit's few rows in each batch."""
+        """Publish everything durable, in steps, and yield the number of rows of each.
+
+        Each step submits a commit and the next step waits for it, so that many databases share commits. Frames that become
+        durable in the meantime are left to the next call: otherwise busy writers would keep this one running forever, with a
+        few rows in each batch.
+        """
         with self._publishing:
             if self._stopped:
                 return
             upto = durable().lsn
-            while self._take(upto):
+            while self._take_batch(upto):
                 yield from self._publish(self._taken)
                 self._taken = []
             yield from self._seal_rows()
 
-    def _take(self, durable_lsn: int) -> bool:
-        """Have about a batch of pieces in hand; whether there is one. What a failed attempt has taken comes first."""
+    def _take_batch(self, durable_lsn: int) -> bool:
+        """Take about one batch of pieces, those of a failed attempt first; return whether there are any."""
         pieces, taken = self.pieces, self._taken
         rows = sum(piece.frame_count for piece in taken)
         while pieces and rows < PUBLISH_ROWS and pieces[0].last_lsn <= durable_lsn:
@@ -143,7 +145,7 @@ class Publication:
         return bool(taken)
 
     def _publish(self, pieces: list[UnpublishedFrames]) -> Iterator[int]:
-        # A segment at a time, not a piece at a time: 20 µs of numpy for piece small commit would be most of the work.
+        # By segment, not by piece: 20 µs of numpy for each small commit would be most of the work.
         parts = [self._index(segment, list(run)) for segment, run in groupby(pieces, _segment_of)]
         packed = b"".join([part.tobytes() for part in parts])
         ops: list[Op] = [
@@ -165,12 +167,12 @@ class Publication:
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
 
     def _index(self, segment: Segment, pieces: list[UnpublishedFrames]) -> NDArray[np.void]:
-        """Write the entries of neighbouring pieces of one segment; their rows."""
+        """Write the entries of consecutive pieces of one segment and return their rows."""
         file, header = segment.file, segment.file.header
         entries = entries_of(header, parse_heads(b"".join([piece.heads for piece in pieces])))
         segment.first_page = min(segment.first_page, int(entries["page"].min()))
         segment.last_page = max(segment.last_page, int(entries["page"].max()))
-        with IndexWriter(self._disk, file.path, header) as index:  # not being able to open it is no doubt
+        with IndexWriter(self._disk, file.path, header) as index:  # a failed open changes nothing on disk: no poison
             try:
                 index.write(pieces[0].first_frame, entries.tobytes())
             except BaseException as error:
@@ -179,13 +181,13 @@ class Publication:
         return as_rows(header, entries)
 
     def _seal_rows(self) -> Iterator[int]:
-        """Make ended segments Sealed and Indexed, once nothing of them or before them is left to publish."""
+        """Make ended segments Sealed and Indexed, in order, once everything in them is published."""
         while self.ended and self.ended[0].published == self.ended[0].added:
             segment = self.ended[0]
             file, header = segment.file, segment.file.header
             used = header.geometry.frame_offset(file.used)
-            # Before its row says Sealed: from then on nobody writes to it, and as long as it is open nobody recycles it. A
-            # crash in between leaves an open segment whose file ends behind its last frame.
+            # Trim while the row is still Open: the segment gets no more frames, and an open one is never recycled. A crash
+            # before the seal leaves an open segment whose file ends after its last frame.
             if file.room:
                 trim(self._disk, file.path, used)
                 hit("pages.wal.trimmed")
@@ -214,11 +216,11 @@ class Publication:
             file.retire()
 
     def stop(self) -> None:
-        """Publish nothing more; a batch that is under way is finished first. Who opens the database anew calls it before
-        recovery reads, so that nothing is sealed meanwhile."""
+        """Stop publishing, after finishing a batch in progress. Called before recovery of a reopened database reads, so that
+        nothing is sealed concurrently."""
         with self._publishing:
             self._stopped = True
 
     def forked(self) -> None:
-        """In the child of a fork() nobody holds the lock."""
+        """Replace the lock in the child of a fork(), where no thread holds it."""
         self._publishing = threading.Lock()

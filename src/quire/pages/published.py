@@ -1,15 +1,15 @@
-"""Snapshots of the published state of a database, for processes that only read the store; the owner may use them as well.
+"""Snapshots of the published state of a database, for read-only processes; the owner may use them as well.
 
-Published is what the manifest knows: everything up to `last_applied_lsn`, at most a second behind what is durable (P6).
-Reading is the owner's (`versions.py`, P8) without its unpublished versions. A snapshot renews its lease file for as long as
-somebody holds it; one that was forgotten is given back when it is collected. On a standby it also holds the rows that it
-began with. One whose lease the owner has retired (this
-process was stopped for too long) raises `LeaseExpired`, at the latest when a page it needs is gone; wrong data is impossible
-in any case (P8). After fork() the child's snapshots are closed; the parent's live on (M12).
+Published is everything up to `last_applied_lsn` in the manifest, at most a second behind what is durable (P6). Reading works as
+in the owner (`versions.py`, P8), without unpublished versions. A snapshot's lease file is renewed while the snapshot is
+referenced; an abandoned one is released when it is garbage-collected. On a standby, a snapshot also holds the rows that it
+started with. If the owner has retired the lease (because this process was stopped for too long), reading raises `LeaseExpired`,
+at the latest when a needed page is gone; wrong data is never returned (P8). After fork() the child's snapshots are closed; the
+parent's stay open (M12).
 
-Threads: opening any, a snapshot one at a time; the heart has one of its own. Raises `UnknownDatabase`, `DatabaseTombstoned`,
-`WrongKind`, `SnapshotGone`, `LeaseExpired`, `StoreClosed`, `NotWritable` where this process may not write into the store's
-`readers/`.
+Threads: opening by any, a snapshot by one at a time; heartbeats have their own thread. Raises `UnknownDatabase`,
+`DatabaseTombstoned`, `WrongKind`, `SnapshotGone`, `LeaseExpired`, `StoreClosed`, `NotWritable` if this process may not write to
+the store's `readers/`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from quire.pages.view import SnapshotView
 from quire.pages.view_build import open_kept, view_of
 
 OPEN_TRIES = 64
-"""How often a version is taken anew; each time a floor must have been given out in the instant before."""
+"""How often opening a version is attempted. An attempt fails only if a floor above it is given out just before its lease."""
 
 
 class HeldRows:
-    """The rows of one moment, for a snapshot that lasts: the manifest's snapshot stays open with it."""
+    """The manifest's rows of one moment: keeps a read transaction open as long as the snapshot that uses it."""
 
     def __init__(self, txn: ReadTxn) -> None:
         self._txn = txn
-        self._lock = threading.Lock()  # LMDB lets one thread at a time into a transaction
+        self._lock = threading.Lock()  # an LMDB transaction may be used by one thread at a time
 
     def __call__(self) -> HeldRows:
         return self
@@ -63,7 +63,7 @@ class HeldRows:
         self._lock.release()
 
     def close(self) -> None:
-        """End the manifest's snapshot, when nobody is reading in it."""
+        """End the read transaction, after waiting for a thread that is using it."""
         with self._lock:
             self._txn.close()
 
@@ -103,12 +103,12 @@ class PublishedReaders:
 
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, *, tags: dict[str, str] | None = None) -> Snapshot:
-        """A snapshot of the newest published version."""
+        """Open a snapshot of the newest published version."""
         return self._open_version(db, self._newest, tags)
 
     def open_at(self, db: int | str, at: At, *, tags: dict[str, str] | None = None) -> Snapshot:
-        """The version that was current `at` an lsn or a time: a live one through a lease, an older one from the snapshot that
-        still has it (P14)."""
+        """Open the version that was current `at` an lsn or a time: a live one through a lease, an older one from the snapshot
+        that still has it (P14)."""
 
         def find(txn: ReadTxn, db_id: int) -> Mark | SnapshotView:
             newest = self._newest(txn, db_id)
@@ -120,13 +120,12 @@ class PublishedReaders:
         try:
             return self._open_version(db, find, tags)
         except Corruption:
-            return self._open_version(db, find, tags)  # a segment was let go while it was looked at
+            return self._open_version(db, find, tags)  # a segment was released during the search
 
     def _open_version(
         self, db: int | str, find: Callable[[ReadTxn, int], Mark | SnapshotView], tags: dict[str, str] | None
     ) -> Snapshot:
-        """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed
-        it."""
+        """Take a lease on a version, then check it against the floor's row; try again if a checkpoint may have passed it."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
             version = find(txn, db_id)
@@ -137,12 +136,12 @@ class PublishedReaders:
             if isinstance(version, SnapshotView):
                 return open_kept(self._manifest, version, self._sources, self._regions)
             if version.lsn <= lsn:
-                break  # an earlier version was asked for, and there is no later one to move on to
+                break  # an earlier version was requested, so there is no newer one to use instead
             lsn = version.lsn
             file = FileLease.take(self._disk, self._clock, self._root, db_id=db_id, lsn=lsn, tags=dict(tags or {}))
             try:
                 hit("pages.published.leased")
-                with self._manifest.read() as txn:
+                with self._manifest.read() as txn:  # after the lease is written: see `leasefiles.py`
                     find_database(txn, db_id)
                     floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
                     is_late = floor is not None and floor.min_snapshot_lsn > lsn
@@ -155,7 +154,7 @@ class PublishedReaders:
             file.close()
             version = again
         raise SnapshotGone(
-            "a checkpoint was allowed to pass this version before it could be held",
+            "a checkpoint passed this version before it could be held",
             hint="open a newer one, or a snapshot",
             db_id=db_id,
             lsn=lsn,
@@ -168,8 +167,11 @@ class PublishedReaders:
         version: Mark | SnapshotView,
         tags: dict[str, str] | None,
     ) -> Snapshot:
-        """On a standby: the owner knows nothing of our leases and goes on, so the rows of this moment are held instead, and
-        the standby keeps the files that they name (`archive/kept_files.py`): first the lease, then the rows."""
+        """Open a version on a standby.
+
+        The owner does not see leases on a standby and does not wait for them. So the rows of this moment are held instead, and
+        the standby keeps the files that they name (`archive/kept_files.py`): first the lease is taken, then the rows are read.
+        """
         lsn = version.lsn if isinstance(version, Mark) else 0
         file = FileLease.take(self._disk, self._clock, self._root, db_id=db_id, lsn=lsn, tags=dict(tags or {}))
         try:
@@ -188,7 +190,7 @@ class PublishedReaders:
         return open_kept(self._manifest, version, self._sources, self._regions)
 
     def _newest(self, txn: ReadTxn, db_id: int) -> Mark:
-        """The newest published version, and when it was committed as far as its segment still says so."""
+        """Return the newest published version; its commit time is 0 if its segment is gone."""
         wal = txn.wal_state(db_id)
         if wal is None or not wal.last_applied_lsn:
             return Mark(0, wal.size_pages if wal is not None else 0)
@@ -202,7 +204,7 @@ class PublishedReaders:
                 segment = self._sources.segment(db_id, segment_id)
                 commit_ms = segment.read_head(lsn - segment.header.first_lsn).commit_ms
         except QuireError:
-            self._sources.forget_segment(db_id, segment_id)  # truncated since: only the time is not known
+            self._sources.forget_segment(db_id, segment_id)  # truncated in the meantime: only the time is unknown
         return Mark(lsn, wal.size_pages, segment_id, commit_ms)
 
     def _make(
@@ -245,14 +247,14 @@ class PublishedReaders:
         )
 
     def _manifest_knows(self, db_id: int) -> bool:
-        """Whether the shape is decided: what a database that was never opened would have is not kept."""
+        """Return whether the database's shape is fixed. The default shape of a database that was never opened is not cached."""
         with self._manifest.read() as txn:
             record = txn.database(db_id)
         return record is not None and bool(record.page_size)
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def beat(self) -> None:
-        """Renew all that are open; who has lost its lease is told."""
+        """Renew all open leases, and report those that were lost."""
         for lease in self._leases():
             where = {"db_id": lease.record.db_id, "lsn": lease.record.lsn}
             try:
@@ -273,7 +275,7 @@ class PublishedReaders:
         return sum(lease.open for lease in self._leases())
 
     def close(self) -> None:
-        """Give every lease back; reading through them raises from now on."""
+        """End every lease; reading through them raises from now on."""
         with self._lock:
             self._stopping.set()
             heart, self._heart = self._heart, None
@@ -283,7 +285,7 @@ class PublishedReaders:
             lease.close()
 
     def forked(self) -> None:
-        """Close the snapshots in a forked child. The lease files were closed by their own hook."""
+        """Close the snapshots in a forked child. The lease files have their own fork hook."""
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._stopping.set()

@@ -1,12 +1,16 @@
-"""How much WAL may wait for a checkpoint: per database and for the store; who is over it waits in `begin` (P7).
+"""Limits the WAL that waits for a checkpoint, per database and per store; a writer over the limit waits in `begin` (P7).
 
-*Used* is what the file system has given to a database's own segments that no checkpoint has absorbed, an open one's zeros
-included; what a fork has inherited is its origin's. A database is given room when its rows are looked at, and asks again
-when that is used up: passing costs a comparison. Room is what its own budget and the store's leave, so its own is overrun by
-at most one transaction. The store's is shared by all who are given room between two ticks; each tick gives it anew.
+Terms
+  used  the blocks that the file system has allocated to a database's own segments that no checkpoint has absorbed, including
+        the zeros of an open one; segments that a fork has inherited count for their origin
+  room  the bytes that a database may append before it must ask again: what its own budget and the store's leave
 
-The first writer of all has every database looked at; after it a database is looked at alone. The store's total may then be too
-high (a checkpoint of a database that is not open made it smaller), never too low: so who is refused by it looks at all again.
+A database gets room when its rows are read, and asks again when it has used it up: until then, a check costs one comparison.
+Its own budget is exceeded by at most one transaction. The store's is shared by all databases that get room between two ticks;
+each tick assigns it again.
+
+The first writer measures every database; after that, a database is measured alone. The store's total may then be too high (a
+checkpoint of a database that is not open has reduced it), never too low: so a writer that it refuses measures all again.
 
 Threads: any. Raises `QuotaExceeded`, which names what blocks: the oldest reader, or the oldest segment.
 """
@@ -21,16 +25,16 @@ from quire.core.clock import Clock
 from quire.core.errors import QuotaExceeded, StoreClosed
 from quire.core.settings import PagesSettings
 from quire.durable.names import WalSegmentFile
-from quire.durable.space import given_bytes
+from quire.durable.space import allocated_bytes
 from quire.manifest import tables as t
 from quire.manifest.records import WalFormat, WalState
 from quire.manifest.store import ManifestStore
 from quire.pages.pagestore import PageStore
 
-LOOK_SECONDS = 0.05
-"""Between two looks of who waits."""
-LOOK_SHARE = 10
-"""Looking at all databases takes at most one part in so many of the time: with very many of them it takes long."""
+POLL_SECONDS = 0.05
+"""Between two checks of a waiting writer."""
+MEASURE_SHARE = 10
+"""Measuring all databases, which takes long if there are very many, may use at most one part in this many of the time."""
 
 _UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _WAITING = (WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
@@ -58,84 +62,84 @@ class StorageQuota:
         # guarded by _lock, read by all
         self._lock = threading.Lock()
         self._used: dict[int, int] = {}
-        """Database → bytes, at the last look."""
+        """Database → bytes used, at its last measurement."""
         self._appended: dict[int, int] = {}
-        """Database → what it had appended by then."""
+        """Database → its `appended_bytes` at that time."""
         self._total = 0
         self._left = 0
-        """What the store's budget left at the last tick or look."""
-        self._next_look = 0.0
-        """When all databases may be looked at again."""
+        """Bytes left of the store's budget at the last tick or measurement."""
+        self._next_measurement = 0.0
+        """When all databases may be measured again."""
 
     def used(self, db_id: int) -> int:
-        """Bytes of WAL of a database that no checkpoint has absorbed."""
-        self._look_at(db_id)
+        """Measure and return the bytes of a database's WAL that no checkpoint has absorbed."""
+        self._measure_one(db_id)
         return self._used.get(db_id, 0)
 
     def seen(self, db_id: int) -> int:
-        """The same, as of the last look."""
+        """Return the same as of the last measurement."""
         return self._used.get(db_id, 0)
 
     def total(self) -> int:
-        """The same for the store."""
-        self._look()
+        """Measure and return the same for the whole store."""
+        self._measure_all()
         return self._total
 
     def is_half_full(self, db_id: int) -> bool:
-        """Whether half of a database's own budget is used, or of the store's."""
+        """Return whether half of the database's own budget, or of the store's, is used."""
         used = self.used(db_id)
         return 2 * used >= self._settings.wal_bytes_max or 2 * self._total >= self._settings.store_wal_bytes_max
 
     def tick(self) -> None:
-        """Give room anew, by what open databases have appended since the last look."""
+        """Assign room again, from what open databases have appended since they were measured."""
         with self._lock:
-            self._give()
+            self._grant_room()
 
     def forget(self, db_id: int) -> None:
-        """The database was closed, or opened anew: what it has appended is counted from zero."""
+        """Forget what a database has appended, because it was closed or reopened and counts from zero."""
         with self._lock:
             self._appended.pop(db_id, None)
 
     def wait(self, store: PageStore, timeout: float) -> None:
-        """Return when the database and the store have room, or raise. Called when a database has used up what it was given."""
+        """Wait until the database and the store have room, or raise. Called when a database has used up its room."""
         deadline = self._clock.monotonic() + timeout
-        self._look_at(store.db_id, store)
+        self._measure_one(store.db_id, store)
         if store.wal.appended_bytes >= store.room_until:
-            self._look()
+            self._measure_all()
         while store.wal.appended_bytes >= store.room_until:
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")
             if self._clock.monotonic() >= deadline:
                 raise self._exceeded(store)
-            self._stopping.wait(LOOK_SECONDS)
-            self._look()
+            self._stopping.wait(POLL_SECONDS)
+            self._measure_all()
 
-    def _look(self) -> None:
-        """Look at all databases, unless that was done a moment ago."""
+    def _measure_all(self) -> None:
+        """Measure all databases, unless that was done recently."""
         with self._lock:
-            if (started := self._clock.monotonic()) < self._next_look:
+            if (started := self._clock.monotonic()) < self._next_measurement:
                 return
             stores = {store.db_id: store for store in self._stores()}
             used: dict[int, int] = {}
-            # Before the manifest is asked: what is appended meanwhile is counted twice rather than not at all.
+            # Before the manifest is read: concurrent appends are counted twice rather than not at all.
             appended = {db_id: store.wal.appended_bytes for db_id, store in stores.items()}
             with self._manifest.read() as txn:
                 for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
                     if row.origin_db_id == db_id and row.state in _UNABSORBED and row.format is WalFormat.PAGER:
-                        used[db_id] = used.get(db_id, 0) + given_bytes(self._path(db_id, segment_id))
+                        used[db_id] = used.get(db_id, 0) + allocated_bytes(self._path(db_id, segment_id))
             self._used, self._appended, self._total = used, appended, sum(used.values())
-            self._next_look = started + (self._clock.monotonic() - started) * LOOK_SHARE
-            self._give()
+            self._next_measurement = started + (self._clock.monotonic() - started) * MEASURE_SHARE
+            self._grant_room()
 
-    def _look_at(self, db_id: int, store: PageStore | None = None) -> None:
-        """Look at one database; at all of them if nobody has done that."""
-        if not self._next_look:
-            self._look()
+    def _measure_one(self, db_id: int, store: PageStore | None = None) -> None:
+        """Measure one database, or all of them if that was never done."""
+        if not self._next_measurement:
+            self._measure_all()
         with self._lock:
             appended = store.wal.appended_bytes if store is not None else 0
             with self._manifest.read() as txn:
                 used = sum(
-                    given_bytes(self._path(db_id, segment_id))
+                    allocated_bytes(self._path(db_id, segment_id))
                     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id)
                     if row.origin_db_id == db_id and row.state in _UNABSORBED and row.format is WalFormat.PAGER
                 )
@@ -145,26 +149,28 @@ class StorageQuota:
             self._used[db_id] = used
             if store is not None:
                 self._appended[db_id] = appended
-                self._give_to(store)
+                self._grant_room_to(store)
 
     def _path(self, db_id: int, segment_id: int) -> str:
         return os.path.join(self._root, WalSegmentFile(db_id=db_id, segment_id=segment_id).path)
 
-    def _give(self) -> None:
-        """Give each database the room its budget and the store's leave. REQUIRES the lock. A database that was never
-        looked at gets nothing: its first writer looks."""
+    def _grant_room(self) -> None:
+        """Give each database the room that its budget and the store's leave. REQUIRES the lock.
+
+        A database that was never measured gets none: its first writer measures it.
+        """
         stores = [store for store in self._stores() if store.db_id in self._appended]
         fresh = sum(store.wal.appended_bytes - self._appended[store.db_id] for store in stores)
         self._left = self._settings.store_wal_bytes_max - self._total - fresh
         for store in stores:
-            self._give_to(store)
+            self._grant_room_to(store)
 
-    def _give_to(self, store: PageStore) -> None:
+    def _grant_room_to(self, store: PageStore) -> None:
         """Give one database room. REQUIRES the lock."""
         appended = store.wal.appended_bytes
         fresh = appended - self._appended[store.db_id]
         own = self._settings.wal_bytes_max - self._used.get(store.db_id, 0) - fresh
-        # One byte more: who has exactly used its budget may still begin.
+        # One byte more: a writer that has used exactly its budget may still begin.
         store.room_until = appended + max(min(own, self._left) + 1, 0)
 
     def _exceeded(self, store: PageStore) -> QuotaExceeded:
@@ -181,7 +187,7 @@ class StorageQuota:
         )
 
     def _largest(self, store: PageStore) -> PageStore:
-        """The open database with most WAL: it is the one to look at when the store is over its budget."""
+        """Return the open database with the most WAL, which an error names if the store is over its budget."""
         return max(self._stores(), key=lambda other: self._used.get(other.db_id, 0), default=store)
 
     def _blocking(self, store: PageStore) -> str:

@@ -1,14 +1,18 @@
-"""Readers and the floor: who still reads which version of a database, and how far a checkpoint may go.
+"""Leases of readers on versions of a database, and the floor that they impose on checkpoints.
 
-A *lease* is a reader's right to one version until a moment, renewed by its heartbeat; a *hold* is a lease of the engine's own
-that never expires. A lease is taken at a version that is readable at that moment, under the lock that also computes the floor:
-so a floor that was given out is never above a lease that exists, and never falls while a checkpoint works with it. A lease
-that was not renewed in time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it needs may be
-gone. It protects until it is retired, however late that is: no clock takes part in a read.
+Terms
+  lease      a reader's right to one version until a deadline, which its heartbeat extends
+  hold       a lease of the engine itself, which never expires
+  set aside  a lease is set aside when a snapshot keeps its version (`kept`; the checkpoint job takes one when the WAL budget
+             is half used). It no longer holds the floor: what the floor passes is read from that snapshot. Never for a hold
 
-Readers of this process live in memory and die with it (M10); those of other processes are rows and files that the owner folds
-in through `outside`. A lease whose version a snapshot keeps (`kept`: the checkpoint job *set it aside* because the WAL budget
-was half used) holds the floor no longer: what the floor passes is read from that snapshot. A hold is never set aside.
+A lease is taken on a version that is readable at that moment, under the lock that also computes the floor: so a floor that was
+given out is never above an existing lease, and never falls while a checkpoint works with it. A lease that was not renewed in
+time is retired with a warning, and reading through it raises `LeaseExpired`: the pages it needs may be gone. It protects its
+version until it is retired, however late that is: no clock takes part in a read.
+
+Readers in this process are kept in memory and end with it (M10); those in other processes are rows and files that the owner
+includes through `outside`.
 
 Threads: any; one lock per database, held for a few operations on dicts.
 """
@@ -32,13 +36,13 @@ from quire.core.reader_info import ReaderInfo, reader_text
 
 LEASE_SECONDS = 30.0
 HEARTBEAT_SECONDS = 5.0
-"""M10: how long a reader may be silent, and how often it speaks."""
+"""M10: how long a lease lives without a heartbeat, and the interval of heartbeats."""
 
 HOLD_TAG = "hold"
-"""On leases that keep a version for a commit, not for reading: they are never set aside."""
+"""The tag of leases that keep a version for a commit, not for reading: they are never set aside."""
 
 RETIRED_MAX = 4_096
-"""Reader ids remembered as retired, so that a late `renew` hears why."""
+"""Ids of retired readers kept in memory, so that a late `renew` raises `LeaseExpired`."""
 
 HOST = os.uname().nodename
 
@@ -46,7 +50,7 @@ _ids = itertools.count(1)
 
 
 def program() -> str:
-    """What this process is called, for tags."""
+    """Return the name of this process, for tags."""
     return os.path.basename(sys.argv[0] if sys.argv else "")[:64] or "python"
 
 
@@ -64,17 +68,17 @@ class Lease:
     open: bool = True
     retired: bool = False
     reported: bool = False
-    """Whether somebody was told that it is old."""
+    """Whether it was reported as long-running."""
     set_aside: bool = False
-    """Whether a floor has passed it. Only ever set; the lease must not move to another version from then on."""
+    """Whether a floor has passed it. Never cleared; the lease must not move to another version afterwards."""
     pid: int = 0
-    """Its process; 0 if nobody said."""
+    """Its process; 0 if unknown."""
     host: str = ""
     readers: Readers | None = field(default=None, repr=False)
-    """Where it was opened; none for a lease of another process."""
+    """The `Readers` that it belongs to; `None` for a lease of another process."""
 
     def require(self) -> None:
-        """`LeaseExpired` unless the lease is alive."""
+        """Raise `LeaseExpired` unless the lease is alive."""
         self._owner.require(self)
 
     def renew(self) -> None:
@@ -82,11 +86,11 @@ class Lease:
         self._owner.renew(self.reader_id)
 
     def keep_alive(self, holder: object) -> None:
-        """Renew the lease automatically for as long as `holder` exists."""
+        """Renew the lease automatically while `holder` exists."""
         self._owner.keep_alive(holder, self)
 
     def close(self) -> None:
-        """Give the lease up; closing twice, or after it ran out, is fine."""
+        """End the lease. Does nothing if it is closed or has expired."""
         if self.open:
             self._owner.close(self.reader_id)
 
@@ -97,12 +101,12 @@ class Lease:
 
     @property
     def who(self) -> str:
-        """For messages: who reads which version, since when."""
+        """The reader, its version and its age, for messages."""
         return reader_text(self.info)
 
     @property
     def info(self) -> ReaderInfo:
-        """The same as a value."""
+        """The same as a `ReaderInfo`."""
         return ReaderInfo(
             reader=str(self.reader_id or self.pid),
             lsn=self.lsn,
@@ -118,7 +122,7 @@ M = TypeVar("M")
 
 
 def is_kept(lsn: int, kept: list[tuple[int, int]]) -> bool:
-    """Whether a version is among those that snapshots keep for readers."""
+    """Return whether a version is among those that snapshots keep for readers."""
     return any(lowest <= lsn <= highest for lowest, highest in kept)
 
 
@@ -136,8 +140,8 @@ class Readers:
         long_seconds: float = 300.0,
         given_floor: int = 0,
     ) -> None:
-        """`kept`: (lowest, highest) version of what snapshots keep for readers.
-        `given_floor`: what an earlier life of the database may have acted on, and may go on with."""
+        """`kept` returns (lowest, highest) of the versions that snapshots keep for readers. `given_floor` is a floor that was
+        given out before the database was opened and may still be acted on."""
         self.db_id = db_id
         self._clock = clock
         self._outside = outside
@@ -150,13 +154,17 @@ class Readers:
         self._beat_at = 0.0
         self._retired: OrderedDict[int, None] = OrderedDict()
         self._given_floor = given_floor
-        """The highest floor that was given out: no lease may be taken below it."""
+        """The highest floor given out: no lease may be taken below it."""
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, lsn: int, *, tags: dict[str, str] | None = None, ttl_seconds: float | None = LEASE_SECONDS) -> Lease:
-        """A lease on version `lsn`; with `ttl_seconds=None` a hold. `SnapshotGone` below the floor, unless a snapshot keeps
-        the version for readers that were set aside: then the lease is one of them."""
-        # Before the lock, as in `floor`. A snapshot that goes meanwhile makes reads raise; the floor stays right.
+        """Open a lease on version `lsn`; with `ttl_seconds=None` a hold.
+
+        Raises `SnapshotGone` below the floor, unless a snapshot keeps the version for readers that were set aside: then the
+        lease is set aside too.
+        """
+        # Read before taking the lock, as in `floor`. If the snapshot is dropped in between, reads raise; the floor stays
+        # correct.
         kept = self._kept() if ttl_seconds is not None and lsn < self._given_floor else []
         with self._lock:
             if lsn < self._given_floor and kept and is_kept(lsn, kept):
@@ -165,7 +173,7 @@ class Readers:
                 return lease
             if lsn < self._given_floor:
                 raise SnapshotGone(
-                    "this version may already be gone: a checkpoint was allowed to pass it",
+                    "this version may already be lost: a checkpoint was allowed to pass it",
                     hint="open a newer one, or a snapshot",
                     db_id=self.db_id,
                     lsn=lsn,
@@ -180,7 +188,8 @@ class Readers:
         tags: dict[str, str] | None = None,
         ttl_seconds: float | None = LEASE_SECONDS,
     ) -> tuple[Lease, M]:
-        """A lease on what `newest` says at a moment when no floor is computed: it is never too late for that."""
+        """Open a lease on the version that `newest` returns. It is called under the lock, when no floor is computed, so the
+        version is never below the floor."""
         with self._lock:
             lsn, version = newest()
             return self._add(lsn, tags, ttl_seconds), version
@@ -194,7 +203,7 @@ class Readers:
         return lease
 
     def renew(self, reader_id: int) -> None:
-        """The reader is alive."""
+        """Extend a reader's lease."""
         with self._lock:
             lease = self._leases.get(reader_id)
             if lease is None:
@@ -203,7 +212,7 @@ class Readers:
                 lease.expires_at = self._clock.monotonic() + lease.ttl_seconds
 
     def close(self, reader_id: int) -> None:
-        """The reader is done. Closing one that was retired is fine; it was told."""
+        """End a reader's lease. Does nothing if it was retired."""
         with self._lock:
             lease = self._leases.pop(reader_id, None)
             if lease is None:
@@ -213,7 +222,7 @@ class Readers:
             lease.open = False
 
     def require(self, lease: Lease) -> None:
-        """`LeaseExpired` unless the lease is alive."""
+        """Raise `LeaseExpired` unless the lease is alive."""
         if not lease.open:
             raise self._expired(lease.reader_id) if lease.retired else self._closed(lease.reader_id)
 
@@ -222,7 +231,7 @@ class Readers:
 
     def _expired(self, reader_id: int) -> LeaseExpired:
         return LeaseExpired(
-            "the reader's lease has run out",
+            "the reader's lease has expired",
             hint="open a new snapshot, and renew it at least every 30 s",
             reader_id=reader_id,
             db_id=self.db_id,
@@ -238,12 +247,12 @@ class Readers:
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def keep_alive(self, holder: object, lease: Lease) -> None:
-        """Renew a lease automatically from now on, for as long as `holder` exists."""
+        """Renew a lease automatically from now on, while `holder` exists."""
         with self._lock:
             self._beating[holder] = lease
 
     def beat(self) -> None:
-        """Renew the leases that are kept alive, if it is time."""
+        """Renew the leases that are kept alive, if a heartbeat is due."""
         now = self._clock.monotonic()
         if now - self._beat_at < HEARTBEAT_SECONDS and self._beat_at:
             return
@@ -254,7 +263,7 @@ class Readers:
                     lease.expires_at = now + lease.ttl_seconds
 
     def expire(self) -> list[Lease]:
-        """Retire leases that ran out; which. Old ones that are still alive are reported once."""
+        """Retire expired leases and return them. Long-running leases that are still alive are reported once."""
         now = self._clock.monotonic()
         with self._lock:
             late = [
@@ -276,7 +285,7 @@ class Readers:
         return late
 
     def retire_all(self) -> None:
-        """The database is being closed: nothing protects its readers any more."""
+        """Retire all leases, because the database is being closed and no longer protects its readers."""
         with self._lock:
             self._retire(list(self._leases.values()))
 
@@ -290,14 +299,14 @@ class Readers:
 
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, high_lsn: int) -> int:
-        """The floor now. Whoever asks may act on it: no lease is taken below it from here on."""
+        """Return the current floor. The caller may act on it: no lease is taken below it from here on."""
         outside, kept = self._outside(), self._kept()
         with self._lock:
             self._given_floor = self._lowest(high_lsn, outside, kept)
             return self._given_floor
 
     def lowest(self, high_lsn: int) -> int:
-        """What `floor` would say now; nobody may act on it."""
+        """Return what `floor` would return now. The caller must not act on it."""
         outside, kept = self._outside(), self._kept()
         with self._lock:
             return self._lowest(high_lsn, outside, kept)
@@ -306,8 +315,8 @@ class Readers:
         floor = high_lsn
         for lease in self._leases.values():
             if kept and lease.expires_at is not None and HOLD_TAG not in lease.tags and is_kept(lease.lsn, kept):
-                # The mark first, then the version once more: whoever moves a lease moves it first and looks for the mark then,
-                # so one of the two is seen.
+                # Set the mark, then check the version again: a thread that moves a lease changes its version first and checks
+                # the mark afterwards, so at least one of the two notices the other.
                 lease.set_aside = True
                 if is_kept(lease.lsn, kept):
                     continue
@@ -317,11 +326,11 @@ class Readers:
 
     @property
     def given_floor(self) -> int:
-        """The highest floor anybody was given."""
+        """The highest floor given out."""
         return self._given_floor
 
     def peek(self) -> list[Lease]:
-        """The live leases, those of other processes included, oldest version first: who holds the floor back."""
+        """Return the live leases, including those of other processes, oldest version first: these hold the floor back."""
         others = self._others()
         with self._lock:
             return sorted([*self._leases.values(), *others], key=lambda lease: lease.lsn)
@@ -330,6 +339,6 @@ class Readers:
         return len(self._leases)
 
     def forked(self) -> None:
-        """In the child of a fork(): nobody holds the lock, and the readers are the parent's."""
+        """Retire all leases in the child of a fork(), where no thread holds the lock: the readers are the parent's."""
         self._lock = threading.Lock()
         self.retire_all()

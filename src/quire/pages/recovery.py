@@ -1,24 +1,24 @@
-"""What an owner does with a database's WAL before it writes again: find the last commit, and forget what lies behind it.
+"""Recovers a database's WAL before the owner writes to it: finds the last commit and discards everything after it.
 
-What a crash can leave, and what is done about it
-  a segment file without a row           garbage if it has no frame, because the row is committed before the first one is
-                                         written (P1): removed. With frames it is newer than the manifest, which was restored
-                                         from an older copy, or it is damaged: quarantined, with what is in it
-  an open segment that holds nothing     discarded: its row ends, its file is deleted by the collector
-  an open segment with commits           cut after its last whole transaction, sealed there, indexed; never appended to (P4)
-  several open segments                  in order; once one is cut, what later ones hold never happened either
-  a sealed segment that is not indexed   indexed from what it holds
-  frames without index entries           their entries are made from the frames and written, before they are published
-  published rows without the seal        the same batch again: rows are the same, marks only rise
-  a sealed segment with unused zeros     cut to what is used (`wal_files.trim`); stores of earlier versions have many
+What a crash can leave, and what recovery does
+  a segment file without a row           garbage if it has no frame, because the row is committed before the first frame is
+                                         written (P1): removed. With frames, either the manifest was restored from an older
+                                         copy, or the file is damaged: quarantined, with a note about its contents
+  an open segment without frames         discarded: its row ends, its file is deleted by the collector
+  an open segment with commits           cut after its last complete transaction, sealed there, indexed; never appended to (P4)
+  several open segments                  in order; once one is cut, the frames of later ones are discarded too
+  a sealed segment that is not indexed   indexed from its contents
+  frames without index entries           their entries are built from the frames and written, before they are published
+  published rows without the seal        the same batch is repeated: rows are identical, marks only rise
+  a sealed segment with unused zeros     truncated to its used bytes (`wal_files.trim`); stores of earlier versions have many
 
-Everything here may be repeated: a crash in recovery is recovered from by recovery. A torn tail is normal and logged as info; a
-frame that had been synced and is bad is `Corruption` (P3), for this database alone, unless a person asks to *salvage*: to cut
-at damage as if it were a torn tail. Nothing is removed that is not proven to be garbage: everything else without a row may
-hold acknowledged commits. A file with a row must be that segment, in the life that the row says (its salt); a sealed one that
-is missing or too short is told when the database is opened, and refused when what is in it is read.
+Every step can be repeated, so recovery also handles a crash during recovery. A torn tail is normal and logged as info; a bad
+frame that had been synced is `Corruption` (P3), for this database alone, unless an operator requests *salvage*: to cut at
+damage as if it were a torn tail. Nothing is removed that is not proven to be garbage: any other file without a row may have
+acknowledged commits. A file with a row must be that segment, in the life that the row names (its salt); a sealed one that is
+missing or too short is reported when the database is opened, and raises when its contents are read.
 
-Thread: the opener's.
+Threads: the opener's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from quire.pages.wal import WalStart
 from quire.pages.wal_files import SPARE, segment_crc, trim
 
 ZEROS_BYTES = 1 * MIB
-"""Read at a time when a file is looked through for anything but zeros."""
+"""Bytes read at a time when a file is checked for anything but zeros."""
 
 Rows = list[tuple[int, WalRecord]]
 """(segment, row), oldest first."""
@@ -60,14 +60,14 @@ Rows = list[tuple[int, WalRecord]]
 
 @dataclass(slots=True)
 class ScannedSegment:
-    """One open segment and what its scan says."""
+    """One open segment and its scan."""
 
     segment_id: int
     scan: SegmentScan
     limit: int | None
-    """How many frames it can have, by the first lsn of the next one."""
+    """How many frames it can have, from the first lsn of the next segment; `None` for the last one."""
     kept: int = 0
-    """How many of its frames are kept: the verdict."""
+    """How many of its frames are kept; set by `_decide_kept`."""
 
     @property
     def entries(self) -> NDArray[np.void]:
@@ -79,7 +79,7 @@ class ScannedSegment:
 
 
 def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salvage: bool = False) -> WalStart:
-    """Bring a database's WAL into order; where writing goes on."""
+    """Recover a database's WAL and return where writing continues."""
     state, rows = _read(manifest, db_id)
     own = [(segment_id, row) for segment_id, row in rows if row.origin_db_id == db_id]
     _sweep(disk, root, db_id, {segment_id for segment_id, _ in own}, manifest.clock.now_ms())
@@ -88,29 +88,29 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
             _index(manifest, disk, root, db_id, segment_id, row, state)
     scanned = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
     if scanned:
-        _judge(db_id, scanned)
+        _decide_kept(db_id, scanned)
         for segment in scanned:
             _write_index(disk, root, db_id, segment.scan.header, segment.entries, state.indexed_upto_lsn)
-        _carry_out(manifest, disk, root, db_id, scanned, state)
+        _apply_verdict(manifest, disk, root, db_id, scanned, state)
     state, rows = _read(manifest, db_id)
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
     with (
         manifest.read() as txn
-    ):  # after a takeover lsns go on in its range: those below may be of commits that were lost
+    ):  # after a takeover, lsns continue in its range: lower ones may belong to commits that were lost
         next_lsn = max(state.lsn_reserved + 1, txn.first_number())
     return WalStart(next_lsn, state.next_segment_id, mark)
 
 
 def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:
-    """The newest version the manifest knows, for who must not change anything."""
+    """Return the newest published version, changing nothing."""
     state, rows = _read(manifest, db_id)
     return mark_of(disk, root, state, rows)
 
 
 def mark_of(disk: Disk, root: str, state: WalStateRecord, rows: Rows) -> Mark:
-    """The newest version that rows of the manifest are about."""
+    """Return the newest version that these rows of the manifest describe."""
     at = state.last_applied_lsn
     return Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, []))
 
@@ -124,18 +124,18 @@ def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
     return state, rows
 
 
-def _sweep(disk: Disk, root: str, db_id: int, known: set[int], now_ms: int) -> None:
-    """Files without a row: what is garbage goes, what may not be is quarantined."""
+def _sweep(disk: Disk, root: str, db_id: int, with_row: set[int], now_ms: int) -> None:
+    """Remove files without a row that are garbage, and quarantine all others."""
     folder = os.path.join(root, pages_wal_dir(db_id))
     if not disk.exists(folder):
-        return  # it has never written: its first segment makes the directory
+        return  # the database was never written: its first segment creates the directory
     for name in disk.names(folder):
         parsed = parse_path(f"{pages_wal_dir(db_id)}/{name}")
-        if not isinstance(parsed, WalSegmentFile) or parsed.segment_id in known:
+        if not isinstance(parsed, WalSegmentFile) or parsed.segment_id in with_row:
             continue
         holds = "" if parsed.segment_id == SPARE else _contents(disk, root, parsed)
         if holds:
-            why = f"a WAL segment that the manifest has no row of; {holds}"
+            why = f"a WAL segment without a row in the manifest; {holds}"
             quarantine.move(disk, root, parsed.path, why=why, at_ms=now_ms, database=db_id)
         else:
             emit("info", "wal.file_without_row", db_id=db_id, segment_id=parsed.segment_id)
@@ -143,13 +143,13 @@ def _sweep(disk: Disk, root: str, db_id: int, known: set[int], now_ms: int) -> N
 
 
 def _contents(disk: Disk, root: str, name: WalSegmentFile) -> str:
-    """What a file without a row has in it, in words; empty if that is proven to be nothing."""
+    """Describe the contents of a file without a row; empty if the file provably has none."""
     path = os.path.join(root, name.path)
     try:
         with SegmentFile.open(disk, path, db_id=name.db_id, segment_id=name.segment_id) as file:
             scan = recover_segment(file, indexed_upto_lsn=0)
     except (Corruption, FormatTooNew) as error:
-        return "" if _is_zero(disk, path) else f"it cannot be read as one: {error.what}"
+        return "" if _is_zero(disk, path) else f"it cannot be read: {error.what}"
     shown = scan.cut + scan.cut_frames
     if not shown:
         return ""
@@ -158,7 +158,7 @@ def _contents(disk: Disk, root: str, name: WalSegmentFile) -> str:
 
 
 def _is_zero(disk: Disk, path: str) -> bool:
-    """Whether a file never got its header: a crash came while its zeros were written."""
+    """Return whether a file is all zeros: a crash came before its header was written."""
     file = disk.open(path, write=False)
     try:
         size = file.size()
@@ -168,7 +168,7 @@ def _is_zero(disk: Disk, path: str) -> bool:
 
 
 def _trim(disk: Disk, root: str, db_id: int, rows: Rows) -> None:
-    """Give back what sealed segments do not use, and tell which are not whole."""
+    """Free the unused space of sealed segments, and report those that are missing or incomplete."""
     for segment_id, row in rows:
         if row.origin_db_id != db_id or row.state in (WalState.OPEN, WalState.TRUNCATED) or not row.used_bytes:
             continue
@@ -182,7 +182,7 @@ def _trim(disk: Disk, root: str, db_id: int, rows: Rows) -> None:
         if size < row.used_bytes:
             where = {"db_id": db_id, "segment_id": segment_id, "path": path}
             emit("error", "wal.segment_cut_short", **where, size=size, sealed_bytes=row.used_bytes)
-        elif row.used_bytes < row.file_bytes:  # a filled one may be recycled as it is
+        elif row.used_bytes < row.file_bytes:  # a filled segment can be recycled as it is
             trim(disk, path, row.used_bytes)
 
 
@@ -205,8 +205,8 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) ->
     if row.salt and file.header.salt.to_bytes(8, "little") != row.salt:
         file.close()
         raise Corruption(
-            "a WAL segment's file is not the one that the manifest names",
-            hint="restore it from a copy that was made together with the manifest",
+            "a WAL segment's file does not match the manifest",
+            hint="restore it from a copy taken together with the manifest",
             path=path,
             db_id=db_id,
             segment_id=segment_id,
@@ -214,11 +214,11 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) ->
     return file
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── scanning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _scan(
     disk: Disk, root: str, db_id: int, rows: Rows, state: WalStateRecord, *, salvage: bool
 ) -> list[ScannedSegment]:
-    """Scan open segments from the last to the first: later ones prove what had been synced."""
+    """Scan open segments from the last to the first, because later ones prove what had been synced."""
     scanned: list[ScannedSegment] = []
     proven = state.indexed_upto_lsn
     following: int | None = None
@@ -249,12 +249,12 @@ def _scan_one(file: SegmentFile, indexed: int, proven: int, limit: int | None, *
         return recover_segment(file, indexed_upto_lsn=indexed, limit=damage.where["frame"])
 
 
-def _judge(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
-    """Decide, oldest first, how much of each segment happened."""
-    whole = True
+def _decide_kept(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
+    """Decide, oldest first, how many frames of each segment are kept."""
+    is_unbroken = True
     for number, segment in enumerate(scanned):
         scan, limit = segment.scan, segment.limit
-        if whole:
+        if is_unbroken:
             goes_on = limit is not None and scan.good == limit and _is_finished_by(scanned[number + 1 :])
             segment.kept = scan.good if goes_on else scan.cut
         if scan.cut_reason is not CutReason.NOTHING and segment.kept < scan.cut + scan.cut_frames:
@@ -267,11 +267,11 @@ def _judge(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
                 forgotten=scan.cut + scan.cut_frames - segment.kept,
                 why=scan.cut_reason.value,
             )
-        whole = whole and (limit is None or segment.kept == limit)
+        is_unbroken = is_unbroken and (limit is None or segment.kept == limit)
 
 
 def _is_finished_by(later: Sequence[ScannedSegment]) -> bool:
-    """Whether a transaction that began before these segments has its commit in them."""
+    """Return whether a transaction that began before these segments has its commit in them."""
     for segment in later:
         if segment.scan.cut:
             return True
@@ -285,7 +285,7 @@ def _segment_of(rows: Rows, lsn: int) -> int:
 
 
 def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, scanned: Sequence[ScannedSegment]) -> int:
-    """The time of the newest commit: those to come are not earlier, whatever the clock says by then (P14)."""
+    """Return the time of the newest commit; later commits are never earlier than it, whatever the clock shows (P14)."""
     latest = max((segment.scan.last_commit_ms for segment in scanned if segment.kept), default=0)
     if latest:
         return latest
@@ -295,16 +295,16 @@ def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, scanned: Sequence[Sc
                 with _open(disk, root, row.origin_db_id, segment_id, row) as file:
                     return file.read_head(lsn - file.header.first_lsn).commit_ms
             except Corruption:
-                return row.sealed_at_ms  # whoever reads the page will hear of it
+                return row.sealed_at_ms  # reading the page will raise the error
     return 0
 
 
-# ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _carry_out(
+# ── applying the verdict ──────────────────────────────────────────────────────────────────────────────────────────────
+def _apply_verdict(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, scanned: Sequence[ScannedSegment], state: WalStateRecord
 ) -> None:
-    """Publish the rows of what is kept, then end all segments in one batch: a verdict that discards later segments because of
-    an earlier one must not be half carried out."""
+    """Publish the rows of kept frames, then end all segments in one batch: a verdict that discards later segments because of an
+    earlier one must not be applied in part."""
     kept = [segment for segment in scanned if segment.kept]
     for segment in kept:
         header = segment.scan.header
@@ -349,7 +349,7 @@ def _carry_out(
 
 
 def _sizes(kept: Sequence[ScannedSegment], before: int) -> list[int]:
-    """The size in pages for each segment's row; `before` is the size before the first of them."""
+    """Return the size in pages for each segment's row; `before` is the size before the first segment."""
     sizes: list[int] = []
     commits = [segment.entries["db_size"][segment.entries["db_size"] != 0].tolist() for segment in kept]
     for number, segment in enumerate(kept):
@@ -364,7 +364,7 @@ def _index(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord, state: WalStateRecord
 ) -> None:
     with _open(disk, root, db_id, segment_id, row) as file:
-        # Everything of a sealed segment was synced, so that a bad frame in it is never a torn tail.
+        # Everything in a sealed segment was synced, so a bad frame in it is never a torn tail.
         scan = recover_segment(
             file, indexed_upto_lsn=state.indexed_upto_lsn, proven_lsn=row.last_lsn, limit=row.frame_count
         )
@@ -384,7 +384,7 @@ def _index(
 def _write_index(
     disk: Disk, root: str, db_id: int, header: SegmentHeader, entries: NDArray[np.void], indexed_upto_lsn: int
 ) -> None:
-    """Write the entries that were made from frames."""
+    """Write the entries above `indexed_upto_lsn`, which were built from frames."""
     fresh = entries[entries["lsn"] > np.uint64(indexed_upto_lsn)]
     if len(fresh):
         with IndexWriter(disk, _path(root, db_id, header.segment_id), header) as index:
@@ -393,7 +393,7 @@ def _write_index(
 
 
 def _publications(db_id: int, rows: NDArray[np.void], indexed_upto_lsn: int) -> Iterator[list[Op]]:
-    """Batches that enter these rows, as far as they are not entered."""
+    """Yield batches that publish these rows, omitting those already published."""
     fresh = rows[rows["lsn"] > np.uint64(indexed_upto_lsn)]
     for start in range(0, len(fresh), PUBLISH_ROWS):
         part = fresh[start : start + PUBLISH_ROWS]

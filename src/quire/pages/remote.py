@@ -1,11 +1,11 @@
-"""Readers that are clients of the owner: leases as rows, so that they outlive it (M10).
+"""Leases of the owner's clients, stored as rows so that they outlive the owner (M10).
 
-While the owner lives its memory decides: a lease like any other (`readers.py`), with a row of `snapshot_readers` behind it.
-The row goes last when a reader opens and first when it is let go; in between both are there, so no moment protects it less. A
-row's horizon is two leases ahead, so renewals commit something once per lease and not with every heartbeat. After a restart a
-row that is believed (`Floors.believes`) holds the floor by itself; the first renewal *adopts* it: the reader has a lease in
-memory again. A renewal is refused when the reader was retired, or when a checkpoint was allowed to pass its version: a lease
-that protects nothing is worse than none.
+While the owner runs, its memory is authoritative: a lease like any other (`readers.py`), backed by a row of `snapshot_readers`.
+The row is written last when a reader opens and removed first when it ends; in between both exist, so protection has no gap. A
+row's horizon is two lease periods ahead, so renewals commit once per period and not with every heartbeat. After a restart, a
+row that counts as alive (`Floors.counts_as_alive`) holds the floor on its own; the first renewal *adopts* it: the reader has a
+lease in memory again. A renewal is refused if the reader was retired, or if a checkpoint was allowed to pass its version: a
+lease that protects nothing is worse than none.
 
 Threads: any. Raises `UnknownReader`, `LeaseExpired`, `InvalidInput`, and what opening a database raises.
 """
@@ -33,17 +33,17 @@ from quire.pages.readers import HEARTBEAT_SECONDS, LEASE_SECONDS, RETIRED_MAX, L
 from quire.pages.snapshot import Snapshot
 
 OWN_TAGS = "quire."
-"""Tags of this name are the engine's."""
+"""The prefix of tags reserved for the engine."""
 MARK_TAG = "quire.mark"
-"""What a row must remember beside its version: size in pages, segment, time of the commit, length of the lease in ms."""
+"""What a row stores in addition to its version: size in pages, segment, commit time, length of the lease in ms."""
 
 TTL_SECONDS_MAX = 3_600.0
-"""A lease that is longer would hold WAL for an hour after its client died: that is what snapshots are for."""
+"""A longer lease would hold WAL for more than an hour after its client died: use a snapshot instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReader:
-    """What a client is told about its lease."""
+    """A client's lease, as returned to the client."""
 
     reader_id: int
     db_id: int
@@ -51,7 +51,7 @@ class RemoteReader:
     size_pages: int
     page_size: int
     ttl_seconds: float
-    """It must be renewed within this time, better three times as often."""
+    """The lease must be renewed within this time; a third of it is a good interval."""
     tags: dict[str, str]
 
 
@@ -74,13 +74,13 @@ class RemoteReaders:
         manifest: ManifestStore,
         clock: Clock,
         open_store: Callable[[int | str], PageStore],
-        believes: Callable[[ReaderRecord], bool],
+        counts_as_alive: Callable[[ReaderRecord], bool],
     ) -> None:
         # constant after construction
         self._manifest = manifest
         self._clock = clock
         self._open_store = open_store
-        self._believes = believes
+        self._counts_as_alive = counts_as_alive
         # guarded by _lock
         self._lock = threading.RLock()
         self._held: dict[tuple[int, int], _Held] = {}
@@ -89,11 +89,11 @@ class RemoteReaders:
 
     # ── for the service ───────────────────────────────────────────────────────────────────────────────────────────────
     def open(self, db: int | str, tags: dict[str, str] | None = None, ttl: float = LEASE_SECONDS) -> RemoteReader:
-        """A lease on the newest durable version, in memory and as a row."""
+        """Open a lease on the newest durable version, in memory and as a row."""
         if not 0 < ttl <= TTL_SECONDS_MAX:
-            raise InvalidInput("a lease lasts from 0 to 3600 seconds", ttl=ttl)
+            raise InvalidInput("a lease must last from 0 to 3600 seconds", ttl=ttl)
         if reserved := [name for name in tags or {} if name.startswith(OWN_TAGS)]:
-            raise InvalidInput("a tag's name may not begin with 'quire.'", tags=reserved)
+            raise InvalidInput("a tag's name may not start with 'quire.'", tags=reserved)
         store = self._open_store(db)
 
         def newest() -> tuple[int, Mark]:
@@ -107,7 +107,7 @@ class RemoteReaders:
         except BaseException:
             store.readers.close(lease.reader_id)
             raise
-        return self._told(reader_id, held)
+        return self._describe(reader_id, held)
 
     def _hold(self, store: PageStore, reader_id: int, lease: Lease, mark: Mark, ttl: float) -> _Held:
         snapshot = Snapshot(store.versions, mark, lease)
@@ -118,7 +118,7 @@ class RemoteReaders:
         return held
 
     def _persist(self, db_id: int, reader_id: int, held: _Held) -> None:
-        """Write the reader's row with a horizon two leases ahead: the next one is due after a lease."""
+        """Write the reader's row with a horizon two lease periods ahead, so that the next write is due after one period."""
         mark = held.snapshot.mark
         horizon = self._clock.now_ms() + int(2_000 * held.ttl_seconds)
         words = (mark.size_pages, mark.segment_id, mark.commit_ms, int(held.ttl_seconds * 1000))
@@ -128,23 +128,23 @@ class RemoteReaders:
         held.horizon_ms = horizon
 
     def renew(self, db: int | str, reader_id: int) -> RemoteReader:
-        """The client is alive."""
+        """Renew a client's lease."""
         store = self._open_store(db)
         with self._lock:
             held = self._find(store, reader_id)
             held.snapshot.renew()
             if self._clock.now_ms() + int(1_000 * held.ttl_seconds) > held.horizon_ms:
                 self._persist(store.db_id, reader_id, held)
-        return self._told(reader_id, held)
+        return self._describe(reader_id, held)
 
     def snapshot(self, db: int | str, reader_id: int) -> Snapshot:
-        """To read what the lease holds; it belongs to the lease, so nobody closes it."""
+        """Return a snapshot of the leased version. It belongs to the lease, so the caller must not close it."""
         store = self._open_store(db)
         with self._lock:
             return self._find(store, reader_id).snapshot
 
     def close(self, db: int | str, reader_id: int) -> None:
-        """The client is done. Closing one that was retired is fine; it was told, or will be."""
+        """End a client's lease. One that was retired may be closed too."""
         store = self._open_store(db)
         key = (store.db_id, reader_id)
         with self._lock:
@@ -158,25 +158,25 @@ class RemoteReaders:
 
     # ── finding ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _find(self, store: PageStore, reader_id: int) -> _Held:
-        """The reader, adopted if need be. REQUIRES the lock."""
+        """Return the reader, adopting it if necessary. REQUIRES the lock."""
         key = (store.db_id, reader_id)
         held = self._held.get(key)
         if held is not None and held.lease.open:
             return held
         if held is not None and held.store.readers is store.readers:
-            self._give_up(key, "its lease ran out")
+            self._give_up(key, "its lease expired")
             raise self._expired(*key)
         return self._adopt(store, reader_id)
 
     def _adopt(self, store: PageStore, reader_id: int) -> _Held:
-        """Give a reader of an earlier life a lease again, or refuse it if a checkpoint was allowed past its version
-        ."""
+        """Give a reader from an earlier run of the owner a lease in memory; refuse if a checkpoint was allowed to pass its
+        version."""
         key = (store.db_id, reader_id)
         self._held.pop(key, None)
         row = self._row(*key)
         if row is None or is_view(row):
             raise self._expired(*key) if key in self._retired else self._unknown(*key)
-        if not self._believes(row):
+        if not self._counts_as_alive(row):
             self._give_up(key, "it was silent")
             raise self._expired(*key)
         size, segment_id, commit_ms, ttl_ms = map(int, row.tags.get(MARK_TAG, "0:0:0:0").split(":"))
@@ -197,30 +197,30 @@ class RemoteReaders:
             return txn.get(t.SNAPSHOT_READERS, db_id, reader_id)
 
     def in_memory(self, db_id: int) -> set[int]:
-        """Readers of a database that have a lease in memory: their rows need not be asked."""
+        """Return the readers of a database that have a lease in memory; their rows need not be read."""
         with self._lock:
             return {reader for (db, reader), held in self._held.items() if db == db_id and held.lease.open}
 
     # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def tick(self, db_id: int, retired: Iterable[Lease] = ()) -> None:
-        """Remove the rows of readers that memory has just retired, and rows that are not believed any more, with a warning."""
+        """Remove the rows of readers that were just retired in memory and, with a warning, rows that no longer count."""
         now = self._clock.monotonic()
         late = set(map(id, retired))
         with self._lock:
             for key in [key for key, held in self._held.items() if key[0] == db_id and id(held.lease) in late]:
-                self._give_up(key, "its lease ran out", warn=False)  # the lease's own warning was given
+                self._give_up(key, "its lease expired", warn=False)  # `Readers.expire` has already warned
             if now - self._looked_at.get(db_id, -HEARTBEAT_SECONDS) < HEARTBEAT_SECONDS:
                 return
             self._looked_at[db_id] = now
             with self._manifest.read() as txn:
                 rows = [(key[1], row) for key, row in reader_rows(txn, db_id) if row is not None and not is_view(row)]
-            known = self.in_memory(db_id)
+            leased = self.in_memory(db_id)
             for reader_id, row in rows:
-                if reader_id not in known and not self._believes(row):
+                if reader_id not in leased and not self._counts_as_alive(row):
                     self._give_up((db_id, reader_id), "it was silent", row)
 
     def _give_up(self, key: tuple[int, int], why: str, row: ReaderRecord | None = None, *, warn: bool = True) -> None:
-        """REQUIRES the lock."""
+        """Retire a reader and drop its row. REQUIRES the lock."""
         held = self._held.pop(key, None)
         self._retired[key] = None
         if len(self._retired) > RETIRED_MAX:
@@ -229,9 +229,9 @@ class RemoteReaders:
             lsn = held.lease.lsn if held is not None else row.snapshot_lsn if row is not None else 0
             tags = held.lease.tags if held is not None else _shown(row.tags) if row is not None else {}
             emit("warning", "reader.heartbeat_lost", db_id=key[0], reader_id=key[1], lsn=lsn, tags=tags, why=why)
-        self._manifest.submit([DropReader(*key)])  # nobody waits: one that stays is not believed, and is dropped again
+        self._manifest.submit([DropReader(*key)])  # not awaited: a row that remains is expired, and dropped later
 
-    def _told(self, reader_id: int, held: _Held) -> RemoteReader:
+    def _describe(self, reader_id: int, held: _Held) -> RemoteReader:
         return RemoteReader(
             reader_id=reader_id,
             db_id=held.store.db_id,
@@ -244,18 +244,18 @@ class RemoteReaders:
 
     def _expired(self, db_id: int, reader_id: int, **more: int) -> LeaseExpired:
         hint = "open a new one, and renew it in time"
-        return LeaseExpired("the reader's lease has run out", hint=hint, db_id=db_id, reader_id=reader_id, **more)
+        return LeaseExpired("the reader's lease has expired", hint=hint, db_id=db_id, reader_id=reader_id, **more)
 
     def _unknown(self, db_id: int, reader_id: int) -> UnknownReader:
         what = "no reader has this id: it was closed, or never opened"
-        return UnknownReader(what, hint="open one first", db_id=db_id, reader_id=reader_id)
+        return UnknownReader(what, hint="open a snapshot first", db_id=db_id, reader_id=reader_id)
 
     def forked(self) -> None:
-        """In the child of a fork(): the readers are the parent's."""
+        """Forget all readers in the child of a fork(): they are the parent's."""
         self._lock = threading.RLock()
         self._held.clear()
 
 
 def _shown(tags: dict[str, str]) -> dict[str, str]:
-    """Tags without the engine's own."""
+    """Return the tags without those of the engine."""
     return {name: value for name, value in tags.items() if not name.startswith(OWN_TAGS)}

@@ -1,23 +1,23 @@
 """The bytes of a WAL segment: one header, a region of index entries, then frames of one fixed stride.
 
   frame      one version of one page: a head of 64 bytes and the page. Frame `n` of a segment has the lsn `first_lsn + n`
-  entry      48 bytes of the *page index delta* region that repeat a frame's head without its page. Entry `n` is of
-             frame `n`, so a reader learns what a segment holds from one small read. It is made from the head when the
-             frame is published (`segment_scan.entries_of`), not when it is written (docs/decisions/008)
-  capacity   how many frames a segment can hold; it fixes where the frames begin
-  commit     the last frame of a transaction: `db_size`, the size in pages from then on, is not 0. Only it says
-             `durable_upto_lsn` (what was synced when it was written, below its own lsn) and `commit_ms`
-  zero       a frame whose page is all zeros; the place of its body is kept but means nothing and is not read
-  seed       of frame `n`: the header's crc64 xor `n`. The checksums of entry `n` and frame `n` start from it
+  entry      48 bytes of the *page index delta* region that repeat a frame's head without its page. Entry `n` describes
+             frame `n`, so a reader gets the contents of a segment in one small read. An entry is built from the head when
+             the frame is published (`segment_scan.entries_of`), not when it is written (docs/decisions/008)
+  capacity   how many frames a segment can hold; it determines where the frames begin
+  commit     the last frame of a transaction: `db_size`, the size in pages from then on, is not 0. Only commits have
+             `durable_upto_lsn` (the lsn synced when the frame was written, below its own lsn) and `commit_ms`
+  zero       a frame whose page is all zeros; the space of its body is reserved, but undefined and never read
+  seed       the header's crc64 xor `n`, for frame `n`. The checksums of entry `n` and frame `n` start from it
 
 Little-endian, no padding, no alignment. The header's crc64 covers database, segment, salt, first lsn and geometry, so through
-the seed each entry and frame is valid only in the very place it was written for: not in the file's next life, which has
-another salt, and not elsewhere in this one (P1). lsns start at 1 and rise by one from frame to frame, through transactions and
-from each segment to the next one that the same open database writes. So an entry of zeros is never valid. What is left of a
-transaction when a segment is full goes on in the next one: the part here then has no commit.
+the seed each entry and frame is valid only in the place it was written for: not in the file's next life, which has another
+salt, and not elsewhere in this one (P1). lsns start at 1 and rise by one from frame to frame, across transactions and from each
+segment to the next one written by the same open database. So an entry of zeros is never valid. If a segment fills up within a
+transaction, the transaction continues in the next one, and its part in the full segment has no commit.
 
-Pure functions and values, any thread, no input or output, no numpy. Format page: `docs/formats/segment.md`. Raises
-`Corruption`, `FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for what cannot be encoded.
+Threads: any; pure functions and values, without I/O or numpy. Format page: `docs/formats/segment.md`. Raises `Corruption`,
+`FormatTooNew` for a bad header; `OutOfRange`, `InvalidInput` for values that cannot be encoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quire.durable.checksums import Bytes, crc64
 
 MAGIC = b"QWALSEG1"
 VERSION = 2
-"""1: entries were written with their frames; 2: when they are published. One scan reads both."""
+"""Version 1 wrote entries together with their frames; version 2 writes them at publication. One scan reads both."""
 
 HEADER = struct.Struct("<8sHHIIIIIQQQQ")
 """magic, version, reserved (0), page_size, db_id, segment_id, capacity, reserved (0), first_lsn, salt, created_at_ms, crc64"""
@@ -43,7 +43,7 @@ ENTRY = struct.Struct("<IIQQIIQQ")
 FRAME = struct.Struct("<IIQQIIQQQQ")
 """page, db_size, lsn, prev_lsn, prev_segment, flags, durable_upto_lsn, commit_ms, reserved (0), crc64"""
 HEAD = struct.Struct("<IIQQIIQQQ")
-"""The part of a frame's head that its checksum covers: all of it but the checksum."""
+"""The part of a frame's head that its checksum covers: everything but the checksum itself."""
 WORD = struct.Struct("<Q")
 
 HEADER_BYTES = 64
@@ -56,13 +56,14 @@ FRAME_CHECKED_BYTES = FRAME_HEAD_BYTES - CRC_BYTES
 """A frame's crc64 covers this much of its head and then, unless it is zero, the page."""
 
 ZERO = 1
-"""The one flag there is: the page is all zeros and has no body."""
+"""The only flag: the page is all zeros and has no body."""
 
 FILE_BYTES_MIN = 256 * KIB
 FILE_BYTES_MAX = 16 * MIB
-"""A small database's first segment is small; a busy one's are large enough that making one costs little per commit."""
+"""The first segment of a small database is small; those of a busy one are large enough that creating them costs little per
+commit."""
 GAP_BYTES = 8 * KIB
-"""The body of a zero frame is left out from this page size on; smaller ones are cheaper to write than to skip."""
+"""The minimum page size at which the body of a zero frame is not written; smaller bodies are cheaper to write than to skip."""
 
 if (HEADER.size, ENTRY.size, FRAME.size) != (HEADER_BYTES, ENTRY_BYTES, FRAME_HEAD_BYTES):
     raise AssertionError("the segment's structs disagree with their literal sizes")
@@ -74,14 +75,14 @@ if HEADER_BYTES + ENTRY_BYTES + FRAME_HEAD_BYTES + PAGE_SIZE_MAX > FILE_BYTES_MI
 HINT = "`quire verify` shows what is affected; restore the segment from a copy"
 
 PageWrite = tuple[int, Bytes | None, int, int]
-"""page, its new image (`None`: all zeros), and where its former version was: prev_lsn, prev_segment (0: none)."""
+"""page, its new image (`None`: all zeros), and the location of its previous version: prev_lsn, prev_segment (0: none)."""
 
 
 def next_file_bytes(previous: int = 0, wanted: int = 0) -> int:
-    """How large the next segment is: the smallest size above `previous` bytes that holds `wanted` bytes, up to the largest one.
+    """Return the size of the next segment: the smallest above `previous` bytes that holds `wanted` bytes, up to the largest.
 
-    After a segment that was filled `previous` is its size, so that the next one is twice as large; after one that was not,
-    what was used of it less one byte, so that the next one would just have held that (`SegmentMaker.ended`).
+    After a segment that was filled, `previous` is its size, so the next one is twice as large. After one that was not, it is
+    the bytes used in it minus one, so the next one would just have held them (`SegmentMaker.ended`).
 
     >>> next_file_bytes() // 1024, next_file_bytes(256 * 1024) // 1024, next_file_bytes(16 << 20) // 1024
     (256, 512, 16384)
@@ -96,7 +97,7 @@ def next_file_bytes(previous: int = 0, wanted: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where things are in a segment of `capacity` frames.
+    """The layout of a segment of `capacity` frames.
 
     >>> geometry = Geometry.fitting(page_size=4096, file_bytes=256 * 1024)
     >>> geometry.capacity, geometry.frames_offset, geometry.stride
@@ -116,7 +117,7 @@ class Geometry:
 
     @classmethod
     def fitting(cls, *, page_size: int, file_bytes: int) -> Geometry:
-        """The geometry with the most frames that fit into a file of `file_bytes`."""
+        """Return the geometry with the most frames that fit into a file of `file_bytes`."""
         _check_page_size(page_size)
         room = (file_bytes - HEADER_BYTES) // (ENTRY_BYTES + FRAME_HEAD_BYTES + page_size)
         if room < 1:
@@ -125,20 +126,20 @@ class Geometry:
 
     @property
     def file_bytes(self) -> int:
-        """What a full segment takes; the file may be a little larger."""
+        """The size of a full segment; the file may be slightly larger."""
         return self.frame_offset(self.capacity)
 
     def entry_offset(self, frame_no: int) -> int:
         return HEADER_BYTES + ENTRY_BYTES * frame_no
 
     def frame_offset(self, frame_no: int) -> int:
-        """Where a frame starts; of the number of frames in use, how many bytes of the file are in use."""
+        """Return the offset of a frame. For the number of frames in use, this is the number of bytes in use."""
         return self.frames_offset + self.stride * frame_no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentHeader:
-    """What the first 64 bytes of a segment say; making one checks that it can be written."""
+    """The first 64 bytes of a segment; the constructor checks that they can be encoded."""
 
     geometry: Geometry
     db_id: int
@@ -148,7 +149,7 @@ class SegmentHeader:
     created_at_ms: int = 0
     version: int = VERSION
     crc64: int = field(init=False)
-    """Of the bytes before it; also what the seeds of entries and frames are made of."""
+    """Checksum of the preceding bytes; also the basis of the seeds of entries and frames."""
 
     def __post_init__(self) -> None:
         some_u32("db_id", self.db_id)
@@ -156,15 +157,15 @@ class SegmentHeader:
         u64("salt", self.salt)
         u64("created_at_ms", self.created_at_ms)
         if not 1 <= self.first_lsn <= U64_MAX - self.geometry.capacity:
-            raise OutOfRange("a segment's lsns are above 0 and fit 64 bits", first_lsn=self.first_lsn)
+            raise OutOfRange("a segment's lsns must be above 0 and fit 64 bits", first_lsn=self.first_lsn)
         object.__setattr__(self, "crc64", crc64(self._checked()))
 
     def encode(self) -> bytes:
-        """The header's 64 bytes."""
+        """Return the header's 64 bytes."""
         return self._checked() + WORD.pack(self.crc64)
 
     def lsn(self, frame_no: int) -> int:
-        """The lsn of a frame."""
+        """Return the lsn of a frame."""
         return self.first_lsn + frame_no
 
     def _checked(self) -> bytes:
@@ -174,13 +175,13 @@ class SegmentHeader:
 
 
 def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
-    """The header of the segment that begins with `data`; the ids are what the caller expects, `None` for any."""
+    """Return the header of the segment that begins with `data`; the ids are those the caller expects, `None` for any."""
     if len(data) < HEADER_BYTES:
         raise _no_header("the file is too short to be a WAL segment", path)
     fields = HEADER.unpack_from(data)
     magic, version, _, page_size, found_db, found_segment, capacity, _, first_lsn, salt, created_at_ms, crc = fields
     if magic != MAGIC:
-        raise _no_header("the file does not start as a WAL segment", path)
+        raise _no_header("the file does not start like a WAL segment", path)
     if crc64(memoryview(data)[:HEADER_CHECKED_BYTES]) != crc:
         raise _no_header("the segment's header fails its checksum", path)
     if version > VERSION:
@@ -193,7 +194,7 @@ def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_i
         )
     if db_id not in (None, found_db) or segment_id not in (None, found_segment):
         raise _no_header(
-            "the file holds another segment than its name says",
+            "the file holds a different segment than its name says",
             path,
             db_id=found_db,
             segment_id=found_segment,
@@ -211,13 +212,13 @@ def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_i
         )
     except OutOfRange as error:
         raise _no_header("the segment's header contradicts itself", path, cause=str(error)) from error
-    # A header with reserved fields in use would get another checksum here, and with it other seeds.
+    # If reserved fields are in use, the constructor computed another checksum, and with it other seeds.
     object.__setattr__(header, "crc64", crc)
     return header
 
 
 class Encoded(NamedTuple):
-    """A transaction, or a part of one, ready to be written: its frames in one piece or a few, and their heads once more."""
+    """A transaction, or a part of one, ready to be written: its frames in one or a few pieces, and their heads separately."""
 
     first_frame: int
     frame_count: int
@@ -236,9 +237,9 @@ def encode(
     durable_upto_lsn: int = 0,
     commit_ms: int = 0,
 ) -> Encoded:
-    """The bytes of a transaction whose first frame is `frame_no`; `db_size=0` if this is not its last part.
+    """Return the bytes of a transaction whose first frame is `frame_no`; `db_size=0` if this is not its last part.
 
-    This is what each commit costs in Python, so everything is in one loop and a page is copied once, into the result.
+    This is the Python cost of each commit, so everything is in one loop and a page is copied once, into the result.
     """
     geometry, lsn, count = header.geometry, header.first_lsn + frame_no, len(pages)
     if not count or frame_no < 0 or frame_no + count > geometry.capacity:
@@ -286,10 +287,10 @@ def encode(
 def encode_one(
     header: SegmentHeader, frame_no: int, write: PageWrite, db_size: int, durable_upto_lsn: int, commit_ms: int
 ) -> tuple[bytes, bytes]:
-    """(head, frame) of a transaction of one page, as `encode` has them. REQUIRES an image.
+    """Return (head, frame) of a transaction of one page, as `encode` does. REQUIRES an image.
 
-    The commit that somebody waits for: without loop and lists it is made in half the time, and on a processor that
-    has just slept through a sync each step saved counts two or three times.
+    A separate path because this is the commit whose latency matters: without the loop and lists it takes half the time, and on
+    a processor that has just idled during a sync, each saved step counts two or three times.
     """
     page, image, prev_lsn, prev_segment = write
     geometry, lsn = header.geometry, header.first_lsn + frame_no
@@ -310,7 +311,7 @@ def encode_one(
 
 
 def check_pages(header: SegmentHeader, frame_no: int, pages: Sequence[PageWrite]) -> None:
-    """Refuse what `encode` would refuse for its number or the size of a page; for who encodes in several steps."""
+    """Raise as `encode` does for a bad number of pages or page size; for callers that encode in several steps."""
     if not pages or frame_no < 0 or frame_no + len(pages) > header.geometry.capacity:
         raise _does_not_fit(header, frame_no, len(pages))
     for page, image, _, _ in pages:
@@ -319,7 +320,7 @@ def check_pages(header: SegmentHeader, frame_no: int, pages: Sequence[PageWrite]
 
 
 class FrameHead(NamedTuple):
-    """A frame's head as it stands in the file, checked or not."""
+    """A frame's head as stored in the file, verified or not."""
 
     page: int
     db_size: int
@@ -334,7 +335,7 @@ class FrameHead(NamedTuple):
 
 
 def check_frame(header: SegmentHeader, frame_no: int, data: Bytes) -> FrameHead | None:
-    """The head of the frame in `data` (one stride, exactly), or `None` if it is not this segment's frame `frame_no`."""
+    """Return the head of the frame in `data` (exactly one stride), or `None` if it is not this segment's frame `frame_no`."""
     if len(data) != header.geometry.stride:
         return None
     view = memoryview(data)
@@ -347,18 +348,18 @@ def check_frame(header: SegmentHeader, frame_no: int, data: Bytes) -> FrameHead 
 
 def _check_page_size(size: int) -> None:
     if not PAGE_SIZE_MIN <= size <= PAGE_SIZE_MAX or size & (size - 1):
-        raise OutOfRange("a page's size is a power of two", size=size, min=PAGE_SIZE_MIN, max=PAGE_SIZE_MAX)
+        raise OutOfRange("a page's size must be a power of two", size=size, min=PAGE_SIZE_MIN, max=PAGE_SIZE_MAX)
 
 
 def _no_header(what: str, path: str, **where: object) -> Corruption:
-    # A header is synced before the manifest names the segment, so a bad one is never the trace of a crash.
+    # A header is synced before the manifest names the segment, so a crash never leaves a bad one.
     return Corruption(what, hint=HINT, path=path, offset=0, **where)
 
 
 def _does_not_fit(header: SegmentHeader, frame_no: int, count: int) -> OutOfRange:
     return OutOfRange(
         "the transaction is empty or does not fit the segment",
-        hint="a transaction has at least one page; write the part that fits and the rest into the next segment",
+        hint="write at least one page; if it is too large, write the rest to the next segment",
         segment_id=header.segment_id,
         frame_no=frame_no,
         frames=count,
@@ -367,4 +368,4 @@ def _does_not_fit(header: SegmentHeader, frame_no: int, count: int) -> OutOfRang
 
 
 def _wrong_page(header: SegmentHeader, page: int, size: int) -> InvalidInput:
-    return InvalidInput("a page image has another size", page=page, size=size, page_size=header.geometry.page_size)
+    return InvalidInput("a page image has the wrong size", page=page, size=size, page_size=header.geometry.page_size)

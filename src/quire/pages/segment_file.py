@@ -1,18 +1,18 @@
-"""A WAL segment as a file: made, recycled, appended to, synced, indexed, and read frame by frame.
+"""A WAL segment as a file: created, recycled, appended to, synced, indexed, and read frame by frame.
 
 `create` and `recycle` return when header and name are durable (P1); only then may the manifest name the segment. A recycled
-file stays in its database and gets a new salt: its old frames are invalid from then on. An append writes frames and no
-entries: a commit then dirties one run of the file, and its sync has one place to go to (docs/decisions/008); `IndexWriter`
-writes entries for frames that a sync has covered. A segment that was opened is never appended to (P4); only the object that
-made it can.
+file stays in its database and gets a new salt, which invalidates its old frames. An append writes frames and no entries: a
+commit then dirties one run of the file, and its sync writes to one place (docs/decisions/008); `IndexWriter` writes the entries
+of frames that a sync has covered. An existing segment that is opened is never appended to (P4); only the object that created or
+recycled it appends.
 
-Input that is refused changes nothing. After any other failure of an append or a sync nobody knows what is on disk: the segment
-takes nothing more and every call that writes raises `StoreUnusable`. A frame is handed out only if its checksum fits this
-segment, this place and, if told, this page.
+Rejected input changes nothing. After any other failure of an append or a sync the state on disk is unknown: the segment accepts
+no more writes, and every call that writes raises `StoreUnusable`. A frame is returned only if its checksum matches this
+segment, this position and, if given, this page.
 
-Threads: one appends (under its owner's append lock), any may sync and read meanwhile: positions are explicit, and `used` moves
-only when an append is through. Format page: `docs/formats/segment.md`. Raises `StoreUnusable`, `ReadOnly`, `OutOfRange`,
-`InvalidInput`; `ChecksumMismatch` for a bad frame, and what the header and the disk raise.
+Threads: one appends (under its owner's append lock); any may sync and read concurrently: offsets are explicit, and `used`
+advances only when an append has completed. Format page: `docs/formats/segment.md`. Raises `StoreUnusable`, `ReadOnly`,
+`OutOfRange`, `InvalidInput`; `ChecksumMismatch` for a bad frame, and what the header and the disk raise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quire.core.errors import (
 )
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, File, begin_write_back, preallocate
+from quire.durable.files import Disk, File, begin_write_back, drop_cached_pages, preallocate
 from quire.pages.segment import (
     ENTRY_BYTES,
     FRAME_HEAD_BYTES,
@@ -57,19 +57,19 @@ from quire.pages.segment import (
 
 SLICE_BYTES = 1 * MIB
 TWO_HANDLES_BYTES = 1 * MIB
-"""From this size on a segment has two handles to be synced through: databases that have written about as much."""
+"""Segments of about this size and above have two handles for syncs; databases that have written less have smaller segments."""
 
 
 class SegmentFile:
-    """An open segment: `create` and `recycle` give one that can be appended to, `open` one to read."""
+    """An open segment: writable if returned by `create` or `recycle`, read-only if returned by `open`."""
 
     __slots__ = (
         "_appender",
+        "_failure",
         "_file",
         "_is_retired",
         "_lanes",
         "_slice",
-        "_trouble",
         "_writable",
         "header",
         "room",
@@ -80,20 +80,20 @@ class SegmentFile:
         # Constant after construction.
         self._file = file
         self._lanes = [(handle, threading.Lock()) for handle in (file, second) if handle is not None]
-        """Handles to sync through, each by one at a time."""
+        """Handles for syncs; a lock on each allows one sync at a time."""
         self.header = header
-        """What its first bytes say."""
+        """The decoded header."""
         self._writable = writable
         self._slice = max(1, SLICE_BYTES // header.geometry.stride)
-        # Moved by the appending thread, read by all.
+        # Written by the appending thread, read by all.
         self.used = 0
-        """Frames appended through this object; 0 for a segment that was opened to read."""
+        """Frames appended through this object; 0 for a read-only segment."""
         self.room = header.geometry.capacity if writable else 0
         """Frames that can still be appended."""
         self._appender = 0
-        """The thread that has appended last."""
-        # Only ever set.
-        self._trouble: StoreUnusable | None = None
+        """The thread of the last append."""
+        # Set once, never cleared.
+        self._failure: StoreUnusable | None = None
         self._is_retired = False
 
     @classmethod
@@ -109,7 +109,7 @@ class SegmentFile:
         file_bytes: int,
         created_at_ms: int = 0,
     ) -> SegmentFile:
-        """Make a zero-filled segment file. A full disk is `DiskFull` and leaves nothing behind."""
+        """Create a zero-filled segment file. A full disk raises `DiskFull` and leaves nothing behind."""
         header = SegmentHeader(
             geometry=Geometry.fitting(page_size=page_size, file_bytes=file_bytes),
             db_id=db_id,
@@ -121,14 +121,14 @@ class SegmentFile:
         try:
             file = preallocate(disk, path, file_bytes)
         except FileExistsError as error:
-            raise AlreadyExists("there is a segment file already", hint="remove or recycle it", path=path) from error
+            raise AlreadyExists("a segment file already exists", hint="remove or recycle it", path=path) from error
         try:
             hit("pages.segment.created")
             _write_header(file, header)
             return cls(file, header, writable=True, second=_second_handle(disk, file, header))
         except BaseException:
             file.close()
-            # The first fault is the news; failing to clean up on top of it must not hide it.
+            # A failed cleanup must not hide the original fault.
             with suppress(StorageFault, FileNotFoundError):
                 disk.remove(path)
             raise
@@ -137,22 +137,21 @@ class SegmentFile:
     def recycle(
         cls, disk: Disk, former: str, path: str, *, db_id: int, segment_id: int, first_lsn: int, created_at_ms: int = 0
     ) -> SegmentFile:
-        """Begin a new life of the file `former` under the name `path`, with the geometry it has.
+        """Start a new life of the file `former` under the name `path`, with the same geometry.
 
-        The caller knows that nobody needs the former segment: its row is gone. If this fails, the file under either name
-        is garbage.
+        REQUIRES that the former segment is no longer needed. If this fails, the file under either name is garbage.
         """
         if disk.exists(path):
-            raise AlreadyExists("there is a segment file already", hint="remove it first", path=path)
+            raise AlreadyExists("a segment file already exists", hint="remove it first", path=path)
         file = disk.open(former)
         try:
             old = read_header(file)
             if old.db_id != db_id:
-                raise InvalidInput("a segment is recycled inside one database only", path=former, db_id=old.db_id)
+                raise InvalidInput("a segment can only be recycled within its database", path=former, db_id=old.db_id)
             if first_lsn <= old.first_lsn or file.size() < old.geometry.file_bytes:
                 raise InvalidInput(
-                    "the file cannot be recycled: lsns do not go back, and the file must be whole",
-                    hint="remove the file and make a new one",
+                    "the file cannot be recycled: its lsns would decrease, or it is incomplete",
+                    hint="remove the file and create a new one",
                     path=former,
                     first_lsn=first_lsn,
                     former_lsn=old.first_lsn,
@@ -170,9 +169,9 @@ class SegmentFile:
             hit("pages.segment.recycled")
         finally:
             file.close()
-        disk.rename(former, path)  # behind the sync of the header: the new name never shows an old one
+        disk.rename(former, path)  # after the sync of the header: the new name never has an old header
         disk.sync_dir(os.path.dirname(path) or ".")
-        file = disk.open(path)  # anew, so that errors and `path` show the name it has now
+        file = disk.open(path)  # reopened, so that errors and `path` show the new name
         try:
             return cls(file, header, writable=True, second=_second_handle(disk, file, header))
         except BaseException:
@@ -181,7 +180,7 @@ class SegmentFile:
 
     @classmethod
     def open(cls, disk: Disk, path: str, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentFile:
-        """Open a segment to read it; the ids, if given, must be those in its header."""
+        """Open a segment for reading; the ids, if given, must match its header."""
         file = disk.open(path, write=False)
         try:
             return cls(file, read_header(file, db_id=db_id, segment_id=segment_id), writable=False)
@@ -195,22 +194,22 @@ class SegmentFile:
 
     @property
     def last_lsn(self) -> int:
-        """The lsn of the last frame appended; the one before the segment's first, if there is none."""
+        """The lsn of the last frame appended; if there is none, the one before the segment's first."""
         return self.header.first_lsn + self.used - 1
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(
         self, pages: Sequence[PageWrite], *, db_size: int, durable_upto_lsn: int = 0, commit_ms: int = 0
     ) -> bytes:
-        """Write a transaction, or (`db_size=0`) a part that the next segment goes on with; the heads of its frames.
+        """Write a transaction, or (`db_size=0`) a part that the next segment continues; return the heads of its frames.
 
         Durable after `sync`.
         """
-        if self._trouble is not None or not self._writable:
+        if self._failure is not None or not self._writable:
             self._check()
         header, first, count = self.header, self.used, len(pages)
         geometry = header.geometry
-        rest: Sequence[PageWrite] = ()
+        later_pages: Sequence[PageWrite] = ()
         if count == 1 and pages[0][1] is not None:
             heads, frame = encode_one(header, first, pages[0], db_size, durable_upto_lsn, commit_ms)
             pieces = [(geometry.frames_offset + geometry.stride * first, frame)]
@@ -219,26 +218,26 @@ class SegmentFile:
                 header, first, pages, db_size=db_size, durable_upto_lsn=durable_upto_lsn, commit_ms=commit_ms
             )
         else:
-            # So that ordinary bad input is refused before the first slice is written.
+            # Reject bad input before the first slice is written.
             check_pages(header, first, pages)
             _, _, _, heads, pieces = encode(
                 header, first, pages[: self._slice], db_size=0, durable_upto_lsn=durable_upto_lsn
             )
-            rest = pages[self._slice :]
+            later_pages = pages[self._slice :]
         try:
             for offset, data in pieces:
                 self._file.write_at(data, offset)
-            if rest:
-                heads += self._write_slices(first + self._slice, rest, db_size, durable_upto_lsn, commit_ms)
+            if later_pages:
+                heads += self._write_slices(first + self._slice, later_pages, db_size, durable_upto_lsn, commit_ms)
             hit("pages.segment.frames")
             former, self._appender = self._appender, get_ident()
-            # A thread that appends once more, and has waited for all before, will wait for this one too: the disk begins at
-            # once, and works while the commit is noted down. That makes nothing durable
+            # A thread that appends again after waiting for everything before will wait for this append too: start write-back
+            # now, so that the disk works while the commit is recorded. This makes nothing durable
             # (docs/decisions/012-early-write-back.md).
-            if former == self._appender and durable_upto_lsn == header.first_lsn + first - 1 and not rest:
+            if former == self._appender and durable_upto_lsn == header.first_lsn + first - 1 and not later_pages:
                 begin_write_back(self._file, geometry.stride * count, geometry.frames_offset + geometry.stride * first)
         except BaseException as error:
-            self._doubt("an append", error)
+            self._mark_unusable("an append", error)
             raise
         self.used = first + count
         self.room -= count
@@ -247,7 +246,7 @@ class SegmentFile:
     def _write_slices(
         self, first: int, pages: Sequence[PageWrite], db_size: int, durable_upto_lsn: int, commit_ms: int
     ) -> bytes:
-        """Write the frames of a large transaction slice by slice; their heads."""
+        """Write the remaining frames of a large transaction slice by slice and return their heads."""
         heads: list[bytes] = []
         for start in range(0, len(pages), self._slice):
             part = pages[start : start + self._slice]
@@ -266,12 +265,12 @@ class SegmentFile:
         return b"".join(heads)
 
     def sync(self, lane: int = 0) -> int:
-        """Make everything appended so far durable; returns the lsn up to which it is. `lane`: 0 or 1."""
-        # Read before the sync starts: what is appended meanwhile may or may not be covered.
+        """Make everything appended so far durable and return its last lsn. `lane` is 0 or 1."""
+        # Read before the sync starts: it may or may not cover concurrent appends.
         lsn = self.header.first_lsn + self.used - 1
         handle, turn = self._lanes[lane if lane < len(self._lanes) else 0]
         with turn:
-            if self._trouble is not None or not self._writable:
+            if self._failure is not None or not self._writable:
                 self._check()
             if self._is_retired:
                 return lsn
@@ -279,13 +278,13 @@ class SegmentFile:
                 hit("pages.segment.sync")
                 handle.sync()
             except BaseException as error:
-                self._doubt("a sync", error)
+                self._mark_unusable("a sync", error)
                 raise
         return lsn
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def read_frame(self, frame_no: int, *, page: int | None = None) -> bytes:
-        """The page in a frame, verified; `page` is which one the caller expects there."""
+        """Return the page in a frame, verified; `page` is the page number that the caller expects."""
         geometry = self.header.geometry
         if not 0 <= frame_no < geometry.capacity:
             raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
@@ -294,44 +293,42 @@ class SegmentFile:
         return bytes(geometry.page_size) if head.flags & ZERO else data[FRAME_HEAD_BYTES:]
 
     def read_head(self, frame_no: int) -> FrameHead:
-        """A frame's head; the whole frame is verified."""
+        """Return a frame's head, after verifying the whole frame."""
         return self.checked(frame_no, self.read_raw(frame_no, 1), None)
 
     def read_raw(self, first: int, count: int) -> bytes:
-        """The bytes of neighbouring frames, unverified; fewer where the file ends."""
+        """Return the bytes of consecutive frames, unverified; fewer at the end of the file."""
         geometry = self.header.geometry
         if first < 0 or count < 0 or first + count > geometry.capacity:
             raise OutOfRange("the segment has no such frames", first=first, count=count, capacity=geometry.capacity)
         return self._file.read_at(count * geometry.stride, geometry.frame_offset(first))
 
     def read_index(self, count: int | None = None) -> bytes:
-        """The first `count` entries (default: the whole region), unverified."""
+        """Return the first `count` entries (default: the whole region), unverified."""
         capacity = self.header.geometry.capacity
         count = capacity if count is None else count
         if not 0 <= count <= capacity:
             raise OutOfRange("the segment has no such entries", count=count, capacity=capacity)
         return self._file.read_at(count * ENTRY_BYTES, HEADER_BYTES)
 
-    def settle(self) -> None:
-        """Make what is read from here on what is on disk, and durable: before anything is concluded from it.
+    def sync_and_drop_cache(self) -> None:
+        """Sync the file and drop its cached pages, so that later reads return durable bytes. Recovery calls it before reading.
 
-        A killed writer leaves bytes that are readable but not yet on disk; publishing them and losing power would turn them
-        into corruption. And after a failed fsync Linux calls pages clean that are not on disk: drop those (advice only).
+        A killed writer leaves bytes that are readable but not yet on disk; publishing them and then losing power would be
+        corruption. And after a failed fsync, Linux marks pages clean that are not on disk: drop those (advice only).
         """
         self._file.sync()
-        with suppress(OSError, AttributeError):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_cached_pages(self._file)
 
     def retire(self) -> None:
-        """Close it for good: everything in it is durable, and a sync that comes late finds nothing to do. Waits for syncs that
-        are under way."""
+        """Close a segment in which everything is durable. Waits for running syncs; later syncs do nothing."""
         for handle, turn in self._lanes:
             with turn:
                 self._is_retired = True
                 handle.close()
 
     def close(self) -> None:
-        """Close the file and nothing else; what was appended but not synced may be lost."""
+        """Close the file without syncing; frames that were not synced may be lost."""
         for handle, _ in self._lanes:
             handle.close()
 
@@ -343,12 +340,12 @@ class SegmentFile:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def checked(self, frame_no: int, data: bytes | memoryview, page: int | None) -> FrameHead:
-        """The head of a frame whose bytes were read, if it is this segment's frame of this number and page."""
+        """Return the head of the frame in `data`, after verifying that it is this segment's frame of this number and page."""
         head = check_frame(self.header, frame_no, data)
         if head is None or (page is not None and head.page != page):
             shown = {} if head is None else {"found_page": head.page}
             raise ChecksumMismatch(
-                "a frame of the WAL is not what was written there",
+                "a frame of the WAL differs from what was written",
                 hint=HINT,
                 path=self.path,
                 db_id=self.header.db_id,
@@ -362,26 +359,26 @@ class SegmentFile:
 
     def _check(self) -> None:
         if not self._writable:
-            raise ReadOnly("an opened segment is never appended to", hint="make a new segment", path=self.path)
-        if self._trouble is not None:
-            raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
+            raise ReadOnly("an existing segment cannot be appended to", hint="create a new segment", path=self.path)
+        if self._failure is not None:
+            raise type(self._failure)(self._failure.what, hint=self._failure.hint, **self._failure.where)
 
-    def _doubt(self, doing: str, error: BaseException) -> None:
-        """Nobody knows what is on disk: raises, now and in later calls. Returns if `error` is no `Exception`."""
-        self._trouble = StoreUnusable(
+    def _mark_unusable(self, doing: str, error: BaseException) -> None:
+        """Mark the segment unusable, because the state on disk is unknown, and raise; return if `error` is no `Exception`."""
+        self._failure = StoreUnusable(
             f"{doing} to a WAL segment failed, and what reached the disk is unknown",
-            hint="repair the cause, then reopen the store",
+            hint="fix the cause, then reopen the store",
             path=self.path,
             segment_id=self.header.segment_id,
             frame=self.used,
             cause=str(error),
         )
         if isinstance(error, Exception):
-            raise self._trouble from error
+            raise self._failure from error
 
 
 def read_header(file: File, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
-    """The header of an open segment file, whose region of entries must be there in full."""
+    """Return the header of an open segment file, after checking that its region of entries is complete."""
     header = decode_header(file.read_at(HEADER_BYTES, 0), file.path, db_id=db_id, segment_id=segment_id)
     if (size := file.size()) < header.geometry.frames_offset:
         raise Corruption(
@@ -391,8 +388,11 @@ def read_header(file: File, *, db_id: int | None = None, segment_id: int | None 
 
 
 def _second_handle(disk: Disk, file: File, header: SegmentHeader) -> File | None:
-    """A handle of its own for the second sync lane, opened before the first frame: Linux tells of a failed write-back once per
-    handle, and through a shared one a sync could take the news from another. A small segment has one: its syncs take turns."""
+    """Open a separate handle for the second sync lane; `None` for a small segment, whose syncs take turns.
+
+    It is opened before the first frame: Linux reports a write-back error once per handle, and with a shared handle one sync
+    could consume the error of the other.
+    """
     return disk.open(file.path) if header.geometry.file_bytes > TWO_HANDLES_BYTES // 2 else None
 
 
@@ -402,8 +402,8 @@ def _write_header(file: File, header: SegmentHeader) -> None:
 
 
 class IndexWriter:
-    """A segment's region of entries, to be written through a handle of its own, so that its sync takes no news of a failed
-    write-back from the sync of a commit. Thread: one at a time."""
+    """Writes a segment's region of entries through a separate handle, so that its sync does not consume a write-back error that
+    the sync of a commit must report. Threads: one at a time."""
 
     __slots__ = ("_file", "_header")
 
@@ -421,7 +421,7 @@ class IndexWriter:
         self._header = header
 
     def write(self, first_frame: int, entries: bytes) -> None:
-        """Write the entries of frames from `first_frame` on; returns when they are durable. REQUIRES that the frames are."""
+        """Write the entries of frames from `first_frame` on and make them durable. REQUIRES that the frames are durable."""
         geometry = self._header.geometry
         if first_frame < 0 or first_frame + len(entries) // ENTRY_BYTES > geometry.capacity:
             raise OutOfRange("the segment has no such entries", first=first_frame, capacity=geometry.capacity)

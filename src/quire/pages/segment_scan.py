@@ -1,32 +1,32 @@
-"""Reads what a WAL segment holds, and gives a verdict on how it ends: cleanly, torn, or corrupt.
+"""Reads the contents of a WAL segment and determines how it ends: clean, torn, or corrupt.
 
 Terms
-  good     how many leading frames are as they were written: at or below `indexed_upto_lsn` those whose entry is valid,
-           above it those that are valid themselves
-  cut      the end of the last commit among them: what recovery keeps. Frames from `cut` to `good` are a transaction
-           without its commit; the next segment may go on with it, otherwise it never happened
-  limit    how many frames the segment can have, as far as others know: its capacity, or fewer if it was sealed
-           or a later segment goes on from there
+  good     how many leading frames are intact: at or below `indexed_upto_lsn` those with a valid entry, above it those that
+           are valid themselves
+  cut      the end of the last commit among the good frames: recovery keeps everything before it. Frames from `cut` to `good`
+           are a transaction without its commit; either the next segment continues it, or it never happened
+  limit    how many frames the segment can have, as known from elsewhere: its capacity, or fewer if it was sealed or a
+           later segment continues from there
   proven   the lsn up to which frames are known to have been synced: the largest of the caller's `indexed_upto_lsn` and
-           `proven_lsn`, and the `durable_upto_lsn` of every valid commit frame, *also of those behind the bad frame*
-  shown    a place that names the lsn it should have, in its entry or its head: something was written there in this life
+           `proven_lsn`, and the `durable_upto_lsn` of every valid commit frame, *also of those after the bad frame*
+  shown    a position whose entry or head has the expected lsn: it was written in this life of the file
 
 Rules (the verdict, P2 and P3)
   1. The first bad frame is at or below `proven`: `Corruption`. A sync that covered it had succeeded.
-  2. Otherwise it is the torn tail that a crash leaves: everything behind the cut is forgotten, whatever it holds.
-  3. At or below `indexed_upto_lsn` entries alone decide, so a recovery reads 1 % of the WAL: they were synced before that lsn
-     was committed. Above it frames alone decide, and their entries are made anew from their heads: what the region holds
-     there was not published, and is not looked at (docs/decisions/008).
-  4. Nothing is appended behind a cut (P4): the salt would make forgotten frames valid again.
+  2. Otherwise it is a torn tail left by a crash: everything after the cut is discarded, whatever it contains.
+  3. At or below `indexed_upto_lsn` entries alone decide, so recovery reads 1 % of the WAL: they were synced before that lsn
+     was committed. Above it frames alone decide, and their entries are rebuilt from their heads: the entries in the region
+     were not published there, and are not read (docs/decisions/008).
+  4. Nothing is appended after a cut (P4): with the same salt, discarded frames would become valid again.
   5. An lsn of a later segment, as `indexed_upto_lsn` or as a proof, may be given only together with `limit`: frames that
-     were never written here are not missing.
+     were never written to this segment are not missing.
 
-Why rule 1 raises no false alarm: a frame says `durable_upto_lsn` = D only after a sync of every frame up to D returned, and
-in one life of a file no place is written twice. Why rule 2 may be silent: power loss keeps, drops or garbles any unsynced
-sector, so a bad frame followed by good ones is normal for what was not yet synced.
+Why rule 1 raises no false alarm: a frame has `durable_upto_lsn` = D only after a sync of every frame up to D returned, and
+in one life of a file no position is written twice. Why rule 2 may be silent: power loss keeps, drops or garbles any unsynced
+sector, so a bad frame followed by good ones is normal among unsynced frames.
 
-Pure functions over bytes with numpy, any thread; a body costs one crc64 call, an entry no Python at all. Who publishes uses
-`entries_of`, executors `sealed_entries`, `as_rows` and `page_map`. Format page: `docs/formats/segment.md`.
+A body costs one crc64 call, an entry no Python at all. Publication uses `entries_of`; executors use `sealed_entries`, `as_rows`
+and `page_map`. Threads: any; pure functions over bytes, with numpy. Format page: `docs/formats/segment.md`.
 Raises `Corruption` (path, segment, frame, lsn, offset), `OutOfRange`, and what reading raises.
 """
 
@@ -68,32 +68,32 @@ ROW_DTYPE = np.dtype(
         ("segment_id", "<u4"), ("origin_db_id", "<u4"), ("flags", "<u4"), ("reserved", "<u4"),
     ]
 )  # fmt: skip
-"""A page version as the manifest's `PublishPages` takes it, packed; a test compares the two."""
+"""A page version in the packed form that the manifest's `PublishPages` takes; a test compares the two."""
 COMMIT_DTYPE = np.dtype([("frame_no", "<u4"), ("db_size", "<u4"), ("lsn", "<u8"), ("commit_ms", "<u8")])
-"""`commit_ms` is 0 where the frame was not read: at or below `indexed_upto_lsn`, except for the last."""
+"""`commit_ms` is 0 for frames that were not read: those at or below `indexed_upto_lsn`, except the last commit."""
 
 READ_BYTES = 4 * MIB
-"""Frames are read and checked this much at a time."""
+"""How much is read and checked at a time."""
 
 if (ENTRY_DTYPE.itemsize, HEAD_DTYPE.itemsize, ROW_DTYPE.itemsize) != (ENTRY_BYTES, FRAME_HEAD_BYTES, 48):
     raise AssertionError("the numpy types disagree with the segment's structs")
 
 Entries = NDArray[np.void]
 ReadFrames = Callable[[int, int], Bytes]
-"""(first frame, count) → their bytes, fewer where the file ends."""
+"""(first frame, count) → their bytes, fewer at the end of the file."""
 
 
 class CutReason(Enum):
     """Why a segment ends at its cut."""
 
     NOTHING = "nothing was cut"
-    UNFINISHED = "the frames behind the cut have no commit"
+    UNFINISHED = "the frames after the cut have no commit"
     BAD_FRAME = "a frame is missing or damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SegmentScan:
-    """What a segment holds up to the cut, and how it ended."""
+    """The contents of a segment up to the cut, and how it ended."""
 
     header: SegmentHeader
     entries: Entries
@@ -103,18 +103,18 @@ class SegmentScan:
     commits: NDArray[np.void]
     """`COMMIT_DTYPE`."""
     last_lsn: int
-    """Of the last commit; the lsn before the segment's first, if there is none."""
+    """The lsn of the last commit; if there is none, the lsn before the segment's first."""
     size_pages: int
-    """After the last commit; 0 if there is none."""
+    """The database's size in pages after the last commit; 0 if there is none."""
     last_commit_ms: int
     proven_lsn: int
     cut_frames: int
-    """How many frames behind the cut are forgotten, counted to the last place where this life shows."""
+    """How many frames after the cut are discarded, counted up to the last position written in this life of the file."""
     cut_reason: CutReason
 
     @property
     def cut(self) -> int:
-        """How many frames are kept: the number of the first that is not."""
+        """How many frames are kept; also the number of the first frame that is not."""
         return len(self.entries)
 
     @property
@@ -123,15 +123,15 @@ class SegmentScan:
 
     @property
     def used_bytes(self) -> int:
-        """How much of the file the kept frames take."""
+        """The bytes of the file up to the end of the kept frames."""
         return self.header.geometry.frame_offset(self.cut)
 
 
 def recover_segment(
     file: SegmentFile, *, indexed_upto_lsn: int = 0, proven_lsn: int = 0, limit: int | None = None
 ) -> SegmentScan:
-    """Scan a segment of a writer that is gone: settles the file, then reads it; see `scan_segment`."""
-    file.settle()
+    """Scan a segment whose writer is gone: sync the file, drop its cached pages, then read it; see `scan_segment`."""
+    file.sync_and_drop_cache()
     return scan_segment(
         file.header,
         file.read_index(),
@@ -153,10 +153,10 @@ def scan_segment(
     proven_lsn: int = 0,
     limit: int | None = None,
 ) -> SegmentScan:
-    """What the segment holds, with a verdict (rules 1 to 5).
+    """Return the contents of the segment, after applying rules 1 to 5.
 
-    `index` is the region of entries. `limit` and `proven_lsn` are what the caller knows from elsewhere: the row of a sealed
-    segment, the first lsn of the next one.
+    `index` is the region of entries. `limit` and `proven_lsn` come from other sources: the row of a sealed segment, the first
+    lsn of the next one.
     """
     region = parse_entries(index)
     limit = _limit(header, region, limit)
@@ -192,9 +192,9 @@ def scan_segment(
 
 
 def sealed_entries(header: SegmentHeader, index: Bytes, frame_count: int, *, path: str) -> Entries:
-    """The first `frame_count` entries of a segment that is known to hold them; `index` may end there.
+    """Return the first `frame_count` entries of a segment that is known to have them; `index` may end there.
 
-    Frames are not looked at: each is verified when it is read. For snapshots, forks and executors (P12, K2).
+    Frames are not read here: each is verified when it is read. For snapshots, forks and executors (P12, K2).
     """
     entries = parse_entries(index)
     entries = entries[: _limit(header, entries, frame_count)]
@@ -205,12 +205,12 @@ def sealed_entries(header: SegmentHeader, index: Bytes, frame_count: int, *, pat
 
 
 def parse_entries(index: Bytes) -> Entries:
-    """Bytes of the index region as an array, without a copy and without a check; a part of an entry is left out."""
+    """Return the bytes of an index region as an array, without a copy and unverified; a partial entry is omitted."""
     return np.frombuffer(index, ENTRY_DTYPE, count=len(index) // ENTRY_BYTES)
 
 
 def valid_entries(header: SegmentHeader, entries: Entries) -> NDArray[np.bool_]:
-    """Which entries, the first being frame 0's, are this segment's, in their place."""
+    """Return which entries, the first being that of frame 0, are valid in this segment at their position."""
     numbers = np.arange(len(entries), dtype=np.uint64)
     checksums = crc64_rows(_bytes_of(entries)[:, :ENTRY_CHECKED_BYTES], np.uint64(header.crc64) ^ numbers)
     valid: NDArray[np.bool_] = checksums == entries["entry_crc64"]
@@ -219,7 +219,7 @@ def valid_entries(header: SegmentHeader, entries: Entries) -> NDArray[np.bool_]:
 
 
 def entries_of(header: SegmentHeader, heads: NDArray[np.void]) -> Entries:
-    """The entries of frames, made from their heads (`HEAD_DTYPE`); the heads say which frames they are."""
+    """Return the entries of frames, built from their heads (`HEAD_DTYPE`); frame numbers follow from the lsns of the heads."""
     entries = np.empty(len(heads), ENTRY_DTYPE)
     for name, _ in _SHARED:
         entries[name] = heads[name]
@@ -230,12 +230,12 @@ def entries_of(header: SegmentHeader, heads: NDArray[np.void]) -> Entries:
 
 
 def parse_heads(heads: Bytes) -> NDArray[np.void]:
-    """Heads of frames, one behind the other, as an array, without a copy and without a check."""
+    """Return consecutive frame heads as an array, without a copy and unverified."""
     return np.frombuffer(heads, HEAD_DTYPE)
 
 
 def as_rows(header: SegmentHeader, entries: Entries) -> NDArray[np.void]:
-    """Entries of one segment as `ROW_DTYPE`; its `tobytes()` is what `PublishPages` takes."""
+    """Return entries of one segment as `ROW_DTYPE`; `tobytes()` of it is the input of `PublishPages`."""
     rows = np.zeros(len(entries), ROW_DTYPE)
     for name in ("page", "lsn", "prev_lsn", "frame_crc64", "flags"):
         rows[name] = entries[name]
@@ -245,28 +245,31 @@ def as_rows(header: SegmentHeader, entries: Entries) -> NDArray[np.void]:
 
 
 def page_map(versions: NDArray[np.void], upto_lsn: int) -> NDArray[np.void]:
-    """The newest version of each page at or below `upto_lsn`, by page; of entries, or of rows from several segments."""
+    """Return the newest version of each page at or below `upto_lsn`, sorted by page.
+
+    `versions` are entries, or rows from several segments.
+    """
     versions = versions[versions["lsn"] <= np.uint64(upto_lsn)]
     lsns = versions["lsn"]
     if np.any(lsns[1:] < lsns[:-1]):
         versions = versions[np.argsort(lsns, kind="stable")]
     pages = versions["page"]
-    if np.all(pages[1:] > pages[:-1]):  # written in order, each once, as bulk loads do
+    if np.all(pages[1:] > pages[:-1]):  # each page written once, in order, as by bulk loads
         return versions
-    # The first of each page, counted from the end, is its newest.
+    # Counted from the end, the first version of each page is its newest.
     _, places = np.unique(pages[::-1], return_index=True)
     newest: NDArray[np.void] = versions[::-1][places]
     return newest
 
 
 class _Frames:
-    """What is in each place: up to `start` as the region of entries says, from there on as the frames do (rule 3)."""
+    """The state of each frame: up to `start` from the region of entries, from there on from the frames (rule 3)."""
 
     def __init__(self, header: SegmentHeader, region: Entries, start: int) -> None:
         self._header = header
         self._start = start
         self.entries = region.copy()
-        """Of the region up to `start`; behind it made from the valid frames, and otherwise without meaning."""
+        """Up to `start` from the region; from there on built from valid frames, and undefined for others."""
         self._valid = np.zeros(len(region), np.bool_)
         self._valid[:start] = valid_entries(header, region[:start])
         self._shown = region["lsn"] == np.arange(len(region), dtype=np.uint64) + np.uint64(header.first_lsn)
@@ -275,7 +278,7 @@ class _Frames:
         self.durable_upto_lsn = 0
 
     def read(self, read_frames: ReadFrames) -> None:
-        """Read and check everything from `start` on, a few MiB at a time."""
+        """Read and check all frames from `start` on, a few MiB at a time."""
         step = max(1, READ_BYTES // self._header.geometry.stride)
         for first in range(self._start, len(self.entries), step):
             heads, numbers = self._check(first, read_frames(first, min(step, len(self.entries) - first)))
@@ -283,30 +286,30 @@ class _Frames:
             self.entries[numbers] = entries_of(self._header, heads)
 
     def read_trusted_commit(self, frame_no: int, read_frames: ReadFrames, path: str) -> None:
-        """Read one commit below `start`, for its time."""
+        """Read one commit frame below `start`, for its time."""
         heads, _ = self._check(frame_no, read_frames(frame_no, 1))
         if entries_of(self._header, heads).tobytes() != self.entries[frame_no : frame_no + 1].tobytes():
             what = "the last commit that had been published is damaged"
             raise _corruption(self._header, path, frame_no, what, int(self.entries["page"][frame_no]))
 
     def good(self) -> int:
-        """Leading places that are as they were written."""
+        """Return the number of leading frames that are intact."""
         return _leading(self._valid)
 
     def page(self, frame_no: int) -> int | None:
-        """The page that a bad frame is of, if its head still shows this life; for messages."""
+        """Return the page of a bad frame, if its head is still of this life of the file; for error messages."""
         page = int(self._pages[frame_no])
         return page if page >= 0 else None
 
     def shown_behind(self, cut: int) -> int:
-        """How many places behind the cut there are, up to the last one that shows this life."""
+        """Return the number of positions after the cut, up to the last one written in this life of the file."""
         places = np.flatnonzero(self._shown[cut:])
         return int(places[-1]) + 1 if len(places) else 0
 
     def _check(self, first: int, data: Bytes) -> tuple[NDArray[np.void], NDArray[np.uint64]]:
-        """The heads of those frames in `data` that are valid, and their numbers."""
+        """Return the heads of the valid frames in `data`, and their numbers."""
         stride = self._header.geometry.stride
-        count = len(data) // stride  # fewer than asked for where the file ends: those frames are not there
+        count = len(data) // stride  # fewer than requested at the end of the file: the rest do not exist
         heads = np.ndarray((count,), HEAD_DTYPE, data, strides=(stride,)) if count else np.empty(0, HEAD_DTYPE)
         numbers = np.arange(first, first + count, dtype=np.uint64)
         shown = heads["lsn"] == numbers + np.uint64(self._header.first_lsn)
@@ -335,12 +338,12 @@ class _Frames:
 
 
 def _bytes_of(array: NDArray[np.void]) -> NDArray[np.uint8]:
-    """A structured array as one row of bytes each."""
+    """Return a structured array as rows of bytes, one per element."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), array.dtype.itemsize)
 
 
 def _leading(flags: NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
+    """Return the number of leading true values."""
     return len(flags) if flags.all() else int(np.argmin(flags))
 
 
@@ -348,7 +351,7 @@ def _limit(header: SegmentHeader, entries: Entries, limit: int | None) -> int:
     capacity = header.geometry.capacity
     limit = capacity if limit is None else limit
     if not 0 <= limit <= capacity:
-        raise OutOfRange("the segment cannot hold so many frames", frames=limit, capacity=capacity)
+        raise OutOfRange("the segment cannot hold that many frames", frames=limit, capacity=capacity)
     if len(entries) < limit:
         raise OutOfRange("entries are missing", hint="pass the region of entries", entries=len(entries), frames=limit)
     return limit
@@ -375,24 +378,24 @@ def _corruption(header: SegmentHeader, path: str, frame: int, what: str, page: i
 
 
 ReadAt = Callable[[int, int], Bytes]
-"""(offset, bytes) → so many bytes, or fewer at the end."""
+"""(offset, size) → that many bytes, or fewer at the end."""
 
 
 def sealed_damage(read: ReadAt, used_bytes: int, *, path: str, db_id: int, segment_id: int) -> str:
-    """What is wrong with a sealed segment of so many bytes; empty if nothing is."""
+    """Return what is wrong with a sealed segment of `used_bytes` bytes; empty if it is intact."""
     try:
         header = decode_header(read(0, HEADER_BYTES), path, db_id=db_id, segment_id=segment_id)
         geometry = header.geometry
-        frames, rest = divmod(used_bytes - geometry.frames_offset, geometry.stride)
-        if frames < 0 or rest:
-            return f"{used_bytes} bytes are no whole number of its frames"
+        frames, remainder = divmod(used_bytes - geometry.frames_offset, geometry.stride)
+        if frames < 0 or remainder:
+            return f"{used_bytes} bytes are not a whole number of frames"
         return _damage(read, header, frames, path)
     except (Corruption, FormatTooNew) as error:
         return error.what
 
 
 def open_damage(read: ReadAt, *, path: str, db_id: int, segment_id: int, synced_lsn: int) -> str:
-    """What is wrong with a segment that is being written, up to an lsn that was synced and published; empty if nothing is."""
+    """Return what is wrong with an open segment up to `synced_lsn`, which was synced and published; empty if it is intact."""
     try:
         header = decode_header(read(0, HEADER_BYTES), path, db_id=db_id, segment_id=segment_id)
         frames = min(max(synced_lsn - header.first_lsn + 1, 0), header.geometry.capacity)
@@ -416,5 +419,5 @@ def _damage(read: ReadAt, header: SegmentHeader, frames: int, path: str) -> str:
     expected = b"".join((scanned.entries.tobytes(), scanned.unfinished.tobytes()))
     if expected != region.tobytes():
         place = next(at for at in range(frames) if expected[at * ENTRY_BYTES :][:ENTRY_BYTES] != region[at].tobytes())
-        return f"the index entry of frame {place} is not that of the frame"
+        return f"the index entry of frame {place} does not match the frame"
     return ""

@@ -1,11 +1,11 @@
-"""A reader: one version of a database, read from a page source for as long as its lease lives.
+"""A reader of one version of a database, which reads from a page source while its lease is alive.
 
-Every read is of the same version, whatever is written, published or checkpointed meanwhile. Used as a context manager a
-snapshot renews itself; otherwise its holder calls `renew` at least every 30 s, or the lease runs out and reading raises
+Every read is of the same version, whatever is written, published or checkpointed in the meantime. Used as a context manager, a
+snapshot renews itself; otherwise its holder calls `renew` at least every 30 s, or the lease expires and reading raises
 `LeaseExpired`. A version that was set aside, because its reader held checkpoints back for too long, is read from the snapshot
-that keeps it; the reader does not notice. A page at or beyond the size of the version is an error, not zeros (P15).
+that keeps it, transparently. A page at or beyond the size of the version is an error, not zeros (P15).
 
-Thread: one at a time. Executor-safe.
+Threads: one at a time. Executor-safe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCAN_PAGES = 1_024
 
 
 class Hold(Protocol):
-    """What keeps a version readable: a lease in memory, a lease file, or nothing at all."""
+    """Keeps a version readable: a lease in memory, a lease file, or nothing (`Unleased`)."""
 
     reader_id: int
     tags: dict[str, str]
@@ -36,14 +36,14 @@ class Hold(Protocol):
         """Extend the lease."""
 
     def keep_alive(self, holder: object) -> None:
-        """Renew the lease automatically for as long as `holder` exists."""
+        """Renew the lease automatically while `holder` exists."""
 
     def close(self) -> None:
-        """Give the lease up; closing twice, or after it ran out, is fine."""
+        """End the lease. Does nothing if it is closed or has expired."""
 
 
 class Unleased:
-    """The hold of versions that a snapshot's row, or somebody else's lease, keeps."""
+    """The hold of versions that a snapshot's row, or another lease, keeps."""
 
     def __init__(self) -> None:
         self.reader_id = 0
@@ -60,7 +60,7 @@ class Unleased:
 
 
 class Snapshot:
-    """One version of a database. Made by `PageStore.open_snapshot` and `PageEngine.open_published`."""
+    """One version of a database; created by `PageStore.open_snapshot` and `PageEngine.open_published`."""
 
     __slots__ = (
         "__weakref__",
@@ -89,7 +89,7 @@ class Snapshot:
 
     @property
     def db_id(self) -> int:
-        """The database."""
+        """The id of the database."""
         return self._source.db_id
 
     @property
@@ -99,7 +99,7 @@ class Snapshot:
 
     @property
     def time_ms(self) -> int:
-        """When the version was committed; 0 if nothing ever was."""
+        """When the version was committed, in milliseconds; 0 if nothing was ever committed."""
         return self.mark.commit_ms
 
     @property
@@ -109,16 +109,16 @@ class Snapshot:
 
     @property
     def tags(self) -> dict[str, str]:
-        """The tags that its holder gave it."""
+        """The tags set by its holder."""
         return dict(self._lease.tags)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be read: not closed, not retired."""
+        """Whether it can be read: neither closed nor retired."""
         return self._lease.open
 
     def read_page(self, page: int) -> bytes:
-        """The page as of this snapshot."""
+        """Return the page as of this snapshot."""
         entry = self._resolved.get(page)
         if entry is not None and entry[0] <= self.lsn <= entry[1] and page < self.size_pages and self._lease.open:
             self._hits += 1
@@ -133,7 +133,7 @@ class Snapshot:
         return self._source.read(page, self.lsn)
 
     def read_pages(self, pages: Iterable[int], *, cold: bool = False) -> dict[int, bytes]:
-        """Several pages at once, page → image; neighbours share reads. `cold` bypasses caches and limits the bandwidth."""
+        """Return several pages, page → image; adjacent pages share reads. `cold` bypasses caches and limits the bandwidth."""
         wanted = list(dict.fromkeys(pages))
         for page in wanted:
             self._check(page)
@@ -145,8 +145,8 @@ class Snapshot:
         return self._source.read_many(wanted, self.lsn, cold=cold)
 
     def _use_kept(self) -> bool:
-        """After a failed read: whether the version was set aside, and is read from the snapshot that keeps it from now on."""
-        self._lease.require()  # a lease that ran out explains the failure
+        """After a failed read, switch to the snapshot that keeps the version if it was set aside; return whether it was."""
+        self._lease.require()  # an expired lease explains the failure
         kept = self._source.kept(self.mark)
         if kept is None:
             return False
@@ -154,7 +154,7 @@ class Snapshot:
         return True
 
     def scan(self, start: int = 0, stop: int | None = None, *, cold: bool = True) -> Iterator[tuple[int, bytes]]:
-        """(page, image) of a range of pages, default all, in order; some MiB are read at a time."""
+        """Yield (page, image) of a range of pages (default: all), in order; a few MiB are read at a time."""
         stop = self.size_pages if stop is None else min(stop, self.size_pages)
         for first in range(start, stop, SCAN_PAGES):
             wanted = range(first, min(first + SCAN_PAGES, stop))
@@ -163,8 +163,8 @@ class Snapshot:
                 yield page, images[page]
 
     def write_page(self, page: int, _: bytes) -> None:
-        """Always `ReadOnly`."""
-        raise ReadOnly("a snapshot is read-only", hint="begin a transaction, or fork the snapshot, to write", page=page)
+        """Raise `ReadOnly`."""
+        raise ReadOnly("a snapshot is read-only", hint="to write, begin a transaction or fork the snapshot", page=page)
 
     def _check(self, page: int) -> None:
         if not self._lease.open:
@@ -177,7 +177,7 @@ class Snapshot:
         self._lease.renew()
 
     def close(self) -> None:
-        """Release the version; closing twice, or after the lease ran out, is fine."""
+        """Release the version. Does nothing more if it is closed or its lease has expired."""
         self._source.sources.cache.resolved_hits += self._hits
         self._hits = 0
         self._lease.close()

@@ -1,16 +1,19 @@
-"""Where bytes of pages come from: WAL segments and chunks, opened once, read through the cache.
+"""Reads the bytes of pages from WAL segments and chunks, which are opened once and read through the cache.
 
-A *version* is a page in a WAL segment, found by (origin, segment, lsn): its frame follows from the lsn. A page of a chunk is
-found by (artifact, offset in the slot). A *place* is where an artifact's object is: what is needed to read it without a
-manifest. Local comes first: a segment's or chunk's own file, a path-URL object's file, then the object store. Bytes are
-verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location. *Cold* reads go past
-the cache and under the bandwidth limit: for scans that must not disturb others.
+Terms
+  version  a page in a WAL segment, found by (origin, segment, lsn): its frame follows from the lsn. A page of a chunk is
+           found by (artifact, offset in the slot)
+  place    the location of an artifact's object: everything needed to read it without a manifest
+  cold     reads that bypass the cache and are subject to the bandwidth limit, for scans that must not disturb other readers
 
-A bounded number of handles and footers is kept. A handle may outlive its file's life: a recycled segment fails its salted
-check, and `forget` drops the handle so that the next look is at what is there now (P8).
+Local copies come first: a segment's or chunk's own file, the file of an object with a path URL, then the object store. Bytes
+are verified when they are read (salted frame checksum, chunk's page checksum) and then cached by location.
 
-Threads: any. Executor-safe: no manifest is asked; what it knows comes with the places, or through `locate`. Raises
-`Corruption` for what is missing or altered, and what disks and object stores raise.
+A bounded number of handles and footers is kept. A handle may outlive the life of its file: a recycled segment fails its salted
+check, and `forget_segment` drops the handle, so that the next read opens the current file (P8).
+
+Threads: any. Executor-safe: no manifest is read; locations come with the places, or through `locate`. Raises `Corruption` for
+missing or altered bytes, and what disks and object stores raise.
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ class Handles(Generic[H]):
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, H] = OrderedDict()
         self._used: set[Hashable] = set()
-        """Keys that were asked for since the last look."""
+        """Keys that were used since the last `drop_unused`."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, key: Hashable) -> H | None:
-        """The handle, if it is kept."""
+        """Return the handle, `None` if it is not kept."""
         with self._lock:
             handle = self._kept.get(key)
             if handle is not None:
@@ -63,16 +66,16 @@ class Handles(Generic[H]):
         return handle
 
     def peek(self, key: Hashable) -> H | None:
-        """The same, without a lock and without counting as use: for keys of plain numbers, on hot paths."""
+        """Do the same without the lock and without counting as a use; for keys of plain numbers, on hot paths."""
         return self._kept.get(key)
 
     def keep(self, key: Hashable, opener: Callable[[], H]) -> H:
-        """The handle, opened if need be."""
+        """Return the handle, opening it if necessary."""
         handle = self.get(key)
         if handle is not None:
             return handle
         opened = opener()
-        given_up: list[H] = []  # dropped outside the lock: closing takes a system call
+        given_up: list[H] = []  # released outside the lock, because closing is a system call
         with self._lock:
             handle = self._kept.setdefault(key, opened)
             self._used.add(key)
@@ -81,26 +84,26 @@ class Handles(Generic[H]):
         return handle
 
     def drop(self, key: Hashable) -> None:
-        """Give a handle up."""
+        """Release a handle."""
         with self._lock:
             self._kept.pop(key, None)
 
     def drop_unused(self) -> None:
-        """Give up what was not asked for since the last time; what is only peeked at is opened anew, now and then."""
+        """Release handles that were not used since the last call; one that is only peeked at is reopened now and then."""
         with self._lock:
             unused = [self._kept.pop(key) for key in list(self._kept) if key not in self._used]
             self._used = set()
-        unused.clear()  # outside the lock: closing takes a system call
+        unused.clear()  # outside the lock, because closing is a system call
 
     def clear(self) -> None:
-        """Give all up."""
+        """Release all handles."""
         with self._lock:
             kept, self._kept = self._kept, OrderedDict()
         kept.clear()
 
 
 class ReadSegment(SegmentFile):
-    """A segment to read that closes itself."""
+    """A read-only segment that closes its file when it is garbage-collected."""
 
     __slots__ = ()
 
@@ -109,7 +112,7 @@ class ReadSegment(SegmentFile):
 
 
 class ReadFile:
-    """A file to read that closes itself."""
+    """A read-only file that is closed when it is garbage-collected."""
 
     __slots__ = ("_file",)
 
@@ -117,7 +120,7 @@ class ReadFile:
         self._file = file
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """Up to `size` bytes; fewer at the end of the file."""
+        """Return up to `size` bytes; fewer at the end of the file."""
         return self._file.read_at(size, offset)
 
     def __del__(self) -> None:
@@ -125,7 +128,7 @@ class ReadFile:
 
 
 class ObjectFile:
-    """An object as a `File` to read: what a segment that has left the disk is read through."""
+    """An object as a read-only `File`, for segments without a local file."""
 
     __slots__ = ("_key", "_size", "_store")
 
@@ -139,7 +142,7 @@ class ObjectFile:
         return self._key
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """Up to `size` bytes; fewer at the end of the object."""
+        """Return up to `size` bytes; fewer at the end of the object."""
         size = min(size, self._size - offset)
         return self._store.get_range(self._key, offset, size) if size > 0 else b""
 
@@ -147,26 +150,26 @@ class ObjectFile:
         return self._size
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        raise ReadOnly("an object is not written in place", object=self._key, offset=offset, bytes=len(data))
+        raise ReadOnly("an object cannot be written in place", object=self._key, offset=offset, bytes=len(data))
 
     def truncate(self, size: int) -> None:
-        raise ReadOnly("an object is not truncated", object=self._key, size=size)
+        raise ReadOnly("an object cannot be truncated", object=self._key, size=size)
 
     def allocate(self, size: int) -> None:
-        raise ReadOnly("an object is not enlarged", object=self._key, size=size)
+        raise ReadOnly("an object cannot be enlarged", object=self._key, size=size)
 
     def sync(self) -> None:
-        """Nothing is written here, so nothing is to be synced."""
+        """Do nothing: nothing is ever written."""
 
     def fileno(self) -> int:
-        raise ReadOnly("an object has no descriptor", object=self._key)
+        raise ReadOnly("an object has no file descriptor", object=self._key)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no descriptor."""
 
 
 class Throttle:
-    """`sleep` is a seam for tests."""
+    """A limit on bytes per second; 0 means none. Tests replace `sleep`."""
 
     def __init__(self, bytes_per_second: int, clock: Clock, sleep: Callable[[float], None] = time.sleep) -> None:
         self.bytes_per_second = bytes_per_second
@@ -195,18 +198,18 @@ class Throttle:
 
 SEGMENTS_MAX = 64
 FILES_MAX = 64
-"""Descriptors held for segments, and for files of chunks: a process has 1,024 unless it asked for more."""
+"""Descriptors kept for segments, and for files of chunks: a process has 1,024 unless it asked for more."""
 CHUNKS_MAX = 256
-"""Loaded footers: that of a full chunk of 4 KiB pages takes about 150 KiB."""
+"""Footers kept in memory: that of a full chunk of 4 KiB pages takes about 150 KiB."""
 UNUSED_LOOKS = 8
-"""Handles that were not asked for in so many looks of the engine, about two seconds, are given up."""
+"""Handles that were not used during this many ticks of the engine, about two seconds, are released."""
 RUN_BYTES = 4 << 20
-"""Neighbouring frames are read this much at a time."""
+"""How much of consecutive frames is read at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlace:
-    """Where a chunk's object is; small and picklable."""
+    """The location of a chunk's object; small and picklable."""
 
     key: ArtifactKey
     url: str
@@ -216,7 +219,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlace:
-    """Where a sealed segment's object is; `object_key` is empty if it was never uploaded."""
+    """The location of a sealed segment's object; `object_key` is empty if it was never uploaded."""
 
     origin_db_id: int
     segment_id: int
@@ -226,7 +229,7 @@ class SegmentPlace:
 
 
 Locate = Callable[[int, int], SegmentPlace | None]
-"""(origin, segment) → its place, by who can ask a manifest."""
+"""(origin, segment) → its place, supplied by a caller with access to the manifest."""
 
 
 class Sources:
@@ -253,25 +256,27 @@ class Sources:
         self._files: Handles[ReadFile] = Handles(FILES_MAX)
         self._looks = 0
         self._last_groups: dict[ArtifactKey, int] = {}
-        """Chunk → where in it the last page was that no cache had, roughly."""
+        """Chunk → the group of `PAGES_PER_FRAME` offsets of its last cache miss."""
 
     def drop_unused(self) -> None:
-        """Now and then, give up handles that nobody has asked for since the last time: an idle database holds none. Footers
-        of chunks are memory, and stay. The engine calls it at each of its looks."""
+        """Release handles that have not been used for `UNUSED_LOOKS` calls, so that an idle database holds none.
+
+        Footers of chunks are memory only, and stay. The engine calls it at each tick.
+        """
         self._looks += 1
         if self._looks % UNUSED_LOOKS == 0:
             self._segments.drop_unused()
             self._files.drop_unused()
 
     def close(self) -> None:
-        """Give all handles up; reads that are under way finish."""
+        """Release all handles; running reads complete."""
         self._segments.clear()
         self._chunks.clear()
         self._files.clear()
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def version(self, origin: int, segment_id: int, lsn: int, page: int, *, place: SegmentPlace | None = None) -> bytes:
-        """The page in the frame of this lsn, through the cache."""
+        """Return the page in the frame of this lsn, through the cache."""
         cache, location = self.cache, (origin, lsn)
         image = cache.get(location)
         if image is None:
@@ -289,7 +294,10 @@ class Sources:
         place: SegmentPlace | None = None,
         cold: bool = False,
     ) -> dict[int, bytes]:
-        """Page → image for (page, lsn) pairs of one segment; each frame must hold that page. Neighbours are read together."""
+        """Return page → image for (page, lsn) pairs of one segment, reading consecutive frames together.
+
+        Raises if a frame is not of the given page.
+        """
         cache, images, missing = self.cache, dict[int, bytes](), list[tuple[int, int]]()
         for page, lsn in wanted:
             cached = cache.get((origin, lsn))
@@ -316,7 +324,7 @@ class Sources:
         return images
 
     def segment(self, origin: int, segment_id: int, place: SegmentPlace | None = None) -> ReadSegment:
-        """A segment, opened for reading; from its object if its file is not here."""
+        """Return a segment opened for reading, from its object if there is no local file."""
         return self._segments.keep((origin, segment_id), lambda: self._open_segment(origin, segment_id, place))
 
     def _open_segment(self, origin: int, segment_id: int, place: SegmentPlace | None) -> ReadSegment:
@@ -339,12 +347,12 @@ class Sources:
             raise _missing("a WAL segment has neither its file nor its object", **where) from error
 
     def forget_segment(self, origin: int, segment_id: int) -> None:
-        """The segment's file is gone, or has begun another life."""
+        """Drop the handle of a segment whose file is gone or was recycled."""
         self._segments.drop((origin, segment_id))
 
     # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def chunk(self, place: ChunkPlace, *, cold: bool = False) -> ChunkReader:
-        """A chunk's reader, its footer loaded once."""
+        """Return a chunk's reader, whose footer is loaded once."""
         if cold:
             kept = self._chunks.get(place.key)
             return kept if kept is not None else self._open_chunk(place, cold=True)
@@ -354,12 +362,12 @@ class Sources:
         return ChunkReader(self._range_of(place, cold=cold), place.size_bytes, expect=place.key)
 
     def forget_chunk(self, key: ArtifactKey) -> None:
-        """The chunk's object is gone, or its local copy is."""
+        """Drop the handles of a chunk whose object or local copy is gone."""
         self._chunks.drop(key)
         self._files.drop(key)
 
     def chunk_page(self, place: ChunkPlace, offset: int, *, cold: bool = False) -> bytes | None:
-        """One page of a chunk, through the cache."""
+        """Return one page of a chunk, through the cache; `None` if the chunk does not have it."""
         key = place.key
         cached = self.cache.get((key, offset))
         if cached is not None:
@@ -367,8 +375,8 @@ class Sources:
         reader = self.chunk(place, cold=cold)
         if cold:
             return reader.read_page(offset)
-        # A page is cached alone at first: most of its frame's 16 pages are never asked for. If the next one that is missing is
-        # its neighbour, somebody walks: then the whole frame is cached.
+        # A page is cached alone at first: most of its frame's 16 pages are never read. If the next miss is next to it, the
+        # access is sequential: then the whole frame is cached.
         group = offset // PAGES_PER_FRAME
         if self._last_groups.get(key) != group:
             if len(self._last_groups) >= CHUNKS_MAX:
@@ -384,7 +392,7 @@ class Sources:
         return pages.get(offset)
 
     def chunk_pages(self, place: ChunkPlace, offsets: Sequence[int], *, cold: bool = False) -> dict[int, bytes]:
-        """Offset → image for those of these pages that the chunk has; frames near each other are read together."""
+        """Return offset → image for those of these pages that the chunk has; nearby frames are read together."""
         images, missing = {}, []
         for offset in offsets:
             cached = self.cache.get((place.key, offset))
@@ -400,7 +408,7 @@ class Sources:
         return images
 
     def chain_page(self, chain: Sequence[ChunkPlace], offset: int, *, cold: bool = False) -> bytes | None:
-        """One page of a chain: of its last chunk that has it."""
+        """Return one page of a chain, from its last chunk that has it."""
         for place in reversed(chain):
             image = self.chunk_page(place, offset, cold=cold)
             if image is not None:
@@ -410,7 +418,7 @@ class Sources:
     def chain_pages(
         self, chain: Sequence[ChunkPlace], offsets: Sequence[int], *, cold: bool = False
     ) -> dict[int, bytes]:
-        """Offset → image for those of these pages that the chain has."""
+        """Return offset → image for those of these pages that the chain has."""
         images: dict[int, bytes] = {}
         for place in reversed(chain):
             missing = [offset for offset in offsets if offset not in images]
@@ -435,7 +443,7 @@ class Sources:
         return read
 
     def _file_of(self, place: ChunkPlace) -> ReadFile | None:
-        """The chunk's file: its hot copy, or the object itself where objects are files of ours (O2)."""
+        """Return the chunk's local file: its hot copy, or the object itself if objects are local files (O2)."""
         file = self._files.get(place.key)
         if file is not None:
             return file
@@ -447,7 +455,7 @@ class Sources:
                 try:
                     opened = ReadFile(self._disk.open(path, write=False))
                 except FileNotFoundError:
-                    continue  # evicted since: there is an object, or we will hear of it
+                    continue  # evicted in the meantime: reading the object either works or raises
                 return self._files.keep(place.key, lambda opened=opened: opened)  # type: ignore[misc]
         return None
 
@@ -457,7 +465,7 @@ class Sources:
 
 
 def _runs(versions: list[tuple[int, int]], longest: int) -> Iterable[list[tuple[int, int]]]:
-    """(lsn, page) pairs in rising order, neighbours together.
+    """Group ascending (lsn, page) pairs into runs of consecutive lsns.
 
     >>> list(_runs([(1, 9), (2, 8), (4, 7), (5, 6), (6, 5)], 2))
     [[(1, 9), (2, 8)], [(4, 7), (5, 6)], [(6, 5)]]

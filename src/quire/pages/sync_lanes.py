@@ -1,19 +1,25 @@
-"""Who syncs, and who waits for whom: up to two syncs at a time, each for everyone who had written when it began (P7).
+"""Group sync of a WAL: up to two syncs at a time, each of which covers everything written when it began (P7).
 
-A *flight* is a sync on its way: the version that it makes durable, and the segments that it syncs. There is no thread in
-between: who has written what no flight covers begins the next flight itself, at once, if a *lane* is free. It has the
-interpreter at that moment; a sleeper to whom the sync were handed would first have to wake up, while the disk is idle. With
-every lane taken it sleeps, and the next flight serves all who have written by then: so there are groups as soon as there are
-more writers than lanes.
+Terms
+  flight   a running sync: the version that it makes durable, and the segments that it syncs
+  lane     a place for a running flight; there are two
+  leader   the thread that runs a flight
+  sleeper  a thread that waits for one
 
-Flights are settled in the order in which they began. One that is through before its predecessor waits for it: if the
-predecessor fails, nobody knows what is on disk, and none of the two is settled. A flight that ends without being through is a
-doubt: it has taken segments from the dirty ones, and nobody else would sync them. That is so for an interrupt between boarding
-and the sync as for a failed sync.
+There is no sync thread: a thread with writes that no flight covers starts the next flight itself, at once, if a lane is free.
+It has the interpreter lock at that moment; if the sync were handed to a sleeper, the disk would be idle until the sleeper wakes
+up. With every lane taken the thread sleeps, and the next flight covers everything written by then: groups form as soon as there
+are more writers than lanes.
 
-Nobody is forgotten. Whether to sleep is decided under the lock under which flights are settled. Whoever settles one wakes
-those that are served and, for a free lane, one of those that no flight covers. Who fails or is interrupted, while it leads or
-sleeps, does the same before it goes: the one that it wakes leads, or fails in its turn.
+Flights are settled in the order in which they began. A flight that completes before its predecessor waits for it: if the
+predecessor fails, the state on disk is unknown, and neither is settled. A flight that ends without completing has an unknown
+outcome, whether its sync failed or an interrupt came between taking the segments and the sync: it has removed segments from the
+dirty queue, and no other flight would sync them.
+
+No sleeper is left behind. Whether to sleep is decided under the lock under which flights are settled. A thread that settles a
+flight wakes the sleepers that it covers and, for a free lane, one sleeper that no flight covers. A thread that fails or is
+interrupted, whether it is leading a sync or waiting for one, does the same before it leaves: the sleeper that it wakes leads a
+flight, or fails as well.
 
 Threads: any. Raises what the sync raises.
 """
@@ -28,35 +34,36 @@ from quire.pages.page_source import Mark
 from quire.pages.publication import Segment
 
 LANES = 2
-"""Two keep the disk busy while those that were served make their next transactions. With four each commit had a sync of its
-own, and none was faster."""
+"""Two keep the disk busy while threads whose transactions are durable prepare the next ones. With four, each commit had its own
+sync, and none was faster."""
 
 _NOTHING = Mark(0, 0)
 
 
 class Flight:
-    """A sync on its way, or the wish for one: then it only has a ring."""
+    """A running sync, or a sleeper waiting for one, which has only a ring."""
 
-    __slots__ = ("is_doomed", "is_through", "lane", "mark", "ring", "segments")
+    __slots__ = ("is_invalidated", "lane", "mark", "ring", "segments", "sync_completed")
 
-    is_doomed: bool
-    """One before it has failed."""
-    is_through: bool
+    is_invalidated: bool
+    """Whether an earlier flight has failed, so that this one must not be settled."""
+    sync_completed: bool
+    """Whether its sync has completed."""
     lane: int
     mark: Mark
     segments: list[Segment]
     ring: Ring
-    """Of a sleeper."""
+    """Wakes the sleeper."""
 
 
 class SyncLanes:
-    """Waits for lsns to become durable.
+    """Makes lsns durable, with up to two syncs at a time.
 
-    `begin` says what a flight covers (its `mark` and `segments`; the second argument is the flight before it), `sync` makes
-    that durable, `settle` takes note, `doubt` hears of a flight that did not get through.
+    `begin` sets what a flight covers (its `mark` and `segments`; the second argument is the preceding flight), `sync` makes it
+    durable, `settle` records that it is durable, and `on_failure` is called when a flight does not complete.
     """
 
-    __slots__ = ("_begin", "_doubt", "_flying", "_lock", "_settle", "_sleepers", "_sync", "durable_lsn")
+    __slots__ = ("_begin", "_flying", "_lock", "_on_failure", "_settle", "_sleepers", "_sync", "durable_lsn")
 
     def __init__(
         self,
@@ -65,13 +72,13 @@ class SyncLanes:
         begin: Callable[[Flight, Flight | None], None],
         sync: Callable[[Flight], None],
         settle: Callable[[Flight], None],
-        doubt: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException], None],
     ) -> None:
         # constant after construction
         self._begin = begin
         self._sync = sync
         self._settle = settle
-        self._doubt = doubt
+        self._on_failure = on_failure
         # guarded by _lock; `durable_lsn` is read by all
         self._lock = threading.Lock()
         self._flying: list[Flight] = []
@@ -80,10 +87,10 @@ class SyncLanes:
         """Sleeper → the lsn it waits for."""
         self.durable_lsn = durable_lsn
 
-    def until(self, lsn: int) -> None:
+    def wait_durable(self, lsn: int) -> None:
         """Return when everything up to an lsn is durable; raise what the sync for it raised."""
         flight: Flight | None = None
-        try:  # around the whole way: who was woken to lead and is interrupted before it does would leave the others asleep
+        try:  # around the loop: a thread woken to lead may be interrupted before it does, and must wake another sleeper
             while self.durable_lsn < lsn:
                 flight, leads = Flight(), False
                 with self._lock:
@@ -91,10 +98,10 @@ class SyncLanes:
                     before = flying[-1] if flying else None
                     if before is None or (len(flying) < LANES and lsn > before.mark.lsn):
                         leads = True
-                        flight.is_through = flight.is_doomed = False
+                        flight.sync_completed = flight.is_invalidated = False
                         flight.lane = 0 if before is None else 1 - before.lane
                         flight.mark, flight.segments = _NOTHING, []
-                        flying.append(flight)  # before it takes anything
+                        flying.append(flight)  # before it takes segments, so that `_abort_flight` finds it
                         self._begin(flight, before)
                     elif self.durable_lsn < lsn:
                         self._go_to_sleep(flight, lsn)
@@ -102,11 +109,11 @@ class SyncLanes:
                         return
                 if leads:
                     self._sync(flight)
-                    flight.is_through = True
+                    flight.sync_completed = True
                     with self._lock:
-                        if len(flying) > 1 or self._sleepers or flight.is_doomed:
-                            self._land()
-                        else:  # the same for who is alone
+                        if len(flying) > 1 or self._sleepers or flight.is_invalidated:
+                            self._settle_completed()
+                        else:  # what `_settle_completed` does, for a lone flight without sleepers
                             self._settle(flight)
                             self.durable_lsn = flight.mark.lsn
                             flying.clear()
@@ -114,13 +121,13 @@ class SyncLanes:
                     flight.ring.sleep()
                     self._sleepers.pop(
                         flight, None
-                    )  # itself: interrupted before this line, it is still woken by others
+                    )  # removed by the sleeper itself: until then other threads can still wake it
         except BaseException as error:
-            self._leave(flight, error)
+            self._abort_flight(flight, error)
             raise
 
     def drain(self) -> None:
-        """Return when no flight is on its way. The caller has seen to it that syncs that begin from now on touch no file."""
+        """Return when no flight is running. REQUIRES that syncs that begin from now on touch no file."""
         while True:
             waiter = Flight()
             try:
@@ -133,13 +140,13 @@ class SyncLanes:
                 self._sleepers.pop(waiter, None)
 
     def wake(self) -> None:
-        """Let every sleeper look again."""
+        """Wake every sleeper, so that it checks again."""
         with self._lock:
             for sleeper in [*self._sleepers]:
                 sleeper.ring.wake()
 
     def forked(self) -> None:
-        """In the child of a fork() nobody holds the lock, and nobody sleeps or syncs."""
+        """Reset the state in the child of a fork(), where no thread holds the lock, sleeps or syncs."""
         self._lock = threading.Lock()
         self._flying, self._sleepers = [], {}
 
@@ -148,11 +155,11 @@ class SyncLanes:
         sleeper.ring = Ring()
         self._sleepers[sleeper] = lsn
 
-    def _land(self) -> None:
-        """Settle the flights that are through, and wake those it concerns."""
+    def _settle_completed(self) -> None:
+        """Settle the completed flights in order, and wake the sleepers that are covered or can lead."""
         flying = self._flying
-        while flying and flying[0].is_through:
-            if not flying[0].is_doomed:
+        while flying and flying[0].sync_completed:
+            if not flying[0].is_invalidated:
                 self._settle(flying[0])
                 self.durable_lsn = flying[0].mark.lsn
             flying.pop(0)
@@ -167,15 +174,15 @@ class SyncLanes:
                 has_lane = False
                 sleeper.ring.wake()
 
-    # ── the end of one that fails ─────────────────────────────────────────────────────────────────────────────────────
-    def _leave(self, flight: Flight | None, error: BaseException) -> None:
-        """A flight has failed, or a thread is interrupted while it leads or sleeps."""
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _abort_flight(self, flight: Flight | None, error: BaseException) -> None:
+        """Clean up after a flight that failed, or a thread that was interrupted while it led or slept."""
         with self._lock:
             if flight is not None:
                 self._sleepers.pop(flight, None)
-                if flight in self._flying and not flight.is_through:
-                    self._doubt(error)
+                if flight in self._flying and not flight.sync_completed:
+                    self._on_failure(error)
                     for later in self._flying[self._flying.index(flight) + 1 :]:
-                        later.is_doomed = True
+                        later.is_invalidated = True
                     self._flying.remove(flight)
-            self._land()
+            self._settle_completed()

@@ -1,15 +1,15 @@
-"""Finds an earlier version of a database, by lsn or by time, and says what it can be read from (P14).
+"""Finds an earlier version of a database, by lsn or by time, and the snapshot, if any, from which it is read (P14).
 
-A version is the last commit at or below what was asked for. *Live* versions, at or above `checkpointed_lsn` (and of a fork its
-fork point), are read through a lease, as any other. An older one needs a snapshot that covers no more than it and pins every
-segment up to it: its leaves, and its pins cut at that version. What lies between the anchor of a snapshot and the next version
-is the anchor itself, if the snapshot behind it, or the live database, is based on just that. A live version that a window of
-time travel keeps is read from there: the checkpoint it was kept for may have been given a floor above it, and then no lease is
-to be had (P9).
+The version is the last commit at or below the requested moment. *Live* versions, at or above `checkpointed_lsn` (and, in a
+fork, the fork point), are read through a lease, like any other. An older one needs a snapshot that covers no more than it and
+pins every segment up to it: the snapshot's leaves, and its pins cut at that version. A moment between the anchor of a snapshot
+and the next version means the anchor itself, if the next snapshot, or the live database, is based on exactly that anchor. A
+live version that a time-travel window keeps is read from there: the checkpoint for which it was kept may have been given a
+floor above it, and then no lease can be taken (P9).
 
-A version that was lost when the store was taken over is `EpochLost`, never the one before it (A10).
+A version that was lost when the store was taken over raises `EpochLost`; the one before it is never returned instead (A10).
 
-Threads: any. Raises `SnapshotGone`, `EpochLost`, `OutOfRange` for a version that is not there yet, `InvalidInput` for a time
+Threads: any. Raises `SnapshotGone`, `EpochLost`, `OutOfRange` for a version that does not exist yet, `InvalidInput` for a time
 without a zone.
 """
 
@@ -35,36 +35,38 @@ from quire.pages.page_source import Mark
 from quire.pages.view_build import pinned
 
 At = int | Epoch | datetime
-"""How a version is asked for."""
+"""How a caller names a version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was asked for: an lsn or a time in milliseconds; the other is `None`."""
+    """The requested moment: an lsn or a time in milliseconds; the other is `None`."""
 
     lsn: int | None
     ms: int | None
 
     @classmethod
     def of(cls, at: At) -> Moment:
-        """What `at` means."""
+        """Return the moment that `at` names."""
         if isinstance(at, datetime):
             if at.tzinfo is None:
-                raise InvalidInput("a time needs a zone", hint="datetime.now(timezone.utc), say", at=str(at))
+                raise InvalidInput(
+                    "a time needs a time zone", hint="use, for example, datetime.now(timezone.utc)", at=str(at)
+                )
             return cls(None, int(at.timestamp() * 1000))
         lsn = at.lsn if isinstance(at, Epoch) else at
         if isinstance(lsn, bool) or not isinstance(lsn, int) or lsn < 0:
-            raise InvalidInput("a version is an lsn, an Epoch or a time", at=repr(at))
+            raise InvalidInput("a version must be an lsn, an Epoch or a time", at=repr(at))
         return cls(lsn, None)
 
     def includes(self, lsn: int, ms: int) -> bool:
-        """Whether a version of this lsn and time is at or below it."""
+        """Return whether a version of this lsn and time is at or below the moment."""
         return lsn <= self.lsn if self.lsn is not None else ms <= (self.ms or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundVersion:
-    """A version, and where it is read: `snapshot_id` is 0 for a live one."""
+    """A version, and the snapshot from which it is read; `snapshot_id` is 0 for a live version."""
 
     mark: Mark
     snapshot_id: int = 0
@@ -72,18 +74,21 @@ class FoundVersion:
 
 
 def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Mark, objects_url: str) -> FoundVersion:
-    """The version that was current at `at`. REQUIRES that everything up to `durable` is published: index regions are asked."""
+    """Return the version that was current at `at`.
+
+    REQUIRES that everything up to `durable` is published, because index regions are searched.
+    """
     lsn = Moment.of(at).lsn
     begins = [first for first, _ in txn.timelines() if lsn is not None and first > lsn]
     if lsn is None or not begins:
         return _find_version(txn, regions, db_id, at, durable, objects_url)
     if lsn > durable.lsn:
-        raise _lost(db_id, lsn, durable.lsn, begins[0])  # and not "yet": what comes is in a later range
+        raise _lost(db_id, lsn, durable.lsn, begins[0])  # not "does not exist yet": new lsns are in a later range
     version = _find_version(txn, regions, db_id, at, durable, objects_url)
     if version.mark.lsn < lsn:
-        # The last commit before the takeover is the answer for what was lost, too: unless another one follows before it.
+        # If this is also the last commit before the takeover, `lsn` was lost. If another commit follows, it was not.
         last: FoundVersion | None = None
-        with suppress(SnapshotGone):  # then there is one, and it is no longer kept
+        with suppress(SnapshotGone):  # a later commit exists, but is no longer kept
             last = _find_version(txn, regions, db_id, min(begins[0] - 1, durable.lsn), durable, objects_url)
         if last is not None and last.mark.lsn == version.mark.lsn:
             raise _lost(db_id, lsn, version.mark.lsn, begins[0])
@@ -109,7 +114,7 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
         return FoundVersion(durable)
     wal, record = txn.wal_state(db_id), txn.database(db_id)
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
-    # Of what a fork has inherited it knows the newest versions only: its own history begins where it was forked.
+    # A fork has only the newest inherited version of each page: its own history begins at the fork point.
     begins = max(checkpointed, record.parent_lsn if record is not None else 0)
     live = _live_segments(txn, db_id, durable.lsn, checkpointed)
     mark = last_commit(regions, live, moment)
@@ -118,16 +123,16 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
     )
     if mark is not None and mark.lsn >= begins:
         windows = [(number, record) for number, record in snapshots if WINDOW_TAG in record.tags]
-        kept = _among(txn, regions, windows, moment, objects_url)
+        kept = _find_in_snapshots(txn, regions, windows, moment, objects_url)
         return kept if kept is not None and kept.mark.lsn == mark.lsn else FoundVersion(mark)
-    version = _among(txn, regions, snapshots, moment, objects_url, checkpointed)
+    version = _find_in_snapshots(txn, regions, snapshots, moment, objects_url, checkpointed)
     if version is None:
         if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
             created = datetime.fromtimestamp(record.created_at_ms / 1000, UTC).isoformat(timespec="seconds")
             raise SnapshotGone("the database did not exist then", db_id=db_id, at=str(at), created=created)
         raise SnapshotGone(
             "this version is no longer kept",
-            hint="snapshots keep theirs, a window of time travel (maintenance.time_travel_seconds) all for a while",
+            hint="open a newer one; snapshots and maintenance.time_travel_seconds keep versions for longer",
             db_id=db_id,
             at=str(at),
         )
@@ -135,7 +140,7 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
 
 
 def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment) -> Mark | None:
-    """The last commit at or below a moment in these segments, which are ordered by first lsn."""
+    """Return the last commit at or below a moment in these segments, which are ordered by first lsn."""
     for pin in reversed(pins):
         region = regions.of(pin)
         frames = np.flatnonzero(region.entries["db_size"]).tolist()
@@ -152,7 +157,7 @@ def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment)
 
 
 def newest_sealed(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) -> Mark | None:
-    """The newest version of which every segment is sealed and indexed, if the chunks do not hold it yet."""
+    """Return the newest version up to which all segments are sealed and indexed, if chunks do not contain it yet."""
     wal = txn.wal_state(db_id)
     after, pins = wal.checkpointed_lsn if wal is not None else 0, list[PinnedSegment]()
     rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
@@ -166,8 +171,10 @@ def newest_sealed(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) 
 
 
 def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn: int) -> list[PinnedSegment]:
-    """The segments that still hold versions of the live database, open ones as far as they are durable. The last one that was
-    absorbed is among them as long as it is there: it knows the size of what is in the chunks."""
+    """Return the segments with versions of the live database, open ones up to the durable lsn.
+
+    The last absorbed segment is included while it exists, because it has the size of the version in the chunks.
+    """
     segments: list[tuple[int, PinnedSegment]] = []
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
         if row.state is WalState.TRUNCATED or row.first_lsn > durable_lsn:
@@ -182,7 +189,7 @@ def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn:
     return [pin._replace(upto_lsn=min(pin.upto_lsn, end)) for (_, pin), end in zip(segments, ends)]
 
 
-def _among(
+def _find_in_snapshots(
     txn: ReadTxn,
     regions: Regions,
     snapshots: list[tuple[int, SnapshotRecord]],
@@ -200,21 +207,22 @@ def _among(
         mark, covered = last_commit(regions, pins, moment), _covered(txn, record)
         if mark is not None and covered <= mark.lsn:
             return FoundVersion(mark, snapshot_id, record)
-        # Chunks that a checkpoint put under it while it was published may hold more than this version; a later one may not.
+        # Chunks that a checkpoint added to this snapshot while it was published may contain more than this version; those of
+        # a later snapshot may not.
         if mark is None and before is not None and before[1].anchor_lsn == covered:
-            return _whole(*before)
+            return _version_of(*before)
     if before is not None and before[1].anchor_lsn in (moment.lsn, checkpointed_lsn):
-        return _whole(*before)
+        return _version_of(*before)
     return None
 
 
-def _whole(snapshot_id: int, record: SnapshotRecord) -> FoundVersion:
+def _version_of(snapshot_id: int, record: SnapshotRecord) -> FoundVersion:
     mark = Mark(record.anchor_lsn, record.size_pages, record.anchor_segment_id, record.anchor_time_ms)
     return FoundVersion(mark, snapshot_id, record)
 
 
 def _covered(txn: ReadTxn, record: SnapshotRecord) -> int:
-    """The highest lsn that a snapshot's chunks hold."""
+    """Return the highest lsn that a snapshot's chunks cover."""
     covered = 0
     for number, origin, generation in record.leaves:
         leaf = txn.get(t.SLOT_LEAF, origin, number, generation)

@@ -1,11 +1,11 @@
-"""A write transaction: buffers page images until `commit`, and the guard that tells when they are durable.
+"""A write transaction, which buffers page images until `commit`, and the guard that reports when a commit is durable.
 
-A transaction sees what was written before it and what it writes itself; one that cuts pages off and grows again finds zeros
-there, as it will after the commit (P15). Images beyond a limit wait in a scratch file without a name (P6). However it ends
-(commit, rollback, an error in either, or being forgotten) the next writer may begin. A commit that raises has rolled back,
-unless the database is unusable now: then nobody knows, and reopening it tells.
+A transaction sees everything written before it and its own writes; if it truncates the database and grows it again, the pages
+in between are zeros, as they will be after the commit (P15). Images beyond a limit are moved to an unlinked scratch file (P6).
+However the transaction ends (commit, rollback, an error in either, or garbage collection), the next writer can begin. A commit
+that raises has been rolled back, unless the database is now unusable: then the outcome is unknown until it is reopened.
 
-Thread: one at a time. Raises `DiskFull` and `StorageFault` when it spills; what was written before stays readable.
+Threads: one at a time. Raises `DiskFull` and `StorageFault` when it spills; pages written before stay readable.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from quire.pages.page_source import Mark, PageSource
 from quire.pages.wal import Wal
 
 SPILL_BYTES = 64 * MIB
-"""Images in memory before they are moved to the scratch file (P6)."""
+"""Bytes of images in memory above which they are moved to the scratch file (P6)."""
 
 _names = itertools.count(1 << 63)
-"""Scratch directories are named after jobs; these numbers are no job's."""
+"""Scratch directories are named by job id; these numbers are never job ids."""
 
 
 class Spill:
@@ -45,7 +45,7 @@ class Spill:
         path = os.path.join(root, scratch_dir(next(_names)))
         self._file: File = disk.open(path, exclusive=True)
         try:
-            disk.remove(path)  # neither a crash nor a forgotten transaction leaves it behind
+            disk.remove(path)  # unlinked, so that neither a crash nor an abandoned transaction leaves it behind
         except BaseException:
             self._file.close()
             raise
@@ -64,7 +64,7 @@ class Spill:
         return page in self._places
 
     def take(self, images: Mapping[int, bytes]) -> None:
-        """Move these images here."""
+        """Write these images to the scratch file."""
         moved = sorted(images.items())
         self._file.write_at(b"".join([image for _, image in moved]), self._end)
         for page, image in moved:
@@ -72,22 +72,22 @@ class Spill:
             self._end += self._size
 
     def drop(self, page: int) -> None:
-        """Forget a page, if it is here."""
+        """Remove a page, if present."""
         self._places.pop(page, None)
 
     def drop_from(self, size: int) -> None:
-        """Forget the pages at and beyond `size`."""
+        """Remove the pages at and beyond `size`."""
         self._places = {page: place for page, place in self._places.items() if page < size}
 
     def get(self, page: int) -> bytes | None:
-        """The image of a page, if it is here."""
+        """Return the image of a page, `None` if it was not spilled."""
         place = self._places.get(page)
         if place is None:
             return None
         image = self._file.read_at(self._size, place[0])
         if crc64(image) != place[1]:
             raise ChecksumMismatch(
-                "a page of a large transaction came back from its scratch file altered",
+                "a page of a large transaction was altered in its scratch file",
                 hint="check the disk; the transaction cannot be committed, nothing else is affected",
                 page=page,
                 path=self._file.path,
@@ -95,7 +95,7 @@ class Spill:
         return image
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file, which deletes it."""
         self._places = {}
         self._file.close()
 
@@ -105,7 +105,7 @@ PAGES_MAX = 2**32 - 1
 
 
 class PageGuard:
-    """A commit on its way to disk: `result()` returns when it is durable, `await guard` suspends until then."""
+    """A commit that may not be durable yet: `result()` returns when it is, `await guard` suspends until then."""
 
     __slots__ = ("lsn", "mark", "size_pages", "wal")
 
@@ -116,15 +116,15 @@ class PageGuard:
         self.size_pages = mark.size_pages
 
     def result(self) -> int:
-        """The commit's lsn, once it is durable."""
+        """Wait until the commit is durable and return its lsn."""
         lsn = self.lsn
-        self.wal.until(lsn)
+        self.wal.wait_durable(lsn)
         if (barrier := self.wal.barrier) is not None:
             barrier.hold()
         return lsn
 
     def done(self) -> bool:
-        """Whether it is durable."""
+        """Return whether the commit is durable."""
         return self.wal.durable.lsn >= self.lsn
 
     def __await__(self) -> Generator[Any, None, int]:
@@ -134,18 +134,18 @@ class PageGuard:
 
 
 class WriteTxn:
-    """Made by `PageStore.begin`."""
+    """An open write transaction; created by `PageStore.begin`."""
 
     __slots__ = (
         "__weakref__",
         "_base",
+        "_base_pages_end",
         "_images",
         "_open",
         "_release",
         "_require",
         "_spill",
         "_spill_pages",
-        "_uncut",
         "_versions",
         "_wal",
         "size_pages",
@@ -167,17 +167,17 @@ class WriteTxn:
         base = self._base = wal.written
         self._images: dict[int, bytes] = {}
         self._spill: Spill | None = None
-        self.size_pages = self._uncut = base.size_pages
-        """`_uncut`: pages below it are as they were unless they were written; those from it on are new."""
+        self.size_pages = self._base_pages_end = base.size_pages
+        """`_base_pages_end`: pages below it are unchanged unless this transaction wrote them; pages from it on are new."""
         self._open = True
 
     @property
     def base_lsn(self) -> int:
-        """The version it builds on."""
+        """The lsn of the version that the transaction builds on."""
         return self._base.lsn
 
     def read_page(self, page: int) -> bytes:
-        """The page as this transaction sees it."""
+        """Return the page as this transaction sees it."""
         self._check()
         image = self._images.get(page)
         if image is None and self._spill is not None:
@@ -186,16 +186,18 @@ class WriteTxn:
             return image
         if not 0 <= page < self.size_pages:
             raise OutOfRange("the database has no such page", page=page, size_pages=self.size_pages)
-        return self._versions.read(page, self._base.lsn) if page < self._uncut else bytes(self._wal.page_size)
+        return self._versions.read(page, self._base.lsn) if page < self._base_pages_end else bytes(self._wal.page_size)
 
     def write_page(self, page: int, image: bytes | bytearray | memoryview) -> None:
-        """Replace a page; one beyond the end grows the database."""
+        """Replace a page; writing beyond the end grows the database."""
         if not self._open:
             self._check()
         if type(image) is not bytes:
             image = bytes(image)
         if len(image) != self._wal.page_size:
-            raise InvalidInput("a page has another length", page=page, bytes=len(image), page_size=self._wal.page_size)
+            raise InvalidInput(
+                "a page has the wrong length", page=page, bytes=len(image), page_size=self._wal.page_size
+            )
         if not 0 <= page < PAGES_MAX:
             raise OutOfRange("a page's number does not fit 32 bits", page=page)
         self._images[page] = image
@@ -205,14 +207,14 @@ class WriteTxn:
             self._spill_over(page)
 
     def write_pages(self, images: Mapping[int, bytes]) -> None:
-        """Replace several pages: all of them, or none if one cannot be."""
+        """Replace several pages; if one is invalid, none is replaced."""
         self._check()
         if not images:
             return
         page_size, first, last = self._wal.page_size, min(images), max(images)
         if {*map(len, images.values())} != {page_size} or {*map(type, images.values())} != {bytes}:
             wrong = next((page for page, image in images.items() if len(image) != page_size), None)
-            raise InvalidInput("a page is bytes of the page size", page=wrong, page_size=page_size)
+            raise InvalidInput("a page must be bytes of the page size", page=wrong, page_size=page_size)
         if first < 0 or last >= PAGES_MAX:
             raise OutOfRange("a page's number does not fit 32 bits", min=first, max=last)
         self._images.update(images)
@@ -222,7 +224,7 @@ class WriteTxn:
             self._spill_over(*images)
 
     def _spill_over(self, *written: int) -> None:
-        """Pages just written replace what was spilled of them; and if there are too many in memory, all of them go."""
+        """Drop spilled images of pages just written, and spill all images if too many are in memory."""
         if self._spill is not None:
             for page in written:
                 self._spill.drop(page)
@@ -233,19 +235,19 @@ class WriteTxn:
             self._images = {}
 
     def truncate(self, size_pages: int) -> None:
-        """Set the size of the database; what lies beyond is gone, what is new is zeros."""
+        """Set the size of the database: pages beyond it are removed, new pages are zeros."""
         self._check()
         if not 1 <= size_pages <= PAGES_MAX:
-            raise OutOfRange("a database has at least one page", size_pages=size_pages, max=PAGES_MAX)
+            raise OutOfRange("a database must have at least one page", size_pages=size_pages, max=PAGES_MAX)
         if size_pages < self.size_pages:
             self._images = {page: image for page, image in self._images.items() if page < size_pages}
             if self._spill is not None:
                 self._spill.drop_from(size_pages)
-            self._uncut = min(self._uncut, size_pages)
+            self._base_pages_end = min(self._base_pages_end, size_pages)
         self.size_pages = size_pages
 
     def commit(self) -> PageGuard:
-        """Append the transaction; the guard resolves when it is durable. The next writer may begin at once (P7)."""
+        """Append the transaction; return a guard that resolves when it is durable. The next writer may begin at once (P7)."""
         if not self._open:
             self._check()
         if TRACE_API in sys.modules:
@@ -257,17 +259,17 @@ class WriteTxn:
         wal, size = self._wal, self.size_pages
         try:
             self._require()
-            if not self._images and not self._spill and self._uncut >= size:
+            if not self._images and not self._spill and self._base_pages_end >= size:
                 base = self._base
                 if size == base.size_pages:
                     return PageGuard(wal, base)
-                self._images[0] = self._versions.read(0, base.lsn)  # a commit needs a frame to say the new size
-            return PageGuard(wal, wal.append(self._images, size, self._uncut, self._spill))
+                self._images[0] = self._versions.read(0, base.lsn)  # a commit needs a frame to carry the new size
+            return PageGuard(wal, wal.append(self._images, size, self._base_pages_end, self._spill))
         finally:
             self._end()
 
     def rollback(self) -> None:
-        """Forget everything; rolling back twice, or after a commit, is fine."""
+        """Discard all changes. Does nothing if the transaction has ended."""
         if self._open:
             self._end()
 
@@ -280,7 +282,7 @@ class WriteTxn:
 
     def _check(self) -> None:
         if not self._open:
-            raise InvalidInput("the transaction has ended", hint="begin another one")
+            raise InvalidInput("the transaction has ended", hint="begin a new one")
 
     def __enter__(self) -> Self:
         return self

@@ -1,17 +1,17 @@
-"""Published versions of one database, by the manifest; for the owner, its unpublished ones as well.
+"""Locates the published versions of one database through the manifest and, in the owner, the unpublished ones in memory.
 
 Terms
   published  in the page index: everything at or below `indexed_upto_lsn`
   head       a page's newest published version
 
-Unpublished versions are looked for first, then index and slot map in one manifest transaction. The newest version with
-`covered_lsn < lsn ≤ snapshot` wins, else the chain; if the chain holds more than the snapshot may see, `SnapshotGone`: never
-wrong data (P8). A page that neither index nor slot map knows is zeros, but only of a database that exists: dropping one empties
-both.
+Unpublished versions are searched first, then index and slot map in one manifest transaction. The newest version with
+`covered_lsn < lsn ≤ snapshot` wins, else the chain; if the chain contains more than the snapshot may see, `SnapshotGone` is
+raised: wrong data is never returned (P8). A page in neither index nor slot map is zeros, but only if the database exists:
+dropping it empties both.
 
-Without unpublished versions it needs neither WAL nor owner, so a process that only reads uses the same code.
+Without unpublished versions it needs neither WAL nor owner, so read-only processes use the same code.
 
-Threads: any; the caches are dicts that hold immutable facts.
+Threads: any; the caches are dicts of immutable facts.
 Raises `SnapshotGone`, `DatabaseTombstoned`, `Corruption`, and what disks and object stores raise.
 """
 
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 BeginRead = Callable[[], AbstractContextManager[ReadTxn]]
 
 LEAVES_KEPT = 1_024
-"""Decoded leaves of the slot map in memory, per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
+"""Decoded leaves of the slot map kept in memory per database: 256 slots each, so 16 TiB of 64 MiB chunks."""
 PLACES_KEPT = 16_384
 
 LOOKED_UP_AT_ONCE = 4_096
-"""Pages that are looked up in one transaction of the manifest (M4)."""
+"""Pages looked up in one transaction of the manifest (M4)."""
 
 
 def _nothing(_page: int, _lsn: int) -> None:
-    """A process that only reads knows no unpublished versions."""
+    """Return no unpublished version: a read-only process has none."""
 
 
 class Versions(PageSource):
@@ -71,16 +71,16 @@ class Versions(PageSource):
         self._begin_read = begin_read
         self._objects_url = objects_url
         self._inherited = inherited
-        """Page → newest version in segments of an origin this database was forked from (P12)."""
+        """Page → newest version in segments inherited from the database that this one was forked from (P12)."""
         self._unpublished = unpublished
         self._present: Versions | None = None
-        """Of versions as of a moment: the same with the rows of now."""
+        """For an `as_of` copy: the original, which uses the current rows."""
         # caches
         self._leaves: dict[tuple[int, int, int], Leaf] = {}
         self._places: dict[ArtifactKey, ChunkPlace] = {}
 
     def as_of(self, rows: BeginRead) -> Self:
-        """The same versions by the rows of one moment, whatever is checkpointed afterwards."""
+        """Return a copy that uses the rows of one moment, whatever is checkpointed afterwards."""
         held = copy(self)
         held._begin_read, held._present = rows, self
         return held
@@ -90,11 +90,11 @@ class Versions(PageSource):
             return super()._read_again(page, lsn)
         except Corruption:
             if self._present is not None:
-                self._present.locate(page, lsn)  # `SnapshotGone` if its files went with later rows
+                self._present.locate(page, lsn)  # raises `SnapshotGone` if later rows no longer have the version
             raise
 
     def locate(self, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
-        """Where the page as of version `lsn` is."""
+        """Return the location of the page as of version `lsn`."""
         version = self._unpublished(page, lsn)
         if version is None:
             with self._begin_read() as txn:
@@ -104,7 +104,7 @@ class Versions(PageSource):
         return version[0], self.db_id, version[1]
 
     def locate_many(self, pages: Sequence[int], lsn: int) -> Iterator[tuple[int, Location | InChain]]:
-        """The same for several pages, in few transactions."""
+        """Yield the locations of several pages, in few transactions."""
         for start in range(0, len(pages), LOOKED_UP_AT_ONCE):
             published: list[int] = []
             for page in pages[start : start + LOOKED_UP_AT_ONCE]:
@@ -113,13 +113,13 @@ class Versions(PageSource):
                     published.append(page)
                 else:
                     yield page, (version[0], self.db_id, version[1])
-            # Begun after unpublished versions were looked for: what was published in between is in the index by now (P8).
+            # Begun after the search of unpublished versions: those published in between are in the index by now (P8).
             with self._begin_read() as txn:
                 located = [(page, self._look_up(txn, page, lsn)) for page in published]
             yield from located
 
     def _look_up(self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
-        """Where a published version is."""
+        """Return the location of a published version."""
         if not again:
             head = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
             # Nothing is newer than a head at or below the snapshot, whatever the chain covers.
@@ -147,17 +147,17 @@ class Versions(PageSource):
         return covered, [self._place(txn, link.artifact(slot), again=again) for link in chain]
 
     def kept(self, mark: Mark) -> PageSource | None:
-        """A version that was set aside, from the snapshot that keeps it."""
+        """Return a source of a version that was set aside, from the snapshot that keeps it."""
         return kept_source(self._begin_read, self.sources, self.db_id, mark, self._objects_url)
 
     def _require_alive(self, txn: ReadTxn) -> None:
-        """Nothing is known of a page: it was never written, or everything went with the database."""
+        """Raise if the database was dropped. For a page without any row: it was never written, or its rows are gone."""
         record = txn.database(self.db_id)
         if record is None or record.status is DbStatus.TOMBSTONED:
             raise DatabaseTombstoned("the database was dropped while it was read", db_id=self.db_id)
 
     def _indexed(self, txn: ReadTxn, page: int, lsn: int, covered: int) -> Location | None:
-        """The newest published version in (covered, lsn]."""
+        """Return the newest published version in (covered, lsn]."""
         indexed = txn.at_or_below(t.PAGE_VERSION_INDEX, self.db_id, page, lsn)
         if indexed is not None and indexed[0][2] > covered:
             return indexed[0][2], indexed[1].origin_db_id, indexed[1].segment_id
@@ -181,10 +181,10 @@ class Versions(PageSource):
         return chains.get(offset, EMPTY)
 
     def _place(self, txn: ReadTxn, key: ArtifactKey, *, again: bool) -> ChunkPlace:
-        known = self._places.get(key)
-        if known is None or again:
+        place = self._places.get(key)
+        if place is None or again:
             self.sources.forget_chunk(key)
             if len(self._places) >= PLACES_KEPT:
                 self._places.clear()
-            known = self._places[key] = chunk_place(txn, key, self._objects_url)
-        return known
+            place = self._places[key] = chunk_place(txn, key, self._objects_url)
+        return place

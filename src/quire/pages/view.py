@@ -1,17 +1,17 @@
-"""A version of a database as a value: everything that is needed to read it, and no manifest (P16).
+"""A version of a database as a value: everything needed to read it without a manifest (P16).
 
 Terms
-  link   one artifact of a slot's chain, with its size and where its object is
-  pin    a WAL segment up to an lsn: what no chunk holds yet
-  view   links + pins: immutable, picklable, and small: 40 bytes an artifact, whatever the size of the database
+  link   one artifact of a slot's chain, with its size and the location of its object
+  pin    a WAL segment up to an lsn, with the pages that no chunk contains yet
+  view   links + pins: immutable, picklable, and small: 40 bytes per artifact, whatever the size of the database
 
-A view is opened with `Sources` alone: an object store, and the store's directory where it is shared. Pins are read from their
-segments' files if they are there, else from their objects. The newest pinned version above what the chain covers wins, else the
-chain, else zeros: a page that never was written (P8). A chain that covers more than the view's version is never read:
+A view is opened with `Sources` alone: an object store, and the store's directory if it is shared. Pins are read from their
+segments' files if these exist, else from their objects. The newest pinned version above what the chain covers wins, else the
+chain, else zeros, for a page that was never written (P8). A chain that covers more than the view's version is never read:
 `SnapshotGone`, as for any reader.
 
-A view says nothing about how long its artifacts stay: a snapshot's row, or a lease, stands behind it. A reader that was opened
-with a manifest at hand raises `SnapshotGone` when that row is gone.
+A view does not keep its artifacts: a snapshot's row, or a lease, does. A reader that was opened with a manifest raises
+`SnapshotGone` when that row is gone.
 
 Threads: a reader belongs to one at a time, a view to any. Executor-safe. Building one needs a manifest: `view_build.py`.
 Raises `OutOfRange`, `ReadOnly`, `SnapshotGone`, and what `Sources` raises.
@@ -46,10 +46,10 @@ LINK_DTYPE = np.dtype(
         ("reserved", "u1"), ("covered_lsn", "<u8"), ("size_bytes", "<u8"), ("space", "<u4"), ("name", "<u4"),
     ]
 )  # fmt: skip
-"""One artifact of a chain. `space` counts `SnapshotView.spaces`, `name` counts `SnapshotView.names`."""
+"""One artifact of a chain. `space` is an index into `SnapshotView.spaces`, `name` into `SnapshotView.names`."""
 
 ALONE_BYTES = 16 << 20
-"""Pages kept in memory by a reader that is opened by itself."""
+"""Bytes of pages cached by a reader without an engine."""
 CHAINS_KEPT = 4_096
 
 if LINK_DTYPE.itemsize != 40:
@@ -62,7 +62,7 @@ class SnapshotView:
 
     db_id: int
     snapshot_id: int
-    """Of the row behind it; 0 if a lease stands behind it."""
+    """The id of the snapshot that keeps it; 0 if a lease does."""
     name: str
     page_size: int
     pages_per_chunk: int
@@ -71,13 +71,13 @@ class SnapshotView:
     time_ms: int
     segment_id: int
     links: bytes
-    """`LINK_DTYPE`, by slot, each chain in its order."""
+    """`LINK_DTYPE`, sorted by slot, each chain in order."""
     spaces: tuple[tuple[str, str], ...]
     """(URL of the object store, prefix of keys in it)."""
     names: tuple[str, ...]
-    """Keys of artifacts that are not named after themselves; the first is empty: the others are."""
+    """Object keys that do not follow from the artifact's key; the first is empty and stands for those that do."""
     pins: tuple[PinnedSegment, ...]
-    """By first lsn."""
+    """Sorted by first lsn."""
 
     @property
     def epoch(self) -> Epoch:
@@ -85,27 +85,27 @@ class SnapshotView:
         return Epoch(self.lsn, self.segment_id)
 
     def open(self, sources: Sources, *, regions: Regions | None = None) -> ViewReader:
-        """A reader of this version."""
+        """Return a reader of this version."""
         return ViewReader(self, sources, regions=regions)
 
     def open_alone(
         self, open_store: Callable[[str], ObjectStore], *, root: str = "", cache_bytes: int = ALONE_BYTES
     ) -> ViewReader:
-        """A reader that needs no manifest: object stores by URL and, for segments that were not uploaded, the store's
-        directory `root` (P16)."""
+        """Return a reader that needs no manifest: only object stores by URL and, for segments that were not uploaded, the
+        store's directory `root` (P16)."""
         return ViewReader(self, sources_alone(open_store, root=root, cache_bytes=cache_bytes))
 
 
 def sources_alone(
     open_store: Callable[[str], ObjectStore], *, root: str = "", cache_bytes: int = ALONE_BYTES
 ) -> Sources:
-    """Where views of one store are read from without its manifest, one or many of them."""
+    """Return the sources to read any number of views of one store without its manifest."""
     disk = OsDisk() if root else _NoDisk()
     return Sources(root=root, disk=disk, open_store=open_store, cache=PageCache(cache_bytes))
 
 
 def without_object(view: SnapshotView) -> list[ArtifactKey]:
-    """Its pinned segments that have no object yet: who shares no disk with the owner cannot read them (P16)."""
+    """Return the pinned segments that have no object yet: only processes that share the owner's disk can read them (P16)."""
     return [
         ArtifactKey(pin.origin_db_id, ArtifactKind.WAL, pin.segment_id, 0)
         for pin in view.pins
@@ -114,7 +114,7 @@ def without_object(view: SnapshotView) -> list[ArtifactKey]:
 
 
 def place_of(view: SnapshotView, link: np.void) -> ChunkPlace:
-    """Where the chunk of a link is."""
+    """Return the location of a link's chunk."""
     key = ArtifactKey(
         int(link["origin_db_id"]),
         ArtifactKind(int(link["kind"])),
@@ -128,7 +128,7 @@ def place_of(view: SnapshotView, link: np.void) -> ChunkPlace:
 
 
 class _NoDisk(OsDisk):
-    """A disk with nothing on it, so that nobody's files are taken for the store's."""
+    """An empty disk, so that no unrelated file is taken for one of the store's."""
 
     __slots__ = ()
 
@@ -164,11 +164,11 @@ class ViewSource(PageSource):
         self._chains: dict[int, tuple[int, tuple[ChunkPlace, ...]]] = {}
 
     def locate(self, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
-        """Where a page is: the newest pinned version above what the chain covers, else the chain."""
+        """Return the location of a page: the newest pinned version above what the chain covers, else the chain."""
         assert lsn == self._view.lsn, "a view has one version"
         covered, chain = self._chain(page // self.pages_per_chunk)
         pinned = self._map.find(page)
-        if again:  # a handle may be older than the copy it leads to
+        if again:  # a handle may be of a file that was since recycled or evicted
             for place in chain:
                 self.sources.forget_chunk(place.key)
             if pinned is not None:
@@ -176,9 +176,9 @@ class ViewSource(PageSource):
         return pinned if pinned is not None and pinned[0] > covered else (covered, chain)
 
     def _chain(self, slot: int) -> tuple[int, tuple[ChunkPlace, ...]]:
-        """(covered lsn, places) of a slot's chain."""
-        known = self._chains.get(slot)
-        if known is None:
+        """Return (covered lsn, places) of a slot's chain."""
+        chain = self._chains.get(slot)
+        if chain is None:
             if len(self._chains) >= CHAINS_KEPT:
                 self._chains.clear()
             rows = self._links[bisect_left(self._slots, slot) : bisect_right(self._slots, slot)]
@@ -188,12 +188,12 @@ class ViewSource(PageSource):
                 raise SnapshotGone(
                     what, hint="open another one", db_id=self.db_id, lsn=self._view.lsn, covered_lsn=covered
                 )
-            known = self._chains[slot] = (covered, tuple(place_of(self._view, row) for row in rows))
-        return known
+            chain = self._chains[slot] = (covered, tuple(place_of(self._view, row) for row in rows))
+        return chain
 
     # ── many pages ────────────────────────────────────────────────────────────────────────────────────────────────────
     def rows(self, pages: NDArray[np.int64]) -> PageRows:
-        """Pages in the order in which they are asked for, past the caches."""
+        """Return pages in the requested order, bypassing the caches."""
         rising, inverse = np.unique(pages, return_inverse=True)
         if len(rising) < len(pages):
             return self.rows(rising)[inverse]
@@ -203,12 +203,12 @@ class ViewSource(PageSource):
         for slot, start, stop in zip(slots.tolist(), starts.tolist(), [*starts[1:].tolist(), len(rising)]):
             try:
                 self._copy_slot(slot, rising[start:stop], order[start:stop], images)
-            except Corruption:  # each page by itself then, which looks it up once more
+            except Corruption:  # read the pages one by one, which looks each up again
                 self._copy_each(rising[start:stop], order[start:stop], images)
         return images
 
     def _copy_slot(self, slot: int, pages: NDArray[np.int64], rows: NDArray[np.intp], images: PageRows) -> None:
-        """Put pages of one slot, which rise, into these rows."""
+        """Copy ascending pages of one slot into these rows of `images`."""
         first = slot * self.pages_per_chunk
         in_map = np.isin(pages, np.array(self._map.within(int(pages[0]), int(pages[-1]) + 1), np.int64))
         if in_map.any():
@@ -219,10 +219,10 @@ class ViewSource(PageSource):
             if not missing:
                 return
             chunk = self.sources.chunk(place)
-            if found := chunk.pages & missing:
-                here = np.array(found.to_array(), np.uint32)
-                copy_pages(chunk, here, rows[np.searchsorted(offsets, here)], images)
-                missing -= found
+            if present := chunk.pages & missing:
+                present_offsets = np.array(present.to_array(), np.uint32)
+                copy_pages(chunk, present_offsets, rows[np.searchsorted(offsets, present_offsets)], images)
+                missing -= present
         images[rows[np.searchsorted(offsets, np.array(missing.to_array(), np.uint32))]] = 0
 
     def _copy_each(self, pages: NDArray[np.int64], rows: NDArray[np.intp], images: PageRows) -> None:
@@ -243,7 +243,7 @@ class ViewSource(PageSource):
 
 
 class ViewReader(Snapshot):
-    """A snapshot of a view. Holds no lease: a snapshot's row, or somebody else's lease, keeps what it reads."""
+    """A reader of a view. Holds no lease: a snapshot's row, or another lease, keeps what it reads."""
 
     __slots__ = ("_pages", "sources", "view")
 
@@ -261,7 +261,7 @@ class ViewReader(Snapshot):
         self.sources = sources
 
     def read_rows(self, pages: NDArray[np.int64]) -> PageRows:
-        """Pages in the order in which they are asked for, one in each row, past the caches: for who decodes many of them."""
+        """Return pages in the requested order, one per row, bypassing the caches; for decoding many pages."""
         if len(pages):
             self._check(int(pages.min()))
             self._check(int(pages.max()))

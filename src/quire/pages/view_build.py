@@ -1,10 +1,10 @@
-"""Makes a `SnapshotView` of a snapshot's row, or of a version between two checkpoints: the side that needs a manifest.
+"""Builds a `SnapshotView` from a snapshot's row, or of a version between two checkpoints; this side needs a manifest.
 
-A view is read in one transaction: its links and pins belong together. A view at an earlier version than its snapshot's (time
-travel, P14) has the same leaves, and of the pins what is at or below that version. That is right as long as the leaves cover
-no more than it: the caller has checked that.
+A view is read in one transaction, so its links and pins are consistent. A view of an earlier version than its snapshot's (time
+travel, P14) has the same leaves, and the pins cut at that version. That is correct only if the leaves cover no more than the
+version: the caller has checked that.
 
-Pure reading. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for rows that should be there.
+Only reads. Raises `UnknownSnapshot`, `UnknownDatabase`, `Corruption` for missing rows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, ViewSource
 KEPT_FOR_READER = "reader"
 """The value of `WINDOW_TAG` on a snapshot that keeps versions for readers."""
 FROM_TAG = "from-lsn"
-"""Its lowest version: what the last checkpoint before it covers."""
+"""The tag with the lowest version of such a snapshot: the lsn that the preceding checkpoint covers."""
 
 
 def view_of(
     txn: ReadTxn, db_id: int, snapshot_id: int, record: SnapshotRecord, objects_url: str, *, at: Mark | None = None
 ) -> SnapshotView:
-    """The view of a snapshot, or of an earlier version that its pins reach back to."""
+    """Return the view of a snapshot, or of an earlier version that its pins reach back to."""
     database = txn.database(db_id)
     if database is None:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
@@ -63,14 +63,14 @@ def view_of(
 
 
 def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, regions: Regions) -> ViewReader:
-    """A reader of a view that a snapshot's row stands behind; when that is dropped it says so (`SnapshotGone`)."""
+    """Return a reader of a view that a snapshot's row keeps; reading raises `SnapshotGone` after the snapshot is dropped."""
 
     is_gone = _dropped(manifest.read, view)
     try:
         return ViewReader(view, sources, regions=regions, is_gone=is_gone)
     except Corruption as error:
         for pin in view.pins:
-            sources.forget_segment(pin.origin_db_id, pin.segment_id)  # a handle may be older than its file
+            sources.forget_segment(pin.origin_db_id, pin.segment_id)  # its handle may be of a file since recycled
         if is_gone():
             what = "the snapshot was dropped while it was opened"
             where = {"db_id": view.db_id, "snapshot_id": view.snapshot_id, "cause": str(error)}
@@ -79,14 +79,14 @@ def open_kept(manifest: ManifestStore, view: SnapshotView, sources: Sources, reg
 
 
 def reader_snapshots(txn: ReadTxn, db_id: int) -> Iterator[tuple[int, SnapshotRecord]]:
-    """(id, row) of the snapshots that keep versions for readers which were set aside (`jobs/checkpoint/plan.py`)."""
+    """Yield (id, row) of the snapshots that keep versions for readers that were set aside (`jobs/checkpoint/plan.py`)."""
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
         if row.tags.get(WINDOW_TAG) == KEPT_FOR_READER and row.kind is SnapshotKind.ANONYMOUS:
             yield snapshot_id, row
 
 
 def kept_range(row: SnapshotRecord) -> tuple[int, int]:
-    """(lowest, highest) version that such a snapshot can answer for."""
+    """Return the (lowest, highest) version that can be read from such a snapshot."""
     lowest = row.tags.get(FROM_TAG, "")
     return int(lowest) if lowest.isdecimal() else row.anchor_lsn, row.anchor_lsn
 
@@ -98,7 +98,7 @@ def kept_source(
     mark: Mark,
     objects_url: str,
 ) -> ViewSource | None:
-    """The pages of a version that was set aside; `None` if no snapshot keeps it."""
+    """Return a source of a version that was set aside; `None` if no snapshot keeps it."""
     with begin_read() as txn:
         for snapshot_id, row in reader_snapshots(txn, db_id):
             if is_kept(mark.lsn, [kept_range(row)]):
@@ -111,7 +111,7 @@ def kept_source(
 
 
 def _dropped(begin_read: Callable[[], AbstractContextManager[ReadTxn]], view: SnapshotView) -> Callable[[], bool]:
-    """Says whether the row behind a view is gone."""
+    """Return a function that returns whether the snapshot's row behind a view is gone."""
 
     def is_gone() -> bool:
         with begin_read() as txn:
@@ -121,7 +121,7 @@ def _dropped(begin_read: Callable[[], AbstractContextManager[ReadTxn]], view: Sn
 
 
 def pinned(txn: ReadTxn, pins: list[Pin], objects_url: str, *, upto_lsn: int) -> list[PinnedSegment]:
-    """Pins with their places, by first lsn, as far as they are at or below an lsn."""
+    """Return pins with their places, sorted by first lsn and cut at an lsn."""
     segments: list[tuple[int, PinnedSegment]] = []
     for pin in pins:
         row = txn.get(t.WAL_CATALOG, pin.origin_db_id, pin.segment_id)
@@ -177,7 +177,7 @@ def _links(
 
 
 def _own_name(key: ArtifactKey, suffix: str) -> str:
-    """The suffix of a row, if it does not follow from the artifact's key."""
+    """Return the suffix of a row; empty if it follows from the artifact's key."""
     return "" if suffix == object_key(key) else suffix
 
 

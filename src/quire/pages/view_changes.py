@@ -1,8 +1,8 @@
-"""Which pages differ between two views of a database, without reading those that both read from the same place.
+"""Finds the pages that differ between two views of a database, without reading those that both views read from the same place.
 
-Places are immutable (M6): a frame of a WAL segment, or the chain of a slot. So a page can differ only where its places do: it
-is in a segment that one of the views pins, or in a chunk that only one of the chains has. Such pages are read in both versions
-and compared byte by byte: a page that was written again as it was is no difference.
+A place, a frame of a WAL segment or the chain of a slot, is immutable (M6). So a page can differ only if its places do: it is
+in a segment that one of the views pins, or in a chunk that only one of the chains has. Such pages are read in both versions and
+compared byte by byte: a page that was rewritten without a change does not differ.
 
 Threads: any; nothing is shared. Executor-safe. Raises what reading raises.
 """
@@ -21,11 +21,11 @@ from quire.pages.snapshot import SCAN_PAGES
 from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, place_of
 
 ChangedPage = tuple[int, bytes | None, bytes | None]
-"""(page, before, after); `None` where a version has no such page."""
+"""(page, before, after); `None` if a version does not have the page."""
 
 
 class _PageLocations:
-    """Where a view reads its pages from."""
+    """The locations of a view's pages."""
 
     def __init__(self, reader: ViewReader) -> None:
         self.reader, self.view = reader, reader.view
@@ -34,22 +34,22 @@ class _PageLocations:
         self._slots = np.ascontiguousarray(self._links["slot"])
 
     def chain(self, slot: int) -> NDArray[np.void]:
-        """The links of a slot, the base first."""
+        """Return the links of a slot, the base first."""
         first, last = np.searchsorted(self._slots, (slot, slot + 1))
         return self._links[first:last]
 
     def frame(self, page: int, covered_lsn: int) -> Location | None:
-        """The frame that a page is read from, if its chain does not cover it."""
+        """Return the frame from which a page is read; `None` if it is read from its chain."""
         location = self.frames.find(page)
         return location if location is not None and location[0] > covered_lsn else None
 
     def pages_of(self, link: np.void) -> BitMap:
-        """The pages of a slot that a chunk holds, counted from the slot's first."""
+        """Return the pages that a chunk has, as offsets in its slot."""
         return BitMap(self.reader.sources.chunk(place_of(self.view, link)).pages)
 
 
 def doubtful_pages(before: ViewReader, after: ViewReader, start: int, stop: int) -> BitMap:
-    """A superset of the pages in [start, stop) that differ."""
+    """Return a superset of the pages in [start, stop) that differ."""
     sizes = before.size_pages, after.size_pages
     per_chunk = after.view.pages_per_chunk
     wanted = BitMap(range(start, stop))
@@ -70,7 +70,7 @@ def doubtful_pages(before: ViewReader, after: ViewReader, start: int, stop: int)
 
 
 def changed_pages(before: ViewReader, after: ViewReader, start: int, stop: int) -> Iterator[ChangedPage]:
-    """The pages in [start, stop) that differ."""
+    """Yield the pages in [start, stop) that differ."""
     doubtful = doubtful_pages(before, after, start, stop).to_array()
     sizes = before.size_pages, after.size_pages
     for first in range(0, len(doubtful), SCAN_PAGES):
@@ -86,7 +86,7 @@ def changed_pages(before: ViewReader, after: ViewReader, start: int, stop: int) 
 
 
 def _in_one_only(old: _PageLocations, new: _PageLocations, slot: int) -> BitMap:
-    """The pages of a slot, counted from its first, that a chunk holds which is in one of the chains only."""
+    """Return the pages of chunks that are in only one of the chains, as offsets in the slot."""
     chains = [_named(places.view, places.chain(slot)) for places in (old, new)]
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*chains)))
     offsets = BitMap()
@@ -101,5 +101,5 @@ def _covered(chain: NDArray[np.void]) -> int:
 
 
 def _named(view: SnapshotView, chain: NDArray[np.void]) -> list[Hashable]:
-    """What identifies the chunks of a chain in any view."""
+    """Return keys that identify the chunks of a chain across views."""
     return [(*row.tolist()[:6], *view.spaces[row["space"]], view.names[row["name"]]) for row in chain]

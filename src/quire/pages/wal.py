@@ -1,25 +1,27 @@
-"""The write-ahead log of one database: transactions go in, versions of pages come out.
+"""The write-ahead log of one database: appends transactions, makes them durable, and finds versions of pages.
 
-*Written* is what was appended to the open segment: the next writer builds on it. *Durable* is what was synced: readers may
-open at it. *Published* is what is in the manifest's page index; `recent` has, in memory, each page's newest version that is
-not, with those before it.
+Terms
+  written    appended to the open segment: the next writer builds on it
+  durable    synced: readers may open at it
+  published  in the manifest's page index; `unpublished` has the other versions of each page in memory, newest first
 
-What is on disk, step by step, and what covers a crash there
-  segments are made       see wal_files.py
-  frames are appended     not synced, even if the disk has begun with them: a torn tail, cut at the last commit (P3)
-  the segment is synced   every transaction up to `durable` is whole; recovery finds it in the frames
+State on disk after each step, and how a crash is handled
+  segments are created    see wal_files.py
+  frames are appended     not synced, even if write-back has started: a torn tail, cut at the last commit (P3)
+  the segment is synced   every transaction up to `durable` is complete; recovery finds it in the frames
   it is published         see publication.py
 
-Frames enter only in `append`, under the append lock, a transaction at a time, its commit frame last (P6). Everything that can
-be refused is refused before the first frame is written, and changes nothing. lsns are reserved in the manifest in blocks
-before they are used, so none is ever used twice; and nothing that names an lsn enters the manifest before that lsn is durable
-(P5). After a failed write or sync the database takes nothing more until it is reopened (M12); what was durable by then can
-still be read.
+Frames enter the log only in `append`, under the append lock, one transaction at a time, its commit frame last (P6). Everything
+that can be rejected is rejected before the first frame is written, and changes nothing. lsns are reserved in the manifest in
+blocks before they are used, so none is ever used twice; and nothing that names an lsn enters the manifest before that lsn is
+durable (P5). After a failed write or sync the database accepts nothing more until it is reopened (M12); versions that were
+durable by then can still be read.
 
-A segment is in the queue of dirty ones, with its flag up, whenever it has frames that no sync began after. So no lock is
-needed between who appends and who syncs: a flag that is seen up belongs to a sync that is still to begin.
+Whenever a segment has frames that no later sync has started to cover, it is in the queue of dirty segments with its flag set.
+So the appending and the syncing thread need no common lock: if the appender finds the flag set, the sync that will clear it has
+not started.
 
-Threads: `append` by whoever holds the database's write lock; `sync`, `publish`, `seal` and reads by any.
+Threads: `append` by the holder of the database's write lock; `sync`, `publish`, `seal` and reads by any.
 """
 
 from __future__ import annotations
@@ -51,26 +53,27 @@ if TYPE_CHECKING:
     from quire.pages.transaction import Spill
 
 LSN_BLOCK = 1 << 20
-"""lsns reserved at a time: a commit of the manifest for every million page versions."""
+"""lsns reserved at a time: one commit of the manifest per million page versions."""
 
 FORGET_PAGES = 1_024
-"""Pages that leave `recent` under one hold of the append lock: under a millisecond."""
+"""Pages removed from `unpublished` per acquisition of the append lock: less than a millisecond."""
 
 HEADS_MAX = 65_536
-"""Pages whose newest version is remembered for the next one's `prev_lsn`; beyond it, start over."""
+"""Pages whose newest version is cached, for `prev_lsn` of the next one; above it, the cache is cleared."""
 
 ZERO_PAGES_MAX = 65_536
 ZERO_BYTES_MAX = 256 * MIB
-"""Pages that a transaction may bring into being without writing them, and the WAL they may take: each is a frame (P15)."""
+"""How many pages a transaction may create without writing them, and the WAL bytes they may take: each is a frame (P15)."""
 
 _NO_HEAD = (0, 0)
 
 Version = tuple[int, int, "Version | None"]
-"""(lsn, segment) of one version of a page, and the version before it. Immutable: readers walk it while it is added to."""
+"""(lsn, segment) of one version of a page, and the version before it. Immutable: readers follow the list while writers prepend
+to it."""
 
 
 class WalStart(NamedTuple):
-    """Where writing goes on after recovery."""
+    """Where writing continues after recovery."""
 
     next_lsn: int
     next_segment_id: int
@@ -78,7 +81,7 @@ class WalStart(NamedTuple):
 
 
 class Wal:
-    """Made by the engine after recovery."""
+    """The log of one open database; created by the engine after recovery."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Wal:
         self._notify = notify
         self._notify_bytes = notify_bytes
         self.barrier = manifest.barrier
-        """What a commit's guard waits behind in mode `sync` of the archive."""
+        """The barrier that a commit's guard waits for in mode `sync` of the archive."""
         # guarded by _append
         self._append = threading.Lock()
         self._maker = SegmentMaker(
@@ -117,47 +120,47 @@ class Wal:
         )
         self._segment: Segment | None = None
         self._ahead: deque[SegmentFile] = deque()
-        """Segments that the transaction being written goes on in."""
+        """Segments created for the rest of the transaction being written."""
         self._next_lsn = start.next_lsn
         self._reserved_lsn = start.next_lsn - 1
         self._heads: dict[int, tuple[int, int]] = {}
         # written under _append, read by all
         self.opened_at = clock.monotonic()
-        """When the open segment was made, for the seal timer."""
+        """When the open segment was started, for the seal timer."""
         self.written = start.durable
         self.newest_lsn = array("q", [start.durable.lsn])
-        """The lsn of `written`, for readers that cannot wait for the interpreter; -1 from the moment the log has failed."""
-        self.recent: dict[int, Version] = {}
+        """The lsn of `written`, for readers that must not wait for the interpreter lock; -1 once the log has failed."""
+        self.unpublished: dict[int, Version] = {}
         self.appended_bytes = 0
-        """Since the database was opened."""
-        # only ever set
+        """Bytes appended since the database was opened."""
+        # set once, never cleared
         self.failure: QuireError | None = None
         # written under the lock of _lanes, read by all
         self._lanes = SyncLanes(
-            start.durable.lsn, begin=self._begin_sync, sync=self._sync, settle=self._settle, doubt=self._poison
+            start.durable.lsn, begin=self._begin_sync, sync=self._sync, settle=self._settle, on_failure=self._poison
         )
-        self.until = self._lanes.until
+        self.wait_durable = self._lanes.wait_durable
         """Return when everything up to an lsn is durable."""
         self.durable = start.durable
         self.syncs = 0
-        self._has_asked = False
-        """Whether publication was asked for and has not begun: asking at each sync cost 5 µs, and the asked one its sleep."""
+        self._publish_requested = False
+        """Whether publication was requested and has not started. A request per sync would cost 5 µs and wake the ticker."""
         self._dirty: deque[Segment] = deque()
-        """Segments to sync: the writer enters one behind its frames, who syncs takes it out before the sync."""
+        """Segments to sync: the writer appends one after writing its frames; a flight removes it before its sync."""
         self._publication = Publication(
             db_id=db_id, disk=disk, manifest=manifest, forget=self._forget, poison=self._poison
         )
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, images: Mapping[int, bytes], db_size: int, zeros_from: int, spill: Spill | None = None) -> Mark:
-        """Append a transaction that leaves the database at `db_size` pages; the version it makes.
+        """Append a transaction that leaves the database at `db_size` pages, and return the version it creates.
 
-        Its pages are those of `images` and `spill`; others from `zeros_from` on become zeros (P15).
+        Its pages are those of `images` and `spill`; all other pages from `zeros_from` on become zeros (P15).
         """
         with self._append:
             if self.failure is not None:
                 self.require()
-            # In rising order, so that neighbours are read together.
+            # In ascending order, so that neighbouring pages can be read together.
             order = sorted(images if spill is None else [*images, *spill])
             if zeros_from < db_size:
                 self._add_zeros(order, db_size, zeros_from)
@@ -165,7 +168,7 @@ class Wal:
             if self._next_lsn + count > self._reserved_lsn:
                 self._reserve(count)
             room = segment.file.room if segment is not None else 0
-            if count > room:
+            if count > room:  # before the first frame is written, so that a full disk changes nothing
                 self._ahead.extend(self._maker.make(count - room, self._next_lsn + room))
             try:
                 return self._write(order, images, spill, db_size)
@@ -181,7 +184,7 @@ class Wal:
         limit = min(ZERO_PAGES_MAX, ZERO_BYTES_MAX // (self.page_size + FRAME_HEAD_BYTES))
         if missing > limit:
             raise OutOfRange(
-                "the transaction makes too many pages that it does not write",
+                "the transaction adds too many pages without writing them",
                 hint=f"write them, or grow the database by at most {limit} empty pages at a time",
                 db_id=self.db_id,
                 empty_pages=missing,
@@ -193,17 +196,19 @@ class Wal:
         order.sort()
 
     def _reserve(self, frames: int) -> None:
-        """Reserve a block of lsns in the manifest before they are used."""
+        """Reserve a block of lsns in the manifest, before they are used (P5)."""
         upto = self._next_lsn + frames + LSN_BLOCK
         self._manifest.submit([AdvanceWal(self.db_id, 0, lsn_reserved=upto)]).result()
         self._reserved_lsn = upto
 
     def _write(self, order: list[int], images: Mapping[int, bytes], spill: Spill | None, db_size: int) -> Mark:
-        """Write the transaction into the open segment and those made ahead, and note it down. What each commit costs in Python
-        is mostly here, so steps that could have names of their own stand in one place."""
-        before, recent, heads, publication = self.written, self.recent, self._heads, self._publication
+        """Write the transaction into the open segment and those created for it, and record it in memory.
+
+        Most of the Python cost of a commit is here, so steps that could be functions are inlined.
+        """
+        before, unpublished, heads, publication = self.written, self.unpublished, self._heads, self._publication
         now, done, count, lsn = self._clock.now_ms(), 0, len(order), self._next_lsn
-        image_of, former = images.get, recent.get
+        image_of, former = images.get, unpublished.get
         if now < before.commit_ms:
             now = before.commit_ms
         mark: Mark | None = None
@@ -218,7 +223,7 @@ class Wal:
             try:
                 writes: list[PageWrite] = [(page, image_of(page), *heads[page]) for page in part]
             except KeyError:
-                self._know_heads([page for page in part if page not in heads], before.size_pages)
+                self._load_heads([page for page in part if page not in heads], before.size_pages)
                 writes = [(page, image_of(page), *heads[page]) for page in part]
             if spill:
                 writes = [
@@ -227,7 +232,7 @@ class Wal:
             size, file = db_size if done == count else 0, segment.file
             first = file.used
             frame_heads = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
-            if not segment.is_dirty:  # behind its frames: who sees the flag syncs them
+            if not segment.is_dirty:  # after the frames are written: the flight that takes the segment syncs them
                 segment.is_dirty = True
                 self._dirty.append(segment)
             segment_id = segment.segment_id
@@ -235,7 +240,7 @@ class Wal:
                 heads.clear()
             for page in part:
                 heads[page] = (lsn, segment_id)
-                recent[page] = (lsn, segment_id, former(page))
+                unpublished[page] = (lsn, segment_id, former(page))
                 lsn += 1
             self._next_lsn = lsn
             if size:
@@ -250,38 +255,38 @@ class Wal:
         self.newest_lsn[0] = mark.lsn
         return mark
 
-    def _know_heads(self, pages: list[int], size_before: int) -> None:
-        """Enter the former versions of these pages. One beyond the end did not exist: it has none."""
-        heads, recent = self._heads, self.recent
-        asked: list[int] = []
+    def _load_heads(self, pages: list[int], size_before: int) -> None:
+        """Look up the previous versions of these pages. A page beyond the former end has none."""
+        heads, unpublished = self._heads, self.unpublished
+        missing: list[int] = []
         for page in pages:
-            version = recent.get(page)
+            version = unpublished.get(page)
             heads[page] = version[:2] if version is not None else _NO_HEAD
             if version is None and page < size_before:
-                asked.append(page)
-        if asked:
+                missing.append(page)
+        if missing:
             with self._manifest.read() as txn:
-                for page in asked:
+                for page in missing:
                     row = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
                     if row is not None:
                         heads[page] = (row.lsn, row.segment_id)
 
     def _next_segment(self) -> Segment:
-        """End the open segment, if there is one, and go on in the next. REQUIRES the append lock, and one made ahead."""
+        """End the open segment, if any, and start the next one. REQUIRES the append lock and a segment in `_ahead`."""
         self._end(self._segment)
         segment = self._segment = Segment(self._ahead.popleft())
         self.opened_at = self._clock.monotonic()
         return segment
 
     def _end(self, segment: Segment | None) -> None:
-        """The open segment takes no more frames. REQUIRES the append lock."""
+        """End the open segment: it gets no more frames. REQUIRES the append lock."""
         if segment is not None:
             self._publication.end(segment)
             self._maker.ended(segment.file)
             self._segment = None
 
     def seal(self) -> Mark:
-        """End the open segment, if it has frames; the version the segments that have ended hold now."""
+        """End the open segment, if it has frames, and return the version that the ended segments contain."""
         with self._append:
             if self._segment is not None and self._segment.file.used:
                 self._end(self._segment)
@@ -289,81 +294,84 @@ class Wal:
 
     # ── durability ────────────────────────────────────────────────────────────────────────────────────────────────────
     def sync(self, upto_lsn: int | None = None) -> None:
-        """Return when everything up to an lsn (default: all that is written) is durable."""
-        self.until(self.written.lsn if upto_lsn is None else upto_lsn)
+        """Return when everything up to an lsn (default: everything written) is durable."""
+        self.wait_durable(self.written.lsn if upto_lsn is None else upto_lsn)
 
     def _begin_sync(self, flight: Flight, before: Flight | None) -> None:
-        """What a sync that begins now makes durable. One at a time: `SyncLanes` calls it."""
+        """Set what a flight that begins now covers. `SyncLanes` calls it under its lock."""
         dirty = self._dirty
-        flight.mark = self.written  # first: what is written from here on may be in segments that are not taken
+        flight.mark = self.written  # first: frames written after this may be in segments that the flight does not take
         segments = flight.segments = []
         while dirty:
             segment = dirty.popleft()
             segment.is_dirty = False
             segments.append(segment)
-        if before is not None:  # those may hold frames that only this sync vouches for
+        if before is not None:  # its segments may have frames that were written after its mark (docs/decisions/011)
             segments += [segment for segment in before.segments if segment not in segments]
 
     def _sync(self, flight: Flight) -> None:
-        """Two at a time, at most."""
+        """Sync the segments of one flight. At most two run concurrently."""
         if self.failure is not None:
             self.require()
         for segment in flight.segments:
             segment.file.sync(flight.lane)
-        self._manifest.writer.check_owner()  # nothing is acknowledged that a second owner may already have cut off
+        self._manifest.writer.check_owner()  # a fenced owner must not acknowledge frames that its successor may cut
         hit("pages.wal.synced")
 
     def _settle(self, flight: Flight) -> None:
-        """One at a time, in the order in which they began."""
+        """Record a completed flight as durable. Flights are settled one at a time, in the order in which they began."""
         self.syncs += 1
         self.durable = flight.mark
-        if not self._has_asked:
+        if not self._publish_requested:
             waiting = self._publication
             if waiting.ended or waiting.added_bytes - waiting.published_bytes >= self._notify_bytes:
-                self._has_asked = True
+                self._publish_requested = True
                 self._notify()
 
     # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────
     def publish(self) -> int:
-        """Enter what is durable into the manifest's page index, and seal the rows of segments that have ended; rows entered."""
+        """Publish everything durable, and seal the rows of segments that have ended; return the number of rows published."""
         return sum(self.publishing())
 
     def publishing(self) -> Iterator[int]:
-        """The same in steps, each of which waits for the commit that the one before has submitted; rows entered by each."""
-        self._has_asked = False
+        """Do the same in steps, each of which waits for the commit that the previous one submitted; yield the rows of each."""
+        self._publish_requested = False
         return self._publication.publish(lambda: self.durable)
 
     def _forget(self, pages: list[int], upto: int) -> None:
-        """These pages are published up to an lsn. Versions leave `recent` only after the batch that publishes them has
-        committed: a reader that looks there first and begins its manifest transaction afterwards misses nothing (P8)."""
-        recent = self.recent
+        """Remove the versions of these pages up to an lsn from `unpublished`.
+
+        Called only after the batch that publishes them has committed: a reader that checks `unpublished` first and begins its
+        manifest transaction afterwards misses nothing (P8).
+        """
+        unpublished = self.unpublished
         for start in range(0, len(pages), FORGET_PAGES):
             with self._append:
                 for page in pages[start : start + FORGET_PAGES]:
-                    version = recent.get(page)
+                    version = unpublished.get(page)
                     if version is None or version[0] <= upto:  # nothing newer: the usual case
-                        recent.pop(page, None)
+                        unpublished.pop(page, None)
                     elif (left := _after(version, upto)) is not None:
-                        recent[page] = left
+                        unpublished[page] = left
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def recycled(self) -> int:
-        """Files that were used again."""
+        """How many files were recycled."""
         return self._maker.recycled
 
     @property
     def unpublished_bytes(self) -> int:
-        """Written, and not in the manifest."""
+        """Bytes that are written and not published."""
         return self._publication.added_bytes - self._publication.published_bytes
 
     def has_ended(self) -> bool:
-        """Whether a segment has ended whose row does not say so yet."""
+        """Return whether a segment has ended whose row is not sealed yet."""
         return bool(self._publication.ended)
 
     @property
-    def rests(self) -> bool:
-        """Whether everything that was written is sealed and published, and no file waits for more."""
+    def is_quiescent(self) -> bool:
+        """Whether everything written is sealed and published, and there is no spare file."""
         waiting = self._publication
         return (
             self._segment is None
@@ -374,25 +382,25 @@ class Wal:
         )
 
     def prepare(self) -> bool:
-        """Have the next file ready, if the open segment is a large one and half full; whether one was made."""
+        """Prepare the next file if the open segment is large and half full; return whether one was created."""
         segment = self._segment
         if segment is None:
-            self._maker.drop_spare()  # nothing was written since the last seal: 16 MiB of zeros would wait for nobody
+            self._maker.drop_spare()  # nothing was written since the last seal: do not keep 16 MiB of zeros
         if self._maker.has_spare or segment is None or segment.file.used * 2 < segment.file.header.geometry.capacity:
             return False
         return self._maker.prepare(segment.file.header.geometry.file_bytes)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def newest(self, page: int, upto_lsn: int) -> Version | None:
-        """The newest version of a page at or below an lsn that is not published yet."""
-        version = self.recent.get(page)
+        """Return the newest unpublished version of a page at or below an lsn."""
+        version = self.unpublished.get(page)
         while version is not None and version[0] > upto_lsn:
             version = version[2]
         return version
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Sync, seal and publish what there is, so that the next open has nothing to recover; then take nothing more."""
+        """Sync, seal and publish everything, so that the next open has nothing to recover; then refuse all further writes."""
         try:
             if self.failure is None:
                 self.seal()
@@ -403,13 +411,13 @@ class Wal:
             self.abandon(StoreClosed("the database is closed", hint="open it again", db_id=self.db_id))
 
     def abandon(self, why: QuireError) -> None:
-        """Take nothing more and close the files; what is not durable is left to recovery."""
+        """Refuse all further writes and close the files; whatever is not durable is left to recovery."""
         if self.failure is None:
             self.failure = why
         self.newest_lsn[0] = -1
         self._publication.stop()
         with self._append:
-            self._lanes.drain()
+            self._lanes.drain()  # `failure` is set: syncs that begin from now on raise before they touch a file
             files = [*(segment.file for segment in self._publication.ended), *self._ahead]
             if self._segment is not None:
                 files.append(self._segment.file)
@@ -419,20 +427,21 @@ class Wal:
         self._lanes.wake()
 
     def forked(self) -> None:
-        """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
-        self.failure = StoreClosed("the database belongs to the parent of this fork()", hint="open the store again")
+        """Mark the log closed in the child of a fork(): the files are the parent's. Replaces locks that a thread of the parent
+        may have held (M12)."""
+        self.failure = StoreClosed("the database was opened by the parent of a fork()", hint="open the store again")
         self.newest_lsn[0] = -1
         self._append = threading.Lock()
         self._lanes.forked()
         self._publication.forked()
 
     def require(self) -> None:
-        """Raise what has made the database unusable, if something has."""
+        """Raise the error that made the database unusable, if any."""
         if (why := self.failure) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
-        """Take no more writes until the database is reopened: what is on disk is unknown."""
+        """Refuse writes until the database is reopened: the state on disk is unknown."""
         if self.failure is None:
             hint = "fix the cause, then reopen the database"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
@@ -441,7 +450,7 @@ class Wal:
 
 
 def _after(version: Version | None, upto_lsn: int) -> Version | None:
-    """The versions above an lsn.
+    """Return the versions above an lsn.
 
     >>> _after((9, 1, (7, 1, (2, 1, None))), 2)
     (9, 1, (7, 1, None))

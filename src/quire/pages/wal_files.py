@@ -1,16 +1,16 @@
-"""Makes the files of a WAL: new ones, zero-filled, and those of segments that nobody needs any more, with a new header.
+"""Creates the files of a WAL: new zero-filled ones, or recycled files of unneeded segments with a new header.
 
-A transaction that needs several segments gets all of them, with their rows, before its first frame is written. A full disk is
-`DiskFull`, leaves nothing behind and hurts nobody (M12). A file is recycled instead of made where there is one: the *spare*,
-prepared ahead in the background so that no commit waits for its zeros, or that of a *doomed* segment, which is truncated, at
-zero references and waits for the delete job. Sizes follow what is used: twice as large after a segment that was filled, no
-larger than was used after one that was not (docs/decisions/023-space-of-segments.md).
+A transaction that needs several segments gets all of them, with their rows, before its first frame is written. A full disk
+raises `DiskFull`, leaves nothing behind and makes nothing unusable (M12). If possible, a file is recycled rather than created:
+the *spare*, prepared in the background so that no commit waits for its zeros, or the file of a *doomed* segment, which is
+truncated, at zero references, and waits for the delete job. Sizes follow use: twice as large after a segment that was filled,
+no larger than the bytes used after one that was not (docs/decisions/023-space-of-segments.md).
 
-What is there after each step, and what a crash behind it leads to:
+State after each step, and the effect of a crash at that point:
   file, header, name synced   a file without a row and without a frame: removed at the next open
   rows committed              empty open segments: discarded at the next open
 
-Thread: whoever holds the WAL's append lock; `prepare` any.
+Threads: the holder of the WAL's append lock; `prepare` by any.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from quire.pages.segment import ENTRY_BYTES, FILE_BYTES_MAX, FRAME_HEAD_BYTES, H
 from quire.pages.segment_file import SegmentFile
 
 SPARE = 0
-"""The segment whose name the spare has."""
+"""The segment id in the spare's file name."""
 
 
 class SegmentMaker:
-    """Makes the segments of one database."""
+    """Creates the segments of one database."""
 
     def __init__(
         self,
@@ -64,62 +64,63 @@ class SegmentMaker:
         # guarded by the WAL's append lock
         self._next_id = next_segment_id
         self._file_bytes = 0
-        """What the next segment is larger than."""
-        self._doubtful: list[int] = []
+        """The next segment is larger than this."""
+        self._uncertain_ids: list[int] = []
+        """Ids of segments whose rows may or may not have been committed."""
         self.recycled = 0
-        """Files that were used again, since the database was opened."""
+        """How many files were recycled since the database was opened."""
         # guarded by _preparing
         self._preparing = threading.Lock()
         self._has_spare = False
 
     @property
     def has_spare(self) -> bool:
-        """Whether a file is ready."""
+        """Whether a spare file is ready."""
         return self._has_spare
 
     def path(self, segment_id: int) -> str:
-        """The file of a segment."""
+        """Return the path of a segment's file."""
         return os.path.join(self._root, WalSegmentFile(db_id=self._db_id, segment_id=segment_id).path)
 
     # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
     def make(self, frames: int, first_lsn: int) -> list[SegmentFile]:
-        """Segments for so many frames, the first of which gets `first_lsn`; durable, and in the catalog."""
+        """Return new segments for `frames` frames, the first of which gets `first_lsn`; durable, and in the catalog."""
         segments: list[SegmentFile] = []
         file_bytes, first = self._file_bytes, self._next_id
         per_frame = self._page_size + FRAME_HEAD_BYTES + ENTRY_BYTES
         try:
             while frames > 0:
                 file_bytes = next_file_bytes(file_bytes, frames * per_frame + HEADER_BYTES)
-                segment = self._one(first + len(segments), first_lsn, file_bytes)
+                segment = self._make_segment(first + len(segments), first_lsn, file_bytes)
                 segments.append(segment)
                 frames -= segment.room
                 first_lsn += segment.room
             hit("pages.wal.made")
             ops = [*self._discards(), *map(self._row, segments)]
             self._next_id = first + len(segments)
-            self._doubtful += range(first, self._next_id)
+            self._uncertain_ids += range(first, self._next_id)
             guard = self._manifest.submit(ops)
         except BaseException:
-            # The next attempt goes past these ids: should a file be left that could not be removed, it is in nobody's way.
+            # Skip these ids: a file that cannot be removed must not block the next attempt.
             self._next_id = first + len(segments) + 1
             self._give_up(segments)
             raise
         try:
             guard.result()
         except (Conflict, InvalidInput, NotFound, DiskFull):
-            self._give_up(segments)  # refused: there is no row, and never will be
+            self._give_up(segments)  # the batch was refused: there are no rows, and never will be
             raise
         except BaseException:
             for file in segments:
-                file.close()  # whether there are rows is unknown: the files must stay
+                file.close()  # whether the rows were committed is unknown: the files must stay
             raise
         hit("pages.wal.opened")
-        self._doubtful = []
+        self._uncertain_ids = []
         self._file_bytes = file_bytes
         return segments
 
     def ended(self, segment: SegmentFile) -> None:
-        """A segment takes no more frames, full or not: the next one's size follows."""
+        """Derive the next segment's size from one that gets no more frames, full or not."""
         if segment.room:
             self._file_bytes = segment.header.geometry.frame_offset(segment.used) - 1
 
@@ -135,11 +136,11 @@ class SegmentMaker:
         )
 
     def _discards(self) -> list[Op]:
-        """Operations that discard segments of a batch of which it was unknown whether it was committed."""
-        if not self._doubtful:
+        """Return operations that discard the segments of an earlier batch whose outcome was unknown."""
+        if not self._uncertain_ids:
             return []
         with self._manifest.read() as txn:
-            rows = [(number, txn.get(t.WAL_CATALOG, self._db_id, number)) for number in self._doubtful]
+            rows = [(number, txn.get(t.WAL_CATALOG, self._db_id, number)) for number in self._uncertain_ids]
         there = [number for number, row in rows if row is not None and row.state is WalState.OPEN]
         if not there:
             return []
@@ -154,19 +155,19 @@ class SegmentMaker:
             self._remove(file.path)
 
     def _remove(self, path: str) -> None:
-        # The first fault is the news, and a file without a row is removed at the next open.
+        # Must not hide the original fault; and a file without a row is removed at the next open.
         with suppress(StorageFault, FileNotFoundError):
             self._disk.remove(path)
 
-    def _one(self, segment_id: int, first_lsn: int, file_bytes: int) -> SegmentFile:
-        """One segment: from the spare, from a doomed one's file, or new."""
-        with self._preparing:  # or a spare being prepared would take the name from the one that is being recycled
+    def _make_segment(self, segment_id: int, first_lsn: int, file_bytes: int) -> SegmentFile:
+        """Return one segment: from the spare, from the file of a truncated segment, or new."""
+        with self._preparing:  # `prepare` must not reuse the spare's name while it is being recycled
             if self._has_spare and file_bytes == FILE_BYTES_MAX:
                 self._has_spare = False
                 segment = self._recycle(self.path(SPARE), segment_id, first_lsn)
                 if segment is not None:
                     return segment
-        former = self._doomed(file_bytes)
+        former = self._find_recyclable(file_bytes)
         segment = self._recycle(former, segment_id, first_lsn) if former is not None else None
         if segment is not None:
             return segment
@@ -184,7 +185,7 @@ class SegmentMaker:
         )
 
     def _recycle(self, former: str, segment_id: int, first_lsn: int) -> SegmentFile | None:
-        """A new life of a file; `None` if that is not possible: the delete job was quicker, or the file is not whole."""
+        """Recycle a file; return `None` if the delete job has already removed it, or it is incomplete."""
         path = self.path(segment_id)
         try:
             segment = SegmentFile.recycle(
@@ -200,25 +201,26 @@ class SegmentMaker:
             raise  # not ours to remove
         except (FileNotFoundError, QuireError) as error:
             emit("debug", "wal.not_recycled", path=former, error=str(error))
-            self._remove(path)  # under either name it is garbage: of no use any more, and without a row of its own
+            self._remove(path)  # garbage under either name: it is no longer needed, and has no row
             return None
         self.recycled += 1
         return segment
 
-    def _doomed(self, file_bytes: int) -> str | None:
+    def _find_recyclable(self, file_bytes: int) -> str | None:
+        """Return the path of a truncated segment's file that nothing needs and that is about `file_bytes` long."""
         kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
                     continue
-                # Only a file that was filled: `used_bytes` is below `file_bytes` where it was trimmed, or never sealed, and it
-                # would need its zeros again.
+                # Only a file that was filled: if `used_bytes` is below `file_bytes`, it was trimmed or never sealed, and would
+                # have to be zero-filled again.
                 if not file_bytes // 2 < row.file_bytes <= min(file_bytes, row.used_bytes):
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
                 if count is None or count.in_use or count.pending_upload:
                     continue
-                if kept is not None and count.zero_since_ms >= kept[0]:  # a lent version may need it
+                if kept is not None and count.zero_since_ms >= kept[0]:  # a version that was lent may need it
                     continue
                 path = self.path(segment_id)
                 if self._disk.exists(path):
@@ -227,8 +229,8 @@ class SegmentMaker:
 
     # ── in the background ─────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, file_bytes: int) -> bool:
-        """Have a spare for a busy database: one whose segments have this size; whether one was made."""
-        if file_bytes <= FILE_BYTES_MAX // 2 or self._doomed(FILE_BYTES_MAX) is not None:
+        """Create a spare if segments of this size show that the database is busy; return whether one was created."""
+        if file_bytes <= FILE_BYTES_MAX // 2 or self._find_recyclable(FILE_BYTES_MAX) is not None:
             return False
         with self._preparing:
             if self._has_spare:
@@ -240,7 +242,7 @@ class SegmentMaker:
                 self._disk,
                 path,
                 db_id=self._db_id,
-                segment_id=1,  # 0 cannot be written; nobody reads it: recycling writes the true one
+                segment_id=1,  # a header cannot have 0; this one is never read, because recycling replaces it
                 first_lsn=1,
                 page_size=self._page_size,
                 file_bytes=FILE_BYTES_MAX,
@@ -249,7 +251,7 @@ class SegmentMaker:
             return True
 
     def drop_spare(self) -> None:
-        """The database is being closed, or does not write any more: the spare goes."""
+        """Remove the spare, because the database is being closed or is no longer written."""
         with self._preparing:
             if self._has_spare:
                 self._has_spare = False
@@ -257,11 +259,11 @@ class SegmentMaker:
 
 
 CRC_STEP = MIB
-"""Bytes of a segment that are read at a time for its checksum."""
+"""Bytes of a segment read at a time for its checksum."""
 
 
 def segment_crc(disk: Disk, path: str, used_bytes: int) -> int:
-    """The crc64 of the bytes of a segment's file that are in use: what its row says of it from its sealing on."""
+    """Return the crc64 of the used bytes of a segment's file, which its row has once it is sealed."""
     crc, file = 0, disk.open(path, write=False)
     try:
         for offset in range(0, used_bytes, CRC_STEP):
@@ -272,10 +274,10 @@ def segment_crc(disk: Disk, path: str, used_bytes: int) -> int:
 
 
 def trim(disk: Disk, path: str, used_bytes: int) -> int:
-    """Cut a segment's file to the bytes that are in use; bytes given back. REQUIRES that nobody appends to it, or recycles it.
+    """Truncate a segment's file to its used bytes; return the bytes freed. REQUIRES that no thread appends to or recycles it.
 
-    It need not be durable: a reader needs only `used_bytes`, and a file that is longer again after a crash is trimmed when the
-    database is opened. Failing to give space back is no reason to fail what the caller is about, so it is only told.
+    The truncation need not be durable: a reader needs only `used_bytes`, and a file that is longer again after a crash is
+    trimmed when the database is opened. A failure to free space is logged and does not fail the caller.
     """
     try:
         if (size := disk.size(path)) <= used_bytes:

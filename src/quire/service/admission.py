@@ -1,15 +1,15 @@
-"""Who may come in, and how many at once.
+"""Admission control: who may call, and how many calls run at once.
 
 Terms
-  admission   what a caller may do: everything through the Unix socket, over the network what its token says
-  limit       a bounded number of places; a caller who finds none waits a little and is then told that the owner is busy
+  admission   what a caller may do: everything through the Unix socket; over the network, what its token allows
+  limit       a bounded number of places; a caller that finds none waits briefly and is then refused as `Overloaded`
 
 Rules
-  1. Version, kind and token of a call are looked at before anything else of it is; every refusal is counted, and told to
-     whoever listens to events, with the peer where it is known and never with what was shown as a token.
+  1. The version, kind and token of a call are checked before anything else. Every refusal is counted and emitted as an event,
+     with the peer where it is known and never with the token that was sent.
   2. Refusals are logged at most `LOGGED_PER_SECOND` times a second, with the number of those left out: a flood of bad calls
      must not become a flood of log.
-  3. Long polls and streams have limits of their own: however many there are, calls find their places.
+  3. Long polls and streams have separate limits: however many there are, other calls find places.
 
 Threads: any.
 """
@@ -36,7 +36,7 @@ MIDDLEWARE = "quire"
 LOGGED_PER_SECOND = 20
 
 OFFERED = frozenset({flight.FlightMethod.DO_ACTION, flight.FlightMethod.DO_GET, flight.FlightMethod.LIST_ACTIONS})
-"""Flight has more; what is not offered is refused here, because the transport would answer some of it with a traceback."""
+"""Flight has more methods. The others are refused here, because the transport would answer some of them with a traceback."""
 
 
 class CallLimit:
@@ -54,12 +54,12 @@ class CallLimit:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """Take a place for the length of a block."""
+        """Take a place for the duration of a block."""
         if not self._free.acquire(timeout=self._wait_seconds):
             with self._lock:
                 self.busy += 1
             raise Overloaded(
-                f"the owner is busy: all places for {self._name} are taken", hint="try again later", places=self._places
+                f"the owner is busy: the limit for {self._name} is reached", hint="try again later", places=self._places
             )
         with self._lock:
             self.now += 1
@@ -72,7 +72,7 @@ class CallLimit:
 
 
 class Refusals:
-    """Counts and tells of calls that were turned away (rules 1 and 2)."""
+    """Counts and logs refused calls (rules 1 and 2)."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -83,7 +83,7 @@ class Refusals:
         self._left_out = 0
 
     def add(self, error: QuireError, **fields: Any) -> None:
-        """A call was refused."""
+        """Count a refused call and log it."""
         with self._lock:
             self.count += 1
             second = int(self._clock.monotonic())
@@ -100,20 +100,20 @@ class Refusals:
 
 
 class Admission(flight.ServerMiddleware):  # type: ignore[misc]
-    """What the caller of one call may do, and the trace that he is in."""
+    """The rights and the trace of the caller of one call."""
 
     def __init__(self, grant: Grant, trace: str = "", client: str = "") -> None:
         self.grant = grant
         self.trace = trace
         self.client = client
-        """Who it is, as it says itself: what a client holds at the owner is found by this."""
+        """The id that the client sends: its holdings at the owner are found by it."""
 
 
 class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Looks at every call first. Without tokens everybody who gets this far is admitted: a file permission let him."""
+    """Checks every call first. Without tokens every caller that gets this far is admitted: a file permission admitted it."""
 
     def __init__(self, tokens: AcceptedTokens | None, refusals: Refusals, *, copy_of: str = "") -> None:
-        """`copy_of` is the URL of an archive of which the store is a copy: then nobody changes anything."""
+        """`copy_of` is the URL of an archive of which the store is a copy: then no caller may change anything."""
         self._tokens = tokens
         self._refusals = refusals
         self._copy_of = copy_of
@@ -135,7 +135,7 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             return self.admitted(sent.get(TRACE_HEADER, ""), sent.get(CLIENT_HEADER, ""))
         try:
             if TOKEN_HEADER not in sent:
-                raise Unauthenticated("the call shows no token", hint="connect with token_file=…")
+                raise Unauthenticated("the call has no token", hint="connect with token_file=…")
             grant = self._tokens.grant(bearer(sent[TOKEN_HEADER]))
         except Unauthenticated as denied:
             self._refusals.add(denied, method=method)
@@ -148,7 +148,7 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         return self._tokens is None
 
     def admitted(self, trace: str, client: str) -> Admission:
-        """Whoever may open the Unix socket may do everything; nobody writes to a copy."""
+        """Return the admission of a caller through the Unix socket: everything, or reading if the store is a copy."""
         return Admission(Grant.READ if self._copy_of else Grant.ADMIN, trace, client)
 
     def check_store(self, context: Any, what: str, *, writes: bool) -> None:
@@ -168,7 +168,7 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
             denied: QuireError = error
             if writes and self._copy_of:
                 hint = "write to the store's owner: option `store` with its directory or address"
-                denied = AccessDenied("this is a copy of an archive, to be read", hint=hint, url=self._copy_of)
+                denied = AccessDenied("this is a read-only copy of an archive", hint=hint, url=self._copy_of)
             self._refusals.add(denied, call=what, peer=context.peer())
             raise denied from None
 
@@ -176,7 +176,7 @@ class FlightGate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         """Raise `AccessDenied` unless the caller came through the Unix socket."""
         if self._tokens is not None:
             denied = AccessDenied(
-                f"{what} is only for the owner's own machine", hint="use the store's socket", call=what
+                f"{what} is only allowed on the owner's machine", hint="use the store's socket", call=what
             )
             self._refusals.add(denied, call=what, peer=context.peer())
             raise denied

@@ -1,4 +1,4 @@
-"""What the service needs of a store, which passes itself in so that nothing here imports upwards; and what a handler gets."""
+"""The interface of a store for the service (the store passes itself in: nothing here imports upwards), and `CallContext`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class StoreApi(Protocol):
-    """An opened store, as its owner has it."""
+    """A store opened by its owner."""
 
     path: str
     settings: StoreSettings
@@ -119,15 +119,15 @@ class StoreApi(Protocol):
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """One call, as a handler sees it."""
+    """One call, as passed to a handler."""
 
     key: bytes
-    """Of a keyed action; else empty."""
+    """The key of a keyed action; otherwise empty."""
     grant: Grant
     """What the caller may do."""
     is_over: Callable[[], bool]
-    """The client has left, or the server stops: what waits should end."""
+    """Returns whether the client has left or the server stops: a waiting handler should then return."""
     client: str = ""
-    """Whose call it is, as it says itself: what it holds at the owner is found by this (`client_holdings.py`)."""
+    """The id that the client sends: its holdings at the owner are found by it (`client_holdings.py`)."""
     is_local: bool = False
-    """It came through the Unix socket."""
+    """Whether it came through the Unix socket."""

@@ -1,17 +1,17 @@
 """Copies of archived stores that are served to Spark: `store="s3://…"`, and the directory of a standby or a restore.
 
-Sources are clients. Where nobody serves what they ask for, a process is started beside the driver that opens a copy of the
-archive (`quire.open_archive`) and serves that: `store/archive_copy_server.py`.
+Spark sources are clients. If no process serves the store that they need, a process is started next to the driver that opens a
+copy of the archive (`quire.open_archive`) and serves it: `store/archive_copy_server.py`.
 
 Rules
-  1. A driver has copies of its own. One ends with it, or when nobody has asked it anything for `IDLE_SECONDS`: tasks ask every
-     minute while they read.
-  2. A copy is used again for `FRESH_SECONDS`; the query after that gets a newer one. Both go on meanwhile.
-  3. Credentials travel through the environment, or in the quire.toml of the directory that was asked for; never as arguments,
-     and never in the note that names a copy.
+  1. Each driver has its own copies. A copy ends with its driver, or when it has had no request for `IDLE_SECONDS`; tasks send a
+     request every minute while they read.
+  2. Queries share a copy for `FRESH_SECONDS`; the next query gets a newer one. The older copy is served meanwhile.
+  3. Credentials are passed through the environment, or in the quire.toml of the requested directory; never as arguments, and
+     never in the note that names a copy.
 
-Threads and processes: any; one at a time starts a copy. Importable on executors. Raises `Unavailable`, and what opening the
-archive raises.
+Threads and processes: any; a file lock lets one at a time start a copy. Importable on executors. Raises `Unavailable`, and what
+opening the archive raises.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from quire.service.sockets import is_alive, runtime_directory, where_owner_liste
 from quire.service.wire import error_of, read_form
 
 FRESH_SECONDS = 60
-"""How long queries use the same copy: restoring one takes seconds."""
+"""How long queries share a copy: restoring one takes seconds."""
 IDLE_SECONDS = 300
-"""How long a copy is served that nobody asks anything."""
+"""How long a copy is served without a request."""
 START_SECONDS = 600.0
 """How long restoring a copy may take before another process gives up waiting for it."""
 ANSWER_BYTES_MAX = 65_536
@@ -45,44 +45,44 @@ READY = b"ready "
 
 
 class CopyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Which copy is wanted."""
+    """Identifies a copy."""
 
     url: str
     store_id: str = ""
     at: str = ""
-    """A moment as people type it; empty: the newest."""
+    """A moment in the syntax of `core/time_parsing.py`; empty: the newest."""
     config: str = ""
-    """A directory whose quire.toml says how the bucket is reached; empty: the environment does."""
+    """A directory whose quire.toml configures access to the bucket; empty: the environment does."""
     driver: int = 0
-    """The process that it ends with."""
+    """The process whose end also ends the copy."""
 
 
 class ServedCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """The note that names a copy."""
+    """The contents of the note that names a copy."""
 
     path: str
     at_ms: int
-    """When it was asked for."""
+    """When the copy was requested."""
 
 
 def served_copy(request: CopyRequest) -> str:
-    """The socket of a copy: of one that is fresh, or of a new one."""
+    """Return the socket of a copy that is fresh, or of a new one."""
     if request.at:
-        parse_moment(request.at, "archived_at", now_ms=SystemClock().now_ms())  # before anything is started
+        parse_moment(request.at, "archived_at", now_ms=SystemClock().now_ms())  # fail before anything is started
     request = msgspec.structs.replace(request, driver=driver_of(os.getpid()))
     name = blake2b(msgspec.json.encode(request), digest_size=12).hexdigest()
     note = os.path.join(runtime_directory(), f"copy-{name}.json")
     with closing(_locked(f"{note}.lock")):
         if socket_path := _fresh(note):
             return socket_path
-        now_ms = SystemClock().now_ms()
+        now_ms = SystemClock().now_ms()  # before the restore, which takes seconds
         path = _start(request)
         write_atomic(OsDisk(), note, msgspec.json.encode(ServedCopy(path=path, at_ms=now_ms)))
         return where_owner_listens(OsDisk(), path)
 
 
 def driver_of(pid: int) -> int:
-    """The JVM that a process was started by, for Spark; else the process itself."""
+    """Return the JVM below which a process runs, for Spark; otherwise the process itself."""
     above = pid
     with suppress(OSError, ValueError, IndexError):
         while above > 1:
@@ -106,7 +106,7 @@ def _locked(path: str) -> FileLock:
 
 
 def _fresh(note: str) -> str:
-    """The socket of the copy that a note names, if it can be used; else nothing."""
+    """Return the socket of the copy that a note names if it is fresh and alive; otherwise an empty string."""
     try:
         copy = msgspec.json.decode(read_all(OsDisk(), note), type=ServedCopy)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -118,14 +118,14 @@ def _fresh(note: str) -> str:
 
 
 def _start(request: CopyRequest) -> str:
-    """Start a process that serves a copy; the copy's directory."""
+    """Start a process that serves a copy and return the copy's directory."""
     process = subprocess.Popen(
         [sys.executable, "-m", MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        start_new_session=True,  # an interrupt in a notebook is for the query
+        start_new_session=True,  # an interrupt in a notebook is meant for the query
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -134,7 +134,7 @@ def _start(request: CopyRequest) -> str:
             asked.write(msgspec.json.encode(request))
         answer = answers.read(ANSWER_BYTES_MAX)
     if answer.startswith(READY):
-        process.returncode = 0  # it goes on; nobody waits for it
+        process.returncode = 0  # the process keeps running and is not waited for
         return os.fsdecode(answer.removeprefix(READY))
     process.wait()
     if answer:

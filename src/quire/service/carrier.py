@@ -1,10 +1,10 @@
-"""The client's connections to an owner, each used by one call at a time: what carriers other than Flight have in common.
+"""The client's pool of connections to an owner, each used by one call at a time: the base of the carriers other than Flight.
 
 Rules
-  1. A call takes a connection that is free, or makes one, and gives it back if it was answered; else it is closed.
-  2. After fork() the child makes connections of its own: the parent's are not touched.
+  1. A call takes an idle connection or opens one. It returns the connection if a response arrived, and closes it otherwise.
+  2. After fork() the child opens its own connections and does not touch the parent's.
 
-Threads: any. Raises `CallBroken` and `CallTimedOut`; whether the call was done is then unknown.
+Threads: any. Raises `CallBroken` and `CallTimedOut`; it is then unknown whether the call was executed.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ from quire.core.closing import Closable
 from quire.service.frames import FrameError
 
 IDLE_MAX = 16
-"""Connections that are kept for the next call."""
+"""Idle connections that are kept for later calls."""
 
 
 class CallBroken(Exception):  # never leaves the client's channel
-    """The connection could not be made, or broke before the answer had come."""
+    """The connection could not be made, or broke before the response arrived."""
 
 
 class CallTimedOut(Exception):  # never leaves the client's channel
-    """The answer did not come in time."""
+    """The response did not arrive in time."""
 
 
 C = TypeVar("C", bound=Closable)
 
 
 class Carrier(Generic[C]):
-    """See the rules above."""
+    """A pool of connections. See the rules above."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._idle: deque[C] = deque()
         self._closed = False
 
-    def is_there(self) -> bool:
-        """Whether it makes sense to try."""
+    def is_available(self) -> bool:
+        """Return whether a call is worth trying."""
         return True
 
     def _connect(self, seconds: float) -> C:
-        """A new connection."""
+        """Open a connection."""
         raise NotImplementedError
 
     def _exchange(self, connection: C, name: str, trace: str, body: bytes, seconds: float) -> bytes:
-        """Send a call; its answer."""
+        """Send a call and return its response."""
         raise NotImplementedError
 
     def _after_fork(self) -> None:
-        """This is the child of a fork()."""
+        """Reset state in the child of a fork()."""
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():  # rule 2
@@ -62,7 +62,7 @@ class Carrier(Generic[C]):
             self._after_fork()
 
     def call(self, name: str, trace: str, body: bytes, seconds: float) -> bytes:
-        """The answer to a call, as `wire.read_answer` takes it."""
+        """Send a call and return the response in the form that `wire.read_answer` takes."""
         self._check_process()
         try:
             connection = self._idle.pop()
@@ -77,7 +77,7 @@ class Carrier(Generic[C]):
             connection.close()
             raise CallBroken(str(error) or "the owner hung up") from None
         except BaseException:
-            connection.close()  # an interrupt: the answer may still come, and would be the next call's
+            connection.close()  # an interrupt: the response may still arrive, and the next call would read it
             raise
         if len(self._idle) < IDLE_MAX and not self._closed:
             self._idle.append(connection)
@@ -86,13 +86,13 @@ class Carrier(Generic[C]):
         return answer
 
     def drop_idle(self) -> None:
-        """Close the connections that are not in use: the owner they lead to may be gone."""
+        """Close the idle connections: the owner at their other end may be gone."""
         if self._pid == os.getpid():
             with suppress(IndexError):
                 while True:
                     self._idle.pop().close()
 
     def close(self) -> None:
-        """Close all connections, those that are in use when they are given back."""
+        """Close all connections; those in use are closed when they are returned."""
         self._closed = True
         self.drop_idle()

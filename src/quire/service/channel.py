@@ -1,20 +1,21 @@
-"""One client's connection to an owner: sends calls until they are answered, or their time is over.
+"""A client's connection to an owner: sends calls until they are answered, or their time is over.
 
 Terms
-  call      what the caller asked for; it has a deadline and, if it changes something, an idempotency key
-  attempt   one try of it over the wire
+  call      a request of the caller; it has a deadline and, if it changes something, an idempotency key
+  attempt   one transmission of a call
 
 Rules
-  1. A call is sent again only if that can do no harm: it carries a key, or repeating it changes nothing (M11). All of ours are
-     one or the other.
-  2. An owner that cannot be reached, goes away or restarts is tried again, with pauses that double and differ, until the
-     deadline: then `Unavailable`. An answer that does not come in time is `TimedOut`: the call may still be done.
-  3. Every failed attempt is followed by a new connection: the transport's own would wait for longer and longer.
-  4. Owner and client say their versions with every call; who does not understand the other says so.
-  5. A call carries the trace that its caller is in.
-  6. A channel belongs to its process: after fork() the child makes a connection of its own.
-  7. On the owner's machine calls travel as frames (`frames.py`), to an address of HTTP over HTTP (`http_carrier.py`), elsewhere
-     by Flight, which alone brings Arrow.
+  1. A call is sent again only if that is harmless: it carries a key, or repeating it changes nothing (M11). Every action is one
+     or the other.
+  2. An owner that cannot be reached, goes away or restarts is tried again, with randomized pauses that double, until the
+     deadline; then `Unavailable` is raised. If a response does not arrive in time, `TimedOut` is raised: the call may still be
+     executed.
+  3. Every failed attempt is followed by a new connection: the transport's own reconnects back off for longer and longer.
+  4. Owner and client send their versions with every call; either refuses a version that it does not understand.
+  5. A call carries the trace of its caller.
+  6. A channel belongs to its process: after fork() the child opens its own connection.
+  7. Calls are sent as frames on the owner's machine (`frames.py`), over HTTP to an HTTP address (`http_carrier.py`), and by
+     Flight otherwise. Only Flight carries Arrow.
 
 Threads: any. Raises what the owner raised, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`.
 """
@@ -44,11 +45,12 @@ from quire.core.errors import (
     TimedOut,
     Unavailable,
 )
-from quire.core.tracing import carried
+from quire.core.tracing import current_traceparent
 from quire.durable.files import translated
 from quire.service.carrier import CallBroken, CallTimedOut, Carrier
 from quire.service.frame_carrier import FrameCarrier
 from quire.service.frames import CLIENT_BYTES
+from quire.service.grpc_forks import kept_after_fork
 from quire.service.http_carrier import SCHEMES as HTTP_SCHEMES
 from quire.service.http_carrier import HttpCarrier
 from quire.service.tickets import Action, TableTicket
@@ -69,19 +71,20 @@ from quire.service.wire import (
 )
 
 CALL_SECONDS = 30.0
-"""How long a call may take, all attempts together, unless it says otherwise."""
+"""The default time limit of a call, all attempts together."""
 
 ATTEMPT_SECONDS = 10.0
-"""How long one attempt may take: an answer that was lost without a word must not use up the whole call."""
+"""The time limit of one attempt: a response that is lost silently must not use up the whole call."""
 
 PAUSE_SECONDS = 0.02
 PAUSE_SECONDS_MAX = 1.0
 
 STREAM_SECONDS = 60.0
-"""A stream goes on with another call after this long."""
+"""The time limit of one `do_get`; a longer stream continues with another one."""
 
 SCHEMES = ("grpc", "grpc+tls", "grpc+unix", *HTTP_SCHEMES)
 
+# A new client shares no connection with the failed one, and retries to connect within a second (rule 3).
 _OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -96,13 +99,13 @@ _AGAIN = (
     flight.FlightCancelledError,
     flight.FlightInternalError,
 )
-"""What a broken connection looks like from here; a server that meets a bug of its own says so in words."""
+"""How a broken connection appears here. A server that fails on a bug of its own returns an error in words."""
 
 R = TypeVar("R")
 
 
 class Channel:
-    """See the rules above."""
+    """A connection to an owner. See the rules above."""
 
     def __init__(
         self, uri: str, *, token_file: str = "", tls_ca_file: str = "", call_seconds: float = CALL_SECONDS
@@ -131,9 +134,9 @@ class Channel:
         self._pid = os.getpid()
         self._closed = False
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """End the connection; calls under way fail. A second time: nothing."""
+        """Close the connection; calls in progress fail. Idempotent."""
         with self._lock:
             self._closed = True
             client, self._client = self._client, None
@@ -144,12 +147,12 @@ class Channel:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the owner knows by a connection that this client lives."""
-        return isinstance(self._own, FrameCarrier) and self._own.is_there()
+        """Whether the owner sees by an open connection that this client lives."""
+        return isinstance(self._own, FrameCarrier) and self._own.is_available()
 
     def _carrier(self) -> Any:
-        """What the next call travels with (rule 7)."""
-        if self._own is not None and not self._closed and self._own.is_there():
+        """Return the transport of the next call (rule 7)."""
+        if self._own is not None and not self._closed and self._own.is_available():
             return self._own
         return self._connected()
 
@@ -157,20 +160,20 @@ class Channel:
         with self._lock:
             if self._closed:
                 raise StoreClosed("the client is closed", hint="connect again", uri=self.uri)
-            if self._pid != os.getpid():  # rule 6: what the parent has is not touched
+            if self._pid != os.getpid():  # rule 6: the parent's connection is not touched
                 self._pid, self._client = os.getpid(), None
             if self._client is None:
                 try:
-                    self._client = flight.FlightClient(
-                        self._location, tls_root_certs=self._roots, generic_options=_OPTIONS
+                    self._client = kept_after_fork(
+                        flight.FlightClient(self._location, tls_root_certs=self._roots, generic_options=_OPTIONS)
                     )
                 except pa.ArrowException as error:
                     raise InvalidInput(f"cannot connect: {_line(error)}", uri=self.uri) from error
             return self._client
 
     def _reconnect(self, failed: Any) -> None:
-        """Connect anew after a failed attempt. The old connection is left to those who still use it, and closes itself
-        with the last of them."""
+        """Drop the connection of a failed attempt, so that the next one opens another. Threads that still use the old one keep
+        it, and it closes with the last of them."""
         if isinstance(failed, Carrier):
             failed.drop_idle()
             return
@@ -188,8 +191,8 @@ class Channel:
         attempt_seconds: float = ATTEMPT_SECONDS,
         key: bytes = b"",
     ) -> R:  # type: ignore[type-var] # inferred from the caller's annotation: the type that the action declares
-        """The answer to an action, by its name."""
-        from quire.service.messages import ACTIONS  # of a manifest's values: executors have none
+        """Execute an action, given its name, and return its result."""
+        from quire.service.messages import ACTIONS  # contains values of the manifest, which executors do not have
 
         answer: R = self.ask(ACTIONS[name], request, timeout=timeout, attempt_seconds=attempt_seconds, key=key)
         return answer
@@ -203,26 +206,26 @@ class Channel:
         attempt_seconds: float = ATTEMPT_SECONDS,
         key: bytes = b"",
     ) -> Any:
-        """The answer to an action. `key` is the caller's own idempotency key, where the action takes one."""
+        """Execute an action and return its result. `key` is the caller's own idempotency key, where the action takes one."""
         name = action.name
         body = write_call(key or (os.urandom(16) if action.keyed else b""), request)
-        trace = carried()
+        trace = current_traceparent()
         headers = [*self._headers, (TRACE_HEADER.encode(), trace.encode())] if trace else self._headers
 
         def attempt(client: Any, seconds: float) -> Any:
             if isinstance(client, Carrier):
                 return read_answer(client.call(name, trace, body, min(seconds, attempt_seconds)), action.answer)
             options = flight.FlightCallOptions(timeout=min(seconds, attempt_seconds), headers=headers)
-            whole = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
-            return read_answer(whole, action.answer)
+            answer = b"".join([bytes(part.body) for part in client.do_action(flight.Action(name, body), options)])
+            return read_answer(answer, action.answer)
 
         return self._until_answered(name, attempt, self.call_seconds if timeout is None else timeout, self._carrier)
 
     def _until_answered(
         self, name: str, attempt: Callable[[Any, float], R], seconds: float, connected: Callable[[], Any]
     ) -> R:
-        """Repeat a call that can do no harm, with growing pauses, until the deadline (rules 1 and 2). A call that may take
-        longer than others has their time to reach an owner that was lost."""
+        """Repeat a call, which is harmless, with growing pauses until the deadline (rules 1 and 2). After a failed attempt, a
+        call with a longer timeout has only the default time left to reach the owner."""
         deadline, pause = time.monotonic() + seconds, PAUSE_SECONDS
         while True:
             client = connected()
@@ -242,19 +245,19 @@ class Channel:
             if seconds > self.call_seconds:
                 seconds = self.call_seconds
                 deadline = time.monotonic() + seconds
-            rest = deadline - time.monotonic()
-            if rest <= pause:
+            remaining = deadline - time.monotonic()
+            if remaining <= pause:
                 raise _gave_up(name, failure, self.uri, seconds) from None
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stream(self, ticket: TableTicket) -> Iterator[pa.RecordBatch]:
-        """The batches of a ticket. A stream that breaks goes on behind the last row that was given."""
+        """Yield the batches of a ticket. A stream that breaks resumes after the last row that was yielded."""
         if isinstance(self._own, HttpCarrier):
             raise InvalidInput(
-                "tables of the manifest travel as Arrow, by Flight only",
-                hint="have the owner listen for it, `quire serve --listen grpc://HOST:PORT`, and connect there",
+                "manifest tables can only be read over Flight",
+                hint="run `quire serve --listen grpc://HOST:PORT` and connect to that address",
                 uri=self.uri,
             )
         left, moved_at, pause = ticket.rows_max or None, time.monotonic(), PAUSE_SECONDS
@@ -278,14 +281,14 @@ class Channel:
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
     def _open_stream(self, ticket: TableTicket, client: Any, _: float) -> Any:
-        """A reader that has its schema: what is wrong with the ticket is heard here."""
+        """Return a reader whose schema has arrived, so that an invalid ticket raises here."""
         options = flight.FlightCallOptions(timeout=STREAM_SECONDS, headers=self._headers)
         reader = client.do_get(flight.Ticket(msgspec.msgpack.encode(ticket)), options)
         _ = reader.schema
         return reader
 
     def _stream_broke(self, error: Exception, moved_at: float) -> None:
-        """Raise, unless the stream can go on with another call; it must have moved within the time that a call has."""
+        """Raise, unless the stream can resume with another call: it must have progressed within the time limit of a call."""
         form = _form(error)
         if form is not None and not form.again:
             raise error_of(form) from None
@@ -298,7 +301,7 @@ class Channel:
 
 
 def _checked(uri: str) -> SplitResult:
-    """The parts of an owner's address."""
+    """Return the parts of an owner's address; raise if it is none."""
     try:
         parts = urlsplit(uri)
         is_good = parts.scheme in SCHEMES and bool(parts.path if parts.scheme == "grpc+unix" else parts.hostname)
@@ -310,42 +313,47 @@ def _checked(uri: str) -> SplitResult:
         raise InvalidInput("not the address of an owner", hint=hint, uri=uri)
     if parts.scheme in HTTP_SCHEMES and (parts.path not in ("", "/") or parts.query or parts.username is not None):
         plain = f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
-        hint = f'connect to {plain} and name the database there, as in .sqlite("shop"); a token comes from token_file=…'
-        raise InvalidInput("an owner's address is a host and a port", hint=hint)
+        hint = f'connect to {plain} and name the database in the call, as in .sqlite("shop"); a token comes from token_file=…'
+        raise InvalidInput("an owner's address must be a host and a port", hint=hint)
     return parts
 
 
 def _form(error: Exception) -> ErrorForm | None:
-    """What the owner said about an error, if it was the owner's."""
+    """Return the owner's error form; `None` if the error is the transport's."""
     detail = getattr(error, "extra_info", None)
     return read_form(bytes(detail)) if detail else None
 
 
 def _explained(error: Exception, uri: str) -> QuireError:
-    """An error of the transport as ours; what the owner said comes first."""
+    """Translate an error of the transport; the owner's error form takes precedence."""
     if (form := _form(error)) is not None:
         return error_of(form)
     if isinstance(error, flight.FlightUnauthenticatedError | flight.FlightUnauthorizedError):
         return AccessDenied("the owner refused the token", hint="connect with token_file=…", uri=uri)
-    return Incompatible(
-        f"the other side does not answer as an owner does: {_line(error)}", hint="is this its address?", uri=uri
-    )
+    return Incompatible(f"the server does not respond like an owner: {_line(error)}", hint="check the address", uri=uri)
 
 
 def _gave_up(name: str, failure: Exception, uri: str, seconds: float) -> QuireError:
     if isinstance(failure, flight.FlightTimedOutError | CallTimedOut):
         return TimedOut(
-            "the owner did not answer in time", hint="it may still do it", call=name, seconds=seconds, uri=uri
+            "the owner did not answer in time",
+            hint="the call may still take effect",
+            call=name,
+            seconds=seconds,
+            uri=uri,
         )
     if isinstance(failure, RemoteError):
         return error_of(failure.form)
     return Unavailable(
-        f"the owner cannot be reached: {_line(failure)}", hint="does it run `quire serve`?", uri=uri, seconds=seconds
+        f"the owner cannot be reached: {_line(failure)}",
+        hint="check that it runs `quire serve`",
+        uri=uri,
+        seconds=seconds,
     )
 
 
 def _line(error: Exception) -> str:
-    """The first words of the transport's message, without its debugging tail."""
+    """Return the first line of the transport's message, without its debugging tail."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return text.partition(" gRPC client debug context")[0].removeprefix("Flight returned ")[:200]
 

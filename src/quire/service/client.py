@@ -1,4 +1,4 @@
-"""`quire.connect`: a store that another process owns, by the API of a local one as far as that makes sense over a wire.
+"""`quire.connect`: a store that another process owns, with the API of a local store as far as that makes sense over a wire.
 
     with quire.connect("grpc+unix:///data/quire.sock") as store:
         store.create("shop", "pages")
@@ -6,9 +6,9 @@
         table = store.table("db", columns=["db_id", "name"])
 
 Rules
-  1. Whatever a call changes, it changes once, however often the answer is lost on the way (`channel.py`, `idempotency.py`).
-  2. Tables are read in batches, each of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
-  3. A client pickles as its address and the *names* of its token and certificate files: what it is allowed stays in files.
+  1. A call makes its changes once, however often its response is lost (`channel.py`, `idempotency.py`).
+  2. Tables are read in batches, each as of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
+  3. A client pickles as its address and the *names* of its token and certificate files: the secrets stay in the files.
 
 Threads: any. Raises what the store raises, and `Unavailable`, `TimedOut`, `AccessDenied`, `Incompatible`, `Overloaded`.
 """
@@ -69,18 +69,18 @@ TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
 def connect(
     uri: str | os.PathLike[str], *, token_file: str = "", tls_ca_file: str = "", timeout: float = CALL_SECONDS
 ) -> Client:
-    """Connect to the owner of a store by its directory, by `http://HOST:PORT` or `https://HOST:PORT` (`quire serve --http`), by
-    `grpc://HOST:PORT` or `grpc+tls://HOST:PORT` (`--listen`), or by `grpc+unix:///PATH`.
+    """Connect to the owner of a store, given its directory, `http://HOST:PORT` or `https://HOST:PORT` (`quire serve --http`),
+    `grpc://HOST:PORT` or `grpc+tls://HOST:PORT` (`--listen`), or `grpc+unix:///PATH`.
 
-    `token_file` (else the environment's QUIRE_TOKEN_FILE) holds the token that an owner on the network asks for; `tls_ca_file`
-    the certificate that its own is signed with. `timeout` is for each call, with all its retries.
+    `token_file` (otherwise the environment variable QUIRE_TOKEN_FILE) holds the token that an owner on the network requires;
+    `tls_ca_file` holds the certificate that signed the owner's. `timeout` applies to each call, retries included.
     """
     address = os.fspath(uri)
     if "://" not in address:
         root = os.path.abspath(address)
         path = where_owner_listens(OsDisk(), root)
         if not path:
-            raise InvalidInput("no owner listens for this store", hint="run `quire serve` there", path=root)
+            raise InvalidInput("no owner listens for this store", hint="run `quire serve` on the store", path=root)
         address = SCHEME + path
     over_network = not address.startswith(SCHEME)
     token = token_file or (os.environ.get(TOKEN_VARIABLE, "") if over_network else "")
@@ -88,25 +88,25 @@ def connect(
 
 
 class Client:
-    """A store at the other end of a wire. Made by `quire.connect`; use it as a context manager."""
+    """A remote store. Created by `quire.connect`; use it as a context manager."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._pipeline = Pipeline(channel)
         self.feed = RemoteFeed(channel)
-        """Everything that was committed, in order, for subscribers."""
+        """Every committed change, in order, for subscribers."""
         self.jobs = RemoteJobs(channel)
-        """Work that survives crashes."""
+        """The job queue: work that survives crashes."""
         self._renewing = LeaseRenewal(channel)
         self._streams = WeakSet[RemoteStream]()
         try:
             self.server: Hello = channel.call("hello", m.Nothing())
-            """Who answered when we connected."""
+            """The identity and limits of the server, as of connecting."""
         except BaseException:
             channel.close()
             raise
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def uri(self) -> str:
         """The address of the owner."""
@@ -119,16 +119,16 @@ class Client:
 
     @property
     def objects_url(self) -> str:
-        """Where the objects are, as the owner says it."""
+        """The URL of the object store, as configured at the owner."""
         return self.server.objects_url
 
     @property
     def object_prefixes(self) -> tuple[str, ...]:
-        """Below which prefixes there, the current owner epoch's first."""
+        """The prefixes of this store's objects below `objects_url`, that of the current owner epoch first."""
         return self.server.object_prefixes
 
     def close(self) -> None:
-        """Send what is queued, and hang up. A second time: nothing."""
+        """Send queued appends and batches, and disconnect. Idempotent."""
         for stream in list(self._streams):
             stream.close()
         self._renewing.close()
@@ -149,55 +149,55 @@ class Client:
     def create(
         self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo:
-        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it."""
+        """Create a database of kind "pages", "stream" or "lsm"; `tags` are stored with it."""
         kind_name = kind.name.lower() if isinstance(kind, DbKind) else kind
         return self._channel.call("create", m.Create(name, kind_name, tags or {}, namespace))
 
     def drop(self, name: str, *, snapshots: bool = False, undoable: bool = False) -> DatabaseInfo:
-        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so.
+        """Drop a database and return its last state. One that has snapshots needs `snapshots`, which drops them, too.
 
-        With `undoable` it keeps its space, and `undrop` brings it back, for a day (`maintenance.undrop_seconds`).
+        With `undoable` it keeps its space for a day (`maintenance.undrop_seconds`), and `undrop` restores it until then.
         """
         return self._channel.call("drop", m.Drop(name, snapshots, undoable))
 
     def undrop(self, name: str | int, *, new_name: str = "") -> DatabaseInfo:
-        """Bring a database back that was dropped: the last one of this name, or by its id."""
+        """Restore a dropped database: the last one of this name, or by its id."""
         return self._channel.call("undrop", m.Undrop(name, new_name))
 
     def purge(self, name: str | int) -> DroppedDatabase:
-        """End a dropped database that could be brought back; as it was."""
+        """Delete a dropped database that could still be restored; return its last state."""
         return self._channel.call("purge", m.OfDropped(name))
 
     def dropped(self) -> list[DroppedDatabase]:
-        """The dropped databases that can be brought back, the last one first."""
+        """Return the dropped databases that can be restored, the last one first."""
         return self._channel.call("dropped", m.Nothing())
 
     def rename(self, old: str, new: str) -> DatabaseInfo:
-        """Give a database another name; the database under its new one."""
+        """Rename a database; return it with its new name."""
         return self._channel.call("rename", m.Rename(old, new))
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
-        """The live databases, by name; see `Store.databases`."""
+        """Return the live databases, by name; see `Store.databases`."""
         return self._channel.call("databases", DatabaseFilter(**wanted))
 
     def database(self, name: str) -> DatabaseInfo:
-        """A database by name."""
+        """Return a database by name."""
         return self._channel.call("database", m.OfDatabase(name))
 
     def readers(self, name: str) -> list[ReaderInfo]:
-        """Who reads a page database: in the owner's own process, and in others."""
+        """Return the readers of a page database, in the owner's process and in others."""
         return self._channel.call("readers", m.OfDatabase(name))
 
     # ── streams, keys and values ──────────────────────────────────────────────────────────────────────────────────────
     def stream(self, name: str, *, create: bool = False) -> RemoteStream:
-        """A stream; with `create=True` it is made if there is none. Its API is that of `store.stream(name)`."""
+        """Return a stream with the API of `store.stream(name)`; with `create=True` it is created if it does not exist."""
         self._open(name, "stream.marks", DbKind.STREAM, create)
         stream = RemoteStream(self._channel, name, self.server.body_bytes_max)
         self._streams.add(stream)
         return stream
 
     def kv(self, name: str, *, create: bool = False) -> RemoteKv:
-        """A key-value set; with `create=True` it is made if there is none. Its API is that of `store.kv(name)`."""
+        """Return a key-value set with the API of `store.kv(name)`; with `create=True` it is created if it does not exist."""
         self._open(name, "kv.stats", DbKind.LSM, create)
         return RemoteKv(self._channel, name, self._renewing)
 
@@ -213,10 +213,10 @@ class Client:
         check_same_thread: bool = True,
         autocommit: bool | int = LEGACY_TRANSACTION_CONTROL,
     ) -> Connection:
-        """A connection of PEP 249 to a page database: its newest version, or for reading the one `at` a snapshot, lsn or time.
+        """Open a PEP 249 connection to the newest version of a page database, or read-only `at` a snapshot, lsn or time.
 
-        It is of the class that `quire.sqlite.dbapi.connect` returns in the owner's process. With `create=True` the database is
-        made if there is none. `timeout` is how long a statement waits for the lock, in seconds.
+        It has the class that `quire.sqlite.dbapi.connect` returns in the owner's process. With `create=True` the database is
+        created if it does not exist. `timeout` is how long a statement waits for the lock, in seconds.
         """
         driver = self.sqlite_driver(name, at=at, create=create, timeout=timeout)
         return Connection(
@@ -234,43 +234,43 @@ class Client:
         functions: tuple[str, ...] = (),
         close: Callable[[], None] = lambda: None,
     ) -> RemoteDriver:
-        """What is below such a connection; `close` is called with it."""
+        """Return the driver of such a connection; `close` is called when the driver is closed."""
         request = OpenSql(name, version_of(at), create, timeout, read_only, functions)
         return RemoteDriver(self._channel, self._renewing, request, close)
 
     def _open(self, name: str, action: str, kind: DbKind, create: bool) -> None:
-        """Raise if there is no such database, or one of another kind; make it if that is wanted."""
+        """Raise if the database does not exist or is of another kind; with `create`, create it."""
         try:
             self._channel.call(action, OfName(name))
         except UnknownDatabase:
             if not create:
                 raise
-            with suppress(NameTaken):  # somebody was quicker
+            with suppress(NameTaken):  # another client created it first
                 self.create(name, kind)
             self._channel.call(action, OfName(name))
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
-        """Keep a database as it is now, under a name or without one."""
+        """Keep the current version of a database as a snapshot, with or without a name."""
         return self._channel.call("snapshot.create", m.MakeSnapshot(name, snapshot, tags or {}))
 
     def snapshots(self, db: int | str) -> list[SnapshotInfo]:
-        """The snapshots of a database, oldest first."""
+        """Return the snapshots of a database, oldest first."""
         return self._channel.call("snapshot.list", m.ListSnapshots(db))
 
     def get_snapshot(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
-        """A snapshot by id or by name."""
+        """Return a snapshot by id or by name."""
         return self._channel.call("snapshot.get", m.OfSnapshot(db, snapshot))
 
     def drop_snapshot(self, db: int | str, snapshot: int | str, *, undoable: bool = False) -> SnapshotInfo:
-        """Let a snapshot go, and have what only it held deleted; the snapshot as it was.
+        """Drop a snapshot, delete what only it held, and return its last state.
 
-        With `undoable` it holds that for a day (`maintenance.undrop_seconds`), and `undrop_snapshot` brings it back.
+        With `undoable` the deletion waits for a day (`maintenance.undrop_seconds`); until then `undrop_snapshot` restores it.
         """
         return self._channel.call("snapshot.drop", m.DropOneSnapshot(db, snapshot, undoable))
 
     def undrop_snapshot(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
-        """Bring a snapshot back that was dropped with `undoable`: the last one of this name, or by its id."""
+        """Restore a snapshot that was dropped with `undoable`: the last one of this name, or by its id."""
         return self._channel.call("snapshot.undrop", m.UndropOneSnapshot(db, snapshot, new_name))
 
     def fork(
@@ -282,14 +282,14 @@ class Client:
         tags: dict[str, str] | None = None,
         compression: str = "",
     ) -> DatabaseInfo:
-        """A new database that begins as another one is now, or was `at` a snapshot (its id or name), an epoch or a time
-        ("2 hours ago"); they share what neither has changed."""
+        """Create a database that begins as another one is now, or was `at` a snapshot (its id or name), an epoch or a time
+        ("2 hours ago"). The two share all data that neither has changed."""
         return self._channel.call("fork", m.Fork(name, new_name, version_text(at), tags or {}, compression))
 
     def rollback(self, name: str, *, to: At, timeout: float = 600.0) -> RolledBack:
-        """Undo everything since a snapshot, an lsn, an epoch or a time: a page database becomes what it was, as a new version.
+        """Undo every change since a snapshot, an lsn, an epoch or a time: a page database gets its old state as a new version.
 
-        What it was before is kept as the snapshot that the result names; rolling back to that one undoes it.
+        The state before the rollback is kept as the snapshot that the result names; rolling back to it undoes the rollback.
         """
         text = str(Epoch(to, 0)) if isinstance(to, int) else str(version_text(to))
         return self._channel.call("rollback", m.Rollback(name, text), timeout=timeout, attempt_seconds=timeout)
@@ -299,16 +299,16 @@ class Client:
         return self._channel.call("status", m.SetStatus(name, status))
 
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
-        """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
+        """Replace the tags of a database, or change the compression of its future chunks (none or zstd)."""
         return self._channel.call("options", m.SetOptions(name, tags, compression))
 
     def view(self, db: int | str, snapshot: int | str, *, upload: bool = False, timeout: float = 600.0) -> SnapshotView:
-        """A snapshot as a value that is read without the owner (P16); `upload` for readers that share no disk with it."""
+        """Return a snapshot as a value that is read without the owner (P16); `upload` is for readers on other disks."""
         request = m.OfView(db, snapshot, upload)
         return self._channel.call("snapshot.view", request, timeout=timeout, attempt_seconds=timeout)
 
     def views(self, databases: Sequence[int | str], snapshot: int | str) -> list[SnapshotView | None]:
-        """The same of several databases, without uploading; `None` for one that has no such snapshot."""
+        """Return such views of several databases, without uploading; `None` for one that has no such snapshot."""
         return self._channel.call("snapshot.views", m.OfViews(tuple(databases), snapshot))
 
     def lend(
@@ -323,62 +323,63 @@ class Client:
         snapshot: str = "",
         timeout: float = 600.0,
     ) -> m.LentViews:
-        """The newest versions of page databases, to be read without the owner (P16). What they need is not deleted until
-        `seconds` after the lease was last renewed. With `lease_id` they become part of that lease. A `holder` can ask for them
-        again, by the names of the databases; with `keep` so can whoever knows the lease (`OfLentRange`). With `keep` and a
-        `snapshot` they are the versions of the snapshots of this name or id, of the databases that have one."""
+        """Lend the newest versions of page databases, to be read without the owner (P16). The data that they need is not
+        deleted until `seconds` after the lease was last renewed. With `lease_id` they become part of that lease. A `holder` can
+        request them again, by the names of the databases; with `keep` so can any client that has the lease's id
+        (`OfLentRange`). With `keep` and a `snapshot`, the lent versions are the snapshots of this name or id, of the databases
+        that have one."""
         request = m.Lend(tuple(databases), float(seconds), lease_id, upload, holder, keep, snapshot)
         return self._channel.call("lease.open", request, timeout=timeout, attempt_seconds=timeout)
 
     def lend_kv(self, db: int | str, seconds: float, *, lease_id: int = 0) -> m.LentKv:
-        """The same of a key-value set."""
+        """Lend the newest version of a key-value set in the same way."""
         return self._channel.call("lease.open_kv", m.LendKv(db, float(seconds), lease_id))
 
     def held(self, holder: str) -> list[HeldVersion]:
-        """The versions that a holder has, the oldest first."""
+        """Return the versions that a holder has, oldest first."""
         return self._channel.call("lease.held", m.OfHolder(holder))
 
     def mark_dropped(self, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:
-        """Keep for a holder that databases, (id, name), are not there any more; the id of the lease."""
+        """Record for a holder that databases, given as (id, name), no longer exist; return the id of the lease."""
         return self._channel.call("lease.mark_dropped", m.MarkDropped(holder, tuple(dropped), float(seconds)))
 
     def held_views(self, versions: Sequence[tuple[int, int]]) -> list[SnapshotView]:
-        """Versions of a holder, given as (lease, database)."""
+        """Return views of a holder's versions, given as (lease, database)."""
         return self._channel.call("lease.views", m.OfHeldVersions(tuple(versions)))
 
     def let_go(self, versions: Sequence[tuple[int, int]]) -> None:
-        """A holder does not come back for these versions, (lease, database)."""
+        """Release a holder's versions, given as (lease, database)."""
         self._channel.call("lease.let_go", m.OfHeldVersions(tuple(versions)))
 
     def newest_lsns(self, databases: Sequence[str]) -> list[int]:
-        """How far page databases have been written."""
+        """Return the newest lsn of each page database."""
         return self._channel.call("lease.newest", m.NewestLsns(tuple(databases)))
 
     def renew_lease(self, lease_id: int) -> None:
-        """Somebody still reads what was lent. `LeaseExpired` if it is no longer kept."""
+        """Extend a lease on lent versions. Raises `LeaseExpired` if it has ended."""
         self._channel.call("lease.renew", m.OfLease(lease_id))
 
     def release_lease(self, lease_id: int) -> None:
-        """Nobody reads it any more; a lease that has ended is fine."""
+        """End a lease; do nothing if it has ended."""
         self._channel.call("lease.release", m.OfLease(lease_id))
 
     def reader(
         self, db: int | str, *, tags: dict[str, str] | None = None, ttl_seconds: float = LEASE_SECONDS
     ) -> RemotePageReader:
-        """A lease on the newest durable version of a page database, renewed until it is closed; pages are read through it."""
+        """Lease the newest durable version of a page database; return a reader of it, which renews the lease until closed."""
         lease: RemoteReader = self._channel.call("reader.open", m.OpenReader(db, tags or {}, ttl_seconds))
         return RemotePageReader(self._channel, lease)
 
-    # ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── jobs and batches ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, name: str, *, wait: bool = True, timeout: float = 3_600.0) -> Job:
-        """Bring what is in a database's WAL into chunks, at the owner; the job, as it ended (or as it began).
+        """Write a database's WAL into chunks, at the owner; return the job as it ended (or, without `wait`, as it started).
 
-        As with a local store, a job that was put off or whose attempt failed is pending: the owner's upkeep goes on with it.
+        As in a local store, a job that was deferred or whose attempt failed is pending: the owner's upkeep continues it.
         """
         return self._start(name, JobKind.CHECKPOINT, wait, timeout)
 
     def merge(self, name: str, *, wait: bool = True, timeout: float = 3_600.0) -> Job:
-        """Rewrite slots of a database that consist of several chunks, at the owner; the job, as it ended (or as it began)."""
+        """Merge slots of a database that consist of several chunks, at the owner; return the job as `checkpoint` does."""
         return self._start(name, JobKind.MERGE, wait, timeout)
 
     def _start(self, name: str, kind: JobKind, wait: bool, timeout: float) -> Job:
@@ -391,49 +392,49 @@ class Client:
                 return job
             if time.monotonic() >= deadline:
                 hint = f"`quire jobs show {job.job_id}`"
-                raise TimedOut("the job has not ended in time", hint=hint, job_id=job.job_id, seconds=timeout)
+                raise TimedOut("the job did not end in time", hint=hint, job_id=job.job_id, seconds=timeout)
             time.sleep(pause)
             pause = min(pause * 1.5, 1.0)
 
     def manifest_log_mode(self, mode: str = "") -> str:
-        """How much the owner believes the manifest logs of its streams; with `mode` (off, shadow, on) that is changed first."""
+        """Return how far the owner relies on the manifest logs of its streams; `mode` (off, shadow, on) sets that first."""
         return self._channel.call("stream.log_mode", LogMode(mode))
 
     def submit(
         self, ops: Iterable[Op], *, key: bytes | None = None, result: bytes = b"", timeout: float | None = None
     ) -> RemoteGuard:
-        """Queue a batch of operations for the owner's manifest; the guard resolves when it is durable there.
+        """Queue a batch of operations for the owner's manifest; the guard resolves when the batch is durable there.
 
-        Ids in the operations come from `reserve_db_id` and its kin: the owner hands them out.
+        Ids in the operations come from `reserve_db_id` and its siblings: the owner allocates them.
         """
         return self._pipeline.submit(ops, key=key, result=result, timeout=timeout)
 
     def reserve_db_id(self) -> int:
-        """A database id that will never be given again."""
+        """Return a database id that will never be allocated again."""
         return self._reserve("db")
 
     def reserve_job_id(self) -> int:
-        """A job id that will never be given again."""
+        """Return a job id that will never be allocated again."""
         return self._reserve("job")
 
     def reserve_generation(self, db_id: int) -> int:
-        """A generation of the database that will never be given again."""
+        """Return a generation of the database that will never be allocated again."""
         return self._reserve("generation", db_id)
 
     def _reserve(self, what: str, db_id: int = 0) -> int:
         return self._channel.call("reserve", m.Reserve(what, db_id))
 
     def run_command(self, command: RemoteCommand) -> CommandResult:
-        """Have a command of the command line done at the owner (`commands.py`); it may take as long as it takes."""
+        """Run a command of the command line at the owner (`commands.py`), for up to `COMMAND_SECONDS`."""
         return self._channel.call("command", command, timeout=COMMAND_SECONDS, attempt_seconds=COMMAND_SECONDS)
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── figures and tables ────────────────────────────────────────────────────────────────────────────────────────────
     def info(self) -> StoreInfo:
-        """The store in numbers."""
+        """Return the store's figures."""
         return self._channel.call("info", m.Nothing())
 
     def figures(self) -> dict[str, Any]:
-        """What the owner counts: its service, its manifest's writer, its feed's subscribers, its page engine."""
+        """Return the owner's counters: service, manifest writer, feed subscribers, page engine."""
         return self._channel.call("figures", m.Nothing())
 
     def scan(
@@ -446,7 +447,7 @@ class Client:
         columns: Iterable[str] | None = None,
         limit: int = 0,
     ) -> Iterator[pa.RecordBatch]:
-        """Rows of a manifest table as Arrow batches (rule 2): those whose keys begin with `prefix`, lie in [start, stop)."""
+        """Yield a manifest table's rows as Arrow batches (rule 2): keys that begin with `prefix` and lie in [start, stop)."""
         ticket = m.TableTicket(
             table,
             tuple(prefix),
@@ -466,11 +467,11 @@ class Client:
         start: Iterable[Any] | None = None,
         stop: Iterable[Any] | None = None,
     ) -> list[tuple[Any, ...]]:
-        """Keys that cut a table, or a window of it, into at most `parts` parts; none if it has few rows."""
+        """Return keys that split a table, or a window of it, into at most `parts` parts; none if it has few rows."""
         ends = [None if key is None else tuple(key) for key in (start, stop)]
         return self._channel.call("table.cuts", m.TableCuts(table, parts, tuple(prefix), *ends))
 
-    # ── rows into SQLite ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── loads ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def load_rows(
         self,
         load: int,
@@ -482,7 +483,7 @@ class Client:
         timeout: float = 3_600.0,
         **how: Any,
     ) -> int:
-        """Write the parts of a load to a table, in one transaction, once; how many rows (`sqlite/bulk_insert.py`).
+        """Write the parts of a load to a table, in one transaction, once; return the number of rows (`sqlite/bulk_insert.py`).
 
         `how`: `overwrite`, `create` and the other fields of `LoadRows`.
         """
@@ -490,27 +491,27 @@ class Client:
         return self._channel.call("load.rows", request, timeout=timeout, attempt_seconds=timeout)
 
     def take_parts(self, action: Action, request: LoadPairs | LoadRecords, *, timeout: float = 3_600.0) -> int:
-        """Have the owner take the parts of a load in one step, once; how many rows."""
+        """Apply the parts of a load at the owner in one step, once; return the number of rows."""
         rows: int = self._channel.ask(action, request, timeout=timeout, attempt_seconds=timeout)
         return rows
 
     def drop_load(self, load: int) -> None:
-        """Forget what a load has sent; nothing, if it is gone."""
+        """Discard the parts that a load has sent; do nothing if it has ended."""
         self._channel.call("load.drop", m.OfLoad(load))
 
     def kv_version(self, db: int | str, snapshot: int | str) -> KvVersion:
-        """A snapshot of a key-value database: where its tables are."""
+        """Return a snapshot of a key-value database: where its tables are."""
         return self._channel.call("kv.version", m.OfSnapshot(db, snapshot))
 
     def publish_tables(
         self, load: int, database: str, ids: Iterable[int], *, create: bool = False, timeout: float = 3_600.0
     ) -> int:
-        """Have the tables of a load in a key-value database, all at once, once; how many rows (`lsm/bulk.py`)."""
+        """Publish a load's tables in a key-value database, atomically and once; return the number of rows (`lsm/bulk.py`)."""
         request = m.PublishTables(load, database, tuple(ids), create)
         return self._channel.call("kv.load.publish", request, timeout=timeout, attempt_seconds=timeout)
 
     def drop_tables(self, load: int) -> None:
-        """Forget a load into a key-value database; nothing, if it is over."""
+        """Discard a load into a key-value database; do nothing if it has ended."""
         self._channel.call("kv.load.drop", m.OfLoad(load))
 
     def table(
@@ -523,7 +524,7 @@ class Client:
         columns: Iterable[str] | None = None,
         limit: int = 0,
     ) -> pa.Table:
-        """The same as one Arrow table."""
+        """Return the rows of `scan` as one Arrow table."""
         wanted = None if columns is None else list(columns)
         batches = list(self.scan(table, prefix=prefix, start=start, stop=stop, columns=wanted, limit=limit))
         if batches:
@@ -533,7 +534,7 @@ class Client:
 
 
 def version_text(at: int | str | Epoch | datetime | None) -> int | str | None:
-    """A version, to be found at the owner: a snapshot's id or name, an epoch (3:4711) or a time.
+    """Return a version in the form that the owner resolves: a snapshot's id or name, an epoch (3:4711) or a time.
 
     >>> version_text(Epoch(4711, 3)), version_text("monday")
     ('3:4711', 'monday')

@@ -1,15 +1,15 @@
-"""What clients hold open at the owner: snapshots of key-value sets, and whatever else must end when its client does.
+"""Resources that clients hold open at the owner: snapshots of key-value sets, SQL connections; each ends with its client.
 
 Rules
-  1. A holding has an id that cannot be guessed, and belongs to the client that opened it: others are told that it is not there.
-  2. A client with a connection of its own (`frame_server.py`) keeps what it holds as long as it has one and `GRACE_SECONDS`
-     longer, as a connection may break without its client having gone. One that comes by Flight keeps it until `IDLE_SECONDS`
-     after its last use.
-  3. A client holds at most `PER_CLIENT_MAX`, all together `ALL_MAX`.
-  4. A holding is used by one call at a time, and never closed while one uses it.
+  1. A holding has an id that cannot be guessed and belongs to the client that opened it. For other clients it does not exist.
+  2. A client with its own connection (`frame_server.py`) keeps its holdings while it has one and for `GRACE_SECONDS` after,
+     because a connection may break while the client lives on. A client that uses Flight keeps them until `IDLE_SECONDS` after
+     the last use.
+  3. A client has at most `PER_CLIENT_MAX` holdings, all clients together `ALL_MAX`.
+  4. A holding is used by one call at a time, and is never closed during a call.
 
-Threads: any; a thread of its own looks for what has ended, while there is something.
-Raises `LeaseExpired` for what is not there (any more), `Overloaded`.
+Threads: any; a sweeper thread, started with the first holding, ends expired ones.
+Raises `LeaseExpired` for a holding that does not exist or has ended, `Overloaded`.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ ALL_MAX = 4_096
 
 @runtime_checkable
 class Idling(Protocol):
-    """Something that gives up part of what it has when it is not used."""
+    """A resource that gives up part of its state while it is not used."""
 
-    def is_idle(self, seconds: float) -> None:
-        """Nobody has used it for so long."""
+    def on_idle(self, seconds: float) -> None:
+        """Called by the sweeper with the time since the last use."""
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """One of them. `lock` is taken by whoever uses or closes it."""
+    """A resource held for a client. `lock` is held while it is used or closed."""
 
     holding_id: str
     client: str
     kind: str
     value: Any
     used_at: float
-    """When a call last used it."""
+    """When a call last used it, on the monotonic clock."""
     seen_at: float
-    """When its client was last known to live."""
+    """When its client last showed that it is alive."""
     has_connection: bool = False
-    """Whether its client has, or had, a connection of its own."""
+    """Whether its client has, or had, its own connection."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_closed: bool = False
 
     def end(self) -> None:
-        """Close what is held. REQUIRES the lock."""
+        """Close the resource. REQUIRES the lock."""
         if not self.is_closed:
             self.is_closed = True
             try:
@@ -69,12 +69,12 @@ class Holding:
 
 
 class Holdings:
-    """See the rules above."""
+    """The holdings of all clients. See the rules above."""
 
-    def __init__(self, clock: Clock, lives: Callable[[str], bool]) -> None:
-        """`lives` says whether a client has a connection of its own."""
+    def __init__(self, clock: Clock, has_connection: Callable[[str], bool]) -> None:
+        """`has_connection` returns whether a client has its own connection."""
         self._clock = clock
-        self._lives = lives
+        self._has_connection = has_connection
         # guarded by _lock
         self._lock = threading.Lock()
         self._all: dict[str, Holding] = {}
@@ -85,7 +85,7 @@ class Holdings:
         return len(self._all)
 
     def add(self, client: str, kind: str, value: Closable) -> str:
-        """Hold something for a client; its id (rule 3)."""
+        """Hold a resource for a client and return the holding's id (rule 3)."""
         holding = Holding(secrets.token_hex(16), client, kind, value, now := self._clock.monotonic(), now)
         with self._lock:
             own = sum(1 for other in self._all.values() if other.client == client)
@@ -98,12 +98,12 @@ class Holdings:
         if is_full:
             value.close()
             hint = "close snapshots and connections that are no longer needed"
-            raise Overloaded("the client holds too much open at the owner", hint=hint, kind=kind, held=own)
+            raise Overloaded("the client has too many open snapshots and connections", hint=hint, kind=kind, held=own)
         return holding.holding_id
 
     @contextmanager
     def use(self, client: str, holding_id: str, kind: str) -> Iterator[Any]:
-        """What is held, for the length of a block (rules 1 and 4)."""
+        """Yield the resource and keep it open for the duration of the block (rules 1 and 4)."""
         holding = self._all.get(holding_id)
         if holding is None or holding.client != client or holding.kind != kind:
             raise _ended(kind)
@@ -116,19 +116,19 @@ class Holdings:
                 holding.used_at = holding.seen_at = self._clock.monotonic()
 
     def peek(self, client: str, holding_id: str, kind: str) -> Any:
-        """What is held, also while a call uses it: for what any thread may do. `None` if it is not there."""
+        """Return the resource even while a call uses it, for operations that any thread may do. `None` if it does not exist."""
         holding = self._all.get(holding_id)
         return holding.value if holding is not None and (holding.client, holding.kind) == (client, kind) else None
 
     def renew(self, client: str, holding_id: str) -> None:
-        """Somebody still needs it."""
+        """Extend the lease of a holding."""
         holding = self._all.get(holding_id)
         if holding is None or holding.client != client:
             raise _ended("lease")
         holding.seen_at = self._clock.monotonic()
 
     def release(self, client: str, holding_id: str) -> None:
-        """Close it; one that is not there is fine."""
+        """Close a holding; do nothing if it does not exist."""
         with self._lock:
             holding = self._all.get(holding_id)
             if holding is None or holding.client != client:
@@ -137,8 +137,8 @@ class Holdings:
         with holding.lock:
             holding.end()
 
-    def left(self, client: str, kind: str) -> None:
-        """A client's last connection has ended: close what it holds of a kind, now."""
+    def end_client(self, client: str, kind: str) -> None:
+        """Close the holdings of one kind at once: the client's last connection has ended."""
         with self._lock:
             gone = [holding for holding in self._all.values() if (holding.client, holding.kind) == (client, kind)]
             for holding in gone:
@@ -146,19 +146,19 @@ class Holdings:
         self._end(gone)
 
     def sweep(self) -> int:
-        """Close what nobody holds any more (rule 2), and have the rest see to what has waited for too long; how many."""
+        """Close expired holdings (rule 2), report idle time to the rest, and return how many were closed."""
         now = self._clock.monotonic()
         with self._lock:
-            rest = list(self._all.values())
-            gone = [holding for holding in rest if self._is_over(holding, now)]
+            holdings = list(self._all.values())
+            gone = [holding for holding in holdings if self._has_expired(holding, now)]
             for holding in gone:
                 del self._all[holding.holding_id]
         self._end(gone)
-        for holding in rest:
+        for holding in holdings:
             if isinstance(holding.value, Idling) and holding.lock.acquire(blocking=False):
                 try:
                     if not holding.is_closed:
-                        holding.value.is_idle(now - holding.used_at)
+                        holding.value.on_idle(now - holding.used_at)
                 finally:
                     holding.lock.release()
         return len(gone)
@@ -169,10 +169,10 @@ class Holdings:
                 holding.end()
             emit("info", "service.holding_ended", kind=holding.kind)
 
-    def _is_over(self, holding: Holding, now: float) -> bool:
+    def _has_expired(self, holding: Holding, now: float) -> bool:
         if holding.lock.locked():
-            return False  # a call uses it
-        if self._lives(holding.client):
+            return False  # in use by a call
+        if self._has_connection(holding.client):
             holding.seen_at, holding.has_connection = now, True
         return now - holding.seen_at > (GRACE_SECONDS if holding.has_connection else IDLE_SECONDS)
 
@@ -181,13 +181,13 @@ class Holdings:
             self.sweep()
 
     def close(self) -> None:
-        """The server ends, and all this with it."""
+        """End all holdings and the sweeper: the server stops."""
         self._stopping.set()
         if self._sweeper is not None:
             self._sweeper.join()
         with self._lock:
-            rest, self._all = list(self._all.values()), {}
-        for holding in rest:
+            holdings, self._all = list(self._all.values()), {}
+        for holding in holdings:
             with holding.lock:
                 holding.end()
 

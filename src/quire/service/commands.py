@@ -1,12 +1,12 @@
-"""Commands of people, done at the owner: what somebody types while another process has the store (K8).
+"""Commands of the command line that run at the owner, because the owner has the store open (K8).
 
-The command line is above this package, so the owner's program lends it: `quire serve` installs what runs a command. An owner
-that has not, a program of somebody's own, says so, and the person is told what to do instead.
+The command line is a layer above this package, so it installs its runner here: `quire serve` does. An owner that has none, such
+as a user's own program, refuses the command with a hint.
 
 Rules
-  1. Only through the Unix socket: a command may read and write files as the owner's user.
-  2. A command is done once. Its key is remembered with what came of it, and it names the process that is asked: an owner that
-     took over meanwhile refuses, because nobody knows what the one before has done.
+  1. Commands are accepted through the Unix socket only: a command may read and write files as the owner's user.
+  2. A command runs once. Its key is remembered with the result, and the request names the process that it is for: an owner that
+     took over meanwhile refuses it, because it cannot know what its predecessor has done.
 
 Threads: any; one command is one thread.
 """
@@ -26,11 +26,11 @@ from quire.service.tickets import Action
 from quire.service.values import Request
 
 REMEMBERED = 256
-"""Commands whose answers are kept: a client asks again within a moment, or never."""
+"""Commands whose results are kept: a client retries within moments, or never."""
 
 
 class RemoteCommand(Request, frozen=True):
-    """A function of the command line and what it is called with, as JSON; `answer` is "yes" or "no" once a person was asked."""
+    """A function of the command line with its arguments as JSON; `answer` is "yes" or "no" after the user was asked."""
 
     function: str
     arguments: bytes
@@ -43,7 +43,7 @@ class RemoteCommand(Request, frozen=True):
 
 
 class CommandResult(Request, frozen=True):
-    """What to write, and the exit code; or what to ask the person first, and what has not happened if nobody answers."""
+    """The output and the exit code; or the question to ask the user first, and what does not happen without an answer."""
 
     out: str = ""
     code: int = 0
@@ -54,18 +54,18 @@ class CommandResult(Request, frozen=True):
 COMMAND = Action("command", RemoteCommand, CommandResult, local=True)
 
 Run = Callable[[Any, RemoteCommand], CommandResult]
-"""(store, command) → what came of it."""
+"""(store, command) → its result."""
 
-_lent: list[Run] = []
+_installed: list[Run] = []
 
 
 def install(run: Run) -> None:
-    """Have commands run here, by owners of this process."""
-    _lent[:] = [run]
+    """Install the function that runs commands for the owners in this process."""
+    _installed[:] = [run]
 
 
 class CommandHandlers:
-    """The action `command` of one store."""
+    """Handles the action `command` of one store."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -74,24 +74,26 @@ class CommandHandlers:
         self._seen: OrderedDict[bytes, Future[CommandResult]] = OrderedDict()
 
     def do_command(self, request: RemoteCommand, _: CallContext) -> CommandResult:
-        if not _lent:
+        if not _installed:
             raise InvalidInput(
-                "the owner is a program that runs no commands", hint="`quire serve` does", pid=os.getpid()
+                "the owner is a program that runs no commands",
+                hint="own the store with `quire serve` instead",
+                pid=os.getpid(),
             )
         if request.pid != os.getpid():
-            hint = "see what came of the command, and run it again if need be"
+            hint = "check whether the command took effect, and run it again if necessary"
             raise Unavailable("another process has taken the store over", hint=hint, pid=os.getpid())
         with self._lock:
-            known = self._seen.get(request.key)
-            if known is None:
+            earlier = self._seen.get(request.key)
+            if earlier is None:
                 mine: Future[CommandResult] = Future()
                 self._seen[request.key] = mine
                 if len(self._seen) > REMEMBERED:
                     self._seen.popitem(last=False)
-        if known is not None:
-            return known.result()
+        if earlier is not None:
+            return earlier.result()
         try:
-            mine.set_result(_lent[0](self._store, request))
+            mine.set_result(_installed[0](self._store, request))
         except BaseException as error:
             mine.set_exception(error)
         return mine.result()

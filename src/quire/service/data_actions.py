@@ -1,7 +1,7 @@
-"""The actions of records and of keys and values: what a client's `stream(name)` and `kv(name)` ask the owner for.
+"""The actions of streams and key-value sets: the requests that a client's `stream(name)` and `kv(name)` send to the owner.
 
-Records and pairs travel in pages of about `PAGE_BYTES`, whatever a client wants to read: neither side holds more. Appends and
-writes carry an idempotency key that is written with the data (`core/recent_keys.py`); all others may be repeated.
+Records and pairs are sent in pages of about `PAGE_BYTES`, however much a client reads: neither side holds more. Appends and
+writes carry an idempotency key that is written with the data (`core/recent_keys.py`); all other actions may be repeated.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from quire.stream.stream import StreamInfo
 PAGE_BYTES = MIB
 PAGE_ROWS = 16_384
 PAIR_BYTES = 64
-"""What a pair or a record counts at least: many small ones are memory, too."""
+"""The least that a pair or a record counts: many small ones take memory, too."""
 
 
 class OfName(DatabaseRequest, frozen=True):
-    """A stream or a key-value set by its name."""
+    """Names a stream or a key-value set."""
 
 
 class OfHolding(Request, frozen=True):
-    """Something that the client holds open at the owner."""
+    """A resource that the client holds open at the owner."""
 
     holding_id: str
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class AppendRecords(DatabaseRequest, frozen=True):
-    """Records that are durable together or not at all."""
+    """Append records that become durable together or not at all."""
 
     records: list[bytes]
 
 
 class StreamMarks(Request, frozen=True):
-    """Where a stream begins and ends."""
+    """The first record and the end of a stream."""
 
     first_record: int
     end_record: int
 
 
 class ReadRecords(DatabaseRequest, frozen=True):
-    """Records of [start, stop), in pages; `None` is the first, and the end as it is now.
+    """Read the records of [start, stop), in pages; `None` is the first record, and the current end.
 
-    `wait_seconds`: if there is none yet, wait so long for one; then `stop` is wherever the stream ends.
+    `wait_seconds`: if there are none yet, wait this long for one; `stop` is then the end of the stream.
     """
 
     start: int | None = None
@@ -56,7 +56,7 @@ class ReadRecords(DatabaseRequest, frozen=True):
 
 
 class RecordPage(Request, frozen=True):
-    """Some of the records that were asked for, and where to go on; at `stop` there are no more."""
+    """Some of the requested records, and where to continue; at `stop` there are no more."""
 
     records: list[StreamRecord]
     next_record: int
@@ -73,21 +73,21 @@ class Retain(DatabaseRequest, frozen=True):
 
 # ── keys and values ───────────────────────────────────────────────────────────────────────────────────────────────────
 class GetValues(DatabaseRequest, frozen=True):
-    """Values of keys, now or in a snapshot that the client holds."""
+    """Read the values of keys, from the current version or from a snapshot that the client holds."""
 
     keys: list[bytes]
     snapshot: str = ""
 
 
 class WritePairs(DatabaseRequest, frozen=True):
-    """A batch; `None` deletes."""
+    """Write a batch; `None` deletes a key."""
 
     pairs: dict[bytes, bytes | None]
     sync: bool = True
 
 
 class ScanPairs(DatabaseRequest, frozen=True):
-    """Pairs of [low, high), from either end, in pages. Without a snapshot the owner takes one if one page is not enough."""
+    """Read the pairs of [low, high), from either end, in pages. Without a snapshot the owner takes one if there are more."""
 
     low: bytes
     high: bytes | None = None
@@ -96,7 +96,7 @@ class ScanPairs(DatabaseRequest, frozen=True):
 
 
 class PairPage(Request, frozen=True):
-    """Some of them. `snapshot` is what to ask for the rest with; empty if there is no more."""
+    """Some of the requested pairs. The next request names `snapshot`; it is empty if there are no more pairs."""
 
     keys: list[bytes]
     values: list[bytes]

@@ -1,6 +1,6 @@
-"""The client's side of frames: connections to an owner's second socket.
+"""The client side of frames: connections to an owner's second socket.
 
-Threads and errors: as `carrier.py` says.
+Threads and errors: as in `carrier.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.service.frames import (
 
 
 class FrameConnection:
-    """One connection, and what was read ahead of it."""
+    """A connection and its read buffer."""
 
     __slots__ = ("close", "reader", "socket")
 
@@ -33,7 +33,7 @@ class FrameConnection:
 
 
 class FrameCarrier(Carrier[FrameConnection]):
-    """Calls through a Unix socket."""
+    """A carrier for calls through a Unix socket."""
 
     def __init__(self, path: str, client: bytes, version: int) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class FrameCarrier(Carrier[FrameConnection]):
         self._version = version
         self._client = client
 
-    def is_there(self) -> bool:
-        """Whether the owner has such a socket; an owner that is just starting has it before the other one."""
+    def is_available(self) -> bool:
+        """Return whether the owner has such a socket. A starting owner creates it before the Flight socket."""
         return bool(self._idle) or os.path.exists(self._path)
 
     @property
     def client(self) -> bytes:
-        """Who we are to the owner: another one in the child of a fork()."""
+        """The id of this client at the owner; the child of a fork() gets a new one."""
         self._check_process()
         return self._client
 
@@ -56,7 +56,7 @@ class FrameCarrier(Carrier[FrameConnection]):
 
     def _exchange(self, connection: FrameConnection, name: str, trace: str, body: bytes, seconds: float) -> bytes:
         connection.socket.settimeout(seconds)
-        with suppress(BrokenPipeError, ConnectionResetError):  # an owner that hung up may have said why
+        with suppress(BrokenPipeError, ConnectionResetError):  # an owner that hung up may have sent a reason
             connection.socket.sendall(write_framed(name, trace, body))
         return connection.reader.frame(ANSWER_BYTES_MAX)
 

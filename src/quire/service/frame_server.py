@@ -1,14 +1,14 @@
 """The owner's side of frames: a Unix socket, and a thread for each connection.
 
-A thread reads a call, does it and answers: a call costs no change of thread (docs/decisions/055-frames.md).
+A thread reads a call, executes it and answers: a call costs no change of thread (docs/decisions/055-frames.md).
 
 Rules
-  1. Connections are bounded; one too many is told so and closed. A slow or silent client costs its own thread, nothing else.
-  2. Whoever opens the socket may do everything that its gate lets pass: its mode is 0600 (`sockets.binding`).
-  3. A client is the sum of its connections. When the last of them ends, `left` is told: what the client held can go.
-  4. Closing lets calls that are under way end for some seconds, then hangs up.
+  1. Connections are bounded; one beyond the limit gets an error and is closed. A slow or silent client costs only its thread.
+  2. A process that can open the socket may do everything that its gate admits: the socket's mode is 0600 (`sockets.binding`).
+  3. A client is the set of its connections. When the last of them ends, `on_client_end` is called to release its holdings.
+  4. Closing lets calls in progress end for `stop_seconds`, then disconnects.
 
-Threads: one that accepts, one per connection; `close` from any other. Raises `InvalidInput` where the path is in use.
+Threads: one that accepts, one per connection; `close` from any other. Raises `InvalidInput` if the path is in use.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from quire.service.wire import version_error, write_error
 
 BACKLOG = 128
 PREFACE_SECONDS = 10.0
-"""A connection that has not said who it is by then is closed."""
+"""A connection that has not sent its preface by then is closed."""
 
 
 class Act(Protocol):
-    """Does an action: `Service.act`."""
+    """Executes an action: `Service.act`."""
 
     def __call__(self, name: str, body: Any, gate: Any, context: Any, /) -> Iterator[bytes]: ...
 
 
 class FrameContext:
-    """One connection, as a gate and the service see a Flight call."""
+    """One connection, in the shape in which a gate and the service see a Flight call."""
 
     __slots__ = ("_admission", "_connection")
 
@@ -60,22 +60,22 @@ class FrameContext:
         self._admission = admission
 
     def get_middleware(self, _: str) -> Admission:
-        """What this caller may do."""
+        """Return the caller's admission."""
         return self._admission
 
     def peer(self) -> str:
-        """Who called, for the log."""
+        """Return the caller, for the log."""
         return "frames"
 
     def is_cancelled(self) -> bool:
-        """Whether the client has hung up."""
+        """Return whether the client has hung up."""
         poll = select.poll()
         poll.register(self._connection.fileno(), select.POLLRDHUP | select.POLLHUP | select.POLLERR)
         return bool(poll.poll(0))
 
 
 class FrameServer:
-    """See the rules above."""
+    """A server of frames. See the rules above."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class FrameServer:
         act: Act,
         gate: FlightGate,
         *,
-        left: Callable[[str], None],
+        on_client_end: Callable[[str], None],
         connections_max: int,
         body_bytes_max: int,
         stop_seconds: float,
@@ -92,7 +92,7 @@ class FrameServer:
         self._place = SocketPath(path + SUFFIX, "")
         self._act = act
         self._gate = gate
-        self._left = left
+        self._on_client_end = on_client_end
         self._connections_max = connections_max
         self._frame_bytes_max = body_bytes_max + ENVELOPE_BYTES_MAX
         self._stop_seconds = stop_seconds
@@ -100,7 +100,7 @@ class FrameServer:
         # guarded by _changed
         self._changed = threading.Condition()
         self._connections: dict[socket.socket, bool] = {}
-        """Whether a call is under way on it."""
+        """Whether a call is in progress on it."""
         self._clients: Counter[str] = Counter()
         self._closed = False
         self.refused = 0
@@ -113,11 +113,11 @@ class FrameServer:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """The number of open connections."""
         return len(self._connections)
 
-    def lives(self, client: str) -> bool:
-        """Whether a client has a connection."""
+    def has_client(self, client: str) -> bool:
+        """Return whether a client has a connection."""
         return self._clients[client] > 0
 
     # ── connections ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,7 +128,7 @@ class FrameServer:
             except OSError:
                 if self._closed:
                     return
-                self._pause.wait(0.05)  # no descriptors left, say: those who wait are taken when there are
+                self._pause.wait(0.05)  # out of descriptors, say: pending connections are accepted later
                 continue
             with self._changed:
                 is_full = self._closed or len(self._connections) >= self._connections_max
@@ -137,27 +137,27 @@ class FrameServer:
             if is_full:
                 self._refuse(connection)
                 continue
-            # Not one of "quire-…": it acknowledges to somebody, and waits for the archive where that is asked for (A9).
+            # The name does not begin with "quire-": those threads never wait for the archive (`core/barrier.py`), but a call
+            # must if the mode is `sync` (A9).
             threading.Thread(target=self._serve, args=(connection,), name="frames-call", daemon=True).start()
 
     def _refuse(self, connection: socket.socket) -> None:
-        self.refused += 1
-        full = Overloaded(
-            "the owner has no place for another connection", hint="try again later", places=self._connections_max
-        )
+        with self._changed:
+            self.refused += 1
+        full = Overloaded("the owner has too many connections", hint="try again later", places=self._connections_max)
         with suppress(OSError), connection:
             connection.settimeout(1.0)
             send_parts(connection, list(write_error(full)))
 
     def _serve(self, connection: socket.socket) -> None:
-        """A connection's thread."""
+        """Serve one connection, in its own thread."""
         client = ""
         try:
             reader = FrameReader(connection)
             connection.settimeout(PREFACE_SECONDS)
             magic, version, caller = PREFACE.unpack(reader.exactly(PREFACE_BYTES))
             if magic != MAGIC:
-                raise FrameError("a connection begins with who calls")
+                raise FrameError("the first frame of a connection must name the caller")
             if (wrong := version_error(str(version))) is not None:
                 raise wrong
             connection.settimeout(None)
@@ -166,31 +166,34 @@ class FrameServer:
                 self._clients[client] += 1
             self._answer_all(connection, reader, client)
         except (FrameError, Incompatible) as error:
-            self.refused += 1
+            with self._changed:
+                self.refused += 1
             emit("warning", "service.bad_frame", error=str(error))
-            bad = InvalidInput(str(error), hint="is this a client of quire's?")
+            bad = InvalidInput(str(error), hint="connect with a quire client")
             with suppress(OSError):
                 connection.settimeout(1.0)
                 send_parts(connection, list(write_error(error if isinstance(error, Incompatible) else bad)))
         except (EOFError, OSError):
-            pass  # the client is gone, or the server is closed
+            pass  # the client is gone, or the server is closing
         finally:
             self._ended(connection, client)
 
     def _answer_all(self, connection: socket.socket, reader: FrameReader, client: str) -> None:
         while True:
             call = read_framed(reader.frame(self._frame_bytes_max))
-            self._connections[connection] = True
+            with self._changed:
+                self._connections[connection] = True
             context = FrameContext(connection, self._gate.admitted(call.trace, client))
             try:
                 parts = list(self._act(call.name, call.body, self._gate, context))
             except QuireError as error:
                 parts = list(write_error(error))
-            hit("service.answer")  # where tests lose it
+            hit("service.answer")  # tests lose the answer here
             send_parts(connection, parts)
-            self._connections[connection] = False
-            if self._closed:
-                return
+            with self._changed:
+                self._connections[connection] = False
+                if self._closed:
+                    return
 
     def _ended(self, connection: socket.socket, client: str) -> None:
         with self._changed:
@@ -204,29 +207,30 @@ class FrameServer:
             self._changed.notify_all()
         connection.close()
         if is_last:
-            self._left(client)  # rule 3
+            self._on_client_end(client)  # rule 3
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Take no more connections, let calls end, hang up (rule 4). A second time: nothing."""
+        """Stop accepting, let calls end, disconnect (rule 4). Idempotent."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            self._hang_up(idle_only=True)
+            # For reading only: a connection that looks idle may just have received a call, which is still answered.
+            self._hang_up(socket.SHUT_RD, idle_only=True)
         with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._listener.close()
         retract(self._place)
         with self._changed:
             self._changed.wait_for(lambda: not self._connections, self._stop_seconds)
-            self._hang_up(idle_only=False)
+            self._hang_up(socket.SHUT_RDWR)
             self._changed.wait_for(lambda: not self._connections, self._stop_seconds)
         self._thread.join(self._stop_seconds)
 
-    def _hang_up(self, *, idle_only: bool) -> None:
-        """REQUIRES the lock."""
-        for connection, is_busy in list(self._connections.items()):
+    def _hang_up(self, how: int, *, idle_only: bool = False) -> None:
+        """Shut down all connections, or only those without a call. REQUIRES the lock."""
+        for connection, is_busy in self._connections.items():
             if not (idle_only and is_busy):
                 with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(how)

@@ -1,7 +1,7 @@
 """Calls and answers on the owner's second Unix socket: length-prefixed msgpack, one call at a time on each connection.
 
-Flight costs a call on the same machine twenty times what a socket does (docs/decisions/055-frames.md). Here an action, its key,
-its answer and its error are those of `wire.py`; only what is around them differs. docs/formats/wire.md describes the bytes.
+On the same machine, a call by Flight costs twenty times as much as one through a socket (docs/decisions/055-frames.md).
+Actions, keys, answers and errors are those of `wire.py`; only the framing differs. docs/formats/wire.md describes the bytes.
 
     connection = preface (call answer)*
     preface    = "QUIREFR1" version client    a u32; 16 random bytes, the same on all connections of a client
@@ -9,10 +9,11 @@ its answer and its error are those of `wire.py`; only what is around them differ
     answer     = size (00 value | 01 error)
 
 Rules
-  1. A size is compared with its limit before anything is read of what it announces; a buffer grows with the bytes that came.
-  2. A connection on which something went wrong is closed: nobody looks for the beginning of the next frame.
+  1. A size is compared with its limit before any of the frame is read; a buffer grows with the bytes that have arrived.
+  2. A connection is closed after any error: there is no resynchronization to the next frame.
 
-Pure functions, and a reader that belongs to one thread. Raises `FrameError` for bytes that are no frame, `EOFError` at the end.
+Threads: any for the functions; a reader belongs to one thread. Raises `FrameError` for bytes that are not a frame, `EOFError`
+at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import msgspec
 from quire.core.limits import MIB
 
 SUFFIX = ".f"
-"""What the path of this socket adds to that of the Flight server's."""
+"""The suffix of this socket's path, after that of the Flight server's."""
 
 MAGIC = b"QUIREFR1"
 CLIENT_BYTES = 16
@@ -34,9 +35,9 @@ PREFACE_BYTES = 28
 SIZE = struct.Struct("<I")
 SIZE_BYTES = 4
 ANSWER_BYTES_MAX = 1 << 30
-"""Of an answer, as a client takes it."""
+"""The longest answer that a client accepts."""
 ENVELOPE_BYTES_MAX = 4_096
-"""What a call has around its body: a name, a trace, sizes."""
+"""The bytes of a call around its body: a name, a trace, sizes."""
 RECEIVE_BYTES = 64 * 1024
 
 assert SIZE.size == SIZE_BYTES
@@ -44,11 +45,11 @@ assert PREFACE.size == PREFACE_BYTES
 
 
 class FrameError(Exception):  # never leaves the two ends of a connection
-    """What came is no frame."""
+    """The bytes received are not a frame."""
 
 
 class FramedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call as it travels: `body` is what a Flight action has as its body (`wire.write_call`)."""
+    """A call as transmitted: `body` is what would be the body of a Flight action (`wire.write_call`)."""
 
     name: str
     trace: str
@@ -60,13 +61,13 @@ _decode = msgspec.msgpack.Decoder(FramedCall).decode
 
 
 def write_framed(name: str, trace: str, body: bytes) -> bytes:
-    """The frame of a call."""
+    """Return the frame of a call."""
     call = _encode(FramedCall(name, trace, msgspec.Raw(body)))
     return SIZE.pack(len(call)) + call
 
 
 def read_framed(frame: bytes) -> FramedCall:
-    """The call in a frame."""
+    """Return the call in a frame."""
     try:
         return _decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -74,7 +75,7 @@ def read_framed(frame: bytes) -> FramedCall:
 
 
 def send_parts(connection: socket.socket, parts: list[bytes]) -> None:
-    """Send an answer. A small one goes with its size in one piece, a large one without being copied."""
+    """Send an answer. A small one is sent with its size in one piece, a large one without being copied."""
     size = sum(map(len, parts))
     if size <= MIB:
         connection.sendall(b"".join((SIZE.pack(size), *parts)))
@@ -85,7 +86,7 @@ def send_parts(connection: socket.socket, parts: list[bytes]) -> None:
 
 
 class FrameReader:
-    """The frames that come in on a connection."""
+    """Reads the frames of a connection."""
 
     __slots__ = ("_buffer", "_connection")
 
@@ -94,7 +95,7 @@ class FrameReader:
         self._buffer = b""
 
     def exactly(self, size: int) -> bytes:
-        """So many bytes; `EOFError` if the other side is gone before."""
+        """Return exactly `size` bytes; raise `EOFError` if the peer closes the connection before."""
         buffer = self._buffer
         if len(buffer) < size:
             pieces, missing = [buffer], size - len(buffer)
@@ -112,8 +113,8 @@ class FrameReader:
         return buffer[:size]
 
     def frame(self, bytes_max: int) -> bytes:
-        """The next frame, without its size (rule 1)."""
+        """Return the next frame, without its size (rule 1)."""
         (size,) = SIZE.unpack(self.exactly(SIZE_BYTES))
         if size > bytes_max:
-            raise FrameError(f"a frame of {size:,} bytes is longer than {bytes_max:,}")
+            raise FrameError(f"a frame of {size:,} bytes exceeds the limit of {bytes_max:,}")
         return self.exactly(size)

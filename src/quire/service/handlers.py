@@ -1,6 +1,6 @@
-"""What the owner does for each action: a method per name, from a request to its answer.
+"""Handlers for the actions: one method per name, from a request to its answer.
 
-A handler delegates to the store; an effect happens once per key (`idempotency.py`). Nothing here waits for a client, and a long
+A handler delegates to the store; an effect happens once per key (`idempotency.py`). No handler waits for a client, and a long
 poll ends when the server stops or its client has left. Actions of workers and readers are in `handlers_jobs.py`, commands in
 `commands.py`.
 
@@ -32,7 +32,7 @@ from quire.core.errors import (
 )
 from quire.core.json_values import plain
 from quire.core.reader_info import ReaderInfo
-from quire.core.tracing import continued
+from quire.core.tracing import attached_trace
 from quire.manifest import feed
 from quire.manifest import tables as t
 from quire.manifest.change import ChangePage
@@ -63,18 +63,18 @@ from quire.stream.gaps import begin_at
 from quire.stream.remote_read import SharedStream, share
 
 WAIT_PIECE_SECONDS = 0.25
-"""A long poll looks this often whether the server stops or its client has left; a commit wakes it at once."""
+"""How often a long poll checks whether the server stops or its client has left; a commit wakes it at once."""
 
 SUBMIT_SECONDS_MAX = 60.0
 
 READER_SECONDS_MAX = 3_600.0
-"""What who may only read may hold what would be deleted: longer ones are for who could make a snapshot."""
+"""The longest lease of a caller that may only read: it keeps data from deletion. Longer ones need the admin token."""
 
 _DECODE_OPS = msgspec.msgpack.Decoder(tuple[AnyOp, ...]).decode
 
 
 class Handlers:
-    """The actions of one store."""
+    """Handlers for the actions of one store."""
 
     def __init__(self, store: StoreApi, figures: Callable[[], dict[str, Any]], holdings: Holdings) -> None:
         self._store = store
@@ -88,7 +88,7 @@ class Handlers:
         self._kv_loads = KvLoads(store)
 
     def of(self, name: str) -> Callable[[Any, CallContext], Any]:
-        """The handler of an action."""
+        """Return the handler of an action."""
         method = "do_" + name.replace(".", "_")
         whose = next(
             handlers
@@ -99,15 +99,15 @@ class Handlers:
         return handler
 
     def close(self) -> None:
-        """Start nothing more."""
+        """Start no more jobs."""
         self._jobs.close()
 
-    # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_hello(self, _: m.Nothing, call: CallContext) -> Hello:
         settings = self._store.settings.service
         common = WIRE_VERSION, version("quire"), self._manifest.feed.store_id()
         limits = settings.body_bytes_max, settings.wait_seconds_max
-        if not call.grant.everywhere:  # where the store and its objects are is nothing for who may use one database
+        if not call.grant.everywhere:  # callers limited to single databases do not learn these locations
             return Hello(*common, "", 0, call.grant.holder, *limits, "")
         with self._manifest.read() as txn:
             prefixes = txn.object_prefixes()
@@ -167,11 +167,11 @@ class Handlers:
         return run_once(self._manifest, call.key, "fork", (ForkDb,), _db_id, do, self._by_id)
 
     def do_rollback(self, request: m.Rollback, call: CallContext) -> RolledBack:
-        def again(kept: dict[str, Any]) -> RolledBack:
+        def replay(kept: dict[str, Any]) -> RolledBack:
             return RolledBack(database=request.name, **kept)
 
         do = partial(self._store.rollback, request.name, to=request.to)
-        return run_once(self._manifest, call.key, "rollback", (RecordRollback,), msgspec.structs.asdict, do, again)
+        return run_once(self._manifest, call.key, "rollback", (RecordRollback,), msgspec.structs.asdict, do, replay)
 
     def do_status(self, request: m.SetStatus, _: CallContext) -> Any:
         return self._store.set_status(request.name, request.status)
@@ -186,8 +186,8 @@ class Handlers:
             dropped.append(self._store.database(request.name))
             return self._store.drop(request.name, snapshots=request.snapshots, undoable=request.undoable)
 
-        again = partial(msgspec.convert, type=DatabaseInfo)
-        return run_once(self._manifest, call.key, "drop", (DropDb, SoftDropDb), lambda _: dropped[-1], do, again)
+        replay = partial(msgspec.convert, type=DatabaseInfo)
+        return run_once(self._manifest, call.key, "drop", (DropDb, SoftDropDb), lambda _: dropped[-1], do, replay)
 
     def do_undrop(self, request: m.Undrop, call: CallContext) -> Any:
         undrop = partial(self._store.undrop, request.name, new_name=request.new_name)
@@ -201,8 +201,8 @@ class Handlers:
             dropped.extend(info for info in self._store.dropped() if info.db_id == db_id)
             return self._store.purge(db_id)
 
-        again: Callable[[Any], DroppedDatabase] = partial(msgspec.convert, type=DroppedDatabase)
-        return run_once(self._manifest, call.key, "purge", (DropDb,), lambda _: dropped[-1], do, again)
+        replay: Callable[[Any], DroppedDatabase] = partial(msgspec.convert, type=DroppedDatabase)
+        return run_once(self._manifest, call.key, "purge", (DropDb,), lambda _: dropped[-1], do, replay)
 
     def do_dropped(self, _: m.Nothing, __: CallContext) -> list[DroppedDatabase]:
         return self._store.dropped()
@@ -211,7 +211,7 @@ class Handlers:
         try:
             return self._store.database(db_id)
         except UnknownDatabase:
-            what = "the call was done, and its database has been dropped since"
+            what = "the call succeeded, but its database has been dropped since"
             raise UnknownDatabase(what, db_id=db_id) from None
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -232,9 +232,9 @@ class Handlers:
             dropped.append(self._manifest.snapshots.get(request.db, request.snapshot))
             return self._store.drop_snapshot(request.db, request.snapshot, undoable=request.undoable)
 
-        again: Callable[[Any], SnapshotInfo] = partial(msgspec.convert, type=SnapshotInfo)
+        replay: Callable[[Any], SnapshotInfo] = partial(msgspec.convert, type=SnapshotInfo)
         kinds = (DropSnapshot, SoftDropSnapshot)
-        return run_once(self._manifest, call.key, "snapshot.drop", kinds, lambda _: dropped[-1], do, again)
+        return run_once(self._manifest, call.key, "snapshot.drop", kinds, lambda _: dropped[-1], do, replay)
 
     def do_snapshot_undrop(self, request: m.UndropOneSnapshot, call: CallContext) -> SnapshotInfo:
         def ids(op: UndropSnapshot) -> tuple[int, int]:
@@ -254,7 +254,7 @@ class Handlers:
 
     def do_snapshot_view(self, request: m.OfView, call: CallContext) -> SnapshotView:
         if request.upload and not call.grant.is_admin:
-            raise AccessDenied("to upload needs the admin token", hint="ask for the view without upload")
+            raise AccessDenied("uploading needs the admin token", hint="request the view without upload")
         return self._store.pages.view(request.db, request.snapshot, upload=request.upload)
 
     def do_snapshot_views(self, request: m.OfViews, _: CallContext) -> list[SnapshotView | None]:
@@ -290,7 +290,7 @@ class Handlers:
         return held_range(self._store.pages, request.lease_id, request.after, request.last)
 
     def do_lease_let_go(self, request: m.OfHeldVersions, _: CallContext) -> None:
-        self._manifest.leases.let_go(request.versions)
+        self._manifest.leases.release_versions(request.versions)
 
     def do_lease_newest(self, request: m.NewestLsns, _: CallContext) -> list[int]:
         return newest_lsns(self._store.pages, request.databases)
@@ -303,9 +303,9 @@ class Handlers:
         if call.grant.is_admin:
             return
         if upload:
-            raise AccessDenied("to upload needs the admin token", hint="ask for the versions without upload")
+            raise AccessDenied("uploading needs the admin token", hint="request the versions without upload")
         if seconds > READER_SECONDS_MAX:
-            raise AccessDenied("to lend a version for more than an hour needs the admin token", seconds=seconds)
+            raise AccessDenied("lending a version for more than an hour needs the admin token", seconds=seconds)
 
     def do_lease_renew(self, request: m.OfLease, _: CallContext) -> None:
         self._manifest.leases.renew(request.lease_id)
@@ -336,7 +336,7 @@ class Handlers:
     def do_kv_version(self, request: m.OfSnapshot, _: CallContext) -> Any:
         return self._store.kvs.version(request.db, request.snapshot)
 
-    def do_kv_load_ids(self, request: m.TakeIds, _: CallContext) -> m.Shelf:
+    def do_kv_load_ids(self, request: m.TakeIds, _: CallContext) -> m.TableDestination:
         return self._kv_loads.take(request)
 
     def do_kv_load_publish(self, request: m.PublishTables, _: CallContext) -> int:
@@ -354,7 +354,7 @@ class Handlers:
     def _submit(self, batch: m.Batch, seconds: float) -> ManifestGuard | m.BatchOutcome:
         try:
             ops = _DECODE_OPS(batch.ops)
-            with continued(batch.trace):
+            with attached_trace(batch.trace):
                 return self._manifest.submit(ops, key=batch.key or None, result=batch.result, timeout=seconds)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return m.BatchOutcome(error=form_of(InvalidInput(f"the operations cannot be read: {error}")))
@@ -366,13 +366,15 @@ class Handlers:
             return self._manifest.reserve_generation(request.db_id)
         reserve = {"db": self._manifest.reserve_db_id, "job": self._manifest.reserve_job_id}.get(request.what)
         if reserve is None:
-            raise InvalidInput("no such ids are reserved", hint="one of db, job, generation", ids=request.what)
+            raise InvalidInput(
+                "ids of this kind cannot be reserved", hint="use db, job or generation", ids=request.what
+            )
         return reserve()
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_stream_share(self, request: tickets.OfStream, call: CallContext) -> SharedStream:
         if request.upload and not call.grant.is_admin:
-            raise AccessDenied("to upload needs the admin token", hint="ask without upload")
+            raise AccessDenied("uploading needs the admin token", hint="request it without upload")
         stream = self._store.stream(request.name)
         return share(
             stream,
@@ -384,16 +386,16 @@ class Handlers:
         )
 
     def do_stream_wait(self, request: tickets.WaitForRecord, call: CallContext) -> int:
-        """The end, behind `record` or as it is when the time is over."""
+        """Wait for a record; return the end of the stream, which is beyond `record` unless the time was over."""
         stream, clock = self._store.stream(request.name), self._store.manifest.clock
         deadline = clock.monotonic() + min(max(request.seconds, 0.0), self._store.settings.service.wait_seconds_max)
         record = begin_at(stream.gaps, request.record)
         while stream.end_record <= record and stream.failure is None:
-            rest = deadline - clock.monotonic()
-            if rest <= 0 or call.is_over():
+            remaining = deadline - clock.monotonic()
+            if remaining <= 0 or call.is_over():
                 break
-            with suppress(StoreClosed, StoreUnusable):  # the next question opens it again
-                stream.wait(record, min(rest, WAIT_PIECE_SECONDS))
+            with suppress(StoreClosed, StoreUnusable):  # the next access opens the stream again
+                stream.wait(record, min(remaining, WAIT_PIECE_SECONDS))
         end: int = stream.end_record
         return end
 
@@ -407,7 +409,7 @@ class Handlers:
         ends = {"oldest": first, "latest": end}
         start = request.start if isinstance(request.start, int) else ends.get(request.start)
         if start is None:
-            raise InvalidInput("a consumer starts at `oldest`, `latest` or a record", start=request.start)
+            raise InvalidInput("a consumer must start at `oldest`, `latest` or a record", start=request.start)
         if request.consumer not in stream.consumers:
             start = begin_at(stream.gaps, start)
             if start < first:
@@ -452,22 +454,22 @@ class Handlers:
         )
 
     def do_feed_wait(self, request: m.Wait, call: CallContext) -> int:
-        """Long poll for the next change; it ends when the server stops (rule 2)."""
+        """Wait for the next change, in pieces, so that the poll ends when the server stops; return the head."""
         clock = self._manifest.clock
         deadline = clock.monotonic() + min(max(request.seconds, 0.0), self._store.settings.service.wait_seconds_max)
         while True:
-            rest = deadline - clock.monotonic()
+            remaining = deadline - clock.monotonic()
             try:
-                return self._manifest.feed.wait(request.after, max(min(rest, WAIT_PIECE_SECONDS), 0.0))
+                return self._manifest.feed.wait(request.after, max(min(remaining, WAIT_PIECE_SECONDS), 0.0))
             except TimedOut:
-                if rest <= WAIT_PIECE_SECONDS or call.is_over():
+                if remaining <= WAIT_PIECE_SECONDS or call.is_over():
                     return self._manifest.feed.head()
 
     def do_feed_register(self, request: m.Register, call: CallContext) -> feed.CursorInfo:
         start: feed.Start | int
         if isinstance(request.start, str):
             if request.start not in ("oldest", "latest"):
-                raise InvalidInput("a cursor starts at `oldest`, `latest` or a sequence", start=request.start)
+                raise InvalidInput("a cursor must start at `oldest`, `latest` or a sequence", start=request.start)
             start = feed.Start(request.start)
         else:
             start = request.start
@@ -490,7 +492,7 @@ class Handlers:
         run_once(self._manifest, call.key, "feed.drop", (DropCursor,), _nothing, drop, _nothing)
 
 
-# ── what is kept with keys ────────────────────────────────────────────────────────────────────────────────────────────
+# ── values kept with keys ─────────────────────────────────────────────────────────────────────────────────────────────
 def _db_id(op: RegisterDb | RenameDb | ForkDb) -> int:
     return op.db_id
 

@@ -1,6 +1,6 @@
-"""What the owner does for the actions of `data_actions.py`: records, keys and values, for clients without files of their own.
+"""Handlers for the actions of `data_actions.py`: records, keys and values, for clients that have no access to the files.
 
-Nothing here keeps a page: a client that stops reading costs nothing but the snapshot that it holds (`client_holdings.py`).
+Pages are not kept between calls: a client that stops reading costs only the snapshot that it holds (`client_holdings.py`).
 
 Threads: any; one call is one thread.
 """
@@ -23,21 +23,21 @@ from quire.stream.state import Consumer, Retention
 from quire.stream.stream import Stream, StreamInfo
 
 SNAPSHOT = "snapshot"
-"""The kind of a holding."""
+"""The kind of a holding: a snapshot of a key-value set."""
 KEYS_MAX = 65_536
-"""Keys of one call."""
+"""The most keys per call."""
 WAIT_PIECE_SECONDS = 0.25
-"""A long poll looks this often whether the server stops or its client has left; a record wakes it at once."""
+"""How often a long poll checks whether the server stops or its client has left; a new record wakes it at once."""
 
 
 class DataHandlers:
-    """The streams and key-value sets of one store."""
+    """Handlers for the streams and key-value sets of one store."""
 
     def __init__(self, store: StoreApi, holdings: Holdings) -> None:
         self._store = store
         self._holdings = holdings
 
-    # ── what is held ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── holdings ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_holding_renew(self, request: d.OfHolding, call: CallContext) -> None:
         self._holdings.renew(call.client, request.holding_id)
 
@@ -63,7 +63,7 @@ class DataHandlers:
         return _page(stream, start, stop)
 
     def do_stream_tail(self, request: d.ReadRecords, call: CallContext) -> d.RecordPage:
-        """Records from `start` on; waits if there is none yet."""
+        """Return records from `start` on; wait if there are none yet."""
         stream = self._stream(request.name)
         start = stream.end_record if request.start is None else request.start
         self._wait(stream, start, request.wait_seconds, call.is_over)
@@ -155,9 +155,9 @@ class DataHandlers:
 
 
 def _page(stream: Stream, start: int, stop: int) -> d.RecordPage:
-    """The records from `start` on, until they are enough for an answer."""
+    """Return records from `start` on, as many as fit into a response."""
     if start >= stop:
-        next(stream.read(start, start), None)  # says so if they are no longer there, or not yet
+        next(stream.read(start, start), None)  # raises if `start` is no longer retained, or beyond the end
         return d.RecordPage([], stop, stop)
     records: list[StreamRecord] = []
     size = 0
@@ -173,14 +173,12 @@ def _values(kv: Kv | KvSnapshot, keys: list[bytes]) -> list[bytes | None]:
     if len(keys) == 1:
         return [kv.get(keys[0])]
     if len(keys) > KEYS_MAX:
-        raise OutOfRange(
-            "these are too many keys for one call", hint="ask for fewer at once", keys=len(keys), max=KEYS_MAX
-        )
+        raise OutOfRange("too many keys for one call", hint="request fewer at once", keys=len(keys), max=KEYS_MAX)
     return kv.get_many(keys)
 
 
 def _pairs(snapshot: KvSnapshot, request: d.ScanPairs) -> tuple[d.PairPage, bool]:
-    """Pairs for an answer, and whether they are all."""
+    """Return the pairs of one response, and whether they are the last."""
     keys: list[bytes] = []
     values: list[bytes] = []
     size = 0

@@ -1,10 +1,10 @@
-"""What the owner does for remote workers and remote readers: the actions `start`, `jobs.…` and `reader.…`.
+"""Handlers for remote workers and remote readers: the actions `start`, `jobs.…` and `reader.…`.
 
 Rules
-  1. A worker at the other end of the wire must not call itself one of the owner's: its jobs would be taken back at once when
-     another owner opens the store, while it still works.
-  2. A job that a client starts is run here, one at a time, unless a worker takes it first: it does not depend on upkeep.
-  3. What a reader of another process holds is the page engine's to keep (`pages/remote.py`).
+  1. A remote worker must not use a name of the owner's workers: its jobs would be taken back at once when another owner opens
+     the store, while it is still running.
+  2. A job that a client starts is run here, one at a time, unless a worker claims it first: it does not depend on upkeep.
+  3. The page engine keeps the versions that readers of other processes hold (`pages/remote.py`).
 
 Threads: any; one call is one thread.
 """
@@ -36,7 +36,7 @@ from quire.service.idempotency import run_once
 
 
 class JobHandlers:
-    """Jobs and readers of one store, for clients."""
+    """Handlers for the jobs and readers of one store."""
 
     def __init__(self, store: StoreApi) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class JobHandlers:
         self._closed = False
 
     def close(self) -> None:
-        """Begin no further job; one that runs is the worker's to stop."""
+        """Start no more jobs; a running one is stopped by the worker."""
         with self._lock:
             self._closed = True
             runner, self._runner = self._runner, None
@@ -56,10 +56,14 @@ class JobHandlers:
 
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     def do_start(self, request: m.RunJob, call: CallContext) -> m.Started:
-        """Enqueue a checkpoint or merge, and see to it that it is run here if nobody else takes it."""
+        """Enqueue a checkpoint or merge, and run it here unless a worker claims it first."""
         jobs, store = self._manifest.jobs, self._store
         if request.kind not in (JobKind.CHECKPOINT, JobKind.MERGE):
-            raise InvalidInput("only a checkpoint or a merge is started so", hint="enqueue it", kind=request.kind.name)
+            raise InvalidInput(
+                "only a checkpoint or a merge can be started directly",
+                hint="enqueue the job instead",
+                kind=request.kind.name,
+            )
 
         def do() -> int:
             return start(store.context, request.kind, store.database(request.name).db_id)
@@ -67,7 +71,7 @@ class JobHandlers:
         job_id = run_once(self._manifest, call.key, "start", (EnqueueJob,), _job_id, do, _same)
         record = jobs.get(job_id).record
         with self._lock:
-            if not self._closed:  # else it stays in the queue
+            if not self._closed:  # otherwise it stays in the queue
                 if self._runner is None:
                     self._runner = ThreadPoolExecutor(1, thread_name_prefix="quire-service-job")
                 self._runner.submit(copy_context().run, self._run, job_id)  # the job belongs to the caller's trace
@@ -115,11 +119,11 @@ class JobHandlers:
                 return jobs.claim_job(request.job_id, worker, lease_seconds=request.lease_seconds)
             return jobs.claim(worker, request.kinds, lease_seconds=request.lease_seconds)
 
-        def again(job_id: int) -> Job | None:
+        def replay(job_id: int) -> Job | None:
             job = jobs.get(job_id)
             return job if job.lease is not None and job.lease.worker == worker else None
 
-        return run_once(self._manifest, call.key, "jobs.claim", (StartJob,), _job_id, do, again)
+        return run_once(self._manifest, call.key, "jobs.claim", (StartJob,), _job_id, do, replay)
 
     def do_jobs_renew(self, request: m.RenewJob, _: CallContext) -> None:
         jobs = self._manifest.jobs
@@ -144,10 +148,10 @@ class JobHandlers:
             job = self._attempt(request.job_id, request.attempt)
             return self._manifest.jobs.fail(job, request.error, permanent=request.permanent)
 
-        def tell(op: CompleteJob | RequeueJob) -> int:
+        def kept_value_of(op: CompleteJob | RequeueJob) -> int:
             return int(op.state if isinstance(op, CompleteJob) else JobState.PENDING)
 
-        return run_once(self._manifest, call.key, "jobs.fail", (CompleteJob, RequeueJob), tell, do, JobState)
+        return run_once(self._manifest, call.key, "jobs.fail", (CompleteJob, RequeueJob), kept_value_of, do, JobState)
 
     def do_jobs_defer(self, request: m.Defer, call: CallContext) -> None:
         def do() -> None:
@@ -168,13 +172,13 @@ class JobHandlers:
         def do() -> RemoteReader:
             return self._store.pages.lease_reader(request.db, request.tags, request.ttl_seconds)
 
-        def tell(op: PutReader) -> tuple[int, int]:
+        def kept_value_of(op: PutReader) -> tuple[int, int]:
             return op.db_id, op.reader_id
 
-        def again(ids: tuple[int, int]) -> RemoteReader:
+        def replay(ids: tuple[int, int]) -> RemoteReader:
             return self._store.pages.renew_reader(*ids)
 
-        return run_once(self._manifest, call.key, "reader.open", (PutReader,), tell, do, again)
+        return run_once(self._manifest, call.key, "reader.open", (PutReader,), kept_value_of, do, replay)
 
     def do_reader_renew(self, request: m.OfReader, _: CallContext) -> RemoteReader:
         return self._store.pages.renew_reader(request.db_id, request.reader_id)
@@ -187,16 +191,16 @@ class JobHandlers:
         return [images[page] for page in request.pages]
 
     def do_reader_close(self, request: m.OfReader, _: CallContext) -> None:
-        with suppress(UnknownReader):  # the answer to the first closing was lost, say
+        with suppress(UnknownReader):  # the answer to an earlier close was lost, say
             self._store.pages.close_reader(request.db_id, request.reader_id)
 
     def _attempt(self, job_id: int, attempt: int) -> Job:
-        """The job as the worker holds it: the manifest refuses an attempt that is no longer the running one."""
+        """Return the job with the worker's attempt: the manifest refuses an attempt that is not the running one."""
         job = self._manifest.jobs.get(job_id)
         return Job(job_id, replace(job.record, attempt=attempt), job.lease)
 
 
-# ── what is kept with keys ────────────────────────────────────────────────────────────────────────────────────────────
+# ── values kept with keys ─────────────────────────────────────────────────────────────────────────────────────────────
 def _job_id(op: EnqueueJob | StartJob) -> int:
     return op.job_id
 
@@ -217,7 +221,7 @@ def _unpacked(packed: bytes) -> Any:
 
 
 def _remote(worker: str) -> str:
-    """The name of a worker elsewhere; one that could be taken for one of the owner's is refused (rule 1)."""
+    """Return the name of a remote worker; refuse one that could belong to the owner (rule 1)."""
     if not worker or worker.startswith(OWNER_PREFIX):
-        raise InvalidInput("a remote worker needs a name of its own", hint="host and pid, say", worker=worker)
+        raise InvalidInput("a remote worker needs a unique name", hint="use, for example, host and pid", worker=worker)
     return worker

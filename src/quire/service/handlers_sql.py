@@ -1,11 +1,11 @@
-"""What the owner does for the actions of `sql_actions.py`: connections of SQLite's, held for clients.
+"""Handlers for the actions of `sql_actions.py`: SQLite connections that are held for clients.
 
 Rules
-  1. Through the Unix socket everything is allowed that a connection in this process may do. Over the network SQL passes the
-     policy of remote users (W5), and who may only read gets a connection that only reads.
-  2. A statement waits for its lock in the thread of its caller, and takes no place of other calls meanwhile (`server.py`): the
-     one who holds the lock always finds a thread for its COMMIT.
-  3. When a client's last connection ends, its SQL connections are closed at once: what was not committed is rolled back.
+  1. Through the Unix socket SQL may do everything that a connection in this process may do. Over the network SQL passes the
+     policy of remote users (W5), and a caller that may only read gets a read-only connection.
+  2. A statement waits for its lock in the thread of its caller, and takes no place from other calls meanwhile (`server.py`):
+     the holder of the lock always finds a thread for its COMMIT.
+  3. When a client's last connection ends, its SQL connections are closed at once: uncommitted changes are rolled back.
 
 Threads: any; one call is one thread.
 """
@@ -28,14 +28,14 @@ from quire.sqlite.served import ServedConnection, SqlAnswer, define_regexp
 from quire.sqlite.statements import StatementRunner
 
 SQL = "SQL connection"
-"""The kind of a holding."""
+"""The kind of a holding: a SQL connection."""
 TIMEOUT_SECONDS_MAX = 300.0
 PACKS_MAX = 8
-"""Packs of functions that one connection may ask for."""
+"""The most packs of functions for one connection."""
 
 
 class SqlHandlers:
-    """The SQL connections of one server."""
+    """Handlers for the SQL connections of one server."""
 
     def __init__(self, store: StoreApi, holdings: Holdings) -> None:
         self._store = store
@@ -50,7 +50,7 @@ class SqlHandlers:
             connection = self._store.sqlite(request.name, at=version, create=creates, timeout=timeout)
         except UnknownDatabase:
             if request.create and not creates:
-                hint = "show the store's admin.token, or create the database there with `quire create`"
+                hint = "use the token in the store's admin.token, or create the database with `quire create`"
                 raise AccessDenied("creating a database needs the admin token", hint=hint, name=request.name) from None
             raise
         reads_only = version is None and (request.read_only or not may_write)
@@ -108,7 +108,7 @@ class SqlHandlers:
 
 
 def _version(kind: str, text: str) -> str | int | datetime:
-    """A version as `store.sqlite` takes it."""
+    """Return a version in the form that `store.sqlite` takes."""
     try:
         if kind == "at":
             return text
@@ -118,4 +118,4 @@ def _version(kind: str, text: str) -> str | int | datetime:
             return datetime.fromisoformat(text)
     except ValueError:
         pass
-    raise InvalidInput("unknown way to name a version", hint="at, epoch or time", version=f"{kind} {text[:40]}")
+    raise InvalidInput("unknown way to name a version", hint="use at, epoch or time", version=f"{kind} {text[:40]}")

@@ -1,10 +1,10 @@
 """Calls over HTTP, to the address that `quire serve --http` listens at: `POST /v1/call/ACTION` (docs/formats/wire.md).
 
-What the HTTP side itself refuses comes as its JSON, and becomes the error that it names. A server that is busy or closing, and
-a proxy that does not reach it, are tried again.
+An error of the HTTP server itself arrives as its JSON and becomes the error that it names. A server that is busy or closing,
+and a proxy that cannot reach it, are tried again.
 
-Threads and errors: as `carrier.py` says; also `InvalidInput` for a certificate that is not trusted, `Incompatible` for a server
-that is none of ours.
+Threads: as in `carrier.py`. Raises what `carrier.py` raises, `InvalidInput` for a certificate that is not trusted, and
+`Incompatible` for a server that is not an owner's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AGAIN = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE, HTTPS
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An error as the HTTP side tells it (`web/answers.py`)."""
+    """An error in the form of the HTTP server (`web/answers.py`)."""
 
     error: str
     message: str
@@ -40,7 +40,7 @@ class HttpCarrier(Carrier[HTTPConnection]):
     """Calls over HTTP or HTTPS."""
 
     def __init__(self, scheme: str, host: str, port: int | None, headers: dict[str, str], tls_ca_file: str) -> None:
-        """`headers` go with every call: who calls, its token, its version."""
+        """`headers` are sent with every call: the client's id, its token, its wire version."""
         super().__init__()
         self._host = host
         self._port = port or SCHEMES[scheme]
@@ -56,7 +56,7 @@ class HttpCarrier(Carrier[HTTPConnection]):
             connection.connect()
         except ssl.SSLCertVerificationError as error:
             connection.close()
-            hint = "give the certificate that it is signed with: tls_ca_file=…"
+            hint = "pass the CA certificate with tls_ca_file=…"
             raise InvalidInput(f"the server's certificate is not trusted: {error.verify_message}", hint=hint) from None
         except OSError as error:
             connection.close()
@@ -64,7 +64,7 @@ class HttpCarrier(Carrier[HTTPConnection]):
         return connection
 
     def _exchange(self, connection: HTTPConnection, name: str, trace: str, body: bytes, seconds: float) -> bytes:
-        if connection.sock is None:  # the server ended it with its last answer
+        if connection.sock is None:  # the server closed it with its last response
             connection.connect()
         connection.sock.settimeout(seconds)
         headers = {**self._headers, TRACE_HEADER: trace} if trace else self._headers
@@ -81,7 +81,7 @@ class HttpCarrier(Carrier[HTTPConnection]):
 
 
 def _refused(status: int, body: bytes) -> Exception:
-    """What is raised for an answer that is none to a call."""
+    """Return the error for a response that does not answer the call."""
     again = status in AGAIN
     try:
         refusal = msgspec.json.decode(body, type=Refusal)
@@ -89,8 +89,8 @@ def _refused(status: int, body: bytes) -> Exception:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         if again:
             return CallBroken(f"status {status}")
-    hint = "is this the address that `quire serve --http` listens at?"
-    return Incompatible("the other side does not answer as an owner does", hint=hint, status=status)
+    hint = "check that this is the address of `quire serve --http`"
+    return Incompatible("the server does not respond like an owner", hint=hint, status=status)
 
 
 def _tls(ca_file: str) -> ssl.SSLContext:

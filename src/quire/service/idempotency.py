@@ -1,14 +1,14 @@
 """Calls that are applied once, however often they are sent (M11).
 
 Terms
-  key      16 bytes the client makes up for a call and repeats with it
+  key      16 bytes that the client generates for a call and repeats with it
   effect   the operation by which a call takes effect; its batch carries the key, so key and effect commit together
-  told     what is kept with the key: the ids that the effect gave, enough to answer again
+  kept     the value kept with the key: the ids that the effect allocated, enough to answer again
 
-The key is looked up before anything is done, and written by the very transaction that makes the change (`manifest/guard.py`):
-no crash and no lost answer leaves one without the other. A call that fails leaves no key; it may be repeated, and is then done.
-Of two equal calls at once the manifest's writer decides which is first, and the other gets the first one's answer. A key
-belongs to its action: used for another one it is refused.
+The key is looked up first, and written by the transaction that makes the change (`manifest/guard.py`): no crash and no lost
+response leaves one without the other. A call that fails leaves no key; it may be repeated, and is then executed. Of two equal
+calls at the same time the manifest's writer decides which is first, and the other gets the first one's answer. A key belongs to
+its action: it is refused for another one.
 
 Threads: any.
 """
@@ -30,7 +30,7 @@ A = TypeVar("A")
 
 
 class KeptAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept with a key."""
+    """The value kept with a key."""
 
     action: str
     value: Any
@@ -41,30 +41,30 @@ def run_once(
     key: bytes,
     action: str,
     effects: tuple[type[Op], ...],
-    tell: Callable[[Any], Any],
+    kept_value_of: Callable[[Any], Any],
     do: Callable[[], A],
-    again: Callable[[Any], A],
+    replay: Callable[[Any], A],
 ) -> A:
-    """Do a call, or answer it `again` from what was told when it was done. Without a key it is just done."""
+    """Execute a call, or `replay` it from the value kept when it was executed. Without a key, only execute it."""
     if not key:
         return do()
     if (kept := _kept_answer(manifest, key, action)) is not None:
-        return again(kept.value)
-    call = KeyedCall(key, effects, lambda effect: msgspec.msgpack.encode(KeptAnswer(action, tell(effect))))
+        return replay(kept.value)
+    call = KeyedCall(key, effects, lambda effect: msgspec.msgpack.encode(KeptAnswer(action, kept_value_of(effect))))
     with keyed(call):
         try:
             answer = do()
         except QuireError:
             if (kept := _kept_answer(manifest, key, action)) is None:
                 raise
-            return again(kept.value)
+            return replay(kept.value)
     if call.guard is not None and call.guard.repeated and (kept := _kept_answer(manifest, key, action)) is not None:
-        return again(kept.value)
+        return replay(kept.value)
     return answer
 
 
 def _kept_answer(manifest: ManifestStore, key: bytes, action: str) -> KeptAnswer | None:
-    """What was kept with a key, while it is kept."""
+    """Return the value kept with a key; `None` if there is none or it has expired."""
     with manifest.read() as txn:
         row = txn.get(t.IDEMPOTENCY, key)
     if row is None or row.expires_at_ms <= manifest.clock.now_ms():
@@ -72,9 +72,9 @@ def _kept_answer(manifest: ManifestStore, key: bytes, action: str) -> KeptAnswer
     try:
         kept = msgspec.msgpack.decode(row.result, type=KeptAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        kept = KeptAnswer("submit", None)  # the answer of a batch has no name of its own
+        kept = KeptAnswer("submit", None)  # the kept answer of a batch has no action
     if kept.action != action:
         raise InvalidInput(
-            "this idempotency key was used for another call", hint="a key belongs to one call", action=kept.action
+            "this idempotency key was used for another call", hint="use a new key for each call", action=kept.action
         )
     return kept

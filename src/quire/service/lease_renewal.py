@@ -1,8 +1,8 @@
-"""What a client holds open at its owner, kept alive: over the network one thread renews all of it, while there is something.
+"""Keeps a client's holdings at its owner alive: over a network, one thread renews all of them.
 
-On the owner's machine a connection says that its client lives, and there is nothing to renew.
+On the owner's machine an open connection shows that the client lives, and nothing is renewed.
 
-Threads: any, and one of its own. `forget` may be called by a finalizer: it takes no lock.
+Threads: any, and one renewal thread. `forget` may be called by a finalizer, so it takes no lock.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quire.service import data_actions as d
 from quire.service.channel import Channel
 
 RENEW_SECONDS = 8.0
-"""Several times within what the owner waits for."""
+"""Several renewals fit into `client_holdings.IDLE_SECONDS`."""
 
 
 class LeaseRenewal:
-    """See above; one for each client."""
+    """The holdings of one client. See above."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -33,7 +33,7 @@ class LeaseRenewal:
         self._thread: threading.Thread | None = None
 
     def add(self, holding_id: str) -> None:
-        """Keep it from now on."""
+        """Renew a holding from now on."""
         self._release_forgotten()
         with self._lock:
             self._held.add(holding_id)
@@ -42,20 +42,20 @@ class LeaseRenewal:
                 self._thread.start()
 
     def holds(self, holding_id: str) -> bool:
-        """Whether the owner still had it when it was last asked."""
+        """Return whether the owner still had the holding at the last renewal."""
         return holding_id in self._held
 
     def discard(self, holding_id: str) -> None:
-        """It need not be kept any more."""
+        """Stop renewing a holding."""
         with self._lock:
             self._held.discard(holding_id)
 
     def forget(self, holding_id: str) -> None:
-        """The same, and the owner is told with the next round, or before something else is held."""
+        """Stop renewing a holding, and release it at the owner in the next round or before the next `add`."""
         self._forgotten.append(holding_id)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Stop the renewal thread."""
         self._over.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -73,7 +73,7 @@ class LeaseRenewal:
             self.renew_all()
 
     def renew_all(self) -> None:
-        """One round."""
+        """Renew all holdings once."""
         self._release_forgotten()
         for holding_id in list(self._held):
             try:

@@ -1,7 +1,7 @@
-"""Loads: what the tasks of a job send, and the one step that takes it all, into a SQLite table or a key-value database.
+"""Loads: data that the tasks of a job send, and the one step that writes it all to a SQLite table, stream or key-value set.
 
-A load is known by its number. It ends when it is committed or dropped, and nothing more is taken of it; one that has been idle
-for `IDLE_SECONDS` is dropped when another begins.
+A load is identified by its number. It ends when it is committed or dropped, and then accepts nothing more. A load that has been
+idle for `IDLE_SECONDS` is dropped when another begins.
 
 Threads: any; a part belongs to one task. Raises `InvalidInput`, `NotFound`, and what the engines raise.
 """
@@ -34,31 +34,31 @@ from quire.sqlite.bulk_insert import TableWrite, load_rows
 from quire.stream.stream import Stream
 
 ENDED_MAX = 4_096
-"""Loads that are remembered as ended."""
+"""The number of ended loads that are remembered."""
 IDS_MAX = 10_000
-"""Ids of one call."""
+"""The most ids per call."""
 
 IDLE_SECONDS = 24 * 3_600.0
 BUSY_SECONDS = 60.0
 """How long a load waits for another writer of the database."""
 
 BATCH_BYTES_MAX = 256 * MIB
-"""Of a query's batch for a key-value set or a stream: the owner has it in memory."""
+"""The largest batch of a query for a key-value set or a stream: the owner holds it in memory."""
 
 QUERY_KEYS = b"\0quire/query/"
-"""Keys with this prefix, followed by a query's id, have the number of the last batch that the query wrote to a set."""
+"""The prefix of keys that, followed by a query's id, hold the number of the last batch that the query wrote to a set."""
 
 _PART = re.compile(r"[0-9]{1,10}-[0-9]{1,19}")
 
 
 class EndedLoads:
-    """The last loads that have ended. Guarded by its owner's lock."""
+    """The last loads that have ended. Guarded by the lock of the object that contains it."""
 
     def __init__(self) -> None:
         self._numbers: OrderedDict[int, None] = OrderedDict()
 
     def add(self, load: int) -> None:
-        """A load was committed or dropped."""
+        """Record that a load was committed or dropped."""
         self._numbers[load] = None
         while len(self._numbers) > ENDED_MAX:
             self._numbers.popitem(last=False)
@@ -70,20 +70,20 @@ class EndedLoads:
 
 
 def load_ended(load: int) -> NotFound:
-    """The error of a call for a load that has ended."""
+    """Return the error of a call for a load that has ended."""
     return NotFound("this load has ended", hint="run the job again", load=load)
 
 
 class Loads:
-    """Rows of SQLite tables, batches of key-value sets and streams: parts that tasks send, and the step that takes them all.
+    """Rows of SQLite tables, batches of key-value sets and streams: parts that tasks send, and the step that writes them all.
 
-    A part is what one attempt of a task has sent, the bytes of an Arrow stream, in a file in `scratch/`. Its bytes come in
-    order:
-    the same bytes sent again change nothing, a gap is refused. Only parts that the job names are inserted, in one transaction
-    and once (`quire.sqlite.bulk_insert`); no other call waits for it. Files of a job that died are swept when the owner starts.
+    A part is the data that one attempt of a task has sent: the bytes of an Arrow stream, in a file in `scratch/`. Its bytes
+    arrive in order: sending the same bytes again changes nothing, a gap is refused. Only parts that the job names are inserted,
+    in one transaction and once (`quire.sqlite.bulk_insert`); no other call waits for it. Files of a job that died are swept
+    when the owner starts.
 
-    Batches of streaming queries are taken once: a set has the number of the last one under a key of its own, in the same batch
-    as the data; a stream has it in its state (`Stream.append_batch`).
+    Batches of streaming queries are written once: a set stores the number of the last one under a reserved key, in the same
+    batch as the data; a stream stores it in its state (`Stream.append_batch`).
     """
 
     def __init__(self, store: StoreApi) -> None:
@@ -98,7 +98,7 @@ class Loads:
         self._batches = threading.Lock()
 
     def put(self, request: m.PutPart) -> None:
-        """Keep some bytes of a part."""
+        """Write some bytes of a part."""
         directory, path = self._directory(request.load), self._path(request.load, request.part)
         with self._lock:
             self._ended.check(request.load)
@@ -109,16 +109,16 @@ class Loads:
             with self._disk.open(path, create=True) as file:
                 if request.offset > file.size():
                     raise InvalidInput(
-                        "a part has a gap", hint="send its bytes in order", offset=request.offset, size=file.size()
+                        "a part has a gap", hint="send the bytes in order", offset=request.offset, size=file.size()
                     )
                 file.write_at(request.body, request.offset)
         if is_new:
             self._drop_idle(request.load)
 
     def insert(self, request: m.LoadRows) -> int:
-        """Insert the parts that the job names, in one transaction and once; the number of rows."""
+        """Insert the parts that the job names, in one transaction and once; return the number of rows."""
         if not request.columns:
-            raise InvalidInput("rows have at least one column", table=request.table)
+            raise InvalidInput("rows must have at least one column", table=request.table)
         write = TableWrite(
             table=request.table,
             columns=request.columns,
@@ -146,10 +146,10 @@ class Loads:
         return count
 
     def write_pairs(self, request: LoadPairs) -> int:
-        """Write a query's batch to a key-value set, once, with the number of the batch; how many rows."""
+        """Write a query's batch and its number to a key-value set, once; return the number of rows."""
         kv = self._store.kvs.open(request.database, create=request.create)
         record, rows = QUERY_KEYS + request.query.encode(), 0
-        with self._batches:  # two attempts at once: the second finds what the first did
+        with self._batches:  # of two concurrent attempts, the second finds the number that the first wrote
             last = kv.get(record)
             if last is None or int(last) < request.batch:
                 pairs: dict[bytes, bytes | None] = {}
@@ -165,10 +165,10 @@ class Loads:
         return rows
 
     def append_records(self, request: LoadRecords) -> int:
-        """Append a load, or a query's batch, to a stream, once; how many records, 0 if they were appended before."""
+        """Append a load, or a query's batch, to a stream, once; return the number of records, 0 if they were there before."""
         stream: Stream = self._store.stream(request.stream, create=request.create)
         key = request.load.to_bytes(IDEMPOTENCY_KEY_BYTES, "little")
-        # Before the parts are read: a call is repeated when its answer was lost, and they are gone then.
+        # Checked before the parts are read: a call is repeated when its response was lost, and then the parts are gone.
         if stream.has_batch(request.query, request.batch) if request.query else stream.hot.has_call(key):
             self.drop(request.load)
             return 0
@@ -177,7 +177,7 @@ class Loads:
         for batch in self._batches_of(request.load, request.parts, 1):
             column = batch.column(0).cast(pa.binary())
             if column.null_count:
-                raise InvalidInput("a record has no payload", hint="leave out rows whose payload is NULL")
+                raise InvalidInput("a record has no payload", hint="filter out rows whose payload is NULL")
             payloads.append(column)
             size = _bounded(size + column.nbytes)
         records = pa.chunked_array(payloads, pa.binary())
@@ -190,7 +190,7 @@ class Loads:
         return len(records)
 
     def drop(self, load: int) -> None:
-        """Remove what a load has sent; nothing, if it is gone."""
+        """Remove the parts of a load; do nothing if it is gone."""
         directory = self._directory(load)
         with self._lock:
             self._touched.pop(load, None)
@@ -208,7 +208,7 @@ class Loads:
             yield from zip(*[values_of(column) for column in batch.columns])
 
     def _pairs(self, request: LoadPairs) -> Iterator[tuple[bytes, bytes | None]]:
-        """Keys and values in the order of the rows; a row that is flagged, or has no value, deletes its key."""
+        """Yield keys and values in the order of the rows; a row that is flagged, or has no value, deletes its key."""
         size, columns = 0, {name: place for place, name in enumerate(request.columns)}
         for batch in self._batches_of(request.load, request.parts, len(request.columns)):
             size = _bounded(size + batch.nbytes)
@@ -216,7 +216,7 @@ class Loads:
             gone = batch.column(columns[request.delete]).to_pylist() if request.delete else repeat(False)
             for key, value, is_gone in zip(keys, values, gone):
                 if key is None:
-                    raise InvalidInput("a row has no key", hint="leave out rows whose key is NULL")
+                    raise InvalidInput("a row has no key", hint="filter out rows whose key is NULL")
                 yield key, None if is_gone else value
 
     def _batches_of(self, load: int, parts: Sequence[str], width: int) -> Iterator[pa.RecordBatch]:
@@ -224,16 +224,16 @@ class Loads:
             path = self._path(load, part)
             if not self._disk.exists(path):
                 raise NotFound(
-                    "a part of the load is not here", hint="has the owner restarted? Run the job again", part=part
+                    "a part of the load is missing", hint="run the job again; the owner may have restarted", part=part
                 )
             with pa.OSFile(path) as file, pa.ipc.open_stream(file) as reader:
                 for batch in reader:
                     if batch.num_columns != width:
-                        raise InvalidInput("a part has other columns than its load", part=part)
+                        raise InvalidInput("the columns of a part differ from those of its load", part=part)
                     yield batch
 
     def _drop_idle(self, new: int) -> None:
-        """Drop loads that have been idle."""
+        """Drop idle loads."""
         horizon = self._clock.monotonic() - IDLE_SECONDS
         with self._lock:
             idle = [load for load, at in self._touched.items() if at < horizon and load != new]
@@ -245,12 +245,12 @@ class Loads:
 
     def _path(self, load: int, part: str) -> str:
         if not _PART.fullmatch(part):
-            raise InvalidInput("not the name of a part", part=part[:40])
+            raise InvalidInput("invalid name of a part", part=part[:40])
         return os.path.join(self._directory(load), part)
 
 
 def _bounded(size: int) -> int:
-    """A size in bytes, refused if it is too much to be written at once."""
+    """Return a size in bytes; raise if it is too large to be written at once."""
     if size > BATCH_BYTES_MAX:
         hint = "limit batches where the query reads (maxFilesPerTrigger, max_records), or use df.write"
         raise OutOfRange("the batch is too large to be written in one step", hint=hint, bytes=size, max=BATCH_BYTES_MAX)
@@ -258,7 +258,7 @@ def _bounded(size: int) -> int:
 
 
 def values_of(column: pa.Array) -> list[Any]:
-    """A column as SQLite takes it: dates, times and decimals as text, booleans as numbers."""
+    """Return the values of a column in SQLite's types: dates, times and decimals as text, booleans as numbers."""
     kind = column.type
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
@@ -272,7 +272,7 @@ def values_of(column: pa.Array) -> list[Any]:
 # ── key-value databases ───────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True, eq=False)
 class _Begun:
-    """A load that is under way."""
+    """A load in progress."""
 
     database: str
     kv: Kv
@@ -284,12 +284,10 @@ class _Begun:
 class KvLoads:
     """Tables of key-value databases: ids for the tasks that write them, and the step that publishes them all.
 
-    Ids come from the database's manifest, so that tasks and loads at the same time never collide. Only tables that the job
-    names
-    are published, in one event and once: the database remembers the load's number (`lsm/load_notes.py`), so a commit whose
-    answer
-    was lost is repeated safely. Files of attempts that failed or came second go when the load ends. A load that was begun
-    before the owner restarted cannot be published.
+    Ids come from the database's manifest, so that concurrent tasks and loads never collide. Only tables that the job names are
+    published, in one event and once: the database remembers the load's number (`lsm/load_records.py`), so a commit whose
+    response was lost is repeated safely. Files of attempts that failed or came second are removed when the load ends. A load
+    that was begun before the owner restarted cannot be published.
     """
 
     def __init__(self, store: StoreApi) -> None:
@@ -300,15 +298,15 @@ class KvLoads:
         self._begun: dict[int, _Begun] = {}
         self._ended = EndedLoads()
 
-    def take(self, request: m.TakeIds) -> m.Shelf:
-        """Ids for a task."""
+    def take(self, request: m.TakeIds) -> m.TableDestination:
+        """Allocate ids for a task."""
         if not 0 < request.count <= IDS_MAX:
-            raise InvalidInput(f"a task takes from 1 to {IDS_MAX:,} ids", count=request.count)
+            raise InvalidInput(f"a task can take 1 to {IDS_MAX:,} ids", count=request.count)
         begun = self._begin(request)
         with begun.lock:
             ids = tuple(begun.load.allocate(request.count))
         settings = begun.kv.settings
-        return m.Shelf(
+        return m.TableDestination(
             begun.kv.home.path,
             begun.load.lsn,
             ids,
@@ -334,32 +332,32 @@ class KvLoads:
             emit("warning", "kv.load_idle", load=load)
             self.drop(load)
         if begun.database != request.database:
-            raise InvalidInput("a load is of one database", load=request.load, database=request.database)
+            raise InvalidInput("a load can only write to one database", load=request.load, database=request.database)
         return begun
 
     def _kv(self, name: str, *, create: bool) -> Kv:
         return self._store.kvs.open(name, create=create)
 
     def publish(self, request: m.PublishTables) -> int:
-        """Publish the tables that the job names, in one event and once; the number of rows."""
+        """Publish the tables that the job names, in one event and once; return the number of rows."""
         with self._lock:
             begun = self._begun.get(request.load)
         kv = self._kv(request.database, create=request.create)
         if begun is None:
             rows = published(kv, request.load)
             if rows is None and request.ids:
-                hint = "has the owner restarted? Run the job again"
-                raise NotFound("this load is not under way here", hint=hint, load=request.load)
+                hint = "run the job again; the owner may have restarted"
+                raise NotFound("this load is not running", hint=hint, load=request.load)
             return rows or 0
         with begun.lock:
-            rows = published(kv, request.load)  # two calls at once: the second finds what the first did
+            rows = published(kv, request.load)  # of two concurrent calls, the second finds the result of the first
             if rows is None:
                 rows = begun.load.publish(request.ids, number=request.load)
         self._end(request.load)
         return rows
 
     def drop(self, load: int) -> None:
-        """Let a load's tables go; nothing, if it is over."""
+        """Discard a load's tables; do nothing if it has ended."""
         begun = self._end(load)
         if begun is not None:
             with begun.lock:

@@ -1,10 +1,10 @@
-"""Every action: its name, what it is asked with, what it answers, and who may ask.
+"""The table of actions: name, request, response and required role of each.
 
-The one table that client and server share; docs/formats/wire.md lists it, and a test holds the two together.
+Client and server share it; docs/formats/wire.md lists it, and a test compares the two.
 
 Rules
   1. Requests are msgpack arrays of their fields, in order. Fields are only appended, with defaults.
-  2. `READ` actions change nothing that anybody could notice; the rest need the admin token (or the Unix socket).
+  2. `READ` actions have no visible effect; the others need the admin token (or the Unix socket).
   3. `keyed` actions are sent with an idempotency key; all others may be repeated without one.
 """
 
@@ -42,7 +42,7 @@ from quire.service.tickets import OfLentRange as OfLentRange
 from quire.service.tickets import PutPart as PutPart
 from quire.service.tickets import Role as Role
 from quire.service.tickets import Scope as Scope
-from quire.service.tickets import Shelf as Shelf
+from quire.service.tickets import TableDestination as TableDestination
 from quire.service.tickets import TableTicket as TableTicket
 from quire.service.tickets import TakeIds as TakeIds
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
@@ -52,11 +52,11 @@ from quire.service.wire import ErrorForm
 Tags = dict[str, str]
 
 READ_PAGES_MAX = 256
-"""Pages of one call: at most 16 MiB."""
+"""Pages per call: at most 16 MiB."""
 
 
 class Nothing(Request, frozen=True):
-    """Of actions without arguments."""
+    """The request of actions without arguments."""
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -144,7 +144,7 @@ class UndropOneSnapshot(Request, frozen=True):
 
 
 class OfView(Request, frozen=True):
-    """`upload`: have WAL segments that the view needs put into the object store first, for readers that share no disk."""
+    """`upload`: first upload the WAL segments that the view needs to the object store, for readers that share no disk."""
 
     db: int | str
     snapshot: int | str
@@ -152,16 +152,16 @@ class OfView(Request, frozen=True):
 
 
 class OfViews(Request, frozen=True):
-    """Views of the snapshots that several databases have under one name."""
+    """Request views of the snapshots that several databases have under one name."""
 
     databases: tuple[int | str, ...]
     snapshot: int | str
 
 
 class Lend(Request, frozen=True):
-    """Lend the newest versions of some databases, as a lease of their own (0) or as part of one; to a `holder` that comes back
-    for them, by names. `keep`: whoever knows the lease asks for them again (`OfLentRange`), also by names; with `snapshot`
-    those that have one of this name or id, each its own."""
+    """Lend the newest versions of some databases, as a new lease (0) or as part of an existing one. A `holder` can request them
+    again, by names. With `keep`, so can any client that has the lease's id (`OfLentRange`), also by names. With `snapshot`,
+    each database that has a snapshot of this name or id lends that instead."""
 
     databases: tuple[int | str, ...]
     seconds: float
@@ -173,22 +173,22 @@ class Lend(Request, frozen=True):
 
 
 class LentViews(Request, frozen=True):
-    """The lease, 0 if there is none, and what it is about, in the order that was asked for."""
+    """The lease, 0 if there is none, and its views, in the order of the request."""
 
     lease_id: int
     views: list[SnapshotView]
     missing: tuple[str, ...] = ()
-    """Databases that do not have the snapshot: there is no view of them."""
+    """Databases without the snapshot: `views` omits them."""
 
 
 class OfHolder(Request, frozen=True):
-    """Who comes back for versions."""
+    """A holder of versions."""
 
     holder: str
 
 
 class MarkDropped(Request, frozen=True):
-    """Databases, (id, name), that a holder has versions of, and that are not there any more."""
+    """Databases, as (id, name), of which a holder has versions and which no longer exist."""
 
     holder: str
     dropped: tuple[tuple[int, str], ...]
@@ -202,7 +202,7 @@ class OfHeldVersions(Request, frozen=True):
 
 
 class NewestLsns(Request, frozen=True):
-    """How far page databases have been written."""
+    """Request the newest lsn of page databases."""
 
     databases: tuple[str, ...]
 
@@ -219,14 +219,14 @@ class LentKv(Request, frozen=True):
 
 
 class RunJob(Request, frozen=True):
-    """Have a checkpoint or a merge run at the owner."""
+    """Run a checkpoint or a merge at the owner."""
 
     name: str
     kind: JobKind
 
 
 class Started(Request, frozen=True):
-    """A job, and the attempt whose end is the answer: it may succeed, fail, or be put off."""
+    """A job, and the attempt to wait for: it may succeed, fail, or be deferred."""
 
     job_id: int
     attempt: int
@@ -234,32 +234,32 @@ class Started(Request, frozen=True):
 
 # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Batch(Request, frozen=True):
-    """Operations (`tuple[AnyOp, ...]`) that commit together; `key` makes the batch safe to repeat. Whoever cannot be read fails
-    alone: that is why the operations are read one batch at a time."""
+    """Operations (`tuple[AnyOp, ...]`) that commit together; `key` makes the batch safe to repeat. `ops` is decoded one batch
+    at a time, so that a batch that cannot be decoded fails alone."""
 
     key: bytes
     ops: msgspec.Raw
     result: bytes = b""
     trace: str = ""
-    """Of whoever submitted it: batches of several traces travel in one call."""
+    """The trace of its submitter: batches of several traces share a call."""
 
 
 class Submit(Request, frozen=True):
-    """Batches, in order; each succeeds or fails by itself."""
+    """Batches, in order; each succeeds or fails independently."""
 
     batches: tuple[Batch, ...]
     queue_seconds: float = 10.0
 
 
 class BatchOutcome(Request, frozen=True):
-    """What became of a batch: one of the two."""
+    """The result of a batch: either a receipt or an error."""
 
     receipt: Receipt | None = None
     error: ErrorForm | None = None
 
 
 class Reserve(Request, frozen=True):
-    """An id that will never be given again: `what` is "db", "job" or "generation" (of `db_id`)."""
+    """Allocate an id that will never be allocated again: `what` is "db", "job" or "generation" (of `db_id`)."""
 
     what: str
     db_id: int = 0
@@ -293,7 +293,7 @@ class Acknowledge(Request, frozen=True):
 
 
 class Wait(Request, frozen=True):
-    """Answers the head: above `after`, or as it is when the time is over."""
+    """Returns the head: above `after`, or the current one on a timeout."""
 
     after: int
     seconds: float
@@ -308,11 +308,11 @@ class Enqueue(Request, frozen=True):
     delay_seconds: float = 0.0
     artifact: tuple[int, int, int, int, int] | None = None
     job_id: int = 0
-    """One that `reserve` gave; 0 for the next."""
+    """An id from `reserve`; 0 for the next one."""
 
 
 class Claim(Request, frozen=True):
-    """The oldest job that is due, or, with `job_id`, that very one."""
+    """Claim the oldest job that is due, or, with `job_id`, that job."""
 
     worker: str
     kinds: tuple[JobKind, ...] | None = None
@@ -384,7 +384,7 @@ class ReadPages(Request, frozen=True):
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class TableCuts(Request, frozen=True):
-    """Where to cut a table, or a window of it, into at most `parts` parts."""
+    """Request keys that split a table, or a window of it, into at most `parts` parts."""
 
     table: str
     parts: int
@@ -397,7 +397,7 @@ class TableCuts(Request, frozen=True):
 class LoadRows(Request, frozen=True):
     """Write the parts of a load to a table, in one transaction. `columns` are (name, declared type).
 
-    With `query` they are a batch of a streaming query, which is written once, whatever load brings it.
+    With `query` they are a batch of a streaming query, which is written once, whichever load contains it.
     """
 
     load: int
@@ -421,7 +421,7 @@ class OfLoad(Request, frozen=True):
 
 # ── tables into key-value databases ───────────────────────────────────────────────────────────────────────────────────
 class PublishTables(Request, frozen=True):
-    """Have these tables of a load in the database, all at once, once."""
+    """Publish these tables of a load in the database, atomically and once."""
 
     load: int
     database: str
@@ -517,4 +517,4 @@ ACTIONS: dict[str, Action] = {
         COMMAND,
     )
 }
-"""By name."""
+"""All actions, by name."""

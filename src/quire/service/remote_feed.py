@@ -1,10 +1,10 @@
-"""The change feed of an owner, for its clients: `client.feed` does what `store.feed` does.
+"""The change feed of an owner, over a channel: `client.feed` has the API of `store.feed`.
 
 Rules
-  1. Waiting is by long polls that the owner bounds; however long the caller waits, each of them is short.
-  2. Acknowledging is idempotent and moves forward only (K4): it may be repeated.
+  1. Waiting uses long polls. The owner bounds each poll, however long the caller waits in total.
+  2. Acknowledging is idempotent and only moves a cursor forward (K4), so it may be repeated.
 
-Threads: any. Raises what the feed raises (`UnknownCursor`, `CursorLost`, `OutOfRange`, `TimedOut`), and what a channel raises.
+Threads: any. Raises what the feed raises (`UnknownCursor`, `CursorLost`, `OutOfRange`, `TimedOut`) and what a channel raises.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from quire.service import messages as m
 from quire.service.channel import ATTEMPT_SECONDS, Channel
 
 POLL_SECONDS = 15.0
-"""One long poll."""
+"""The longest wait of one long poll."""
 
 Databases = Iterable[int | str] | int | str
 
 
 class RemoteFeed:
-    """See the rules above."""
+    """The change feed of a remote store. See the rules above."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
     def store_id(self) -> str:
-        """Whose feed this is."""
+        """Return the id of the store that the feed belongs to."""
         return self._channel.call("feed.store_id", m.Nothing())
 
     def head(self) -> int:
-        """The last sequence that was committed; 0 before the first."""
+        """Return the sequence of the last committed change; 0 before the first one."""
         return self._channel.call("feed.head", m.Nothing())
 
     def cursors(self) -> list[CursorInfo]:
-        """Every cursor, lost ones included."""
+        """Return every cursor, lost ones included."""
         return self._channel.call("feed.cursors", m.Nothing())
 
     def cursor(self, cursor: int | str) -> CursorInfo:
-        """A cursor by id or by name."""
+        """Return a cursor by id or by name."""
         return self._channel.call("feed.cursor", m.OfCursor(cursor))
 
     def lag(self) -> dict[str | int, int]:
-        """How many changes wait for each live cursor, by its name, or by its id if it has none."""
+        """Return the number of changes that each live cursor has not acknowledged, by its name, or by its id if it has none."""
         return {info.name or info.cursor_id: info.lag for info in self.cursors() if info.state is CursorState.LIVE}
 
     def register(
         self, start: Start | int = Start.OLDEST, *, name: str = "", ttl_seconds: float = 0, max_lag: int = 0
     ) -> CursorInfo:
-        """A new cursor. `start` is clamped to what is retained; the policies are off at 0."""
+        """Create a cursor. `start` is clamped to the retained changes; `ttl_seconds` and `max_lag` are off at 0."""
         first = start.value if isinstance(start, Start) else start
         return self._channel.call("feed.register", m.Register(first, name, float(ttl_seconds), max_lag))
 
@@ -68,25 +68,25 @@ class RemoteFeed:
         databases: Databases | None = None,
         tables: Iterable[str] | str | None = None,
     ) -> ChangePage:
-        """At most `limit` changes after the cursor's position, or after `after`: a position the caller has stored itself."""
+        """Return at most `limit` changes after the cursor's position, or after `after`, a position that the caller keeps."""
         wanted = (databases,) if isinstance(databases, int | str) else None if databases is None else tuple(databases)
         named = (tables,) if isinstance(tables, str) else None if tables is None else tuple(tables)
         return self._channel.call("feed.fetch", m.Fetch(cursor, limit, after, wanted, named))
 
     def acknowledge(self, cursor: int | str, upto: int) -> None:
-        """Everything up to `upto` has been processed. Moves forward only; acknowledging again is harmless."""
+        """Mark every change up to `upto` as processed. The cursor only moves forward; acknowledging again has no effect."""
         self._channel.call("feed.acknowledge", m.Acknowledge(cursor, upto))
 
     def resume(self, cursor: int | str) -> CursorInfo:
-        """Let a cursor that was lost go on where it stood, or with the oldest change that is kept."""
+        """Make a lost cursor live again, at its old position or at the oldest change that is retained."""
         return self._channel.call("feed.resume", m.OfCursor(cursor))
 
     def drop(self, cursor: int | str) -> None:
-        """The subscriber leaves for good."""
+        """Drop a cursor: changes are no longer retained for it."""
         self._channel.call("feed.drop", m.OfCursor(cursor))
 
     def wait(self, after: int, timeout: float | None = None) -> int:
-        """Block until a change above `after` is committed; the head by then. `TimedOut` if there is none in time (rule 1)."""
+        """Block until a change above `after` is committed and return the head; raise `TimedOut` if none comes (rule 1)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             rest = POLL_SECONDS if deadline is None else min(max(deadline - time.monotonic(), 0.0), POLL_SECONDS)
@@ -99,7 +99,9 @@ class RemoteFeed:
             if head > after:
                 return head
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimedOut("timed out waiting for a change", hint="it may still come", seconds=timeout)
+                raise TimedOut(
+                    "timed out waiting for a change", hint="wait again: it may still arrive", seconds=timeout
+                )
 
     def follow(
         self,
@@ -112,7 +114,7 @@ class RemoteFeed:
         databases: Databases | None = None,
         tables: Iterable[str] | str | None = None,
     ) -> Generator[ChangeRecord, None, None]:
-        """Iterate over changes for ever (or until none comes for `timeout` seconds), resuming where this name stopped.
+        """Iterate over changes forever (or until none comes for `timeout` seconds), resuming where this name stopped.
 
         A change is acknowledged after the body of the loop has finished with it, page by page and when the loop ends.
         """

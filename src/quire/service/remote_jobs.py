@@ -1,10 +1,10 @@
-"""The job queue and the reader leases of an owner, for its clients.
+"""The job queue and the reader leases of an owner, over a channel.
 
 Rules
-  1. A remote worker claims, renews and ends jobs as a worker of the owner does; if it dies, its lease runs out and the job is
-     somebody else's (M10). Only the running attempt ends a job: a zombie is refused with `IllegalTransition`.
-  2. A lease on a version is renewed by a thread of its own every `BEAT_SECONDS` for as long as it is open.
-  3. A renewal that fails for a while is repeated; once the lease has run out, `check` says so to whoever reads.
+  1. A remote worker claims, renews and ends jobs as a worker of the owner does. If it dies, its lease expires and another
+     worker claims the job (M10). Only the running attempt ends a job: an outdated one is refused with `IllegalTransition`.
+  2. Each open reader has a thread that renews its lease every `BEAT_SECONDS`.
+  3. A failed renewal is retried; once the lease has expired, `check` raises.
 
 Threads: any. Raises what the queue raises, `LeaseExpired`, and what a channel raises.
 """
@@ -28,11 +28,11 @@ from quire.service import messages as m
 from quire.service.channel import Channel
 
 BEAT_SECONDS = 5.0
-"""How often a reader speaks (M10)."""
+"""The longest interval between two renewals of a reader's lease (M10); a quarter of the ttl if that is shorter."""
 
 
 class RemoteJobs:
-    """`client.jobs`: see rule 1."""
+    """`client.jobs`: the job queue of a remote store (rule 1)."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -48,7 +48,7 @@ class RemoteJobs:
         delay_seconds: float = 0,
         job_id: int = 0,
     ) -> int:
-        """A new job; its id, which may be one that the owner has reserved."""
+        """Add a job and return its id, which may be one that was reserved."""
         about = (
             (artifact.origin_db_id, int(artifact.kind), artifact.id, artifact.generation, artifact.delta_id)
             if artifact
@@ -61,58 +61,58 @@ class RemoteJobs:
     def claim(
         self, worker: str, kinds: Collection[JobKind] | None = None, *, lease_seconds: float = LEASE_SECONDS
     ) -> Job | None:
-        """The oldest job that is due, now leased to `worker`; `None` if there is none."""
+        """Lease the oldest job that is due to `worker` and return it; `None` if there is none."""
         wanted = None if kinds is None else tuple(kinds)
         return self._channel.call("jobs.claim", m.Claim(worker, wanted, lease_seconds))
 
     def claim_job(self, job_id: int, worker: str, *, lease_seconds: float = LEASE_SECONDS) -> Job | None:
-        """This very job, now leased to `worker`; `None` if it is not pending."""
+        """Lease this job to `worker` and return it; `None` if it is not pending."""
         return self._channel.call("jobs.claim", m.Claim(worker, None, lease_seconds, job_id))
 
     def renew(
         self, job: Job, worker: str, *, done: int = 0, total: int = 0, lease_seconds: float = LEASE_SECONDS
     ) -> None:
-        """The worker is alive and this far. `IllegalTransition` if it no longer holds the job."""
+        """Renew the worker's lease and report its progress. Raises `IllegalTransition` if it no longer holds the job."""
         self._channel.call("jobs.renew", m.RenewJob(job.job_id, worker, done, total, lease_seconds))
 
     def complete(self, job: Job, result: Any = None, *, ops: Iterable[Op] = (), after: Iterable[Op] = ()) -> None:
-        """The attempt has succeeded, in one batch with its effects."""
+        """End the attempt as successful, in one batch with its effects."""
         packed = b"" if result is None else msgspec.msgpack.encode(result)
         effects: Any = tuple(ops)
         later: Any = tuple(after)
         self._channel.call("jobs.complete", m.Complete(job.job_id, job.record.attempt, packed, effects, later))
 
     def fail(self, job: Job, error: str, *, permanent: bool = False) -> JobState:
-        """The attempt has failed: the job waits for another one, or has failed for good; which."""
+        """End the attempt as failed; return the job's state: pending for another attempt, or failed permanently."""
         return self._channel.call("jobs.fail", m.Fail(job.job_id, job.record.attempt, error, permanent))
 
     def defer(self, job: Job, until_ms: int) -> None:
-        """It is too early for the job: it waits until then, and has not failed."""
+        """Put the job off until a moment, without counting a failure."""
         self._channel.call("jobs.defer", m.Defer(job.job_id, job.record.attempt, until_ms))
 
     def cancel(self, job_id: int) -> None:
-        """End a job that has not ended. A worker on it notices when it renews."""
+        """Cancel a job that has not ended. Its worker notices at the next renewal."""
         self._channel.call("jobs.cancel", m.OfJob(job_id))
 
     def retry(self, job_id: int) -> int:
-        """Enqueue a job that failed or was cancelled once more; the new job's id."""
+        """Enqueue again a job that failed or was cancelled; return the new job's id."""
         return self._channel.call("jobs.retry", m.OfJob(job_id))
 
     def get(self, job_id: int) -> Job:
-        """A job by id."""
+        """Return a job by id."""
         return self._channel.call("jobs.get", m.OfJob(job_id))
 
     def jobs(self, state: JobState | None = None) -> list[Job]:
-        """All jobs, or those in a state, oldest first."""
+        """Return all jobs, or those in one state, oldest first."""
         return self._channel.call("jobs.list", m.ListJobs(state))
 
     def outstanding(self, db_id: int, kind: JobKind) -> int:
-        """The job of an exclusive kind that is outstanding for a database; 0 if none is."""
+        """Return the outstanding job of an exclusive kind for a database; 0 if there is none."""
         return self._channel.call("jobs.outstanding", m.Outstanding(db_id, kind))
 
 
 class RemotePageReader:
-    """Reads one version of a database through its owner. Use it as a context manager: it beats until it is closed."""
+    """Reads one version of a database through its owner. Use it as a context manager: it renews its lease until closed."""
 
     def __init__(self, channel: Channel, lease: RemoteReader) -> None:
         # constant after construction
@@ -129,16 +129,16 @@ class RemotePageReader:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if the lease has been lost: what is read under it may be gone."""
+        """Raise if the lease has been lost: pages of this version may have been deleted."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
 
     def read_page(self, page: int) -> bytes:
-        """The page as of this version."""
+        """Return a page as of this version."""
         return self.read_pages([page])[page]
 
     def read_pages(self, pages: Iterable[int]) -> dict[int, bytes]:
-        """Several pages at once, page → image."""
+        """Return several pages, as page → image."""
         self.check()
         wanted = list(dict.fromkeys(pages))
         images: list[bytes] = []
@@ -148,7 +148,7 @@ class RemotePageReader:
         return dict(zip(wanted, images, strict=True))
 
     def renew(self) -> RemoteReader:
-        """Say that the reader is alive."""
+        """Renew the lease."""
         return self._channel.call("reader.renew", m.OfReader(self.db_id, self.reader_id))
 
     def _beat(self) -> None:
@@ -163,7 +163,7 @@ class RemotePageReader:
                 emit("warning", "client.cannot_renew", reader_id=self.reader_id, error=str(error))
 
     def close(self) -> None:
-        """Give the lease back; an owner that cannot be told lets it run out. A second time: nothing."""
+        """Release the lease; if the owner cannot be reached, it expires. Idempotent."""
         if self._over.is_set():
             return
         self._over.set()

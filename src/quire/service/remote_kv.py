@@ -1,10 +1,10 @@
 """A key-value set of a store that another process owns: the API of `quire.lsm.kv.Kv`, over a channel.
 
-A write is sent until it is answered, with a key that is written with it: it happens once. A scan reads pages of one snapshot,
-which the owner holds for this client until the scan ends. Snapshots end with their client, with their server, or when they are
-closed; what is read of them afterwards is `LeaseExpired`, never another version.
+A write is sent until it is answered, with an idempotency key that is written with it: it happens once. A scan reads pages of
+one snapshot, which the owner holds for this client until the scan ends. A snapshot ends with its client, with its server, or
+when it is closed; a read after that raises `LeaseExpired` and never returns another version.
 
-Threads: any; a scan belongs to one. Raises what a set in this process raises, and what the channel raises.
+Threads: any; a scan belongs to one thread. Raises what a set in this process raises, and what the channel raises.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 UPKEEP_SECONDS = 3_600.0
-"""A flush or a compaction takes as long as it takes."""
+"""The timeout of a flush or a compaction."""
 
 
 class RemoteRanges(KvRanges):
-    """Ranges of a set, or of a snapshot of it, in pages."""
+    """Ranges of a set, or of a snapshot of it, read in pages."""
 
     def __init__(self, channel: Channel, name: str, renewing: LeaseRenewal) -> None:
         self._channel = channel
@@ -39,20 +39,20 @@ class RemoteRanges(KvRanges):
         self._snapshot = ""
 
     def _require(self) -> None:
-        """Raise if nothing can be read any more."""
+        """Raise if reading is no longer possible."""
 
     def get(self, key: Buffer) -> bytes | None:
-        """The value of a key, `None` if there is none."""
+        """Return the value of a key, `None` if there is none."""
         return self.get_many((key,))[0]
 
     def get_many(self, keys: Sequence[Buffer]) -> list[bytes | None]:
-        """The values of several keys as of one moment, in their order; `None` for a key that is not there."""
+        """Return the values of several keys as of one moment, in their order; `None` for a key that does not exist."""
         self._require()
         wanted = [as_bytes(key) for key in keys]
         return self._channel.call("kv.get", d.GetValues(self.name, wanted, self._snapshot)) if wanted else []
 
     def _pages(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[d.PairPage]:
-        """The pages of a range as of one moment. Whatever the owner holds for it goes when they end, or are forgotten."""
+        """Yield the pages of a range as of one moment. The owner's snapshot is released when the iteration ends."""
         self._require()
         snapshot = own = self._snapshot
         try:
@@ -72,24 +72,24 @@ class RemoteRanges(KvRanges):
 
     def _release(self, snapshot: str) -> None:
         self._renewing.discard(snapshot)
-        with suppress(QuireError):  # an owner that cannot be told lets it run out
+        with suppress(QuireError):  # if the owner cannot be reached, the snapshot expires
             self._channel.call("holding.release", d.OfHolding(snapshot))
 
     def batches(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[pa.RecordBatch]:
-        """The keys and values of a range, as Arrow batches."""
-        from quire.lsm.merge import pairs_batch  # loads Arrow: gets, puts and scans of pairs do without
+        """Yield the keys and values of a range as Arrow batches."""
+        from quire.lsm.merge import pairs_batch  # imports Arrow, which gets, puts and scans of pairs do not need
 
         for page in self._pages(low, high, reverse):
             if page.keys:
                 yield pairs_batch(page.keys, page.values)
 
     def pairs(self, low: bytes, high: bytes | None, reverse: bool) -> Iterator[Iterable[Pair]]:
-        """The same as pairs, a page at a time."""
+        """Yield the keys and values of a range as pairs, a page at a time."""
         return (zip(page.keys, page.values) for page in self._pages(low, high, reverse))
 
 
 class RemoteKv(RemoteRanges):
-    """A key-value set. Made by `client.kv(name)`."""
+    """A remote key-value set. Created by `client.kv(name)`."""
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def put(self, key: Buffer, value: Buffer, *, sync: bool = True) -> None:
@@ -99,13 +99,14 @@ class RemoteKv(RemoteRanges):
         self.write({as_bytes(key): value}, sync=sync)
 
     def delete(self, key: Buffer, *, sync: bool = True) -> None:
-        """Remove a key; one that is not there is fine."""
+        """Remove a key; do nothing if it does not exist."""
         self.write({as_bytes(key): None}, sync=sync)
 
     def write(self, batch: Mapping[bytes, Buffer | None], *, sync: bool = True, key: bytes = b"") -> int:
-        """Make changes together: new values of keys, `None` for a key to delete; their lsn (0 for an empty batch).
+        """Apply changes together: new values of keys, `None` for a key to delete; return their lsn (0 for an empty batch).
 
-        It happens once, however often its answer is lost. With a `key` of your own, 16 random bytes, you may repeat it, too.
+        They are applied once, however often a response is lost. With your own `key`, 16 random bytes, you may also repeat the
+        call.
         """
         items = checked_batch(batch)
         if not items:
@@ -113,11 +114,11 @@ class RemoteKv(RemoteRanges):
         return self._channel.call("kv.write", d.WritePairs(self.name, dict(items), sync), key=key)
 
     def sync(self) -> None:
-        """Have everything that was written durable."""
+        """Make everything that was written durable."""
         self._channel.call("kv.sync", d.OfName(self.name))
 
     def flush(self) -> None:
-        """Have everything that was written in tables."""
+        """Write the memtable into tables."""
         self._upkeep("kv.flush")
 
     def compact(self) -> None:
@@ -129,12 +130,12 @@ class RemoteKv(RemoteRanges):
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self) -> RemoteKvSnapshot:
-        """The set as it is now, until the snapshot is closed or its client is gone."""
+        """Return a snapshot of the set as it is now; it lasts until it is closed or its client is gone."""
         held: d.HeldSnapshot = self._channel.call("kv.snapshot", d.OfName(self.name))
         return RemoteKvSnapshot(self._channel, self.name, self._renewing, held)
 
     def iterator(self) -> KvIterator:
-        """A cursor over the set as it is now."""
+        """Return a cursor over the set as it is now."""
         return KvIterator(self.snapshot())
 
     @property
@@ -143,12 +144,12 @@ class RemoteKv(RemoteRanges):
         return self.stats().last_lsn
 
     def stats(self) -> Stats:
-        """What the set consists of, now."""
+        """Return the current figures of the set."""
         return self._channel.call("kv.stats", d.OfName(self.name))
 
 
 class RemoteKvSnapshot(RemoteRanges):
-    """A set as it was; made by `RemoteKv.snapshot`."""
+    """A snapshot of a set. Created by `RemoteKv.snapshot`."""
 
     def __init__(self, channel: Channel, name: str, renewing: LeaseRenewal, held: d.HeldSnapshot) -> None:
         super().__init__(channel, name, renewing)
@@ -161,10 +162,10 @@ class RemoteKvSnapshot(RemoteRanges):
         if not self._open:
             raise StoreClosed("the snapshot is closed", hint="take a new one")
         if not self._renewing.holds(self._snapshot):
-            raise LeaseExpired("the snapshot ended: its owner has let it go", hint="take a new one")
+            raise LeaseExpired("the owner has released the snapshot", hint="take a new one")
 
     def close(self) -> None:
-        """Let the versions go that only this snapshot needs. A second time: nothing."""
+        """Release the versions that only this snapshot needs. Idempotent."""
         if self._open:
             self._open = False
             self._release(self._snapshot)

@@ -1,17 +1,17 @@
-"""A SQL connection to a database of a store that another process owns: the driver below a connection of PEP 249 (W8).
+"""A SQL connection to a database of a store that another process owns: the driver below a PEP 249 connection (W8).
 
-`quire.sqlite.dbapi.Connection` above it is the same class as in the owner's process, and so are its errors. One statement is
-one call, whose answer has the first rows and how the connection stands; BEGIN travels with the statement that needs it, and
-cursors that were closed with the next one.
+`quire.sqlite.dbapi.Connection` on top of it is the same class as in the owner's process, with the same errors. One statement is
+one call, whose response has the first rows and the state of the connection. BEGIN is sent with the statement that needs it, and
+closed cursors with the next statement.
 
 Rules
-  1. A call is sent until it is answered; the owner runs it once (`sqlite/served.py`).
-  2. A connection ends at its owner with its client or its server, and what was not committed is rolled back. The next statement
-     opens another one. A statement that was under way is run again only if that changes nothing: if it reads outside of a
-     transaction, or is the first of one. Else `OperationalError` says what is known; of a COMMIT nothing is, and it says so.
-  3. A statement may take as long as it takes; an owner that is gone has the channel's time to come back.
+  1. A call is sent until it is answered; the owner executes it once (`sqlite/served.py`).
+  2. A connection ends at its owner with its client or its server, and uncommitted changes are rolled back. The next statement
+     opens another connection. A statement that was in progress is run again only if that changes nothing: if it reads outside a
+     transaction, or is the first of one. Otherwise `OperationalError` states what is known; the outcome of a COMMIT is unknown.
+  3. The time of a statement is bounded by `STATEMENT_SECONDS` only; an owner that is gone has the channel's time to return.
 
-Threads: one at a time, but for `interrupt`. Raises errors of PEP 249, with SQLite's codes.
+Threads: one at a time, except for `interrupt`. Raises errors of PEP 249, with SQLite's codes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from quire.sqlite.served import SqlAnswer, SqlError
 
 STATEMENT_SECONDS = 7 * 86_400.0
 MANY_ROWS = 1_024
-"""Parameters of `executemany` that travel in one call."""
+"""Rows of `executemany` that are sent in one call."""
 MANY_BYTES = 1 << 20
-_READING = ("select", "values", "explain", "pragma", "with")
 _EXACT = frozenset({int, float, str, bytes, type(None)})
 _BUILTIN: dict[str, type[Exception]] = {
     "OverflowError": OverflowError,
@@ -46,15 +45,15 @@ _BUILTIN: dict[str, type[Exception]] = {
 
 
 FUNCTIONS = frozenset({("floor", 1), ("regexp", 2)})
-"""What SQLAlchemy defines on every connection: SQLite has the first, the owner defines the second through its own socket."""
+"""Functions that SQLAlchemy defines on every connection. SQLite has `floor`; the owner defines `regexp` for its Unix socket."""
 
 
 class RemoteDriver:
-    """One connection. Made by `client.sqlite(name)`."""
+    """A remote connection. Created by `client.sqlite(name)`."""
 
     def __init__(self, channel: Channel, renewing: LeaseRenewal, request: s.OpenSql, close: Callable[[], None]) -> None:
         """`close` is called when the connection is closed."""
-        # what the classes above ask for
+        # the interface that the classes above use
         self.functions = FUNCTIONS
         self.local: Any = None
         self.cursor: Callable[[], DriverCursor] = self._new_cursor
@@ -68,16 +67,16 @@ class RemoteDriver:
         self._renewing = renewing
         self._request = request
         self._close = close
-        # the connection's
+        # state of the connection
         self.number = 0
-        """Of the call that is under way."""
+        """The number of the current call."""
         self.connection = ""
         """Its id at the owner."""
         self._cursors = 0
         self._begin = ""
-        """A BEGIN that nobody has sent yet."""
+        """A BEGIN that has not been sent yet."""
         self._closed: deque[int] = deque()
-        """Cursors that the owner may forget: filled by finalizers, which take no lock."""
+        """Cursors that the owner may close: appended by finalizers, which take no lock."""
         self._state = SqlAnswer(True, 0, 0, 0)
         self._open()
 
@@ -91,7 +90,7 @@ class RemoteDriver:
     def examine(
         self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
     ) -> None:
-        """Run a statement that is seen for the first time: what it is, then itself."""
+        """Prepare a statement that is used for the first time, then run it."""
         answer = self._prepare(sql)
         prepared(Prepared(answer.text, answer.is_readonly, answer.columns or ()))
         if many:
@@ -105,11 +104,11 @@ class RemoteDriver:
         return self.ask("sql.prepare", lambda: s.PrepareSql(self.connection, self.number, sql), is_safe=True)
 
     def prepare(self, sql: str) -> None:
-        """Find mistakes in a statement."""
+        """Check a statement for errors."""
         self._prepare(sql)
 
     def script(self, sql: str) -> None:
-        """Run all statements. A BEGIN waits for the statement that it is for; a COMMIT of nothing need not be sent."""
+        """Run all statements. A BEGIN waits for its first statement; a COMMIT of an empty transaction is not sent."""
         if sql.startswith("BEGIN"):
             self._begin = sql
             return
@@ -123,32 +122,32 @@ class RemoteDriver:
         )
 
     def close(self) -> None:
-        """Give everything back; what is not committed is rolled back."""
+        """Release the connection; uncommitted changes are rolled back."""
         self._renewing.discard(self.connection)
         try:
             if self.connection:
                 self._channel.call("holding.release", OfHolding(self.connection))
         except QuireError:
-            pass  # an owner that cannot be told notices by itself
+            pass  # an owner that cannot be reached ends it when it expires
         finally:
             self.connection = ""
             self._close()
 
     # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def take_begin(self) -> str:
-        """The BEGIN that goes with the next statement."""
+        """Return the BEGIN to send with the next statement."""
         begin, self._begin = self._begin, ""
         return begin
 
     def take_closed(self) -> tuple[int, ...]:
-        """Cursors that the next call tells the owner to forget."""
+        """Return the cursors that the owner shall close with the next call."""
         closed: list[int] = []
         while self._closed:
             closed.append(self._closed.popleft())
         return tuple(closed)
 
     def forget(self, cursor_id: int) -> None:
-        """A cursor is no longer needed."""
+        """Mark a cursor to be closed at the owner."""
         self._closed.append(cursor_id)
 
     def _open(self) -> None:
@@ -156,8 +155,12 @@ class RemoteDriver:
         self._renewing.add(self.connection)
         self._state = SqlAnswer(True, 0, 0, 0)
 
-    def ask(self, action: str, request: Callable[[], Any], *, is_safe: bool, what: str = "") -> SqlAnswer:
-        """The answer to a call; `is_safe`: it may be run again if the connection was lost, outside of a transaction."""
+    def ask(self, action: str, request: Callable[[], Any], *, is_safe: bool | None, what: str = "") -> SqlAnswer:
+        """Send a call and return its answer.
+
+        If the connection was lost outside a transaction, the call is sent again if `is_safe`; with `None`, if the owner reports
+        that the statement `what` only reads.
+        """
         was_autocommit = self._state.is_autocommit
         self.number += 1
         try:
@@ -165,29 +168,36 @@ class RemoteDriver:
         except LeaseExpired as lost:
             self._renewing.discard(self.connection)
             self._open()
-            if not (is_safe and was_autocommit):
+            if not was_autocommit or not (self._only_reads(what) if is_safe is None else is_safe):
                 raise _lost(was_autocommit, what) from lost
             answer = self._answer(action, request)
         except BaseException:
-            self._leave()  # interrupted, or given up: nobody knows how it stands
+            self._leave()  # interrupted, or given up: the state of the connection is unknown
             raise
         self._state = answer
         if answer.error is not None:
             raise _raised(answer.error)
         return answer
 
+    def _only_reads(self, sql: str) -> bool:
+        """Ask the owner whether a statement only reads. Only SQLite knows: `WITH … DELETE` and `PRAGMA user_version = 1` begin
+        like statements that read. False if it can no longer be prepared."""
+        answer = self._answer("sql.prepare", lambda: s.PrepareSql(self.connection, self.number, sql))
+        self.number += 1  # the call that is repeated is another one on this connection
+        return answer.error is None and answer.is_readonly
+
     def _answer(self, action: str, request: Callable[[], Any]) -> SqlAnswer:
         return self._channel.call(action, request(), timeout=STATEMENT_SECONDS, attempt_seconds=STATEMENT_SECONDS)
 
     def _leave(self) -> None:
-        """Have the next statement begin with another connection."""
+        """Abandon the connection, so that the next statement opens another one."""
         left, self._state = self.connection, SqlAnswer(True, 0, 0, 0)
         self._renewing.forget(left)
         self.connection = "left"
 
 
 class _RemoteCursor:
-    """One statement at a time, and its rows, in bunches."""
+    """Runs one statement at a time and reads its rows in batches."""
 
     __slots__ = ("_columns", "_driver", "_id", "_is_over", "_rows", "changed_by_many")
 
@@ -203,19 +213,18 @@ class _RemoteCursor:
         """Run a statement, up to its first rows."""
         driver = self._driver
         values, begin, closed = _values(bindings), driver.take_begin(), driver.take_closed()
-        is_safe = bool(begin) or sql.lstrip()[:7].lower().startswith(_READING)
         self._rows, self._is_over = iter(()), True
         answer = driver.ask(
             "sql.execute",
             lambda: s.ExecuteSql(driver.connection, driver.number, self._id, sql, values, begin, closed),
-            is_safe=is_safe,
+            is_safe=True if begin else None,
             what=sql,
         )
         self._rows, self._columns, self._is_over = iter(answer.rows), answer.columns or (), answer.is_over
         return self
 
     def executemany(self, sql: str, bindings: Iterable[Any], /) -> Any:
-        """Run it for each of these, some hundred in one call."""
+        """Run a statement for each of the parameters, up to `MANY_ROWS` in one call."""
         driver = self._driver
         self._rows, self._is_over, self.changed_by_many = iter(()), True, 0
         source = iter(bindings)
@@ -246,15 +255,15 @@ class _RemoteCursor:
         return next(self)
 
     def fetchall(self) -> list[Any]:
-        """The rows that are left."""
+        """Return the remaining rows."""
         return list(self)
 
     def get_description(self) -> Any:
-        """Columns of the statement that is at a row."""
+        """Return the columns of the current statement."""
         return self._columns
 
     def close(self, _: bool, /) -> None:
-        """Have the owner end the statement, if it has not."""
+        """Have the owner close the statement, if it has not ended."""
         self._rows = iter(())
         if not self._is_over:
             self._is_over = True
@@ -267,7 +276,7 @@ class _RemoteCursor:
 
 # ── values and errors ─────────────────────────────────────────────────────────────────────────────────────────────────
 def _some(source: Iterator[Any]) -> list[s.Values]:
-    """The parameters of the next call of `executemany`."""
+    """Return the parameters of the next call of `executemany`."""
     rows: list[s.Values] = []
     size = 0
     for bindings in islice(source, MANY_ROWS):
@@ -280,7 +289,7 @@ def _some(source: Iterator[Any]) -> list[s.Values]:
 
 
 def _values(bindings: Any) -> s.Values:
-    """Parameters as they travel."""
+    """Return parameters in the form in which they are sent."""
     if isinstance(bindings, Mapping):
         return {str(name): _value(number, value) for number, (name, value) in enumerate(bindings.items(), 1)}
     if not hasattr(bindings, "__len__") or not hasattr(bindings, "__getitem__"):
@@ -289,7 +298,7 @@ def _values(bindings: Any) -> s.Values:
 
 
 def _value(number: int, value: Any) -> Any:
-    """A value of SQLite's: what is none is adapted, as in this process."""
+    """Return a value of a type that SQLite has; other types are adapted, as in a local connection."""
     if type(value) not in _EXACT:
         value = value if isinstance(value, int | float | str | bytes) else adapt_parameter(number, value)
         for kind in (int, float, str):
@@ -304,7 +313,7 @@ def _value(number: int, value: Any) -> Any:
 
 
 def _raised(error: SqlError) -> Exception:
-    """The error that an answer tells of, of the class and with the code that it has at the owner."""
+    """Return the error in an answer, with the class and code that it has at the owner."""
     if error.code:
         return errors.error_of(error.code, error.message)
     kind = getattr(errors, error.kind, None) or _BUILTIN.get(error.kind, errors.OperationalError)
@@ -313,19 +322,19 @@ def _raised(error: SqlError) -> Exception:
 
 
 def _lost(was_autocommit: bool, what: str) -> errors.OperationalError:
-    """What is known of a call whose connection was lost (rule 2)."""
+    """Return the error of a call whose connection was lost: it states what is known (rule 2)."""
     gone = "the connection to the store's owner was lost"
     if what == "COMMIT":
         return errors.OperationalError(f"{gone} during COMMIT: whether the transaction was committed is unknown")
     if not was_autocommit:
         return errors.OperationalError(f"{gone}: the transaction was rolled back; begin it again")
     if what == "fetch":
-        return errors.OperationalError(f"{gone}: the rest of the rows must be asked for again")
-    return errors.OperationalError(f"{gone} while a statement ran: whether it was done is unknown")
+        return errors.OperationalError(f"{gone}: the remaining rows must be queried again")
+    return errors.OperationalError(f"{gone} while a statement ran: whether it took effect is unknown")
 
 
 def version_of(at: Any) -> tuple[str, str] | None:
-    """A version as it travels: a snapshot's name, an lsn or `Epoch`, or a time.
+    """Return a version in the form in which it is sent: a snapshot's name, an lsn or `Epoch`, or a time.
 
     >>> version_of("monday"), version_of(4711), version_of(None)
     (('at', 'monday'), ('epoch', '4711'), None)

@@ -1,15 +1,16 @@
 """The owner's side of the wire: an Arrow Flight server over a store.
 
 Terms
-  action   a call with one answer (`messages.py`); stream: rows of a table as Arrow batches (`tables.py`)
-  door     the Flight server itself; it has threads of its own, in which everything here runs
+  action   a call with one answer (`messages.py`)
+  stream   rows of a table as Arrow batches (`tables.py`)
+  door     the Flight server itself; it has its own threads, in which everything here runs
 
 Rules
-  1. Everything a client can use up is bounded: the bytes of a call and of a batch, the calls, long polls and streams at once.
-  2. A slow client costs a thread of the transport and a place under its limit; neither transactions nor the writer wait.
-  3. What goes wrong is told as an error of ours, a bug as `InternalError`; tracebacks stay here.
-  4. Through the Unix socket whoever may open it may do everything. Over TCP every call shows a token.
-  5. Closing answers long polls, lets calls end for `stop_seconds`, then hangs up on whoever does not read.
+  1. Everything that a client can use up is bounded: the bytes of a call and a batch; concurrent calls, long polls and streams.
+  2. A slow client costs a thread of the transport and a place under its limit; neither transactions nor the writer wait for it.
+  3. A failure is returned as one of our errors, a bug as `InternalError`; tracebacks stay here.
+  4. A process that can open the Unix socket may do everything. Over TCP every call needs a token.
+  5. Closing answers long polls, lets calls end for `stop_seconds`, then disconnects clients that do not read.
 
 Threads: the transport's; `close` from any other.
 Raises `InvalidInput` for an address, `InvalidConfig` for tokens and certificates, `ReadOnly` for a store opened for reading.
@@ -31,7 +32,7 @@ import pyarrow.flight as flight
 
 from quire.core.errors import InternalError, InvalidConfig, InvalidInput, QuireError, ReadOnly, Unavailable
 from quire.core.events import emit
-from quire.core.tracing import continued, span
+from quire.core.tracing import attached_trace, span
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, translated
 from quire.service.admission import MIDDLEWARE, CallLimit, FlightGate, Refusals
@@ -39,11 +40,12 @@ from quire.service.api import CallContext, StoreApi
 from quire.service.client_holdings import Holdings
 from quire.service.data_actions import STREAM_TAIL
 from quire.service.frame_server import FrameServer
+from quire.service.grpc_forks import kept_after_fork
 from quire.service.handlers import Handlers
 from quire.service.handlers_sql import SQL
 from quire.service.messages import ACTIONS, DatabaseRequest, Scope, TableTicket
 from quire.service.signed_tokens import accepted_tokens
-from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, listens, place_of, retract
+from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, place_of, register_server, retract
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tables import TableStream
 from quire.service.tokens import Credentials
@@ -53,16 +55,16 @@ from quire.service.wire import read_call, write_answer, write_error, write_form
 TCP, TLS = "grpc", "grpc+tls"
 TICKET_BYTES_MAX = 64 * 1024
 LONG_POLLS = frozenset({"feed.wait", "stream.wait", STREAM_TAIL})
-"""Actions that wait for something to happen."""
+"""Actions that wait for an event."""
 UNLIMITED = frozenset(action.name for action in SQL_ACTIONS)
 
 
 class Server:
-    """A store that is being served. Made by `store.serve()`; use it as a context manager, or call `close`."""
+    """A server of a store. Created by `store.serve()`; use it as a context manager, or call `close`."""
 
     def __init__(self, store: StoreApi, address: str | None = None, credentials: Credentials | None = None) -> None:
         if store.mode != "rw":
-            raise ReadOnly("only the owner of a store serves it", hint='open it with mode="rw"', path=store.path)
+            raise ReadOnly("only the owner can serve a store", hint='open it with mode="rw"', path=store.path)
         self._settings = store.settings.service
         self._stopping = threading.Event()
         self._refusals = Refusals(store.manifest.clock)
@@ -70,7 +72,7 @@ class Server:
         self.path = store.path
         self._place: SocketPath | None = None
         self._frames: FrameServer | None = None
-        self._door: Any = None
+        self._flight_server: Any = None
         self._bound: str | int = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -83,28 +85,28 @@ class Server:
             self._listen_on_socket(store, self._place)
         else:
             self._listen_on_network(store, address, credentials)
-        listens(self)
+        register_server(self)
         emit("info", "service.listening", address=self.address, path=store.path)
 
     def _listen_on_socket(self, store: StoreApi, place: SocketPath) -> None:
         gate = FlightGate(None, self._refusals, copy_of=store.copy_of)
         try:
-            # Before the other one: whoever finds that one may rely on this.
+            # Before the Flight socket: a client that finds the Flight socket may rely on this one.
             self._frames = self._service.frames = FrameServer(
                 place.path,
                 self._service.act,
                 gate,
-                left=self._service.left,
+                on_client_end=self._service.end_client,
                 connections_max=self._settings.connections_max,
                 body_bytes_max=self._settings.body_bytes_max,
                 stop_seconds=self._settings.stop_seconds,
             )
             with binding(place) as path:
-                self._door = _Door(SCHEME + path, gate, self._service)
+                self._flight_server = _FlightServer(SCHEME + path, gate, self._service)
                 self._bound = path
             announce(OsDisk(), store.path, place)
         except BaseException:
-            if self._door is not None:
+            if self._flight_server is not None:
                 self._shut()
                 retract(place)
             elif self._frames is not None:
@@ -122,24 +124,27 @@ class Server:
             admin_file=credentials.admin_token_file,
             read_file=credentials.read_token_file,
         )
-        # Flight knows TLS by this name.
+        # Flight's names for TCP with and without TLS.
         location = f"{'grpc+tls' if certificates else 'grpc+tcp'}://{host}:{port}"
-        self._door = _Door(location, FlightGate(tokens, self._refusals), self._service, certificates)
-        self._bound = self._door.port
-        self.address = f"{scheme}://{host}:{self._door.port}"
+        self._flight_server = _FlightServer(location, FlightGate(tokens, self._refusals), self._service, certificates)
+        self._bound = self._flight_server.port
+        self.address = f"{scheme}://{host}:{self._flight_server.port}"
         if scheme == TCP and host not in ("localhost", "127.0.0.1", "[::1]"):
             emit(
-                "warning", "service.plaintext", address=self.address, hint="tokens travel in the clear: use grpc+tls://"
+                "warning",
+                "service.plaintext",
+                address=self.address,
+                hint="tokens are sent unencrypted: use grpc+tls://",
             )
 
     def figures(self) -> ServiceFigures:
-        """What was counted since the server started."""
+        """Return the counters since the server started."""
         return self._service.figures()
 
     def close(self) -> None:
-        """Stop listening, answer who waits, let the rest end (rule 5). A second time, and in a forked child: nothing."""
+        """Stop listening, answer long polls, let other calls end (rule 5). Idempotent; does nothing in a forked child."""
         if self._pid != os.getpid():
-            return  # the child of a fork(): connections and socket are the parent's
+            return  # connections and socket belong to the parent
         with self._lock:
             if self._closed:
                 return
@@ -153,13 +158,14 @@ class Server:
         self._stopping.set()
         if self._frames is not None:
             self._frames.close()
-        ending = threading.Thread(target=self._door.shutdown, name="quire-service-close", daemon=True)
+        ending = threading.Thread(target=self._flight_server.shutdown, name="quire-service-close", daemon=True)
         ending.start()
         ending.join(self._settings.stop_seconds)
         while ending.is_alive():
             gone = hang_up(self._bound)
             emit("warning", "service.hung_up", address=getattr(self, "address", ""), connections=gone)
             ending.join(0.5)
+        self._flight_server = None  # frees gRPC's memory and threads now, not with a later collection of garbage
         self._service.close()
 
     def __enter__(self) -> Self:
@@ -171,7 +177,7 @@ class Server:
 
 @dataclass(slots=True)
 class _Counts:
-    """Guarded by `lock`."""
+    """Counters, guarded by `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     calls: int = 0
@@ -181,7 +187,7 @@ class _Counts:
 
 
 class Service:
-    """Calls and streams, whatever they come in by."""
+    """Executes calls and streams of every transport."""
 
     def __init__(self, store: StoreApi, refusals: Refusals, stopping: threading.Event) -> None:
         settings = store.settings.service
@@ -190,7 +196,7 @@ class Service:
         self._refusals = refusals
         self._stopping = stopping
         self.frames: FrameServer | None = None
-        self.holdings = Holdings(store.manifest.clock, self._lives)
+        self.holdings = Holdings(store.manifest.clock, self._has_connection)
         self._handlers = Handlers(store, lambda: {"service": msgspec.to_builtins(self.figures())}, self.holdings)
         self._calls = CallLimit("calls", settings.calls_max, settings.busy_seconds)
         self._waits = CallLimit("long polls", settings.waits_max, settings.busy_seconds)
@@ -198,16 +204,16 @@ class Service:
         self._counts = _Counts()
 
     def close(self) -> None:
-        """Nothing more is begun, and what clients hold ends."""
+        """Start no more jobs and end all holdings."""
         self._handlers.close()
         self.holdings.close()
 
-    def _lives(self, client: str) -> bool:
-        return self.frames is not None and self.frames.lives(client)
+    def _has_connection(self, client: str) -> bool:
+        return self.frames is not None and self.frames.has_client(client)
 
-    def left(self, client: str) -> None:
-        """A client's last connection has ended: its transactions must not keep others waiting."""
-        self.holdings.left(client, SQL)
+    def end_client(self, client: str) -> None:
+        """End the SQL connections of a client whose last connection has ended: its transactions must not block others."""
+        self.holdings.end_client(client, SQL)
 
     def figures(self) -> ServiceFigures:
         """See `Server.figures`."""
@@ -226,7 +232,7 @@ class Service:
 
     # ── actions ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Iterator[bytes]:
-        """The answer to an action, in parts (rule 3)."""
+        """Execute an action and return its answer, in parts (rule 3)."""
         with self._counts.lock:
             self._counts.calls += 1
         try:
@@ -244,7 +250,7 @@ class Service:
     def _act(self, name: str, body: Any, gate: FlightGate, context: Any) -> Any:
         action = ACTIONS.get(name)
         if action is None:
-            raise InvalidInput("unknown action", hint="is the client newer than the owner?", action=name[:60])
+            raise InvalidInput("unknown action", hint="upgrade the owner if the client is newer", action=name[:60])
         if action.scope is Scope.STORE:
             gate.check_store(context, name, writes=action.writes)
         if action.local:
@@ -265,8 +271,8 @@ class Service:
             return self._stopping.is_set() or bool(context.is_cancelled())
 
         with (
-            self._place(name),
-            continued(admission.trace),
+            self._limit_of(name),
+            attached_trace(admission.trace),
             span("Service.call", action=name, role=admission.grant.holder),
         ):
             handler, called = (
@@ -275,16 +281,15 @@ class Service:
             )
             if (barrier := self._manifest.barrier) is None or not action.writes:
                 return handler(request, called)
-            with (
-                barrier.call()
-            ):  # once for the whole action, and also for an answer that was kept from an earlier attempt
+            # Once for the whole action, and also for an answer that was kept from an earlier attempt.
+            with barrier.call():
                 answer = handler(request, called)
                 barrier.note()
             return answer
 
-    def _place(self, name: str) -> AbstractContextManager[None]:
-        """Where a call is counted. SQL has no limit beside that of connections: a statement may wait for a lock, and the one
-        who holds it must find a place for its COMMIT."""
+    def _limit_of(self, name: str) -> AbstractContextManager[None]:
+        """Return the place under which a call is counted. SQL has no limit besides that of connections: a statement may wait
+        for a lock, and the lock's holder must find a place for its COMMIT."""
         if name in UNLIMITED:
             return nullcontext()
         return (self._waits if name in LONG_POLLS else self._calls).place()
@@ -296,7 +301,7 @@ class Service:
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def stream(self, raw: bytes) -> tuple[pa.Schema, Iterator[tuple[pa.RecordBatch, bytes]]]:
-        """The schema and the batches that a ticket asks for."""
+        """Return the schema and the batches that a ticket selects."""
         with self._counts.lock:
             self._counts.calls += 1
         if len(raw) > TICKET_BYTES_MAX:
@@ -309,7 +314,7 @@ class Service:
         return reader.schema, self._batches(reader)
 
     def _batches(self, reader: TableStream) -> Iterator[tuple[pa.RecordBatch, bytes]]:
-        """Runs in the transport's thread, between two batches it is blocked by the client: rule 2."""
+        """Yield batches in the transport's thread. Between two batches the client may block it (rule 2)."""
         try:
             with self._streams.place():
                 for batch, mark in reader.batches():
@@ -323,7 +328,7 @@ class Service:
             raise self.stream_error(error) from None
 
     def stream_error(self, error: Exception) -> flight.FlightServerError:
-        """An error as a stream ends with it (rule 3)."""
+        """Return an error in the form with which a stream ends (rule 3)."""
         if not isinstance(error, QuireError):
             emit("error", "service.bug", action="stream", error=f"{type(error).__name__}: {error}")
             error = InternalError(f"a bug at the owner: {type(error).__name__}")
@@ -333,8 +338,8 @@ class Service:
         return flight.FlightServerError(error.what[:200], extra_info=write_form(error, again=again))
 
 
-class _Door(flight.FlightServerBase):  # type: ignore[misc]
-    """The Flight server; what Flight has beyond this, the gate refuses."""
+class _FlightServer(flight.FlightServerBase):  # type: ignore[misc]
+    """The Flight server; the gate refuses the methods of Flight that are not defined here."""
 
     def __init__(
         self, location: str, gate: FlightGate, service: Service, certificates: list[tuple[bytes, bytes]] | None = None
@@ -346,13 +351,14 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
         except (OSError, pa.ArrowException) as error:
             raise InvalidInput(
                 f"cannot listen: {str(error).splitlines()[0]}",
-                hint="choose another port or path; port 0 is a free one",
+                hint="choose another port or path; port 0 picks a free one",
                 address=location,
             ) from error
+        kept_after_fork(self)
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
         answer = self._service.act(action.type, action.body, self._gate, context)
-        hit("service.answer")  # where tests lose it
+        hit("service.answer")  # tests lose the answer here
         return answer
 
     def list_actions(self, _: Any) -> list[tuple[str, str]]:
@@ -368,7 +374,7 @@ class _Door(flight.FlightServerBase):  # type: ignore[misc]
 
 
 def _network(address: str) -> tuple[str, str, int]:
-    """(scheme, host, port) of an address on the network."""
+    """Return (scheme, host, port) of an address on the network."""
     parts = urlsplit(address)
     try:
         port = parts.port
@@ -376,7 +382,9 @@ def _network(address: str) -> tuple[str, str, int]:
         port = None
     if parts.scheme not in (TCP, TLS) or not parts.hostname or port is None or parts.path or parts.query:
         raise InvalidInput(
-            "cannot listen there", hint="grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH", address=address
+            "cannot listen on this address",
+            hint="use grpc://HOST:PORT, grpc+tls://HOST:PORT or grpc+unix:///PATH",
+            address=address,
         )
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return parts.scheme, host, port
@@ -385,7 +393,9 @@ def _network(address: str) -> tuple[str, str, int]:
 def _certificates(scheme: str, credentials: Credentials) -> list[tuple[bytes, bytes]]:
     given = bool(credentials.tls_cert_file), bool(credentials.tls_key_file)
     if scheme == TCP and any(given):
-        raise InvalidConfig("a certificate is for grpc+tls://", hint="listen there, or leave the certificate out")
+        raise InvalidConfig(
+            "a certificate can only be used with grpc+tls://", hint="listen on grpc+tls://, or omit the certificate"
+        )
     if scheme == TLS and not all(given):
         raise InvalidConfig(
             "TLS needs a certificate and its key",

@@ -1,19 +1,19 @@
 """Signed tokens (JWT, EdDSA): rights to single databases, for a limited time (W5).
 
-The claims are those that servers and clients of libSQL use:
-  exp   seconds since 1970 when it ends; without it the token never does
-  a     `rw` (also when it is left out) or `ro`
-  id    the one database that `a` is about; without `id` and `p`, every database
-  p     {"ro": {"ns": [names]}, "rw": {"ns": [names]}}: several databases; then `a` and `id` say nothing. `roa` and `rwa`
-        are the same, and allow ATTACH of these databases as well, for reading
+The claims are those of libSQL's servers and clients:
+  exp   expiry in seconds since 1970; a token without it never expires
+  a     `rw` (the default) or `ro`
+  id    the one database that `a` applies to; without `id` and `p`, every database
+  p     {"ro": {"ns": [names]}, "rw": {"ns": [names]}}: several databases; `a` and `id` are then ignored. `roa` and `rwa`
+        are the same, and also allow ATTACH of these databases, for reading
 
 Rules
-  1. A token is believed if one of the keys verifies it, with EdDSA and no other algorithm, whatever its header names.
-  2. Claims that cannot be read allow nothing: they are never taken for claims that are missing.
-  3. The store's own key (`jwt.key`) is a file that only its owner may read; others are public, from `service.jwt_keys`.
-  4. No signed token administers the store: that is the admin token's.
+  1. A token is accepted if one of the keys verifies it, with EdDSA and no other algorithm, whatever its header names.
+  2. Malformed claims grant nothing: they are never treated as missing.
+  3. The store's own key (`jwt.key`) is in a file that only its owner may read; other keys are public, from `service.jwt_keys`.
+  4. No signed token grants administration of the store: only the admin token does.
 
-Pure functions over files and text, any thread. Raises `InvalidConfig` for keys, `Unauthenticated` for tokens.
+Threads: any; pure functions over files and text. Raises `InvalidConfig` for keys, `Unauthenticated` for tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Scopes(msgspec.Struct, frozen=True):
 
 
 class Claims(msgspec.Struct, frozen=True):
-    """What a token says; other claims are ignored."""
+    """The claims that are read; others are ignored."""
 
     exp: float | None = None
     nbf: float | None = None
@@ -72,22 +72,22 @@ class Claims(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """The keys of a server."""
+    """Verifies signed tokens with the keys of a server."""
 
     keys: tuple[Ed25519PublicKey, ...]
     clock: Clock
 
     def grant(self, token: str) -> Grant:
-        """What a signed token allows (rules 1 and 2)."""
+        """Return what a signed token allows (rules 1 and 2)."""
         if len(token) > TOKEN_BYTES_MAX:
             raise _wrong()
         for key in self.keys:
             try:
-                # Times are compared below, with the store's clock.
+                # The times are compared below, with the store's clock.
                 options: Any = {"verify_exp": False, "verify_nbf": False, "verify_iat": False, "verify_aud": False}
                 payload = jwt.decode(token, key, algorithms=[ALGORITHM], options=options)
             except (jwt.InvalidTokenError, ValueError, RecursionError):
-                continue  # another key's, or nobody's
+                continue  # signed by another key, or by none of these
             return self._read(payload)
         raise _wrong()
 
@@ -100,7 +100,7 @@ class Verifier:
             raise _wrong()
         now_ms = self.clock.now_ms()
         if claims.nbf is not None and now_ms < claims.nbf * 1000:
-            raise Unauthenticated("the token is not valid yet", hint="compare the clocks of both machines")
+            raise Unauthenticated("the token is not valid yet", hint="check that the clocks of both machines agree")
         everywhere, databases = _rights(claims)
         attachable = (*claims.p.roa.ns, *claims.p.rwa.ns) if claims.p is not None else ()
         expires_ms = None if claims.exp is None else int(claims.exp * 1000)
@@ -113,28 +113,31 @@ class Verifier:
             clock=self.clock,
         )
         if grant.is_expired:
-            raise Unauthenticated("the token has expired", hint="ask for a new one: `quire token create`")
+            raise Unauthenticated("the token has expired", hint="create a new one with `quire token create`")
         return grant
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedTokens:
-    """Every token that a server accepts: the store's own two, and signed ones."""
+    """Every token that a server accepts: the store's two tokens, and signed ones."""
 
     own: Tokens
     signed: Verifier
 
     def grant(self, token: str) -> Grant:
-        """What a token allows."""
+        """Return what a token allows."""
         if (grant := self.own.grant(token)) is not None:
             return grant
         if token.count(".") == 2:
             return self.signed.grant(token)
-        raise Unauthenticated("the token is wrong", hint="see the store's admin.token, or `quire token create`")
+        raise Unauthenticated(
+            "the token is wrong",
+            hint="use the token in the store's admin.token, or create one with `quire token create`",
+        )
 
 
 def _rights(claims: Claims) -> tuple[Access, dict[str, Access]]:
-    """(of every database, of single ones)."""
+    """Return the access to (every database, single databases)."""
     if claims.p is not None:
         readable = dict.fromkeys((*claims.p.ro.ns, *claims.p.roa.ns), Access.READ)
         return Access.NONE, readable | dict.fromkeys((*claims.p.rw.ns, *claims.p.rwa.ns), Access.WRITE)
@@ -145,12 +148,12 @@ def _rights(claims: Claims) -> tuple[Access, dict[str, Access]]:
 
 
 def _wrong() -> Unauthenticated:
-    return Unauthenticated("the token is wrong", hint="ask for a new one: `quire token create`")
+    return Unauthenticated("the token is wrong", hint="create a new one with `quire token create`")
 
 
 # ── keys ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def verifier(root: str, key_files: Sequence[str], clock: Clock) -> Verifier:
-    """The keys of a store: its own, made if there is none, and the public ones of the settings."""
+    """Return a verifier with the store's own key, created if it does not exist, and the public keys of the settings."""
     own = ensure_signing_key(os.path.join(root, names.SIGNING_KEY)).public_key()
     return Verifier((own, *(key for path in key_files for key in read_public_keys(path))), clock)
 
@@ -158,7 +161,7 @@ def verifier(root: str, key_files: Sequence[str], clock: Clock) -> Verifier:
 def accepted_tokens(
     root: str, key_files: Sequence[str], clock: Clock, *, admin_file: str = "", read_file: str = ""
 ) -> AcceptedTokens:
-    """What the server of a store accepts. Files that are not named are the store's own; they are made if they are not there."""
+    """Return the tokens that a store's server accepts. Files default to the store's own, which are created if missing."""
     own = Tokens(
         admin=ensure_token(admin_file or os.path.join(root, names.ADMIN_TOKEN)),
         read=ensure_token(read_file or os.path.join(root, names.READ_TOKEN)),
@@ -167,7 +170,7 @@ def accepted_tokens(
 
 
 def ensure_signing_key(path: str) -> Ed25519PrivateKey:
-    """The private key in a file, which is made with a new one if it is not there (rule 3)."""
+    """Return the private key in a file, which is created with a new key if it does not exist (rule 3)."""
     pem = Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -182,7 +185,7 @@ def ensure_signing_key(path: str) -> Ed25519PrivateKey:
 
 
 def read_public_keys(path: str) -> list[Ed25519PublicKey]:
-    """The public keys in a file: PEM, one after another, or the 32 bytes of one as base64, as sqld takes them."""
+    """Return the public keys in a file: concatenated PEM, or the 32 bytes of one key in base64, as for sqld."""
     try:
         with translated(path, "reading a public key"), open(path, "rb") as file:
             text = file.read(KEY_BYTES_MAX).strip()
@@ -196,7 +199,7 @@ def read_public_keys(path: str) -> list[Ed25519PublicKey]:
         keys = []
     ours = [key for key in keys if isinstance(key, Ed25519PublicKey)]
     if not ours or len(ours) < len(keys):
-        hint = "openssl pkey -in jwt.key -pubout writes one"
+        hint = "create one with `openssl pkey -in jwt.key -pubout`"
         raise InvalidConfig("this is not a file of Ed25519 public keys", hint=hint, path=path)
     return ours
 
@@ -219,14 +222,18 @@ def create_token(
     ttl_seconds: float | None = None,
     clock: Clock | None = None,
 ) -> str:
-    """A token for some databases, or for all if none is named, signed with the store's own key; without a time it never
-    expires. SQL on the named databases may `attach` others, for reading. The server need not run, nor be asked."""
+    """Create a token for some databases, or for all if none is given, signed with the store's own key; without `ttl_seconds` it
+    never expires. SQL on these databases may `attach` the others, for reading. The server is not involved."""
     if ttl_seconds is not None and not 0 < ttl_seconds <= TTL_SECONDS_MAX:
-        raise InvalidInput("a token lives for between a moment and ten years", ttl_seconds=ttl_seconds)
+        raise InvalidInput(
+            "a token must be valid for more than 0 seconds and at most ten years", ttl_seconds=ttl_seconds
+        )
     wanted = [names.check_name("database", name) for name in databases]
     attached = [names.check_name("database", name) for name in attach]
     if attached and not wanted:
-        raise InvalidInput("databases are attached to others, which the token names", hint="name them with --db")
+        raise InvalidInput(
+            "a token for attached databases must also name a database to attach them to", hint="name them with --db"
+        )
     access = "ro" if read_only else "rw"
     now = (clock or SystemClock()).now_ms() / 1000
     claims: dict[str, Any] = {"iat": int(now)}

@@ -1,24 +1,25 @@
-"""Where an owner listens on its own machine, and how it is found (K8).
+"""Where an owner listens on its own machine, and how clients find it (K8).
 
-The socket is in the store, or, if that path is too long for one or cannot stand in an address as it is (it has a space, say),
-in a directory that a pointer in the store names.
+The socket is in the store. If that path is too long for a socket, or cannot be part of an address unescaped (it has a space,
+say), the socket is in a directory that a pointer in the store names.
 
 Terms
   place     the path of the socket that clients connect to
-  pointer   `quire.sock.at` in the store: the place, where it is not `quire.sock` itself
-  stale     a socket that nobody listens on: its owner was killed
+  pointer   `quire.sock.at` in the store: contains the place if it is not `quire.sock` itself
+  stale     a socket that no process listens on: its owner was killed
 
 Rules
-  1. Whoever may open the socket is admitted: it has mode 0600 from the moment it can be connected to. It is bound in a
-     directory of mode 0700, gets its mode, and only then its name; the umask, which is the whole process's, is left alone.
-  2. Only the owner of the store makes, replaces or removes any of this: it has the store's lock. So a socket that is there when
-     it begins to listen is its own, and live, or stale.
-  3. A directory for sockets outside the store is ours alone (owner, mode 0700, no link), or it is not used.
+  1. A process that may open the socket is admitted: the socket has mode 0600 from the moment it can be connected to. It is
+     bound in a directory of mode 0700, gets its mode, and only then its name; the umask belongs to the whole process and is
+     left alone.
+  2. Only the owner of the store creates, replaces or removes any of these files: it holds the store's lock. So a socket that
+     exists when the owner begins to listen is either its own, and live, or stale.
+  3. A directory for sockets outside the store must be ours alone (owner, mode 0700, not a link), or it is not used.
 
-`find_owner` is cheap where there is no owner: neither Arrow nor the client is loaded before a process answers at the socket.
+`find_owner` is cheap if there is no owner: neither Arrow nor the client is imported before a process answers at the socket.
 
-Threads: `find_owner`, `listens` and `serving` any; the rest one at a time. Raises `InvalidInput` where the store is served
-already, `NotWritable` and `StorageFault` of the system.
+Threads: any for `find_owner`, `register_server` and `registered_servers`; one at a time for the rest. Raises
+`InvalidInput` if the store is already served, `NotWritable` and `StorageFault` for errors of the system.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ if TYPE_CHECKING:
     from quire.service.client import Client
 
 SOCKET_BYTES_MAX = 100
-"""Of a socket's path: the system's limit is 107, and it must hold the path that the socket is bound under, too."""
+"""The longest path of a socket: the system's limit is 107 bytes, and the path at which the socket is bound must fit, too."""
 
 SCHEME = "grpc+unix://"
 _PLAIN = re.compile(r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*")
-"""What the path of an address may have as it is (RFC 3986): Flight reads nothing else, and decodes nothing."""
+"""Characters that the path of an address may contain unescaped (RFC 3986): Flight accepts no others, and decodes none."""
 RUNTIME_VARIABLE = "XDG_RUNTIME_DIR"
 
 _PRIVATE = ".d"
-"""What the directory that the socket is bound in adds to its place; with the name in it that is four bytes."""
+"""The suffix of the directory in which the socket is bound; with the name in it, four bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SocketPath:
-    """Where the socket of a store goes."""
+    """The place of a store's socket."""
 
     path: str
     pointer: str
-    """The file that says so; empty if the socket is in the store."""
+    """The file that contains the place; empty if the socket is in the store."""
 
     @property
     def uri(self) -> str:
@@ -71,7 +72,7 @@ class SocketPath:
 
 
 def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
-    """Where the socket of a store goes: makes the directory outside the store if it needs one."""
+    """Return the place of a store's socket; create the directory outside the store if it is needed."""
     inside = os.path.join(root, names.SOCKET)
     if len(os.fsencode(inside)) <= bytes_max and _PLAIN.fullmatch(inside):
         return SocketPath(inside, "")
@@ -87,22 +88,22 @@ def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
 
 
 def runtime_directory() -> str:
-    """A directory for sockets outside the store, if it is ours alone (rule 3)."""
+    """Return a directory for sockets outside the store, if it is ours alone (rule 3)."""
     given = os.environ.get(RUNTIME_VARIABLE, "")
     path = os.path.join(given, "quire") if given else os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
-    with translated(path, "making the directory for sockets"):
+    with translated(path, "creating the directory for sockets"):
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
         status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise NotWritable(
-            "the directory for sockets is not ours alone", hint=f"remove it, or set {RUNTIME_VARIABLE}", path=path
+            "other users can access the directory for sockets", hint=f"remove it, or set {RUNTIME_VARIABLE}", path=path
         )
     return path
 
 
 def is_alive(path: str) -> bool:
-    """Whether somebody listens on a socket."""
+    """Return whether a process listens on a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
@@ -113,7 +114,7 @@ def is_alive(path: str) -> bool:
 
 
 def where_owner_listens(disk: Disk, root: str) -> str:
-    """The path of the socket that a store's owner would be reached at; empty if none is said to be. It may be stale."""
+    """Return the path of the socket of a store's owner; empty if there is none. It may be stale."""
     inside = os.path.join(root, names.SOCKET)
     if os.path.exists(inside):
         return inside
@@ -124,34 +125,36 @@ def where_owner_listens(disk: Disk, root: str) -> str:
 
 
 def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client | None:
-    """A client of the process that owns the store and listens (K8); `None` if there is none. A stale socket is no owner."""
+    """Return a client of the process that owns the store and listens (K8); `None` if there is none, or its socket is stale."""
     root = os.path.abspath(os.fspath(path))
     if not is_held(os.path.join(root, names.LOCK)):
         return None
     socket_path = where_owner_listens(OsDisk(), root)
     if not socket_path or not is_alive(socket_path):
         return None
-    from quire.service.client import connect  # loads Arrow
+    from quire.service.client import connect  # imports Arrow
 
     try:
         return connect(SCHEME + socket_path, timeout=timeout)
     except Unavailable:
-        return None  # it has just gone
+        return None  # the owner has just gone
 
 
 @contextmanager
 def binding(place: SocketPath) -> Iterator[str]:
-    """The path to bind at; when the block ends well, the socket has its mode and its place (rule 1)."""
+    """Yield the path to bind at; when the block ends without an error, the socket gets its mode and its place (rule 1)."""
     if is_alive(place.path):
-        raise InvalidInput("this store is being served already", hint="use that server", address=place.uri)
+        raise InvalidInput(
+            "this store already has a server", hint="connect to that server, or stop it first", address=place.uri
+        )
     private = place.path + _PRIVATE
-    shutil.rmtree(private, ignore_errors=True)  # of an owner that was killed just here
-    with translated(private, "making the socket"):
+    shutil.rmtree(private, ignore_errors=True)  # left by an owner that was killed at this point
+    with translated(private, "creating the socket"):
         os.mkdir(private, 0o700)
     bound = os.path.join(private, "q")
     try:
         yield bound
-        with translated(place.path, "making the socket"):
+        with translated(place.path, "creating the socket"):
             os.chmod(bound, 0o600)
             os.rename(bound, place.path)
     finally:
@@ -159,20 +162,19 @@ def binding(place: SocketPath) -> Iterator[str]:
 
 
 def announce(disk: Disk, root: str, place: SocketPath) -> None:
-    """Say where the socket is, if it is not where everybody looks first."""
+    """Write the pointer to the socket, if it is not in the store; remove the other of the two files."""
     if place.pointer:
         write_atomic(disk, place.pointer, place.path.encode())
         with suppress(FileNotFoundError):
-            os.unlink(
-                os.path.join(root, names.SOCKET)
-            )  # of a time when the path was shorter: clients would try it first
+            # left from a time when the path was shorter: clients would try it first
+            os.unlink(os.path.join(root, names.SOCKET))
     else:
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(root, names.SOCKET_POINTER))
 
 
 def retract(place: SocketPath) -> None:
-    """The owner no longer listens."""
+    """Remove the socket and the pointer: the owner no longer listens."""
     for path in (place.path, place.pointer):
         if path:
             with suppress(FileNotFoundError):
@@ -184,12 +186,12 @@ DESCRIPTORS = "/proc/self/fd"
 
 
 def hang_up(bound: str | int) -> int:
-    """Shut down the connections accepted at a socket's path or at a TCP port; how many."""
+    """Shut down the connections accepted at a socket's path or at a TCP port; return their number."""
     ended = 0
     for name in os.listdir(DESCRIPTORS):
         with suppress(OSError):
-            # Nothing but sockets is copied: `socket()` would leave a copy of another file open, and closing a copy of LMDB's
-            # lock file would give up this process's lock on it.
+            # Only sockets are duplicated: `socket()` would leave a duplicate of another file open, and closing a duplicate of
+            # LMDB's lock file would release this process's lock on it.
             if not stat.S_ISSOCK(os.stat(os.path.join(DESCRIPTORS, name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as copy:
@@ -200,7 +202,7 @@ def hang_up(bound: str | int) -> int:
 
 
 def _is_ours(connection: socket.socket, bound: str | int) -> bool:
-    """Whether it was accepted there: listening sockets have no peer."""
+    """Return whether a connection was accepted at `bound`; raise `OSError` for a listening socket, which has no peer."""
     here = connection.getsockname()
     if isinstance(bound, str):
         if connection.family != socket.AF_UNIX or here != bound:
@@ -216,13 +218,13 @@ _lock = threading.Lock()
 _servers: WeakSet[Any] = WeakSet()
 
 
-def listens(server: Any) -> None:
-    """Register a server, which has a `path` and `figures()`: metrics show its figures."""
+def register_server(server: Any) -> None:
+    """Register a server, which has a `path` and `figures()`: metrics include its figures."""
     with _lock:
         _servers.add(server)
 
 
-def serving(path: str) -> list[Any]:
-    """The servers of a store in this process."""
+def registered_servers(path: str) -> list[Any]:
+    """Return the servers of a store in this process."""
     with _lock:
         return [server for server in _servers if server.path == path]

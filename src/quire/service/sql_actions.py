@@ -1,7 +1,7 @@
-"""The actions of SQL connections: what a client's `sqlite(name)` asks the owner for (W8).
+"""The actions of SQL connections: the requests that a client's `sqlite(name)` sends to the owner (W8).
 
-A connection is held at the owner for its client (`client_holdings.py`). Its calls are numbered: one that is repeated is
-answered again, and not run again (`sqlite/served.py`), so that every action may be repeated.
+A connection is held at the owner for its client (`client_holdings.py`). Its calls are numbered: a repeated call gets the same
+answer and is not executed again (`sqlite/served.py`), so every action may be repeated.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from quire.service.values import Request
 from quire.sqlite.served import SqlAnswer
 
 Values = list[Any] | dict[str, Any]
-"""Parameters of a statement: by place, or by name."""
+"""Parameters of a statement: by position, or by name."""
 
 
 class OpenSql(DatabaseRequest, frozen=True):
-    """A connection to a database. `version` is `["at", snapshot]`, `["epoch", lsn]` or `["time", ISO]`, or nothing."""
+    """Open a connection. `version` is `["at", snapshot]`, `["epoch", lsn]` or `["time", ISO]`, or nothing for the newest."""
 
     version: tuple[str, str] | None = None
     create: bool = False
     timeout: float = 5.0
-    """How long a statement waits for the lock."""
+    """How long a statement waits for the lock, in seconds."""
     read_only: bool = False
     functions: tuple[str, ...] = ()
-    """Packs of functions (`sqlite/function_packs.py`) that its statements use. What the owner does not have is left out."""
+    """Packs of functions (`sqlite/function_packs.py`) that its statements use. Packs that the owner lacks are left out."""
 
 
 class PrepareSql(Request, frozen=True):
@@ -35,7 +35,7 @@ class PrepareSql(Request, frozen=True):
 
 
 class ExecuteSql(Request, frozen=True):
-    """`begin` is run before the statement, outside of a transaction; `closed` are cursors that are no longer needed."""
+    """`begin` is run before the statement if no transaction is open; `closed` are cursors that are no longer needed."""
 
     connection: str
     number: int
@@ -73,12 +73,12 @@ class OfSql(Request, frozen=True):
 
 
 def _sql(name: str, request: type[Request], answer: object = SqlAnswer) -> Action:
-    """On a connection that the caller has opened."""
+    """Return an action on a connection that the caller has opened."""
     return Action(name, request, answer, Role.READ, scope=Scope.HELD)
 
 
 SQL_ACTIONS = (
-    on_database("sql.open", OpenSql, str, Role.READ),  # who may only read gets a connection that only reads
+    on_database("sql.open", OpenSql, str, Role.READ),  # a caller that may only read gets a read-only connection
     _sql("sql.prepare", PrepareSql),
     _sql("sql.execute", ExecuteSql),
     _sql("sql.fetch", FetchSql),

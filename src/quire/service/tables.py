@@ -1,16 +1,17 @@
-"""Rows of a manifest table as Arrow batches for a client that may be slow (M4).
+"""Rows of a manifest table as Arrow batches, for a client that may be slow (M4).
 
 Terms
-  window   the keys from a start (or behind the last row a client has) to a stop
-  mark     the key of a batch's last row: it travels with the batch, and a broken stream goes on behind it
+  window   the keys from a start (or after the last row that a client has) up to a stop
+  mark     the key of a batch's last row: it is sent with the batch, and a broken stream resumes after it
 
 Rules
-  1. Each batch is read in a transaction of its own that has ended before the batch is given out: whoever takes his time holds
-     nothing, and rows that are committed meanwhile are seen if their keys lie ahead.
-  2. A batch ends at 64 Ki rows or with the row that passes its bytes: rows are read in small steps until their size is known.
+  1. Each batch is read in its own transaction, which ends before the batch is handed out: a slow client holds no transaction,
+     and rows that are committed meanwhile are seen if their keys lie ahead.
+  2. A batch ends at 64 Ki rows or with the row that exceeds its byte limit: rows are read in small steps until their size is
+     known.
 
-Threads: one per stream. Raises `InvalidInput` for a table, column or key that is not there, `OutOfRange` for one that does not
-fit.
+Threads: one per stream. Raises `InvalidInput` for a table, column or key that does not exist, `OutOfRange` for a value that
+does not fit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from quire.service.tickets import TableTicket
 
 FIRST_ROWS = 4
 STEP_ROWS_MAX = 8_192
-"""Rows read before their size is known, and at most at once."""
+"""Rows of the first step, before their size is known, and of the largest one."""
 
 
 CUT_ROWS_MIN = 20_000
@@ -44,7 +45,7 @@ _RAW = pa.schema([("key", pa.binary()), ("value", pa.binary())])
 
 
 class _WindowTxn(ReadTxn):
-    """A transaction whose steps lie between two keys; there is one, which ends with the row that passes `bytes_max`."""
+    """A transaction that yields one step, between two keys; it ends with the row that exceeds `bytes_max`."""
 
     __slots__ = ("_bytes_max", "_start", "_stop")
 
@@ -63,7 +64,7 @@ class _WindowTxn(ReadTxn):
             more = next(super().steps(table, min(step, rows - len(keys)) + 1, start=keys[-1] if keys else start), None)
             if more is None:
                 break
-            skip = int(bool(keys))  # the step begins with the row that we have
+            skip = int(bool(keys))  # the step begins with the last row of the previous one
             more_keys, bodies = more[0][skip:], more[1][skip:]
             if not more_keys:
                 break
@@ -79,7 +80,7 @@ class _WindowTxn(ReadTxn):
 
 
 class TableStream:
-    """The rows a ticket asks for. Everything wrong with a ticket is said when it is made."""
+    """The rows that a ticket selects. An invalid ticket is refused in the constructor."""
 
     def __init__(self, manifest: ManifestStore, ticket: TableTicket, batch_bytes: int) -> None:
         self._manifest = manifest
@@ -95,13 +96,13 @@ class TableStream:
                 "the table has no such column", hint=f"columns: {', '.join(whole.names)}", columns=unknown[:5]
             )
         if ticket.rows_max < 0:
-            raise InvalidInput("a number of rows is not negative", rows_max=ticket.rows_max)
+            raise InvalidInput("a number of rows must not be negative", rows_max=ticket.rows_max)
         self._columns = columns
         self.schema = _RAW if ticket.raw else pa.schema([whole.field(name) for name in columns])
         self._is_raw = ticket.raw
 
     def batches(self) -> Iterator[tuple[pa.RecordBatch, bytes]]:
-        """(batch, mark), each read when it is asked for (rule 1)."""
+        """Yield (batch, mark), each read when it is requested (rule 1)."""
         while self._rows_left is None or self._rows_left > 0:
             batch, mark = self._next()
             if batch is None or mark is None:
@@ -121,7 +122,7 @@ class TableStream:
 def _raw_batch(
     txn: ReadTxn, table: t.Table[Any], after: bytes | None, rows: int
 ) -> tuple[pa.RecordBatch | None, bytes | None]:
-    """As `one_batch`, with keys and plain rows: their checksums are looked at here."""
+    """Return a batch like `one_batch`, with keys and plain rows; checksums are verified here."""
     keys, values = step_after(txn, table, after, rows)
     if not keys:
         return None, None
@@ -130,10 +131,10 @@ def _raw_batch(
 
 
 def cuts(manifest: ManifestStore, request: TableCuts) -> list[tuple[Any, ...]]:
-    """Keys that cut a window of a table into parts: rising, each of a row, at most `parts - 1`.
+    """Return keys that split a window of a table into parts: ascending, each the key of a row, at most `parts - 1`.
 
-    They are spread evenly between the first and the last key. How many rows lie between them nobody knows without counting,
-    so a window with few rows is not cut at all.
+    They are spread evenly between the first and the last key. The number of rows between them is unknown without counting, so a
+    window with few rows is not split at all.
     """
     table = table_named(request.table)
     start, stop = _window(table, TableTicket(request.table, request.prefix, request.start, request.stop))
@@ -151,7 +152,7 @@ def cuts(manifest: ManifestStore, request: TableCuts) -> list[tuple[Any, ...]]:
 
 
 def _points(first: bytes, last: bytes, parts: int) -> Iterator[bytes]:
-    """Keys between two, spread evenly as numbers."""
+    """Yield keys between two keys, spread evenly as numbers."""
     width = max(len(first), len(last), 1)
     low, high = (int.from_bytes(key.ljust(width, b"\0"), "big") for key in (first, last))
     for number in range(1, parts):
@@ -159,7 +160,7 @@ def _points(first: bytes, last: bytes, parts: int) -> Iterator[bytes]:
 
 
 def _window(table: t.Table[Any], ticket: TableTicket) -> tuple[bytes, bytes | None]:
-    """The keys to begin with and to end before."""
+    """Return the first key and the key to stop before."""
     key = table.key
     try:
         first = key.prefix(*ticket.prefix)

@@ -1,6 +1,7 @@
 """The actions that executors call: rows of tables, leases, parts of loads, streams.
 
-Apart from `messages.py`, whose answers are made of a manifest's values: this module imports where `import lmdb` fails.
+They are separate from `messages.py`, whose responses contain values of the manifest: this module imports where `import lmdb`
+fails.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from quire.stream.remote_read import SharedStream
 
 
 class Role(Enum):
-    """Who may ask."""
+    """The role that an action requires."""
 
     READ = "read"
     ADMIN = "admin"
 
 
 class Scope(Enum):
-    """What a caller needs rights to, for an action."""
+    """The rights that an action requires."""
 
     STORE = "store"
-    """The whole store: a token of its own, for reading it or for everything."""
+    """Rights to the whole store: a token for reading it or for everything."""
     DATABASE = "database"
-    """The one that the request, a `DatabaseRequest`, names: to read it, or to write it if the action is not for readers."""
+    """Rights to the database that the request, a `DatabaseRequest`, names: to read it, or to write it if the action writes."""
     HELD = "held"
-    """What the caller has opened itself, with the rights that it had then; or nothing at all."""
+    """Rights that were checked when the caller opened the resource; or none."""
 
 
 class DatabaseRequest(Request, frozen=True):
@@ -48,24 +49,24 @@ class Action:
     access: Role = Role.ADMIN
     keyed: bool = False
     local: bool = False
-    """Only through the Unix socket."""
+    """Whether it is accepted through the Unix socket only."""
     scope: Scope = Scope.STORE
 
     @property
     def writes(self) -> bool:
-        """Whether it is not for readers."""
+        """Whether it needs more than the role `READ`."""
         return self.access is not Role.READ
 
 
 def on_database(
     name: str, request: type[DatabaseRequest], answer: Any, access: Role = Role.ADMIN, *, keyed: bool = False
 ) -> Action:
-    """An action on the database that its request names."""
+    """Return an action on the database that its request names."""
     return Action(name, request, answer, access, keyed, scope=Scope.DATABASE)
 
 
 class TableTicket(Request, frozen=True):
-    """Rows of a manifest table, as a Flight ticket. Keys are the values of their fields, in order."""
+    """Selects rows of a manifest table, as a Flight ticket. Keys are the values of their fields, in order."""
 
     table: str
     prefix: tuple[Any, ...] = ()
@@ -73,15 +74,15 @@ class TableTicket(Request, frozen=True):
     stop: tuple[Any, ...] | None = None
     columns: tuple[str, ...] | None = None
     rows_max: int = 0
-    """0: all."""
+    """The most rows; 0: all."""
     after: bytes = b""
-    """The key of the last row that the client has: where a broken stream goes on."""
+    """The key of the last row that the client has: a broken stream resumes after it."""
     raw: bool = False
-    """Rows as they are on disk: `key` and `value`. Whoever reads them decodes them."""
+    """Rows as stored, as `key` and `value`. The reader decodes them."""
 
 
 class PutPart(Request, frozen=True):
-    """Bytes of a part of a load, at an offset; the same bytes may be sent again."""
+    """Bytes of a part of a load, at an offset. Sending the same bytes again has no effect."""
 
     load: int
     part: str
@@ -95,7 +96,7 @@ LOAD_PUT = Action("load.put", PutPart, None)
 class LoadPairs(Request, frozen=True):
     """Write the parts of a load, a batch of a streaming query, to a key-value set, in one batch and once.
 
-    `columns` are the names of theirs: `key`, `value`, and that of the flag `delete` if there is one.
+    `columns` are the names of the parts' columns: `key`, `value`, and that of the flag `delete` if there is one.
     """
 
     load: int
@@ -125,7 +126,7 @@ LOAD_RECORDS = Action("load.records", LoadRecords, int)
 
 
 class OfLease(Request, frozen=True):
-    """A lease on versions that were lent."""
+    """A lease on lent versions."""
 
     lease_id: int
 
@@ -134,7 +135,7 @@ LEASE_RENEW = Action("lease.renew", OfLease, None, Role.READ)
 
 
 class OfLentRange(Request, frozen=True):
-    """The versions that are kept with a lease, of databases behind one name up to another; the first ones, if they are many."""
+    """Request the versions kept with a lease, of databases after one name up to another; the first ones, if there are many."""
 
     lease_id: int
     after: str
@@ -145,7 +146,7 @@ LEASE_RANGE = Action("lease.range", OfLentRange, list[tuple[str, SnapshotView]],
 
 
 class TakeIds(Request, frozen=True):
-    """Ids for tables of a load into a key-value database; the first such call begins the load. Asking again gives others."""
+    """Allocate ids for tables of a load into a key-value database; the first call begins the load. Each returns new ids."""
 
     load: int
     database: str
@@ -153,8 +154,8 @@ class TakeIds(Request, frozen=True):
     create: bool = False
 
 
-class Shelf(Request, frozen=True):
-    """Where a task writes tables of a load, and how: the database's directory, ids, the lsn of every row."""
+class TableDestination(Request, frozen=True):
+    """Where and how a task writes tables of a load: the database's directory, ids, the lsn of every row."""
 
     directory: str
     lsn: int
@@ -165,14 +166,14 @@ class Shelf(Request, frozen=True):
     bloom_bits_per_key: int
 
 
-KV_IDS = Action("kv.load.ids", TakeIds, Shelf)
+KV_IDS = Action("kv.load.ids", TakeIds, TableDestination)
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-# Records do not travel here: whoever wants them reads files and objects (`stream/remote_read.py`). Registering leaves an
-# existing consumer where it is, and an acknowledgement only moves forward: both may be repeated.
+# These actions carry no records: readers fetch them from files and objects (`stream/remote_read.py`). Registering leaves an
+# existing consumer at its position, and an acknowledgement only moves forward, so both may be repeated.
 class OfStream(DatabaseRequest, frozen=True):
-    """`upload`: have the records in objects first, for readers that share no disk."""
+    """`upload`: first upload the records to objects, for readers that share no disk."""
 
     start: int | None = None
     stop: int | None = None
@@ -189,21 +190,21 @@ class OfConsumer(DatabaseRequest, frozen=True):
 
 
 class RegisterConsumer(DatabaseRequest, frozen=True):
-    """`start`: `oldest`, `latest`, or the id of the first record that it wants."""
+    """`start`: `oldest`, `latest`, or the id of the first record to read."""
 
     consumer: str
     start: int | str = "oldest"
 
 
 class AckRecords(DatabaseRequest, frozen=True):
-    """A consumer has read everything below `position`."""
+    """Acknowledge everything below `position` for a consumer."""
 
     consumer: str
     position: int
 
 
 class LogMode(Request, frozen=True):
-    """How much manifest logs are believed: `off`, `shadow` or `on`; empty only asks."""
+    """How far manifest logs are relied on: `off`, `shadow` or `on`; empty only queries the mode."""
 
     mode: str = ""
 

@@ -1,4 +1,4 @@
-"""What an owner says about itself, its store and its databases: frozen values, the same for a local store and a client."""
+"""Information about an owner, its store and its databases: frozen values, the same for a local store and a client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where the objects of a namespace are; how they are reached is in the quire.toml of whoever reads them."""
+    """Where the objects of a namespace are. The credentials are in the quire.toml of the process that reads them."""
 
     name: str
     url: str
@@ -24,7 +24,7 @@ class NamespacePlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """Who answers."""
+    """The identity and limits of a server."""
 
     wire: int
     quire: str
@@ -36,10 +36,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     wait_seconds_max: float
     objects_url: str
     object_prefixes: tuple[str, ...] = ("",)
-    """Below which of its prefixes the store's objects are, the current owner epoch's first."""
+    """The prefixes of the store's objects below `objects_url`, that of the current owner epoch first."""
     namespaces: tuple[NamespacePlace, ...] = ()
     is_copy: bool = False
-    """Whether it is a copy of an archive: nothing is uploaded for a reader, and nothing has to be."""
+    """Whether it is a copy of an archive: nothing is uploaded for readers, and nothing needs to be."""
 
 
 class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,38 +51,38 @@ class DatabaseInfo(msgspec.Struct, frozen=True, kw_only=True):
     status: DbStatus
     created_at_ms: int
     page_size: int
-    """Of a page database, in bytes; 0 until its first commit decides it."""
+    """Of a page database, in bytes; 0 until its first commit, which fixes it."""
     snapshots: int
     parent_db_id: int
-    """The database it was forked from; 0 if it is no fork."""
+    """The database it was forked from; 0 if it is not a fork."""
     parent: str
-    """That database's name; empty if it is no fork, or the parent is gone."""
+    """The parent's name; empty if it is not a fork, or the parent no longer exists."""
     tags: dict[str, str]
     follows: str = ""
-    """The SQLite file that the owner follows into it, if there is one."""
+    """The SQLite file that the owner follows into it; empty if there is none."""
     namespace: str = ""
-    """Where its objects go; empty for the store's own object store."""
+    """The namespace of its objects; empty for the store's own object store."""
 
 
 class DatabaseFilter(Request, frozen=True, kw_only=True):
-    """Which databases a list has, and in which order."""
+    """Selects and orders the databases of a list."""
 
     prefix: str = ""
-    """Names begin with it."""
+    """Databases whose name begins with it."""
     kind: str = ""
     """pages, stream or lsm."""
     tag: str = ""
     """Databases with this tag, or with this `tag=value`."""
     sort: str = "name"
-    """name; written: the one with the newest change first; size: the largest first."""
+    """name; written: the newest change first; size: the largest first."""
     limit: int = 0
     """Maximum number of rows; 0 for all."""
     after: str = ""
-    """Begin behind this name: the last of the page before."""
+    """Begin after this name: the last one of the previous page."""
 
 
 class DatabaseFilterOptions(TypedDict, total=False):
-    """The same as arguments."""
+    """The fields of `DatabaseFilter` as keyword arguments."""
 
     prefix: str
     kind: str
@@ -93,22 +93,22 @@ class DatabaseFilterOptions(TypedDict, total=False):
 
 
 class DroppedDatabase(msgspec.Struct, frozen=True, kw_only=True):
-    """A database that was dropped and can be brought back."""
+    """A dropped database that can be restored."""
 
     db_id: int
     name: str
-    """What it was called."""
+    """Its name when it was dropped."""
     kind: DbKind
     dropped_at_ms: int
     until_ms: int
-    """When it goes for good."""
+    """When it is deleted permanently."""
     snapshots: int
     size_bytes: int
-    """Of what it has made; forks may hold some of it."""
+    """Bytes of the artifacts it has made; forks may hold some of them."""
 
 
 class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A mirror, and how far its target is behind."""
+    """A mirror, and how far its target lags behind."""
 
     name: str
     databases: list[str]
@@ -117,55 +117,55 @@ class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     options: dict[str, str]
     every_seconds: float
-    """Between two scheduled runs; 0: it runs on request."""
+    """Seconds between two scheduled runs; 0: it runs on request."""
     created_at_ms: int
     started_at_ms: int
-    """When the last run began; 0 for never."""
+    """When the last run started; 0: never."""
     synced_at_ms: int
-    """When the target was last brought up to date; 0 for never."""
+    """When the target was last brought up to date; 0: never."""
     batch_id: int
-    """The last commit in the target."""
+    """The number of the last commit in the target."""
     followed: int
     """Databases that match now."""
     held: int
-    """Databases that the target holds …"""
+    """Databases in the target."""
     rows: int
-    """… with so many rows …"""
+    """Rows in the target."""
     size_bytes: int
-    """… in so many bytes of files."""
+    """Bytes of the target's files."""
     changed: int
-    """Databases that have changed since, or are new."""
+    """Databases that have changed since the last commit, or are new."""
     dropped: int
-    """Databases that are gone, and are in the target still."""
+    """Databases that no longer exist but are still in the target."""
     lag_seconds: float
-    """Since the target was last up to date, or the mirror was created; 0 while nothing has changed. What it lacks was written
-    at most so long ago."""
+    """Seconds since the target was last up to date, or the mirror was created; 0 while nothing has changed. Changes that the
+    target lacks are at most this old."""
     lag_frames: int
-    """Page versions that were written to the databases and are not in the target, as their lsn count them."""
+    """Page versions written to the databases that are not in the target, counted by lsn."""
     failures: int
-    """Runs that have failed since the target was last up to date …"""
+    """Failed runs since the target was last up to date."""
     error: str
-    """… and the last one's error."""
+    """The error of the last failed run."""
 
     @property
     def is_late(self) -> bool:
-        """Whether it has missed two of its scheduled runs, and the target lacks something."""
+        """Whether it has missed two scheduled runs and the target lacks changes."""
         return self.every_seconds > 0 and self.lag_seconds > 3 * self.every_seconds
 
 
 class MirrorRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of a mirror did."""
+    """The result of one run of a mirror."""
 
     mirror: str
     batch_id: int
-    """The commit that the target holds now."""
+    """The commit that the target now holds."""
     full: bool
     """Whether everything was written: the first time, and when target and store disagree."""
     databases: int
     changed: int
     dropped: int
     copied: int
-    """Databases that did not change and were written again, because they share a file with one that did."""
+    """Databases that did not change and were rewritten because they share a file with one that did."""
     files_added: int
     files_removed: int
     rows_written: int
@@ -182,50 +182,50 @@ class StoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     object_store: str
     owner_epoch: int
-    """How often the store was taken over, its creation included."""
+    """The number of takeovers of the store, its creation included."""
     owner_session: int
-    """Counts the openings of this epoch that put objects; 0 if none has, or none need be counted."""
+    """Counts the openings of this epoch that put objects; 0 if there is none, or they need not be counted."""
     owner_state: str
-    """`not needed`, `unconfirmed`, `confirmed` or `fenced`: whether the bucket is known to be this directory's to write."""
+    """`not needed`, `unconfirmed`, `confirmed` or `fenced`: whether this directory is known to own the bucket."""
     databases: dict[str, int]
-    """Live databases of each kind."""
+    """The number of live databases of each kind."""
     dropped: int
-    """Dropped databases of which something is left."""
+    """Dropped databases that still have data."""
     snapshots: int
     chunks: int
     deltas: int
     wal_segments: int
     jobs: int
     unreferenced: int
-    """Artifacts at zero references, waiting for the collector."""
+    """Artifacts at zero, waiting for the collector."""
     oldest_change: int
     newest_change: int
     manifest_bytes: int
     map_bytes: int
     readers: int
-    """Reader slots of the manifest in use, over all processes."""
+    """Reader slots of the manifest that are in use, over all processes."""
     disk_bytes: int = 0
-    """What the file system has given to everything in the store's directory, as `du` says."""
+    """Bytes that the file system has allocated to the store's directory, as in `du`."""
     followed_files: int = 0
     """SQLite files that the owner follows."""
     page_readers: tuple[ReaderInfo, ...] = ()
-    """Processes that read page databases of this store beside its owner, oldest first."""
+    """Processes that read page databases of this store alongside its owner, oldest first."""
     archive: ArchiveStatus | None = None
-    """How the archive is doing; `None` if `archive.mode` is off."""
+    """The status of the archive; `None` if `archive.mode` is off."""
     mirrors: tuple[MirrorStatus, ...] = ()
     """Lakehouse tables that follow databases of the store, by name."""
 
 
 class ServiceFigures(msgspec.Struct, frozen=True):
-    """What a server has counted since it started."""
+    """The counters of a server since it started."""
 
     calls: int
     failed: int
     """Calls that were answered with an error."""
     refused: int
-    """Calls without the right to be made: no token, a wrong one, one for reading, another version."""
+    """Calls without the right to be made: no token, a wrong one, one for reading only, or another wire version."""
     busy: int
-    """Calls that found no place."""
+    """Calls that were refused because the server was full."""
     calls_now: int
     waits_now: int
     streams_now: int

@@ -1,7 +1,7 @@
-"""`NAME@VERSION`: a database, or one of its versions, in one word of an address (W4, W7).
+"""`NAME@VERSION`: a database, or one of its versions, as one word of an address (W4, W7).
 
-VERSION is a snapshot's name, an epoch (its number, or 3:4711) or a moment as `core/time_parsing.py` reads it; of a version that
-could be both, the snapshot is meant. A database whose own name has an `@` cannot be named here.
+VERSION is a snapshot's name, an epoch (its number, or 3:4711) or a moment as parsed by `core/time_parsing.py`. If a version
+could be either, the snapshot wins. A database whose own name contains an `@` cannot be addressed.
 
 Threads: any. Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidName`.
 """
@@ -21,13 +21,13 @@ from quire.pages.catalog import find_database
 from quire.service.api import StoreApi
 
 At = str | int | datetime
-"""A snapshot's name, an epoch or a time; as `connect(at=…)` takes it."""
+"""A snapshot's name, an epoch or a time, as in `connect(at=…)`."""
 EPOCH_DIGITS_MAX = 18
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseVersion:
-    """A database, as an address names it."""
+    """A database and version named by an address."""
 
     name: str
     at: At | None = None
@@ -35,7 +35,7 @@ class DatabaseVersion:
 
 
 def base_name(text: str) -> str:
-    """The database that `NAME@VERSION` may be about: what a grant is checked for, before anything is looked up.
+    """Return the database part of `NAME@VERSION`. The grant is checked for it before anything is looked up.
 
     >>> base_name("shop@monday"), base_name("shop")
     ('shop', 'shop')
@@ -44,7 +44,7 @@ def base_name(text: str) -> str:
 
 
 def parse_version(manifest: ManifestStore, text: str) -> DatabaseVersion:
-    """The database and version that `NAME` or `NAME@VERSION` names. Blocks for a read of the manifest."""
+    """Return the database and version that `NAME` or `NAME@VERSION` names. Blocks for a read of the manifest."""
     name, mark, version = text.partition("@")
     check_name("database", name)
     if not mark:
@@ -53,7 +53,7 @@ def parse_version(manifest: ManifestStore, text: str) -> DatabaseVersion:
 
 
 def find_version(manifest: ManifestStore, name: str, version: str) -> At:
-    """The version of a database that a text names, a number that of an epoch. Blocks for a read of the manifest."""
+    """Return the version that a text names; a number is an epoch. Blocks for a read of the manifest."""
     try:
         at = manifest.snapshots.find(name, version)
     except UnknownSnapshot:
@@ -66,7 +66,7 @@ def find_version(manifest: ManifestStore, name: str, version: str) -> At:
 
 
 def find_or_create(store: StoreApi, name: str, *, create: bool) -> int:
-    """The id of a database, made if it is not there and `create` says so. Blocks."""
+    """Return the id of a database, which is created if it does not exist and `create` is set. Blocks."""
     try:
         with store.manifest.read() as txn:
             return find_database(txn, name)[0]
@@ -78,8 +78,9 @@ def find_or_create(store: StoreApi, name: str, *, create: bool) -> int:
 
 
 def attachable(store: StoreApi, may_attach: Callable[[str], bool]) -> Callable[[str], bool]:
-    """What SQL of remote users may attach. A database that has no pages yet is none of it: VACUUM INTO, which SQLite's
-    authorizer cannot tell from ATTACH, would write it; one with pages it refuses."""
+    """Return a predicate for the databases that SQL of remote users may attach. It rejects a database without pages: VACUUM
+    INTO, which SQLite's authorizer cannot distinguish from ATTACH, would write to it. VACUUM INTO refuses a database with
+    pages."""
 
     def may(name: str) -> bool:
         if not may_attach(name):

@@ -1,4 +1,4 @@
-"""The bytes of calls, answers and errors between a client and an owner: docs/formats/wire.md describes them.
+"""The bytes of calls, answers and errors between a client and an owner. docs/formats/wire.md describes them.
 
 Terms
   call     (idempotency key, request): the body of a Flight action, as msgpack
@@ -6,12 +6,13 @@ Terms
   form     an error as a value: class name, text, hint, coordinates, and whether the same call may be sent again at once
 
 Rules
-  1. Nothing that is decoded runs code: msgpack of declared types only, no pickle.
-  2. An error is raised at the client as the class it had at the owner; a class the client does not know is a `QuireError` that
-     says its name. Tracebacks stay at the owner.
-  3. Fields are only appended, with defaults; anything else is a new `WIRE_VERSION`, and the two sides say so to each other.
+  1. Decoding never runs code: msgpack of declared types only, no pickle.
+  2. An error is raised at the client as the class it had at the owner; for an unknown class a `QuireError` names it. Tracebacks
+     stay at the owner.
+  3. Fields are only appended, with defaults; any other change is a new `WIRE_VERSION`, which each side checks.
 
-Pure functions, any thread. `read_call` and `read_answer` raise `InvalidInput` and `Incompatible` for what they cannot read.
+Threads: any; pure functions. `read_call` and `read_answer` raise `InvalidInput` and `Incompatible` for bytes that they cannot
+read.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from quire.core.limits import MIB
 WIRE_VERSION = 1
 VERSION_HEADER = "x-quire-wire"
 CLIENT_HEADER = "x-quire-client"
-"""Random, the same with every call of a client: what it holds at the owner is its own."""
+"""Random, the same with every call of a client: it identifies the holdings of the client at the owner."""
 TOKEN_HEADER = "authorization"
 TRACE_HEADER = "traceparent"
-"""W3C's: the trace that the caller is in."""
+"""The trace of the caller, as in W3C Trace Context."""
 
 PART_BYTES = MIB
-"""Answers are cut into messages of this size: memory of the transport stays small, however long an answer is."""
+"""Answers are sent in messages of this size, to bound the transport's memory however long an answer is."""
 
 GOOD, BAD = b"\x00", b"\x01"
 
 TEXT_CHARS_MAX = 2_000
-"""Texts of an error are cut here: those of a broken stream travel in a header, and headers have 8 KiB."""
+"""Texts of an error are cut to this length: those of a broken stream travel in a header, and headers have 8 KiB."""
 
 WHERE_MAX = 16
 
@@ -50,19 +51,19 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
     """The body of an action."""
 
     key: bytes
-    """16 bytes that make the call safe to repeat (M11); empty where repeating does no harm."""
+    """16 bytes that make the call safe to repeat (M11); empty where repeating is harmless."""
     request: msgspec.Raw
 
 
 class ErrorForm(msgspec.Struct, frozen=True, array_like=True):
-    """An error on its way."""
+    """An error as transmitted."""
 
     kind: str
     what: str
     hint: str = ""
     where: dict[str, Any] = {}
     again: bool = False
-    """The owner is going away, or was never reached: nothing was done, and the call may be sent again at once."""
+    """The owner is closing, or was never reached: nothing was done, and the call may be sent again at once."""
 
 
 # ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -72,30 +73,30 @@ _decode_form = msgspec.msgpack.Decoder(ErrorForm).decode
 
 
 def write_call(key: bytes, request: msgspec.Struct) -> bytes:
-    """The body of an action."""
+    """Return the body of an action."""
     return _encode(Call(key, msgspec.Raw(_encode(request))))
 
 
 def read_call(body: bytes, kind: type[T]) -> tuple[bytes, T]:
-    """(key, request) of an action's body."""
+    """Return (key, request) of an action's body."""
     try:
         call = _decode_call(body)
         request = msgspec.msgpack.decode(call.request, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"the call cannot be read: {error}", request=kind.__name__, bytes=len(body)) from error
     if call.key and len(call.key) != 16:
-        raise InvalidInput("an idempotency key has 16 bytes", bytes=len(call.key))
+        raise InvalidInput("an idempotency key must be 16 bytes", bytes=len(call.key))
     return call.key, request
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def write_answer(value: Any) -> Iterator[bytes]:
-    """A good answer, in parts."""
+    """Return a successful answer, in parts."""
     return _parts(GOOD + _encode(value))
 
 
 def write_error(error: QuireError, *, again: bool = False) -> Iterator[bytes]:
-    """An answer that is an error, in parts."""
+    """Return an error answer, in parts."""
     return _parts(BAD + _encode(form_of(error, again=again)))
 
 
@@ -114,12 +115,12 @@ class RemoteError(Exception):  # never leaves the client's channel
 
 
 def read_answer(whole: bytes, kind: Any) -> Any:
-    """The value of an answer; raises `RemoteError` with the error that it is."""
+    """Return the value of an answer; raise `RemoteError` if it is an error."""
     if whole[:1] == BAD:
         raise RemoteError(read_form(whole[1:]))
     try:
         if whole[:1] != GOOD:
-            raise msgspec.DecodeError("it begins with neither 0 nor 1")
+            raise msgspec.DecodeError("it starts with neither 0 nor 1")
         return msgspec.msgpack.decode(memoryview(whole)[1:], type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Incompatible(
@@ -129,7 +130,7 @@ def read_answer(whole: bytes, kind: Any) -> Any:
 
 # ── errors ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def form_of(error: QuireError, *, again: bool = False) -> ErrorForm:
-    """An error as it travels: coordinates that msgpack does not know become text."""
+    """Return the form of an error; coordinates of types that msgpack does not have become text."""
     where = {name: _portable(value) for name, value in list(error.where.items())[:WHERE_MAX]}
     return ErrorForm(type(error).__name__, error.what[:TEXT_CHARS_MAX], error.hint[:TEXT_CHARS_MAX], where, again)
 
@@ -147,20 +148,20 @@ def _portable(value: Any) -> Any:
 
 
 def write_form(error: QuireError, *, again: bool = False) -> bytes:
-    """An error as the detail of a broken stream."""
+    """Return an error as the detail of a broken stream."""
     return _encode(form_of(error, again=again))
 
 
 def read_form(body: bytes) -> ErrorForm:
-    """The error in an answer or in the detail of a broken stream."""
+    """Return the error in an answer or in the detail of a broken stream."""
     try:
         return _decode_form(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ErrorForm("QuireError", "the owner refused, in words this client does not know")
+        return ErrorForm("QuireError", "the owner refused with an unknown error")
 
 
 def error_of(form: ErrorForm) -> QuireError:
-    """The error that a form tells of (rule 2)."""
+    """Return the error that a form describes (rule 2)."""
     kind = getattr(errors, form.kind, None)
     where = {str(name): value for name, value in form.where.items() if name not in ("what", "hint", "self")}
     if isinstance(kind, type) and issubclass(kind, QuireError):
@@ -169,12 +170,12 @@ def error_of(form: ErrorForm) -> QuireError:
 
 
 def version_error(theirs: str) -> Incompatible | None:
-    """What to say to the other side if its version is not ours; `theirs` is empty if it told none."""
+    """Return an error if the peer's version is not ours, otherwise `None`; `theirs` is empty if it sent none."""
     if theirs == str(WIRE_VERSION):
         return None
     spoken = f"version {theirs[:20]}" if theirs else "no version"
     return Incompatible(
-        f"the other side speaks {spoken} of quire's protocol, this one version {WIRE_VERSION}",
+        f"the other side uses {spoken} of quire's protocol, this one version {WIRE_VERSION}",
         hint="use the same version of quire on both sides; other Flight clients send the header x-quire-wire",
         theirs=theirs[:20],
         ours=WIRE_VERSION,

@@ -1,4 +1,4 @@
-"""Spark on quire: sessions that know the data sources, the options they need, saving and bulk loading."""
+"""Spark on quire: sessions with the data sources registered, the options they need, saving and bulk loading."""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,15 @@
 """How a data source reaches the owner of a store (K6).
 
-Spark calls sources in processes of its own, so all of them are clients: the process that owns the store must listen.
-`options_of(store)` sees to that where the owner is this very process. A token is never an option: options appear in plans,
-logs and the user interface. The name of its file is. A path stands for the socket of the store's live owner, looked up where
-the query is planned; executors get the address: those of another machine need `grpc://` or `grpc+tls://`.
+Spark calls sources in its own processes, so all of them are clients: the process that owns the store must listen.
+`options_of(store)` ensures this if the owner is this very process. A token is never an option, because options appear in
+plans, logs and the user interface; the name of its file is. A path stands for the socket of the store's live owner, resolved
+where the query is planned. Executors get the address: those on another machine need `grpc://` or `grpc+tls://`.
 
-A bucket with an archive, and a directory that is nobody's to write (a standby, a restore that was not taken over), are read
-from a copy that is served for the driver (`service/archive_copies.py`).
+A bucket with an archive, and a directory that has no writer (a standby, a restore that was not taken over), are read from a
+copy that is served for the driver (`service/archive_copies.py`).
 
-Importable on executors: what needs a manifest is loaded only where a query is planned. Threads: any. Raises `StoreNotFound`,
-`Unavailable`, `InvalidInput`.
+Importable on executors: code that needs a manifest is loaded only where a query is planned. Threads: any. Raises
+`StoreNotFound`, `Unavailable`, `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from quire.service.values import Hello
 
 CALL_SECONDS = 30.0
-"""How long an owner may be away before a query fails."""
+"""Seconds that an owner may be unreachable before a query fails."""
 
 
 class Served(Protocol):
-    """What `options_of` needs of a store."""
+    """The part of a store that `options_of` needs."""
 
     path: str
 
@@ -55,29 +55,29 @@ class Served(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnerAddress:
-    """Where the owner listens, and what to show it."""
+    """Where the owner listens, and the credentials for it."""
 
     uri: str
     token_file: str = ""
     tls_ca_file: str = ""
     is_copy: bool = False
-    """Whether it is a copy of an archive, which goes when nobody asks it anything."""
+    """Whether it is a copy of an archive, which ends when it gets no calls."""
 
     def connect(self) -> Client:
-        """A client, where there is a manifest's code: on the driver's machine."""
+        """Return a client. Needs the manifest's code, so it works on the driver's machine only."""
         from quire.service.client import connect
 
         return connect(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, timeout=CALL_SECONDS)
 
     def channel(self) -> Channel:
-        """A bare connection: all that an executor needs."""
+        """Return a bare connection, which is all that an executor needs."""
         return Channel(self.uri, token_file=self.token_file, tls_ca_file=self.tls_ca_file, call_seconds=CALL_SECONDS)
 
 
 def object_options(hello: Hello) -> dict[str, StoreOptions]:
-    """How each of the owner's object stores is reached, by its URL: as quire.toml says, if it is seen where a query is planned.
+    """Return how each of the owner's object stores is reached, by URL: from quire.toml, if visible where a query is planned.
 
-    Else, and on every executor, the environment decides. What `env:NAME` stands for is read here.
+    Otherwise, and on every executor, the environment decides. Values given as `env:NAME` are read here.
     """
     try:
         settings = load(read_all(OsDisk(), os.path.join(hello.path, names.CONFIG)))
@@ -89,8 +89,11 @@ def object_options(hello: Hello) -> dict[str, StoreOptions]:
 
 
 def disk_at(path: str, options: Mapping[str, StoreOptions] | None = None) -> Disk:
-    """The disk on which an executor finds the files of the store that `path` is in. A store that was restored from an archive
-    has its large files in the bucket. `options` says how buckets are reached, by URL; else quire.toml and environment do."""
+    """Return the disk on which an executor finds the files of the store that contains `path`.
+
+    A store that was restored from an archive has its large files in the bucket. `options` defines how buckets are reached, by
+    URL; by default quire.toml and the environment do.
+    """
     root = os.path.abspath(path)
     while not os.path.isfile(os.path.join(root, names.CONFIG)):
         if root == os.path.dirname(root):
@@ -98,7 +101,7 @@ def disk_at(path: str, options: Mapping[str, StoreOptions] | None = None) -> Dis
         root = os.path.dirname(root)
     if not os.path.isfile(os.path.join(root, REMOTE_FILES)):
         return OsDisk()
-    from quire.archive.remote_files import RemoteFiles  # needs lmdb, which executors of other machines have not
+    from quire.archive.remote_files import RemoteFiles  # needs lmdb, which executors on other machines do not have
 
     settings = load(read_all(OsDisk(), os.path.join(root, names.CONFIG)))
     url = settings.object_store
@@ -111,7 +114,7 @@ StoreLike = Served | str | os.PathLike[str] | Mapping[str, str]
 
 
 def options_of(store: StoreLike) -> dict[str, str]:
-    """The options by which sources find a store. One that this process owns listens from now on, if it did not.
+    """Return the options by which sources find a store. A store that this process owns starts to listen if it does not yet.
 
     spark.read.format("quire.table").options(**options_of(store)).option("table", "db").load()
     """
@@ -125,12 +128,14 @@ def options_of(store: StoreLike) -> dict[str, str]:
 
 
 def access_of(options: Mapping[str, str]) -> OwnerAddress:
-    """What the options `store`, `archived_at`, `token_file` and `tls_ca_file` mean."""
+    """Return the address given by the options `store`, `archived_at`, `token_file` and `tls_ca_file`."""
     if "token" in options:
-        raise InvalidInput("a token is not an option: it would be seen in plans and logs", hint="use token_file")
+        raise InvalidInput("a token cannot be an option: it would appear in plans and logs", hint="use token_file")
     where = options.get("store", "") or options.get("path", "")
     if not where:
-        raise InvalidInput("which store?", hint='option("store", PATH), the address of its owner, or its bucket')
+        raise InvalidInput(
+            "no store was given", hint='pass option("store", …) with its path, the address of its owner, or its bucket'
+        )
     if archived := _archive_of(where, options.get("archived_at", "")):
         return OwnerAddress(uri=SCHEME + served_copy(archived), is_copy=True)
     uri = where if "://" in where else SCHEME + _socket_of(os.path.abspath(where))
@@ -140,7 +145,7 @@ def access_of(options: Mapping[str, str]) -> OwnerAddress:
 
 
 def _archive_of(where: str, at: str) -> CopyRequest | None:
-    """The archive that is read in place of an owner, if there is none to ask."""
+    """Return the archive to read instead of calling an owner, or None if the owner is called."""
     if urlsplit(where).scheme.lower() in REMOTE_SCHEMES:
         return CopyRequest(url=where, at=at)
     if "://" not in where:
@@ -157,19 +162,19 @@ def _archive_of(where: str, at: str) -> CopyRequest | None:
             return CopyRequest(url=root, at=at)
     if at:
         hint = "`snapshot` names a version of a database; `archived_at` is for a bucket, a standby or a restore"
-        raise InvalidInput("`archived_at` is a moment of an archive", hint=hint, store=where)
+        raise InvalidInput("`archived_at` needs an archive", hint=hint, store=where)
     return None
 
 
 def _has_archive(root: str) -> bool:
-    """Whether a directory is an object store with an archive."""
+    """Return whether a directory is an object store with an archive."""
     with suppress(OSError), os.scandir(root) as entries:
         return any(os.path.isdir(os.path.join(entry.path, "archive")) for entry in entries)
     return False
 
 
 def _listening(root: str) -> str:
-    """The socket at which a store is served; empty if it is not."""
+    """Return the socket at which a store is served; empty if it is not."""
     socket_path = where_owner_listens(OsDisk(), root)
     return socket_path if socket_path and is_alive(socket_path) else ""
 

@@ -4,14 +4,14 @@
     spark.sql("SELECT count(*) FROM shop.orders")
     shop.sql("SELECT who, sum(price) FROM shop.orders GROUP BY who")     # reads the columns `who` and `price` alone
 
-A data source in Python has no catalog, and a table that is made with CREATE TABLE … USING is read without its options. So each
-table is two things of Spark's catalog, in a schema with the database's name: a table that has only columns, and a view of it
-that brings the options. Both last as long as Spark's catalog does: without a metastore, as long as the application.
+A data source in Python has no catalog, and a table created with CREATE TABLE … USING is read without its options. So each
+table is two entries of Spark's catalog, in a schema with the database's name: a table that has only columns, and a view of it
+that adds the options. Both last as long as Spark's catalog does: without a metastore, as long as the application.
 
-Spark prunes no columns for a data source in Python. `RegisteredDatabase.sql` does it: the query is planned over empty JSON
-files with the same columns, of which Spark says what it would read; then it is planned again over tables of these columns.
+Spark prunes no columns for a data source in Python. `RegisteredDatabase.sql` does: the query is planned over empty JSON files
+with the same columns, and the plan shows which ones Spark would read; then it is planned again over tables of these columns.
 
-Threads: any. Raises `NotFound`, `UnknownSnapshot`, and what Spark raises.
+Threads: any. Raises `NotFound`, `UnknownSnapshot`, and Spark's errors.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 OWN_TABLES = (LOADS, SINKS, "quire_idempotency")
-"""Tables that quire itself keeps in databases: they are not registered."""
+"""Tables that quire itself keeps in databases. They are not registered."""
 
 SOURCE = "__source"
-"""What the name of a view's table ends with."""
+"""Suffix of the name of a view's table."""
 
 LONG_PLANS = {"spark.sql.maxMetadataStringLength": "1000000", "spark.sql.debug.maxToStringFields": "10000"}
 """Settings that let a plan name all of its columns."""
@@ -54,13 +54,13 @@ _LITERAL = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|--[^\n]*|/\*.*?\*/"
 
 
 class RegisteredDatabase:
-    """A database whose tables Spark's SQL knows as `name.table`; made by `register`."""
+    """A database whose tables are known to Spark's SQL as `name.table`. Created by `register`."""
 
     def __init__(
         self, spark: SparkSession, name: str, options: Mapping[str, str], schemas: Mapping[str, StructType]
     ) -> None:
         self.name = name
-        """Of the schema in Spark's catalog."""
+        """Name of the schema in Spark's catalog."""
         self.schemas = dict(schemas)
         """The schema of each table."""
         self._spark = spark
@@ -68,8 +68,7 @@ class RegisteredDatabase:
         self._home = tempfile.mkdtemp(prefix="quire-catalog-")
         self._made: list[str] = []
         self._planned: dict[str, str] = {}
-        """Queries as they were moved to tables of their columns: the columns follow from the query, and cost as much to find
-        as some queries take."""
+        """Queries rewritten to tables of their columns. Finding the columns of a query takes as long as some queries do."""
         atexit.register(shutil.rmtree, self._home, ignore_errors=True)
         self._make(name, self.schemas)
 
@@ -79,7 +78,7 @@ class RegisteredDatabase:
         return list(self.schemas)
 
     def sql(self, query: str) -> DataFrame:
-        """A query that reads only the columns it needs. Tables are named as `name.table`, like in `spark.sql`."""
+        """Return a query that reads only the columns it needs. Tables are named as `name.table`, as in `spark.sql`."""
         if query not in self._planned:
             named = self._named(query)
             needed = self._needed(query, named) if named else {}
@@ -90,7 +89,7 @@ class RegisteredDatabase:
         return self._spark.sql(self._planned[query])
 
     def drop(self) -> None:
-        """Forget the tables; the database is left alone."""
+        """Remove the tables from the catalog; the database is left alone."""
         for schema in self._made:
             self._spark.sql(f"DROP SCHEMA IF EXISTS {quoted(schema)} CASCADE")
         self._made.clear()
@@ -105,7 +104,7 @@ class RegisteredDatabase:
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _make(self, schema: str, tables: Mapping[str, StructType]) -> None:
-        """A schema of these tables, in place of one that has the name."""
+        """Create a schema of these tables, replacing one with the same name."""
         self._make_schema(schema)
         for table, columns in tables.items():
             source, view = (f"{quoted(schema)}.{quoted(name)}" for name in (table + SOURCE, table))
@@ -122,12 +121,12 @@ class RegisteredDatabase:
             self._made.append(schema)
 
     def _named(self, query: str) -> list[str]:
-        """The tables that a query may read: those whose names are in it."""
+        """Return the tables that a query may read: those whose names occur in it."""
         words = {word.lower() for word in re.findall(r"\w+", query)}
         return [table for table in self.schemas if set(re.findall(r"\w+", table.lower())) <= words]
 
     def _needed(self, query: str, named: Iterable[str]) -> dict[str, list[int]]:
-        """The columns of each table that the query would read, by their places."""
+        """Return the columns of each table that the query would read, by position."""
         schema = f"{self.name}_columns"
         self._make_schema(schema)
         places: dict[str, str] = {}
@@ -135,7 +134,7 @@ class RegisteredDatabase:
             path = os.path.join(self._home, f"{schema}-{number}")
             os.makedirs(path, exist_ok=True)
             places[path] = table
-            # Columns have plain names in the plan: a struct's text would be ambiguous with odd ones.
+            # Columns have plain names in the plan: with unusual names the text of a struct would be ambiguous.
             fields = self.schemas[table].fields
             plain = ", ".join(f"c{place} {field.dataType.simpleString()}" for place, field in enumerate(fields))
             renamed = ", ".join(f"c{place} AS {quoted(field.name)}" for place, field in enumerate(fields))
@@ -156,7 +155,7 @@ class RegisteredDatabase:
         return printed.getvalue()
 
     def _moved(self, query: str, schema: str) -> str:
-        """The query with another schema in place of ours; what stands in literals and comments stays."""
+        """Return the query with another schema instead of ours; literals and comments stay unchanged."""
         names = rf"(?<![\w.`])(?:{re.escape(self.name)}|`{re.escape(self.name)}`)(?=\s*\.)"
         pattern = re.compile(f"({_LITERAL})|{names}", re.IGNORECASE | re.DOTALL)
         return pattern.sub(lambda match: match[1] or quoted(schema), query)
@@ -171,23 +170,23 @@ def register(
     tables: Iterable[str] = (),
     spark: SparkSession | None = None,
 ) -> RegisteredDatabase:
-    """Have Spark's SQL know the tables of a SQLite database, as `database.table`.
+    """Register the tables of a SQLite database in Spark's SQL, as `database.table`.
 
-    `store`: one that this process owns, the path or address of one that is served, or the options of a source.
-    `at`: a snapshot; without, each query reads the newest version. `name`: of the schema, if not the
-    database's. `tables`: all unless some are named.
+    `store`: one that this process owns, the path or address of one that is served, or the options of a source. `at`: a
+    snapshot; without it, each query reads the newest version. `name`: of the schema, by default the database's. `tables`: the
+    tables to register, by default all.
     """
     spark = attach(spark) if spark is not None else session()
     options = {**options_of(store), "database": database, **({"snapshot": at} if at else {})}
-    known = list(tables) or _tables(options, database)
-    if not known:
+    table_names = list(tables) or _tables(options, database)
+    if not table_names:
         raise NotFound("the database has no tables", hint="create one, then register again", database=database)
-    schemas = {table: SqliteSource({**options, "table": table}).schema() for table in known}
+    schemas = {table: SqliteSource({**options, "table": table}).schema() for table in table_names}
     return RegisteredDatabase(spark, name or database, options, schemas)
 
 
 def _tables(options: Mapping[str, str], database: str) -> list[str]:
-    """The tables and views that a database has in the version that is asked for."""
+    """Return the tables and views of a database in the requested version."""
     request = VersionRequest(SqliteSource.parse(options))
     with access_of(options).connect() as client, ExitStack() as stack:
         if request.snapshot:
@@ -201,7 +200,7 @@ def _tables(options: Mapping[str, str], database: str) -> list[str]:
 
 @contextmanager
 def _set(spark: SparkSession, settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: spark.conf.get(name) for name in settings}  # Spark's own defaults, if nobody has set them
+    before = {name: spark.conf.get(name) for name in settings}  # Spark's defaults where they are not set
     for name, value in settings.items():
         spark.conf.set(name, value)
     try:
@@ -221,7 +220,7 @@ def _declared(schema: StructType) -> str:
 
 
 def quoted(name: str) -> str:
-    """A name as Spark's SQL has it.
+    """Return a name quoted for Spark's SQL.
 
     >>> quoted("odd`name")
     '`odd``name`'
@@ -230,7 +229,7 @@ def quoted(name: str) -> str:
 
 
 def literal(text: str) -> str:
-    r"""A text as Spark's SQL has it.
+    r"""Return a text as a literal of Spark's SQL.
 
     >>> literal("it's")
     "'it\\'s'"

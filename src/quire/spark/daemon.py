@@ -1,9 +1,9 @@
-"""The process that forks Spark's Python workers: pyspark's own, but for one thing that it says aloud.
+"""The process that forks Spark's Python workers: pyspark's own, with one message suppressed.
 
-Spark closes the socket of a worker whose rows nobody wants any more: a limit was reached, a query was stopped. The worker
-then meets a broken pipe with its next word, and pyspark prints the stack. Nothing is wrong, so here nothing is printed; the
-worker ends as it would have. Named in `spark.python.daemon.module` by `session.py`; runs where workers run, and loads
-nothing of quire: what is loaded before the fork every worker has.
+Spark closes the socket of a worker whose rows are no longer needed: a limit was reached, or a query was stopped. The worker's
+next write then fails with a broken pipe, and pyspark prints the stack. This is not a fault, so nothing is printed here; the
+worker ends as it would have. `sessions.py` names this module in `spark.python.daemon.module`. It runs where workers run, and
+imports nothing of quire, because every worker inherits what is loaded before the fork.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _work = daemon.worker
 
 
 def worker(sock: Any, authenticated: bool) -> int:
-    """What pyspark calls in the forked process, for each task; 0 if it may have another one."""
+    """Run one task in the forked process, as pyspark does; return 0 if the process may get another task."""
     try:
         return _work(sock, authenticated)
     except BrokenPipeError:

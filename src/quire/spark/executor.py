@@ -1,14 +1,14 @@
-"""The executor's side of the Spark runner: tools of its own, and the functions that Spark calls with Arrow batches.
+"""The executor's side of the Spark runner: its tools, and the functions that Spark calls with Arrow batches.
 
 Terms
-  site   what an executor must know to reach the bytes of a store: its directory, if the executor sees it, and how to open
-         object stores; small, picklable, without a secret that the environment does not have
-  row    (place, db, slot, kind, data): what is sent, all of it pickled in `data`. Values of one key follow each other, its
-         task before them
+  location   how an executor reaches the bytes of a store: its directory, if the executor sees it, and how to open object
+             stores; small, picklable, without a secret that the environment does not have
+  row        (place, db, slot, kind, data): the unit that is sent, with its content pickled in `data`. The values of a key
+             are consecutive, preceded by its task
 
-What a task raises, if it is a `QuireError`, is its result. Rows are streamed: a worker has the values of one key in memory,
-and one batch of Arrow. Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one; light keys are
-joined in several.
+A `QuireError` that a task raises is its result. Rows are streamed: a worker has the values of one key in memory, and one
+Arrow batch. Imports neither pyspark nor a manifest. Threads: Spark's Python workers have one; light keys are joined in
+several.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from quire.pages.sources import Sources
 from quire.spark.access import disk_at
 
 CACHE_BYTES = 4 * MIB
-"""Jobs read each page once: what is cached is the odd neighbour."""
+"""Jobs read each page once: the cache helps only occasional neighbours."""
 
 TASK, VALUE, ERROR = 0, 1, 2
-"""Kinds of rows, in the order in which those of one key come."""
+"""Kinds of rows, in the order in which those of one key arrive."""
 
 ROWS = pa.schema(
     [("place", pa.int32()), ("db", pa.int64()), ("slot", pa.int64()), ("kind", pa.int8()), ("data", pa.binary())]
@@ -59,25 +59,25 @@ Batches = Iterator[pa.RecordBatch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
+class StoreLocation:
     """How an executor reaches a store."""
 
     root: str = ""
-    """The store's directory; empty where executors have another disk."""
+    """The store's directory; empty if executors do not share the disk."""
     options: Mapping[str, StoreOptions] = field(default_factory=dict)
-    """By the URL of an object store; others are reached by the executor's environment."""
+    """By URL of an object store; others are reached by the executor's environment."""
 
 
 _clients: dict[tuple[str, bytes], ObjectStore] = {}
-"""(URL, options) → a remote object store of this process."""
+"""(URL, options) → client of a remote object store, shared in this process."""
 
 
 _frozen = 0
-"""How many modules this process had loaded when they were frozen."""
+"""Number of modules that were loaded when they were last frozen."""
 
 
 def _freeze() -> None:
-    """Freeze the loaded modules: PySpark collects garbage after every task, and walking through them takes 12 ms and more."""
+    """Freeze the loaded modules: PySpark collects garbage after every task, and traversing them takes 12 ms and more."""
     global _frozen
     if len(sys.modules) != _frozen:
         _frozen = len(sys.modules)
@@ -86,13 +86,12 @@ def _freeze() -> None:
 
 
 @contextmanager
-def tools_of(site: Site) -> Iterator[Tools]:
-    """Tools for one task.
+def tools_of(location: StoreLocation) -> Iterator[Tools]:
+    """Yield the tools for one task.
 
-    Clients of remote object stores are kept for all tasks of a Python worker. Files and directories are opened anew by
-    each: a worker
-    lives as long as its session, and would keep the space of files that were deleted, or believe in a directory that
-    another store has taken the place of.
+    Clients of remote object stores are kept for all tasks of a Python worker. Files and directories are opened again by each
+    task: a worker lives as long as its session, and would otherwise hold the space of deleted files, or keep using a
+    directory that another store has replaced.
     """
     _freeze()
     stores: dict[str, ObjectStore] = {}
@@ -100,17 +99,17 @@ def tools_of(site: Site) -> Iterator[Tools]:
     def opened(url: str) -> ObjectStore:
         is_remote = "://" in url and not url.startswith("file:")
         kept: dict[Any, ObjectStore] = _clients if is_remote else stores
-        options = site.options.get(url)
+        options = location.options.get(url)
         name = (url, pickle.dumps(options)) if is_remote else url
         if name not in kept:
             kept[name] = open_store(url, options=options)
         return kept[name]
 
-    disk = disk_at(site.root, site.options) if site.root else OsDisk()
-    # Without a directory there are no files: the name of one that cannot exist says so to `Sources`.
-    sources = Sources(root=site.root or "/nonexistent", disk=disk, open_store=opened, cache=PageCache(CACHE_BYTES))
+    disk = disk_at(location.root, location.options) if location.root else OsDisk()
+    # Without a directory there are no files: `Sources` gets the name of one that cannot exist.
+    sources = Sources(root=location.root or "/nonexistent", disk=disk, open_store=opened, cache=PageCache(CACHE_BYTES))
     try:
-        yield Tools(sources, opened, disk, site.root)
+        yield Tools(sources, opened, disk, location.root)
     finally:
         sources.close()
         for store in stores.values():
@@ -118,32 +117,36 @@ def tools_of(site: Site) -> Iterator[Tools]:
         _freeze()
 
 
-# ── what Spark calls ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── functions that Spark calls ────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """What travels with a splitter: then what comes are only the numbers of its inputs."""
+class InlineInputs:
+    """Inputs that travel with a splitter; the frame then contains only their numbers."""
 
     inputs: Sequence[bytes]
     tasks: Sequence[Row]
-    """Rows that go with the first of them, be there an input of this number or not."""
+    """Rows that are sent with the first input, whether or not there is an input with that number."""
 
 
 def splitter(
-    site: Site, split: Callable[..., Any], places: dict[Key, int] | None, carried: Carried | None = None
+    location: StoreLocation,
+    split: Callable[..., Any],
+    places: dict[Key, int] | None,
+    inline: InlineInputs | None = None,
 ) -> Callable[[Batches], Batches]:
-    """Inputs → rows of their values. `places` says which partition each key is joined in; without, Spark decides."""
+    """Return a function from inputs to rows of their values. `places` defines the partition in which each key is joined;
+    without it Spark decides."""
 
     def rows(batches: Batches, tools: Tools) -> Iterator[Row]:
-        if carried is None:
+        if inline is None:
             yield from _split(_column(batches, "data"), split, tools, places)
             return
         for number in _numbers(batches):
             if number == 0:
-                yield from carried.tasks
-            yield from _split(carried.inputs[number : number + 1], split, tools, places)
+                yield from inline.tasks
+            yield from _split(inline.inputs[number : number + 1], split, tools, places)
 
     def run(batches: Batches) -> Batches:
-        with tools_of(site) as tools:
+        with tools_of(location) as tools:
             yield from _batched(rows(batches, tools))
 
     return run
@@ -162,12 +165,14 @@ def _split(
             yield 0, owner_of(given), -1, ERROR, _packed(error)
 
 
-def joiner(site: Site, join: Callable[..., Any], *, needs_task: bool, threads: int = 1) -> Callable[[Batches], Batches]:
-    """Rows, in the order of their keys, → one answer for each key; several keys at once, if they are light: those wait for
-    the disk more than they work."""
+def joiner(
+    location: StoreLocation, join: Callable[..., Any], *, needs_task: bool, threads: int = 1
+) -> Callable[[Batches], Batches]:
+    """Return a function from rows, in the order of their keys, to one answer per key. Light keys are joined several at a
+    time: they wait for the disk more than they compute."""
 
     def run(batches: Batches) -> Batches:
-        with tools_of(site) as tools, ThreadPoolExecutor(threads, thread_name_prefix="quire-executor") as pool:
+        with tools_of(location) as tools, ThreadPoolExecutor(threads, thread_name_prefix="quire-executor") as pool:
             under_way: set[Future[TaskResult[Key, Any]]] = set()
             for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
                 under_way.add(pool.submit(_joined, key, list(rows), join, tools, needs_task))
@@ -204,11 +209,11 @@ def _joined(
         return TaskResult(key, error=error)
 
 
-def numbered_mapper(site: Site, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
-    """Tasks → what they find, number by number; an error comes without a number."""
+def numbered_mapper(location: StoreLocation, tell: Callable[..., Any]) -> Callable[[Batches], Batches]:
+    """Return a function from tasks to the numbered values they find; an error has no number."""
 
     def run(batches: Batches) -> Batches:
-        with tools_of(site) as tools:
+        with tools_of(location) as tools:
             for data in _column(batches, "data"):
                 yield from _numbered(_pairs(pickle.loads(data), tell, tools))
 
@@ -229,8 +234,10 @@ def _numbered(pairs: Iterator[tuple[int | None, Any]]) -> Batches:
         yield pa.RecordBatch.from_arrays([numbers, values], schema=FOUND)
 
 
-def mapper(site: Site, run: Callable[..., Any], tasks: Sequence[bytes] | None = None) -> Callable[[Batches], Batches]:
-    """Tasks → one answer for each. With `tasks`, what comes are only their numbers."""
+def mapper(
+    location: StoreLocation, run: Callable[..., Any], tasks: Sequence[bytes] | None = None
+) -> Callable[[Batches], Batches]:
+    """Return a function from tasks to one answer each. With `tasks`, the frame contains only their numbers."""
 
     def given(batches: Batches) -> Iterator[tuple[int, bytes]]:
         if tasks is None:
@@ -238,7 +245,7 @@ def mapper(site: Site, run: Callable[..., Any], tasks: Sequence[bytes] | None = 
         return ((number, tasks[number]) for number in _numbers(batches))
 
     def work(batches: Batches) -> Batches:
-        with tools_of(site) as tools:
+        with tools_of(location) as tools:
             for number, data in given(batches):
                 try:
                     answer = TaskResult((number, 0), run(pickle.loads(data), tools))
@@ -265,7 +272,7 @@ def _numbers(batches: Batches) -> Iterator[int]:
 
 
 def _rows(batches: Batches) -> Iterator[tuple[int, int, int, bytes]]:
-    """(db, slot, kind, data), one after the other."""
+    """Yield (db, slot, kind, data) for each row."""
     for batch in batches:
         columns = [batch.column(batch.schema.get_field_index(name)) for name in ("db", "slot", "kind")]
         heads = zip(*(column.to_pylist() for column in columns))
@@ -288,7 +295,7 @@ def _batched(rows: Iterator[Row]) -> Batches:
 
 
 def batch_of(rows: list[Row]) -> pa.RecordBatch:
-    """Rows, as Arrow has them."""
+    """Return rows as an Arrow batch."""
     columns = list(zip(*rows)) if rows else [()] * len(ROWS)
     return pa.RecordBatch.from_arrays(
         [pa.array(values, field.type) for values, field in zip(columns, ROWS)], schema=ROWS
@@ -300,10 +307,10 @@ def _answered(key: Key, answer: TaskResult[Key, Any]) -> pa.RecordBatch:
 
 
 def _packed(value: Any) -> bytes:
-    """Pickle an answer; one that does not pickle becomes an `InternalError`."""
+    """Pickle an answer; one that cannot be pickled becomes an `InternalError`."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever an object of somebody else's raises when it is pickled
+    except Exception as error:  # pickling a foreign object may raise anything
         failure = InternalError(f"an answer cannot be sent: {type(error).__name__}: {error}")
         sent: Any = TaskResult(value.key, error=failure) if isinstance(value, TaskResult) else failure
         return pickle.dumps(sent, pickle.HIGHEST_PROTOCOL)

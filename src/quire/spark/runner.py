@@ -1,19 +1,19 @@
-"""Runs tasks of jobs on Spark: the functions are those that threads run, the rows between them are shuffled by Spark.
+"""Runs tasks of jobs on Spark: the functions are the same as for threads, and Spark shuffles the rows between them.
 
     split stage:  inputs ──► split ──► rows of (partition, key, value)
     shuffle:      each row to the partition its key was given; there, rows in the order of their keys, a task before its values
     join stage:   rows ──► join ──► one result for each key
 
-One action for each call, whatever the number of databases (K1); results are small, and the only thing that is collected. Only
-sessions, DataFrames and `mapInArrow`: no context, so that Spark Connect works (K3).
+One action per call, whatever the number of databases (K1); results are small, and only they are collected. Uses only
+sessions, DataFrames and `mapInArrow`, and no context, so that Spark Connect works (K3).
 
-A runner has a session of its own beside the caller's, so that an interrupt ends nothing else; the active one is the caller's
-as before, because Spark looks there for a data source that is written to. Whether executors see the store's directory is
-known for local masters, and else said by who makes the runner. Where they do not, the object store must be one that they
-reach: not a path, not memory.
+A runner has its own session next to the caller's, so that an interrupt ends nothing else. The caller's session stays the
+active one, because Spark looks there for a data source that is written to. Whether executors see the store's directory is
+known for local masters; otherwise the creator of the runner states it. If they do not, they must be able to reach the object
+store: it cannot be a path or in memory.
 
 Threads: one caller at a time. Raises `SparkUnavailable` (the cluster gave up), `InvalidConfig` (an object store that
-executors do not reach), what `tick` raises.
+executors cannot reach), and the errors of `tick`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from quire.spark.executor import (
     ROWS_DDL,
     TASK,
     VALUE,
-    Carried,
+    InlineInputs,
     Row,
-    Site,
+    StoreLocation,
     batch_of,
     joiner,
     mapper,
@@ -65,37 +65,37 @@ if TYPE_CHECKING:
 TICK_SECONDS = 0.2
 
 SETTINGS = {
-    "spark.sql.adaptive.enabled": "false",  # every stage of a plan would be a job of its own, planned anew
-    "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches lose their borders, and each is a partition
-    "spark.sql.codegen.wholeStage": "false",  # compiling a plan takes longer than the few rows that go through it
+    "spark.sql.adaptive.enabled": "false",  # otherwise every stage of a plan is a separate job that is planned again
+    "spark.sql.execution.arrow.localRelationThreshold": "0",  # else batches are merged; each must stay a partition
+    "spark.sql.codegen.wholeStage": "false",  # compiling a plan takes longer than processing its few rows
 }
-"""Of the runner's own session."""
+"""Settings of the runner's own session."""
 
 PARTITIONS_MAX = 1_024
-"""Tasks of one stage: enough for a few hundred cores, few enough that starting them (some 5 ms each) is no matter."""
+"""Tasks of one stage, at most: enough for a few hundred cores, few enough for the cost of starting them (some 5 ms each)."""
 
 TASKS_PER_CORE = 2
-"""As long as there is work for so many: between two of them a core waits for some 50 ms, and keys are spread by weight."""
+"""Tasks per core, if there is enough work: a core waits some 50 ms between two tasks, and keys are spread by weight."""
 
 CARRIED_BYTES = 256 << 10
-"""Of all tasks of a call, pickled. So much travels with the function that runs them, and the frame has only their numbers: that
-spares a table, which is a file between this process and the JVM."""
+"""Bytes of all tasks of a call, pickled, at most, for them to travel with the function that runs them. The frame then has
+only their numbers. This saves a table, which is a file between this process and the JVM."""
 
 WIDTH_UNKNOWN = 16
-"""Cores, where the session does not say how many it has."""
+"""Cores to assume if the session does not state how many it has."""
 
 WEIGHT_MIN = MIB
-"""What a key costs at least, in bytes: opening a file, putting an object."""
+"""Cost of a key, at least, in bytes: opening a file, putting an object."""
 
 LIGHT_WEIGHT, LIGHT_THREADS = 2 * MIB, 8
-"""Where keys weigh so little on average, so many are joined at once: what takes time is syncing their objects."""
+"""Keys that weigh at most so many bytes on average are joined this many at a time: most time goes into syncing objects."""
 
 PARTITION_WEIGHT = 512 * MIB
-"""A partition ends about here, so that a task that is lost is not much."""
+"""Bytes of work in a partition, about, so that a lost task is not expensive."""
 
 
 NAMED_MAX = 3
-"""Databases that the description of a job names."""
+"""Databases that the description of a job names, at most."""
 
 
 class SparkRunner:
@@ -114,14 +114,14 @@ class SparkRunner:
         name_of: Callable[[int], str] = str,
     ) -> None:
         self._name_of = name_of
-        """Gives a database's name by its id, for descriptions."""
+        """Returns a database's name by its id, for descriptions."""
         self._spark = spark.newSession()  # so that an interrupt ends nothing else
         for name, value in SETTINGS.items():
             self._spark.conf.set(name, value)
-        self._cuts = not is_connect(spark)  # there each Arrow batch becomes a partition, which spares a stage
+        self._cuts = not is_connect(spark)  # without Connect each Arrow batch becomes a partition, which saves a stage
         self.shares_disk = is_local(spark) if shares_disk is None else shares_disk
         self.width = width_of(spark)
-        self._site = Site(root=os.path.abspath(root) if self.shares_disk else "", options=options or {})
+        self._location = StoreLocation(root=os.path.abspath(root) if self.shares_disk else "", options=options or {})
         _require_reachable(objects_url, self.shares_disk)
 
     def map(
@@ -152,23 +152,23 @@ class SparkRunner:
         rows = self._split_rows(split, inputs, places, tasks or {})
         together = rows.repartitionById(partitions, "place") if places else rows.repartition(partitions, "db", "slot")
         joined = together.sortWithinPartitions("db", "slot", "kind").mapInArrow(
-            joiner(self._site, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
+            joiner(self._location, join, needs_task=tasks is not None, threads=_threads(tasks)), _schema(ANSWERS_DDL)
         )
         yield from self._answers(joined, len(tasks or ()), tick, self._described(join, inputs))
 
     def unmatched(
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
     ) -> Iterator[tuple[int | None, V | None]]:
-        """See `Runner`: an outer join of two frames, of which only rows without a partner come here."""
+        """See `Runner`: an outer join of two frames, of which only rows without a partner are collected."""
         tick(0, len(tasks))
         if not tasks:
             yield from ((number, None) for number in expected.tolist())
             return
         sent: list[Row] = [(0, 0, 0, TASK, _pickled(task)) for task in tasks]
         pairs = self._frame(sent, min(len(sent), PARTITIONS_MAX)).mapInArrow(
-            numbered_mapper(self._site, tell), _schema(FOUND_DDL)
+            numbered_mapper(self._location, tell), _schema(FOUND_DDL)
         )
-        if len(expected):  # an empty table would have no partition at all
+        if len(expected):  # an empty table would have no partition
             table = pa.table({"wanted": pa.array(expected, pa.uint64()).view(pa.int64())})
             wanted = self._made(table, "wanted bigint")
             joined = pairs.join(wanted, pairs["number"] == wanted["wanted"], "full_outer")
@@ -187,27 +187,29 @@ class SparkRunner:
     def _split_rows(
         self, split: Split[P, V], inputs: Sequence[P], places: dict[Key, int] | None, tasks: Mapping[Key, T]
     ) -> DataFrame:
-        """Rows of what inputs are split into, and of the tasks themselves."""
+        """Return rows of the values that inputs are split into, and of the tasks themselves."""
         sent: list[bytes] = [_pickled(value) for value in inputs]
         heads: list[Row] = [(places[key], *key, TASK, _pickled(task)) for key, task in tasks.items()] if places else []
         if sum(map(len, sent)) + sum(len(row[-1]) for row in heads) <= CARRIED_BYTES:
             numbers = self._numbers(max(len(sent), 1), self._few(len(sent)))
-            return numbers.mapInArrow(splitter(self._site, split, places, Carried(sent, heads)), _schema(ROWS_DDL))
+            return numbers.mapInArrow(
+                splitter(self._location, split, places, InlineInputs(sent, heads)), _schema(ROWS_DDL)
+            )
         rows: DataFrame | None = None
         if sent:
             read = self._frame([(0, 0, 0, VALUE, data) for data in sent], self._few(len(sent)))
-            rows = read.mapInArrow(splitter(self._site, split, places), _schema(ROWS_DDL))
+            rows = read.mapInArrow(splitter(self._location, split, places), _schema(ROWS_DDL))
         if heads:
             rows = self._local(heads) if rows is None else rows.unionByName(self._local(heads))
         assert rows is not None, "there are inputs or tasks"
         return rows
 
     def _spread(self, run: Run[T, R], sent: list[bytes]) -> tuple[DataFrame, Callable[..., Any]]:
-        """A frame of tasks, one in a partition, and what runs them, in the order in which they were given."""
+        """Return a frame of tasks, one per partition, and the function that runs them, in the order given."""
         if len(sent) <= PARTITIONS_MAX and sum(map(len, sent)) <= CARRIED_BYTES:
-            return self._numbers(len(sent), len(sent)), mapper(self._site, run, sent)
+            return self._numbers(len(sent), len(sent)), mapper(self._location, run, sent)
         rows: list[Row] = [(0, number, 0, TASK, data) for number, data in enumerate(sent)]
-        return self._frame(rows, min(len(rows), PARTITIONS_MAX)), mapper(self._site, run)
+        return self._frame(rows, min(len(rows), PARTITIONS_MAX)), mapper(self._location, run)
 
     def _numbers(self, count: int, partitions: int) -> DataFrame:
         with _active_as_before() if self._cuts else nullcontext():
@@ -219,26 +221,26 @@ class SparkRunner:
         return self._made(table, ROWS_DDL)
 
     def _made(self, table: pa.Table, schema: str) -> DataFrame:
-        """A frame of the runner's session, which is not the active one afterwards."""
+        """Create a frame in the runner's session, without leaving that session active."""
         with _active_as_before() if self._cuts else nullcontext():
             return self._spark.createDataFrame(table, schema=schema)
 
     def _frame(self, rows: list[Row], partitions: int) -> DataFrame:
-        """Rows, spread evenly over partitions, one here, one there."""
+        """Return rows, dealt evenly to partitions in turn."""
         if self._cuts:
             return self._local(*(rows[place::partitions] for place in range(partitions)))
         placed: list[Row] = [(number % partitions, *row[1:]) for number, row in enumerate(rows)]
         return self._local(placed).repartitionById(partitions, "place")
 
     def _few(self, inputs: int) -> int:
-        """Partitions for so many inputs that are light each."""
+        """Return the number of partitions for light inputs."""
         return max(1, min(inputs, PARTITIONS_MAX, max(self.width, inputs // 512)))
 
     def _answers(self, frame: DataFrame, total: int, tick: Tick, what: str) -> Iterator[TaskResult[Key, Any]]:
         tick(0, total)
 
         def collect() -> list[Any]:
-            if self._cuts:  # a thread of its own, so nobody else's jobs are called by this
+            if self._cuts:  # in a separate thread, so no other jobs get this description
                 self._spark.sparkContext.setJobDescription(what)
             return frame.collect()
 
@@ -249,7 +251,8 @@ class SparkRunner:
             tick(done, max(total, done))
 
     def _described(self, step: Callable[..., Any], tasks: Sequence[Any]) -> str:
-        """What Spark's user interface says of a step: the kind of job, the function that runs last, the databases."""
+        """Return a step's description in Spark's user interface: the kind of job, the function that runs last, the
+        databases."""
         databases = sorted({db_id for task in tasks if (db_id := getattr(task, "db_id", 0))})
         names = ", ".join(self._name_of(db_id) for db_id in databases[:NAMED_MAX])
         more = f" and {len(databases) - NAMED_MAX:,} more" if len(databases) > NAMED_MAX else ""
@@ -257,7 +260,7 @@ class SparkRunner:
 
 
 def _job_of(step: Callable[..., Any]) -> str:
-    """The kind of job that a step belongs to, and its name: steps are functions of `quire.jobs.<kind>.run`.
+    """Return the kind of job that a step belongs to, and its name: steps are functions of `quire.jobs.<kind>.run`.
 
     >>> from quire.jobs.checkpoint.run import join_slot
     >>> _job_of(join_slot)
@@ -270,7 +273,7 @@ def _job_of(step: Callable[..., Any]) -> str:
 
 @cache
 def _schema(ddl: str) -> StructType:
-    """Parsed once: Spark asks its JVM each time, which takes 3 ms."""
+    """Parse a schema once: Spark calls its JVM each time, which takes 3 ms."""
     schema = StructType.fromDDL(ddl)
     assert isinstance(schema, StructType)
     return schema
@@ -278,7 +281,7 @@ def _schema(ddl: str) -> StructType:
 
 @contextmanager
 def _active_as_before() -> Iterator[None]:
-    """Have the session active afterwards that is active now: making a frame changes it."""
+    """Restore the active session afterwards: creating a frame changes it."""
     before = SparkSession.getActiveSession()
     try:
         yield
@@ -288,12 +291,12 @@ def _active_as_before() -> Iterator[None]:
 
 
 def is_local(spark: SparkSession) -> bool:
-    """Whether a session's executors are processes of this machine."""
+    """Return whether a session's executors are processes of this machine."""
     return str(spark.conf.get("spark.master", "")).startswith("local")
 
 
 def width_of(spark: SparkSession) -> int:
-    """About how many tasks a session runs at once, by what it was made with."""
+    """Return about how many tasks a session runs at once, from its settings."""
     master = str(spark.conf.get("spark.master", ""))
     if match := re.fullmatch(r"local\[(\d+|\*).*\]", master):
         return os.cpu_count() or 1 if match[1] == "*" else int(match[1])
@@ -306,10 +309,10 @@ def width_of(spark: SparkSession) -> int:
 
 
 def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
-    """Key → partition, for so many cores: heavy keys first, each to the partition with the least work.
+    """Return key → partition, for `width` cores: heavy keys first, each to the partition with the least work.
 
-    There are several partitions for each core, so one hot slot takes one core, and the rest goes on elsewhere. More would
-    not pay: starting a task takes as long as 50 MiB of checksums.
+    There are several partitions per core, so a hot slot occupies one core while the others continue. More would not pay:
+    starting a task takes as long as 50 MiB of checksums.
 
     >>> from types import SimpleNamespace as Task
     >>> spread({(1, 0): Task(weight_bytes=9 << 23), (1, 1): Task(weight_bytes=512)}, 2)
@@ -317,13 +320,13 @@ def spread(tasks: Mapping[Key, Any], width: int) -> dict[Key, int]:
     """
     keys = sorted(tasks)
     weights = [_weight(tasks[key]) for key in keys]
-    rounds = max(TASKS_PER_CORE, -(-sum(weights) // (PARTITION_WEIGHT * width)))  # in each, every core has a partition
+    rounds = max(TASKS_PER_CORE, -(-sum(weights) // (PARTITION_WEIGHT * width)))  # a round is one partition per core
     partitions = max(1, min(len(weights), PARTITIONS_MAX, rounds * width))
     return dict(zip(keys, balanced(weights, partitions), strict=True))
 
 
 def _threads(tasks: Mapping[Key, Any] | None) -> int:
-    """How many keys are joined at once in one task."""
+    """Return how many keys are joined at once in one task."""
     is_light = tasks and sum(map(_weight, tasks.values())) <= LIGHT_WEIGHT * len(tasks)
     return LIGHT_THREADS if is_light else 1
 
@@ -340,14 +343,14 @@ def _require_reachable(objects_url: str, shares_disk: bool) -> None:
     scheme = objects_url.partition("://")[0] if "://" in objects_url else "path"
     if scheme == "memory" or (scheme in ("path", "file") and not shares_disk):
         raise InvalidConfig(
-            "executors do not reach this object store",
+            "executors cannot reach this object store",
             hint="use one with a URL (s3://, gs://, az://), or `--runner threads`",
             object_store=objects_url,
         )
 
 
 def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callable[[], None]) -> list[Any]:
-    """Run an action and call `tick` meanwhile; interrupt it if that raises. (Interrupting by tags does not reach an
+    """Run an action, calling `tick` in the meantime; interrupt it if that raises. (Interrupting by tags does not reach an
     action of another thread: tried with Spark 4.3.)"""
     outcome, failure = list[list[Any]](), list[BaseException]()
 
@@ -365,7 +368,7 @@ def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callabl
             tick()
     except BaseException:
         while thread.is_alive():
-            spark.interruptAll()  # again and again: a stage that had not begun is not interrupted
+            spark.interruptAll()  # repeatedly: a stage that has not begun is not interrupted
             thread.join(TICK_SECONDS)
         raise
     if failure:
@@ -376,8 +379,10 @@ def _watched(spark: SparkSession, action: Callable[[], list[Any]], tick: Callabl
 def _translated(error: BaseException) -> BaseException:
     if not isinstance(error, (PySparkException, Py4JError)):
         return error
-    said = str(error).strip().splitlines()
-    last = next((line for line in reversed(said) if line and not line.startswith((" ", "\t"))), type(error).__name__)
-    failure = SparkUnavailable(f"Spark failed: {last[:300]}", hint="its log says why; the job is tried again")
+    lines = str(error).strip().splitlines()
+    last = next((line for line in reversed(lines) if line and not line.startswith((" ", "\t"))), type(error).__name__)
+    failure = SparkUnavailable(
+        f"Spark failed: {last[:300]}", hint="see Spark's log for the cause; the job will be retried"
+    )
     failure.__cause__ = error
     return failure

@@ -3,10 +3,11 @@
     quire.spark.save(frame, store, "shop", "orders")                        # refused if the table exists
     quire.spark.save(frame, store, "shop", "orders", mode="append", key="id")
 
-Spark hands only `append` and `overwrite` on to a data source in Python; of the others, and of its own default, it says that the
-source does not support them. Here they become the option `exists`, which the owner checks in the transaction that writes.
+Spark passes only `append` and `overwrite` to a data source in Python; for the other modes, and for its own default, it
+reports that the source does not support them. Here they become the option `exists`, which the owner checks in the transaction
+that writes.
 
-Threads: any. Raises what Spark raises, with our errors in it; `InvalidInput`.
+Threads: any. Raises Spark's errors, with quire's inside them; `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MODES = {
     "append": ("append", "append"),
     "overwrite": ("overwrite", "append"),
 }
-"""Spark's save modes → the mode that a source in Python is given, and what becomes of a table that exists."""
+"""Spark's save modes → the mode that is passed to a source in Python, and the action if the table exists."""
 
 
 def save(
@@ -43,9 +44,9 @@ def save(
 ) -> None:
     """Write a DataFrame to a table, in one transaction.
 
-    `store`: one that this process owns, the path or address of one that is served, or the options of a source.
-    `mode`: Spark's `errorifexists`, `ignore`, `append` or `overwrite`. `create`: make a database or a table that is not
-    there. `options`: others of writing, like `key`.
+    `store`: one that this process owns, the path or address of one that is served, or the options of a source. `mode`:
+    Spark's `errorifexists`, `ignore`, `append` or `overwrite`. `create`: create the database or table if it does not exist.
+    `options`: other options of writing, such as `key`.
     """
     if mode.lower() not in MODES:
         raise InvalidInput(f"Spark's save modes are {', '.join(MODES)}", mode=mode)

@@ -1,15 +1,15 @@
-"""A Spark session that knows quire.
+"""Creates Spark sessions for quire.
 
     spark = quire.spark.session()            # local[*]
     spark = quire.spark.session("spark://host:7077", config={"spark.archives": "quire-env.tar.gz#env"})
 
-A running session is used as it is: what it lacks is an error, or done without. A new one is small by default: one JVM beside
-the owner's process, on a machine that may have 2 GiB. Only the DataFrame API is used anywhere in this package, so that
-Connect works (K3).
+A running session is used as it is: a missing setting is an error, or the feature is not used. A new session is small by
+default: one JVM alongside the owner's process, on a machine that may have 2 GiB. This package uses only the DataFrame API, so
+that Connect works (K3).
 
-On one machine Python workers of a new session are reached through Unix sockets, in a directory of its own, unless `config`
-says otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the first is
-acknowledged. Workers whose socket Spark closes end quietly (`daemon.py`, `jvm_log.py`).
+On one machine the Python workers of a new session are reached through Unix sockets, in a directory per session, unless
+`config` sets otherwise. Through TCP every task waits 40 ms: it is sent two small writes, and the second waits until the first
+is acknowledged. Workers whose socket Spark closes end quietly (`daemon.py`, `jvm_log.py`).
 
 Threads: any. Raises `SparkUnavailable`.
 """
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
     from quire.spark.runner import SparkRunner
 
 MEMORY_SHARE = 4
-"""A JVM of ours gets a quarter of the machine …"""
+"""A JVM that we start gets a quarter of the machine's memory …"""
 MEMORY_MIN_MIB, MEMORY_MAX_MIB = 512, 4_096
-"""… between these: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
+"""… between these limits: page bodies are handled in Python workers, the JVM only schedules and shuffles index rows."""
 
 UNIX_SOCKETS = "spark.python.unix.domain.socket.enabled"
 DAEMON = {"spark.python.daemon.module": "quire.spark.daemon"}
 
 SOCKET_DIRECTORY_MAX = 48
-"""Characters of the directory for temporary files: the name of a socket has at most 104 on some systems, and Spark adds 43."""
+"""Characters of the directory for temporary files, at most: some systems limit a socket's name to 104, and Spark adds 43."""
 
 PYTHON = "spark.pyspark.python"
 """The setting that names another Python for workers, one of a packed environment (K7)."""
@@ -57,22 +57,22 @@ DEFAULTS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "65536",
-    "spark.sql.adaptive.coalescePartitions.enabled": "false",  # few index rows are much work: a slot is 64 MiB of pages
+    "spark.sql.adaptive.coalescePartitions.enabled": "false",  # few index rows, much work: a slot is 64 MiB of pages
     "spark.sql.shuffle.partitions": "8",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.python.worker.reuse": "true",
 }
-"""What a session of ours has, unless `config` says otherwise; the hosts only where the master is local."""
+"""Settings of a new session, unless `config` overrides them; the hosts only where the master is local."""
 
 
 def session(
     master: str = "", *, app: str = "quire", memory: str = "", config: Mapping[str, str] | None = None
 ) -> SparkSession:
-    """The running session, or a new one, with quire's data sources.
+    """Return the running session, or a new one, with quire's data sources.
 
-    `master`: "local[*]" unless `SPARK_MASTER` or this says otherwise; `sc://…` connects to a Spark Connect server.
-    `memory`: of the driver's JVM, like "2g". `config` has the last word.
+    `master`: "local[*]" unless `SPARK_MASTER` or this argument is set; `sc://…` connects to a Spark Connect server. `memory`:
+    of the driver's JVM, like "2g". `config` overrides all other settings.
     """
     _require()
     from pyspark.sql import SparkSession
@@ -99,16 +99,15 @@ def session(
 
 
 def spark_runner(**options: Any) -> SparkRunner:
-    """A `SparkRunner` in the running session, or in a new one; `options` are the runner's."""
-    spark = session()  # first: without pyspark it says what to install
+    """Return a `SparkRunner` in the running session, or in a new one; `options` are the runner's."""
+    spark = session()  # first: without pyspark it raises an error with a hint
     from quire.spark.runner import SparkRunner
 
     return SparkRunner(spark, **options)
 
 
 def choose_python(config: Mapping[str, str]) -> None:
-    """Have workers run this very Python. Spark itself looks at the setting only where `spark-submit` starts the
-    driver."""
+    """Make workers run this very Python. Spark itself reads the setting only where `spark-submit` starts the driver."""
     if given := config.get(PYTHON, ""):
         os.environ["PYSPARK_PYTHON"] = given
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -117,7 +116,7 @@ def choose_python(config: Mapping[str, str]) -> None:
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """Start the JVM without PYTHONWARNINGS: its Python workers would inherit it, and leave pipes to the collector."""
+    """Start the JVM without PYTHONWARNINGS: its Python workers would inherit it, and they leave pipes to the collector."""
     filters = os.environ.pop("PYTHONWARNINGS", None)
     try:
         yield
@@ -127,7 +126,7 @@ def _unwarned() -> Iterator[None]:
 
 
 def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> dict[str, str]:
-    """What a new session is made with."""
+    """Return the settings of a new session."""
     chosen = dict(DEFAULTS)
     if not master.startswith(("local[", "local-cluster[")) and master != "local":
         for name in ("spark.driver.host", "spark.driver.bindAddress"):
@@ -139,8 +138,8 @@ def settings_of(master: str, memory: str, config: Mapping[str, str] | None) -> d
 
 
 def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
-    """Settings that connect Python workers by Unix sockets; none where workers run elsewhere or as another Python, or
-    where socket names would be too long."""
+    """Return settings that connect Python workers by Unix sockets; none where workers run elsewhere or with another Python,
+    or where socket names would be too long."""
     if not (master == "local" or master.startswith("local[")) or PYTHON in config:
         return {}
     if config.get(UNIX_SOCKETS) == "false" or len(tempfile.gettempdir()) > SOCKET_DIRECTORY_MAX:
@@ -151,18 +150,19 @@ def workers_of(master: str, config: Mapping[str, str]) -> dict[str, str]:
 
 
 def default_memory_mib() -> int:
-    """The JVM's memory: small, because it shares the machine with the owner's process."""
+    """Return the JVM's memory: small, because it shares the machine with the owner's process."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
     return max(MEMORY_MIN_MIB, min(MEMORY_MAX_MIB, total // MEMORY_SHARE))
 
 
 def attach(spark: SparkSession) -> SparkSession:
-    """Make quire's data sources known to a session, and it the active one of this thread; the same session."""
+    """Register quire's data sources in a session and make it the active one of this thread. Return the session."""
     _require()
     from quire.spark.sources.registry import SOURCES
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns if a source was registered before: that is what attaching twice does
+        # Spark warns if a source is already registered, which happens when a session is attached twice.
+        warnings.simplefilter("ignore")
         for source in SOURCES:
             spark.dataSource.register(source)
     make_active(spark)
@@ -170,9 +170,9 @@ def attach(spark: SparkSession) -> SparkSession:
 
 
 def make_active(spark: SparkSession) -> None:
-    """Have a session the active one of this thread: there Spark looks for a source that is written to.
+    """Make a session the active one of this thread: Spark looks there for a source that is written to.
 
-    A thread has none before it makes its first frame from data; of what makes it, nothing else is public.
+    A thread has no active session before it creates its first frame from data, and no public call sets one.
     """
     if is_connect(spark):
         return
@@ -182,12 +182,12 @@ def make_active(spark: SparkSession) -> None:
 
 
 def is_connect(spark: SparkSession) -> bool:
-    """Whether a session is one of Spark Connect: it has no JVM here."""
+    """Return whether a session is one of Spark Connect: it has no JVM here."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def _is_alive(spark: Any) -> bool:
-    """Whether a session has not been stopped; a Connect session has no context to ask."""
+    """Return whether a session has not been stopped; a Connect session has no context to check."""
     context = getattr(spark, "_sc", None)
     return context is None or getattr(context, "_jsc", None) is not None
 

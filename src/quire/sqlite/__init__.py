@@ -1,4 +1,4 @@
-"""SQLite on quire: import, export and follow ordinary files, read snapshots anywhere, and a DB-API module."""
+"""SQLite on quire: import, export and follow ordinary files, read snapshots from any process, and use a DB-API module."""
 
 from typing import TYPE_CHECKING
 

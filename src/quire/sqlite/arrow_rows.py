@@ -1,24 +1,25 @@
-"""Rows of a SQLite table as Arrow batches: columns from the leaves of its tree, columns put together by SQLite, or row by row.
+"""Reads rows of a SQLite table as Arrow batches: columns from the leaves of its tree, columns from SQLite, or row by row.
 
 Terms
   misfit   a value that is not of its column's type: SQLite stores any value in any column
-  window   a range of rowids whose rows SQLite gathers in one step: for each column one text, the JSON array of its values
+  window   a range of rowids whose rows SQLite aggregates in one step: for each column one text, the JSON array of its values
 
-- A misfit is an error that names the column and the value, or `NULL` if the option `misfits` says so: never a guess. As
-  `string` every number is read as SQLite prints it, as `double` every whole number as the nearest one, and as `binary` every
-  text and number as the UTF-8 of its text. `date` and `timestamp` (of a schema the user gives) are read from ISO
+- A misfit is an error that names the column and the value, or `NULL` if the option `misfits` requests it: never a guess. For
+  `string` every number is read as SQLite prints it, for `double` every whole number as the nearest double, and for `binary`
+  every text and number as the UTF-8 of its text. `date` and `timestamp` (of a schema the user gives) are read from ISO
   text, `timestamp` also from seconds since 1970; `decimal` from text and numbers.
-- Leaves (`leaf_columns.py`) go first: without a condition, where the C part is built, for columns whose records say what SQLite
-  would.
-- Else windows, for tables with rowids whose wanted columns are `bigint` with integer affinity or `string` with text affinity:
-  their JSON says exactly what is stored. With a condition SQLite is asked for rows: an index may answer better than a walk
+- Leaves (`leaf_columns.py`) are preferred: without a condition, where the C part is built, for columns whose records hold the
+  values that SQLite would return.
+- Otherwise windows are used, for tables with rowids whose requested columns are `bigint` with integer affinity or `string` with
+  text affinity: their JSON is exactly what is stored. With a condition SQLite returns rows: an index may be better than a walk
   through the table.
-- A window that is not plain (a misfit, a BLOB, a text that is no UTF-8) is read again row by row, which names the misfit.
-- Windows follow each other without a gap, and become wider or narrower so that their texts have about `WINDOW_BYTES`. One
-  whose text would pass `TEXT_BYTES_MAX` is refused by SQLite before it is made, and is taken in smaller ones.
+- A window that is not plain (a misfit, a BLOB, a text that is not UTF-8) is read again row by row, which names the misfit.
+- Windows follow each other without a gap, and widen or narrow so that their texts have about `WINDOW_BYTES`. If a text would
+  exceed `TEXT_BYTES_MAX`, SQLite refuses the window before building it, and it is split into smaller ones.
 
-Rows through apsw take about 350 ns each before Arrow sees one of them; a window takes less than that for columns in Arrow, and
-leaves a third of it (docs/decisions/075-columns-from-leaves.md).
+Rows through apsw take about 350 ns each before Arrow sees any of them. A window takes less than that including the Arrow
+columns, and leaves take a third of it (docs/decisions/075-columns-from-leaves.md).
+
 Importable on executors. Raises `InvalidInput` for misfits.
 """
 
@@ -49,17 +50,17 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 4 * MIB
 STEP_ROWS = 512
-"""Rows turned into columns at once: few enough that they stay in the processor's cache, and that the collector has nothing to
-look at. With 65,536 it takes five times as long."""
+"""Rows converted to columns at once: few enough to stay in the processor's cache and to leave the garbage collector nothing
+to scan. With 65,536 it takes five times as long."""
 
 _CODES = {pa.int64(): "q", pa.float64(): "d"}
-"""Numbers go through `struct`, which takes a tenth of the time that Arrow does, and refuses NULLs and misfits."""
+"""Numbers are packed by `struct`, which takes a tenth of Arrow's time and refuses NULLs and misfits."""
 
 _WRONG = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError)
 
 
 def row_batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, *, null_misfits: bool) -> Iterator[pa.RecordBatch]:
-    """Rows, whose values are in the order of the schema, in small batches."""
+    """Yield rows in small batches; their values are in the order of the schema."""
     while taken := list(islice(rows, STEP_ROWS)):
         columns = [
             column(values, field.type, field.name, null_misfits=null_misfits)
@@ -68,8 +69,8 @@ def row_batches(rows: Iterator[tuple[Any, ...]], schema: pa.Schema, *, null_misf
         yield pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def gathered(small: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Small batches as larger ones: who takes them spends some time on each."""
+def coalesced(small: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Merge small batches into larger ones, since the consumer has a cost per batch."""
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in small:
@@ -87,7 +88,7 @@ def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def column(values: tuple[Any, ...], kind: pa.DataType, name: str, *, null_misfits: bool) -> pa.Array:
-    """Values of SQLite's as a column; all at once if they are of its type, else one by one."""
+    """Return values from SQLite as a column; converted together if all are of its type, otherwise one by one."""
     try:
         if (code := _CODES.get(kind)) is not None:
             return numbers(code, values)
@@ -96,30 +97,31 @@ def column(values: tuple[Any, ...], kind: pa.DataType, name: str, *, null_misfit
     except (StructError, TypeError, ValueError):
         pass  # NULLs, misfits, or an odd text
     try:
-        # Left to itself, Arrow takes bytes as text, and cuts off what a float has too much.
+        # Without this check Arrow accepts bytes as text and truncates floats.
         if set(map(type, values)) <= _plain(kind):
             return _whole(values, kind)
     except _WRONG:
-        pass  # some value is the fault: which one is found below
+        pass  # one value does not fit; the loop below finds it
     return pa.array([_one(value, kind, name, null_misfits) for value in values], kind)
 
 
 def numbers(code: str, values: Sequence[Any]) -> pa.Array:
-    """A column of int64 ("q") or float64 ("d") values; `struct.error` if one is not that."""
+    """Return a column of int64 ("q") or float64 ("d") values. Raises `struct.error` if a value is of another type."""
     kind = pa.int64() if code == "q" else pa.float64()
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(pack(f"{len(values)}{code}", *values))])
 
 
 def texts(values: Sequence[Any]) -> pa.Array:
-    """A column of texts; `TypeError` if one is none, `ValueError` if one has a NUL in it, or is no UTF-8."""
-    return cut("\0".join(values).encode(), len(values))
+    """Return a column of texts. Raises `TypeError` if a value is no text, `ValueError` for a NUL or a text that is not
+    UTF-8."""
+    return split_at_nuls("\0".join(values).encode(), len(values))
 
 
-def cut(data: bytes, count: int) -> pa.Array:
-    """A column of so many texts from one with a NUL between them, in a third of the time that Arrow takes for values."""
+def split_at_nuls(data: bytes, count: int) -> pa.Array:
+    """Split `data` at its NULs into a column of `count` texts, in a third of the time that Arrow takes for Python values."""
     ends = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
     if len(ends) != count - 1:
-        raise ValueError("a text with a NUL in it")
+        raise ValueError("a text that contains NUL")
     offsets = np.zeros(count + 1, np.int32)
     offsets[1:count] = ends - np.arange(count - 1)
     offsets[count] = len(data) - count + 1
@@ -130,7 +132,7 @@ def cut(data: bytes, count: int) -> pa.Array:
 
 @cache
 def _plain(kind: pa.DataType) -> frozenset[type]:
-    """What Python has for values that are of this type already."""
+    """Return the Python types of values that need no conversion to this type."""
     if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
         return frozenset({int, NoneType})
     if pa.types.is_floating(kind):
@@ -155,15 +157,15 @@ def _one(value: Any, kind: pa.DataType, name: str, null_misfits: bool) -> Any:
         if null_misfits:
             return None
         raise InvalidInput(
-            f"a value is no {kind}: {error}",
-            hint='option("misfits", "null") reads it as NULL; a schema with `string` reads it as it is',
+            f"a value is not a valid {kind}: {error}",
+            hint='read it as NULL with option("misfits", "null"), or as it is with a schema of `string`',
             column=name,
             value=repr(value)[:60],
         ) from error
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
-    """One value as Arrow takes it for this type."""
+    """Convert one value to what Arrow accepts for this type."""
     if value is None:
         return None
     if pa.types.is_string(kind) and isinstance(value, int | float):
@@ -195,9 +197,9 @@ def table_batches(
     in_order: bool = False,
     null_misfits: bool = False,
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a table in a range of rowids, in small batches; in the order of its key if that is asked for.
+    """Yield the rows of a table in a range of rowids, in small batches; in key order if `in_order`.
 
-    `where` is a condition that was checked, `pages` what the connection reads.
+    `where` is a condition that was checked; `pages` are the pages that the connection reads.
     """
 
     def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
@@ -238,12 +240,12 @@ def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> t
 
 # ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 WINDOW_BYTES = 256 * 1024
-"""Of a window's texts: with four times as much they no longer fit the processor's cache."""
+"""Bytes of a window's texts: with four times as much they no longer fit the processor's cache."""
 TEXT_BYTES_MAX = 8 * MIB
 FIRST_ROWIDS = 1_024
 
 LENGTH, TOO_BIG = 0, 18
-"""SQLite's numbers for its limit of a value's length, and for passing it."""
+"""SQLite's limit id for the length of a value, and its error code for exceeding it."""
 
 _KINDS = {pa.int64(): "integer", pa.string(): "text"}
 _whole_numbers = msgspec.json.Decoder(list[int]).decode
@@ -259,30 +261,30 @@ class _Odd(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ColumnQuery:
-    """What is asked of a table."""
+    """The columns requested from a table."""
 
     table: SqliteTable
     schema: pa.Schema
     database: str = ""
-    """What the column that names the database says; empty if there is none."""
+    """The value of the column that names the database; empty if there is no such column."""
     null_missing: bool = False
-    """Whether a column that the table does not have is NULL."""
+    """Whether a column that the table does not have is read as NULL."""
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the table has rowids and its wanted columns come through JSON unchanged."""
+        """Whether windows can be used: the table has rowids, and its requested columns survive JSON unchanged."""
         columns = [(field, self.table.column(field.name)) for field in self.stored]
         is_plain = all(column and _KINDS.get(field.type) == affinity(column.declared) for field, column in columns)
         return bool(self.table.rowid and self.table.root and columns) and is_plain
 
     @property
     def stored(self) -> list[pa.Field]:
-        """The columns that are the table's, all but that which names the database."""
+        """The columns of the table itself: all except the one that names the database."""
         return [field for field in self.schema if not (self.database and field.name == DATABASE)]
 
     @property
     def decoded(self) -> list[tuple[str, pa.DataType]]:
-        """(name, type) of the columns that its records have to have."""
+        """(name, type) of the columns that must be in its records."""
         return [
             (field.name, field.type)
             for field in self.stored
@@ -290,24 +292,24 @@ class ColumnQuery:
         ]
 
     def batch_of_leaves(self, rows: int, arrays: list[pa.Array]) -> pa.RecordBatch:
-        """A batch of the columns that were decoded."""
+        """Build a batch from decoded columns."""
         decoded = {name: array for (name, _), array in zip(self.decoded, arrays, strict=True)}
         return self._batch(rows, decoded)
 
     def sql(self) -> str:
-        """(rows, a text for each column) of a window."""
+        """Return the statement that yields (rows, a text for each column) of a window."""
         shown = [f"json_group_array({quoted(field.name)})" for field in self.stored]
         return f"SELECT {', '.join(['count(*)', *shown])} {self._where()}"
 
     def sql_first(self) -> str:
-        """The first rowid of a range."""
+        """Return the statement that yields the first rowid of a range."""
         return f"SELECT min({self.table.rowid}) {self._where()}"
 
     def _where(self) -> str:
         return f"FROM main.{quoted(self.table.name)} NOT INDEXED WHERE {self.table.rowid} BETWEEN ? AND ?"
 
     def batch(self, rows: int, arrays: tuple[str, ...]) -> pa.RecordBatch:
-        """The columns of a window."""
+        """Build a batch from the texts of a window."""
         stored = {
             field.name: _column(text.encode(), field.type, rows)
             for field, text in zip(self.stored, arrays, strict=True)
@@ -327,10 +329,10 @@ class ColumnQuery:
 
 
 def windows(connection: Connection, query: ColumnQuery, rowids: Rowids, as_rows: AsRows) -> Iterator[pa.RecordBatch]:
-    """The rows of a range of rowids, in small batches."""
+    """Yield the rows of a range of rowids, in small batches."""
     usual = connection.limit(LENGTH, TEXT_BYTES_MAX)
     sql, (first, last), width = query.sql(), rowids, FIRST_ROWIDS
-    is_row = False  # whether `first` is likely to be one
+    is_row = False  # whether `first` is likely to be the rowid of a row
     while first <= last:
         if not is_row:
             next_row = connection.execute(query.sql_first(), (first, last)).get
@@ -341,12 +343,12 @@ def windows(connection: Connection, query: ColumnQuery, rowids: Rowids, as_rows:
         try:
             rows, *arrays = next(connection.execute(sql, (first, stop)))
             batch = query.batch(rows, tuple(arrays)) if rows else None
-        except Exception as error:  # SQLite's own, and those of JSON that is not what it should be
+        except Exception as error:  # SQLite's errors, and those of decoding JSON that is not plain
             if getattr(error, "result", 0) == TOO_BIG and width > FIRST_ROWIDS:
                 width = max(width // 16, FIRST_ROWIDS)
                 continue
             connection.limit(LENGTH, usual)
-            yield from as_rows((first, stop))  # if the fault is not in the window, it is met again there
+            yield from as_rows((first, stop))  # an error that is not the window's is raised again there
             connection.limit(LENGTH, TEXT_BYTES_MAX)
             first = stop + 1
             continue
@@ -371,7 +373,7 @@ def _column(text: bytes, kind: pa.DataType, rows: int) -> pa.Array:
 
 
 def _texts(text: bytes, rows: int) -> pa.Array:
-    """The texts of a JSON array. Without an escape in it `","` is nowhere but between two of them, which are cut there."""
+    """Return the texts of a JSON array. If it contains no escape, `","` occurs only between two texts, so it is split there."""
     if b"\\" in text or not (text.startswith(b'["') and text.endswith(b'"]')):
         raise ValueError("not plain")
-    return cut(text[2:-2].replace(b'","', b"\0"), rows)
+    return split_at_nuls(text[2:-2].replace(b'","', b"\0"), rows)

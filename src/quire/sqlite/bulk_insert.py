@@ -1,17 +1,17 @@
-"""Writes many rows to one table in one transaction, once: a *load*, known by a number that its caller draws, or a *batch* of a
-streaming query, known by the query's id and a number that only rises.
+"""Writes many rows to one table in one transaction, exactly once: a *load*, identified by a number that its caller draws, or
+a *batch* of a streaming query, identified by the query's id and a number that only rises.
 
-All rows are written, or none. The same transaction remembers what was done, in a table of the same database:
+All rows are written, or none. The same transaction records what was done, in a table of the same database:
 
 - loads in `quire_loads`, for `KEPT_MS`: a repeat is answered from there, and nothing is written;
-- the last batch of each query in `quire_sinks`, for good: a query may be started again after months, and repeats its last batch
-  then. A batch that is not newer than the one recorded is not written.
+- the last batch of each query in `quire_sinks`, permanently: a query may be restarted after months and then repeats its last
+  batch. A batch that is not newer than the recorded one is not written.
 
-With `keys` a row replaces the one that has the same values there; with `delete`, the name of a column, rows in which it is true
-are deleted. Rows are applied in the order in which they come.
+With `keys` a row replaces the row with the same key values. With `delete`, the name of a column, rows in which that column is
+true are deleted. Rows are applied in the order given.
 
-Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `AlreadyExists`, `Overloaded` (somebody else writes),
-`InvalidInput`, and what the page engine raises.
+Thread: the connection's. Raises `NotFound`, `Conflict` (a constraint), `AlreadyExists`, `Overloaded` (another connection is
+writing), `InvalidInput`, and the errors of the page engine.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ _MAKE_SINKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableWrite:
-    """Where rows go, and how."""
+    """The target table and how to write to it."""
 
     table: str
     columns: Sequence[tuple[str, str]]
     """(name, declared type), in the order of the rows."""
     keys: Sequence[str] = ()
-    """Columns that tell which row to replace or to delete; without any, rows are inserted."""
+    """Columns that identify the row to replace or delete; without any, rows are inserted."""
     delete: str = ""
-    """The column that says whether a row is to be deleted; it is not stored."""
+    """The column that marks rows to delete; it is not stored."""
     overwrite: bool = False
-    """Delete the rows that are there first."""
+    """Delete the existing rows first."""
     create: bool = False
-    """Make a table that is not there."""
+    """Create the table if it does not exist."""
     exists: Literal["", "error", "ignore"] = ""
-    """What to do if the table is there: write to it, refuse, or write nothing."""
+    """What to do if the table exists: write to it, refuse, or write nothing."""
 
 
 def load_rows(
@@ -70,7 +70,7 @@ def load_rows(
     query: str = "",
     batch: int = 0,
 ) -> int:
-    """Write the rows of a load, or of a query's batch; how many they were."""
+    """Write the rows of a load or of a query's batch, and return how many there were."""
     with _explained(write), _transaction(connection):
         done = _recorded_batch(connection, query, batch) if query else _recorded_load(connection, load)
         if done is not None:
@@ -94,14 +94,14 @@ def load_rows(
 
 
 def _recorded_load(connection: apsw.Connection, load: int) -> int | None:
-    """How many rows a load has brought; `None` if it is not recorded."""
+    """Return how many rows a load has written; `None` if it is not recorded."""
     connection.execute(_MAKE_LOADS)
     done = connection.execute(f"SELECT rows FROM {LOADS} WHERE load = ?", (load,)).get
     return None if done is None else int(done)
 
 
 def _recorded_batch(connection: apsw.Connection, query: str, batch: int) -> int | None:
-    """How many rows a query's batch has brought, 0 for one before the last; `None` if it is not recorded."""
+    """Return how many rows a query's batch has written, 0 for one before the last; `None` if it is not recorded."""
     connection.execute(_MAKE_SINKS)
     last = connection.execute(f"SELECT batch, rows FROM {SINKS} WHERE query = ?", (query,)).fetchone()
     if last is None or last[0] < batch:
@@ -110,7 +110,7 @@ def _recorded_batch(connection: apsw.Connection, query: str, batch: int) -> int 
 
 
 class _Counted:
-    """Rows, counted as they pass."""
+    """Counts rows as they are consumed."""
 
     def __init__(self, rows: Iterable[Sequence[Any]]) -> None:
         self._rows = rows
@@ -123,15 +123,15 @@ class _Counted:
 
 
 def _prepare(connection: apsw.Connection, write: TableWrite) -> bool:
-    """See that the table is there; whether to write."""
+    """Check or create the table; return whether to write."""
     known = connection.execute("SELECT name FROM pragma_table_list(?) WHERE schema = 'main'", (write.table,)).get
     if known is not None:
         if write.exists == "error":
             hint = "write with mode append or overwrite, or to another table"
-            raise AlreadyExists("the table exists already", hint=hint, table=write.table)
+            raise AlreadyExists("the table already exists", hint=hint, table=write.table)
         return write.exists != "ignore"
     if not write.create:
-        hint = "make it, or write with the option create"
+        hint = "create it, or write with the option create"
         raise NotFound("the database has no such table", hint=hint, table=write.table)
     declared = [f"{quoted(name)} {kind}" for name, kind in write.columns if name != write.delete]
     if write.keys:
@@ -155,7 +155,7 @@ def _apply(connection: apsw.Connection, write: TableWrite, rows: Iterable[Sequen
     matches = " AND ".join(f"{quoted(key)} = ?" for key in write.keys)
     remove = f"DELETE FROM main.{quoted(write.table)} WHERE {matches}"
     flag = itemgetter(names.index(write.delete))
-    # In the order of the rows: a key may be deleted and come back within one batch.
+    # In the order of the rows: a key may be deleted and inserted again within one batch.
     for is_gone, run in groupby(_with_keys(rows, keys_of, write.keys), key=lambda row: bool(flag(row))):
         if is_gone:
             connection.executemany(remove, ([row[place] for place in keys_of] for row in run))
@@ -164,10 +164,10 @@ def _apply(connection: apsw.Connection, write: TableWrite, rows: Iterable[Sequen
 
 
 def _with_keys(rows: Iterable[Sequence[Any]], keys_of: Sequence[int], keys: Sequence[str]) -> Iterator[Sequence[Any]]:
-    """The rows. One without a key is refused: SQLite takes no two NULLs for the same, so it would come again and again."""
+    """Yield the rows, refusing one without a key: SQLite treats no two NULLs as equal, so each repeat would insert it again."""
     for row in rows:
         if any(row[place] is None for place in keys_of):
-            raise InvalidInput("a row has no key", hint="leave out rows whose key is NULL", keys=list(keys))
+            raise InvalidInput("a row has no key", hint="filter out rows whose key is NULL", keys=list(keys))
         yield row
 
 
@@ -196,7 +196,7 @@ def _transaction(connection: apsw.Connection) -> Iterator[None]:
 
 @contextmanager
 def _explained(write: TableWrite) -> Iterator[None]:
-    """SQLite's errors as ours."""
+    """Translate SQLite's errors to quire's."""
     table = write.table
     try:
         yield
@@ -204,10 +204,14 @@ def _explained(write: TableWrite) -> Iterator[None]:
         if isinstance(error.__cause__, QuireError):
             raise error.__cause__ from None
         if isinstance(error, apsw.ConstraintError):
-            raise Conflict(f"the table refuses a row: {error}", hint="nothing was inserted", table=table) from error
+            raise Conflict(
+                f"the table rejected a row: {error}",
+                hint="fix the row and try again; nothing was inserted",
+                table=table,
+            ) from error
         if isinstance(error, apsw.BusyError | apsw.LockedError):
             raise Overloaded("another connection is writing to the database", hint="try again", table=table) from error
-        hint = "nothing was inserted"
+        hint = "fix the row and try again; nothing was inserted"
         if "ON CONFLICT clause" in str(error):
             hint = f"CREATE UNIQUE INDEX … ON {quoted(table)}({', '.join(map(quoted, write.keys))}) first"
-        raise InvalidInput(f"SQLite refuses: {error}", hint=hint, table=table) from error
+        raise InvalidInput(f"SQLite rejected the statement: {error}", hint=hint, table=table) from error

@@ -1,5 +1,4 @@
-"""Whether the parts in C are built, for who wants to know without loading SQLite: that of the VFS (`vfs_shim.c`), and the
-decoder of leaves (`leaf_columns.c`).
+"""Whether the parts in C are built, without loading SQLite: the VFS shim (`vfs_shim.c`), the leaf decoder (`leaf_columns.c`).
 
 Threads: any. Executor-safe.
 """
@@ -15,18 +14,18 @@ from typing import NamedTuple
 LIBRARY = Path(__file__).with_name("libquirevfs.so")
 SWITCH = "QUIRE_PURE"
 VERSION = 1
-"""Of `vfs_shim.c`: a library that was built from another one is not used."""
+"""Version of `vfs_shim.c`; a library built from another version is not used."""
 
 LEAVES_LIBRARY = Path(__file__).with_name("libquireleaves.so")
 LEAVES_VERSION = 1
-"""Of `leaf_columns.c`."""
+"""Version of `leaf_columns.c`."""
 
 NEEDED = "install a C compiler and sqlite3ext.h (Debian: gcc, libsqlite3-dev)"
 AGAIN = "install quire again"
 
 
 class ShimBuild(NamedTuple):
-    """The library, or why there is none."""
+    """The library, or the reason why there is none."""
 
     path: str = ""
     reason: str = ""
@@ -34,12 +33,12 @@ class ShimBuild(NamedTuple):
 
 
 def shim_build() -> ShimBuild:
-    """The part of the VFS, as of now: the switch is read each time, the library once."""
+    """Return the state of the VFS shim. The switch is read on each call, the library once."""
     return _build(LIBRARY, "quire_shim_version", VERSION)
 
 
 def leaves_build() -> ShimBuild:
-    """The decoder of leaves, as of now."""
+    """Return the state of the decoder of leaves."""
     return _build(LEAVES_LIBRARY, "quire_leaves_version", LEAVES_VERSION)
 
 
@@ -52,11 +51,11 @@ def _build(library: Path, function: str, version: int) -> ShimBuild:
 @cache
 def _examine(path: str, function: str, wanted: int) -> ShimBuild:
     if not os.path.exists(path):
-        return ShimBuild(reason="the C part is not built", remedy=f"{NEEDED}, then {AGAIN}")
+        return ShimBuild(reason="the C extension is not built", remedy=f"{NEEDED}, then {AGAIN}")
     try:
         version = ctypes.CDLL(path)[function]()
     except (AttributeError, OSError) as error:
-        return ShimBuild(reason=f"the C part cannot be loaded: {error}", remedy=AGAIN)
+        return ShimBuild(reason=f"the C extension cannot be loaded: {error}", remedy=AGAIN)
     if version != wanted:
-        return ShimBuild(reason="the C part is of another version of quire", remedy=AGAIN)
+        return ShimBuild(reason="the C extension belongs to another version of quire", remedy=AGAIN)
     return ShimBuild(path)

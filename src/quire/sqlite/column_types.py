@@ -1,16 +1,16 @@
-"""The types of a SQLite table's columns, from what was declared and from a sample of what is stored.
+"""Determines the types of a SQLite table's columns from their declarations and a sample of the stored values.
 
-SQLite takes a declared type as advice, and stores any value in any column. So rows are sampled in all parts of the table:
+SQLite treats a declared type as advice and stores any value in any column. So rows are sampled in all parts of the table:
 
-- The declared type decides if the sample does not contradict it: …INT… is `int64`; …CHAR…, …CLOB…, …TEXT…, …DATE… and …TIME…
+- The declared type is used if the sample does not contradict it: …INT… is `int64`; …CHAR…, …CLOB…, …TEXT…, …DATE… and …TIME…
   are `string`; …BLOB… is `binary`; …REAL…, …FLOA…, …DOUB…, NUMERIC and DECIMAL are `double`; …BOOL… is `bool`.
-- Otherwise, and for columns that declare nothing or anything else, the narrowest type that takes all values of the sample:
-  `int64`, `double` (whole numbers are exact up to 2**53), `string` (numbers as SQLite prints them), `binary` (texts as UTF-8).
-  A column without values is `string`.
+- Otherwise, and for columns without a declared type or with any other, it is the narrowest type that takes all values of the
+  sample: `int64`, `double` (whole numbers are exact up to 2**53), `string` (numbers as SQLite prints them), `binary` (texts as
+  UTF-8). A column without values is `string`.
 
-A value that the sample did not show and that does not fit is a misfit (`arrow_rows.py`).
+A value outside the sample that does not fit is a misfit (`arrow_rows.py`).
 
-Executor-safe. Pure reading.
+Executor-safe. Only reads.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _TAKEN: dict[pa.DataType, frozenset[str]] = {
     pa.string(): frozenset({"integer", "real", "text"}),
     pa.binary(): frozenset({"integer", "real", "text", "blob"}),
 }
-"""What values of SQLite's a type takes; the narrowest first."""
+"""The SQLite types whose values each Arrow type takes, narrowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledColumn:
-    """A column, what was declared, and the types of some of its values, as SQLite's `typeof` says them.
+    """A column, its declared type, and the types of some of its values, as SQLite's `typeof` returns them.
 
     >>> [
     ...     str(SampledColumn("price", "", frozenset(seen)).type)
@@ -66,13 +66,13 @@ class SampledColumn:
         return next(kind for kind, taken in _TAKEN.items() if self.seen <= taken)
 
     def with_values_of(self, other: SampledColumn) -> SampledColumn:
-        """The same column of two databases: a declaration decides if they agree on it."""
+        """Merge the same column of two databases. The declaration is used only if both declare the same type."""
         declared = self.declared if declared_type(self.declared) == declared_type(other.declared) else ""
         return SampledColumn(self.name, declared, self.seen | other.seen)
 
 
 def sampled(connection: apsw.Connection, table: SqliteTable, pages: PageArray) -> list[SampledColumn]:
-    """The columns of a table. Reads some rows in each part of it."""
+    """Return the columns of a table. Reads some rows in each part of it."""
     if not table.columns:
         return []
     kinds = ", ".join(f"typeof({quoted(column.name)})" for column in table.columns)
@@ -93,11 +93,11 @@ def sampled(connection: apsw.Connection, table: SqliteTable, pages: PageArray) -
     ]
 
 
-def united(tables: Iterable[list[SampledColumn]]) -> list[SampledColumn]:
-    """The columns of tables of several databases, in the order in which they are met first."""
+def union_columns(tables: Iterable[list[SampledColumn]]) -> list[SampledColumn]:
+    """Return the columns of tables of several databases, in order of first appearance."""
     columns: dict[str, SampledColumn] = {}
     for table in tables:
         for column in table:
-            known = columns.get(column.name.lower())
-            columns[column.name.lower()] = known.with_values_of(column) if known is not None else column
+            earlier = columns.get(column.name.lower())
+            columns[column.name.lower()] = earlier.with_values_of(column) if earlier is not None else column
     return list(columns.values())

@@ -1,13 +1,14 @@
 """SQLite connections to the databases of a store, and forks of a database at any version that can still be read.
 
-A connection is plain apsw, opened with our VFS: `shop`, or `file:shop?at=monday`, `?epoch=4711`, `?time=2026-01-31T12:00`; an
-attached name is looked up there too. A version other than the newest is for reading, and is held as long as the connection: by
-its snapshot's row, or by a lease. Names are looked up when a connection is opened: renaming a database leaves its connections
-alone. When the store is closed, connections that are still open fail with `SQLITE_IOERR` and the reason. The *keeper* is a
-thread that renews the leases of long read transactions, and gives back versions that nobody reads.
+A connection is a plain apsw connection opened with our VFS: `shop`, or `file:shop?at=monday`, `?epoch=4711`,
+`?time=2026-01-31T12:00`. Attached names are resolved in the same way. A version other than the newest is read-only and is
+held for as long as the connection is open: by its snapshot's row or by a lease. Names are resolved when a connection is
+opened, so renaming a database does not affect its connections. When the store is closed, connections that are still open fail
+with `SQLITE_IOERR` and the reason. The *keeper* is a thread that renews the leases of long read transactions and releases
+versions that are no longer read.
 
-Threads: any; a connection belongs to one at a time. Raises `UnknownDatabase`, `WrongKind`, `UnknownSnapshot`, `SnapshotGone`,
-`OutOfRange`, `InvalidInput`, `ReadOnly`, `NameTaken`, and apsw's errors.
+Threads: any; a connection belongs to one thread at a time. Raises `UnknownDatabase`, `WrongKind`, `UnknownSnapshot`,
+`SnapshotGone`, `OutOfRange`, `InvalidInput`, `ReadOnly`, `NameTaken`, and apsw's errors.
 """
 
 from __future__ import annotations
@@ -47,32 +48,32 @@ from quire.sqlite.vfs_shim import shim_library
 
 KEEPER_SECONDS = 1.0
 RENEW_ROUNDS = 5
-"""Idle versions go within a second or two; leases of 30 s are renewed every five."""
+"""Idle versions are released within a second or two; leases of 30 s are renewed every five."""
 
 SQLITE_PAGE_SIZE = 4096
-"""What SQLite makes a new database with."""
+"""SQLite's default page size for a new database, in bytes."""
 
 CACHE_KIB = 65_536
-"""Pages that a connection keeps itself, at most. SQLite's own 2 MiB are for files: here a page is a call of Python."""
+"""KiB of pages that a connection caches, at most. SQLite's 2 MiB are meant for files: here a page read is a Python call."""
 
 Connection = apsw.Connection
 At = str | int | Epoch | datetime
-"""A snapshot's name or what else `snapshots.find` understands (2 hours ago), an lsn, an epoch, or a time with its zone."""
+"""A snapshot's name or another text that `snapshots.find` accepts (2 hours ago), an lsn, an epoch, or a time with its zone."""
 
 
 _live_files: weakref.WeakKeyDictionary[Connection, LiveFile] = weakref.WeakKeyDictionary()
-"""The main database of each connection that writes."""
+"""The main database of each read-write connection."""
 
 
 def is_usable(connection: Connection) -> bool:
-    """Whether the database of a connection has not failed (M12). If it has, a new connection opens the database anew."""
+    """Return whether the database of a connection has not failed (M12). If it has, a new connection opens it again."""
     file = _live_files.get(connection)
     return file is None or file.is_usable
 
 
 def take_unsynced(connection: Connection) -> PageGuard | None:
-    """The last commit of a connection that did not wait for the disk (`PRAGMA synchronous` below FULL), to be waited for once
-    for all commits before it. None if there was none since the last call."""
+    """Return the last commit of a connection that did not wait for the disk (`PRAGMA synchronous` below FULL), or None if
+    there was none since the last call. Waiting for it once covers all commits before it."""
     file = _live_files.get(connection)
     if file is None:
         return None
@@ -102,59 +103,61 @@ class SqliteDatabases:
         self._shim = None if read_only else shim_library()
         self._vfs = QuireVfs("quire", self._open_file, self._shim)
         self._stopping = threading.Event()
-        # each thread's own: what it has opened last
+        # per thread: the file it opened last
         self._opened = threading.local()
         # guarded by _lock
         self._lock = threading.Lock()
         self._databases: weakref.WeakValueDictionary[int, SharedDatabase] = weakref.WeakValueDictionary()
-        """Those that have connections: without any, the page engine may close the database."""
-        self._lately: dict[int, SharedDatabase] = {}
-        """Those that had one lately: they are kept for the next connection until nobody has committed for a second or two."""
+        """Databases that have connections: without any, the page engine may close the database."""
+        self._recently_used: dict[int, SharedDatabase] = {}
+        """Databases that had a connection recently, kept for the next one until a second or two pass without a commit."""
         self._files: weakref.WeakSet[LiveFile | ReadOnlyFile] = weakref.WeakSet()
         self._keeper: threading.Thread | None = None
         self._closed = False
 
     @property
     def vfs_name(self) -> str:
-        """For `ATTACH 'file:shop?vfs=…'` in a connection that is not ours."""
+        """The name of the VFS, for `ATTACH 'file:shop?vfs=…'` in a connection that we did not open."""
         return self._vfs.name
 
     # ── connecting ────────────────────────────────────────────────────────────────────────────────────────────────────
     def connect(
         self, name: str, *, at: At | None = None, create: bool = False, page_size: int = 0, timeout: float = 5.0
     ) -> Connection:
-        """A connection to a database, to its newest version or to the one that was current `at` a moment."""
+        """Open a connection to a database, to its newest version or to the version that was current `at` a moment."""
         self._check()
         if name == ":memory:":
-            raise InvalidInput("to SQLite this name means a database in memory", hint="use another name", name=name)
+            raise InvalidInput("SQLite reserves this name for databases in memory", hint="use another name", name=name)
         if at is None and not self._read_only:
             return self._connect_newest(name, create, page_size, timeout)
         if create or page_size:
             raise ReadOnly(
-                "a database is made by its owner, without `at`", hint="leave out create and page_size", name=name
+                "only the owner can create a database, and only without `at`",
+                hint="omit create and page_size",
+                name=name,
             )
         if at is None:
             return self._open(name, {}, timeout, read_only=True)
         return self._open(name, _at_parameters(at) | {"immutable": "1"}, timeout, read_only=True)
 
     def fork(self, name: str | int, new_name: str, *, at: At, options: ForkOptions | None = None) -> int:
-        """A new database that begins as another one was `at` a snapshot, an lsn, an epoch or a time; its id."""
+        """Create a database that begins as another one was `at` a snapshot, an lsn, an epoch or a time. Return its id."""
         self._check()
         if self._read_only:
-            raise ReadOnly("a database is forked by its owner", hint='open the store with mode="rw"', name=new_name)
-        _at_parameters(at)  # says what is no version
+            raise ReadOnly("only the owner can fork a database", hint='open the store with mode="rw"', name=new_name)
+        _at_parameters(at)  # raises if `at` does not name a version
         return fork_at(self._manifest, self._engine, name, new_name, at, options)
 
     def rollback(self, name: str, *, to: At) -> RolledBack:
-        """Set a database back to what it was at a snapshot, an lsn, an epoch or a time, as a new version (`rollback.py`)."""
+        """Set a database back to its state at a snapshot, an lsn, an epoch or a time, as a new version (`rollback.py`)."""
         self._check()
         if self._read_only:
-            raise ReadOnly("a database is rolled back by its owner", hint='open the store with mode="rw"', name=name)
-        _at_parameters(to)  # says what is no version
+            raise ReadOnly("only the owner can roll a database back", hint='open the store with mode="rw"', name=name)
+        _at_parameters(to)  # raises if `to` does not name a version
         return roll_back(self._manifest, self._engine, name, to)
 
     def _connect_newest(self, name: str, create: bool, page_size: int, timeout: float) -> Connection:
-        database = self._database(self._made(name) if create else self._find(name))
+        database = self._database(self._find_or_register(name) if create else self._find(name))
         if page_size or database.page_size():
             database.open(page_size)
         connection = self._open(name, {}, timeout)
@@ -170,7 +173,7 @@ class SqliteDatabases:
 
     def _open(self, name: str, parameters: Mapping[str, str], timeout: float, *, read_only: bool = False) -> Connection:
         uri = f"file:{quote(name, safe='')}" + (f"?{urlencode(parameters, quote_via=quote)}" if parameters else "")
-        # ATTACH opens with its connection's flags: where those may create, it makes a database as it would make a file.
+        # ATTACH uses the flags of its connection: with CREATE it makes a database, as it would make a file.
         writing = apsw.SQLITE_OPEN_READWRITE | (apsw.SQLITE_OPEN_CREATE if self._attach_creates else 0)
         access = apsw.SQLITE_OPEN_READONLY if read_only else writing
         self._opened.file, self._opened.main = None, True
@@ -178,7 +181,7 @@ class SqliteDatabases:
             connection = apsw.Connection(uri, flags=access | apsw.SQLITE_OPEN_URI, vfs=self._vfs.name)
         except apsw.CantOpenError as error:
             if isinstance(error.__cause__, QuireError):
-                raise error.__cause__ from None  # whoever calls us knows our errors
+                raise error.__cause__ from None  # callers handle quire's errors, not apsw's
             raise
         finally:
             self._opened.main = False
@@ -188,12 +191,12 @@ class SqliteDatabases:
         connection.set_busy_timeout(int(timeout * 1000))
         if (barrier := self._manifest.barrier) is not None and not read_only:
             _wait_after_commits(connection, barrier)
-        # It reads the schema. A malformed one is met by the first statement, as in SQLite: people connect to repair it
-        # (`PRAGMA writable_schema`). Such a connection keeps SQLite's own cache.
+        # The pragma reads the schema. A malformed schema is reported by the first statement, as in SQLite, so that a user can
+        # connect and repair it (`PRAGMA writable_schema`). Such a connection keeps SQLite's default cache.
         try:
             connection.pragma("cache_size", -CACHE_KIB)
         except apsw.CorruptError as error:
-            if isinstance(error.__cause__, QuireError):  # not the schema: what is stored is damaged
+            if isinstance(error.__cause__, QuireError):  # not the schema: stored data is damaged
                 raise
         return connection
 
@@ -201,8 +204,8 @@ class SqliteDatabases:
         with self._manifest.read() as txn:
             return find_database(txn, name)[0]
 
-    def _made(self, name: str) -> int:
-        """The database of this name, registered if there is none."""
+    def _find_or_register(self, name: str) -> int:
+        """Return the database of this name, registering it if it does not exist."""
         try:
             return self._find(name)
         except UnknownDatabase:
@@ -213,26 +216,26 @@ class SqliteDatabases:
             database = self._databases.get(db_id)
             if database is None:
                 database = self._databases[db_id] = SharedDatabase(db_id, self._engine, self._manifest)
-            self._lately[db_id] = database
+            self._recently_used[db_id] = database
             return database
 
-    # ── what SQLite opens ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── files that SQLite opens ───────────────────────────────────────────────────────────────────────────────────────
     def _open_file(self, name: str, parameters: Mapping[str, str], create: bool) -> tuple[VfsFile, bool]:
-        """The opener of the VFS: for our own connections, and for ATTACH and VACUUM INTO, which alone may create."""
+        """Open a file for the VFS: for our own connections, and for ATTACH and VACUUM INTO, which alone may create."""
         self._check()
-        if _ask(parameters):
-            return self._kept(ReadOnlyFile.fixed(self._version(self._find(name), parameters))), True
+        if _requested_version(parameters):
+            return self._register_file(ReadOnlyFile.fixed(self._version(self._find(name), parameters))), True
         if self._read_only:
-            return self._kept(self._published(self._find(name))), True
+            return self._register_file(self._published(self._find(name))), True
         create = create and not getattr(self._opened, "main", False)
-        database = self._database(self._made(name) if create else self._find(name))
+        database = self._database(self._find_or_register(name) if create else self._find(name))
         file = LiveFile(database, self._vfs, self._shim)
         self._opened.file = weakref.ref(file)
-        return self._kept(file), False
+        return self._register_file(file), False
 
     def _version(self, db_id: int, parameters: Mapping[str, str]) -> PageReader:
-        """A version that stays what it is."""
-        kind, at = next(iter(_ask(parameters).items()))
+        """Open a version that does not change."""
+        kind, at = next(iter(_requested_version(parameters).items()))
         moment = self._manifest.snapshots.find(db_id, at) if kind == "at" else _moment(kind, at, self._manifest.clock)
         if isinstance(moment, SnapshotInfo):
             return self._engine.open_view(db_id, moment.snapshot_id)
@@ -240,8 +243,8 @@ class SqliteDatabases:
             return self._engine.open_published_at(db_id, moment, tags=reader_tags())
         store = self._engine.open(db_id)
         if not isinstance(moment, int) or moment <= store.wal.written.lsn:
-            store.wal.sync()  # what was written may be asked for, and only what is durable can be found
-        return store.open_snapshot(at=moment, tags=reader_tags()).__enter__()  # so that it renews itself
+            store.wal.sync()  # `at` may lie in commits that are written but not durable; only durable ones are found
+        return store.open_snapshot(at=moment, tags=reader_tags()).__enter__()  # entered, so that it renews its lease
 
     def _published(self, db_id: int) -> ReadOnlyFile:
         def newest_lsn() -> int:
@@ -252,38 +255,38 @@ class SqliteDatabases:
         return ReadOnlyFile.published(lambda: self._engine.open_published(db_id, tags=reader_tags()), newest_lsn)
 
     # ── the keeper ────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _kept(self, file: LiveFile | ReadOnlyFile) -> VfsFile:
+    def _register_file(self, file: LiveFile | ReadOnlyFile) -> VfsFile:
         file.vfs = self._vfs
         with self._lock:
             self._files.add(file)
             if self._keeper is None:
-                self._keeper = threading.Thread(target=self._keep, name="quire-sqlite", daemon=True)
+                self._keeper = threading.Thread(target=self._keeper_loop, name="quire-sqlite", daemon=True)
                 self._keeper.start()
         return file
 
-    def _keep(self) -> None:
+    def _keeper_loop(self) -> None:
         rounds = 0
         while not self._stopping.wait(KEEPER_SECONDS):
             rounds += 1
-            self.look_after(renew=rounds % RENEW_ROUNDS == 0)
+            self.run_keeper_round(renew=rounds % RENEW_ROUNDS == 0)
 
-    def look_after(self, *, renew: bool = True) -> None:
-        """One round of the keeper."""
+    def run_keeper_round(self, *, renew: bool = True) -> None:
+        """Run one round of the keeper."""
         with self._lock:
             files, databases = list(self._files), list(self._databases.values())
         for database in databases:
-            if database.newest.rest():
+            if database.newest.drop_if_idle():
                 with self._lock:
-                    self._lately.pop(database.db_id, None)
+                    self._recently_used.pop(database.db_id, None)
         for file in files:
             if renew:
                 file.renew()
             with suppress(QuireError):
                 file.release_idle()
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Take no more connections; those that are open fail from now on."""
+        """Refuse new connections; open ones fail from now on."""
         self._closed = True
         self._stopping.set()
         if self._keeper is not None:
@@ -293,7 +296,7 @@ class SqliteDatabases:
             database.closed = why
         for file in list(self._files):
             file.shut_down(why)
-        self.look_after(renew=False)
+        self.run_keeper_round(renew=False)
 
     def _check(self) -> None:
         if self._pid != os.getpid():
@@ -303,8 +306,11 @@ class SqliteDatabases:
 
 
 def _wait_after_commits(connection: Connection, barrier: Barrier) -> None:
-    """Have every statement that commits wait for the archive (A9). SQLite reports a statement's end after its commit, when its
-    locks are given back, and apsw passes an exception on: the caller hears it of a transaction that is committed."""
+    """Make every statement that commits wait for the archive (A9).
+
+    SQLite reports the end of a statement after its commit, when its locks are released, and apsw propagates an exception from
+    there. So the caller gets the error for a transaction that is committed.
+    """
     ended = weakref.ref(connection)
 
     def after(_: object) -> None:
@@ -315,7 +321,7 @@ def _wait_after_commits(connection: Connection, barrier: Barrier) -> None:
 
 
 def _at_parameters(at: At) -> dict[str, str]:
-    """A version as parameters of a URI.
+    """Return a version as URI parameters.
 
     >>> _at_parameters("monday"), _at_parameters(4711)
     ({'at': 'monday'}, {'epoch': '4711'})
@@ -323,8 +329,8 @@ def _at_parameters(at: At) -> dict[str, str]:
     if isinstance(at, str):
         return {"at": at}
     if isinstance(at, datetime):
-        if at.tzinfo is None:  # a text without a zone is UTC; here nobody knows whose clock was meant
-            raise InvalidInput("a time needs its zone", hint="datetime(…, tzinfo=UTC)", at=str(at))
+        if at.tzinfo is None:  # a text without a zone is UTC; a naive datetime is ambiguous
+            raise InvalidInput("a time needs a time zone", hint="use datetime(…, tzinfo=UTC)", at=str(at))
         return {"time": at.isoformat()}
     if isinstance(at, bool) or not isinstance(at, int | Epoch):
         hint = "a snapshot's name, an lsn, an Epoch, or a datetime"
@@ -332,26 +338,28 @@ def _at_parameters(at: At) -> dict[str, str]:
     return {"epoch": str(at.lsn if isinstance(at, Epoch) else at)}
 
 
-def _ask(parameters: Mapping[str, str]) -> dict[str, str]:
-    """The version that a URI asks for, if it asks for one."""
-    asked = {kind: parameters[kind] for kind in ("at", "epoch", "time") if kind in parameters}
-    if len(asked) > 1:
-        raise InvalidInput("a URI names one version", hint="one of at, epoch, time", asked=", ".join(asked))
-    return asked
+def _requested_version(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return the version that a URI requests, if any."""
+    requested = {kind: parameters[kind] for kind in ("at", "epoch", "time") if kind in parameters}
+    if len(requested) > 1:
+        raise InvalidInput(
+            "a URI can name only one version", hint="use one of at, epoch and time", asked=", ".join(requested)
+        )
+    return requested
 
 
 def _moment(kind: str, text: str, clock: Clock) -> int | datetime:
-    """An lsn or a time, from a URI."""
+    """Return an lsn or a time parsed from a URI."""
     if kind == "time":
         return datetime.fromtimestamp(parse_moment(text, kind, now_ms=clock.now_ms()) / 1000, UTC)
     try:
         return int(text)
     except ValueError:
-        raise InvalidInput(f"the URI's {kind} cannot be read", hint="an lsn", given=text) from None
+        raise InvalidInput(f"the URI's {kind} cannot be read", hint="use an lsn", given=text) from None
 
 
-SET_BACK_AT_ONCE = 1_024
-"""Pages that are read together when a fork is set back."""
+RESTORED_AT_ONCE = 1_024
+"""Pages that are read together while a fork is set back."""
 TAGS = {"hold": "fork"}
 
 
@@ -363,19 +371,19 @@ def fork_at(
     at: At,
     options: ForkOptions | None = None,
 ) -> int:
-    """A new database that begins as another one was `at` a snapshot's name, an lsn, an epoch or a time; its id."""
+    """Create a database that begins as another one was `at` a snapshot's name, an lsn, an epoch or a time. Return its id."""
     with manifest.read() as txn:
         db_id, _ = find_database(txn, name)
     if isinstance(at, str):
-        found = manifest.snapshots.find(db_id, at)
-        if isinstance(found, SnapshotInfo):
-            return engine.fork(db_id, new_name, at=found.snapshot_id, options=options)
-        at = found
+        moment = manifest.snapshots.find(db_id, at)
+        if isinstance(moment, SnapshotInfo):
+            return engine.fork(db_id, new_name, at=moment.snapshot_id, options=options)
+        at = moment
     _require_free(manifest, new_name)
     store = engine.open(db_id)
     lsn = at.lsn if isinstance(at, Epoch) else at
     if not isinstance(lsn, int) or lsn <= store.wal.written.lsn:
-        store.wal.sync()  # what was written may be asked for, and only what is durable can be found
+        store.wal.sync()  # `at` may lie in commits that are written but not durable; only durable ones are found
     with store.open_snapshot(at=at, tags=TAGS) as version:
         if isinstance(version, ViewReader):
             return _from_kept(manifest, engine, db_id, new_name, version, options)
@@ -383,15 +391,15 @@ def fork_at(
 
 
 def unfinished_name(new_name: str) -> str:
-    """What a fork is called while it is set back."""
+    """Return the name of a fork while it is being set back."""
     return f"{new_name}.unfinished"
 
 
 def _require_free(manifest: ManifestStore, name: str) -> None:
-    """Said before anything is done; the manifest asks again when it counts."""
+    """Raise early if a name is taken. The manifest checks again when the fork is committed."""
     check_name("database", name)
     if (db_id := _named(manifest, name)) is not None:
-        raise NameTaken("a database has this name", hint="choose another", name=name, db_id=db_id)
+        raise NameTaken("a database with this name already exists", hint="choose another name", name=name, db_id=db_id)
 
 
 def _named(manifest: ManifestStore, name: str) -> int | None:
@@ -408,7 +416,7 @@ def _anchored(
     version: Snapshot,
     options: ForkOptions | None,
 ) -> int:
-    """Fork a version that the log still holds where it is, without copying; `version` is the lease."""
+    """Fork, without copying, a version that the log still holds. `version` is its lease."""
     engine.flush(db_id)  # a fork pins sealed segments
 
     def fork(db_id: int, anchor: Anchor) -> int:
@@ -425,18 +433,20 @@ def _from_kept(
     version: ViewReader,
     options: ForkOptions | None,
 ) -> int:
-    """Fork the snapshot behind a kept version and set later pages back, under an unfinished name until then: what
-    fails is dropped, and what a crash leaves is seen by `quire ls` and dropped by the next attempt."""
+    """Fork the snapshot behind a kept version and set later pages back. Until that is done the fork has an unfinished name.
+
+    A fork that fails is dropped. One left by a crash is listed by `quire ls` and dropped by the next attempt.
+    """
     snapshot_id = version.view.snapshot_id
-    with engine.open_view(db_id, snapshot_id) as whole:
-        if whole.lsn == version.lsn:
+    with engine.open_view(db_id, snapshot_id) as snapshot:
+        if snapshot.lsn == version.lsn:
             return engine.fork(db_id, new_name, at=snapshot_id, options=options)
         unfinished = unfinished_name(new_name)
         if (left := _named(manifest, unfinished)) is not None:
             manifest.drop_db(left).result()
         fork_id = engine.fork(db_id, unfinished, at=snapshot_id, options=options)
         try:
-            _set_back(engine, fork_id, version, whole)
+            _restore_pages(engine, fork_id, version, snapshot)
             manifest.rename_db(fork_id, new_name).result()
         except BaseException:
             manifest.drop_db(fork_id).result()
@@ -444,22 +454,22 @@ def _from_kept(
     return fork_id
 
 
-def _set_back(engine: PageEngine, fork_id: int, version: ViewReader, whole: ViewReader) -> None:
+def _restore_pages(engine: PageEngine, fork_id: int, version: ViewReader, snapshot: ViewReader) -> None:
     with engine.open(fork_id).begin() as txn:
-        if version.size_pages < whole.size_pages:
+        if version.size_pages < snapshot.size_pages:
             txn.truncate(version.size_pages)
-        pages = list(_changed_since(engine, version, whole))
-        for start in range(0, len(pages), SET_BACK_AT_ONCE):
-            txn.write_pages(version.read_pages(pages[start : start + SET_BACK_AT_ONCE], cold=True))
+        pages = list(_changed_since(engine, version, snapshot))
+        for start in range(0, len(pages), RESTORED_AT_ONCE):
+            txn.write_pages(version.read_pages(pages[start : start + RESTORED_AT_ONCE], cold=True))
         guard = txn.commit()
     guard.result()
 
 
-def _changed_since(engine: PageEngine, version: ViewReader, whole: ViewReader) -> Iterator[int]:
-    """The pages of a version that its snapshot has otherwise: written after it, or cut off."""
-    newest = FrameMap.of(Regions(engine.sources), whole.view.pins, whole.lsn)
+def _changed_since(engine: PageEngine, version: ViewReader, snapshot: ViewReader) -> Iterator[int]:
+    """Yield the pages of a version that differ in its snapshot: written after the version, or truncated."""
+    newest = FrameMap.of(Regions(engine.sources), snapshot.view.pins, snapshot.lsn)
     for page in newest:
         location = newest.find(page)
-        if location is not None and location[0] > version.lsn and page < min(version.size_pages, whole.size_pages):
+        if location is not None and location[0] > version.lsn and page < min(version.size_pages, snapshot.size_pages):
             yield page
-    yield from range(whole.size_pages, version.size_pages)
+    yield from range(snapshot.size_pages, version.size_pages)

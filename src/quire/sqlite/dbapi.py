@@ -1,8 +1,8 @@
-"""The standard library's `sqlite3` on databases of a store: PEP 249, for SQLAlchemy, pandas and whoever else speaks it.
+"""The interface of the standard library's `sqlite3` on databases of a store: PEP 249, for SQLAlchemy, pandas and others.
 
-It behaves as sqlite3 does (docs/sqlite.md has the short list of differences): a transaction begins by itself before the first
-statement that writes, and ends with `commit` or `rollback`; with `isolation_level=None` nothing begins by itself. What is
-underneath, with all of SQLite, is `Connection.apsw`.
+It behaves as sqlite3 does (docs/sqlite.md has the short list of differences): a transaction begins implicitly before the
+first statement that writes, and ends with `commit` or `rollback`; with `isolation_level=None` no transaction begins
+implicitly. `Connection.apsw` is the underlying connection, with all of SQLite.
 
     >>> import tempfile
     >>> from quire.sqlite import dbapi
@@ -14,8 +14,8 @@ underneath, with all of SQLite, is `Connection.apsw`.
     (0,)
     >>> connection.close()
 
-Threads: a connection belongs to one at a time.
-Raises the classes of `errors`, with apsw's error, and ours behind it, as the cause.
+Threads: a connection belongs to one at a time. Raises the classes of `errors`; the cause is apsw's error, whose cause is
+quire's, if any.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ paramstyle = "qmark"
 sqlite_version = _apsw.sqlite_lib_version()
 sqlite_version_info = tuple(int(part) for part in sqlite_version.split("."))
 version, version_info = "2.6.0", (2, 6, 0)
-"""Of sqlite3's interface."""
+"""Version of sqlite3's interface."""
 
 Date, Time, Timestamp, Binary = dt.date, dt.time, dt.datetime, memoryview
 STRING, BINARY, NUMBER, DATETIME, ROWID = str, bytes, int, dt.datetime, int
@@ -117,22 +117,22 @@ STRING, BINARY, NUMBER, DATETIME, ROWID = str, bytes, int, dt.datetime, int
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> int:
-        """SQLite's constants."""
+        """Return one of SQLite's constants."""
 else:
     globals().update(CONSTANTS)
     __all__ += CONSTANTS
 
 
 def DateFromTicks(ticks: float) -> dt.date:  # noqa: N802 - PEP 249 gives the name
-    """The day of a moment, here."""
+    """Return the local date of a moment."""
     return dt.date(*_time.localtime(ticks)[:3])
 
 
 def TimeFromTicks(ticks: float) -> dt.time:  # noqa: N802 - PEP 249 gives the name
-    """The time of day of a moment, here."""
+    """Return the local time of day of a moment."""
     return dt.time(*_time.localtime(ticks)[3:6])
 
 
 def TimestampFromTicks(ticks: float) -> dt.datetime:  # noqa: N802 - PEP 249 gives the name
-    """A moment, here."""
+    """Return a moment in local time."""
     return dt.datetime(*_time.localtime(ticks)[:6])

@@ -1,17 +1,17 @@
-"""Reads an ordinary SQLite database file, with its -wal if there is one, as one consistent array of pages.
+"""Reads an ordinary SQLite database file, with its -wal file if present, as one consistent array of pages.
 
-A *source* is the file at one moment: its pages, and over them the newest images of the log. It is *locked* while SQLite's own
-read transaction is held: what SQLite calls committed is read and verified by `walfile`, and a frame of those that is not good
-is damage, not a torn tail. While frames are committed but not copied into the file, nobody can begin the log anew or copy
-beyond what we see. It is *settled* if all are copied, or there is no log: then the file alone is what we read, and nobody can
-copy more into it.
+A *source* is the file at one moment: its pages, overlaid with the newest images of the log. It is *locked* while SQLite's own
+read transaction is held. Frames that SQLite reports as committed are read and verified by `walfile`; an invalid frame among
+them is damage, not a torn tail. While committed frames have not been copied into the file, no process can restart the log or
+copy frames beyond those the lock sees. A source is *settled* if all frames are copied or there is no log. The file alone is
+then the database, and no process can copy more into it.
 
-Pages are numbered from 0; SQLite's page n is n - 1. What is read is as it is in the file, bytes 18 and 19 too (Q3). Two copies
-of SQLite in one process do not see each other's locks: a file that is open in this process through the standard library's
-`sqlite3` cannot be protected against it.
+Pages are numbered from 0: SQLite's page n is page n - 1 here. Bytes are returned as they are in the file, including bytes 18
+and 19 (Q3). Two copies of SQLite in one process do not see each other's locks: a file that this process also has open through
+the standard library's `sqlite3` cannot be protected against it.
 
-Thread: one. Raises `NotFound`, `InvalidInput` for what is no SQLite database, `Corruption` for a damaged one, `Unavailable` if
-it cannot be locked now, or SQLite must recover it first.
+Threads: one. Raises `NotFound`, `InvalidInput` for a file that is not a SQLite database, `Corruption` for a damaged one, and
+`Unavailable` if it cannot be locked now or SQLite must recover it first.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from quire.sqlite.walfile import FRAME_HEAD, HEADER_BYTES, WalHeader, WalMap, ne
 MAGIC = b"SQLite format 3\x00"
 HEADER_SIZE = 100
 JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
-"""How a rollback journal begins that was not ended."""
+"""The first bytes of a rollback journal that was not finalised."""
 WAL_MODE = 2
-"""In bytes 18 and 19: readers must know of the log."""
+"""Value of bytes 18 and 19 in WAL mode: readers must read the log."""
 BUSY_MS = 5_000
-"""How long a lock is waited for: a program that commits holds its own for milliseconds."""
+"""How long to wait for a lock, in ms. A program that commits holds its own for milliseconds."""
 PENDING_BYTE = 1 << 30
-"""Where SQLite's locks are: the page at this offset is never used."""
+"""Offset of SQLite's locks. The page at this offset is never used."""
 
 RECOVERY_CODES = (apsw.SQLITE_READONLY_ROLLBACK, apsw.SQLITE_READONLY_RECOVERY)
-"""What SQLite says to who may only read and would have to recover first."""
+"""SQLite's errors for a read-only connection that would have to recover the database first."""
 
 _FIELDS = struct.Struct(">HBB")
 _U32 = struct.Struct(">I")
@@ -51,36 +51,36 @@ _U32 = struct.Struct(">I")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DbHeader:
-    """What the first 100 bytes of a database say."""
+    """Fields of the first 100 bytes of a database."""
 
     page_size: int
     write_version: int
     read_version: int
     change_counter: int
     size_pages: int
-    """0 if the header does not say: it was last written by a SQLite of before 2010."""
+    """0 if the field is not valid: the header was last written by a version of SQLite from before 2010."""
 
     @property
     def wal_mode(self) -> bool:
-        """Whether the database keeps a log."""
+        """Whether the database is in WAL mode."""
         return self.read_version == WAL_MODE
 
 
 def parse_db_header(data: bytes, path: str) -> DbHeader:
-    """The header of a database file; `path` is for messages."""
+    """Parse the header of a database file. `path` is for error messages."""
     if len(data) < HEADER_SIZE or not data.startswith(MAGIC):
-        what = "the file is empty" if not data else "the file does not begin as a SQLite database does"
+        what = "the file is empty" if not data else "the file does not start like a SQLite database"
         hint = (
             "write something to it first"
             if not data
-            else "it is something else, or an encrypted database: decrypt it first (with `VACUUM INTO`, say)"
+            else "use a SQLite database file; decrypt an encrypted one first, for example with `VACUUM INTO`"
         )
         raise InvalidInput(what, hint=hint, path=path)
     size, write_version, read_version = _FIELDS.unpack_from(data, 16)
     page_size = PAGE_SIZE_MAX if size == 1 else size
     if page_size < 512 or page_size & (page_size - 1):
         raise Corruption(
-            "the header of the database names no page size", hint="`sqlite3 FILE .recover`", path=path, page_size=size
+            "the database's header has an invalid page size", hint="`sqlite3 FILE .recover`", path=path, page_size=size
         )
     counter, size_pages = _U32.unpack_from(data, 24)[0], _U32.unpack_from(data, 28)[0]
     valid_for = _U32.unpack_from(data, 92)[0]
@@ -95,7 +95,7 @@ def parse_db_header(data: bytes, path: str) -> DbHeader:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What changes when somebody writes into the file: inode, size, time of the last write, SQLite's change counter."""
+    """Values that change when a program writes to the file: inode, size, modification time, and SQLite's change counter."""
 
     inode: int
     size: int
@@ -104,14 +104,17 @@ class Signature:
 
 
 def signature_of(path: str) -> Signature:
-    """The file's signature as it is now; opens it through SQLite's VFS."""
+    """Return the current signature of the file. Opens it through SQLite's VFS."""
     with DbFile(path) as file:
         return file.signature()
 
 
 class DbFile:
-    """A database file, read through SQLite's VFS and locked by nobody: closing a descriptor of our own would drop the locks
-    that SQLite holds on the same file in this process (POSIX locks belong to the process). A context manager."""
+    """A database file, read through SQLite's VFS and not locked. A context manager.
+
+    A descriptor of our own would not do: closing it drops the locks that SQLite holds on the same file in this process (POSIX
+    locks belong to the process).
+    """
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
@@ -124,27 +127,27 @@ class DbFile:
             raise StorageFault("the file cannot be opened", hint="check its owner and mode", path=path) from error
 
     def read_at(self, size: int, offset: int) -> bytes:
-        """Bytes of the file; fewer at its end."""
+        """Return `size` bytes from `offset`; fewer at the end of the file."""
         try:
-            # Asked for more than there is, apsw returns less than there is: it takes zeros at the end for what is missing.
+            # apsw takes trailing zeros for missing bytes: a read beyond the end of the file would return too little.
             size = min(size, self._file.xFileSize() - offset)
             return self._file.xRead(size, offset) if size > 0 else b""
         except apsw.IOError as error:
             raise StorageFault("the file cannot be read", hint="check the disk", path=self.path) from error
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return self._file.xFileSize()
 
     def signature(self) -> Signature:
-        """See `Signature`."""
+        """Return the current `Signature`."""
         status = os.stat(self.path)
         counter = self.read_at(4, 24)
         number = _U32.unpack(counter)[0] if len(counter) == 4 else 0
         return Signature(status.st_ino, status.st_size, status.st_mtime_ns, number)
 
     def close(self) -> None:
-        """Let go of it; SQLite does so when no lock in this process needs it any more."""
+        """Close the file. SQLite closes the descriptor when no lock of this process needs it any more."""
         self._file.xClose()
 
     def __enter__(self) -> Self:
@@ -155,13 +158,13 @@ class DbFile:
 
 
 class ReadLock:
-    """A read transaction of SQLite on a file. Use it as a context manager, or close it."""
+    """A read transaction of SQLite on a file. Use it as a context manager or close it."""
 
     def __init__(self, path: str, header: DbHeader) -> None:
         self.path = path
         self._closing = ExitStack()
         has_log = os.path.exists(path + "-wal") or os.path.exists(path + "-journal")
-        # A database in WAL mode without a log gets an empty one while SQLite looks; only who may write can remove it again.
+        # SQLite creates an empty log for a WAL-mode database without one; only a read-write connection can remove it again.
         flags = apsw.SQLITE_OPEN_READWRITE if header.wal_mode and not has_log else apsw.SQLITE_OPEN_READONLY
         try:
             with self._closing:
@@ -183,7 +186,7 @@ class ReadLock:
         return connection
 
     def frames(self) -> tuple[int, int]:
-        """(committed frames of the log, how many of them are in the file already); -1 where there is no log."""
+        """Return (committed frames of the log, how many of them are already in the file); -1 each if there is no log."""
         try:
             return self._probe.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
         except apsw.Error as error:
@@ -202,16 +205,16 @@ class ReadLock:
 
 def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Unavailable | StorageFault:
     if isinstance(error, apsw.BusyError | apsw.LockedError):
-        hint = "another program holds it: try again, or import while that program is idle"
+        hint = "try again, or wait until the program that holds it is idle"
         return Unavailable("the database cannot be locked for reading now", hint=hint, path=path)
     if getattr(error, "extendedresult", 0) in RECOVERY_CODES:
         hint = f"open it once with SQLite, which recovers it: `sqlite3 {path} 'PRAGMA schema_version'`"
-        return Unavailable("a program died while it was writing this database: it needs recovery", hint=hint, path=path)
+        return Unavailable("a program crashed while writing this database: it needs recovery", hint=hint, path=path)
     if isinstance(error, apsw.CantOpenError | apsw.ReadOnlyError):
         hint = "SQLite needs to write next to the file to lock it; if no program uses the file, use `--no-lock`"
         return Unavailable("the database cannot be locked", hint=hint, path=path, sqlite=str(error))
     if isinstance(error, apsw.NotADBError):
-        return InvalidInput("SQLite does not take the file for a database", hint="it may be encrypted", path=path)
+        return InvalidInput("SQLite does not recognise the file as a database", hint="it may be encrypted", path=path)
     if isinstance(error, apsw.CorruptError):
         return Corruption("SQLite finds the database damaged", hint="`sqlite3 FILE .recover`", path=path)
     hint = "check it with SQLite"
@@ -219,14 +222,14 @@ def _translated(error: apsw.Error, path: str) -> Corruption | InvalidInput | Una
 
 
 class FileSource:
-    """A database file at one moment. Made by `open_source`; a context manager."""
+    """A database file at one moment. Opened by the context manager `open_source`."""
 
     def __init__(self, file: DbFile, lock: ReadLock | None, wal: File | None) -> None:
         self.path = file.path
         self.lock = lock
         self.wal = wal
         self.note = ""
-        """What people should know about the log, if it was not used."""
+        """Why the log was not used, for the user; empty if it was."""
         self._file = file
         self.signature = file.signature()
         self.file_header = parse_db_header(file.read_at(HEADER_SIZE, 0), file.path)
@@ -234,8 +237,8 @@ class FileSource:
         self.wal_seen = size_and_time(wal)
         self.committed, copied = lock.frames() if lock is not None else (-1, -1)
         self.settled = lock is not None and self.committed == copied
-        """Whether the file alone is the database; without a lock nobody knows."""
-        # Read after the frames were asked for: if there are some to read, it stays as it is from then on.
+        """Whether the file alone is the database. False without a lock, since it is unknown then."""
+        # Read after `frames()`: if there are frames to read, the header does not change from then on.
         self.wal_raw = wal.read_at(HEADER_BYTES, 0) if wal is not None else b""
         self.wal_header = self._parse_wal_header()
 
@@ -249,15 +252,15 @@ class FileSource:
 
     @cached_property
     def map(self) -> WalMap | None:
-        """The newest images in the log, if the log adds anything. The first time reads all of it."""
+        """The newest images in the log; None if the log adds nothing. The first access reads the whole log."""
         if self.settled or self.wal is None or self.wal_header is None:
             return None
         upto = self.committed if self.lock is not None else None
         wal_map = newest_pages(self.wal.read_at, self.wal_header, upto)
         if upto is not None and wal_map.end.frame != upto:
             raise Corruption(
-                "the write-ahead log has a frame that is not good",
-                hint="make a copy of the database with `sqlite3 FILE '.backup COPY'` and import that",
+                "the write-ahead log has a damaged frame",
+                hint="copy the database with `sqlite3 FILE '.backup COPY'` and import the copy",
                 path=self.wal.path,
                 frame=wal_map.end.frame + 1,
                 committed=upto,
@@ -278,15 +281,18 @@ class FileSource:
         return wal_map
 
     def check_size(self, size_pages: int) -> None:
-        """Refuse a size that no transaction of the log can have made. A page that is in neither file nor log is free, and a
-        page of the free list names four bytes each of them: more would be zeros that fill the disk."""
+        """Refuse a size that no transaction of the log can have produced.
+
+        A page that is in neither file nor log is on the free list, where a page names one such page per four bytes. More
+        pages than that would be zeros that fill the disk.
+        """
         written = (
             self._file.size() // self.page_size + (self.wal.size() if self.wal is not None else 0) // self.page_size
         )
         if size_pages > (written + 1) * (self.page_size // 4):
             raise Corruption(
-                "the write-ahead log gives the database more pages than can be",
-                hint="make a copy of the database with `sqlite3 FILE '.backup COPY'` and import that",
+                "the write-ahead log gives the database an impossible number of pages",
+                hint="copy the database with `sqlite3 FILE '.backup COPY'` and import the copy",
                 path=self.path,
                 pages=size_pages,
                 written=written,
@@ -304,7 +310,7 @@ class FileSource:
         return size
 
     def read(self, first: int, count: int) -> dict[int, bytes]:
-        """Pages in a row, page → image."""
+        """Return up to `count` consecutive pages as page → image."""
         wanted = range(first, min(first + count, self.size_pages))
         size = self.page_size
         frames = self.map.frames if self.map is not None else {}
@@ -319,7 +325,7 @@ class FileSource:
         return images
 
     def read_page(self, page: int) -> bytes:
-        """One page."""
+        """Return one page."""
         return self.read(page, 1)[page]
 
     def _of_log(self, page: int, frame: int) -> bytes:
@@ -335,17 +341,18 @@ class FileSource:
         )
 
     def _absent(self, page: int, part: bytes) -> bytes:
-        """A page that is neither in the log nor in the file: one that the log's transactions added and never wrote."""
+        """Return a page that is in neither log nor file: zeros if the log's transactions added it without writing it, else
+        raise."""
         if page >= self.file_header.size_pages or page == PENDING_BYTE // self.page_size:
             return part + bytes(self.page_size - len(part))
         raise Corruption(
-            "the file is cut off: a page is missing", hint="take a whole copy", path=self.path, page=page + 1
+            "the file is truncated: a page is missing", hint="use a complete copy", path=self.path, page=page + 1
         )
 
 
 @contextmanager
 def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> Iterator[FileSource]:
-    """A database file for reading, locked unless `lock=False`: then nobody may write to it meanwhile."""
+    """Open a database file for reading. It is locked unless `lock=False`; no program may write to it in the meantime then."""
     disk = disk or OsDisk()
     with ExitStack() as closing:
         file = closing.enter_context(DbFile(path))
@@ -353,7 +360,7 @@ def open_source(path: str, *, lock: bool = True, disk: Disk | None = None) -> It
         held = closing.enter_context(_locked(file, header)) if lock else None
         if held is None:
             _refuse_hot_journal(disk, file.path + "-journal")
-        wal = open_if_there(disk, file.path + "-wal")
+        wal = open_or_none(disk, file.path + "-wal")
         if wal is not None:
             closing.callback(wal.close)
         yield FileSource(file, held, wal)
@@ -364,15 +371,15 @@ def _locked(file: DbFile, header: DbHeader) -> ReadLock:
         return ReadLock(file.path, header)
     except Corruption as error:
         expected = header.size_pages * header.page_size
-        if file.size() < expected:  # SQLite says only that it is damaged
+        if file.size() < expected:  # SQLite reports only that it is damaged
             raise _cut_off(file.path, file.size(), expected) from error
         raise
 
 
 def _cut_off(path: str, size: int, expected: int) -> Corruption:
     return Corruption(
-        "the file is cut off: it is shorter than its header says",
-        hint="take a whole copy; `sqlite3 FILE .recover` saves what is left of this one",
+        "the file is truncated: it is shorter than its header says",
+        hint="use a complete copy; `sqlite3 FILE .recover` saves what is left of this one",
         path=path,
         bytes=size,
         expected=expected,
@@ -380,8 +387,8 @@ def _cut_off(path: str, size: int, expected: int) -> Corruption:
 
 
 def _refuse_hot_journal(disk: Disk, path: str) -> None:
-    """Without a lock we cannot ask SQLite; a journal that was not closed begins with its magic."""
-    journal = open_if_there(disk, path)
+    """Raise if a rollback journal was not finalised: it begins with its magic. Without a lock SQLite cannot check this."""
+    journal = open_or_none(disk, path)
     if journal is None:
         return
     try:
@@ -394,15 +401,15 @@ def _refuse_hot_journal(disk: Disk, path: str) -> None:
 
 
 def size_and_time(file: File | None) -> tuple[int, int]:
-    """Bytes and time of the last change (ns) of a file; zeros if there is none."""
+    """Return size in bytes and modification time in ns of a file; zeros for None."""
     if file is None:
         return 0, 0
     stat = os.fstat(file.fileno())
     return stat.st_size, stat.st_mtime_ns
 
 
-def open_if_there(disk: Disk, path: str) -> File | None:
-    """A file for reading; `None` if there is none."""
+def open_or_none(disk: Disk, path: str) -> File | None:
+    """Open a file for reading; return `None` if it does not exist."""
     try:
         return disk.open(path, write=False)
     except FileNotFoundError:

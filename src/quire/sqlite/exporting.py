@@ -1,9 +1,9 @@
 """Export: any version of a page database becomes an ordinary SQLite file.
 
-The file appears under its name whole, synced and verified, or not at all. Nothing is overwritten unasked, and nothing beside
-which a -wal or -journal lies: SQLite would take it for the new file's.
+The file appears under its name complete, synced and verified, or not at all. A file is overwritten only with `force`, and
+never if a -wal or -journal file is next to it: SQLite would apply that to the new file.
 
-Thread: one. Raises `AlreadyExists`, `InvalidInput` for what holds no SQLite database, `SnapshotGone`, `StorageFault`,
+Threads: one. Raises `AlreadyExists`, `InvalidInput` for a database that is not SQLite's, `SnapshotGone`, `StorageFault`,
 `Corruption`.
 """
 
@@ -26,12 +26,12 @@ from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.importing import STEP_BYTES, Progress, no_progress
 
 VERSIONS = slice(18, 20)
-"""Of the header: what a writer and a reader must know; 1 is a rollback journal, 2 a write-ahead log."""
+"""Write and read version in the header: 1 is a rollback journal, 2 a write-ahead log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export did."""
+    """The result of an export."""
 
     name: str
     path: str
@@ -41,9 +41,9 @@ class Exported:
     epoch: str
     time_ms: int
     sha256: str
-    """Of the file."""
+    """Hash of the file."""
     checked: bool
-    """Whether SQLite's integrity_check found nothing."""
+    """Whether SQLite's integrity_check ran and found nothing."""
 
 
 def export_file(
@@ -58,9 +58,9 @@ def export_file(
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write a database as it is, was at a snapshot, or was `at` an lsn, an epoch or a time, to a SQLite file."""
+    """Write a database to a SQLite file: as it is now, at a snapshot, or `at` an lsn, an epoch or a time."""
     if snapshot is not None and at is not None:
-        raise InvalidInput("a version is a snapshot or a moment, not both", snapshot=snapshot, at=str(at))
+        raise InvalidInput("a version must be a snapshot or a time, not both", snapshot=snapshot, at=str(at))
     path, disk = os.path.abspath(os.fspath(path)), disk or OsDisk()
     _refuse_taken(disk, path, force)
     with _reader(pages, name, snapshot, at) as reader:
@@ -86,26 +86,26 @@ def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | N
 
 
 def _refuse_taken(disk: Disk, path: str, force: bool) -> None:
-    """Refuse to overwrite unasked, and a target beside which a -wal or -journal lies."""
+    """Refuse to overwrite a file without `force`, or to write where a -wal or -journal file is next to the target."""
     if os.path.isdir(path):
-        raise InvalidInput("this is a directory", hint="name the file to write", path=path)
+        raise InvalidInput("the path is a directory", hint="name the file to write", path=path)
     if disk.exists(path) and not force:
-        raise AlreadyExists("the file exists already", hint="say `--force` to replace it", path=path)
+        raise AlreadyExists("the file already exists", hint="use `--force` to replace it", path=path)
     for ending in ("-wal", "-journal"):
         if disk.exists(path + ending):
             raise AlreadyExists(
-                "next to the file is a log of another database",
-                hint="a program uses it, or has died: choose another name, or remove the log",
+                "the file has a write-ahead log of another database next to it",
+                hint="choose another name, or remove the log if no program is using it",
                 path=path + ending,
             )
 
 
 def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, progress: Progress) -> str:
-    temporary = path + TEMPORARY  # what a killed export left is overwritten
+    temporary = path + TEMPORARY  # overwrites what a killed export left
     try:
         file = disk.open(temporary, create=True)
     except FileNotFoundError:
-        raise InvalidInput("the directory does not exist", hint="make it first", path=os.path.dirname(path)) from None
+        raise InvalidInput("the directory does not exist", hint="create it first", path=os.path.dirname(path)) from None
     try:
         try:
             digest = _stream(file, reader, name, progress)
@@ -125,9 +125,11 @@ def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, prog
 
 
 def _stream(file: File, reader: Snapshot, name: str, progress: Progress) -> str:
-    """Write all pages, some MiB at a time; the hash of what was written."""
+    """Write all pages, some MiB at a time, and return the hash of what was written."""
     if not reader.size_pages or not reader.read_page(0).startswith(MAGIC):
-        raise InvalidInput("this version holds no SQLite database", hint="`quire sqlite import` makes one", name=name)
+        raise InvalidInput(
+            "this version holds no SQLite database", hint="create one with `quire sqlite import`", name=name
+        )
     digest, step = hashlib.sha256(), max(STEP_BYTES // reader.page_size, 1)
     file.truncate(0)
     for first in range(0, reader.size_pages, step):
@@ -143,7 +145,7 @@ def _stream(file: File, reader: Snapshot, name: str, progress: Progress) -> str:
 
 
 def without_log(page: bytes) -> bytes:
-    """The first page, as of a database that keeps no log: SQLite opens the file without one, from a read-only disk too."""
+    """Return the first page with WAL mode turned off: SQLite then opens the file without a log, also on a read-only disk."""
     return page[: VERSIONS.start] + b"\x01\x01" + page[VERSIONS.stop :]
 
 
@@ -154,12 +156,13 @@ def _read_back(file: File, expected: str, progress: Progress) -> None:
         offset += len(data)
         progress("verifying", offset, size)
     if digest.hexdigest() != expected:
-        raise Corruption("what was written reads back differently", hint="check the disk", path=file.path)
+        raise Corruption("the exported file does not match the database", hint="check the disk", path=file.path)
 
 
 def _integrity(temporary: str, path: str) -> None:
-    """SQLite's own word on the file."""
-    # A URI keeps SQLite from looking for a log; what people put in paths must not become part of it.
+    """Raise if SQLite's integrity_check finds damage."""
+    # A URI with `immutable` keeps SQLite from looking for a log; every byte is escaped, so no part of the path is taken for
+    # URI syntax.
     uri = "file:" + "".join(f"%{byte:02x}" for byte in os.fsencode(temporary)) + "?immutable=1"
     connection = apsw.Connection(uri, flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
     try:

@@ -1,13 +1,13 @@
 """A database as a file that SQLite reads: pages become bytes at offsets.
 
-`DatabaseFile` is the part that all files share, `ReadOnlyFile` the read-only mode: one version for good, or the newest
+`DatabaseFile` is the part that all files share. `ReadOnlyFile` is the read-only mode: one fixed version, or the newest
 published version at the start of each transaction. `live.py` has the mode that writes, `open_reader` a connection over any
 source of pages.
 
-A connection *pins* a version for the length of a read transaction. The *stamp* is sixteen bytes of the header (change counter,
-sizes) by which SQLite decides whether its cached pages are still valid. SQLite counts pages from 1; its page n is page n - 1
-here. A read beyond the end is short, and SQLite fills it with zeros. Bytes 18 and 19 of the header are always shown as 1,
-because a file imported in WAL mode would not open otherwise (Q3).
+A connection *pins* a version for the duration of a read transaction. The *stamp* is sixteen bytes of the header (change
+counter, sizes) by which SQLite decides whether its cached pages are still valid. SQLite counts pages from 1; its page n is
+page n - 1 here. A read beyond the end is short, and SQLite fills it with zeros. Bytes 18 and 19 of the header are always
+shown as 1, because a file imported in WAL mode would not open otherwise (Q3).
 
 Executor-safe. Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's thread.
 """
@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 import apsw
 
 from quire.core.errors import OutOfRange, QuireError, UnknownDatabase
-from quire.sqlite.pragmas import EPOCH, judge, log_once
+from quire.sqlite.pragmas import EPOCH, answer_pragma, log_once
 from quire.sqlite.vfs import QuireVfs, VfsFile, apsw_error, sqlite_error
 
 POWERSAFE = apsw.SQLITE_IOCAP_POWERSAFE_OVERWRITE
@@ -39,7 +39,7 @@ STAMP = slice(STAMP_OFFSET, STAMP_OFFSET + STAMP_BYTES)
 
 
 class PageReader(Protocol):
-    """One version of a database: a snapshot, a view on an executor, anything with pages."""
+    """One version of a database: a snapshot, a view on an executor, or any other source of pages."""
 
     @property
     def lsn(self) -> int: ...
@@ -56,7 +56,7 @@ class PageReader(Protocol):
 
 
 class LeasedPages(PageReader, Protocol):
-    """A version whose lease may run out."""
+    """A version whose lease may expire."""
 
     @property
     def is_open(self) -> bool: ...
@@ -65,13 +65,13 @@ class LeasedPages(PageReader, Protocol):
 R = TypeVar("R", bound=PageReader)
 
 
-def shown(header: bytes) -> bytes:
-    """The first page as SQLite may see it (Q3)."""
+def with_legacy_header(header: bytes) -> bytes:
+    """Return the first page as SQLite may see it (Q3)."""
     return header if header[_FORMATS] == LEGACY else header[:18] + LEGACY + header[20:]
 
 
 def read_part(read: Callable[[int], bytes], page_size: int, size_pages: int, amount: int, offset: int) -> bytes:
-    """Any bytes of a version; fewer than asked for at its end.
+    """Return any bytes of a version; fewer than requested at its end.
 
     >>> read_part(lambda page: bytes([page]) * 4, 4, 2, 3, 3).hex()
     '000101'
@@ -82,26 +82,26 @@ def read_part(read: Callable[[int], bytes], page_size: int, size_pages: int, amo
     if end <= offset:
         return b""
     first, last = offset // page_size, (end - 1) // page_size
-    pages = [shown(read(page)) if page == 0 else read(page) for page in range(first, last + 1)]
+    pages = [with_legacy_header(read(page)) if page == 0 else read(page) for page in range(first, last + 1)]
     start = offset - first * page_size
     return b"".join(pages)[start : start + end - offset]
 
 
 class DatabaseFile(Generic[R]):
-    """What the live and the read-only file share: reading a pinned version, and pragmas."""
+    """The common part of live and read-only files: reading a pinned version, and pragmas."""
 
     def __init__(self) -> None:
-        # constant once it is opened
+        # constant once opened
         self.vfs: QuireVfs | None = None
-        """Through which it was opened: what a shim calls must live as long as a connection that may call it."""
-        # the connection's
+        """The VFS through which the file was opened: a VFS that a shim calls must outlive every connection that may call it."""
+        # owned by the connection
         self._level = 0
         self._page_size = 0
         self._pin: R | None = None
         self._read: Callable[[int], bytes] = no_pages
         self._seen: tuple[int, bytes] = (-1, b"")
         """(lsn, stamp) of SQLite's cached pages."""
-        # shared with the keeper: whoever takes a pin out owns it
+        # shared with the keeper: the thread that pops a pin owns it
         self._idle: list[R] = []
 
     xDeviceCharacteristics = staticmethod(POWERSAFE.conjugate)  # noqa: N815 - a call that returns a number and no Python runs
@@ -112,7 +112,7 @@ class DatabaseFile(Generic[R]):
         raise NotImplementedError
 
     def _put_pin(self) -> None:
-        """Unpin it; it stays open a moment longer for the next transaction."""
+        """Unpin the version; it stays open for a moment, for the next transaction."""
         pin = self._pin
         if pin is not None:
             self._pin, self._read = None, no_pages
@@ -122,10 +122,10 @@ class DatabaseFile(Generic[R]):
         return self._pin.lsn if self._pin is not None else 0
 
     def renew(self) -> None:
-        """Renew the lease of a read transaction that is under way."""
+        """Renew the lease of the read transaction in progress."""
 
     def release_idle(self) -> None:
-        """Close pins that nobody reads: they would hold back checkpoints."""
+        """Close pins that are not in use: they would hold back checkpoints."""
         while self._idle:
             try:
                 pin = self._idle.pop()
@@ -143,7 +143,7 @@ class DatabaseFile(Generic[R]):
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def xRead(self, amount: int, offset: int) -> bytes:
-        """The bytes at an offset of the version, or of the transaction."""
+        """Return the bytes at an offset of the version, or of the transaction."""
         try:
             if amount == self._page_size and offset:
                 return self._read(offset // amount)
@@ -156,10 +156,10 @@ class DatabaseFile(Generic[R]):
             raise sqlite_error(error) from error
 
     def _stamp(self) -> bytes:
-        """The stamp as SQLite is shown it.
+        """Return the stamp that SQLite is shown.
 
-        SQLite must drop its pages whenever another writer changed the version, and some writers leave the change counter alone
-        (`sqlite follow` copies pages as they are): then the stamp is shown changed.
+        SQLite must drop its cached pages whenever another writer changed the version, and some writers do not change the
+        change counter (`sqlite follow` copies pages unmodified). In that case the stamp is altered.
         """
         lsn, (seen_lsn, seen) = self._pinned_lsn(), self._seen
         if lsn == seen_lsn:
@@ -174,7 +174,7 @@ class DatabaseFile(Generic[R]):
         if self._pin is None and not self._level:
             return self._read_unlocked(amount, offset)
         if amount == self._page_size and not offset and self._size():
-            part = shown(self._read(0))
+            part = with_legacy_header(self._read(0))
         else:
             part = read_part(self._read, self._page_size or 1, self._size(), amount, offset)
         if not offset and len(part) >= STAMP.stop:
@@ -185,7 +185,7 @@ class DatabaseFile(Generic[R]):
         self._seen = (self._pinned_lsn(), stamp)
 
     def _read_unlocked(self, amount: int, offset: int) -> bytes:
-        """SQLite reads the header before it takes any lock."""
+        """Read bytes of the newest version without a lock: SQLite reads the header before it takes any."""
         self._take_pin()
         try:
             return read_part(self._read, self._page_size or 1, self._size(), amount, offset)
@@ -193,51 +193,51 @@ class DatabaseFile(Generic[R]):
             self._put_pin()
 
     def xFileSize(self) -> int:
-        """The size in bytes of the version, or of the transaction."""
+        """Return the size in bytes of the version, or of the transaction."""
         return self._size() * self._page_size
 
     def _size(self) -> int:
         return self._pin.size_pages if self._pin is not None else 0
 
-    # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── other calls ───────────────────────────────────────────────────────────────────────────────────────────────────
     def xFileControl(self, operation: int, pointer: int) -> bool:
-        """Whether the operation was handled here."""
+        """Handle a file control; return whether it was handled here."""
         if operation != PRAGMA:
             return False
         pragma = apsw.VFSFcntlPragma(pointer)
         name, value = pragma.name.lower(), pragma.value
-        verdict = judge(name, value, page_size=self._page_size)
-        if verdict.refusal is not None:
-            pragma.result = verdict.refusal
-            raise apsw_error(apsw.SQLITE_ERROR, verdict.refusal)
-        if verdict.reply is not None:
-            pragma.result = verdict.reply
-        if verdict.note is not None:
-            log_once(name, str(value).strip().lower(), str(verdict.reply), verdict.note)
+        answer = answer_pragma(name, value, page_size=self._page_size)
+        if answer.refusal is not None:
+            pragma.result = answer.refusal
+            raise apsw_error(apsw.SQLITE_ERROR, answer.refusal)
+        if answer.reply is not None:
+            pragma.result = answer.reply
+        if answer.note is not None:
+            log_once(name, str(value).strip().lower(), str(answer.reply), answer.note)
         if value is not None:
             self._pragma_set(name, value)
         elif name == EPOCH:
             pragma.result = str(self._current_lsn())
             return True
-        return verdict.reply is not None
+        return answer.reply is not None
 
     def _pragma_set(self, name: str, value: str) -> None:
-        """SQLite is about to set a pragma."""
+        """Called before SQLite sets a pragma."""
 
     def _current_lsn(self) -> int:
-        """The version that this connection reads, or would read now."""
+        """Return the version that this connection reads, or would read now."""
         raise NotImplementedError
 
     def xSync(self, _: int) -> None:
-        """Nothing: SQLite may still roll back after it (Q1)."""
+        """Do nothing: SQLite may still roll back afterwards (Q1)."""
 
     def xSectorSize(self) -> int:
-        """SQLite's usual."""
+        """Return SQLite's default."""
         return 4096
 
 
 class ReadOnlyFile(DatabaseFile[PageReader]):
-    """The read-only mode; made by `fixed` or `published`."""
+    """A read-only file. Created by `fixed` or `published`."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
         newest_lsn: Callable[[], int] = lambda: 0,
         *,
         version: PageReader | None = None,
-        refusal: str = "the store is open for reading; only its owner writes",
+        refusal: str = "the store is open for reading; only its owner can write",
     ) -> None:
         super().__init__()
         # constant after construction
@@ -254,17 +254,17 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
         self._refusal = refusal
         if version is not None:
             self._use(version)
-            # SQLite takes no locks then and never asks for the stamp.
+            # SQLite then takes no locks and never reads the stamp.
             self.xDeviceCharacteristics = FIXED.conjugate
 
     @classmethod
     def fixed(cls, version: PageReader) -> ReadOnlyFile:
-        """One version that stays what it is; closed with the file."""
+        """Return a file of one version that does not change; the version is closed with the file."""
         return cls(version=version, refusal="this is an earlier version of the database; it cannot be changed")
 
     @classmethod
     def published(cls, open_newest: Callable[[], LeasedPages], newest_lsn: Callable[[], int]) -> ReadOnlyFile:
-        """What the owner of a store has published, at most a second old (P6): each read transaction sees the newest version."""
+        """Return a file of the owner's published versions, at most a second old (P6). Each read transaction sees the newest."""
         return cls(open_newest, newest_lsn)
 
     def _use(self, version: PageReader) -> None:
@@ -284,7 +284,7 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
             self._use(self._idle_pin(self._newest_lsn()) or self._open_newest())
 
     def _idle_pin(self, newest_lsn: int) -> PageReader | None:
-        """The pin of the transaction before, if that is still the newest version."""
+        """Return the pin of the previous transaction, if it is still the newest version."""
         while self._idle:
             try:
                 pin = self._idle.pop()
@@ -301,18 +301,18 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
             self._put_pin()
 
     def xCheckReservedLock(self) -> bool:
-        """Nobody writes here."""
+        """Return False: there is no writer here."""
         return False
 
     def _current_lsn(self) -> int:
         return self._pin.lsn if self._pin is not None else self._newest_lsn()
 
     def xWrite(self, _: bytes, __: int) -> None:
-        """Refused."""
+        """Refuse."""
         raise apsw_error(apsw.SQLITE_READONLY, self._refusal)
 
     def xTruncate(self, _: int) -> None:
-        """Refused."""
+        """Refuse."""
         raise apsw_error(apsw.SQLITE_READONLY, self._refusal)
 
     def xClose(self) -> None:
@@ -322,15 +322,15 @@ class ReadOnlyFile(DatabaseFile[PageReader]):
 
 
 def no_pages(page: int) -> bytes:
-    """Reads nothing: no version is pinned, or it has no pages."""
+    """Raise `OutOfRange`: no version is pinned, or it has no pages."""
     raise OutOfRange("the database has no pages yet", page=page)
 
 
 _numbers = itertools.count(1)
 
 
-class _Shelf:
-    """Sources that are about to be opened, by the name SQLite will ask for; one VFS for all, made when it is first needed."""
+class _PendingSources:
+    """Sources that are about to be opened, by the name that SQLite will open. One VFS for all, created on first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -338,7 +338,7 @@ class _Shelf:
         self._vfs: QuireVfs | None = None
 
     def put(self, source: PageReader) -> tuple[str, str]:
-        """(name of the source, name of the VFS)."""
+        """Register a source; return (name of the source, name of the VFS)."""
         with self._lock:
             self._vfs = self._vfs or QuireVfs("quire-reader", self._open)
             name = f"view-{next(_numbers)}"
@@ -348,16 +348,16 @@ class _Shelf:
     def _open(self, name: str, _: Mapping[str, str], __: bool) -> tuple[VfsFile, bool]:
         source = self._sources.pop(name, None)
         if source is None:
-            hint = "only files of the machine can be attached here, by their path"
-            raise UnknownDatabase("a reader of one version knows no other database", hint=hint, name=name)
+            hint = "attach a file on this machine by its path"
+            raise UnknownDatabase("a reader of one version cannot attach other databases", hint=hint, name=name)
         return ReadOnlyFile.fixed(source), True
 
 
-_shelf = _Shelf()
+_pending_sources = _PendingSources()
 
 
 def open_reader(source: PageReader) -> apsw.Connection:
-    """A read-only connection over a source."""
-    name, vfs = _shelf.put(source)
+    """Open a read-only connection over a source."""
+    name, vfs = _pending_sources.put(source)
     flags = apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     return apsw.Connection(f"file:{name}?immutable=1", flags=flags, vfs=vfs)

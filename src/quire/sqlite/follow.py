@@ -1,22 +1,23 @@
-"""Follows a SQLite database that another program writes: ships its transactions into a page database as they come (Q4).
+"""Follows a SQLite database that another program writes: ships its transactions into a page database as they commit (Q4).
 
-A look is one read transaction of SQLite on the file. The program is not disturbed: nothing is written to its files or locked
-for writing, no transaction is held between two looks, no checkpoint is made. So its log is begun anew when it likes; versions
-between two looks may then be skipped, the state at the end of a look never. What is new is shipped in the best of three ways:
+A look is one read transaction of SQLite on the file. The program is not disturbed: its files are neither written nor locked
+for writing, no transaction is held between two looks, and no checkpoint is made. So the program may restart its log at any
+time. Versions between two looks may then be skipped, but never the state at the end of a look. New data is shipped in the
+best of three ways:
 
-  exact     the log's transactions one by one: the last frame of the position still stands in the log and the log has the same
+  exact     the log's transactions one by one: the last frame of the position is still in the log and the log has the same
             header, or the log is new and the file below it is as it was when the file alone was our version
-  patch     the pages that can have changed are compared and become one commit: the log was begun anew just once, and its new
-            part is shorter than what we knew, so the rest of its former life still stands behind
-  compare   all pages are compared and what differs becomes one commit: in every other case, and always right. So it is where
-            the database has no log, or is not at the lsn of the position (we crashed before it was saved, or somebody else
-            wrote)
+  patch     the pages that can have changed are compared and become one commit: the log was restarted exactly once, and its new
+            part is shorter than what we knew, so the rest of its former contents is still there after it
+  compare   all pages are compared and those that differ become one commit: in every other case, and always correct. This covers
+            a database without a log, and one that is not at the lsn of the position (a crash before it was saved, or another
+            writer)
 
-The *position* is the version of our database that equals the file at some moment, and how the file looked then: a small JSON
-file of the store, written after the commit it belongs to.
+The *position* is the version of our database that equals the file at some moment, and the state of the file at that moment: a
+small JSON file of the store, written after the commit it belongs to.
 
-Thread: one at a time. Raises what `dbfile` does; `ConfigMismatch` if the file's page size changes (a VACUUM can do that),
-`DatabaseTombstoned` if our database is dropped.
+Threads: one at a time. Raises the errors of `dbfile`; `ConfigMismatch` if the file's page size changes (a VACUUM can do
+that), `DatabaseTombstoned` if our database is dropped.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.transaction import PageGuard, WriteTxn
-from quire.sqlite.dbfile import FileSource, Signature, open_if_there, open_source, signature_of, size_and_time
+from quire.sqlite.dbfile import FileSource, Signature, open_or_none, open_source, signature_of, size_and_time
 from quire.sqlite.importing import (
     Progress,
-    bring_some,
+    import_pages,
     import_source,
     name_for,
     no_progress,
@@ -63,12 +64,12 @@ from quire.sqlite.walfile import (
 
 FORMAT = 1
 RACY_NS = 100_000_000
-"""A time of change younger than this does not tell the next one: clocks of file systems tick every few milliseconds."""
+"""A modification time younger than this cannot reveal a later change: clocks of file systems tick every few milliseconds."""
 NOWHERE = -1
 
 
 class FollowPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a database has followed a SQLite file. A position whose lsn is not the database's is worth nothing."""
+    """How far a database has followed a SQLite file. It is valid only while its lsn is the database's."""
 
     format: int = FORMAT
     path: str
@@ -78,39 +79,38 @@ class FollowPosition(msgspec.Struct, frozen=True, kw_only=True):
     mtime_ns: int
     change_counter: int
     settled: bool
-    """Whether the file alone, without its log, was that version, and its time of change was old enough to tell later
-    changes."""
+    """Whether the file alone, without its log, was that version, and its modification time was old enough to reveal changes."""
     wal_header: str = ""
-    """The 32 bytes at the beginning of the log, in hex."""
+    """The first 32 bytes of the log, in hex."""
     frame: int = NOWHERE
     checksum: tuple[int, int] = (0, 0)
     wal_bytes: int = 0
     wal_mtime_ns: int = 0
-    """How the log looked before it was read, if it was quiet; else 0."""
+    """Size and modification time of the log before it was read, if it was not being written; else 0."""
 
     @property
     def file(self) -> Signature:
-        """How the file looked."""
+        """The signature of the file."""
         return Signature(self.inode, self.size, self.mtime_ns, self.change_counter)
 
     @property
     def header(self) -> WalHeader | None:
-        """The log's header, if it was one."""
+        """The log's header, if it was valid."""
         header = parse_header(bytes.fromhex(self.wal_header))
         return header if isinstance(header, WalHeader) else None
 
     @property
     def place(self) -> VerifiedFrame | None:
-        """Behind the last frame that is part of it."""
+        """The position after the last frame that is part of it."""
         return None if self.frame == NOWHERE else VerifiedFrame(self.frame, self.checksum)
 
 
 def position_of(
     source: FileSource, lsn: int, end: VerifiedFrame | None, *, began_ns: int, now_ns: int
 ) -> FollowPosition:
-    """The position of a source that is our version `lsn` now; `end` is the last frame that was read, if one was.
+    """Return the position of a source that equals our version `lsn`; `end` is the last frame that was read, if any.
 
-    `began_ns` is from before the source was opened: its log, unlike the file, may be written to while it is read.
+    `began_ns` is from before the source was opened: its log, unlike the file, may be written while it is read.
     """
     place = end if end is not None else _end_of(source)
     seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
@@ -132,18 +132,18 @@ def position_of(
 
 
 def _end_of(source: FileSource) -> VerifiedFrame | None:
-    """Behind the last committed frame, where the log was not read because the file holds all of it."""
+    """Return the position after the last committed frame; the log was not read if the file holds all of it."""
     if source.map is not None:
         return source.map.end
     if source.wal is None or source.wal_header is None or source.committed <= 0:
         return None
     frame = frame_at(source.wal.read_at, source.wal_header, source.committed)
-    # The log may be begun anew at any time now; then its frames are others than its header, as we read it, says.
+    # The log may be restarted at any time now; its frames then no longer match the header that was read.
     return frame[1] if frame is not None and frame[0] == source.wal_header.salts else None
 
 
 def frame_at(read_at: ReadAt, header: WalHeader, frame: int) -> tuple[bytes, VerifiedFrame] | None:
-    """(salts, place) of what stands in the log where a frame is or would be; `None` beyond its end."""
+    """Return (salts, place) of what the log has where a frame is or would be; `None` beyond its end."""
     data = read_at(FRAME_HEAD_BYTES, header.offset(frame))
     if len(data) < FRAME_HEAD_BYTES:
         return None
@@ -151,8 +151,8 @@ def frame_at(read_at: ReadAt, header: WalHeader, frame: int) -> tuple[bytes, Ver
     return salts, VerifiedFrame(frame, (first, second))
 
 
-def stands_at(read_at: ReadAt, position: FollowPosition) -> bool:
-    """Whether the last frame of a position is still where it was."""
+def position_is_intact(read_at: ReadAt, position: FollowPosition) -> bool:
+    """Return whether the last frame of a position is still where it was."""
     header, place = position.header, position.place
     if header is None or place is None:
         return False
@@ -160,7 +160,7 @@ def stands_at(read_at: ReadAt, position: FollowPosition) -> bool:
 
 
 def load(disk: Disk, root: str, db_id: int) -> FollowPosition | None:
-    """The position of a database; `None` if there is none, or none that can be understood."""
+    """Return the position of a database; `None` if there is none or it cannot be decoded."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     try:
         position = msgspec.json.decode(read_all(disk, path), type=FollowPosition)
@@ -174,30 +174,30 @@ def load(disk: Disk, root: str, db_id: int) -> FollowPosition | None:
 
 
 def save(disk: Disk, root: str, db_id: int, position: FollowPosition) -> None:
-    """Remember it."""
+    """Save the position of a database."""
     path = os.path.join(root, FollowFile(db_id=db_id).path)
     disk.make_dirs(os.path.dirname(path))
     write_atomic(disk, path, msgspec.json.encode(position) + b"\n")
 
 
 INTERVAL_SECONDS = 0.25
-"""Between two looks. A look at a file that has not changed reads a few bytes."""
+"""Seconds between two looks. A look at a file that has not changed reads a few bytes."""
 PAUSE_SECONDS_MAX = 0.1
-"""How long it takes at most to hear that it is to stop."""
+"""The longest single sleep, in seconds, which bounds how long stopping takes."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Followed:
-    """What a follower has done so far."""
+    """The work of a follower so far."""
 
     looks: int = 0
-    """That found something new."""
+    """Looks that found a change."""
     transactions: int = 0
-    """Shipped one by one."""
+    """Transactions shipped one by one."""
     patches: int = 0
     compares: int = 0
     pages: int = 0
-    """Written."""
+    """Pages written."""
     lsn: int = 0
 
 
@@ -216,7 +216,7 @@ class Follower:
         clock: Clock | None = None,
         progress: Progress = no_progress,
     ) -> None:
-        """`root` is the store's directory; `name` is that of the database, made if need be: else as the file is called."""
+        """`root` is the store's directory. `name` is the database, created if needed; by default it is named after the file."""
         # constant after construction
         self.path = os.path.abspath(os.fspath(path))
         self.name = name or name_for(self.path)
@@ -226,16 +226,16 @@ class Follower:
         self._disk = disk or OsDisk()
         self._clock = clock or SystemClock()
         self._progress = progress
-        # the thread's
+        # owned by the follower's thread
         self.done = Followed()
         self._target: PageStore | None = None
         self._position: FollowPosition | None = None
         self.trouble = ""
-        """Why it does not get on, if it does not."""
+        """Why it makes no progress; empty if it does."""
 
     # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def run(self, stop: threading.Event, interval: float = INTERVAL_SECONDS) -> Followed:
-        """Look again and again until `stop` is set; waits for a file that is locked, to be recovered, empty or not there."""
+        """Look repeatedly until `stop` is set. Waits for a file that is locked, needs recovery, is empty or does not exist."""
         while not stop.is_set():
             try:
                 self.look()
@@ -246,15 +246,19 @@ class Follower:
         return self.done
 
     def _report(self, error: QuireError, level: str, event: str) -> None:
-        """Keep and emit a trouble, once for as long as it stays the same."""
+        """Store and emit an error, once while it stays the same."""
         if str(error) != self.trouble:
             self.trouble = str(error)
             emit(level, event, path=self.path, database=self.name, reason=error.what)
 
     def look(self) -> bool:
-        """Ship what is new; whether there was anything."""
+        """Ship what is new and return whether there was anything."""
         if not os.path.exists(self.path) or not os.path.getsize(self.path):
-            raise NotFound("there is no database yet", hint="a program has to make it", path=self.path)
+            raise NotFound(
+                "the database file does not exist yet or is empty",
+                hint="start the program that creates it",
+                path=self.path,
+            )
         if self._is_unchanged():
             return False
         began_ns = self._clock.now_ms() * 1_000_000
@@ -265,6 +269,8 @@ class Follower:
             after = target.durable_version()[0]
             hit("sqlite.follow.committed")
             now_ns = self._clock.now_ms() * 1_000_000
+            # After the commit: if a crash comes in between, the stored position is not at the database's lsn, and pages are
+            # compared.
             position = position_of(source, after, end, began_ns=began_ns, now_ns=now_ns)
             save(self._disk, self._root, target.db_id, position)
             hit("sqlite.follow.positioned")
@@ -274,24 +280,24 @@ class Follower:
         return after != before
 
     def _open_target(self, source: FileSource) -> PageStore:
-        """The database; by name and made if need be the first time, then that very one, whatever it is called."""
+        """Return the database: the first time by name, creating it if needed, then the same database even if it is renamed."""
         if self._target is not None:
             require_page_size(self.name, self._target.page_size, source.page_size)
             self._target = self._pages.open(self._target.db_id)
             return self._target
         target, created = target_for(self._manifest, self._pages, self.name, source.page_size)
         if not created:
-            known = load(self._disk, self._root, target.db_id)
-            self._position = known if known is not None and known.path == self.path else None
+            stored = load(self._disk, self._root, target.db_id)
+            self._position = stored if stored is not None and stored.path == self.path else None
         self._target = target
         return target
 
     def _is_unchanged(self) -> bool:
-        """Whether the file is where the position says, by a few bytes of it and of its log; no lock is needed to know."""
+        """Return whether the file is at the position, by a few bytes of it and of its log. No lock is needed for this."""
         position = self._valid_position()
         if position is None:
             return False
-        wal = open_if_there(self._disk, self.path + "-wal")
+        wal = open_or_none(self._disk, self.path + "-wal")
         try:
             raw = wal.read_at(HEADER_BYTES, 0) if wal is not None else b""
             if raw.hex() != position.wal_header:
@@ -299,16 +305,16 @@ class Follower:
             header, place = position.header, position.place
             if wal is not None and header is not None and place is not None:
                 following = frame_at(wal.read_at, header, place.frame + 1)
-                return stands_at(wal.read_at, position) and (following is None or following[0] != header.salts)
+                return position_is_intact(wal.read_at, position) and (following is None or following[0] != header.salts)
             if raw and size_and_time(wal) != (position.wal_bytes, position.wal_mtime_ns):
-                return False  # without a place only that tells whether somebody has committed behind this header
+                return False  # without a place only size and time reveal a commit after this header
         finally:
             if wal is not None:
                 wal.close()
         return position.settled and position.file == signature_of(self.path)
 
     def _valid_position(self) -> FollowPosition | None:
-        """The stored position, or `None` if there is a gap and pages must be compared."""
+        """Return the stored position, or `None` if there is a gap and pages must be compared."""
         position, target = self._position, self._target
         if position is None or target is None or target.durable_version()[0] != position.lsn:
             return None
@@ -316,25 +322,25 @@ class Follower:
 
     # ── shipping ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _ship(self, target: PageStore, source: FileSource) -> VerifiedFrame | None:
-        """Make our database what the source is; the last frame that is part of it, where that is known from reading."""
+        """Make our database equal to the source. Return the last frame that is part of it, if known from reading."""
         start = self._start_of(source)
         if start is not None:
             end = self._exact(target, source, start)
             if end.frame == source.committed:
                 return end
-        elif (suspects := self._suspects(source)) is not None:
-            brought = bring_some(target, source, suspects)
+        elif (possibly_changed := self._possibly_changed_pages(source)) is not None:
+            written = import_pages(target, source, possibly_changed)
             self.done.patches += 1
-            self.done.pages += brought.changed_pages
+            self.done.pages += written.changed_pages
             return None
-        brought = import_source(target, source, self._progress)
+        written = import_source(target, source, self._progress)
         self.done.compares += 1
-        self.done.pages += brought.changed_pages
-        emit("info", "sqlite.follow.compared", path=self.path, **asdict(brought))
+        self.done.pages += written.changed_pages
+        emit("info", "sqlite.follow.compared", path=self.path, **asdict(written))
         return None
 
     def _start_of(self, source: FileSource) -> VerifiedFrame | None:
-        """Where an exact look begins; `None` if it cannot be exact."""
+        """Return where an exact look begins; `None` if it cannot be exact."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None or source.committed <= 0:
             return None
@@ -342,14 +348,14 @@ class Follower:
             return None
         if header == position.header:
             place = position.place
-            intact = place is not None and stands_at(source.wal.read_at, position)
+            intact = place is not None and position_is_intact(source.wal.read_at, position)
             return place if intact and place is not None and place.frame <= source.committed else None
         if position.settled and position.file == source.signature:
             return header.start
         return None
 
     def _exact(self, target: PageStore, source: FileSource, start: VerifiedFrame) -> VerifiedFrame:
-        """Ship transactions from the log behind a place; the last commit that was found good."""
+        """Ship transactions from the log after a position and return the last commit found good."""
         assert source.wal is not None
         assert source.wal_header is not None
         txn: WriteTxn | None = None
@@ -370,7 +376,7 @@ class Follower:
             if txn is not None:
                 txn.rollback()
             if guard is not None:
-                guard.result()  # of the last: it makes all before it durable too
+                guard.result()  # the last commit: all before it are durable with it
         return end
 
     def _commit(self, txn: WriteTxn, block: FrameBlock, first: int, commit: int) -> PageGuard:
@@ -382,13 +388,13 @@ class Follower:
         return txn.commit()
 
     def _write(self, txn: WriteTxn, block: FrameBlock, first: int, stop: int) -> None:
-        """Of several images of a page the last one counts."""
+        """Write frames of a block; of several images of a page the last one counts."""
         images = {page - 1: index for index, page in zip(range(first, stop), block.pages[first:stop].tolist())}
         txn.write_pages({page: block.image(index) for page, index in images.items()})
         self.done.pages += len(images)
 
-    def _suspects(self, source: FileSource) -> set[int] | None:
-        """All pages that can have changed, if the log was begun anew just once; else `None`."""
+    def _possibly_changed_pages(self, source: FileSource) -> set[int] | None:
+        """Return all pages that can have changed if the log was restarted exactly once; else `None`."""
         position, header = self._valid_position(), source.wal_header
         if position is None or header is None or source.wal is None:
             return None
@@ -397,7 +403,7 @@ class Follower:
             former is None
             or place is None
             or not _follows(header, former)
-            or not stands_at(source.wal.read_at, position)
+            or not position_is_intact(source.wal.read_at, position)
         ):
             return None
         if not 0 <= source.committed < place.frame:
@@ -409,24 +415,27 @@ class Follower:
             end = block.place(len(block) - 1)
         behind = frame_at(source.wal.read_at, former, end.frame + 1)
         if behind is None or behind[0] in (former.salts, header.salts):
-            return None  # the log was cut, or written over: what stood there nobody knows
+            return None  # the log was truncated or overwritten: its former frames are unknown
         frames = 0
         for block in blocks(source.wal.read_at, header, header.start, source.committed):
             pages.update(block.pages.tolist())
             frames += len(block)
         if frames != source.committed or source.wal.read_at(HEADER_BYTES, 0) != source.wal_raw:
-            return None  # it was begun anew once more while we read
+            return None  # the log was restarted again during this read
         return {page - 1 for page in pages}
 
 
 def _pause(stop: threading.Event, seconds: float) -> None:
-    """Sleep, or until `stop` is set. Not by waiting for it: whoever sets it may be a signal handler in this very thread."""
+    """Sleep until `seconds` have passed or `stop` is set.
+
+    Polls instead of waiting for the event: it may be set by a signal handler in this very thread.
+    """
     until = time.monotonic() + seconds
     while not stop.is_set() and (left := until - time.monotonic()) > 0:
         time.sleep(min(left, PAUSE_SECONDS_MAX))
 
 
 def _follows(header: WalHeader, former: WalHeader) -> bool:
-    """Whether a log was begun anew just once: SQLite then adds one to the first salt and draws the second."""
+    """Return whether a log was restarted exactly once: SQLite then adds one to the first salt and draws a new second one."""
     salt, before = (int.from_bytes(log.salts[:4]) for log in (header, former))
     return salt == (before + 1) % (1 << 32) and header.page_size == former.page_size

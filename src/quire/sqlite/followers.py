@@ -1,14 +1,14 @@
-"""SQLite files that the owner of a store follows by itself, each in a thread, until it is told to stop or closes.
+"""SQLite files that the owner of a store follows in the background, one thread per file, until stopped or closed.
 
-A row of the manifest keeps a file after its first look has succeeded: who opens the store to serve it goes on with it, from
-the position that its follower has saved. Stopping removes the row first: a crash in between leaves a follower that ends with
-the process. A file that is gone, locked or empty is waited for, and so is a fault of the disk. What no waiting mends (another
-page size, the database dropped) ends the follower; the row stays, and its `trouble` says why.
+A file gets a row in the manifest after its first look has succeeded. A server that opens the store later resumes it from the
+position that its follower saved. Stopping removes the row first: a crash in between leaves a follower that ends with the
+process. A follower waits for a file that is missing, locked or empty, and after a fault of the disk. An error that waiting
+does not fix (another page size, the database dropped) ends the follower; the row stays, and its `trouble` gives the reason.
 
-Files that quire.toml names (`[[follow]]`) are entered when a server begins, and taken out with it: the file need not exist
-yet. A database that cannot follow its file is reported, and the others are followed.
+Files named in quire.toml (`[[follow]]`) get their rows when a server starts, which also removes the rows of files that it no
+longer names; such a file need not exist yet. A database that cannot follow its file is reported, and the others are followed.
 
-Threads: any; one for each file. Raises what a look does, `NotFound`, `Conflict`, `StoreClosed`.
+Threads: any; one for each file. Raises the errors of a look, `NotFound`, `Conflict`, `StoreClosed`.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from quire.sqlite.follow import INTERVAL_SECONDS, Followed, Follower
 from quire.sqlite.importing import name_for
 
 RETRY_SECONDS = 5.0
-"""After a fault of the disk."""
+"""Seconds to wait after a fault of the disk."""
 
 
 class FollowedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is kept, and what its follower does."""
+    """A file that is followed, and the state of its follower."""
 
     db_id: int
     database: str
@@ -44,13 +44,13 @@ class FollowedFile(msgspec.Struct, frozen=True, kw_only=True):
     interval_seconds: float
     since_ms: int
     running: bool
-    """Whether this process follows it now."""
+    """Whether this process is following it now."""
     trouble: str = ""
-    """Why it does not get on, if it does not."""
+    """Why it makes no progress; empty if it does."""
     done: Followed | None = None
-    """Since this process began."""
+    """Work done since this process started."""
     configured: bool = False
-    """By quire.toml."""
+    """Whether quire.toml names it."""
 
 
 class _Task:
@@ -99,14 +99,14 @@ class FileFollowers:
     def follow(
         self, path: str | os.PathLike[str], name: str = "", *, interval_seconds: float = INTERVAL_SECONDS
     ) -> FollowedFile:
-        """Take over what a SQLite file has, and go on with what comes, until `stop`; also after a restart of the server."""
+        """Import a SQLite file and keep following it until `stop`, also after a restart of the server."""
         follower = self._follower(os.fspath(path), name)
-        known = next((file for file in self.files() if file.database == follower.name), None)
-        if known is None:
-            follower.look()  # without the lock: the first one may take minutes
-        elif known.path != follower.path:
-            hint = f"`quire sqlite unfollow {known.database}` first, or follow under another name"
-            raise Conflict("the database follows another file", hint=hint, path=known.path)
+        followed = next((file for file in self.files() if file.database == follower.name), None)
+        if followed is None:
+            follower.look()  # without the lock: the first look may take minutes
+        elif followed.path != follower.path:
+            hint = f"run `quire sqlite unfollow {followed.database}` first, or follow under another name"
+            raise Conflict("the database follows another file", hint=hint, path=followed.path)
         with self._lock:
             self._require_open()
             with self._manifest.read() as txn:
@@ -118,55 +118,56 @@ class FileFollowers:
         return self.file(follower.name)
 
     def stop(self, name: str) -> FollowedFile:
-        """Follow a database's file no more; what was followed. The database stays as it is."""
+        """Stop following a database's file, and return what was followed. The database stays as it is."""
         followed = self.file(name)
         if followed.configured:
-            hint = "take its [[follow]] out of quire.toml, and restart the server"
-            raise Conflict("quire.toml says that the database follows this file", hint=hint, path=followed.path)
+            hint = "remove its [[follow]] block from quire.toml, and restart the server"
+            raise Conflict("the database follows this file because of quire.toml", hint=hint, path=followed.path)
+        # The row first: a crash in between leaves a follower that ends with the process.
         self._manifest.submit([FollowSqliteFile(followed.db_id)]).result()
         with self._lock:
             self._end(followed.db_id)
         return msgspec.structs.replace(followed, running=False)
 
     def resume(self) -> list[FollowedFile]:
-        """Go on with every file that is kept, and begin with those that quire.toml names; what a server does when it begins."""
+        """Resume every file that has a row and start those that quire.toml names. Called when a server starts."""
         with self._lock:
             self._require_open()
             self._configure()
-            for known in self.files():
-                if known.db_id not in self._tasks:
-                    follower = self._follower(known.path, known.database)
-                    self._begin(known.db_id, follower, known.interval_seconds)
+            for followed in self.files():
+                if followed.db_id not in self._tasks:
+                    follower = self._follower(followed.path, followed.database)
+                    self._begin(followed.db_id, follower, followed.interval_seconds)
         return self.files()
 
     def _configure(self) -> None:
-        """Make the rows of configured files what quire.toml says. REQUIRES the lock."""
+        """Make the rows of configured files match quire.toml. REQUIRES the lock."""
         wanted = {}
         for entry in self._configured:
             path = os.path.normpath(os.path.join(os.path.abspath(self._root), entry.file))
             wanted[entry.database or name_for(path)] = (path, entry.interval_seconds)
-        known = {file.database: file for file in self.files()}
-        for name, file in known.items():
+        by_name = {file.database: file for file in self.files()}
+        for name, file in by_name.items():
             if file.configured and name not in wanted:
                 self._manifest.submit([FollowSqliteFile(file.db_id)]).result()
         for name, (path, seconds) in wanted.items():
-            kept = known.get(name)
+            kept = by_name.get(name)
             if kept is not None and (kept.path, kept.interval_seconds, kept.configured) == (path, seconds, True):
                 continue
             try:
-                db_id = self._made(name)
+                db_id = self._find_or_register(name)
                 self._manifest.submit([FollowSqliteFile(db_id, path, round(seconds * 1000), configured=True)]).result()
-            except QuireError as error:  # the name of a stream, say: the others are followed
+            except QuireError as error:  # the name of a stream, for example: the others are followed
                 emit("error", "sqlite.follow.refused", path=path, database=name, reason=str(error))
 
-    def _made(self, name: str) -> int:
-        """The database of this name, made if there is none: its first page decides the page size."""
+    def _find_or_register(self, name: str) -> int:
+        """Return the database of this name, creating it if it does not exist. Its first page fixes the page size."""
         with suppress(UnknownDatabase), self._manifest.read() as txn:
             return txn.database_id(name)
         return self._manifest.register_db(name, DbKind.PAGES)
 
     def files(self) -> list[FollowedFile]:
-        """The files that are kept, by the names of their databases."""
+        """Return all followed files, sorted by database name."""
         with self._manifest.read() as txn:
             rows = [(key[0], row, txn.database(key[0])) for key, row in txn.scan(t.FOLLOWED_FILES)]
         kept = [
@@ -186,14 +187,14 @@ class FileFollowers:
         return sorted(kept, key=lambda file: file.database)
 
     def file(self, name: str) -> FollowedFile:
-        """What a database follows; raises if it follows nothing."""
-        for known in self.files():
-            if known.database == name:
-                return known
-        raise NotFound("the database follows no file", hint="`quire sqlite follow FILE DB` begins it", database=name)
+        """Return the file that a database follows. Raises `NotFound` if there is none."""
+        for followed in self.files():
+            if followed.database == name:
+                return followed
+        raise NotFound("the database follows no file", hint="`quire sqlite follow FILE DB` follows one", database=name)
 
     def close(self) -> None:
-        """End the threads; the files stay kept."""
+        """End the threads. The rows of the files stay."""
         with self._lock:
             self._closed = True
             for db_id in list(self._tasks):
@@ -203,12 +204,12 @@ class FileFollowers:
         return Follower(manifest=self._manifest, pages=self._pages(), root=self._root, path=path, name=name)
 
     def _begin(self, db_id: int, follower: Follower, interval_seconds: float) -> None:
-        """REQUIRES the lock."""
+        """Start a follower. REQUIRES the lock."""
         self._tasks[db_id] = task = _Task(follower, interval_seconds)
         task.thread.start()
 
     def _end(self, db_id: int) -> None:
-        """REQUIRES the lock."""
+        """End a follower and wait for its thread. REQUIRES the lock."""
         task = self._tasks.pop(db_id, None)
         if task is not None:
             task.stop.set()

@@ -1,7 +1,7 @@
-"""Functions for SQL that a package of Python's brings along, by name: `django` has those that Django's queries use.
+"""SQL functions that an installed Python package provides, by name: `django` has those that Django's queries use.
 
-A pack is an entry point of the group `quire.sql_functions`: a function that is given a connection of PEP 249 and defines them
-on it. So a server can define what its clients' queries need, without code that travels.
+A pack is an entry point of the group `quire.sql_functions`: a function that takes a PEP 249 connection and defines the
+functions on it. So a server can define what its clients' queries need without receiving code from them.
 
 Threads: any.
 """
@@ -21,7 +21,7 @@ Pack = Callable[[Connection], None]
 
 
 def define_functions(connection: apsw.Connection, name: str) -> bool:
-    """Define the functions of a pack on a connection; False if it, or what it needs, is not installed."""
+    """Define the functions of a pack on a connection; return False if the pack or a package it needs is not installed."""
     pack = _pack(name)
     if pack is not None:
         pack(wrap(connection))
@@ -33,7 +33,7 @@ def _pack(name: str) -> Pack | None:
     for entry in entry_points(group=GROUP, name=name):
         try:
             pack: Pack = entry.load()
-        except ImportError:  # of an extra that is not installed
+        except ImportError:  # needs an extra that is not installed
             continue
         return pack
     return None

@@ -1,9 +1,9 @@
 """Import: an ordinary SQLite database file becomes a page database, or a new version of one.
 
-The file is read in one read transaction of SQLite (`dbfile`), so other programs may use it meanwhile. It becomes one commit:
-readers and crashes see the database before or after it. Of a database that is there already only the pages that differ are
-written, and its snapshots, forks and earlier versions stay. What was written is read back and compared before the import is
-said to be done. A database that was made for an import which then failed is dropped again.
+The file is read in one read transaction of SQLite (`dbfile`), so other programs may use it in the meantime. It becomes one
+commit: readers and crashes see the database before or after it. If the database already exists, only pages that differ are
+written, and its snapshots, forks and earlier versions stay. Written pages are read back and compared before the import
+returns. A database that was created for an import which then failed is dropped again.
 
     >>> import os, sqlite3, tempfile
     >>> import quire
@@ -17,8 +17,8 @@ said to be done. A database that was made for an import which then failed is dro
     >>> done.name, done.created, done.size_pages, done.changed_pages
     ('shop', True, 2, 2)
 
-Thread: one; the database's write lock is held from the first page to the commit. Raises what `dbfile` does, `ConfigMismatch`
-for another page size, `WrongKind`, `InvalidName`.
+Threads: one; the database's write lock is held from the first page to the commit. Raises the errors of `dbfile`,
+`ConfigMismatch` for another page size, `WrongKind`, `InvalidName`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from quire.pages.transaction import PageGuard, WriteTxn
 from quire.sqlite.dbfile import open_source
 
 STEP_BYTES = 4 << 20
-"""Compared, written or hashed at a time."""
+"""Bytes that are compared, written or hashed at a time."""
 
 Progress = Callable[[str, int, int], None]
-"""Called as (what is being done, bytes done, bytes in all)."""
+"""Called as (current step, bytes done, total bytes)."""
 
 
 class ImportedPages(Protocol):
-    """Where pages come from: `dbfile.Source`, for one."""
+    """A source of pages, such as `dbfile.FileSource`."""
 
     @property
     def page_size(self) -> int: ...
@@ -61,27 +61,27 @@ class ImportedPages(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What came of it."""
+class WrittenPages:
+    """The result of writing pages."""
 
     lsn: int
     size_pages: int
     changed_pages: int
     sha256: str
-    """Of all pages; empty where only some were looked at."""
+    """Hash of all pages; empty if only some were read."""
 
 
 def no_progress(_: str, __: int, ___: int) -> None:
-    """For who wants no progress."""
+    """Report no progress."""
 
 
-def import_source(target: PageStore, source: ImportedPages, progress: Progress = no_progress) -> Brought:
-    """Make the database what the source is, in one commit that is durable when this returns."""
+def import_source(target: PageStore, source: ImportedPages, progress: Progress = no_progress) -> WrittenPages:
+    """Make the database equal to the source, in one commit that is durable when this returns."""
     step = max(STEP_BYTES // source.page_size, 1)
     digest = hashlib.sha256()
     changed = 0
     with target.begin() as txn:
-        # Opened under the write lock: this is the version that the transaction builds on.
+        # Opened under the write lock, so this is the version that the transaction builds on.
         with target.open_snapshot(written=True, tags={"reader": "sqlite import"}) as before:
             for first in range(0, source.size_pages, step):
                 images = source.read(first, step)
@@ -90,11 +90,11 @@ def import_source(target: PageStore, source: ImportedPages, progress: Progress =
                 changed += write_changed(txn, before, images)
                 progress("copying", (first + len(images)) * source.page_size, source.size_pages * source.page_size)
         guard = _commit(txn, source.size_pages)
-    return Brought(guard.result(), source.size_pages, changed, digest.hexdigest())
+    return WrittenPages(guard.result(), source.size_pages, changed, digest.hexdigest())
 
 
-def bring_some(target: PageStore, source: ImportedPages, pages: Iterable[int]) -> Brought:
-    """As `import_source`, where only some pages can have changed."""
+def import_pages(target: PageStore, source: ImportedPages, pages: Iterable[int]) -> WrittenPages:
+    """Do the same as `import_source`, where only some pages can have changed."""
     step = max(STEP_BYTES // source.page_size, 1)
     wanted = sorted(page for page in set(pages) if page < source.size_pages)
     changed = 0
@@ -104,13 +104,13 @@ def bring_some(target: PageStore, source: ImportedPages, pages: Iterable[int]) -
                 images = {page: source.read_page(page) for page in wanted[start : start + step]}
                 changed += write_changed(txn, before, images)
         guard = _commit(txn, source.size_pages)
-    return Brought(guard.result(), source.size_pages, changed, "")
+    return WrittenPages(guard.result(), source.size_pages, changed, "")
 
 
 def write_changed(txn: WriteTxn, before: Snapshot, images: dict[int, bytes]) -> int:
-    """Write the pages that differ from what the database holds; how many there were."""
-    known = before.read_pages([page for page in images if page < before.size_pages], cold=True)
-    changed = {page: image for page, image in images.items() if known.get(page) != image}
+    """Write the pages that differ from the database and return how many there were."""
+    existing = before.read_pages([page for page in images if page < before.size_pages], cold=True)
+    changed = {page: image for page, image in images.items() if existing.get(page) != image}
     txn.write_pages(changed)
     return len(changed)
 
@@ -121,23 +121,23 @@ def _commit(txn: WriteTxn, size_pages: int) -> PageGuard:
     return txn.commit()
 
 
-def verify(target: PageStore, brought: Brought, progress: Progress = no_progress) -> None:
-    """Read the version back and compare."""
-    with target.open_snapshot(at=brought.lsn) as reader:
-        digest = hash_of(reader, progress) if reader.size_pages == brought.size_pages else f"{reader.size_pages} pages"
-    if digest != brought.sha256:
+def verify(target: PageStore, written: WrittenPages, progress: Progress = no_progress) -> None:
+    """Read the version back and compare it."""
+    with target.open_snapshot(at=written.lsn) as reader:
+        digest = hash_of(reader, progress) if reader.size_pages == written.size_pages else f"{reader.size_pages} pages"
+    if digest != written.sha256:
         raise Corruption(
-            "what was written reads back differently",
-            hint="import again, under another name; `quire manifest check` looks for damage",
+            "the imported database does not match the file",
+            hint="import it again under another name; `quire manifest check` looks for damage",
             db_id=target.db_id,
-            lsn=brought.lsn,
-            expected=brought.sha256,
+            lsn=written.lsn,
+            expected=written.sha256,
             found=digest,
         )
 
 
 def hash_of(reader: Snapshot, progress: Progress = no_progress) -> str:
-    """SHA-256 of all pages of a version."""
+    """Return the SHA-256 of all pages of a version."""
     digest = hashlib.sha256()
     step = max(STEP_BYTES // reader.page_size, 1)
     for first in range(0, reader.size_pages, step):
@@ -150,12 +150,12 @@ def hash_of(reader: Snapshot, progress: Progress = no_progress) -> str:
 
 
 SUFFIXES = (".db", ".sqlite", ".sqlite3", ".db3", ".s3db")
-"""Endings that a database's name does without."""
+"""File extensions that are not part of the database's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import did."""
+    """The result of an import."""
 
     name: str
     db_id: int
@@ -165,12 +165,12 @@ class Imported:
     size_pages: int
     changed_pages: int
     wal_frames: int
-    """Committed frames of the -wal file that were part of it."""
+    """Committed frames of the -wal file that were imported."""
     lsn: int
     sha256: str
-    """Of all pages, in order."""
+    """Hash of all pages, in order."""
     note: str
-    """What people should know about the -wal file, if it was not used."""
+    """Why the -wal file was not used, for the user; empty if it was."""
 
 
 def import_file(
@@ -182,18 +182,18 @@ def import_file(
     lock: bool = True,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Import a SQLite database with its -wal, as `name`, else as the file is called. See the rules above.
+    """Import a SQLite database with its -wal file, as `name`, or under the name of the file. See the rules above.
 
-    `lock=False` is for files that no program uses, where SQLite cannot take a lock: on read-only disks, say.
+    `lock=False` is for files that no program uses and where SQLite cannot take a lock, such as on a read-only disk.
     """
     path = os.path.abspath(os.fspath(path))
     name = name or name_for(path)
     with open_source(path, lock=lock) as source:
-        size_pages = source.size_pages  # reads the log, and refuses what is cut off, before anything is made
+        size_pages = source.size_pages  # reads the log and refuses a truncated file before anything is created
         target, created = target_for(manifest, pages, name, source.page_size)
         try:
-            brought = import_source(target, source, progress)
-            verify(target, brought, progress)
+            written = import_source(target, source, progress)
+            verify(target, written, progress)
         except BaseException:
             if created:
                 pages.close_database(target.db_id)
@@ -206,16 +206,16 @@ def import_file(
             created=created,
             page_size=source.page_size,
             size_pages=size_pages,
-            changed_pages=brought.changed_pages,
+            changed_pages=written.changed_pages,
             wal_frames=source.map.end.frame if source.map is not None else 0,
-            lsn=brought.lsn,
-            sha256=brought.sha256,
+            lsn=written.lsn,
+            sha256=written.sha256,
             note=source.note,
         )
 
 
 def name_for(path: str) -> str:
-    """What a database is called after its file.
+    """Return the name of a database for a file.
 
     >>> name_for("shop.db"), name_for("data/shop.v2.sqlite3"), name_for("shop")
     ('shop', 'shop.v2', 'shop')
@@ -226,7 +226,7 @@ def name_for(path: str) -> str:
 
 
 def target_for(manifest: ManifestStore, pages: PageEngine, name: str, page_size: int) -> tuple[PageStore, bool]:
-    """The database to write to, open, and whether it was made for this."""
+    """Open the database to write to; return it and whether it was created for this."""
     try:
         with manifest.read() as txn:
             db_id, record = find_database(txn, name)
@@ -239,10 +239,10 @@ def target_for(manifest: ManifestStore, pages: PageEngine, name: str, page_size:
 
 
 def require_page_size(name: str, page_size: int, of_file: int) -> None:
-    """A database keeps its page size for ever."""
+    """Raise if the file's page size differs: a database never changes its page size."""
     if page_size != of_file:
         raise ConfigMismatch(
-            "the file has another page size than the database",
+            "the page size of the file differs from that of the database",
             hint="import it under another name, or change the file's: `PRAGMA page_size`, then `VACUUM`",
             name=name,
             page_size=page_size,

@@ -1,12 +1,12 @@
-"""Rows of tables WITHOUT ROWID as they are stored: cells of an index B-tree, and the key that each of them begins with.
+"""Decodes rows of tables WITHOUT ROWID as they are stored: cells of an index B-tree, and the key at the start of each cell.
 
 Terms
   cell      one row of a page: in a leaf, or in an interior page between two of its children
-  payload   the record of a row, put together from its cell and the overflow pages that the cell leads to
+  payload   the record of a row, assembled from its cell and the overflow pages that the cell points to
   record    the types of all values, then the values; columns of the primary key come first
 
-The format is SQLite's own (https://www.sqlite.org/fileformat2.html). Pages may come from a damaged file: whatever is not as it
-should be raises `Unreadable`, nothing is read twice, and no length is believed beyond the size of the database.
+The format is SQLite's own (https://www.sqlite.org/fileformat2.html). Pages may come from a damaged file: anything malformed
+raises `Unreadable`, no page is read twice, and no length beyond the size of the database is accepted.
 
 Threads: any; nothing is shared.
 """
@@ -29,17 +29,17 @@ _REAL, _ZERO, _ONE, _BLOB, _TEXT = 7, 8, 9, 12, 13
 
 @dataclass(frozen=True, slots=True)
 class IndexFormat:
-    """What the first page says about all records."""
+    """Properties of all records, from the first page."""
 
     usable: int
     """Bytes of a page that SQLite uses."""
     encoding: str
     bytes_max: int
-    """No payload is longer: the size of the database."""
+    """Bytes of a payload, at most: the size of the database."""
 
     @classmethod
     def of(cls, first_page: bytes, size_pages: int) -> IndexFormat:
-        """Of a database that begins with this page."""
+        """Return the format of a database that begins with this page."""
         try:
             (encoding,) = unpack_from(">I", first_page, 56)
             return cls(
@@ -50,7 +50,7 @@ class IndexFormat:
 
 
 def payloads(read_page: ReadPage, page: int, form: IndexFormat) -> Iterator[bytes]:
-    """The records in a page of an index B-tree."""
+    """Yield the records in a page of an index B-tree."""
     image = read_page(page)
     at = FIRST_HEADER if page == 1 else 0
     kind = kind_of(image, page)
@@ -89,7 +89,7 @@ def _payload(read_page: ReadPage, image: bytes, at: int, form: IndexFormat, page
 
 
 def _local_bytes(size: int, usable: int) -> int:
-    """How much of a payload is in its cell."""
+    """Return how many bytes of a payload are in its cell."""
     most, least = (usable - 12) * 64 // 255 - 23, (usable - 12) * 32 // 255 - 23
     if size <= most:
         return size
@@ -98,7 +98,7 @@ def _local_bytes(size: int, usable: int) -> int:
 
 
 def key_of(payload: bytes, columns: int, encoding: str) -> tuple[Value, ...]:
-    """The first values of a record.
+    """Return the first `columns` values of a record.
 
     >>> key_of(bytes([3, 1, 17, 5]) + b"ab", 2, "utf-8")
     (5, 'ab')
@@ -118,7 +118,7 @@ def key_of(payload: bytes, columns: int, encoding: str) -> tuple[Value, ...]:
 
 
 def _value(payload: bytes, kind: int, at: int, encoding: str) -> tuple[Value, int]:
-    """A value, and where the next one begins."""
+    """Return a value and the position of the next one."""
     if kind == 0:
         return None, at
     if kind in (_ZERO, _ONE):
@@ -142,7 +142,7 @@ def _exactly(payload: bytes, at: int, end: int) -> bytes:
 
 
 def _varint_at(image: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """Return a varint and the position after it."""
     end = at
     while end < at + 8 and image[end] >= 0x80:
         end += 1

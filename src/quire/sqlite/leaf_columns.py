@@ -1,21 +1,22 @@
-"""Columns of a SQLite table taken from the leaves of its B-tree, without an object of Python's for each value.
+"""Decodes columns of a SQLite table from the leaves of its B-tree, without creating a Python object per value.
 
 Terms
-  leaf    a page of rows; interior pages say which rowids it may hold (`trees.py`)
-  plain   a row whose wanted values are in its page, and are of their columns' types; NULLs are
+  leaf    a page of rows; interior pages define which rowids it may hold (`trees.py`)
+  plain   a row whose requested values are all in its page and of their columns' types; NULL is plain
   odd     any other row: a misfit, a value that continues in overflow pages, a column with a default that was added later
 
 Rules
-  1. Plain rows are decoded in C (`leaf_columns.c`). Odd ones are SQLite's, by ranges of rowids: what it says about them,
-     misfits and errors included, is the answer.
-  2. A page that is not a leaf, cells that do not fit into their page, rowids that do not rise: SQLite reads that range.
-  3. Pages are untrusted. Nothing is allocated for more rows than a page can hold, nor for more than `PAGE_VALUES_MAX` values or
-     the bytes of the pages.
+  1. Plain rows are decoded in C (`leaf_columns.c`). Odd rows are read by SQLite, by ranges of rowids: its result, including
+     misfits and errors, is the answer.
+  2. If a page is not a leaf, cells do not fit into their page, or rowids do not rise, SQLite reads that range.
+  3. Pages are untrusted. Nothing is allocated for more rows than a page can hold, for more than `PAGE_VALUES_MAX` values, or
+     for more bytes than the pages have.
 
-Only tables with rowids in databases whose texts are UTF-8, and columns of types that `_KINDS` has: `LeafDecoder.of` is `None`
-for others, and where the C part is not built. docs/decisions/075-columns-from-leaves.md has the reasons and the measurement.
+Applies only to tables with rowids in databases whose texts are UTF-8, and to columns of the types in `_KINDS`. For others,
+and where the C part is not built, `LeafDecoder.of` returns `None`. docs/decisions/075-columns-from-leaves.md has the reasons
+and the measurement.
 
-Threads: any; a decoder keeps nothing between calls. Executor-safe.
+Threads: any; a decoder keeps no state between calls. Executor-safe.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ from quire.sqlite.tables import ROWID, SqliteTable, affinity
 from quire.sqlite.trees import Rowids, Unreadable, by_number
 
 READ_BYTES = 4 * MIB
-"""Of leaves that are read together."""
+"""Bytes of leaves that are read together."""
 VALUES_MAX = 1 << 16
-"""Decoded together, if a page has no more: they fit the processor's cache."""
+"""Values that are decoded together, unless a single page has more: they fit the processor's cache."""
 PAGE_VALUES_MAX = 1 << 22
-"""If one page has more, it is SQLite's."""
+"""Values of one page, at most. SQLite reads a page that has more."""
 CELL_BYTES_MIN = 6
-"""Of a row: its place in the array of cells, and the shortest cell that SQLite makes."""
+"""Bytes of a row, at least: its entry in the array of cells, and the shortest cell that SQLite writes."""
 GAP_ROWS = 32
-"""Odd rows with fewer plain ones between them are asked for together."""
+"""Odd rows with fewer than this many plain rows between them are read together."""
 ODD_SHARE_MAX = 0.25
-"""Of rows that are decoded together: if more are odd, SQLite reads all of them."""
+"""Share of odd rows among rows decoded together. If it is higher, SQLite reads all of them."""
 
 WHOLE, DOUBLE, TEXT, BLOB = range(4)
 _KINDS = {pa.int64(): WHOLE, pa.bool_(): WHOLE, pa.float64(): DOUBLE, pa.string(): TEXT, pa.binary(): BLOB}
 _ENCODING_UTF8 = 1
 _USABLE_MIN = 480
-"""The least that SQLite allows of a page."""
+"""The fewest usable bytes of a page that SQLite allows."""
 
 AsRows = Callable[[Rowids], Iterator[pa.RecordBatch]]
-"""SQLite's rows of a range."""
+"""Reads the rows of a range through SQLite."""
 AsBatch = Callable[[int, list[pa.Array]], pa.RecordBatch]
-"""A batch of so many rows of decoded columns."""
+"""Builds a batch of the given number of rows from decoded columns."""
 
 
 class LeafPages(Protocol):
-    """Pages as quire numbers them, from 0."""
+    """Pages with quire's numbers, from 0."""
 
     @property
     def page_size(self) -> int: ...
@@ -94,7 +95,7 @@ class _Column(ctypes.Structure):
 
 
 class _Library:
-    """The functions of the library; the interpreter's lock is given up while they run."""
+    """The functions of the library. They release the interpreter's lock while they run."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
@@ -115,24 +116,24 @@ def _load(path: str) -> _Library:
 
 @dataclass(frozen=True, slots=True)
 class WantedColumn:
-    """A column of the answer."""
+    """A column of the result."""
 
     type: pa.DataType
     kind: int
     place: int
-    """Of its value in a record; `ROWID` if it is the rowid."""
+    """Position of its value in a record; `ROWID` if it is the rowid."""
     is_null_absent: bool
-    """Whether a record that ends before it means NULL."""
+    """Whether a record that ends before this column means NULL."""
 
     @classmethod
     def of(cls, table: SqliteTable, name: str, kind: pa.DataType) -> WantedColumn | None:
-        """`None` if records do not say what SQLite would."""
+        """Return the column, or `None` if its stored value may differ from what SQLite returns."""
         column = table.column(name)
         if column is None or column.place is None or kind not in _KINDS:
             return None
         taken = _KINDS[kind]
         if taken == WHOLE and affinity(column.declared) == "real":
-            return None  # SQLite makes doubles of them
+            return None  # SQLite returns doubles for them
         if taken >= TEXT and column.place == ROWID:
             return None
         return cls(kind, taken, column.place, column.default is None)
@@ -144,12 +145,12 @@ class Decoded(NamedTuple):
     rowids: NDArray[np.int64]
     is_odd: NDArray[np.bool_]
     arrays: list[pa.Array]
-    """In the order of the wanted columns. What they say for odd rows has no meaning."""
+    """One array per requested column, in their order. Values of odd rows are undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeafDecoder:
-    """Takes columns from the leaves of one table."""
+    """Decodes columns from the leaves of one table."""
 
     columns: tuple[WantedColumn, ...]
     page_size: int
@@ -159,7 +160,7 @@ class LeafDecoder:
 
     @classmethod
     def of(cls, pages: LeafPages, table: SqliteTable, wanted: Sequence[tuple[str, pa.DataType]]) -> LeafDecoder | None:
-        """A decoder for these columns of a table; `None` if SQLite has to read them."""
+        """Return a decoder for these columns of a table, or `None` if SQLite has to read them."""
         build = leaves_build()
         columns = [WantedColumn.of(table, name, kind) for name, kind in wanted]
         known = tuple(column for column in columns if column is not None)
@@ -177,7 +178,8 @@ class LeafDecoder:
         return cls(known, pages.page_size, usable, _load(build.path))
 
     def decode(self, images: NDArray[np.uint8]) -> Decoded:
-        """The rows of leaves, a leaf in each row. `Unreadable` if a page is none, or a text is no UTF-8."""
+        """Decode the rows of leaves, one leaf per row of `images`. Raises `Unreadable` if one is no leaf or a text is not
+        UTF-8."""
         counts = row_counts(images)
         rows = int(counts.sum())
         if counts.max() > self.usable // CELL_BYTES_MIN or rows * len(self.columns) > PAGE_VALUES_MAX:
@@ -199,7 +201,7 @@ class LeafDecoder:
 
 
 class _Buffers:
-    """What C writes a column into."""
+    """The buffers that C decodes a column into."""
 
     def __init__(self, column: WantedColumn, rows: int, given: _Column) -> None:
         self._column, self._rows, self._given = column, rows, given
@@ -214,7 +216,7 @@ class _Buffers:
             given.values = self._values.ctypes.data
 
     def array(self, pages: int, library: _Library) -> pa.Array:
-        """What was written."""
+        """Return the decoded column as an Arrow array."""
         valid = pa.py_buffer(self._valid) if self._given.nulls else None
         kind = self._column.type
         if self._column.kind < TEXT:
@@ -228,7 +230,7 @@ class _Buffers:
             try:
                 array.validate(full=True)
             except pa.ArrowInvalid as error:
-                raise Unreadable(0) from error  # SQLite gives it as it is, and who asked says what that means
+                raise Unreadable(0) from error  # SQLite returns the text as stored; the caller decides what it means
         return array
 
 
@@ -236,7 +238,7 @@ class _Buffers:
 def leaf_batches(
     pages: LeafPages, root: int, decoder: LeafDecoder, rowids: Rowids, as_batch: AsBatch, as_rows: AsRows
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a range, in order."""
+    """Yield the rows of a range, in order."""
     for span, leaves, images in _steps(pages, root, decoder, rowids):
         decoded = _decoded(decoder, leaves, images)
         if decoded is None:
@@ -253,7 +255,7 @@ def leaf_batches(
 def _steps(
     pages: LeafPages, root: int, decoder: LeafDecoder, rowids: Rowids
 ) -> Iterator[tuple[Rowids, Leaves | None, NDArray[np.uint8]]]:
-    """(range, its leaves, their images), without a gap. No leaves if SQLite has to find them."""
+    """Yield (range, its leaves, their images) without gaps. The leaves are None if SQLite has to find them."""
     start, last = rowids
     try:
         for leaves in _read_together(leaves_within(by_number(pages), root, rowids, pages.size_pages), pages.page_size):
@@ -279,12 +281,12 @@ def _read_together(parts: Iterator[Leaves], page_size: int) -> Iterator[Leaves]:
 
 
 def row_counts(images: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """How many rows each leaf says that it has."""
+    """Return the number of rows that each leaf declares."""
     return images[:, 3].astype(np.int64) << 8 | images[:, 4]
 
 
 def _decoded_together(counts: NDArray[np.int64], rows_max: int) -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of leaves of about so many rows, by what they say themselves; at least one."""
+    """Yield [begin, end) of runs of leaves that declare about `rows_max` rows together; at least one leaf each."""
     ends, begin, before = np.cumsum(counts), 0, 0
     while begin < len(counts):
         end = max(int(np.searchsorted(ends, before + rows_max, "right")), begin + 1)
@@ -293,7 +295,7 @@ def _decoded_together(counts: NDArray[np.int64], rows_max: int) -> Iterator[tupl
 
 
 def _decoded(decoder: LeafDecoder, leaves: Leaves | None, images: NDArray[np.uint8]) -> Decoded | None:
-    """The rows of leaves; `None` if SQLite has to read them."""
+    """Decode the rows of leaves; return `None` if SQLite has to read them."""
     if leaves is None:
         return None
     try:
@@ -307,7 +309,7 @@ def _decoded(decoder: LeafDecoder, leaves: Leaves | None, images: NDArray[np.uin
 
 
 def _runs(decoded: Decoded, span: Rowids) -> Iterator[tuple[int, int, bool]]:
-    """(first row, last row, whether they are plain) of the rows in a range of rowids."""
+    """Yield (first row, last row, whether they are plain) for the rows in a range of rowids."""
     start = int(np.searchsorted(decoded.rowids, span[0]))
     stop = int(np.searchsorted(decoded.rowids, span[1], "right"))
     odd = start + np.flatnonzero(decoded.is_odd[start:stop])

@@ -1,4 +1,4 @@
-"""The leaves of a table that may hold rows of a range of rowids, found through the interior pages of its B-tree.
+"""Finds the leaves of a table that may hold rows of a range of rowids, through the interior pages of its B-tree.
 
 Threads: any. Executor-safe. Raises `Unreadable`.
 """
@@ -26,46 +26,49 @@ from quire.sqlite.trees import (
 )
 
 HEIGHT_MAX = 20
-"""Of a tree: SQLite reads none that is higher."""
+"""Height of a tree, at most: SQLite reads no higher one."""
 CELL_BYTES_MAX = 13
-"""Of an interior page: the number of a page, and a rowid."""
+"""Bytes of a cell of an interior page, at most: a page number and a rowid."""
 _BIG = np.array([1 << 24, 1 << 16, 1 << 8, 1], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """Leaves that follow each other."""
+    """Consecutive leaves."""
 
     pages: NDArray[np.int64]
-    """As SQLite numbers them."""
+    """Page numbers, as SQLite counts them."""
     first: int
-    """The least rowid that the first may hold."""
+    """The smallest rowid that the first leaf may hold."""
     lasts: NDArray[np.int64]
-    """The largest that each may hold; the next one's begin behind it."""
+    """The largest rowid that each leaf may hold; the next leaf begins after it."""
 
     def __len__(self) -> int:
         return len(self.pages)
 
     @property
     def last(self) -> int:
-        """The largest rowid that any may hold."""
+        """The largest rowid that any leaf may hold."""
         return int(self.lasts[-1])
 
     def part(self, start: int, stop: int) -> Leaves:
-        """Some of them."""
+        """Return the leaves from `start` to `stop`, exclusive."""
         first = int(self.lasts[start - 1]) + 1 if start else self.first
         return Leaves(self.pages[start:stop], first, self.lasts[start:stop])
 
     @staticmethod
     def joined(parts: list[Leaves]) -> Leaves:
-        """Parts that follow each other."""
+        """Join consecutive parts."""
         pages, lasts = (np.concatenate(arrays) for arrays in zip(*((part.pages, part.lasts) for part in parts)))
         return Leaves(pages, parts[0].first, lasts)
 
 
 def leaves_within(read_page: ReadPage, root: int, rowids: Rowids, pages_max: int) -> Iterator[Leaves]:
-    """The leaves that may hold rows of this range, in order: those of one interior page at a time. Reads the interior pages on
-    the way, and the first leaf. A tree of more than so many pages is `Unreadable`, as is one whose rowids do not rise."""
+    """Yield the leaves that may hold rows of this range, in order: those of one interior page at a time.
+
+    Reads the interior pages on the way and the first leaf. A tree of more than `pages_max` pages is `Unreadable`, as is one
+    whose rowids do not rise.
+    """
     height, page = 0, root
     while kind_of(image := read_page(page), page) == INTERIOR_TABLE:
         page, height = children(image, page)[0][0], height + 1
@@ -78,7 +81,7 @@ def leaves_within(read_page: ReadPage, root: int, rowids: Rowids, pages_max: int
         found = _within(_children(read_page(page), page, first, last), rowids)
         left -= len(found)
         if left < 0:
-            raise Unreadable(page)  # led in a circle
+            raise Unreadable(page)  # a cycle
         if level == 1:
             yield found
             return
@@ -99,7 +102,7 @@ def _within(nodes: Leaves, rowids: Rowids) -> Leaves:
 
 
 def _children(image: bytes, page: int, first: int, last: int) -> Leaves:
-    """What an interior page leads to; its own rowids are those from `first` to `last`."""
+    """Return the children of an interior page that covers the rowids from `first` to `last`."""
     at = FIRST_HEADER if page == 1 else 0
     count = int.from_bytes(image[at + 3 : at + 5])
     pages = lasts = None
@@ -122,7 +125,7 @@ def _children(image: bytes, page: int, first: int, last: int) -> Leaves:
 
 
 def _varints(data: NDArray[np.uint8], at: NDArray[np.intp], end: int) -> NDArray[np.int64] | None:
-    """Numbers of SQLite's, of at most eight bytes each; `None` if one is longer, or passes the end."""
+    """Decode SQLite varints of at most eight bytes each; `None` if one is longer or passes the end."""
     values, is_open = np.zeros(len(at), np.int64), np.ones(len(at), np.bool_)
     for number in range(8):
         if (at[is_open] + number >= end).any():

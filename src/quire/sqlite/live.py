@@ -1,24 +1,25 @@
-"""The newest version of a database as a file that SQLite reads and writes: the lock ladder, and what a commit is.
+"""The newest version of a database as a file that SQLite reads and writes: the lock ladder, and commit.
 
-  SHARED      pins the newest written version. Everything is read from that.
-  RESERVED    takes the turn to write and begins the page engine's transaction, whatever others read. If another connection has
-              written since SHARED, `SQLITE_BUSY_SNAPSHOT`; if one is writing, `SQLITE_BUSY`.
-  EXCLUSIVE   nothing more: readers are never in the way.
-  unlocking   from RESERVED or above drops what was not committed; to NONE releases the pin.
+  SHARED      pins the newest written version. All reads use it.
+  RESERVED    takes the writer slot and begins the page engine's transaction, whatever others are reading. Raises
+              `SQLITE_BUSY_SNAPSHOT` if another connection has written since SHARED, `SQLITE_BUSY` if one is writing.
+  EXCLUSIVE   does nothing more: readers never block a writer.
+  unlocking   from RESERVED or above drops uncommitted pages; to NONE releases the pin.
 
-The *overlay* holds the pages that a transaction has written, until it hands them to the page engine. A transaction is one
-commit of the engine, made in `COMMIT_PHASETWO`, the last thing SQLite does (Q1). Syncs and truncations before it touch the
-transaction only: SQLite may still roll back after them by writing the old pages over the new ones. From `synchronous=FULL` on
-the commit waits for the disk; below, the engine syncs it within a second (Q2).
+The *overlay* holds the pages that a transaction has written until they are passed to the page engine. A transaction is one
+commit of the engine, made in `COMMIT_PHASETWO`, SQLite's last step (Q1). Syncs and truncations before it affect the
+transaction only: SQLite may still roll back after them by writing the old pages over the new ones. With `synchronous=FULL` or
+higher the commit waits for the disk; below that the engine syncs it within a second (Q2).
 
-Readers see what is written. A transaction never becomes durable before one that it has read from: the log has one order. After
-its commit a connection that still reads (a cursor is open) reads exactly the version that it committed: its pin moves there.
+Readers see written commits. A transaction never becomes durable before one that it has read from, because the log has one
+order. After a commit, a connection that is still reading (a cursor is open) reads exactly the version it committed: its pin
+moves there.
 
-With the shim (`vfs_shim.py`) a version is *parked* when it is given back: the shim begins and ends the next read transactions
-on it by itself while it is the newest, and calls `xLock` only when SQLite wants more than its own cache has. Then the version
-is taken as it stands, for SQLite has begun to read it. The pin is in `_idle` all that time.
+With the shim (`vfs_shim.py`) a version is *parked* when it is released. While it is the newest, the shim begins and ends
+further read transactions on it without Python, and `xLock` is called only when SQLite needs more than its own cache has. The
+version is then taken over unchanged, since SQLite has begun to read it. The pin stays in `_idle` all that time.
 
-Threads: one at a time, as SQLite's connections; `renew` and `release_idle` are called by the keeper's.
+Threads: one at a time, as for SQLite's connections; `renew` and `release_idle` are called by the keeper.
 """
 
 # ruff: noqa: N802 - SQLite gives these names
@@ -33,7 +34,7 @@ import apsw
 
 from quire.core.errors import QuireError, QuotaExceeded, TimedOut
 from quire.sqlite import pragmas
-from quire.sqlite.databases import KEPT_BYTES, ReadPin, SharedDatabase, Sleeper
+from quire.sqlite.databases import KEPT_BYTES, BusyWaiter, ReadPin, SharedDatabase
 from quire.sqlite.files import SHARED, STAMP, DatabaseFile, no_pages
 from quire.sqlite.vfs import apsw_error, commit_error, sqlite_error
 from quire.sqlite.vfs_shim import FCNTL_CELL, OLD, READING, Cell, ShimLibrary
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
     from quire.sqlite.vfs import QuireVfs
 
 ROOM_SECONDS = 10.0
-"""How long a writer waits for a checkpoint to make room in the WAL budget before it hears `SQLITE_FULL`."""
+"""Seconds a writer waits for a checkpoint to free WAL budget before it gets `SQLITE_FULL`."""
 
 RESERVED = apsw.SQLITE_LOCK_RESERVED
 PHASE_TWO = apsw.SQLITE_FCNTL_COMMIT_PHASETWO
 
 
 class LiveFile(DatabaseFile[ReadPin]):
-    """The live mode. Made by the opener of a store."""
+    """The newest version of a database as a file. Created by the opener of a store."""
 
     def __init__(self, database: SharedDatabase, vfs: QuireVfs, shim: ShimLibrary | None = None) -> None:
         super().__init__()
@@ -59,31 +60,31 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._database = database
         self._vfs = vfs
         self._cell = Cell(shim) if shim is not None else None
-        self._sleeper = Sleeper(database.turn)
-        # the connection's
+        self._busy_waiter = BusyWaiter(database.writer_slot)
+        # owned by the connection
         self._store: PageStore | None = None
         self._txn: WriteTxn | None = None
         self._overlay: dict[int, bytes] = {}
         self._overlay_max = 1
-        self._is_whole = True
-        """Whether the overlay is all that the transaction has changed."""
+        self._overlay_is_complete = True
+        """Whether the overlay holds everything that the transaction has changed."""
         self._size_pages = 0
-        """Of the transaction, while there is one."""
+        """Size of the database in the transaction, in pages; valid while there is one."""
         self.synchronous = pragmas.FULL
         self.unsynced: PageGuard | None = None
-        """The last commit that did not wait for the disk; those before it are durable with it, the log has one order."""
+        """The last commit that did not wait for the disk. Earlier commits are durable with it: the log has one order."""
         self.connection: Callable[[], apsw.Connection | None] = _unknown
-        """Whose main database this is; set by who opened it."""
-        self._adopt()
+        """Returns the connection whose main database this is; set by the caller that opened it."""
+        self._use_current_store()
 
     @property
     def is_usable(self) -> bool:
-        """Whether nothing has made the database unusable since this file was opened."""
+        """Whether the database has not failed since this file was opened."""
         return self._store is None or self._store.wal.failure is None
 
     # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def xLock(self, level: int) -> None:
-        """Climb the ladder."""
+        """Raise the lock level."""
         try:
             if level == SHARED:
                 self._take_pin()
@@ -97,7 +98,7 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._level = level
 
     def xUnlock(self, level: int) -> None:
-        """Climb down; what was not committed is dropped."""
+        """Lower the lock level, dropping uncommitted pages."""
         if self._level >= RESERVED:
             self._drop()
         if level:
@@ -107,13 +108,13 @@ class LiveFile(DatabaseFile[ReadPin]):
         if self._pin is not None:
             self._put_pin()
         elif self._cell is not None and self._cell.state in (READING, OLD):
-            # The keeper has seen a transaction that was the shim's alone, and wants its version closed.
+            # The keeper marked a transaction that only the shim had begun: its version must be closed.
             self._cell.take_over()
             self.release_idle()
 
     def xCheckReservedLock(self) -> bool:
-        """Whether somebody writes."""
-        return self._database.turn.is_taken
+        """Return whether a connection is writing."""
+        return self._database.writer_slot.is_held
 
     def _take_pin(self) -> None:
         if self._cell is not None and self._cell.state in (READING, OLD):
@@ -121,7 +122,7 @@ class LiveFile(DatabaseFile[ReadPin]):
             return
         store = self._store
         if store is None or store.wal.failure is not None:
-            store = self._adopt()
+            store = self._use_current_store()
             if store is None:
                 return
         try:
@@ -138,7 +139,7 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._read = pin.read_page
 
     def _take_over(self, cell: Cell) -> None:
-        """The shim has begun to read the parked version."""
+        """Take over the parked version, which the shim has begun to read."""
         pin = self._idle[-1]
         pin.is_old = cell.state == OLD
         cell.take_over()
@@ -155,73 +156,77 @@ class LiveFile(DatabaseFile[ReadPin]):
         if pin.is_old or pin.is_set_aside:
             pin.close()
             return
+        # Idle before it is parked: the shim may read it at once, and `_take_over` finds it there.
         self._idle.append(pin)
         lsn, stamp = self._seen
         if self._cell is not None and stamp and lsn == pin.lsn:
             self._cell.park(lsn, pin.size_pages * self._page_size, stamp)
-            if not self._idle:  # the keeper was quicker
+            if not self._idle:  # the keeper closed the pin in between
                 self._cell.unpark()
 
-    def _adopt(self) -> PageStore | None:
-        """The opened database: at first, after its birth, or after it was opened anew; none while it is unborn."""
+    def _use_current_store(self) -> PageStore | None:
+        """Use the current handle of the database: the first one, the one after its birth, or one opened after a failure.
+        Return None while the database is unborn."""
         store = self._database.current()
         if store is not None and store is not self._store:
-            self.release_idle()  # pins of a former life
-            self._settle(store)
+            self.release_idle()  # pins of the former handle
+            self._attach_store(store)
         return store
 
-    def _settle(self, store: PageStore) -> None:
+    def _attach_store(self, store: PageStore) -> None:
         self._store, self._page_size = store, store.page_size
         if self._cell is not None:
             self._cell.follow(store.wal.newest_lsn)
         self._overlay_max = max(KEPT_BYTES // store.page_size, 1)
 
     def _reserve(self) -> None:
-        """Begin to write: it is this connection's turn, and what it has read is the newest."""
-        store, turn, here = self._store, self._database.turn, self._pinned_lsn()
+        """Begin to write: acquire the writer slot, and require that this connection has read the newest version."""
+        store, slot, here = self._store, self._database.writer_slot, self._pinned_lsn()
         if store is not None and store.wal.written.lsn != here:
             raise self._stale()
-        if not turn.take(self):
-            self._vfs.refused.wait = self._sleeper.sleep
+        if not slot.try_acquire(self):
+            self._vfs.refused.wait = self._busy_waiter.sleep
             raise apsw_error(apsw.SQLITE_BUSY, "another connection is writing")
         try:
             if store is None:
                 if self._database.current() is not None:
-                    raise self._stale()  # born meanwhile
+                    raise self._stale()  # created by another connection in the meantime
                 return
             txn = self._begin(store)
             if txn.base_lsn != here:
                 txn.rollback()
                 raise self._stale()
         except BaseException:
-            turn.give(self)
+            slot.release(self)
             raise
         self._write_in(txn)
 
     def _write_in(self, txn: WriteTxn) -> None:
         self._txn, self._size_pages, self._read = txn, txn.size_pages, self._read_changed
-        self._overlay, self._is_whole = {}, True
+        self._overlay, self._overlay_is_complete = {}, True
 
     def _begin(self, store: PageStore) -> WriteTxn:
         try:
             return store.begin(0)
         except TimedOut as error:
-            raise apsw_error(apsw.SQLITE_BUSY, str(error)) from error  # somebody writes past SQLite
+            raise apsw_error(apsw.SQLITE_BUSY, str(error)) from error  # a writer that bypasses SQLite
         except QuotaExceeded:
             return store.begin(ROOM_SECONDS)
 
     def _stale(self) -> Exception:
         self._vfs.refused.wait = _at_once
-        return apsw_error(apsw.SQLITE_BUSY_SNAPSHOT, "somebody has written since this transaction began to read")
+        return apsw_error(
+            apsw.SQLITE_BUSY_SNAPSHOT, "another connection has written since this transaction began to read"
+        )
 
     def _drop(self) -> None:
-        """Drop what was not committed, and give the turn back."""
+        """Drop uncommitted pages and release the writer slot."""
         txn, self._txn = self._txn, None
         if txn is not None:
             txn.rollback()
             self._overlay = {}
         self._read = self._pin.read_page if self._pin is not None else no_pages
-        self._database.turn.give(self)
+        self._database.writer_slot.release(self)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _stamp(self) -> bytes:
@@ -234,11 +239,11 @@ class LiveFile(DatabaseFile[ReadPin]):
             super()._note_stamp(stamp)
 
     def _read_changed(self, page: int) -> bytes:
-        """Read a page of the overlay, of the transaction, or of the version that it builds on."""
+        """Read a page from the overlay, the transaction, or the version that the transaction builds on."""
         image = self._overlay.get(page)
         if image is not None:
             return image
-        if self._is_whole and self._pin is not None:
+        if self._overlay_is_complete and self._pin is not None:
             return self._pin.read_page(page)
         assert self._txn is not None, "somebody writes"
         return self._txn.read_page(page)
@@ -247,21 +252,21 @@ class LiveFile(DatabaseFile[ReadPin]):
         return super()._size() if self._txn is None else self._size_pages
 
     def xFileSize(self) -> int:
-        """The size in bytes. Without a lock that of the newest version: VACUUM INTO asks so whether there is something that it
-        would overwrite."""
+        """Return the size in bytes; without a lock, that of the newest version: VACUUM INTO checks whether its target is
+        empty."""
         if self._pin is None and self._txn is None and self._store is not None:
             return self._store.wal.written.size_pages * self._page_size
         return super().xFileSize()
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def xWrite(self, data: bytes, offset: int) -> None:
-        """Write a page; it is part of the transaction until that is committed or dropped."""
+        """Write a page. It is part of the transaction until that is committed or dropped."""
         try:
             if self._txn is None:
-                self._writing(len(data))
+                self._begin_implicitly(len(data))
             page, overlay = offset // self._page_size, self._overlay
             if len(data) != self._page_size or len(overlay) >= self._overlay_max:
-                self._hand_over({page: data})
+                self._flush_overlay({page: data})
             else:
                 overlay[page] = data
             if page >= self._size_pages:
@@ -269,23 +274,23 @@ class LiveFile(DatabaseFile[ReadPin]):
         except QuireError as error:
             raise sqlite_error(error) from error
 
-    def _hand_over(self, more: Mapping[int, bytes]) -> None:
-        """Have the overlay in the engine's transaction, and some pages more."""
+    def _flush_overlay(self, more: Mapping[int, bytes]) -> None:
+        """Pass the overlay, and then `more` pages, to the engine's transaction."""
         assert self._txn is not None, "somebody writes"
-        self._is_whole = False
+        self._overlay_is_complete = False
         self._txn.write_pages(self._overlay)
         self._overlay = {}
         self._txn.write_pages(more)
 
     def xTruncate(self, size: int) -> None:
-        """Cut the transaction's database off, or grow it with zeros."""
+        """Truncate the database in the transaction, or grow it with zeros."""
         try:
             txn = self._txn
             if txn is None and self._store is None:
-                return  # unborn, and it stays so
-            txn = txn or self._writing(self._page_size)
+                return  # the database stays unborn
+            txn = txn or self._begin_implicitly(self._page_size)
             if size:
-                self._hand_over({})
+                self._flush_overlay({})
                 txn.truncate(size // self._page_size)
                 self._size_pages = txn.size_pages
             else:
@@ -294,7 +299,7 @@ class LiveFile(DatabaseFile[ReadPin]):
             raise sqlite_error(error) from error
 
     def _empty(self, txn: WriteTxn) -> None:
-        """A first transaction is rolled back: the database was empty, and is again."""
+        """Roll back the first transaction of a database: it was empty and is empty again."""
         txn.rollback()
         self._txn = None
         assert self._store is not None, "there was a transaction"
@@ -303,22 +308,22 @@ class LiveFile(DatabaseFile[ReadPin]):
         if txn.size_pages:
             raise apsw_error(apsw.SQLITE_IOERR_TRUNCATE, "a database that has pages keeps at least one")
 
-    def _writing(self, page_size: int) -> WriteTxn:
-        """The transaction, where SQLite has not asked for one: at birth, or because it never gave its lock back."""
+    def _begin_implicitly(self, page_size: int) -> WriteTxn:
+        """Return a transaction where SQLite has not requested one: at birth, or because it never released its lock."""
         if self._store is None:
-            store = self._database.open(page_size)  # the first page written decides
+            store = self._database.open(page_size)  # the first page written fixes the page size
             if store.wal.written.size_pages:
                 raise self._stale()
-            self._settle(store)
+            self._attach_store(store)
             self._take_pin()
         self._reserve()
         assert self._txn is not None, "reserved"
         return self._txn
 
     def _commit(self) -> None:
-        """Commit the overlay to the page engine, and wait for the disk if `synchronous` says so."""
+        """Commit the overlay to the page engine, and wait for the disk if `synchronous` requires it."""
         txn, pin, images, database = self._txn, self._pin, self._overlay, self._database
-        if txn is None or pin is None or (not images and self._is_whole):
+        if txn is None or pin is None or (not images and self._overlay_is_complete):
             return
         appended = False
         try:
@@ -328,25 +333,29 @@ class LiveFile(DatabaseFile[ReadPin]):
             self._txn, self._overlay = None, {}
             guard = txn.commit()
             appended = True
-            database.newest.note(pin.lsn, guard.lsn, images if self._is_whole else None, self._page_size)
+            database.newest.record_commit(
+                pin.lsn, guard.lsn, images if self._overlay_is_complete else None, self._page_size
+            )
             pin.move(guard.mark)
             self._seen, self._read = (guard.lsn, version), pin.read_page
-            database.turn.give(self)
+            # Before the sync (P7): the next transaction is built in the meantime.
+            database.writer_slot.release(self)
             if self.synchronous >= pragmas.FULL:
                 wal = guard.wal
-                wal.until(guard.lsn)
+                wal.wait_durable(guard.lsn)
                 if wal.barrier is not None:
-                    wal.barrier.note()  # waiting is for the end of the statement: an error here would read as a rollback
+                    # The wait is at the end of the statement: SQLite would take an error here for a rollback.
+                    wal.barrier.note()
             else:
                 self.unsynced = guard
-        except BaseException as error:  # an interrupt too: SQLite must hear of no other kind of failure here
+        except BaseException as error:  # interrupts too: SQLite must see only commit errors here
             txn.rollback()
             self._drop()
             raise commit_error(error, appended=appended) from error
 
-    # ── the rest ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── other calls ───────────────────────────────────────────────────────────────────────────────────────────────────
     def xFileControl(self, operation: int, pointer: int) -> bool:
-        """Whether the operation was ours."""
+        """Handle a file control; return whether it was recognised."""
         if operation == PHASE_TWO:
             self._commit()
             return True
@@ -360,7 +369,8 @@ class LiveFile(DatabaseFile[ReadPin]):
             self.synchronous = pragmas.synchronous(value)
 
     def _in_transaction(self) -> bool:
-        """Then SQLite refuses to change how it syncs. Of an attached database only its locks tell."""
+        """Return whether a transaction is open; SQLite then refuses to change `synchronous`. For an attached database only
+        its lock level shows it."""
         connection = self.connection()
         return bool(self._level) or (connection is not None and connection.in_transaction)
 
@@ -370,23 +380,22 @@ class LiveFile(DatabaseFile[ReadPin]):
         return self._store.wal.written.lsn
 
     def xClose(self) -> None:
-        """Give everything back."""
-        if self._cell is not None:
-            self._cell.take_over()
+        """Release the transaction and all pins."""
         self._drop()
         self._put_pin()
-        self.release_idle()
+        # No claim is needed: the shim starts no more reads. A claim of the keeper stays, for the keeper to release.
+        super().release_idle()
 
-    # ── for the keeper ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the keeper ──────────────────────────────────────────────────────────────────────────────────────────
     def renew(self) -> None:
-        """A read transaction is under way: its lease lives on."""
-        for pin in (self._pin, *self._idle):  # what the shim reads is among the idle ones
+        """Renew the lease of the read transaction in progress."""
+        for pin in (self._pin, *self._idle):  # a version that the shim reads is among the idle ones
             if pin is not None and pin.is_open:
-                with suppress(QuireError):  # it was given back just now
+                with suppress(QuireError):  # it was released concurrently
                     pin.renew()
 
     def release_idle(self) -> None:
-        """Close pins that nobody reads. The one in use is marked, and closed when its transaction ends."""
+        """Close pins that are not in use. A pin in use is marked, and closed when its transaction ends."""
         pin = self._pin
         if pin is not None:
             pin.is_old = True
@@ -401,8 +410,8 @@ class LiveFile(DatabaseFile[ReadPin]):
 
 
 def _unknown() -> None:
-    """Nobody has said whose it is."""
+    """Return None: the connection is not known yet."""
 
 
 def _at_once(_: float) -> None:
-    """A new snapshot is all that is needed: there is nothing to wait for."""
+    """Return immediately: the retry needs only a new snapshot, and there is nothing to wait for."""

@@ -1,19 +1,20 @@
-"""What a pragma means here, where it cannot mean what it means for a file.
+"""Handles pragmas that cannot have the same meaning here as for a file.
 
-SQLite shows every pragma to the file first (`SQLITE_FCNTL_PRAGMA`). `PragmaAnswer` is the answer: leave it to SQLite, say
-something in its place, or refuse it with a message of ours. The table for users is in docs/sqlite.md.
+SQLite passes every pragma to the file first (`SQLITE_FCNTL_PRAGMA`). `PragmaAnswer` is the response: leave it to SQLite,
+reply instead of SQLite, or refuse it with a message. The table for users is in docs/sqlite.md.
 
-A program that asks for another journal mode goes on: whoever answers `memory` has not changed it, by SQLite's own rule, and
-what the mode stands for is had anyway. But nobody reads that answer, so a note says so too, once in a process for each mode:
-the event `sqlite.pragma`, and a line in SQLite's own log (`SQLITE_NOTICE`), which programs that use apsw may listen to.
+A program that sets another journal mode keeps working: by SQLite's own rule the reply `memory` means that the mode has not
+changed, and the guarantees of the requested mode hold anyway. Since programs rarely read that reply, a note is emitted as
+well, once per process and mode: the event `sqlite.pragma`, and a line in SQLite's own log (`SQLITE_NOTICE`), to which
+programs that use apsw can subscribe.
 
-    >>> judge("journal_mode", "wal", page_size=4096).reply
+    >>> answer_pragma("journal_mode", "wal", page_size=4096).reply
     'memory'
-    >>> judge("journal_mode", "wal", page_size=4096).note
-    "readers and the writer never wait for each other here, as in WAL mode; the log is the store's own"
-    >>> judge("journal_mode", "off", page_size=4096).refusal[:50]
+    >>> answer_pragma("journal_mode", "wal", page_size=4096).note
+    "readers and the writer never wait for each other, as in WAL mode; the log is the store's own"
+    >>> answer_pragma("journal_mode", "off", page_size=4096).refusal[:50]
     'journal_mode=off would leave nothing to roll back '
-    >>> judge("cache_size", "10", page_size=4096) is PASS
+    >>> answer_pragma("cache_size", "10", page_size=4096) is PASS
     True
 
 Executor-safe.
@@ -29,37 +30,33 @@ from apsw import SQLITE_NOTICE, log
 from quire.core.events import emit
 
 JOURNAL_MODE = "memory"
-"""The rollback journal lives in memory; what is on disk is quire's own log, and has a transaction whole or not at all."""
+"""The rollback journal is kept in memory. On disk there is only quire's own log, where a transaction is atomic."""
 
 EPOCH = "quire_epoch"
-"""Our own: the version that a connection reads, as an lsn."""
+"""A pragma of quire: the version that a connection reads, as an lsn."""
 
-_HELD = (
-    "a transaction is there whole or not at all whatever the mode, and no journal is written beside the store's own log"
-)
+_HELD = "transactions are atomic in every mode, and the store's own log is the only journal"
 NOTES = {
-    "wal": "readers and the writer never wait for each other here, as in WAL mode; the log is the store's own",
+    "wal": "readers and the writer never wait for each other, as in WAL mode; the log is the store's own",
     "delete": _HELD,
     "truncate": _HELD,
     "persist": _HELD,
 }
-"""Journal modes that are answered with ours, and why that is enough."""
-EXCLUSIVE = (
-    "a database of a store is never locked for one connection; one writes at a time, and its process owns the store"
-)
+"""Journal modes that are answered with `JOURNAL_MODE`, and why that is sufficient."""
+EXCLUSIVE = "a quire database cannot be locked for one connection; only one connection writes at a time"
 
 ANSWERED = frozenset({"journal_mode", "locking_mode", "mmap_size", EPOCH})
-"""Pragmas that are answered here, and not by SQLite."""
+"""Pragmas that are answered here, not by SQLite."""
 
 OFF, NORMAL, FULL, EXTRA = range(4)
 LEVELS = {"off": OFF, "no": OFF, "false": OFF, "full": FULL, "extra": EXTRA}
-"""Of `PRAGMA synchronous`. From FULL on a commit waits for the disk (Q2)."""
+"""Words for the levels of `PRAGMA synchronous`. From FULL on a commit waits for the disk (Q2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PragmaAnswer:
-    """What becomes of a pragma: a reply in SQLite's place, a refusal, or, if neither, SQLite's own answer. A note says why the
-    reply is not what was asked for."""
+    """The response to a pragma: a reply instead of SQLite's, a refusal, or, if neither is set, SQLite's own answer. A note
+    explains why the reply differs from the request."""
 
     reply: str | None = None
     refusal: str | None = None
@@ -69,8 +66,8 @@ class PragmaAnswer:
 PASS = PragmaAnswer()
 
 
-def judge(name: str, value: str | None, *, page_size: int) -> PragmaAnswer:
-    """The verdict on one pragma of a database; `page_size` is 0 while it has none."""
+def answer_pragma(name: str, value: str | None, *, page_size: int) -> PragmaAnswer:
+    """Decide how to answer one pragma of a database; `page_size` is 0 while it has none."""
     asked = None if value is None else value.strip().lower()
     if asked is None:
         return PASS
@@ -94,13 +91,13 @@ def judge(name: str, value: str | None, *, page_size: int) -> PragmaAnswer:
 
 @cache
 def log_once(pragma: str, asked: str, answered: str, note: str) -> None:
-    """Say that something else holds than what a program has asked for, where people look: in the log."""
+    """Log that a pragma is answered with a value other than the one requested; once per process."""
     log(SQLITE_NOTICE, f"PRAGMA {pragma}={asked} is answered with {answered!r}: {note}")
     emit("warning", "sqlite.pragma", pragma=pragma, asked=asked, answered=answered, note=note)
 
 
 def synchronous(value: str) -> int:
-    """The level that a value of `PRAGMA synchronous` means, as SQLite reads it: any other word is NORMAL.
+    """Return the level of a value of `PRAGMA synchronous`, parsed as SQLite does: any unknown word is NORMAL.
 
     >>> [synchronous(value) for value in ("Normal", "2", "off", "sometimes", "EXTRA")]
     [1, 2, 0, 1, 3]

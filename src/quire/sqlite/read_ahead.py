@@ -1,6 +1,6 @@
-"""Reads pages of a version in runs, for SQLite, which asks for one page at a time.
+"""Reads pages of a version in runs, for SQLite, which requests one page at a time.
 
-Importable on executors. Thread: one.
+Importable on executors. Threads: one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from quire.pages.view import ViewReader
 
 AHEAD_FRAMES = 8
 AHEAD_BYTES = 8 * MIB
-"""Frames that are read together where somebody walks, and pages kept by who reads ahead."""
+"""Frames that are read together during a sequential scan, and bytes of pages that are kept."""
 
 
 class ReadAhead:
-    """A reader whose pages come in runs: SQLite asks for one page at a time, chunks have frames of 16 (P11).
+    """A reader that fetches pages in runs: SQLite requests one page at a time, and chunks have frames of 16 (P11).
 
-    A page that is missing brings its frame with it; if the frame before it is here, somebody walks, and the next ones come too,
-    past the reader's own cache: nobody walks back.
+    A missing page is fetched with its frame. If the previous frame is cached, the access is sequential, and the next frames
+    are fetched too. These bypass the reader's own cache, since a scan does not go back.
     """
 
     def __init__(self, reader: ViewReader) -> None:
@@ -31,10 +31,10 @@ class ReadAhead:
         self._pages_per_chunk = reader.view.pages_per_chunk
         self._images: dict[int, bytes] = {}
         self._slots: set[int] = set()
-        """Whose chunks are open: a read past the cache would open them each time."""
+        """Slots whose chunks are open: a read that bypasses the cache would open them each time."""
 
     def read_page(self, page: int) -> bytes:
-        """The page as of this version."""
+        """Return the page as of this version."""
         image = self._images.get(page)
         return self._bring(page) if image is None else image
 
@@ -51,9 +51,9 @@ class ReadAhead:
         return self._images[page]
 
     def read_rows(self, pages: NDArray[np.int64]) -> PageRows:
-        """Pages that are read once, one in each row: past everything that is kept."""
+        """Return pages that are read only once, one in each row, bypassing all caches."""
         return self._reader.read_rows(pages)
 
     def close(self) -> None:
-        """Let the pages go."""
+        """Drop the cached pages."""
         self._images.clear()

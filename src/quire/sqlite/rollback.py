@@ -1,21 +1,21 @@
-"""Sets a page database back to an earlier version of itself, as a new version: what came in between is kept.
+"""Sets a page database back to an earlier version, as a new version: the versions in between are kept.
 
-    1. The turn to write is taken: nobody commits from here on. Readers go on with the versions that they have.
+    1. The writer slot is taken: there are no commits from here on. Readers keep the versions they have.
     2. The pages that differ are written into one transaction.
-    3. The database as it is becomes the snapshot `before-rollback-LSN`, under which the rollback is undone.
-    4. The transaction is committed, durable, and noted in the audit.
+    3. The current version becomes the snapshot `before-rollback-LSN`, by which the rollback can be undone.
+    4. The transaction is committed, made durable, and recorded in the audit.
 
-A crash before 4 leaves the database as it was, and the snapshot at most; rolling back again uses the same one. A commit is one
-record of the log, so there is no state in between.
+A crash before 4 leaves the database as it was, with the snapshot at most; another rollback uses the same one. A commit is one
+record of the log, so there is no intermediate state.
 
-Two numbers of SQLite's header are not set back: the change counter and the schema cookie grow. A connection that slept through
-the rollback, and whatever follows it, would else take pages or a schema that it has in its cache for current ones.
+Two numbers of SQLite's header are not set back: the change counter and the schema cookie grow. Otherwise a connection that
+was idle during the rollback and later commits would take cached pages or a cached schema for current ones.
 
 Forks, snapshots, replicas, the feed, the archive and standbys see an ordinary commit. A connection that has read, and writes
-after the rollback, hears `SQLITE_BUSY_SNAPSHOT` as after any other commit.
+after the rollback, gets `SQLITE_BUSY_SNAPSHOT` as after any other commit.
 
-Threads: any. Raises `SnapshotGone` and what else opening a version does, `ReadOnly`, `TimedOut`, `Conflict` for a database that
-follows a file, `WrongKind`.
+Threads: any. Raises `SnapshotGone` and the other errors of opening a version, `ReadOnly`, `TimedOut`, `Conflict` for a
+database that follows a file, `WrongKind`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from quire.sqlite.importing import STEP_BYTES, write_changed
 TAGS = {"hold": "rollback"}
 SNAPSHOT_TAGS = {"by": "rollback"}
 TIMEOUT_SECONDS = 30.0
-"""For the writer before us, and for room in the log."""
+"""Seconds to wait for the current writer, and for space in the WAL budget."""
 
 MAGIC = b"SQLite format 3\0"
 CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(92, 96)
-"""Of SQLite's header: big-endian numbers of 32 bits."""
+"""Big-endian 32-bit numbers of SQLite's header."""
 
 
 def roll_back(
@@ -58,18 +58,18 @@ def roll_back(
     *,
     timeout: float = TIMEOUT_SECONDS,
 ) -> RolledBack:
-    """Make a database what it was at a snapshot, an lsn, an epoch or a time, in one commit, durable when this returns."""
+    """Set a database back to a snapshot, an lsn, an epoch or a time, in one commit that is durable when this returns."""
     with manifest.read() as txn:
         db_id, record = find_database(txn, name)
         followed = txn.get(t.FOLLOWED_FILES, db_id)
     if followed is not None:
-        hint = f"`quire sqlite unfollow {record.name}` first, or roll the file back"
+        hint = f"run `quire sqlite unfollow {record.name}` first, or roll the file back"
         raise Conflict("the database follows a file, which would undo the rollback", hint=hint, path=followed.path)
     if not record.page_size:
-        raise NotFound("the database has no earlier version: nothing was written to it yet", database=record.name)
+        raise NotFound("the database has no earlier version: nothing has been written to it yet", database=record.name)
     store = engine.open(db_id)
     with _open_version(manifest, engine, store, to) as target, store.begin(timeout) as txn_:
-        # Opened while nobody else can commit: this is the version that the transaction builds on.
+        # Opened while no other commit is possible, so this is the version that the transaction builds on.
         with store.open_snapshot(written=True, tags=TAGS) as before:
             changed = _write(txn_, store, before, target)
             done = RolledBack(
@@ -110,12 +110,12 @@ def _open_version(
     version = manifest.snapshots.find(store.db_id, to) if isinstance(to, str) else to
     if isinstance(version, SnapshotInfo):
         return engine.open_view(store.db_id, version.snapshot_id)
-    store.wal.sync()  # what was written may be asked for, and only what is durable can be found
+    store.wal.sync()  # `to` may lie in commits that are written but not durable; only durable ones are found
     return store.open_snapshot(at=version, tags=TAGS)
 
 
 def _keep(manifest: ManifestStore, engine: PageEngine, db_id: int, name: str) -> SnapshotInfo | None:
-    """Keep the database as it is under a name; None if an earlier attempt has."""
+    """Keep the current version as a named snapshot; return None if an earlier attempt has done so."""
     with suppress(UnknownSnapshot):
         manifest.snapshots.get(db_id, name)
         return None
@@ -123,16 +123,16 @@ def _keep(manifest: ManifestStore, engine: PageEngine, db_id: int, name: str) ->
 
 
 def _write(txn: WriteTxn, store: PageStore, before: Snapshot, target: Snapshot) -> int:
-    """Write what differs; how many pages did."""
+    """Write the pages that differ and return how many there were."""
     try:
         differing = [page for page in store.changed(target.lsn, before.mark) if 0 < page < target.size_pages]
-    except EpochLost:  # the store was taken over in between: nobody knows, so all are compared
+    except EpochLost:  # the store was taken over in between: the changed pages are unknown, so all are compared
         differing = list(range(1, min(before.size_pages, target.size_pages)))
     pages = [*differing, *range(before.size_pages, target.size_pages)]
     step, changed = max(STEP_BYTES // store.page_size, 1), 0
     for start in range(0, len(pages), step):
         changed += write_changed(txn, before, target.read_pages(pages[start : start + step], cold=True))
-    size_pages = max(target.size_pages, 1)  # a database that has pages keeps one
+    size_pages = max(target.size_pages, 1)  # a database that has pages keeps at least one
     is_same = not changed and size_pages == before.size_pages
     first = target.read_page(0) if target.size_pages else _empty(store.page_size)
     changed += write_changed(txn, before, {0: _header_grown(first, before.read_page(0), is_same=is_same)})
@@ -142,7 +142,7 @@ def _write(txn: WriteTxn, store: PageStore, before: Snapshot, target: Snapshot) 
 
 
 def _empty(page_size: int) -> bytes:
-    """A database of SQLite's without tables, which has a page in a store."""
+    """Return a SQLite database without tables; in a store it has one page."""
     connection = apsw.Connection(":memory:")
     connection.execute(f"PRAGMA page_size={page_size}; CREATE TABLE t(c); DROP TABLE t; VACUUM")
     try:
@@ -152,10 +152,12 @@ def _empty(page_size: int) -> bytes:
 
 
 def _header_grown(image: bytes, current: bytes, *, is_same: bool) -> bytes:
-    """The first page of a version, with a change counter and a schema cookie that no connection has seen; the current page, if
-    that and all others are the same but for these."""
+    """Return the first page of a version with a change counter and a schema cookie that no connection has seen.
+
+    Returns the current page if it and all others differ in nothing but these numbers.
+    """
     if not (image.startswith(MAGIC) and current.startswith(MAGIC)):
-        return image  # not SQLite's
+        return image  # not a SQLite database
     page = bytearray(image)
     for number in (CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR):
         page[number] = current[number]

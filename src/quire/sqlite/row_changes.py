@@ -1,28 +1,28 @@
-"""Which rows of a table differ between two versions of its database, found by the pages that differ (L1).
+"""Finds which rows of a table differ between two versions of its database, by the pages that differ (L1).
 
 Terms
   version      the pages of a database at one moment, and a connection that reads them
-  changed      the pages whose bytes differ between the two versions, a page that only one of them has included
-  candidates   where rows may differ: ranges of rowids, or keys; everything, with the reason
+  changed      the pages whose bytes differ between the two versions, including pages that only one of them has
+  candidates   where rows may differ: ranges of rowids, or keys; or everything, with the reason
 
-A row is in a leaf of its table's tree, and what does not fit there in a chain of overflow pages. So a row that differs is in a
-leaf that differs, that is in one version's tree only, or that leads to overflow pages which differ. Interior pages say which
-rowids those leaves hold; SQLite reads these ranges in both versions, and the rows are compared.
+A row is in a leaf of its table's tree; the part that does not fit there is in a chain of overflow pages. So a row that
+differs is in a leaf that differs, that only one version's tree has, or that leads to overflow pages which differ. Interior
+pages define which rowids those leaves hold; SQLite reads these ranges in both versions, and the rows are compared.
 
 Rules
   1. Candidates cover every row that differs; rows that do not differ may be among them.
   2. A changed page that no tree, free list or pointer map of either version accounts for is an overflow page in both. An UPDATE
-     can change it without touching a leaf: then the leaves whose rows lead to such pages are asked of SQLite (`dbstat`), which
+     can change it without touching a leaf. SQLite then finds the leaves whose rows lead to such pages (`dbstat`), which
      reads the whole table once.
-  3. Where about half of the leaves differ a comparison of everything is as fast; after VACUUM, and if the table was altered,
+  3. If about half of the leaves differ, comparing everything is as fast; after VACUUM, and if the table was altered,
      nothing else is possible.
   4. A table WITHOUT ROWID has rows in interior pages, too. The records of these and of differing leaves are compared as bytes;
-     what only one version has gives keys, and SQLite looks up the rows. Overflow pages that changed: everything.
+     records that only one version has give keys, and SQLite looks up the rows. If overflow pages changed, all is compared.
   5. Rows are the same if SQLite stores the same values: 1 and 1.0, `abc` and `ABC` differ whatever the collation.
   6. Rows are matched by rowid, in tables WITHOUT ROWID by primary key. If a table has become one of the other kind, or has
-     another key, all old rows are deleted, and all new ones inserted.
+     another key, all old rows are deleted and all new ones inserted.
 
-Pages that are not what they should be are left to SQLite: everything is compared.
+Malformed pages are left to SQLite: everything is compared.
 
 Threads: one at a time on a connection. Executor-safe. Raises `InvalidInput` for tables whose rows have no key.
 """
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from quire.sqlite.files import PageReader
 
 SHARE_MAX = 0.5
-"""Of the leaves: if more of them differ, everything is compared."""
+"""Share of the leaves that differ above which everything is compared."""
 
 SCHEMA_ROOT = 1
-"""Where the tree of sqlite_schema begins."""
+"""Root page of sqlite_schema."""
 
 INSERT, UPDATE, DELETE = "insert", "update", "delete"
 
@@ -84,21 +84,21 @@ class Candidates:
     """Where the rows of a table may differ."""
 
     ranges: tuple[Rowids, ...] = ()
-    """Of a table with rowids: rising, without overlaps."""
+    """For a table with rowids: ascending, without overlaps."""
     keys: tuple[Row, ...] = ()
-    """Of a table without."""
-    whole: str = ""
-    """Why everything is compared, if it is."""
+    """For a table WITHOUT ROWID."""
+    full_compare_reason: str = ""
+    """Why everything is compared; empty if it is not."""
 
     @property
     def is_empty(self) -> bool:
         """Whether no row differs."""
-        return not (self.ranges or self.keys or self.whole)
+        return not (self.ranges or self.keys or self.full_compare_reason)
 
 
 @dataclass(slots=True)
 class ComparedVersion:
-    """A database at one moment. Remembers the trees that it was asked for."""
+    """A database at one moment. Caches the trees it has walked."""
 
     pages: PageReader
     connection: apsw.Connection
@@ -108,11 +108,11 @@ class ComparedVersion:
 
     @property
     def read_page(self) -> ReadPage:
-        """By SQLite's numbers."""
+        """Reads pages by SQLite's numbers."""
         return by_number(self.pages)
 
     def table(self, name: str) -> SqliteTable | None:
-        """A table, if this version has it; `InvalidInput` if its rows have no key."""
+        """Return a table, or None if this version does not have it. Raises `InvalidInput` if its rows have no key."""
         try:
             table = find_table(self.connection, name, self.database)
         except NotFound:
@@ -120,20 +120,20 @@ class ComparedVersion:
         if not table.root or not (table.rowid or table.key):
             raise InvalidInput(
                 "its rows cannot be matched: they have neither a rowid nor a primary key",
-                hint="row changes are those of tables; a view or a virtual table has none",
+                hint="use an ordinary table; views and virtual tables have no row changes",
                 table=name,
                 database=self.database,
             )
         return table
 
     def tree(self, root: int) -> BTree:
-        """The tree that begins at a page."""
+        """Return the tree with this root page."""
         if root not in self._trees:
             self._trees[root] = walk(self.read_page, root, self.pages.size_pages)
         return self._trees[root]
 
     def accounted(self) -> set[int]:
-        """All pages but those of overflow chains."""
+        """Return all pages except those of overflow chains."""
         size = self.pages.size_pages
         pages = free_pages(self.read_page, size) | pointer_map_pages(self.read_page(1), size)
         pages.add(PENDING_BYTE // self.pages.page_size + 1)
@@ -143,24 +143,24 @@ class ComparedVersion:
         return pages
 
     def definition(self, table: str) -> list[tuple[str]]:
-        """The SQL by which a table was made and changed."""
+        """Return the SQL that defines a table."""
         return list(
             self.connection.execute("SELECT sql FROM sqlite_schema WHERE type = 'table' AND name = ?", (table,))
         )
 
     def owners(self, table: str, overflow: Collection[int]) -> set[int]:
-        """The leaves of a table whose rows continue in one of these pages. Reads the whole table."""
+        """Return the leaves of a table whose rows continue in one of these pages. Reads the whole table."""
         sql = "SELECT pageno, pagetype FROM dbstat WHERE schema = 'main' AND name = ?"
         leaf, owners = 0, set[int]()
         for page, kind in self.connection.execute(sql, (table,)):
             if kind != "overflow":
-                leaf = page  # what follows until the next one are the overflow pages of its rows
+                leaf = page  # the overflow pages of its rows follow
             elif page in overflow:
                 owners.add(leaf)
         return owners
 
     def records(self, pages: Iterable[int], form: IndexFormat) -> set[bytes]:
-        """The rows that pages of a table WITHOUT ROWID hold, as they are stored."""
+        """Return the rows in these pages of a table WITHOUT ROWID, as they are stored."""
         return {payload for page in pages for payload in payloads(self.read_page, page, form)}
 
 
@@ -168,7 +168,8 @@ class ComparedVersion:
 def find_candidates(
     before: ComparedVersion, after: ComparedVersion, name: str, changed: Callable[[], Collection[int]]
 ) -> tuple[SqliteTable | None, SqliteTable | None, Candidates]:
-    """(the table in each version, where its rows may differ). `changed` gives the pages that differ, by SQLite's numbers."""
+    """Return (the table in each version, where its rows may differ). `changed` returns SQLite's numbers of pages that
+    differ."""
     old, new = before.table(name), after.table(name)
     if old is None and new is None:
         return None, None, Candidates()
@@ -176,7 +177,7 @@ def find_candidates(
         return old, new, _everything("created" if old is None else "dropped", old or new)
     if before.pages.page_size != after.pages.page_size:
         return old, new, _everything("page size", new)
-    # A column that was added has a value in rows that nobody touched.
+    # A column that was added has a value also in rows that were not written.
     if before.definition(old.name) != after.definition(new.name):
         return old, new, _everything("altered", new)
     try:
@@ -186,7 +187,7 @@ def find_candidates(
 
 
 def _everything(reason: str, table: SqliteTable | None) -> Candidates:
-    return Candidates(ranges=(EVERYTHING,) if table is not None and table.rowid else (), whole=reason)
+    return Candidates(ranges=(EVERYTHING,) if table is not None and table.rowid else (), full_compare_reason=reason)
 
 
 def _in_trees(
@@ -220,7 +221,7 @@ def _in_trees(
 
 
 def _keys(records: list[set[bytes]], columns: int, forms: list[IndexFormat]) -> tuple[Row, ...]:
-    """The keys of the records that only one version has; each once, though 1 and 1.0 are one key."""
+    """Return the keys of the records that only one version has, without duplicates; 1 and 1.0 are the same key."""
     keys: dict[Row, None] = {}
     for mine, others, form in zip(records, reversed(records), forms):
         for record in mine - others:
@@ -236,10 +237,12 @@ def changed_rows(
     columns: Sequence[str],
     candidates: Candidates,
 ) -> Iterator[RowChange]:
-    """The rows that differ in these columns; one that a version has not counts as NULL there. `None` for a version without any
-    table: then all rows are new, or gone."""
-    old = _Side(before.connection, tables[0], columns) if before is not None and tables[0] is not None else None
-    new = _Side(after.connection, tables[1], columns) if after is not None and tables[1] is not None else None
+    """Yield the rows that differ in these columns. A column that a version does not have counts as NULL there.
+
+    A version is `None` if it has no table: all rows are then inserted, or deleted.
+    """
+    old = _TableVersion(before.connection, tables[0], columns) if before is not None and tables[0] is not None else None
+    new = _TableVersion(after.connection, tables[1], columns) if after is not None and tables[1] is not None else None
     if old is None or new is None or not old.is_matched_like(new):
         if old is not None:
             for key, row in old.rows(candidates.ranges):
@@ -249,15 +252,15 @@ def changed_rows(
                 yield RowChange(INSERT, key, None, row)
     elif new.table.rowid:
         for rowids in candidates.ranges:
-            yield from merged(old.by_rowid(rowids), new.by_rowid(rowids))
-    elif candidates.whole:
-        yield from looked_up({_typed(key): (key, row) for key, row in old.by_key()}, new.by_key())
+            yield from diff_sorted(old.by_rowid(rowids), new.by_rowid(rowids))
+    elif candidates.full_compare_reason:
+        yield from diff_by_key({_typed(key): (key, row) for key, row in old.by_key()}, new.by_key())
     else:
         keyed = {_typed(key): (key, row) for key, row in old.of_keys(candidates.keys)}
-        yield from looked_up(keyed, new.of_keys(candidates.keys))
+        yield from diff_by_key(keyed, new.of_keys(candidates.keys))
 
 
-class _Side:
+class _TableVersion:
     """The rows of a table in one version."""
 
     def __init__(self, connection: apsw.Connection, table: SqliteTable, columns: Sequence[str]) -> None:
@@ -268,14 +271,14 @@ class _Side:
         shown = [quoted(column.name) if column is not None else "NULL" for column in stored]
         self._select = f"SELECT {', '.join(self._key + shown)} FROM main.{quoted(table.name)}"
 
-    def is_matched_like(self, other: _Side) -> bool:
-        """Whether a row of this version can be the same row in the other."""
+    def is_matched_like(self, other: _TableVersion) -> bool:
+        """Return whether rows of this version can be matched with rows of the other."""
         if self.table.rowid or other.table.rowid:
             return bool(self.table.rowid and other.table.rowid)
         return [name.lower() for name in self.table.key] == [name.lower() for name in other.table.key]
 
     def rows(self, ranges: Iterable[Rowids]) -> Iterator[KeyedRow]:
-        """All rows; of a table with rowids those of these ranges."""
+        """Yield all rows; for a table with rowids, those of these ranges."""
         if not self.table.rowid:
             yield from self.by_key()
             return
@@ -283,7 +286,7 @@ class _Side:
             yield from self.by_rowid(rowids)
 
     def by_rowid(self, rowids: Rowids) -> Iterator[KeyedRow]:
-        """The rows of a range, in order."""
+        """Yield the rows of a range, in order."""
         (name,) = self._key
         where = "" if rowids == EVERYTHING else f" WHERE {name} BETWEEN ? AND ?"
         sql = f"{self._select}{where} ORDER BY {name}"
@@ -291,11 +294,11 @@ class _Side:
             yield row[0], row[1:]
 
     def by_key(self) -> Iterator[KeyedRow]:
-        """All rows of a table WITHOUT ROWID."""
+        """Yield all rows of a table WITHOUT ROWID."""
         yield from self._keyed(self._select, ())
 
     def of_keys(self, keys: Iterable[Row]) -> Iterator[KeyedRow]:
-        """The rows with these keys, as the collations of their columns compare them; each once."""
+        """Yield the rows with these keys, compared by the collations of their columns; each row once."""
         sql = f"{self._select} WHERE {' AND '.join(f'{name} = ?' for name in self._key)}"
         seen = set[Row]()
         for wanted in keys:
@@ -310,10 +313,10 @@ class _Side:
             yield row[:width], row[width:]
 
 
-def merged(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
-    """Differences of rows with rising keys: both versions are walked side by side, and nothing is kept.
+def diff_sorted(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
+    """Yield the differences between two sequences of rows with ascending keys, walked in parallel; no row is kept.
 
-    >>> changes = merged(iter([(1, ("a",)), (2, ("b",))]), iter([(2, ("c",)), (3, ("d",))]))
+    >>> changes = diff_sorted(iter([(1, ("a",)), (2, ("b",))]), iter([(2, ("c",)), (3, ("d",))]))
     >>> [(change.op, change.key) for change in changes]
     [('delete', 1), ('update', 2), ('insert', 3)]
     """
@@ -331,8 +334,8 @@ def merged(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[Ro
             old, new = next(before, _END), next(after, _END)
 
 
-def looked_up(before: dict[Row, KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
-    """Differences of rows in any order, matched through a dictionary, which is emptied."""
+def diff_by_key(before: dict[Row, KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:
+    """Yield the differences between rows in any order, matched through the dictionary `before`, which is emptied."""
     for key, row in after:
         old = before.pop(_typed(key), None)
         if old is None:
@@ -344,12 +347,12 @@ def looked_up(before: dict[Row, KeyedRow], after: Iterator[KeyedRow]) -> Iterato
 
 
 def same_values(one: Row, other: Row) -> bool:
-    """Whether type and value of every column are the same: 1 and 1.0 are not, nor are 0.0 and -0.0."""
+    """Return whether type and value of every column are the same: 1 and 1.0 are not, nor are 0.0 and -0.0."""
     if one != other:
         return False
     return all(type(a) is type(b) and (bool(a) or type(a) is not float or str(a) == str(b)) for a, b in zip(one, other))
 
 
 def _typed(key: Row) -> Row:
-    """A key that tells 1 from 1.0."""
+    """Return a key that distinguishes 1 from 1.0."""
     return tuple((type(value), value) for value in key)

@@ -1,17 +1,17 @@
 """A connection that a Python program in another process uses: numbered calls, cursors, and errors of PEP 249 as values.
 
-The other end is `service/remote_sqlite.py`, which is a driver below the classes of PEP 249: what is answered here is what that
-driver must know to behave as the local one, rows ahead included. Statements run as those of every other protocol do
-(`statements.py`).
+The other end is `service/remote_sqlite.py`, a driver below the classes of PEP 249. The answers contain what that driver needs
+to behave as the local one does, including rows read ahead. Statements run as for every other protocol (`statements.py`).
 
 Rules
-  1. A call has a number. The same number again gets the same answer, and nothing is run: whoever has lost an answer asks again.
-  2. Rows are read ahead in bunches; a statement ends, and lets go of its version, when its last row is read or its cursor is
+  1. A call has a number. A repeated number gets the same answer, and nothing runs: a client that lost an answer sends the
+     call again.
+  2. Rows are read ahead in bunches. A statement ends, and releases its version, when its last row is read or its cursor is
      closed.
-  3. A transaction in which nothing was done for too long is rolled back; its program is told by the next statement.
+  3. A transaction that is idle for too long is rolled back; the next statement of its program reports it.
   4. An error keeps its class, its code and its text.
 
-Threads: one at a time, but for `interrupt`. Raises nothing of SQLite's: errors are part of answers.
+Threads: one at a time, except for `interrupt`. Raises none of SQLite's errors: they are part of answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.sqlite.pep249.errors import Error, OperationalError, translated
 from quire.sqlite.statements import NO_STATEMENT, LockRefused, RunningStatement, StatementFailed, StatementRunner
 
 CURSORS_MAX = 1_024
-"""Statements of one connection that are not at their end."""
+"""Unfinished statements of one connection, at most."""
 
 Bindings = Sequence[Any] | Mapping[str, Any]
 
@@ -39,14 +39,14 @@ class SqlError(msgspec.Struct, frozen=True, array_like=True):
     """An error of PEP 249 as a value."""
 
     kind: str
-    """Its class."""
+    """Name of its class."""
     message: str
     code: int = 0
-    """SQLite's extended code; 0 if it is none of SQLite's."""
+    """SQLite's extended code; 0 if the error is not SQLite's."""
 
 
 class SqlAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What a call has done, and how the connection stands after it."""
+    """The result of a call, and the state of the connection after it."""
 
     is_autocommit: bool
     changes: int
@@ -54,37 +54,37 @@ class SqlAnswer(msgspec.Struct, frozen=True, array_like=True):
     last_rowid: int
     error: SqlError | None = None
     columns: tuple[tuple[str, str | None], ...] | None = None
-    """Of a statement that returns rows."""
+    """Columns of a statement that returns rows."""
     rows: list[tuple[Any, ...]] = []
     is_over: bool = True
     """Whether these were its last rows."""
     changed: int = 0
-    """Of `many`: by all of them together."""
+    """For `many`: rows changed by all executions together."""
     text: str = ""
-    """Of `prepare`: the first statement."""
+    """For `prepare`: the first statement."""
     is_readonly: bool = False
 
 
 class ServedConnection:
-    """One connection. Made by the handlers of a server."""
+    """One connection. Created by the handlers of a server."""
 
     def __init__(self, runner: StatementRunner, transaction_seconds: float) -> None:
         # constant after construction
         self._runner = runner
         self._transaction_seconds = transaction_seconds
         self.interrupt = runner.interrupt
-        # the calling thread's
+        # owned by the calling thread
         self._cursors: dict[int, RunningStatement] = {}
-        """Statements that are not at their end."""
+        """Statements that have not ended."""
         self._number = 0
         self._answer: SqlAnswer | None = None
 
     def answered(self, number: int, run: Callable[[], SqlAnswer]) -> SqlAnswer:
-        """The answer to a call (rules 1 and 4)."""
+        """Return the answer to a call, running it unless it is a repeat (rules 1 and 4)."""
         if number == self._number and self._answer is not None:
             return self._answer
         try:
-            self._runner.tell_lost()
+            self._runner.raise_if_abandoned()
             answer = run()
         except Exception as error:
             answer = self._state(error=_error_of(error))
@@ -94,15 +94,15 @@ class ServedConnection:
 
     # ── statements ────────────────────────────────────────────────────────────────────────────────────────────────────
     def prepare(self, sql: str) -> SqlAnswer:
-        """What the first statement of a text is; nothing is run."""
-        known = self._runner.describe(sql)
-        return self._state(columns=known.columns, text=known.text, is_readonly=known.is_readonly)
+        """Describe the first statement of a text without running it."""
+        description = self._runner.describe(sql)
+        return self._state(columns=description.columns, text=description.text, is_readonly=description.is_readonly)
 
     def execute(self, cursor_id: int, sql: str, bindings: Bindings, begin: str, closed: Sequence[int]) -> SqlAnswer:
-        """Run one statement, up to its first rows; `begin` is run before it."""
+        """Run one statement up to its first rows. `begin` is run before it if no transaction is open."""
         self.close_cursors((*closed, cursor_id))
         if len(self._cursors) >= CURSORS_MAX:
-            raise OperationalError("too many statements of this connection are not at their end: close cursors")
+            raise OperationalError("too many unfinished statements on this connection: close cursors")
         self._begin(begin)
         try:
             statement = self._runner.run(sql, bindings, is_examined=True)
@@ -112,7 +112,7 @@ class ServedConnection:
             return self._state()  # to PEP 249 a comment is a statement that does nothing
         if not statement.columns:
             return self._state()
-        rows = statement.bunch()
+        rows = statement.fetch_next()
         if not statement.is_over:
             self._cursors[cursor_id] = statement
         return self._state(columns=statement.columns, rows=rows, is_over=statement.is_over)
@@ -122,17 +122,17 @@ class ServedConnection:
             self._runner.run(begin)
 
     def fetch(self, cursor_id: int) -> SqlAnswer:
-        """The next rows of a statement."""
+        """Return the next rows of a statement."""
         statement = self._cursors.get(cursor_id)
         if statement is None:
             return self._state()
-        rows = statement.bunch()
+        rows = statement.fetch_next()
         if statement.is_over:
             del self._cursors[cursor_id]
         return self._state(rows=rows, is_over=statement.is_over)
 
     def many(self, sql: str, rows: Sequence[Bindings], begin: str, closed: Sequence[int]) -> SqlAnswer:
-        """Run one statement for each of these; rows that it returns are dropped."""
+        """Run one statement for each of these bindings; rows that it returns are dropped."""
         self.close_cursors(closed)
         self._begin(begin)
         changed = 0
@@ -149,7 +149,7 @@ class ServedConnection:
         return self._state(changed=changed)
 
     def script(self, sql: str, closed: Sequence[int]) -> SqlAnswer:
-        """Run all statements, and drop their rows."""
+        """Run all statements and drop their rows."""
         self.close_cursors(closed)
         with self._runner.deadline():
             for _ in self._runner.connection.execute(sql):
@@ -157,7 +157,7 @@ class ServedConnection:
         return self._state()
 
     def close_cursors(self, cursor_ids: Sequence[int]) -> None:
-        """End statements where they are."""
+        """End statements at their current row."""
         for cursor_id in cursor_ids:
             if (statement := self._cursors.pop(cursor_id, None)) is not None:
                 statement.close()
@@ -168,9 +168,9 @@ class ServedConnection:
             runner.is_autocommit(), runner.changes(), runner.total_changes(), runner.last_insert_rowid(), **facts
         )
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def is_idle(self, seconds: float) -> None:
-        """Roll back a transaction that nobody goes on with (rule 3)."""
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def on_idle(self, seconds: float) -> None:
+        """Roll back a transaction that has been idle for too long (rule 3)."""
         if seconds >= self._transaction_seconds and not self._runner.is_autocommit():
             self._drop_cursors()
             self._runner.abandon(self._transaction_seconds)
@@ -179,13 +179,13 @@ class ServedConnection:
         self.close_cursors(list(self._cursors))
 
     def close(self) -> None:
-        """Close it; what was not committed is rolled back."""
+        """Close the connection; uncommitted changes are rolled back."""
         self._drop_cursors()
         self._runner.close()
 
 
 def define_regexp(connection: apsw.Connection) -> None:
-    """`x REGEXP pattern`, as SQLAlchemy defines it. Only for programs of this machine: matching may take for ever."""
+    """Define `x REGEXP pattern` as SQLAlchemy does. Only for programs on this machine: matching may never end."""
     connection.create_scalar_function("regexp", _regexp, 2, deterministic=True)
 
 
@@ -195,11 +195,11 @@ def _regexp(*values: Any) -> bool | None:
 
 
 _WITH_HINT = (apsw.ReadOnlyError, apsw.TooBigError)
-"""To which the runner adds what can be done."""
+"""Errors to which the runner adds a hint."""
 
 
 def _error_of(error: Exception) -> SqlError:
-    """An error as it is told (rule 4). What is none of SQLite's, of PEP 249 or of ours is a bug, and raised."""
+    """Return an error as a value (rule 4). An error that is not SQLite's, PEP 249's or quire's is a bug, and is raised."""
     if isinstance(error, StatementFailed | LockRefused):
         cause = error.__cause__
         if not isinstance(cause, apsw.Error | QuireError | OverflowError | TypeError | ValueError):

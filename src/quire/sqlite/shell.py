@@ -1,6 +1,6 @@
-"""SQLite's shell, as apsw has it, on a connection to one of our databases.
+"""SQLite's shell, in apsw's version, on a connection to a database of a store.
 
-Thread: the main one, if people type. Raises `InvalidInput` for a statement that was given and fails.
+Thread: the main one, if it is interactive. Raises `InvalidInput` if a statement given as an argument fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.sqlite.pep249.errors import Error
 
 
 class _Script:
-    """Lines of a program or file; its last statement may lack the semicolon, as for SQLite's own shell."""
+    """Lines of a program or file. Its last statement may lack the semicolon, as in SQLite's own shell."""
 
     def __init__(self, lines: TextIO) -> None:
         self._lines = lines
@@ -40,12 +40,12 @@ class _Script:
 
 
 class _Shell(apsw.shell.Shell):
-    """Remembers whether anything went wrong: who reads no messages has the exit code."""
+    """Records whether any statement failed, for the exit code."""
 
     has_failed = False
 
     def _apply_fts(self) -> None:
-        # It asks SQLite, which reads the schema: a malformed one is repaired in this shell, so it must begin.
+        # It reads the schema. The shell must start even if the schema is malformed: this is where a user repairs it.
         with suppress(apsw.CorruptError):
             super()._apply_fts()  # type: ignore[no-untyped-call]
 
@@ -55,12 +55,12 @@ class _Shell(apsw.shell.Shell):
 
 
 class _ServedShell(_Shell):
-    """A shell whose SQL runs at the owner of the store; its commands look at what that has published."""
+    """A shell whose SQL runs at the owner of the store; its commands read the version that the owner has published."""
 
     served: Driver
 
     def process_sql(self, sql: str, bindings: Any = None, internal: bool = False, summary: Any = None) -> None:
-        """Run statements, one after the other, and show their rows."""
+        """Run statements one after the other and show their rows."""
         if internal:
             super().process_sql(sql, bindings, internal, summary)
             return
@@ -87,7 +87,7 @@ class _ServedShell(_Shell):
 
 
 def statements_of(sql: str) -> Iterator[str]:
-    """The statements of a text.
+    """Yield the statements of a text.
 
     >>> list(statements_of("insert into t values (';'); select 1"))
     ["insert into t values (';');", ' select 1']
@@ -104,9 +104,10 @@ def statements_of(sql: str) -> Iterator[str]:
 def run_shell(
     connection: apsw.Connection, title: str, statements: Sequence[str] = (), *, served: Driver | None = None
 ) -> int:
-    """Run statements, or what people type until they leave, or a script; the exit code, 1 if a script met errors.
+    """Run the given statements, or a session or script from stdin. Return the exit code: 1 if a script had errors.
 
-    `title` is what the shell says it is open on. With `served` SQL runs there, and `connection` is for the shell's commands.
+    `title` is what the shell displays as its database. With `served` SQL runs there, and `connection` is for the shell's
+    commands.
     """
     typed: Any = sys.stdin if sys.stdin.isatty() else _Script(sys.stdin)
     kind: Any = _Shell if served is None else _ServedShell
@@ -127,13 +128,13 @@ def run_shell(
 
 
 def _run(shell: Any, statement: str) -> None:
-    """One statement that was given. What the shell says of an error is not shown: the exception tells it."""
+    """Run one statement given as an argument. The shell's error output is dropped, because the exception reports the error."""
     shell.stderr = said = io.StringIO()
     try:
         shell.process_complete_line(statement)
     except (apsw.Error, apsw.shell.Shell.Error) as error:
         if isinstance(error.__cause__, QuireError):
-            raise error.__cause__ from error  # a missing chunk, say: SQLite only passed it on
+            raise error.__cause__ from error  # a missing chunk, for example: SQLite only passed it on
         hint = "`.help` lists the commands"
         raise InvalidInput(f"SQLite says: {error}", hint=hint, statement=statement) from error
     finally:

@@ -1,9 +1,10 @@
-"""Statements of other programs on one connection of SQLite's: begun one at a time, their rows in bunches, their errors as
-plain values. Every protocol by which a program sends SQL is a translation of this one.
+"""Runs statements of other programs on one SQLite connection: one statement at a time, rows in bunches, errors as plain
+values. Every protocol by which a program sends SQL is a translation of this interface.
 
-A *refused* statement found the database locked before it did anything: it may be sent again as it is (`LockRefused`). That is
-so for plain `SQLITE_BUSY`, and for any busy code outside a transaction, where nothing was read yet. Inside a transaction that
-has read, `SQLITE_BUSY_SNAPSHOT` is final: only its program can begin it anew, and it is told (`StatementFailed`).
+A *refused* statement found the database locked before it did anything, so it may be sent again unchanged (`LockRefused`).
+That is the case for plain `SQLITE_BUSY`, and for any busy code outside a transaction, where nothing was read yet. Inside a
+transaction that has read, `SQLITE_BUSY_SNAPSHOT` is final: only the program can restart its transaction, so it gets the error
+(`StatementFailed`).
 
     >>> runner = StatementRunner(apsw.Connection(":memory:"))
     >>> statement = runner.run("select 1 as one, 'x'")
@@ -35,7 +36,7 @@ from quire.core.errors import QuireError
 
 SqlValue = None | int | float | str | bytes
 Columns = tuple[tuple[str, str | None], ...]
-"""(name, declared type) of each."""
+"""(name, declared type) of each column."""
 
 Deadline = Callable[[], AbstractContextManager[None]]
 
@@ -43,27 +44,27 @@ NO_STATEMENT, MANY_STATEMENTS = "SQL_NO_STATEMENT", "SQL_MANY_STATEMENTS"
 ARGS_INVALID, UNICODE_ERROR, TOO_LARGE = "ARGS_INVALID", "UNICODE_ERROR", "RESPONSE_TOO_LARGE"
 TRANSACTION_TIMEOUT = "TRANSACTION_TIMEOUT"
 
-BUNCH_ROWS, BUNCH_BYTES = 512, 1 << 20
-"""Rows are fetched so many at a time, fewer if they are large."""
+FETCH_ROWS, FETCH_BYTES = 512, 1 << 20
+"""Rows and bytes that are fetched at a time, at most."""
 FIRST_ROWS = 64
-"""Of a statement whose rows nobody has seen yet."""
+"""Rows in the first fetch of a statement."""
 ROWS_AT_ONCE = 8
-"""Small rows are measured so many at a time: measuring each by itself would cost half as much as encoding it."""
+"""Small rows are measured in groups of this size: measuring each row separately would cost half as much as encoding it."""
 SMALL_BYTES = 64 * 1024
-"""Rows are read one by one behind such a part that was larger."""
+"""After a group of rows larger than this, rows are read one by one."""
 ROW_BYTES_MAX = 256 << 20
-"""Of a row that is read by a remote program. SQLite has limits of a value and of a table's row, and none of what a SELECT puts
-together: 2,000 values of the largest size would be 128 GB. So the values of wide rows have a lower limit."""
+"""Bytes of a row that a remote program reads, at most. SQLite limits a value and a row of a table, but not the row that a
+SELECT assembles: 2,000 values of the largest size would be 128 GB. So values of wide rows have a lower limit."""
 
 _BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""What may stand behind a statement without being another one."""
+"""Text that may follow a statement without being another one."""
 _FIRST = re.compile(r"[A-Za-z]+")
 _PREFIXES = ":@$?"
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class StatementFailed(Exception):
-    """A statement that was refused or broke; SQLite's own text, its base code and its extended one."""
+    """A statement that was refused or failed: SQLite's own text, its base code and its extended code."""
 
     def __init__(self, message: str, code: str, extended_code: str = "") -> None:
         super().__init__(message)
@@ -75,26 +76,25 @@ class StatementFailed(Exception):
 
 
 class LockRefused(Exception):
-    """Another connection writes. The statement has done nothing, and may be run again."""
+    """Another connection is writing. The statement has done nothing and may be run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What is known of a statement before it runs."""
+    """Properties of a statement that are known before it runs."""
 
     text: str
-    """The statement and the blanks behind it: what follows in the script is the next one."""
+    """The statement and the blanks after it; the next statement of a script follows."""
     parameters: tuple[str | None, ...]
     columns: Columns
     is_explain: bool
     is_readonly: bool
     is_empty: bool
-    """Whether there are only comments."""
+    """Whether the text has only comments."""
 
 
 class _Preparation:
-    """What apsw calls when it has prepared a statement and is about to run it: the only moment at which a statement without
-    rows tells its columns."""
+    """apsw's callback between preparing and running a statement: the only time when one without rows has its columns."""
 
     __slots__ = ("_bound", "_is_first", "_sql", "columns")
 
@@ -106,7 +106,7 @@ class _Preparation:
 
     def __call__(self, cursor: apsw.Cursor, text: str, _: Any) -> bool:
         if not self._is_first:
-            return True  # a comment behind the statement
+            return True  # a comment after the statement
         self._is_first = False
         if not cursor.has_vdbe:
             raise StatementFailed("SQL string does not contain any statement", NO_STATEMENT)
@@ -118,7 +118,7 @@ class _Preparation:
 
 
 def _columns(cursor: apsw.Cursor) -> Columns:
-    """Of a statement that stands at its first row; none if it is over."""
+    """Return the columns of a statement that is at its first row; none if it has ended."""
     try:
         columns: Columns = cursor.get_description()
     except apsw.ExecutionCompleteError:
@@ -129,8 +129,10 @@ def _columns(cursor: apsw.Cursor) -> Columns:
 def _next_rows(
     cursor: Iterator[tuple[SqlValue, ...]], count: int, bytes_max: int, at_once: int
 ) -> tuple[list[Any], bool]:
-    """The next rows, at most so many and about so many bytes, and whether they are the last. They are measured while they are
-    read: a few values of SQLite's largest size would take all the memory there is."""
+    """Return up to `count` rows of about `bytes_max` bytes, and whether they are the last.
+
+    Rows are measured while they are read: a few values of SQLite's largest size would take all available memory.
+    """
     rows: list[Any] = []
     size = 0
     while size < bytes_max and (wanted := min(count - len(rows), at_once)) > 0:
@@ -145,47 +147,47 @@ def _next_rows(
 
 
 class RunningStatement:
-    """A statement that was begun: its columns, and its rows in bunches."""
+    """A statement that was started: its columns, and its rows in bunches."""
 
-    __slots__ = ("_bunch_rows", "_cursor", "_runner", "columns", "is_over")
+    __slots__ = ("_cursor", "_fetch_rows", "_runner", "columns", "is_over")
 
     def __init__(self, cursor: apsw.Cursor, columns: Columns, runner: StatementRunner) -> None:
         self._cursor = cursor
         self._runner = runner
-        self._bunch_rows = FIRST_ROWS
+        self._fetch_rows = FIRST_ROWS
         self.columns = columns
         self.is_over = False
         """Whether its last row was read."""
 
     def rows(self, count: int) -> list[tuple[SqlValue, ...]]:
-        """The next rows, at most so many and about `BUNCH_BYTES`; none at the end, where the statement is over."""
+        """Return the next rows, at most `count` and about `FETCH_BYTES`; none when the statement has ended."""
         runner = self._runner
         try:
-            runner.bound(len(self.columns))  # another statement may have run meanwhile
+            runner.limit_value_bytes(len(self.columns))  # another statement may have run meanwhile
             with runner.deadline():
-                rows, self.is_over = _next_rows(self._cursor, count, BUNCH_BYTES, runner.first_rows)
+                rows, self.is_over = _next_rows(self._cursor, count, FETCH_BYTES, runner.first_rows)
         except Exception as error:
-            runner.fail(error)
+            runner.raise_translated(error)
         return rows
 
-    def bunch(self) -> list[tuple[SqlValue, ...]]:
-        """The next rows: a few, for somebody who wants no more, then as many as are worth a message."""
-        count, self._bunch_rows = self._bunch_rows, BUNCH_ROWS
+    def fetch_next(self) -> list[tuple[SqlValue, ...]]:
+        """Return the next rows: a few at first, for a program that wants no more, then as many as are worth a message."""
+        count, self._fetch_rows = self._fetch_rows, FETCH_ROWS
         return self.rows(count)
 
     def drain(self) -> int:
-        """Run to the end; how many rows there were."""
+        """Run to the end and return the number of rows."""
         count = 0
         try:
             with self._runner.deadline():
                 for _ in self._cursor:
                     count += 1
         except Exception as error:
-            self._runner.fail(error)
+            self._runner.raise_translated(error)
         return count
 
     def close(self) -> None:
-        """End it where it is."""
+        """End the statement at its current row."""
         self._cursor.close(True)
 
 
@@ -202,37 +204,40 @@ class StatementRunner:
         value_bytes: int = 0,
         on_too_large: Callable[[], None] = lambda: None,
     ) -> None:
-        """`deadline` bounds what SQLite does inside it: the beginning of a statement, and each bunch of its rows. Whoever
-        writes where only reading is allowed is told `read_only_hint` behind SQLite's own words. A lock is waited for in the
-        calling thread for `lock_seconds`. `value_bytes` bounds values, and with `ROW_BYTES_MAX` rows; 0: nothing is bounded.
-        `on_too_large` is called for what was refused so."""
+        """`deadline` bounds what SQLite does inside it: starting a statement, and each fetch of its rows.
+        `read_only_hint` is appended to SQLite's error when a program writes where only reading is allowed. The calling thread
+        waits for a lock for `lock_seconds`. `value_bytes` bounds values, and with `ROW_BYTES_MAX` rows; 0 means no bound.
+        `on_too_large` is called for each refusal by these bounds."""
         # constant after construction
         self.connection = connection
         self.deadline = deadline
         self._read_only_hint = read_only_hint
         self._value_bytes = value_bytes
         self.first_rows = 1 if value_bytes else ROWS_AT_ONCE
-        """That are read before any of a bunch were measured."""
+        """Rows that are read before the first ones of a bunch are measured."""
         self._on_too_large = on_too_large
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes
         self.total_changes: Callable[[], int] = connection.total_changes
         self.last_insert_rowid: Callable[[], int] = connection.last_insert_rowid
         connection.set_busy_timeout(round(lock_seconds * 1000))
-        # the connection's
-        self._bounded = value_bytes
-        self._lost: StatementFailed | None = None
-        """Why the transaction is gone: told once, to the next statement."""
+        # owned by the connection
+        self._value_limit = value_bytes
+        self._abandoned_error: StatementFailed | None = None
+        """Why the transaction is gone; raised once, by the next statement."""
 
     def run(
         self, sql: str, bindings: Sequence[SqlValue] | Mapping[str, SqlValue] = (), *, is_examined: bool = False
     ) -> RunningStatement:
-        """Begin the one statement of a text; it stands at its first row, or it is over. With `is_examined` its program has seen
-        that it is one: where nothing is bounded either, nothing is looked at before it runs."""
-        self.tell_lost()
+        """Start the only statement of a text. It is then at its first row or at its end.
+
+        `is_examined` means that the program has checked that there is one statement. If there is no bound on values either,
+        nothing is checked before the statement runs.
+        """
+        self.raise_if_abandoned()
         is_autocommit = self.is_autocommit()
         cursor = self.connection.cursor()
-        run = None if is_examined and not self._value_bytes else _Preparation(sql, self.bound)
+        run = None if is_examined and not self._value_bytes else _Preparation(sql, self.limit_value_bytes)
         if run is not None:
             cursor.exec_trace = run
         try:
@@ -241,42 +246,42 @@ class StatementRunner:
         except apsw.BusyError as error:
             if is_autocommit or getattr(error, "extendedresult", 0) == apsw.SQLITE_BUSY:
                 raise LockRefused(str(error)) from error
-            self.fail(error)
+            self.raise_translated(error)
         except apsw.ReadOnlyError as error:
             failed = statement_failed(error)
             hint = f": {self._read_only_hint}" if self._read_only_hint else ""
             raise StatementFailed(f"{failed}{hint}", failed.code, failed.extended_code) from error
         except Exception as error:
-            self.fail(error)
+            self.raise_translated(error)
         return RunningStatement(cursor, _columns(cursor) if run is None else run.columns, self)
 
-    def bound(self, columns: int) -> None:
-        """Bound the values of what runs next, so that a row of so many columns keeps within `ROW_BYTES_MAX`."""
+    def limit_value_bytes(self, columns: int) -> None:
+        """Limit the values of the next statement so that a row of `columns` columns stays within `ROW_BYTES_MAX`."""
         allowed = min(self._value_bytes, ROW_BYTES_MAX // max(columns, 1))
-        if allowed != self._bounded:
+        if allowed != self._value_limit:
             self.connection.limit(apsw.SQLITE_LIMIT_LENGTH, allowed)
-            self._bounded = allowed
+            self._value_limit = allowed
 
-    def fail(self, error: Exception) -> NoReturn:
-        """Raise an error as one that can be told to its program."""
+    def raise_translated(self, error: Exception) -> NoReturn:
+        """Raise an error as one that can be sent to the program."""
         if isinstance(error, apsw.TooBigError) and self._value_bytes:
-            message = f"{error}: values have at most {self._bounded:,} bytes"
-            if self._bounded < self._value_bytes:
+            message = f"{error}: values have at most {self._value_limit:,} bytes"
+            if self._value_limit < self._value_bytes:
                 message += " in a row of so many columns; ask for fewer, or for parts of values"
             raise self.too_large(message, "SQLITE_TOOBIG") from error
-        _fail(error)
+        _raise_translated(error)
 
     def too_large(self, message: str, code: str = TOO_LARGE) -> StatementFailed:
-        """The error for what is larger than it may be; counted."""
+        """Count a refusal for size and return its error."""
         self._on_too_large()
         return StatementFailed(message, code)
 
     def describe(self, sql: str) -> Description:
-        """What the first statement of a text is; nothing is run."""
+        """Describe the first statement of a text without running it."""
         try:
             details = query_info(self.connection, sql)
         except Exception as error:
-            _fail(error)
+            _raise_translated(error)
         return Description(
             text=details.first_query,
             parameters=details.bindings_names,
@@ -287,7 +292,7 @@ class StatementRunner:
         )
 
     def bindings(self, sql: str, args: Sequence[SqlValue], named: Mapping[str, SqlValue]) -> Sequence[SqlValue]:
-        """Arguments in the order of the statement's parameters; those with a name may be given without its prefix."""
+        """Return the arguments in the order of the statement's parameters. Named ones may be given without their prefix."""
         if not named:
             return args
         names = self.describe(sql).parameters
@@ -309,50 +314,50 @@ class StatementRunner:
         return values
 
     def parameter_names(self, description: Description) -> list[str | None]:
-        """Names as they stand in the text, with their prefix."""
+        """Return the parameter names as written in the text, with their prefix."""
         return [None if name is None else _in_text(description.text, name) for name in description.parameters]
 
     def rollback(self) -> None:
-        """End a transaction, if there is one."""
+        """Roll back the transaction, if there is one."""
         if not self.is_autocommit():
             try:
                 self.connection.execute("rollback")
             except apsw.Error as error:
-                _fail(error)
+                _raise_translated(error)
 
     def abandon(self, seconds: float) -> None:
-        """Roll back a transaction in which nothing was done for so long; its program is told."""
+        """Roll back a transaction that was idle for `seconds`. The next statement of its program raises the reason."""
         self.rollback()
         text = f"the transaction was rolled back: nothing was done in it for {seconds:g} s (service.sql_transaction_seconds)"
-        self._lost = StatementFailed(text, TRANSACTION_TIMEOUT)
+        self._abandoned_error = StatementFailed(text, TRANSACTION_TIMEOUT)
 
-    def tell_lost(self) -> None:
+    def raise_if_abandoned(self) -> None:
         """Raise `StatementFailed` if the transaction was abandoned, once."""
-        if self._lost is not None:
-            lost, self._lost = self._lost, None
-            raise lost
+        if self._abandoned_error is not None:
+            error, self._abandoned_error = self._abandoned_error, None
+            raise error
 
-    def forget(self) -> None:
-        """Before another program has the connection: it sees nothing of what this one did."""
+    def reset(self) -> None:
+        """Reset the connection before another program uses it, so that nothing of this program's work is visible."""
         self.rollback()
-        self._lost = None
+        self._abandoned_error = None
         self.connection.set_last_insert_rowid(0)
 
     def release(self) -> None:
-        """Give back the memory of cached pages that no statement needs."""
+        """Free the memory of cached pages that no statement needs."""
         self.connection.release_memory()
 
     def interrupt(self) -> None:
-        """End the statement that runs, from another thread."""
+        """End the running statement, from another thread."""
         self.connection.interrupt()
 
     def close(self) -> None:
-        """Close it; what was not committed is lost."""
+        """Close the connection; uncommitted changes are lost."""
         self.connection.close(True)
 
 
 def first_word(sql: str) -> str:
-    """How a statement begins, in lower case.
+    """Return the first word of a statement, in lower case.
 
     >>> first_word("-- hint\\n INSERT into t values (1)")
     'insert'
@@ -362,7 +367,8 @@ def first_word(sql: str) -> str:
 
 
 def _in_text(sql: str, name: str) -> str:
-    """
+    """Return the name of a parameter as written in the text, with its prefix.
+
     >>> _in_text("select :a, $b, ?3", "b"), _in_text("select ?3", "3")
     ('$b', '?3')
     """
@@ -374,15 +380,15 @@ def _is_blank(sql: str, start: int) -> bool:
     return _BLANK.match(sql, start).end() == len(sql)  # type: ignore[union-attr]  # it matches everywhere
 
 
-def _fail(error: Exception) -> NoReturn:
+def _raise_translated(error: Exception) -> NoReturn:
     raise statement_failed(error) from error
 
 
 def statement_failed(error: Exception) -> StatementFailed:
-    """Any error of a statement as one that can be told to its program."""
+    """Return any error of a statement as one that can be sent to the program."""
     if isinstance(error, StatementFailed):
         return error
-    if isinstance(error, QuireError):  # `NotArchived`, say: the statement was committed here
+    if isinstance(error, QuireError):  # `NotArchived`, for example: the statement was committed here
         return StatementFailed(str(error), _WORD.sub("_", type(error).__name__).upper())
     if isinstance(error, apsw.BindingsError):
         return StatementFailed(str(error), ARGS_INVALID)

@@ -1,6 +1,6 @@
-"""What differs between two versions of a database, table by table, for people: counts of all rows, and the first of them.
+"""Differences between two versions of a database, table by table, for display: counts of changed rows, and the first rows.
 
-Which rows differ says `row_changes.py`. Threads: one at a time on a connection.
+`row_changes.py` finds the rows that differ. Threads: one at a time on a connection.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.sqlite.row_changes import DELETE, INSERT, UPDATE, ComparedVersion, ch
 
 @dataclass(frozen=True, slots=True)
 class ChangedRow:
-    """A row that differs: `before` is None for a row that was inserted, `after` for one that was deleted."""
+    """A row that differs: `before` is None for an inserted row, `after` is None for a deleted one."""
 
     key: Any
     """The rowid, or the values of the primary key."""
@@ -27,20 +27,20 @@ class ChangedRow:
 
 @dataclass(slots=True)
 class TableDiff:
-    """What differs in a table."""
+    """The differences of one table."""
 
     table: str
     only: str = ""
-    """The version that alone has the table: before or after."""
+    """The only version that has the table, "before" or "after"; empty if both have it."""
     altered: bool = False
-    """Whether it was declared otherwise."""
+    """Whether its definition differs."""
     inserted: int = 0
     updated: int = 0
     deleted: int = 0
     rows: list[ChangedRow] = field(default_factory=list)
-    """The first ones."""
+    """The first rows that differ."""
     error: str = ""
-    """Why its rows were not compared."""
+    """Why its rows were not compared; empty if they were."""
 
     @property
     def changes(self) -> int:
@@ -48,7 +48,7 @@ class TableDiff:
 
 
 def table_names(connection: apsw.Connection) -> set[str]:
-    """The tables that people have made: no views, and no tables that belong to SQLite or to a virtual table."""
+    """Return the tables that users have created: no views, and no tables that belong to SQLite or to a virtual table."""
     rows = connection.execute("SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'table'")
     return {str(name) for (name,) in rows if not str(name).startswith("sqlite_")}
 
@@ -61,8 +61,8 @@ def diff_tables(
     *,
     limit: int | None,
 ) -> Iterator[TableDiff]:
-    """What differs in these tables, one after another, those that do not left out. `changed` gives the pages that may differ,
-    by SQLite's numbers; `limit`: how many rows of a table are kept."""
+    """Yield the differences of these tables, one table after another, omitting tables without any. `changed` returns the
+    pages that may differ, with SQLite's numbers; `limit` is how many rows of each table are kept."""
     for name in sorted(names, key=str.lower):
         diff = TableDiff(name)
         try:
@@ -83,8 +83,8 @@ def _compare(
     old, new, candidates = find_candidates(before, after, diff.table, changed)
     if old is None or new is None:
         diff.only = "after" if old is None else "before"
-    diff.altered = candidates.whole == "altered"
-    names: dict[str, str] = {}  # of both versions, each once, those of the later one first
+    diff.altered = candidates.full_compare_reason == "altered"
+    names: dict[str, str] = {}  # columns of both versions, without duplicates, those of the later version first
     for column in (column for table in (new, old) if table is not None for column in table.columns):
         names.setdefault(column.name.lower(), column.name)
     columns = list(names.values())

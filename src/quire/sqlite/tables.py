@@ -1,11 +1,11 @@
-"""A SQLite table as other programs see it: its columns, what they were declared as, and whether its rows have rowids.
+"""A SQLite table as other programs see it: its columns, their declared types, and whether its rows have rowids.
 
-- What a declared type says about the values of a column is advice: `column_types.py` looks at values, too.
-- Columns that SQLite computes are columns like any other; hidden ones of virtual tables are not read.
-- Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so that gaps and dense stretches of
+- A declared type is only advice about the values of a column: `column_types.py` also samples the values.
+- Columns that SQLite computes are columns like any other; hidden columns of virtual tables are not read.
+- Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so gaps and dense stretches of
   rowids do no harm. Views, virtual tables and tables WITHOUT ROWID are read in one piece.
 
-Importable on executors. Raises `NotFound` for a table that is not there.
+Importable on executors. Raises `NotFound` for a table that does not exist.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
 
 DATABASE = "_database"
-"""The column that says which database a row is of, when there are several."""
+"""The column that names the database of a row when there are several databases."""
 
 ROWID_NAMES = ("rowid", "_rowid_", "oid")
 
 ROWID = -1
-"""The place of a column that is the rowid by another name."""
+"""The place of a column that is an alias of the rowid."""
 
 _HIDDEN, _VIRTUAL = 1, 2
-"""Of a virtual table's; computed when it is read."""
+"""Values of `hidden` in `pragma_table_xinfo`: a hidden column of a virtual table; a column computed when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column, and what was declared."""
+    """A column and its declaration."""
 
     name: str
     declared: str
     place: int | None
-    """Of its value in a record; `ROWID` if it is the rowid, `None` if it is in no record."""
+    """Position of its value in a record; `ROWID` if it is the rowid, `None` if it is not stored in records."""
     default: str | None
-    """What it is in records that were written before it was added; `None` for NULL."""
+    """Its value in records that were written before the column was added; `None` for NULL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class SqliteTable:
     name: str
     columns: tuple[Column, ...]
     root: int
-    """SQLite's page where its tree begins; 0 if it has none."""
+    """SQLite's number of the root page of its tree; 0 if it has none."""
     rowid: str
-    """By what name rows are counted; empty if they are not."""
+    """A name by which the rowid can be used in SQL; empty if rows have none."""
     key: tuple[str, ...]
     """The columns of its primary key."""
 
     def column(self, name: str) -> Column | None:
-        """A column by name, as SQLite compares names."""
+        """Return a column by name, compared as SQLite compares names."""
         return next((column for column in self.columns if column.name.lower() == name.lower()), None)
 
 
 def quoted(name: str) -> str:
-    """A name as SQL has it.
+    """Return a name quoted for SQL.
 
     >>> quoted('odd"name')
     '"odd""name"'
@@ -75,13 +75,15 @@ def quoted(name: str) -> str:
 
 
 def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
-    """A table of a database, by the name SQLite knows it by."""
+    """Return a table of a database. Its name is matched as SQLite does."""
     rows = _all(connection, "SELECT schema, name, type, wr FROM pragma_table_list(?)", name)
     listed = next((row for row in rows if row[0] == "main"), None)
     if listed is None:
-        known = [row[0] for row in _all(connection, "SELECT name FROM sqlite_schema WHERE type = 'table' LIMIT 10")]
+        table_names = [
+            row[0] for row in _all(connection, "SELECT name FROM sqlite_schema WHERE type = 'table' LIMIT 10")
+        ]
         raise NotFound(
-            "the database has no such table", hint=f"it has: {', '.join(known)}", table=name, database=database
+            "the database has no such table", hint=f"it has: {', '.join(table_names)}", table=name, database=database
         )
     _, name, kind, without_rowid = listed
     info = _all(connection, "SELECT name, type, pk, hidden, dflt_value FROM pragma_table_xinfo(?)", name)
@@ -106,22 +108,22 @@ def _columns(info: list[tuple[Any, ...]], alias: str) -> Iterator[Column]:
         if hidden == _HIDDEN:
             continue
         place = None if hidden == _VIRTUAL else ROWID if name == alias else stored
-        stored += hidden != _VIRTUAL  # the rowid's has a NULL in each record
+        stored += hidden != _VIRTUAL  # the alias of the rowid is stored too, as NULL
         yield Column(name, declared or "", place, None if (default or "").upper() == "NULL" else default)
 
 
 def _rowid_alias(connection: Connection, table: str, info: list[tuple[Any, ...]]) -> str:
-    """The column that is the rowid; empty if none is."""
+    """Return the column that is the rowid; empty if there is none."""
     key = [(name, declared) for name, declared, pk, *_ in info if pk]
     if len(key) != 1 or (key[0][1] or "").upper() != "INTEGER":
         return ""
-    # `INTEGER PRIMARY KEY DESC` is a column like any other, and has an index.
+    # `INTEGER PRIMARY KEY DESC` is no alias of the rowid: it is an ordinary column with an index.
     has_index = _all(connection, "SELECT 1 FROM pragma_index_list(?) WHERE origin = 'pk'", table)
     return "" if has_index else str(key[0][0])
 
 
 def declared_type(declared: str) -> pa.DataType | None:
-    """The Arrow type of a declared SQLite type; `None` for what is unknown.
+    """Return the Arrow type of a declared SQLite type; `None` if it is not known.
 
     >>> [str(declared_type(name)) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "boolean", "blob")]
     ['string', 'int64', 'double', 'None', 'bool', 'binary']
@@ -139,7 +141,8 @@ def declared_type(declared: str) -> pa.DataType | None:
 
 
 def affinity(declared: str) -> str:
-    """What SQLite itself makes of a declared type (https://www.sqlite.org/datatype3.html#determination_of_column_affinity).
+    """Return the affinity SQLite gives a declared type
+    (https://www.sqlite.org/datatype3.html#determination_of_column_affinity).
 
     >>> [affinity(name) for name in ("VARCHAR(20)", "integer", "Decimal(10,2)", "", "DATE", "double")]
     ['text', 'integer', 'numeric', 'blob', 'numeric', 'real']
@@ -156,7 +159,7 @@ def affinity(declared: str) -> str:
 
 @contextmanager
 def connected(source: Any) -> Iterator[Connection]:
-    """SQLite over a version."""
+    """Yield a SQLite connection over a version."""
     connection = open_reader(source)
     try:
         yield connection

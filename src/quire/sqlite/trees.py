@@ -1,13 +1,13 @@
-"""SQLite's B-trees, read page by page: where a table's rows are, without reading them.
+"""SQLite's B-trees, read page by page: finds where a table's rows are, without reading them.
 
 Terms
-  tree      the pages of a table or an index: interior pages that lead to leaves. All leaves are equally deep
+  tree      the pages of a table or an index: interior pages that lead to leaves. All leaves have the same depth
   interior  a page of child pages; in the tree of a table with rowids each child has the largest rowid below it
-  leaf      a page of rows, known by its number and the rowids it may hold
+  leaf      a page of rows, identified by its number and the rowids it may hold
 
-Pages are numbered as SQLite does it, from 1; their format is its own (https://www.sqlite.org/fileformat2.html). They may come
-from a damaged file: whoever finds one that is not what it should be, or is led in a circle, raises `Unreadable`, and the
-caller leaves the question to SQLite. Nothing here decodes a row.
+Pages have SQLite's numbers, from 1, and SQLite's format (https://www.sqlite.org/fileformat2.html). They may come from a
+damaged file: a page that is malformed or that leads in a circle raises `Unreadable`, and the caller leaves the question to
+SQLite. Nothing here decodes a row.
 
 Threads: any; nothing is shared.
 """
@@ -24,46 +24,46 @@ from quire.core.errors import OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
 
 LEAST, MOST = -(2**63), 2**63 - 1
-"""Of rowids."""
+"""The smallest and the largest rowid."""
 
 Rowids = tuple[int, int]
 """(first, last), both inclusive."""
 EVERYTHING: Rowids = (LEAST, MOST)
 
 ReadPage = Callable[[int], bytes]
-"""A page by its number, from 1."""
+"""Returns a page by its number, from 1."""
 
 PAGES_MAX = 600
-"""How many pages are read to cut a table into ranges."""
+"""Pages that are read to cut a table into ranges, at most."""
 
 INTERIOR_INDEX, INTERIOR_TABLE, LEAF_INDEX, LEAF_TABLE = 2, 5, 10, 13
 FIRST_HEADER = 100
-"""Where the header of the first page begins: behind that of the database."""
+"""Offset of the page header in the first page: it follows the database's header."""
 INTERIOR_CELLS = 12
-"""Where the array of cells begins in an interior page."""
+"""Offset of the array of cells in an interior page."""
 
 Node = tuple[int, int | None]
-"""A page of a table's tree, and the largest rowid below it; `None` for the last one of its level."""
+"""A page of a table's tree, and the largest rowid below it; `None` for the last page of its level."""
 
 
 class Unreadable(Exception):  # never leaves quire.sqlite and its callers in quire.spark
-    """A page is not what the tree says it is."""
+    """A page does not match the tree."""
 
 
 class PageArray(Protocol):
-    """Pages as quire numbers them, from 0."""
+    """Pages with quire's numbers, from 0."""
 
     def read_page(self, page: int, /) -> bytes: ...
 
 
 def by_number(pages: PageArray) -> ReadPage:
-    """Pages by SQLite's numbers."""
+    """Return a function that reads pages by SQLite's numbers."""
     return lambda page: pages.read_page(page - 1)
 
 
 # ── one page ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def kind_of(image: bytes, page: int) -> int:
-    """What kind of page it says it is."""
+    """Return the type byte of a page."""
     try:
         return image[FIRST_HEADER if page == 1 else 0]
     except IndexError as error:
@@ -71,7 +71,7 @@ def kind_of(image: bytes, page: int) -> int:
 
 
 def children(image: bytes, page: int, most: int | None = None) -> list[Node]:
-    """What an interior page leads to, in order. Without rowids in the tree of an index."""
+    """Return the children of an interior page, in order; without rowids in the tree of an index."""
     at = FIRST_HEADER if page == 1 else 0
     try:
         kind, _, count = unpack_from(">BHH", image, at)
@@ -88,7 +88,7 @@ def children(image: bytes, page: int, most: int | None = None) -> list[Node]:
 
 
 def varint(image: bytes, at: int) -> int:
-    """A number of SQLite's: seven bits a byte, at most nine bytes, signed.
+    """Return a SQLite varint: seven bits per byte, at most nine bytes, signed.
 
     >>> varint(bytes([0x81, 0x00]), 0)
     128
@@ -106,26 +106,26 @@ def varint(image: bytes, at: int) -> int:
 # ── a whole tree ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
 class BTree:
-    """The pages of one tree. Its leaves were not read."""
+    """The pages of one tree. Its leaves are not read."""
 
     interior: set[int] = field(default_factory=set)
     leaves: dict[int, Rowids] = field(default_factory=dict)
-    """By page, with the rowids that each may hold; all of them in the tree of an index."""
+    """Page → the rowids that it may hold; all rowids in the tree of an index."""
 
     def pages(self) -> set[int]:
-        """All of them."""
+        """Return all pages."""
         return self.interior | self.leaves.keys()
 
 
 def walk(read_page: ReadPage, root: int, pages_max: int) -> BTree:
-    """A tree of at most so many pages. Reads its interior pages, and the first leaf."""
+    """Return a tree of at most `pages_max` pages. Reads its interior pages and the first leaf."""
     tree = BTree()
     level: list[Node] = [(root, MOST)]
     while kind_of(read_page(level[0][0]), level[0][0]) in (INTERIOR_INDEX, INTERIOR_TABLE):
         below: list[Node] = []
         for page, most in level:
             if page in tree.interior or len(below) > pages_max:
-                raise Unreadable(page)  # led in a circle
+                raise Unreadable(page)  # a cycle
             tree.interior.add(page)
             below += children(read_page(page), page, most)
         level = below
@@ -138,7 +138,7 @@ def walk(read_page: ReadPage, root: int, pages_max: int) -> BTree:
 
 
 def free_pages(read_page: ReadPage, size_pages: int) -> set[int]:
-    """The pages of the free list."""
+    """Return the pages of the free list."""
     free: set[int] = set()
     try:
         (trunk,) = unpack_from(">I", read_page(1), 32)
@@ -158,7 +158,7 @@ def free_pages(read_page: ReadPage, size_pages: int) -> set[int]:
 
 
 def pointer_map_pages(first_page: bytes, size_pages: int) -> set[int]:
-    """The pages by which a database with auto_vacuum finds the parents of others; none without it."""
+    """Return the pages by which a database with auto_vacuum finds the parents of pages; none without auto_vacuum."""
     try:
         (largest_root,) = unpack_from(">I", first_page, 52)
         (size,) = unpack_from(">H", first_page, 16)
@@ -168,28 +168,28 @@ def pointer_map_pages(first_page: bytes, size_pages: int) -> set[int]:
     if not largest_root:
         return set()
     page_size = 65_536 if size == 1 else size
-    locked = PENDING_BYTE // page_size + 1  # never used: a map page that would be there is the next one
+    locked = PENDING_BYTE // page_size + 1  # never used: a map page that would fall there is the next page
     every = range(2, size_pages + 1, (page_size - reserved) // 5 + 1)
     return {page + (page == locked) for page in every}
 
 
 # ── ranges of about the same size ─────────────────────────────────────────────────────────────────────────────────────
 def rowid_ranges(read_page: ReadPage, root: int, wanted: int) -> list[Rowids]:
-    """Ranges of rowids that together are all of them, and take about the same time to read."""
+    """Return ranges of rowids that together cover all rowids and take about the same time to read."""
     cuts = _spread(_cuts(read_page, root, wanted), wanted)
     firsts = [LEAST, *(cut + 1 for cut in cuts)]
     return list(zip(firsts, [*cuts, MOST]))
 
 
 def _cuts(read_page: ReadPage, root: int, wanted: int) -> list[int]:
-    """The rowids that separate the subtrees of the highest level that has enough of them."""
+    """Return the rowids that separate the subtrees of the highest level that has enough of them."""
     level: list[Node] = [(root, None)]
     reads = 0
     while reads + len(level) <= PAGES_MAX:
         try:
             below = [node for page, most in level for node in children(read_page(page), page, most)]
         except (Unreadable, OutOfRange):
-            break  # the leaves, or a page that is not what it should be: SQLite decides what a row is
+            break  # the leaves, or a malformed page: SQLite decides what a row is
         reads += len(level)
         level = below
         if len(level) >= 4 * wanted:
@@ -198,7 +198,7 @@ def _cuts(read_page: ReadPage, root: int, wanted: int) -> list[int]:
 
 
 def _spread(cuts: list[int], wanted: int) -> list[int]:
-    """At most `wanted - 1` of the cuts, evenly.
+    """Return at most `wanted - 1` of the cuts, evenly spaced.
 
     >>> _spread([10, 20, 30, 40, 50, 60, 70], 4)
     [20, 40, 60]
@@ -210,7 +210,7 @@ def _spread(cuts: list[int], wanted: int) -> list[int]:
 
 
 def joined(ranges: Iterator[Rowids] | list[Rowids]) -> list[Rowids]:
-    """The same rowids in as few ranges as can be, rising.
+    """Return the same rowids in as few ranges as possible, in ascending order.
 
     >>> joined([(5, 7), (1, 2), (3, 4), (6, 9)])
     [(1, 9)]

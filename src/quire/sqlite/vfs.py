@@ -1,14 +1,15 @@
-"""SQLite's VFS with databases of quire behind it, and our errors as SQLite's.
+"""A SQLite VFS that serves quire's databases, and the translation of quire's errors to SQLite's.
 
-A name without a slash is a database of quire. One with a slash is a file of the machine's, and a file without a name is
-temporary: both are the default VFS's, so `ATTACH '/path/file.db'`, `VACUUM INTO '/path/file.db'` and sorting work as ever.
+A name without a slash is a quire database. A name with a slash is a file of the machine, and a file without a name is
+temporary. Both are passed to the default VFS, so `ATTACH '/path/file.db'`, `VACUUM INTO '/path/file.db'` and sorting work as
+usual.
 
     >>> from quire.core.errors import DiskFull
     >>> error = sqlite_error(DiskFull("no space left", hint="make room"))
     >>> type(error).__name__, error.extendedresult, str(error)
     ('FullError', 13, 'no space left; make room')
 
-With a *shim* (`vfs_shim.py`) SQLite meets that under our name, and the shim calls us; it answers for names as we do.
+With a *shim* (`vfs_shim.py`) SQLite sees the shim under our name, and the shim calls us. It resolves names as we do.
 
 Threads: any. Executor-safe.
 """
@@ -53,30 +54,32 @@ CODES: dict[type[e.QuireError], int] = {
     e.UnknownSnapshot: SQLITE_CANTOPEN,
     e.WrongKind: SQLITE_CANTOPEN,
 }
-"""The nearest class on the way up decides; what is not listed is `SQLITE_IOERR`."""
+"""The nearest base class decides; errors that are not listed are `SQLITE_IOERR`."""
 
 
 def code_of(error: BaseException) -> int:
-    """SQLite's extended result code for an error."""
+    """Return SQLite's extended result code for an error."""
     return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), SQLITE_IOERR)
 
 
 def sqlite_error(error: BaseException) -> Exception:
-    """What to raise towards SQLite, `from error`."""
+    """Return the error to raise towards SQLite, `from error`."""
     return apsw_error(code_of(error), str(error))
 
 
 def commit_error(error: BaseException, *, appended: bool) -> Exception:
-    """The same for an error of a commit, whose transaction was already in the log, or was not. `SQLITE_FULL` or the
-    `SQLITE_IOERR` family, whatever it was: after those two alone SQLite throws away the pages it has changed in memory
-    (Q1)."""
+    """Return the error to raise for a failed commit; `appended` means that its transaction was already in the log.
+
+    It is always `SQLITE_FULL` or of the `SQLITE_IOERR` family: only after these does SQLite discard the pages it has changed
+    in memory (Q1).
+    """
     code = code_of(error)
     what = "it is unknown whether the transaction is on disk" if appended else "the transaction was rolled back"
     return apsw_error(code if code == SQLITE_FULL else SQLITE_IOERR_COMMIT_ATOMIC, f"{what}: {error}")
 
 
 def apsw_error(code: int, message: str) -> Exception:
-    """An error of SQLite's with this extended code."""
+    """Return an apsw error with this extended code."""
     error = exception_for(code)
     error.args = (message,)
     return error
@@ -91,13 +94,13 @@ TEMPORARY = (
     | apsw.SQLITE_OPEN_EXCLUSIVE
     | apsw.SQLITE_OPEN_DELETEONCLOSE
 )
-"""How SQLite itself opens a file that is gone when it is closed."""
+"""The flags with which SQLite opens a file that is deleted when it is closed."""
 
 _numbers = itertools.count(1)
 
 
 class VfsFile(Protocol):
-    """What SQLite calls on an opened file."""
+    """The methods that SQLite calls on an open file."""
 
     def xRead(self, amount: int, offset: int) -> bytes: ...
     def xWrite(self, data: bytes, offset: int) -> None: ...
@@ -108,17 +111,17 @@ class VfsFile(Protocol):
 
 
 Opener = Callable[[str, Mapping[str, str], bool], tuple[VfsFile, bool]]
-"""(name, parameters of the URI, whether it may be made) → the file, and whether it is for reading only."""
+"""(name, URI parameters, whether it may be created) → the file, and whether it is read-only."""
 
 
 class QuireVfs(apsw.VFS):
-    """It is registered for as long as somebody holds it."""
+    """The VFS. It is registered for as long as it is referenced."""
 
     def __init__(self, prefix: str, opener: Opener, shim: ShimLibrary | None = None) -> None:
         # constant after construction
         self.name = f"{prefix}-{next(_numbers)}"
         self._opener = opener
-        # each thread's own
+        # per thread
         self.refused = threading.local()
         under = self.name if shim is None else f"{self.name}-python"
         super().__init__(under, base="", maxpathname=NAME_BYTES_MAX)
@@ -126,7 +129,7 @@ class QuireVfs(apsw.VFS):
             registered = shim.register(under.encode(), self.name.encode())
             if not registered:
                 raise MemoryError("the VFS cannot be registered")
-            # A connection holds a VFS of apsw's, but it does not know that this one is behind the shim: its files hold it.
+            # A connection keeps apsw's VFS alive but cannot see that this one is behind the shim: its files keep it alive.
             weakref.finalize(self, shim.unregister, registered)
 
     def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> apsw.VFSFile:
@@ -137,7 +140,8 @@ class QuireVfs(apsw.VFS):
         if "/" in path:
             return super().xOpen(name, flags)
         if not flags[0] & apsw.SQLITE_OPEN_MAIN_DB:
-            # A journal all the same: a pragma for all databases of a connection reaches attached ones without asking them.
+            # A journal after all: a pragma for all databases of a connection is applied to attached ones without asking their
+            # files.
             return super().xOpen(None, [TEMPORARY, 0])
         try:
             file, read_only = self._opener(path, parameters, bool(flags[0] & apsw.SQLITE_OPEN_CREATE))
@@ -145,25 +149,25 @@ class QuireVfs(apsw.VFS):
             raise apsw_error(apsw.SQLITE_CANTOPEN, str(error)) from error
         read_only = read_only or bool(flags[0] & apsw.SQLITE_OPEN_READONLY)  # `?mode=ro`, and ATTACH of remote users
         access = apsw.SQLITE_OPEN_READONLY if read_only else apsw.SQLITE_OPEN_READWRITE
-        # SQLite is told that it lives in memory, so that its journal does too: none lies beside a database of quire.
+        # Declared as in memory, so that SQLite keeps its journal there too: a quire database has no journal file.
         flags[1] = access | apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_MEMORY
         return file  # type: ignore[return-value]  # any object with the methods will do
 
     def xAccess(self, pathname: str, flags: int) -> bool:
-        """Whether a file is there: no journal ever is."""
+        """Return whether a file exists: a database never has a journal."""
         return super().xAccess(pathname, flags) if "/" in pathname else False
 
     def xFullPathname(self, name: str) -> str:
-        """Databases have no directory."""
+        """Return the full path; databases have no directory."""
         return super().xFullPathname(name) if "/" in name else name
 
     def xDelete(self, filename: str, syncdir: bool) -> None:
-        """Only files of the default VFS are deleted."""
+        """Delete a file of the default VFS; ignore other names."""
         if "/" in filename:
             super().xDelete(filename, syncdir)
 
     def xSleep(self, microseconds: int) -> int:
-        """Sleep, or wait for one's turn."""
+        """Sleep, or wait for the writer slot if it was refused."""
         wait: Callable[[float], None] = self.refused.__dict__.pop("wait", time.sleep)
         wait(microseconds / 1_000_000)
         return microseconds

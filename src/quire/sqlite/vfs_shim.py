@@ -1,12 +1,13 @@
-"""The part of the VFS that is written in C: `vfs_shim.c`, built where there is a compiler and SQLite's header.
+"""The part of the VFS that is written in C: `vfs_shim.c`, built where a compiler and SQLite's header are available.
 
-It answers what SQLite asks a live database at the start and end of every read transaction, as long as nobody has written in
-between; without it `live.py` answers, slower. `QUIRE_PURE=1` switches it off. docs/decisions/066-vfs-shim.md has the reasons.
+It handles SQLite's calls on a live database at the start and end of every read transaction, provided there was no write in
+between. Without it `live.py` handles them, more slowly. `QUIRE_PURE=1` disables it. docs/decisions/066-vfs-shim.md has the
+reasons.
 
 A *cell* is six numbers that a file of `live.py` shares with the shim: a state, and the version that the next read transaction
-may take without asking Python. The states and who may change them are listed in `vfs_shim.c`.
+may take without calling Python. `vfs_shim.c` lists the states and which side may change them.
 
-Threads: any; a cell belongs to its connection, but for `claim` and `release`, which are the keeper's. Executor-safe.
+Threads: any; a cell belongs to its connection, except `claim` and `release`, which belong to the keeper. Executor-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from quire.core.events import emit
 from quire.sqlite.c_extensions import AGAIN, shim_build
 
 FCNTL_CELL = 0x51554952
-"""How the shim asks a file for its cell."""
+"""The file control by which the shim requests a file's cell."""
 
 PLAIN, PARKED, READING, OLD, KEEPER = range(5)
 _STATE, _LSN, _SIZE, _STAMP, _STAMP_END, _NEWEST = 0, 1, 2, 3, 5, 5
@@ -29,7 +30,7 @@ _WORDS = 6
 
 
 class ShimLibrary:
-    """The functions of the library; calling them keeps the interpreter's lock, since none takes longer than a few ns."""
+    """The functions of the library. Calls keep the interpreter's lock, since none takes longer than a few ns."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self.swap = library.quire_shim_swap
@@ -43,7 +44,7 @@ class ShimLibrary:
 
 
 def shim_library() -> ShimLibrary | None:
-    """What databases that are opened now use; none if it is not built, or switched off (`c_extensions.py` says why)."""
+    """Return the library for newly opened databases; None if it is not built or is disabled (reason: `c_extensions.py`)."""
     build = shim_build()
     return _load(build.path) if build.path else None
 
@@ -57,14 +58,14 @@ def _load(path: str) -> ShimLibrary | None:
             connection.load_extension(path, "sqlite3_vfsshim_init")
         finally:
             connection.close()
-        return ShimLibrary(ctypes.PyDLL(path))  # the same copy: it is loaded already
+        return ShimLibrary(ctypes.PyDLL(path))  # the same copy: SQLite has already loaded it
     except (apsw.Error, OSError) as error:
         emit("warning", "sqlite.shim_not_loaded", error=str(error), hint=AGAIN)
         return None
 
 
 class Cell:
-    """What one file shares with the shim."""
+    """State that one file shares with the shim."""
 
     __slots__ = ("_library", "_newest", "_words", "address")
 
@@ -75,38 +76,39 @@ class Cell:
         self.address = self._words.buffer_info()[0]
 
     def answer(self, pointer: int) -> None:
-        """Tell the shim where the cell is."""
+        """Write the address of the cell to `pointer`, for the shim."""
         ctypes.c_int64.from_address(pointer).value = self.address
 
-    # ── the connection's ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the connection ──────────────────────────────────────────────────────────────────────────────────────
     def follow(self, newest: array[int]) -> None:
-        """The database's newest lsn is there from now on."""
-        self._newest = newest  # the shim has its address only
+        """Use `newest` as the location of the database's newest lsn from now on."""
+        self._newest = newest  # keeps the array alive: the shim has only its address
         self._words[_NEWEST] = newest.buffer_info()[0]
 
     def park(self, lsn: int, size_bytes: int, stamp: bytes) -> bool:
-        """The next read transaction may have this version; whether the shim knows."""
+        """Offer this version to the next read transaction; return whether the shim accepted it."""
         words = self._words
         words[_LSN], words[_SIZE] = lsn, size_bytes
         words[_STAMP:_STAMP_END] = array("q", stamp)
         return bool(self._library.swap(self.address, PLAIN, PARKED))
 
     def unpark(self) -> None:
-        """It may not after all."""
+        """Withdraw the parked version."""
         self._library.swap(self.address, PARKED, PLAIN)
 
     @property
     def state(self) -> int:
-        """One of the five."""
+        """One of the five states."""
         return self._words[_STATE]
 
     def take_over(self) -> None:
-        """From now on the transaction that the shim has begun is Python's. REQUIRES the state READING or OLD."""
+        """Take over the transaction that the shim has begun. REQUIRES the state READING or OLD."""
         self._words[_STATE] = PLAIN
 
-    # ── the keeper's ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by the keeper ──────────────────────────────────────────────────────────────────────────────────────────
     def claim(self) -> bool:
-        """Whether what is parked may be closed: until `release` nobody takes it. What is being read is marked old."""
+        """Return whether the parked version may be closed; the shim cannot take it until `release`. Mark a version being read
+        OLD."""
         swap, address = self._library.swap, self.address
         if swap(address, PARKED, KEEPER) or swap(address, PLAIN, KEEPER):
             return True
@@ -114,5 +116,5 @@ class Cell:
         return False
 
     def release(self) -> None:
-        """The opposite of `claim`."""
+        """Undo `claim`."""
         self._words[_STATE] = PLAIN

@@ -1,11 +1,11 @@
-"""Reads the write-ahead log that SQLite keeps beside a database, `FILE-wal`: docs/formats/sqlite-wal.md has the bytes.
+"""Reads the write-ahead log that SQLite keeps next to a database, `FILE-wal`: docs/formats/sqlite-wal.md has the bytes.
 
-A frame is good if its salts are the header's, its page is not 0 and its checksum follows from the frame before it. The first
-that is not ends the log, as it does for SQLite: it is a torn tail or a former life, not damage. What no commit follows is not
-part of the database. Frames and pages are numbered from 1, as SQLite does.
+A frame is good if its salts are the header's, its page is not 0 and its checksum follows from the previous frame. The first
+frame that is not good ends the log, as it does for SQLite: it is a torn tail or left over from before a restart of the log,
+not damage. Frames that no commit follows are not part of the database. Frames and pages are numbered from 1, as in SQLite.
 
-Pure functions and values over bytes that a `ReadAt` returns; any thread. Whoever reads the file of a live database holds a
-read transaction of it, so that it is not begun anew meanwhile.
+Pure functions and values over bytes that a `ReadAt` returns. Threads: any. The reader of a live database's file must hold a
+read transaction on it, so that the log is not restarted in the meantime.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ assert HEADER.size == HEADER_BYTES
 assert FRAME_HEAD.size == FRAME_HEAD_BYTES
 
 MAGIC = 0x377F0682
-"""The lowest bit says how checksums see the bytes: as little-endian numbers (0) or big-endian ones (1)."""
+"""The lowest bit is the byte order of the checksums: words are little-endian (0) or big-endian (1)."""
 VERSION = 3_007_000
 BLOCK_BYTES = 4 << 20
-"""Read at a time; at least one frame."""
+"""Bytes that are read at a time; at least one frame."""
 
 _HEAD_WORDS = FRAME_HEAD_BYTES // 4
 _SUMMED_HEAD_WORDS = 2
-"""Of a frame's header only page and size are summed."""
+"""Only page and size of a frame's header are summed."""
 _MOD = 1 << 32
 
 ReadAt = Callable[[int, int], bytes]
@@ -55,22 +55,22 @@ class WalHeader:
 
     @property
     def frame_bytes(self) -> int:
-        """A frame with its header."""
+        """Bytes of a frame with its header."""
         return FRAME_HEAD_BYTES + self.page_size
 
     def offset(self, frame: int) -> int:
-        """Where a frame begins."""
+        """Return the offset of a frame."""
         return HEADER_BYTES + (frame - 1) * self.frame_bytes
 
     @property
     def start(self) -> VerifiedFrame:
-        """Before the first frame."""
+        """The position before the first frame."""
         return VerifiedFrame(0, self.checksum)
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiedFrame:
-    """Behind a verified frame (0: behind the header), with the checksum up to there."""
+    """The position after a verified frame (0: after the header), with the checksum up to there."""
 
     frame: int
     checksum: tuple[int, int]
@@ -78,7 +78,7 @@ class VerifiedFrame:
 
 @dataclass(frozen=True, slots=True)
 class FrameBlock:
-    """Good frames that follow each other. `sizes` are 0 but in commits."""
+    """Consecutive good frames. `sizes` are 0 except for commits."""
 
     first: int
     pages: NDArray[np.uint32]
@@ -90,21 +90,21 @@ class FrameBlock:
         return len(self.pages)
 
     def image(self, index: int) -> bytes:
-        """The page of a frame."""
+        """Return the page of a frame."""
         return self._rows[index, FRAME_HEAD_BYTES:].tobytes()
 
     def place(self, index: int) -> VerifiedFrame:
-        """Behind a frame."""
+        """Return the position after a frame."""
         return VerifiedFrame(self.first + index, (int(self.checksums[index, 0]), int(self.checksums[index, 1])))
 
 
 def parse_header(data: bytes) -> WalHeader | str:
-    """The header, or what is wrong with it: SQLite takes no notice of such a file."""
+    """Return the header, or what is wrong with it: SQLite ignores such a file."""
     if len(data) < HEADER_BYTES:
         return "it is empty" if not data else "it is shorter than its header"
     magic, version, page_size, sequence, salts, *checksum = HEADER.unpack_from(data)
     if magic & ~1 != MAGIC:
-        return "it does not begin as a write-ahead log does"
+        return "it does not start like a write-ahead log"
     if version != VERSION:
         return f"its format has version {version}, not {VERSION}"
     if not PAGE_SIZE_MIN <= page_size <= PAGE_SIZE_MAX or page_size & (page_size - 1):
@@ -122,7 +122,7 @@ def parse_header(data: bytes) -> WalHeader | str:
 
 
 def checksum_of(data: bytes, *, big_endian: bool, start: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """SQLite's checksum of some multiple of 8 bytes, word by word: for headers, and to test the quick one by.
+    """Return SQLite's checksum of a multiple of 8 bytes, word by word: for headers, and to test the fast version.
 
     >>> checksum_of(bytes([1, 0, 0, 0, 2, 0, 0, 0]), big_endian=False)
     (1, 3)
@@ -136,7 +136,7 @@ def checksum_of(data: bytes, *, big_endian: bool, start: tuple[int, int] = (0, 0
 
 
 def blocks(read_at: ReadAt, header: WalHeader, after: VerifiedFrame, upto: int | None = None) -> Iterator[FrameBlock]:
-    """The good frames behind a place, at most up to a frame, a few MiB at a time."""
+    """Yield the good frames after a position, at most up to frame `upto`, a few MiB at a time."""
     frames_max = max(BLOCK_BYTES // header.frame_bytes, 1)
     place = after
     while upto is None or place.frame < upto:
@@ -152,9 +152,9 @@ def blocks(read_at: ReadAt, header: WalHeader, after: VerifiedFrame, upto: int |
 
 
 def verified(data: bytes, header: WalHeader, after: VerifiedFrame) -> FrameBlock:
-    """As many frames at the beginning of `data` as are good behind a place."""
-    whole = len(data) // header.frame_bytes
-    rows = np.frombuffer(data, np.uint8, whole * header.frame_bytes).reshape(whole, header.frame_bytes)
+    """Return the good frames at the beginning of `data`, which follows position `after`."""
+    frames_read = len(data) // header.frame_bytes
+    rows = np.frombuffer(data, np.uint8, frames_read * header.frame_bytes).reshape(frames_read, header.frame_bytes)
     heads = rows.view(">u4")[:, :_HEAD_WORDS]
     stored = heads[:, 4:6].astype(np.uint32)
     before = np.empty_like(stored)
@@ -163,14 +163,17 @@ def verified(data: bytes, header: WalHeader, after: VerifiedFrame) -> FrameBlock
     good = (_sums(rows, header, before) == stored).all(axis=1)
     good &= (heads[:, 2:4] == np.frombuffer(header.salts, ">u4")).all(axis=1)
     good &= heads[:, 0] != 0
-    count = whole if good.all() else int(np.argmin(good))
+    count = frames_read if good.all() else int(np.argmin(good))
     fields = heads[:count].astype(np.uint32)
     return FrameBlock(after.frame + 1, fields[:, 0], fields[:, 1], stored[:count], rows[:count])
 
 
 def _sums(rows: NDArray[np.uint8], header: WalHeader, before: NDArray[np.uint32]) -> NDArray[Any]:
-    """What the checksum of each frame is, if the one of the frame before it is right. Checksums are linear in the bytes: those
-    of a block of frames are one product of matrices, without a loop over words and without a copy of the pages."""
+    """Return the checksum of each frame, given that of the frame before it.
+
+    Checksums are linear in the bytes, so those of a block of frames are one matrix product, without a loop over words and
+    without a copy of the pages.
+    """
     weights, step = _weights(header.page_size)
     words = rows.view(">u4").astype(np.uint32) if header.big_endian else rows.view("<u4")
     carried = np.einsum("ij,kj->ik", before, step)
@@ -179,7 +182,7 @@ def _sums(rows: NDArray[np.uint8], header: WalHeader, before: NDArray[np.uint32]
 
 @lru_cache(maxsize=8)
 def _weights(page_size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """What each word of a frame adds to its checksum, and what the checksum before it becomes; all modulo 2**32.
+    """Return what each word of a frame adds to its checksum, and what the previous checksum becomes; all modulo 2**32.
 
     One step of the checksum takes (s, t) and the words x, y to (s + t + x, s + 2 t + x + y): a matrix of Fibonacci numbers.
     """
@@ -201,13 +204,13 @@ class WalMap:
     header: WalHeader
     frames: dict[int, int]
     size_pages: int
-    """Of the database at the last commit; 0 if there is none."""
+    """Size of the database at the last commit, in pages; 0 if there is no commit."""
     end: VerifiedFrame
-    """Behind the last commit."""
+    """The position after the last commit."""
 
 
 def newest_pages(read_at: ReadAt, header: WalHeader, upto: int | None = None) -> WalMap:
-    """Which frames hold the database as it was at the last commit, at or before a frame if one is given."""
+    """Return which frames hold the database as of the last commit, at or before frame `upto` if given."""
     frames: dict[int, int] = {}
     waiting: dict[int, int] = {}
     size_pages, end = 0, header.start

@@ -1,7 +1,7 @@
-"""Checks a condition that somebody else wrote, by SQLite itself, before anything is read by it.
+"""Checks a condition written by a user, with SQLite itself, before it is used to read anything.
 
-It must be one expression over the columns of its table. It reads no other table, has no parameters, and calls only functions
-that give the same answer each time: whoever reads a second time must find the same rows. A name in double quotes is a column.
+It must be one expression over the columns of its table. It must read no other table, have no parameters, and call only
+functions that always return the same result: a second read must find the same rows. A name in double quotes is a column.
 
     >>> connection = apsw.Connection(":memory:")
     >>> _ = connection.execute("create table t(id)")
@@ -21,40 +21,40 @@ import apsw
 from quire.core.errors import InvalidInput
 
 CONDITION_BYTES_MAX = 64 * 1024
-"""SQLite takes a thousand times as much, and conditions are kept in Spark's plans."""
+"""SQLite accepts a thousand times as much, but conditions are kept in Spark's plans."""
 
 _DETERMINISTIC, _DIRECT_ONLY = 0x800, 0x80000
 """SQLite's flags of functions."""
 
 _MATCH = "match"
-"""What full-text tables are asked with: a function that each of them brings, so SQLite lists it without flags."""
+"""The function that queries full-text tables. Each such table brings its own, so SQLite lists it without flags."""
 
 
 def bracketed(condition: str) -> str:
-    """A condition as part of a larger one; on lines of its own, because it may end in a comment."""
+    """Return a condition as part of a larger one; on separate lines, because it may end in a comment."""
     return f"(\n{condition}\n)"
 
 
 def check_condition(connection: apsw.Connection, table: str, condition: str, **where: object) -> None:
-    """Refuse what is not a condition on this table of the main database; `where` is for the error.
+    """Raise unless the text is a condition on this table of the main database; `where` is added to the error.
 
-    The connection must be the caller's alone: double quotes mean columns from here on.
+    The connection must be the caller's alone: from here on it treats double quotes as column names.
     """
     if not condition.strip() or "\0" in condition or len(condition.encode()) > CONDITION_BYTES_MAX:
-        raise _refused("it is empty, longer than 64 KiB, or has a NUL in it", condition, table, where)
+        raise _refused("it is empty, longer than 64 KiB, or contains NUL", condition, table, where)
     rules = _Rules()
     try:
         scratch = _scratch(connection, table)
         try:
             rules.functions = _steady_functions(scratch)
             scratch.authorizer = rules
-            # Two places where the text could end early: what closes the one (`1) OR (1`) is no expression in the other.
+            # The text could break out of either context, but text that closes one (`1) OR (1`) is no expression in the other.
             for text in (bracketed(condition), f"CASE WHEN\n{condition}\nTHEN 1 END"):
                 rules.selects = 0
                 _prepare(scratch, table, text)
         finally:
             scratch.close()
-        _prepare(connection, table, bracketed(condition))  # the real one knows collations, and whether there are rowids
+        _prepare(connection, table, bracketed(condition))  # the real table has collations, and may have no rowids
     except apsw.BindingsError as error:
         raise _refused("it has parameters", condition, table, where) from error
     except apsw.Error as error:
@@ -62,7 +62,7 @@ def check_condition(connection: apsw.Connection, table: str, condition: str, **w
 
 
 def _scratch(connection: apsw.Connection, table: str) -> apsw.Connection:
-    """A database with an empty table of this name, and columns of these names."""
+    """Open a database in memory with an empty table of this name and columns."""
     columns = [row[0] for row in connection.execute("SELECT name FROM pragma_table_xinfo(?)", (table,))]
     scratch = apsw.Connection(":memory:")
     try:
@@ -74,18 +74,18 @@ def _scratch(connection: apsw.Connection, table: str) -> apsw.Connection:
 
 
 def _prepare(connection: apsw.Connection, table: str, text: str) -> None:
-    connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 0)  # else "prcie" > 5 would compare a text, and find nothing
-    # EXPLAIN makes SQLite prepare the statement, and run nothing of it.
+    connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 0)  # otherwise "prcie" > 5 would compare a text and find nothing
+    # EXPLAIN makes SQLite prepare the statement without running it.
     connection.execute(f"EXPLAIN SELECT 1 FROM main.{quoted(table)} WHERE {text}").fetchall()
 
 
 def quoted(name: str) -> str:
-    """A name as SQLite reads it, whatever characters it has."""
+    """Return a name quoted for SQL, whatever characters it has."""
     return '"' + name.replace('"', '""') + '"'
 
 
 class _Rules:
-    """SQLite's authorizer: asked about everything that a statement would touch, while it is prepared."""
+    """SQLite's authorizer: called while a statement is prepared, for everything it would access."""
 
     def __init__(self) -> None:
         self.functions: frozenset[str] = frozenset()
@@ -100,8 +100,8 @@ class _Rules:
             return self._answer(self.selects == 1, "it has a subselect")
         if action == apsw.SQLITE_FUNCTION:
             steady = (name or "").lower() in self.functions
-            return self._answer(steady, f"the function {name} may give another answer each time")
-        return self._answer(False, "it does more than compare")
+            return self._answer(steady, f"the function {name} is not deterministic")
+        return self._answer(False, "it is not a plain comparison")
 
     def _answer(self, allowed: bool, why: str) -> int:
         if allowed:
@@ -111,7 +111,7 @@ class _Rules:
 
 
 def _steady_functions(connection: apsw.Connection) -> frozenset[str]:
-    """Names of functions whose every form gives the same answer each time; of aggregates SQLite itself says no."""
+    """Return the names of functions whose every form is deterministic. Aggregates are refused by SQLite itself."""
     steady: dict[str, bool] = {}
     for name, kind, flags in connection.execute("SELECT lower(name), type, flags FROM pragma_function_list"):
         fits = kind != "s" or (bool(flags & _DETERMINISTIC) and not flags & _DIRECT_ONLY)
@@ -120,7 +120,7 @@ def _steady_functions(connection: apsw.Connection) -> frozenset[str]:
 
 
 def _refused(why: str, condition: str, table: str, where: dict[str, object]) -> InvalidInput:
-    hint = "one expression of SQLite's over the columns of the table, like: id < 5 AND who = 'ada'"
+    hint = "use one SQLite expression over the columns of the table, like id < 5 AND who = 'ada'"
     return InvalidInput(
         f"not a condition on this table: {why}", hint=hint, condition=condition[:200], table=table, **where
     )

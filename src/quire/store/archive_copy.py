@@ -1,13 +1,12 @@
 """`quire.open_archive`: a store as it was at an archived moment, read from its bucket alone.
 
-The manifest and the tails of logs are restored into scratch; everything large is read from the bucket on demand. The owner's
-directory is not needed, and the owner is not asked. Nothing is claimed, and nothing is written to the bucket. Databases are
-read-only, the store's own methods that change something raise `ReadOnly`, and a server of it (`quire.spark.options_of`) refuses
-every change.
+The manifest and the tails of logs are restored into scratch; everything large is read from the bucket on demand. Neither the
+owner nor its directory is needed. Nothing is claimed, and nothing is written to the bucket. Databases are read-only, methods of
+the store that would change something raise `ReadOnly`, and a server of it (`quire.spark.options_of`) refuses every change.
 
-The scratch directory goes when the store is closed; a killed process leaves it in the system's temporary directory.
+The scratch directory is removed when the store is closed; a killed process leaves it in the system's temporary directory.
 
-Threads: one. Raises what restoring raises.
+Threads: one. Raises the errors of a restore.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 FOR_READERS = ("reserve_job_id", "reserve_generation")
-"""Of the manifest: jobs that only read (verify, stats) are rows of a copy, too."""
+"""Methods of the manifest that stay allowed: jobs that only read (verify, stats) still need rows in the copy's manifest."""
 
 
 def open_archive(
@@ -47,8 +46,10 @@ def open_archive(
     options: StoreOptions | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """The store in the bucket (or backup) at `url`, as of its newest archived moment or the newest one not after `at_ms`, to be
-    read. Use it as a context manager: closing it removes what was restored."""
+    """Open for reading the store archived or backed up at `url`, as of its newest moment or the newest one not after `at_ms`.
+
+    Use it as a context manager: closing it removes what was restored.
+    """
     scratch = tempfile.mkdtemp(prefix="quire-archive-")
     try:
         restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
@@ -73,17 +74,17 @@ def open_archive(
 
 
 def _refusal(url: str, method: str) -> ReadOnly:
-    hint = "change the store itself; `quire.restore` makes a copy that can be written after a takeover"
-    return ReadOnly("this is a copy of an archive, to be read", hint=hint, url=url, call=method)
+    hint = "change the store itself; `quire.restore` creates a copy that can be written after a takeover"
+    return ReadOnly("this is a read-only copy of an archive", hint=hint, url=url, call=method)
 
 
 def opened_copy(scratch: str) -> Store:
-    """The restored copy, whole: sets and streams are opened by owners only. It puts and deletes nothing."""
+    """Open a restored copy as its owner, which opening key-value sets and streams requires. It puts and deletes no object."""
     disk = OsDisk()
-    with suppress(FileNotFoundError):  # a backup's has none
+    with suppress(FileNotFoundError):  # a restored backup has none
         disk.remove(
             os.path.join(scratch, OWNER_FILE)
-        )  # it says that the directory is nobody's; this one is ours for a while
+        )  # it marks the directory as disowned, which would refuse the opening
     settings = restoring.quiet_settings(disk, scratch)
     settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
     copy = opening.open(scratch, create=False, settings=settings)

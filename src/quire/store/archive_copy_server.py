@@ -1,9 +1,9 @@
 """The process that serves a copy of an archived store to Spark: `python -m quire.store.archive_copy_server`.
 
-It reads a `CopyRequest` from standard input, opens the copy, and answers `ready` and the copy's directory, or an error, on
+It reads a `CopyRequest` from standard input, opens the copy, and writes `ready` and the copy's directory, or an error, to
 standard output. The copy is removed when the process ends; see `service/archive_copies.py`.
 
-Threads: one. Raises nothing: errors are the answer.
+Threads: one. Raises nothing: errors are written as the answer.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 LOOK_SECONDS = 5.0
-"""Between two looks whether somebody asks."""
+"""Interval between checks for activity."""
 
 
 def main() -> int:
-    """Serve what is asked for, until nobody needs it."""
+    """Serve the requested copy until the driver ends or stops using it. Return the exit code."""
     request = msgspec.json.decode(sys.stdin.buffer.read(ANSWER_BYTES_MAX), type=CopyRequest)
     answer = os.dup(1)
     with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 1)  # the answer ends for its reader when we have given it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # the copy's directory goes
+        os.dup2(nothing.fileno(), 1)  # so that closing `answer` is the end of file for its reader
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # exits normally, which removes the copy's directory
     try:
         copy = opened(request)
     except QuireError as error:
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def opened(request: CopyRequest) -> Store:
-    """The copy."""
+    """Open the requested copy."""
     at_ms = parse_moment(request.at, "archived_at", now_ms=SystemClock().now_ms()) if request.at else None
     options = None
     if request.config:
@@ -68,7 +68,7 @@ def opened(request: CopyRequest) -> Store:
 
 
 def wait(server: Server, driver: int) -> None:
-    """Return when the driver has ended, or nobody has asked anything for a while."""
+    """Return when the driver has ended, or no call has arrived for `IDLE_SECONDS`."""
     try:
         ended = os.pidfd_open(driver)
     except OSError:

@@ -1,6 +1,6 @@
-"""A store and its archive, wired together: the disk that hands changes over, and files that a restore left in the bucket.
+"""Wires a store and its archive together: the disk that records changes, remote files of a restore, and takeovers.
 
-Threads: the opener's. Raises `InvalidConfig`.
+Threads: the opener's. Raises `InvalidConfig`, `StoreFenced`, `ArchiveAhead`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.archive.backup_recorder import BackupRecorder
 from quire.archive.log_reader import epochs
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.sealing import changes_elsewhere, former_epoch, note_parent, seal
+from quire.archive.sealing import former_epoch, newest_missing_position, note_parent, seal
 from quire.archive.state_files import Origin, StandbyPhase, read_origin, read_standby_state, take_archive_state
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 
 
 def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, lock: FileLock, disk: Disk) -> Store:
-    """The store of an owner. With archiving on, every file it opens to write is one that hands its changes over."""
+    """Open the store of an owner. With archiving on, every file it opens for writing hands its changes to the archiver (A5)."""
     store: Store
     wiring: Wiring
     below = _with_remote_files(disk, root, lambda: store.objects)
     if settings.archive.mode == "off":
         take_archive_state(
             disk, root
-        )  # what is changed now is not archived: the next life with an archive begins with a base
+        )  # changes from now on are not archived, so the next opening with archiving on must begin with a base
         backups = BackupRecorder(below, root, below)
         store = Store(root, settings, manifest, lock, backups.recorder, backups)
         return store
@@ -60,7 +60,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         disk=below,
         clock=manifest.clock,
         manifest=manifest,
-        objects=lambda: wiring.stores(objects_url(root, settings)),  # also while the store is being closed
+        objects=lambda: wiring.stores(objects_url(root, settings)),  # not `store.objects`: also needed during close
         settings=settings.archive,
         fence=manifest.writer.fence,
         confirm=lambda: wiring.rights.before_delete(),
@@ -72,61 +72,61 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     wiring = store._parts
     store.archive = archiver
     if settings.archive.mode == "sync":
-        manifest.stand_behind(Barrier(archiver.wait))
+        manifest.set_barrier(Barrier(archiver.wait))
         manifest.cover(store)
     return store
 
 
 def _drill(store: Store) -> DrillRecord:
-    from quire.store.restore_drill import drill  # it opens a store, which this module is part of
+    from quire.store.restore_drill import drill  # here: it opens stores, so it imports this module
 
     return drill(store)
 
 
-def open_beside(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:
-    """The store of a reader."""
+def open_for_reader(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:
+    """Open the store of a reader."""
     store: Store
     store = Store(root, settings, manifest, None, ReaderFiles(disk, root, lambda: store.objects))
     return store
 
 
 def _with_remote_files(disk: Disk, root: str, objects: Callable[[], ObjectStore]) -> Disk:
-    """The disk, with what a restore left in the bucket."""
+    """Return the disk, extended with the files that a restore left in the bucket, if any."""
     if not disk.exists(os.path.join(root, REMOTE_FILES)):
         return disk
     return RemoteFiles(disk, root, objects)
 
 
 def refuse_standby(disk: Disk, root: str) -> None:
-    """Raise `StoreFenced` for a standby's directory: it is another owner's. A promotion opens it once everything is there."""
+    """Raise `StoreFenced` for a standby's directory, which belongs to another owner, unless a promotion has sealed the log."""
     state = read_standby_state(disk, root)
     if state is not None and state.phase is not StandbyPhase.SEALED:
-        hint = f"`quire promote {root}` makes it the owner; to look, open it with mode='r'"
+        hint = f"`quire promote {root}` makes it the owner; to read it, open it with mode='r'"
         raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 
 
 def parent_of(store: Store) -> Parent:
-    """Where the owner that this directory follows ended: with the last object that was restored, if it was restored."""
+    """Return where the previous owner's history ends: at the last object that was restored, if this directory was restored."""
     origin = _followed(store)
     return Parent(origin.position.number, origin.at_ms) if origin is not None else Parent()
 
 
 def _followed(store: Store) -> Origin | None:
-    """What the directory was restored from, until it is taken over: from then on it has a history of its own, and what the
-    archive had that it lacks was given up then."""
+    """Return what the directory was restored from, `None` after its takeover: from then on it has its own history, and changes
+    of the archive that it lacks were given up."""
     origin = read_origin(store.disk, store.path)
     with store.manifest.read() as txn:
         return origin if origin is not None and txn.owner_epoch() == origin.position.epoch else None
 
 
-def refuse_behind(store: Store) -> None:
-    """Raise `ArchiveAhead` if the archive has changes that this directory lacks: it was restored to an earlier moment, or is an
-    old copy."""
+def refuse_stale_directory(store: Store) -> None:
+    """Raise `ArchiveAhead` if the archive has changes that this directory lacks, because it was restored to an earlier moment
+    or is an old copy."""
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
     objects, origin = store.objects, _followed(store)
     if origin is not None:
-        newest = changes_elsewhere(objects, store_id, origin.position)
+        newest = newest_missing_position(objects, store_id, origin.position)
         if newest is not None:
             raise _ahead(restored=str(origin.position), newest=str(newest))
     elif epochs(objects, store_id) and (owner := newer_owner(objects, store_id, epoch, store.disk, store.path)):
@@ -142,9 +142,9 @@ def _ahead(**where: str) -> ArchiveAhead:
 
 
 def take_over(store: Store, *, discard: bool) -> None:
-    """Make this directory the owner: the log of the owner before ends, and that owner is fenced with its next upload."""
+    """Make this directory the owner, and seal the previous owner's log: that owner is fenced at its next upload."""
     if not discard:
-        refuse_behind(store)
+        refuse_stale_directory(store)
     with store.manifest.read() as txn:
         store_id, own = txn.store_id(), txn.owner_epoch()
     epoch = store.rights.take_over(parent_of(store)).epoch

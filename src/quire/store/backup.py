@@ -1,19 +1,20 @@
-"""Backups: a store as it is at one moment, copied to a directory, an object store or a tar file, while it is in use.
+"""Backs up a store as of one moment to a directory, an object store or a tar file, while the store is in use.
 
-A backup has the format of an archive (docs/formats/archive.md): a base, and the log of what was changed while that was read.
-Besides, it has all objects of the store, and an index that names everything a restore needs. It is therefore complete: neither
-the store's directory nor its bucket is needed to restore it.
+A backup has the format of an archive (docs/formats/archive.md): a base, and the log of what changed while the base was read.
+In addition it has all objects of the store, and an index that names everything a restore needs. It is self-contained: a restore
+needs neither the store's directory nor its bucket.
 
-What is in the target at each step, and what comes next if the backup stops there:
-  parts of the base, log   objects that no index names      the next backup continues the log behind them
+State of the target after each step, and what happens if the backup stops there:
+  parts of the base, log   objects that no index names      the next backup continues the log after them
   objects                  the same                         they are not copied again
-  index                    the same                         the next backup has an index of its own
+  index                    the same                         the next backup writes its own index
   last log object          a backup                         restorable
-A tar file gets its name last; one that was cut off is `….tar.tmp`.
+A tar file gets its final name last; an incomplete one is `….tar.tmp`.
 
-An object that the owner deletes meanwhile is copied first (`Collector.before_delete`).
+An object that the owner deletes during the backup is copied before it is deleted (`Collector.before_delete`).
 
-Threads: the caller's, and some that copy. Raises `InvalidInput`, `Conflict`, and what manifest, disk and object stores raise.
+Threads: the caller's, and a pool that copies objects. Raises `InvalidInput`, `Conflict`, and the errors of the manifest, the
+disk and the object stores.
 """
 
 from __future__ import annotations
@@ -70,52 +71,53 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 Progress = Callable[[str, int, int], None]
-"""(step, done, total); total 0 where it is not known."""
+"""Called with (step, done, total); total is 0 if it is not known."""
 
 COPIERS = 8
-"""Objects that are copied at a time."""
+"""Objects copied concurrently."""
 SLOT_PAUSE_SECONDS = 0.001
-"""Between two looks whether a commit under way has ended."""
+"""Interval between checks whether a commit in progress has completed."""
 INDEX_BYTES_MAX = 1 << 30
 
 
 class Index(msgspec.Struct, frozen=True, array_like=True):
-    """What a backup consists of beside its base and log."""
+    """The contents of a backup in addition to its base and log."""
 
     since: str
-    """An earlier backup that has the objects which this one lacks; a path is relative to the directory that this one is in."""
+    """An earlier backup that has the objects this one lacks; a path is relative to the directory that contains this backup."""
     objects: list[tuple[str, int]]
-    """(key, size) of everything that the store had in its object stores."""
+    """(key, size) of every object that the store had."""
 
 
 class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup did."""
+    """The result of a backup."""
 
     target: str
     store_id: str
     position: Position
     at_ms: int
-    """The moment that it restores."""
+    """The moment that a restore reproduces."""
     copied: int
-    """Objects and files that were copied; others were there, or are in the earlier backup."""
+    """Objects and files copied."""
     copied_bytes: int
     present: int
+    """Objects and files not copied, because the target or the earlier backup has them."""
     seconds: float
 
 
 def back_up(store: Store, target: str, *, since: str = "", progress: Progress | None = None) -> BackedUp:
-    """Copy a store that is in use; see `Store.backup`."""
+    """Back up a store that is in use; see `Store.backup`."""
     began = time.monotonic()
     store.manifest.ensure_owner_epoch()
     target = _checked(store, target)
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
         options = object_access.options_of(txn, store.settings, target)
-    known = _earlier_objects(store_id, target, since, options)
+    skippable = _earlier_objects(store_id, target, since, options)
     with closing(open_backup(target, options=options, write=True)) as place:
-        copies = _Copies(store, place, known)
+        copies = _Copies(store, place, skippable)
         log = _Log(store, place, store_id, epoch)
-        with _rescuing(store, copies):
+        with _copying_before_delete(store, copies):
             with store.backup_recorder.recording() as queue:
                 _copy_state(store, queue, log, copies, progress or _silent)
             hit("backup.cut")
@@ -140,28 +142,30 @@ def back_up(store: Store, target: str, *, since: str = "", progress: Progress | 
 
 
 def _silent(_step: str, _done: int, _total: int) -> None:
-    """Nobody looks."""
+    """Report no progress."""
 
 
 def _checked(store: Store, target: str) -> str:
-    """The target, absolute, if a backup there is a copy in another place."""
+    """Return the target as an absolute path or URL. Raises if it is inside the store's directory or its own object store."""
     target = target if "://" in target else os.path.abspath(target)
     place = object_location.place_of(store.path, target)
     if object_location.is_inside(store.path, place):
         raise InvalidInput(
-            "a backup inside the store's directory is lost with it", hint="choose a directory elsewhere", target=target
+            "a backup inside the store's directory would be lost with it",
+            hint="choose a directory elsewhere",
+            target=target,
         )
     if place == object_location.place_of(store.path, store.settings.object_store):
         raise InvalidInput(
             "the target is the store's own object store",
-            hint="choose another place; or enable archiving",
+            hint="choose another location, or enable archiving",
             target=target,
         )
     return target
 
 
 def open_backup(url: str, *, options: StoreOptions | None = None, write: bool = False) -> ObjectStore:
-    """The object store that a backup is in: a directory, a URL, or a tar file."""
+    """Open the object store that holds a backup: a directory, a URL, or a tar file."""
     if "://" not in url and url.endswith(SUFFIX) and not os.path.isdir(url):
         return TarStore(url, write=write)
     return open_store(url, options=options)
@@ -169,7 +173,7 @@ def open_backup(url: str, *, options: StoreOptions | None = None, write: bool = 
 
 # ── the directory and the manifest ────────────────────────────────────────────────────────────────────────────────────
 def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, progress: Progress) -> None:
-    """Read everything while the store goes on, and record what it changes meanwhile."""
+    """Copy files and rows while the store is in use, and record what changes in the meantime."""
     first = log.next
     disk = store.backup_recorder.below
     parts: list[tuple[str, int, bytes]] = []
@@ -187,7 +191,7 @@ def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, pro
         held, size = [], 0
         hit("backup.part.put")
         progress("base", len(parts), 0)
-        while queue.size_bytes > OBJECT_BYTES:  # else a busy store would fill the memory while a large base is read
+        while queue.size_bytes > OBJECT_BYTES:  # else a busy store would fill memory while a large base is read
             log.add(copies.resolved(queue.take(OBJECT_BYTES)[0], log))
 
     def artifact(path: str, relative: str) -> AnyEvent:
@@ -210,12 +214,12 @@ def _copy_state(store: Store, queue: EventQueue, log: _Log, copies: _Copies, pro
         events, taken = queue.take(OBJECT_BYTES)
         if events:
             log.add(copies.resolved(events, log))
-        elif taken < end:  # a commit has its place and is not durable yet
+        elif taken < end:  # a commit has reserved its place in the queue and is not durable yet
             time.sleep(SLOT_PAUSE_SECONDS)
 
 
 class _Log:
-    """The log objects of a backup. One is held back: the last is put when everything that it needs is there."""
+    """Writes the log objects of a backup. One is always held back, so that the last is put after everything it refers to."""
 
     def __init__(self, store: Store, place: ObjectStore, store_id: str, epoch: int) -> None:
         self.store_id = store_id
@@ -228,29 +232,29 @@ class _Log:
         self._digest, self._restorable, self._base = NO_DIGEST, NONE, NONE
         self._parent = Position(0, 0)
         self.next = Position(epoch, 0)
-        """The object that is put next, or is held back."""
+        """Position of the object that is held back, or will be put next."""
         if positions := owner_log(place, store_id, epoch).positions:
             header, self._digest, _ = read_object(place, store_id, positions[-1])
             self._parent, self._restorable, self._base = header.position, header.restorable, header.base
             self._at_ms = header.at_ms
             self.next = Position(epoch, header.position.number + 1)
-        else:  # the last backup before a takeover, if there is one: --at finds earlier ones through it
+        else:  # continue the last backup from before a takeover, if any: --at finds earlier backups through it
             before = max((earlier for earlier in epochs(place, store_id) if earlier < epoch), default=0)
             if before and (positions := owner_log(place, store_id, before).positions):
                 header, self._digest, _ = read_object(place, store_id, positions[-1])
                 self._parent = header.position
 
     def add(self, events: list[AnyEvent]) -> None:
-        """The next object's events."""
+        """Add the events of the next object, and put the one held back."""
         if self._held is not None:
             self._put(self._restorable, self._base)
         self._held = events
-        self._at_ms = max(self._at_ms, self._clock.now_ms())  # of one epoch, clocks do not go back (log_reader.find)
+        self._at_ms = max(self._at_ms, self._clock.now_ms())  # never decreases within an epoch (log_reader.find)
         if any(isinstance(event, BaseEvent) for event in events):
             self._new_base = self.next.number
 
     def put_last(self) -> Header:
-        """The object that makes the backup one."""
+        """Put the last object, which completes the backup."""
         return self._put(self.next.number, self._new_base)
 
     def _put(self, restorable: int, base: int) -> Header:
@@ -274,21 +278,21 @@ class _Log:
         return header
 
 
-# ── files that never change, and objects ──────────────────────────────────────────────────────────────────────────────
+# ── immutable files and objects ───────────────────────────────────────────────────────────────────────────────────────
 class _Copies:
     """Copies objects and files into the target, each once. Threads: any."""
 
-    def __init__(self, store: Store, place: ObjectStore, known: dict[str, int]) -> None:
+    def __init__(self, store: Store, place: ObjectStore, skippable: dict[str, int]) -> None:
         self._store = store
         self.place = place
-        self._known = known
+        self._skippable = skippable
         self._lock = threading.Lock()
         self.listed: dict[tuple[str, int], None] = {}
-        """(key, size) of what this backup needs."""
+        """(key, size) of the objects that this backup needs, in insertion order."""
         self.copied = self.copied_bytes = self.present = 0
 
     def resolved(self, events: list[Entry], log: _Log) -> list[AnyEvent]:
-        """Events of a queue, their files copied."""
+        """Copy the files that events refer to, and return the events with the keys of the copies."""
         shipped: list[AnyEvent] = []
         for event in events:
             if isinstance(event, PendingArtifact):
@@ -303,7 +307,7 @@ class _Copies:
         return shipped
 
     def file(self, path: str, relative: str, inode: int, log: _Log) -> ArtifactEvent:
-        """A local file that never changes. Its name is its digest: another backup finds it by that."""
+        """Copy a local immutable file. Its key is its digest, so later backups find it."""
         digest, size = sha256_of(path), os.path.getsize(path)
         key = file_key(log.store_id, Position(log.next.epoch, 0), digest.hex())
         if self._is_needed(key, size):
@@ -312,7 +316,7 @@ class _Copies:
         return ArtifactEvent(inode, relative, key, size, digest)
 
     def remote_file(self, event: ArtifactEvent) -> ArtifactEvent:
-        """A file that a restore left in the bucket."""
+        """Copy a file that a restore left in the bucket."""
         if self._is_needed(event.key, event.size):
             self.place.put(
                 event.key, self._store.objects.get(event.key), create_only=True, identity=_of_size(event.size)
@@ -321,7 +325,7 @@ class _Copies:
         return event
 
     def object(self, url: str, key: str, size: int | None = None) -> None:
-        """An object of the store; one that has gone meanwhile is named by no row."""
+        """Copy an object of the store. One that no longer exists is skipped: no row refers to it."""
         source = self._store.context.open_store(url)
         with suppress(ObjectNotFound):
             size = source.head(key).size_bytes if size is None else size
@@ -331,8 +335,8 @@ class _Copies:
                 hit("backup.object.put")
 
     def all_objects(self, progress: Progress) -> list[tuple[str, int]]:
-        """Copy every object of the store. It is asked for after the last change was recorded: objects are put before rows name
-        them, so that all that the rows name are listed, or were copied before they were deleted."""
+        """Copy every object of the store and return (key, size) of each. Called after the last change was recorded: objects are
+        put before rows refer to them, so each object a row refers to is either listed or was copied before its deletion."""
         listing = list(_objects_of(self._store))
         done = 0
         with ThreadPoolExecutor(COPIERS, thread_name_prefix="quire-backup") as pool:
@@ -346,7 +350,7 @@ class _Copies:
             if (key, size) in self.listed:
                 return False
             self.listed[key, size] = None
-            if self._known.get(key) == size:
+            if self._skippable.get(key) == size:
                 self.present += 1
                 return False
             return True
@@ -362,12 +366,12 @@ def _of_size(size: int) -> Callable[[ExistingObject], bool]:
 
 
 @contextmanager
-def _rescuing(store: Store, copies: _Copies) -> Iterator[None]:
-    """Copy what the owner deletes before it does so."""
+def _copying_before_delete(store: Store, copies: _Copies) -> Iterator[None]:
+    """Copy each object that the owner deletes before it is deleted."""
 
     def rescue(url: str, keys: list[str]) -> None:
         for key in keys:
-            if parse_archive_key(key) is None:  # what an archive gives up is not needed here
+            if parse_archive_key(key) is None:  # a backup needs no objects of the store's own archive
                 copies.object(url, key)
 
     collector = store.context.collector
@@ -379,7 +383,7 @@ def _rescuing(store: Store, copies: _Copies) -> Iterator[None]:
 
 
 def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
-    """(URL, key, size) of every object that is the store's by its name, and of those that a clone may read of its parents."""
+    """Yield (URL, key, size) of every object that is the store's own by name, and of its parents' objects that it may read."""
     with store.manifest.read() as txn:
         owned = owned_names(txn, store.objects_url)
         moments = {parent.store_id: parent.at_ms for parent in txn.parents()}
@@ -387,12 +391,12 @@ def _objects_of(store: Store) -> Iterator[tuple[str, str, int]]:
         archive = archive_prefix(txn.store_id())
     for url, prefix in sorted(owned.current | owned.ancestors):
         if prefix.startswith(archive):
-            continue  # the backup has a base and a log of its own
+            continue  # the backup has its own base and log
         for info in list_objects(store.context.open_store(url), prefix):
             yield url, info.key, info.size_bytes
     for url, prefix in sorted(owned.foreign):
         parent, is_of_databases, _ = prefix.partition("/e/")
-        if is_of_databases:  # what the parent has put since is none of the clone's
+        if is_of_databases:  # the clone does not read what the parent has put since
             for info in list_objects(store.context.open_store(url), prefix):
                 if info.modified_ms <= moments[parent] + CLOCK_MS:
                     yield url, info.key, info.size_bytes
@@ -409,13 +413,13 @@ def _index_prefix(store_id: str) -> str:
 
 
 def put_index(place: ObjectStore, store_id: str, position: Position, index: Index) -> None:
-    """Write down what the backup whose last log object is at `position` consists of."""
+    """Write the index of the backup whose last log object is at `position`."""
     data = zstandard.ZstdCompressor().compress(msgspec.msgpack.encode(index))
     place.put(f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}", data)
 
 
 def read_index(place: ObjectStore, store_id: str, position: Position) -> Index | None:
-    """The index of a backup; `None` if this is an archive."""
+    """Read the index of a backup. Return `None` if this is an archive."""
     key = f"{_index_prefix(store_id)}/{position.epoch:08x}.{position.number:016x}"
     try:
         data = place.get(key)
@@ -428,7 +432,7 @@ def read_index(place: ObjectStore, store_id: str, position: Position) -> Index |
 
 
 def newest_index(place: ObjectStore, store_id: str) -> Index | None:
-    """The index of the newest backup in a place, whether that was completed or not."""
+    """Read the index of the newest backup in a place, complete or not."""
     keys = [info.key for info in list_objects(place, _index_prefix(store_id))]
     if not keys:
         return None
@@ -437,32 +441,32 @@ def newest_index(place: ObjectStore, store_id: str) -> Index | None:
 
 
 def _earlier_objects(store_id: str, target: str, since: str, options: StoreOptions | None) -> dict[str, int]:
-    """Objects that need not be copied: those in the target, and those of the earlier backup."""
-    known: dict[str, int] = {}
+    """Return key → size of the objects that need not be copied: those in the target and in the earlier backup."""
+    skippable: dict[str, int] = {}
     if since:
         with closing(open_backup(since, options=options)) as earlier:
             index = newest_index(earlier, store_id)
         if index is None:
             raise InvalidInput(
-                "there is no backup of this store",
-                hint="--since names an earlier backup of the same store",
+                "the target of --since has no backup of this store",
+                hint="pass --since an earlier backup of the same store",
                 since=since,
             )
-        known.update(index.objects)
+        skippable.update(index.objects)
     if "://" in target or not target.endswith(SUFFIX):
         with closing(open_backup(target, options=options)) as place:
-            known.update((info.key, info.size_bytes) for info in list_objects(place, store_prefix(store_id)))
-    return known
+            skippable.update((info.key, info.size_bytes) for info in list_objects(place, store_prefix(store_id)))
+    return skippable
 
 
 def _relative(since: str, target: str) -> str:
-    """A path to the earlier backup that stays right when both are moved together."""
+    """Return a path to the earlier backup that stays valid when both are moved together."""
     since = os.path.abspath(since)
     return since if "://" in target else os.path.relpath(since, os.path.dirname(target))
 
 
 class _Layers:
-    """A backup and those it builds on: where its objects are. Close it."""
+    """Reads objects from a backup and the earlier ones it builds on. Must be closed."""
 
     def __init__(self, url: str, place: ObjectStore, store_id: str, index: Index, options: StoreOptions | None) -> None:
         self._places = [place]
@@ -473,14 +477,14 @@ class _Layers:
                 self._places.append(open_backup(url, options=options))
                 following = newest_index(self._places[-1], store_id)
                 if following is None:
-                    raise ObjectNotFound("the backup builds on an earlier one that is not there", earlier=url)
+                    raise ObjectNotFound("the backup is based on an earlier one that is missing", earlier=url)
                 index = following
         except BaseException:
             self.close()
             raise
 
     def get(self, key: str, size: int) -> bytes:
-        """An object of this size, from the first place that has it."""
+        """Return an object of this size from the first place that has it."""
         for place in self._places:
             with suppress(ObjectNotFound):
                 data = place.get(key)
@@ -489,7 +493,7 @@ class _Layers:
         raise Corruption("the backup lacks an object that it names", hint="restore another backup", key=key, size=size)
 
     def close(self) -> None:
-        for place in self._places[1:]:  # the first is the caller's
+        for place in self._places[1:]:  # the caller closes the first
             place.close()
 
 
@@ -504,7 +508,7 @@ def copy_into(
     options: StoreOptions | None,
     progress: Progress,
 ) -> None:
-    """Make a directory that is being restored independent of the backup: its files and objects are copied there."""
+    """Copy a backup's files and objects into the directory being restored, which then no longer needs the backup."""
     files = {file.key for file in replay.remote.values()}
     objects = [(key, size) for key, size in index.objects if key not in files]
     total, done = len(replay.remote) + len(objects), 0

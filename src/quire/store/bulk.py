@@ -1,12 +1,12 @@
-"""Creating, forking and dropping databases by the thousand.
+"""Creates, forks and drops databases by the thousand.
 
-Each is a batch of its own, submitted without waiting for the one before: the writer commits as many together as there are, so
-that a thousand cost a few syncs. At most `OUTSTANDING` wait for their commit, which bounds memory.
+Each database is one batch, submitted without waiting for the previous one: the writer commits all waiting batches together, so
+a thousand databases cost a few syncs. At most `OUTSTANDING` batches wait for their commit, which bounds memory.
 
-A name that is refused (taken, invalid) ends the call with its error once what was submitted is answered; `done` in the error's
-`where` says how many there are by then. They stay: a second call with the other names continues.
+A name that is refused (taken, invalid) ends the call with its error after the batches submitted before it have completed;
+`done` in the error's `where` is the number of those that succeeded. They are kept: a second call with the rest continues.
 
-Any thread. Raises what creating, forking or dropping one raises."""
+Threads: any. Raises the errors of creating, forking or dropping one database."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.manifest.records import DbKind, DbRecord
 from quire.manifest.store import ManifestStore
 
 OUTSTANDING = 2_000
-"""Batches that may wait for their commit."""
+"""Most batches that may wait for their commit at once."""
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def create_many(
     manifest: ManifestStore, names: Iterable[str], kind: DbKind, tags: dict[str, str], namespace_id: int
 ) -> list[int]:
-    """New databases; their ids, in the order of the names."""
+    """Create databases and return their ids, in the order of the names."""
 
     def create(name: str) -> tuple[int, ManifestGuard]:
         check_name("database", name)
@@ -49,7 +49,7 @@ def create_many(
 def fork_many(
     manifest: ManifestStore, source: int, snapshot_id: int, names: Iterable[str], tags: dict[str, str]
 ) -> list[int]:
-    """New page databases that begin as one was at a snapshot; their ids, in the order of the names."""
+    """Fork a page database at a snapshot, once for each name, and return the ids, in the order of the names."""
     with manifest.read() as txn:
         _, record = txn.require_database(source)
     own = {**record.tags, **tags}
@@ -64,7 +64,7 @@ def fork_many(
 
 
 def drop_many(manifest: ManifestStore, names: Iterable[str], *, snapshots: bool) -> list[tuple[int, DbKind]]:
-    """Drop databases; their ids and kinds, in the order of the names."""
+    """Drop databases and return their ids and kinds, in the order of the names."""
 
     def drop(name: str) -> tuple[tuple[int, DbKind], ManifestGuard]:
         with manifest.read() as txn:
@@ -75,7 +75,7 @@ def drop_many(manifest: ManifestStore, names: Iterable[str], *, snapshots: bool)
 
 
 def pipelined(names: Iterable[str], submit: Callable[[str], tuple[T, ManifestGuard]]) -> list[T]:
-    """Submit one batch for each name, some at a time; what `submit` returned beside the guards."""
+    """Submit one batch for each name, at most `OUTSTANDING` at a time, and return what `submit` returned with each guard."""
     done: list[T] = []
     waiting: deque[tuple[T, ManifestGuard]] = deque()
     failure: QuireError | None = None
@@ -95,7 +95,7 @@ def pipelined(names: Iterable[str], submit: Callable[[str], tuple[T, ManifestGua
 
 
 def _answer(waiting: deque[tuple[T, ManifestGuard]], done: list[T], left: int) -> QuireError | None:
-    """Wait until so many are left; the first error."""
+    """Wait until at most `left` batches are waiting, or for all of them after a failure. Return the first error."""
     failure: QuireError | None = None
     while len(waiting) > left or (failure is not None and waiting):
         result, guard = waiting.popleft()

@@ -1,15 +1,15 @@
-"""A clone: a new store, with an identity of its own, that begins as another one was and reads that one's objects (A12).
+"""Creates a clone: a new store with its own identity that starts as a copy of another store and reads its objects (A12).
 
 Terms
-  parent    the store that was cloned, and the stores that it was a clone of
+  parent    the store that was cloned, and every store that it was itself cloned from
   foreign   objects below a parent's prefix: read on demand, never written, swept or deleted by the clone
 
-The clone is in its parent's bucket, below its own store_id. Nothing large is copied: chunks, tables and compressed segments
-stay where they are. Owner epochs go on counting, so an epoch says whose it was (`manifest.reads.ParentStore`).
+A clone lives in its parent's bucket, below its own store_id. Nothing large is copied: chunks, tables and compressed segments
+stay where they are. Owner epochs continue from the parent's, so an epoch identifies its store (`manifest.reads.ParentStore`).
 
-What is there at each step, and what comes next if it stops there:
-  registered         the parents keep what the clone would read     a person removes it: `quire clones forget`
-  files, rows        a directory that is no store                   refused by the next clone: not empty
+State after each step, and what happens if cloning stops there:
+  registered         the parents keep what the clone would read     an operator removes it: `quire clones forget`
+  files, rows        a directory that is not a store                refused by the next clone: not empty
   identity written   the same                                       the same
   named, taken over  a store                                        opens
 
@@ -28,7 +28,7 @@ import msgspec
 
 from quire.archive.clones import CloneRegistration, register, release
 from quire.archive.format import Position
-from quire.archive.log_reader import RestorePoint, find, the_store
+from quire.archive.log_reader import RestorePoint, find, only_store_id
 from quire.archive.replay import Replay
 from quire.archive.state_files import read_remote_files
 from quire.core.clock import Clock, SystemClock
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 class Cloned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a clone was made of."""
+    """The result of `clone`."""
 
     path: str
     store_id: str
@@ -74,7 +74,7 @@ class Cloned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True):
-    """A clone that reads nothing of its parents any more."""
+    """The result of `release_clone`: a clone that no longer reads any object of its parents."""
 
     store_id: str
     parents: tuple[str, ...]
@@ -91,10 +91,9 @@ def clone(
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Cloned:
-    """Make a new store of what is archived at `source`, a URL or the directory of a store: now, or as it was `at_ms`.
+    """Create a new store from the archive at `source`, a URL or a store's directory: its newest state, or the one at `at_ms`.
 
-    Both go on by themselves: nothing that one writes reaches the other.
-    """
+    The two stores are independent: neither sees what the other writes."""
     started = time.monotonic()
     disk, clock = disk or OsDisk(), clock or SystemClock()
     root = os.path.abspath(os.fspath(directory))
@@ -103,13 +102,14 @@ def clone(
     url, store_id = _source(disk, os.fspath(source), store_id)
     clone_id = str(uuid4())
     with closing(open_store(url, options=options)) as bucket:
-        point = find(bucket, store_id or the_store(bucket), at_ms)
+        point = find(bucket, store_id or only_store_id(bucket), at_ms)
         registered = [point.store_id]
         try:
             _register(bucket, point.store_id, clone_id, point, clock, root)
             hit("clone.registered")
+            # Again, now that we are registered: the parent may have trimmed the moment before it saw the registration (A12).
             if find(bucket, point.store_id, point.at_ms).position < point.position:
-                raise InvalidInput("the moment has left the archive's window", hint="clone a later one", at=point.at_ms)
+                raise InvalidInput("this time is no longer in the archive", hint="choose a later time", at=point.at_ms)
             disk.make_dirs(root)
             with Replay(disk, root) as replay:
                 replay_point(bucket, point, replay, progress or no_progress)
@@ -153,12 +153,12 @@ def clone(
 
 
 def _source(disk: Disk, source: str, store_id: str) -> tuple[str, str]:
-    """(URL, store_id) of what is cloned: a URL, or a store's directory."""
+    """Return (URL, store_id) of the archive to clone, given a URL or a store's directory."""
     if "://" in source or layout.directory_state(disk, os.path.abspath(source)) is not layout.DirectoryState.STORE:
         return source if "://" in source else os.path.abspath(source), store_id
     root = os.path.abspath(source)
     settings = layout.existing_config(disk, root)
-    owner = read_file(disk, root)  # a store that is archived has one, and its owner may be this process
+    owner = read_file(disk, root)  # every archived store has one; not opened, because this process may own the store
     if owner is None:
         raise InvalidInput("the store is not archived", hint="turn archiving on, then clone it", path=root)
     return layout.objects_url(root, settings), owner.store_id
@@ -193,9 +193,9 @@ def _write_identity(rows: RowImage, clone_id: str, parents: tuple[ParentStore, .
     rows.apply([[(t.META.name, t.META.rows.encode_all(meta), [])]])
 
 
-# ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── release ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def foreign_objects(txn: ReadTxn, disk: Disk, root: str) -> int:
-    """How many objects of its parents a clone still reads."""
+    """Return the number of its parents' objects that a clone still reads."""
     prefixes = tuple(f"{parent.store_id}/" for parent in txn.parents())
     spaces = {key[0] for key, row in txn.scan(t.REMOTE_NAMESPACE) if row.prefix.startswith(prefixes)}
     tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
@@ -204,7 +204,10 @@ def foreign_objects(txn: ReadTxn, disk: Disk, root: str) -> int:
 
 
 def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | None = None) -> Released:
-    """Let the parents of a clone delete what they kept for it; refused while it still reads any of it."""
+    """Withdraw a clone's registrations, so that its parents may delete what they kept for it.
+
+    Raises `StillReferenced` while the clone still reads any of their objects.
+    """
     root, disk = os.path.abspath(os.fspath(directory)), OsDisk()
     with opening.open(root, "r", disk=disk) as store, store.manifest.read() as txn:
         parents, clone_id = txn.parents(), txn.store_id()
@@ -214,7 +217,7 @@ def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | 
     if not parents:
         raise InvalidInput("this store is not a clone", hint="`quire clones ls` lists the clones of a store", path=root)
     if count:
-        hint = "drop the databases it was made with, or say in the parent that it does not count: `quire clones forget`"
+        hint = "drop the databases that it was cloned with, or run `quire clones forget` in the parent"
         raise StillReferenced(f"the clone still reads {count:,} objects of its parents", hint=hint, path=root)
     with closing(open_store(url, options=options)) as bucket:
         for parent in parents:

@@ -1,9 +1,9 @@
-"""Changes a value in a quire.toml and leaves everything else as a person wrote it: order, comments, spaces.
+"""Changes values in a quire.toml and preserves everything else as the user wrote it: order, comments, whitespace.
 
-A line that is a comment with the same key (as `quire init` writes them) becomes the setting. What is written in a way that this
-does not understand (dotted keys, inline tables) is refused, not rewritten: the result is read back and compared.
+A comment line with the same key (as `quire init` writes them) becomes the setting. A file whose syntax this module does not
+handle (dotted keys, inline tables) is refused, not rewritten: the result is parsed again and compared.
 
-Pure functions of text, except for `change_config`. Raises `InvalidConfig`, and what the disk raises.
+Pure functions of text, except for `change_config`. Raises `InvalidConfig`, and the errors of the disk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Value = str | bool
 
 
 def change_config(disk: Disk, root: str, changes: dict[tuple[str, str], Value]) -> None:
-    """Set (section, key) → value in a store's quire.toml; the section of a key at the top is empty."""
+    """Set (section, key) → value in a store's quire.toml. The section of a top-level key is empty."""
     path = os.path.join(root, names.CONFIG)
     before = read_all(disk, path).decode()
     text = before
@@ -34,7 +34,7 @@ def change_config(disk: Disk, root: str, changes: dict[tuple[str, str], Value]) 
 
 
 def with_setting(text: str, section: str, key: str, value: Value) -> str:
-    """The text with a key of a section set.
+    """Return the text with a key of a section set.
 
     >>> print(with_setting('[archive]\\n# mode = "off"  # or async\\n', "archive", "mode", "async"), end="")
     [archive]
@@ -72,7 +72,7 @@ def with_setting(text: str, section: str, key: str, value: Value) -> str:
 
 
 def _section(lines: list[str], section: str) -> tuple[int | None, int]:
-    """(first line behind the header, first line of the next section); no first line if there is no such section."""
+    """Return (first line after the header, first line of the next section); the first is `None` if there is no such section."""
     begin: int | None = None if section else 0
     for number, line in enumerate(lines):
         if _HEADER.match(line):
@@ -84,7 +84,7 @@ def _section(lines: list[str], section: str) -> tuple[int | None, int]:
 
 
 def _line_of(lines: list[str], begin: int, end: int, key: str) -> int | None:
-    """The line with the key, else the comment with it."""
+    """Return the number of the line that sets the key, else of the comment that has it."""
     for pattern in (rf"\s*{re.escape(key)}\s*=", rf"\s*#\s*{re.escape(key)}\s*="):
         for number in range(begin, end):
             if re.match(pattern, lines[number]):
@@ -93,7 +93,7 @@ def _line_of(lines: list[str], begin: int, end: int, key: str) -> int | None:
 
 
 def _comment(line: str) -> str:
-    """What stands behind the value of a line, if that is a comment."""
+    """Return the comment after the value of a line, with the space before it; empty if there is none."""
     match = re.match(r"""\s*#?\s*\w+\s*=\s*(?:"(?:\\.|[^"\\])*"|'[^']*'|[^\s#"']+)(\s*#.*)?$""", line)
     return match[1] if match is not None and match[1] else ""
 

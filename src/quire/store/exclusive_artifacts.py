@@ -1,4 +1,4 @@
-"""What only a snapshot or a live database holds: the artifacts that are deleted when it goes.
+"""Computes which artifacts only a snapshot or a live database holds, and which are therefore deleted with it.
 
 Pure functions of a read transaction.
 """
@@ -19,7 +19,7 @@ from quire.manifest.slots import artifacts, unpack_leaf
 
 
 class ExclusiveShare(msgspec.Struct, frozen=True, kw_only=True):
-    """Artifacts with bytes that nobody else holds: what is deleted when their holder lets go."""
+    """Artifacts without any other holder: they are deleted when their holder is dropped."""
 
     chunks: int = 0
     deltas: int = 0
@@ -32,7 +32,7 @@ class ExclusiveShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def snapshots_share(txn: ReadTxn, db_id: int, snapshot_ids: Iterable[int]) -> ExclusiveShare:
-    """What only these snapshots of a database hold, together."""
+    """Return what only these snapshots of a database, taken together, hold."""
     leaves: Tally[ArtifactKey] = Tally()
     segments: Tally[ArtifactKey] = Tally()
     for snapshot_id in snapshot_ids:
@@ -44,7 +44,7 @@ def snapshots_share(txn: ReadTxn, db_id: int, snapshot_ids: Iterable[int]) -> Ex
 
 
 def live_share(txn: ReadTxn, db_id: int) -> ExclusiveShare:
-    """What only a database as it is now holds, its snapshots left aside."""
+    """Return what only the live state of a database holds, without its snapshots."""
     live = (leaf_key(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
     wal = (
         segment_key(row.origin_db_id, key[1])
@@ -55,7 +55,7 @@ def live_share(txn: ReadTxn, db_id: int) -> ExclusiveShare:
 
 
 def own_bytes(txn: ReadTxn, db_id: int) -> int:
-    """The bytes of what a database itself has made, whoever holds it now."""
+    """Return the bytes of all artifacts that a database has created, whatever holds them now."""
     size = sum(row.size_bytes for _, row in txn.scan(t.CHUNK_CATALOG, db_id))
     size += sum(row.size_bytes for _, row in txn.scan(t.CHUNK_DELTA_INDEX, db_id))
     size += sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.origin_db_id == db_id)
@@ -63,7 +63,7 @@ def own_bytes(txn: ReadTxn, db_id: int) -> int:
 
 
 def exclusive(txn: ReadTxn, leaves: Tally[ArtifactKey], segments: Tally[ArtifactKey]) -> list[ArtifactKey]:
-    """What goes if these references do: a leaf that goes lets go of every artifact its chains name (M7)."""
+    """Return the artifacts that are deleted with these references. A leaf at zero releases all artifacts of its chains (M7)."""
     named: Tally[ArtifactKey] = Tally()
     for leaf in _gone(txn, leaves):
         row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
@@ -89,10 +89,10 @@ def _gone(txn: ReadTxn, references: Tally[ArtifactKey]) -> list[ArtifactKey]:
 
 
 def leaf_key(origin_db_id: int, number: int, generation: int) -> ArtifactKey:
-    """What a reference to a leaf refers to."""
+    """Return the key under which references to a leaf are counted."""
     return ArtifactKey(origin_db_id, ArtifactKind.LEAF, number, generation)
 
 
 def segment_key(origin_db_id: int, segment_id: int) -> ArtifactKey:
-    """What a reference to a WAL segment refers to."""
+    """Return the key under which references to a WAL segment are counted."""
     return ArtifactKey(origin_db_id, ArtifactKind.WAL, segment_id, 0)

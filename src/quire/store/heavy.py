@@ -1,12 +1,12 @@
-"""The jobs that a person starts and that read or write many bytes: `store.heavy`.
+"""Jobs that a user starts and that read or write many bytes: `store.heavy`.
 
 Terms
-  runner   who does the reading and writing: "threads", "spark", or "auto" (threads below 256 MiB of work, else Spark)
+  runner   what reads and writes the bytes: "threads", "spark", or "auto" (threads below 256 MiB of work, else Spark)
 
-Each is a job of the manifest, run now, in this thread as far as the driver's side goes: `quire jobs` shows it, it may be
-cancelled, and goes on after a crash. What runs over many databases is one job for each of them and one run for some thousands.
+Each is a job in the manifest whose driver side runs now, in the calling thread: `quire jobs` shows it, it can be cancelled, and
+it continues after a crash. Work over many databases is one job per database, and one run for up to `WAVE` of them.
 
-Threads: any. Raises what the jobs raise, `SparkUnavailable` where Spark was asked for.
+Threads: any. Raises the errors of the jobs, and `SparkUnavailable` if Spark was requested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from quire.archive.log_reader import the_store
+from quire.archive.log_reader import only_store_id
 from quire.core.barrier import changes
 from quire.core.clock import SystemClock
 from quire.durable.files import OsDisk
@@ -30,7 +30,7 @@ from quire.jobs.handler import Handler, Progress
 from quire.jobs.locations import StorePool
 from quire.jobs.restore.job import need_no_file
 from quire.jobs.retention import apply_many
-from quire.jobs.row_groups import Steady, part
+from quire.jobs.row_groups import MonotonicProgress, part
 from quire.jobs.runner import Runner, Runners, ThreadRunner, Tick, Tools, no_tick
 from quire.jobs.stats.job import Usage, stats_job, with_disk
 from quire.manifest import tables as t
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from quire.store.wiring import Wiring
 
 HALF = 1_000
-"""Of what an audit tells of its progress: first the counting, then the listing."""
+"""Progress units for each half of an audit: first recounting, then listing."""
 WAVE = 2_000
-"""Databases that a run over many of them works on at once: their plans are in memory, and their jobs are leased."""
+"""Databases in one run: bounds the plans in memory and the job leases held at once."""
 UNABSORBED = frozenset({WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY})
 AUDIT_THREADS = 8
-"""What takes time is the way to the bucket and back."""
+"""Threads of an archive audit, whose time is spent on round trips to the bucket."""
 
 
 class Heavy:
@@ -71,7 +71,7 @@ class Heavy:
 
     @changes
     def compact(self, name: str, *, runner: str = "") -> Job:
-        """Merge all tables of a key-value database into one level; the job, as it ended."""
+        """Merge all tables of a key-value database into one level and return the finished job."""
         payload = {"major": True, "runner": runner}
         with self._manifest.read() as txn:
             db_id, _ = txn.live(name, DbKind.LSM)
@@ -81,10 +81,10 @@ class Heavy:
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
-        """Checkpoint these page databases, or all that have WAL of their own; their jobs, as they ended.
+        """Checkpoint these page databases, or all that have WAL of their own, and return the finished jobs.
 
-        They are worked on in waves of `WAVE`, each of which is one run. A fork that was never written has nothing to absorb: it
-        is checkpointed when it is named.
+        Databases are processed in waves of `WAVE`, each of which is one run. A fork that was never written to has nothing to
+        absorb: it is checkpointed only if it is named.
         """
 
         def run(db_ids: list[int], watch: Progress) -> list[Job]:
@@ -98,7 +98,7 @@ class Heavy:
     def merge_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
     ) -> list[Job]:
-        """Merge the chains of these page databases, or of all that have chunks, in waves of `WAVE`; their jobs."""
+        """Merge the chains of these page databases, or of all that have chunks, in waves of `WAVE`, and return the jobs."""
 
         def run(db_ids: list[int], watch: Progress) -> list[Job]:
             return self._run_many(JobKind.MERGE, db_ids, runner, watch)
@@ -114,10 +114,10 @@ class Heavy:
         runner: str = "",
         progress: Progress = no_tick,
     ) -> Job:
-        """Read every byte of every tier and compare it with the manifest; the job, as it ended.
+        """Read every byte of every tier, compare it with the manifest, and return the finished job.
 
-        What was verified within `max_age_seconds` is left out; after `max_duration_seconds` it ends where it is. What was not
-        looked at for longest comes first, so that short runs add up.
+        Artifacts verified within `max_age_seconds` are skipped, and the job stops after `max_duration_seconds`. Those not
+        verified for the longest time come first, so that short runs add up.
         """
         payload = {
             "scope": "store",
@@ -136,36 +136,35 @@ class Heavy:
         grace_seconds: float = 3_600.0,
         progress: Progress = no_tick,
     ) -> Job:
-        """Compare listings of objects with the manifest, both ways; with `delete`, orphans go. The job, as it ended."""
+        """Compare listings of objects with the manifest, in both directions; with `delete`, delete orphans. Return the job."""
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
         return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), progress)
 
     @changes
     def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
-        """Make bundles of old chunks of a stream's manifest log, or of all streams'; the job, as it ended.
+        """Bundle old chunks of a stream's manifest log, or of all streams' logs, and return the finished job.
 
-        Chunks of one `period_seconds` (default: `manifest_log.bundle_seconds`, a week) that is over become one object.
+        The chunks of each past period of `period_seconds` (default: `manifest_log.bundle_seconds`, a week) become one object.
         """
         payload = {"runner": runner, "period_seconds": float(period_seconds)}
         return self._run_job(self._manifest.jobs.enqueue(JobKind.BUNDLE, self._id_of(name) if name else 0, payload))
 
     def damaged(self) -> list[dict[str, Any]]:
-        """Every artifact that was found missing or altered, and was not found good since."""
+        """Return every artifact that was found missing or altered and has not been verified successfully since."""
         with self._manifest.read() as txn:
             return list(damaged(txn))
 
     def write_report(self, path: str, more: Iterable[dict[str, Any]] = ()) -> None:
-        """What is damaged, and `more` of the same columns (orphans, say), as a Parquet file."""
+        """Write the damaged artifacts, and `more` rows with the same columns (orphans, for example), to a Parquet file."""
         write_report(path, [*self.damaged(), *more])
 
     @changes
     def audit(self, *, runner: str = "", progress: Progress = no_tick) -> pa.Table:
-        """Everything that rows and objects disagree about, as a table.
+        """Return a table of all differences between rows and objects.
 
-        Reference counts, heads and floors are computed again from rows, and listings of objects are compared with what rows
-        promise, both by the runner; besides, the other rules of the manifest are checked, and what was found damaged is told.
-        What the runner counts is not counted here once more. An object store that cannot be listed is an error: a table without
-        its differences would look as if there were none.
+        The runner recomputes reference counts, heads and floors from rows, and compares listings of objects with the rows. In
+        addition, the other rules of the manifest are checked in this process, and known damage is included. An object store
+        that cannot be listed is an error: a table without its differences would look as if there were none.
         """
         counted = self.recount(runner=runner, progress=part(progress, 0, HALF, 2 * HALF))
         swept = self._run_to_end(JobKind.SWEEP, 0, {"runner": runner}, part(progress, HALF, 2 * HALF, 2 * HALF))
@@ -174,10 +173,10 @@ class Heavy:
         return audit_table(problems, self.damaged(), swept.result or {}, counted)
 
     def audit_archive(self, *, runner: str = "", progress: Progress = no_tick) -> ArchiveAudit:
-        """Whether every moment that the archive has can be restored, by reading all of it from the bucket; and what else is
-        there. `audit.table()` has the differences as Arrow.
+        """Check that every archived moment can be restored, by reading all of the archive from the bucket, and report what else
+        the bucket has. `audit.table()` returns the differences as Arrow.
 
-        It compares the bucket with itself: `quire archive audit URL` does the same where the store's directory is lost.
+        Only the bucket is read: `quire archive audit URL` does the same when the store's directory is lost.
         """
         url = self._store.objects_url
         with self._manifest.read() as txn:
@@ -185,12 +184,12 @@ class Heavy:
         return audit_bucket(url, store_id=store_id, options=options, runner=runner, progress=progress)
 
     def remove_abandoned(self, owner_epoch: int) -> int:
-        """Delete everything that an abandoned owner epoch has in the bucket (`quire archive abandoned`); how many objects."""
+        """Delete all objects of an abandoned owner epoch (`quire archive abandoned`) and return their number."""
         return remove_abandoned(self._wiring.context, owner_epoch)
 
     @changes
     def recount(self, *, runner: str = "", progress: Progress = no_tick) -> list[dict[str, Any]]:
-        """Reference counts, heads and floors that are not what rows add up to: rows of the audit's table."""
+        """Return the reference counts, heads and floors that differ from what rows add up to, as rows of the audit's table."""
         differences: list[dict[str, Any]]
         differences = self._run_to_end(JobKind.AUDIT, 0, {"runner": runner}, progress).result["found"]
         return differences
@@ -206,7 +205,7 @@ class Heavy:
         replace: bool = False,
         progress: Progress = no_tick,
     ) -> dict[str, Any]:
-        """Write a snapshot of a page database to a file, in parallel; what was done."""
+        """Write a snapshot of a page database to a file, in parallel, and return the job's result."""
         db_id, path = self._id_of(name), os.path.abspath(target)
         with self._manifest.read() as txn:
             snapshot_id, _ = txn.require_snapshot(db_id, snapshot)
@@ -218,7 +217,7 @@ class Heavy:
 
     @changes
     def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
-        """What each database and snapshot takes: alone, shared, by tier."""
+        """Return the space used by each database and snapshot: exclusive, shared, and by tier."""
         usage: list[Usage] = []
         handler = partial(stats_job, into=usage.extend)
         self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, handler)
@@ -233,11 +232,11 @@ class Heavy:
         only: Mapping[int, Collection[int]] | None = None,
         progress: Progress = no_tick,
     ) -> list[Job]:
-        """Apply the policies of these databases, or of all that have one, in waves of `WAVE`; their jobs, as they ended.
+        """Apply the policies of these databases, or of all that have one, in waves of `WAVE`, and return the finished jobs.
 
-        With `only` (database id → snapshot ids) no other snapshots are dropped, of no other databases. `force` also drops the
-        last snapshots of a database. Bytes are deleted after their grace, as always. A database whose retention job another
-        worker is running is not among the results.
+        With `only` (database id → snapshot ids), no other snapshots and no other databases are touched. `force` also drops the
+        last snapshots of a database. Bytes are deleted after the grace period, as always. A database whose retention job
+        another worker is running is not in the result.
         """
         if only is not None:
             db_ids: Iterable[int] = list(only)
@@ -253,25 +252,25 @@ class Heavy:
 
     @changes
     def start(self, kind: JobKind, db_id: int, *, runner: str = "") -> int:
-        """Enqueue a job of an exclusive kind, unless one is outstanding; the id of either."""
+        """Enqueue a job of an exclusive kind and return its id, or the id of the one that is already outstanding."""
         return start(self._wiring.context, kind, db_id, runner=runner)
 
     @changes
     def run_now(self, kind: JobKind, name: str, *, runner: str = "") -> Job:
-        """Run a job of an exclusive kind about a database: the outstanding one, if there is one. The job, as it ended."""
+        """Run a job of an exclusive kind on a database, or the outstanding one, and return the finished job."""
         return self._run_job(self.start(kind, self._id_of(name), runner=runner))
 
-    # ── how ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_to_end(
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
-        """Run a new job in this thread; if it fails, its error is raised and it is not tried again."""
+        """Run a new job in this thread. If it fails, its error is raised and it is not retried."""
         job_id = self._manifest.jobs.enqueue(kind, db_id, payload)
         self._wiring.worker.run(job_id, handler=handler, watch=progress, reraise=True)
         return self._manifest.jobs.get(job_id)
 
     def _run_job(self, job_id: int, progress: Progress | None = None) -> Job:
-        """Run a job in this thread; the job, as it ended."""
+        """Run a job in this thread and return the finished job."""
         self._wiring.worker.run(job_id, watch=progress)
         return self._manifest.jobs.get(job_id)
 
@@ -288,20 +287,20 @@ class Heavy:
     def _in_waves(
         self, db_ids: Iterable[int], run: Callable[[list[int], Progress], list[Job]], progress: Progress
     ) -> list[Job]:
-        """Run something for many databases, some thousands at a time: what a run plans and holds in memory is bounded."""
+        """Call `run` for many databases, `WAVE` at a time, which bounds what one run plans and holds in memory."""
         with self._manifest.read() as txn:
             total = txn.count(t.DB)
         jobs: list[Job] = []
-        rest, done, steady = iter(db_ids), 0, Steady(progress)
+        rest, done, monotonic = iter(db_ids), 0, MonotonicProgress(progress)
         while wave := list(islice(rest, WAVE)):
             is_all = not done and len(wave) < WAVE
-            jobs += run(wave, steady if is_all else part(steady, done, done + len(wave), total))
+            jobs += run(wave, monotonic if is_all else part(monotonic, done, done + len(wave), total))
             done += len(wave)
-        steady.over()  # also of no wave, and of waves over fewer databases than there are
+        monotonic.over()  # also after no wave, and if fewer databases than `total` were processed
         return jobs
 
     def _owners(self, table: t.Table[Any]) -> Iterator[int]:
-        """The databases that have rows in a table; no transaction is held between two steps."""
+        """Yield the databases that have rows in a table, without holding a transaction between two steps."""
         start = 0
         while True:
             with self._manifest.read() as txn:
@@ -312,7 +311,7 @@ class Heavy:
             start = step[-1] + 1
 
     def _unabsorbed(self) -> Iterator[int]:
-        """The page databases with WAL of their own that no checkpoint has absorbed."""
+        """Yield the page databases with WAL of their own that no checkpoint has absorbed."""
         for db_id in self._owners(t.WAL_CATALOG):
             with self._manifest.read() as txn:
                 record = txn.database(db_id) if db_id not in txn.refused_databases() else None
@@ -333,11 +332,11 @@ def audit_bucket(
     now_ms: int | None = None,
     progress: Tick = no_tick,
 ) -> ArchiveAudit:
-    """Whether every moment that the archive in a bucket has can be restored; reads nothing but the bucket.
+    """Check that every moment of the archive in a bucket can be restored. Reads nothing but the bucket.
 
-    `runner` is "threads", "spark" or "auto", as of `store.heavy`; `store_id` names one of several stores.
+    `runner` is "threads", "spark" or "auto", as in `store.heavy`; `store_id` selects one of several stores in the bucket.
     """
-    from quire.jobs.archive_audit.audit import audit_archive  # loads Arrow, which a small stream does without
+    from quire.jobs.archive_audit.audit import audit_archive  # here: it loads Arrow, which a small stream does not need
 
     url = url if "://" in url else os.path.abspath(url)
     stores = StorePool(lambda place: open_store(place, options=options if place == url else None))
@@ -355,6 +354,6 @@ def audit_bucket(
     try:
         bucket = stores(url)
         now = SystemClock().now_ms() if now_ms is None else now_ms
-        return audit_archive(bucket, store_id or the_store(bucket), choose, now_ms=now, progress=progress)
+        return audit_archive(bucket, store_id or only_store_id(bucket), choose, now_ms=now, progress=progress)
     finally:
         stores.close()

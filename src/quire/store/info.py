@@ -1,6 +1,6 @@
-"""Descriptions of a store and its databases: frozen values, read from one snapshot of the manifest.
+"""Describes a store and its databases as frozen values, read from one snapshot of the manifest.
 
-Pure functions of a read transaction, and `StoreReader`, which opens one. Raises what opening a store for reading raises.
+Pure functions of a read transaction, and `StoreReader`, which opens one. Raises the errors of opening a store for reading.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.core.reader_info import ReaderInfo
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import is_held
-from quire.durable.space import given_below
+from quire.durable.space import walk_allocated
 from quire.manifest import tables as t
 from quire.manifest.env import CHANGE_LOG_NAME
 from quire.manifest.reads import ReadTxn
@@ -37,7 +37,7 @@ from quire.store import layout
 from quire.store.exclusive_artifacts import own_bytes
 from quire.store.listing import matching
 from quire.store.manifest_reader import ManifestReader
-from quire.store.object_location import state_beside
+from quire.store.object_location import recorded_owner_state
 
 if TYPE_CHECKING:
     from quire.archive.status import ArchiveStatus
@@ -50,25 +50,25 @@ EVERYTHING = DatabaseFilter()
 
 
 class StoreReader(ManifestReader):
-    """A store opened for listing: says what a `Store` opened with mode "r" says. A context manager."""
+    """A store opened for listing, with the same results as a `Store` opened with mode "r". A context manager."""
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
-        """The live databases, by name; see `Store.databases`."""
+        """Return the live databases, by name; see `Store.databases`."""
         with self.read() as txn:
             return live_databases(txn, DatabaseFilter(**wanted))
 
     def dropped(self) -> list[DroppedDatabase]:
-        """The dropped databases that can be brought back."""
+        """Return the dropped databases that can be brought back."""
         with self.read() as txn:
             return dropped_databases(txn, self._settings.maintenance.undrop_seconds)
 
     def info(self) -> StoreInfo:
-        """A summary of the store."""
+        """Return a summary of the store."""
         url = layout.objects_url(self.path, self._settings)
         with self.read() as txn:
-            owner = state_beside(txn, OsDisk(), self.path, self._settings.object_store)
+            owner = recorded_owner_state(txn, OsDisk(), self.path, self._settings.object_store)
             figures = self._env.info()
-            archive = archive_beside(txn, self.path, self._settings, owner, self._env.last_txn_id())
+            archive = recorded_archive_status(txn, self.path, self._settings, owner, self._env.last_txn_id())
             return store_info(
                 txn,
                 path=self.path,
@@ -82,7 +82,7 @@ class StoreReader(ManifestReader):
 
 
 def database_info(txn: ReadTxn, db: int | str) -> DatabaseInfo:
-    """What the snapshot says about one database."""
+    """Describe one database."""
     return _describe(txn, *txn.require_database(db))
 
 
@@ -107,7 +107,7 @@ def _describe(txn: ReadTxn, db_id: int, record: DbRecord) -> DatabaseInfo:
 def _parent_name(txn: ReadTxn, db_id: int) -> str:
     try:
         parent = txn.database(db_id) if db_id else None
-    except ManifestDamaged:  # it is reported for the parent
+    except ManifestDamaged:  # reported when the parent itself is described
         return txn.indexed_name(db_id)
     return parent.name if parent is not None and not parent.is_dropped else ""
 
@@ -118,8 +118,7 @@ def _namespace(txn: ReadTxn, record: DbRecord) -> str:
 
 
 def live_databases(txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING) -> list[DatabaseInfo]:
-    """The live databases that are asked for, by name unless that says otherwise, without those whose rows are damaged, which
-    are reported."""
+    """Return the live databases that match the filter, in its order. Databases with damaged rows are left out and reported."""
     live = []
     for db_id, record in matching(txn, wanted):
         try:
@@ -130,7 +129,7 @@ def live_databases(txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING) -> list[Da
 
 
 def dropped_databases(txn: ReadTxn, undrop_seconds: float) -> list[DroppedDatabase]:
-    """The dropped databases that can be brought back, the last one first."""
+    """Return the dropped databases that can be brought back, the last dropped first."""
     rows = [(db_id, record) for db_id, record in txn.dropped()]
     return [
         DroppedDatabase(
@@ -158,7 +157,7 @@ def store_info(
     now_ms: int,
     newest: Mapping[int, int] | None = None,
 ) -> StoreInfo:
-    """What the snapshot, with the manifest's own figures, says about the store; `newest` as of `mirror_status`."""
+    """Summarise the store. `figures` are LMDB's own; `newest` is that of `mirror_status`."""
     kinds: Tally[str] = Tally()
     dropped = 0
     for _, record in txn.databases():
@@ -190,7 +189,7 @@ def store_info(
         manifest_bytes=figures["file_bytes"],
         map_bytes=figures["map_size"],
         readers=figures["num_readers"],
-        disk_bytes=sum(given for _, given in given_below(path)),
+        disk_bytes=sum(size for _, size in walk_allocated(path)),
         followed_files=txn.count(t.FOLLOWED_FILES),
         page_readers=_page_readers(txn, path),
         archive=archive,
@@ -207,16 +206,18 @@ def _mirrors(txn: ReadTxn, now_ms: int, newest: Mapping[int, int] | None) -> tup
     return tuple(mirror_statuses(txn, now_ms, newest))
 
 
-def archive_beside(
+def recorded_archive_status(
     txn: ReadTxn, path: str, settings: StoreSettings, owner: OwnerState, transaction: int
 ) -> ArchiveStatus | None:
-    """How the archive is doing by the directory alone: for a process that does not own the store."""
+    """Return the archive's status from the directory alone, for a process that does not own the store."""
     if settings.archive.mode == "off":
         return None
 
-    from quire.archive.state_files import status_beside  # loads codecs, which a store without an archive does not need
+    from quire.archive.state_files import (
+        status_from_directory,  # loads codecs, which a store without an archive does not need
+    )
 
-    return status_beside(
+    return status_from_directory(
         OsDisk(),
         path,
         settings.archive,
@@ -229,7 +230,7 @@ def archive_beside(
 
 
 def _page_readers(txn: ReadTxn, path: str) -> tuple[ReaderInfo, ...]:
-    """Each with the name of its database among its tags."""
+    """Return the readers with lease files, each with its database's name as a tag."""
     if not os.path.isdir(os.path.join(path, names.READERS)):
         return ()
 
@@ -246,27 +247,27 @@ def _number(txn: ReadTxn, name: str, default: int) -> int:
     return row.number if row else default
 
 
-# ── words of people ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── names as users write them ─────────────────────────────────────────────────────────────────────────────────────────
 def kind_named(name: str) -> DbKind:
-    """The kind of databases that a word stands for."""
+    """Return the kind of database with this name."""
     return _named(DbKind, name, "kind of database", "pages (SQLite), stream, lsm (key-value)")
 
 
 def status_named(name: DbStatus | str) -> DbStatus:
-    """The status that a word stands for, if a person may set it."""
+    """Return the status with this name. Raises `InvalidInput` for one that a user must not set."""
     status = name if isinstance(name, DbStatus) else _named(DbStatus, name, "status", "active, read_only")
     if status is DbStatus.TOMBSTONED:
-        raise InvalidInput("a database is not dropped by its status", hint="use `drop`")
+        raise InvalidInput("setting the status cannot drop a database", hint="use `drop`")
     return status
 
 
 def compression_named(name: str) -> Compression:
-    """The compression that a word stands for."""
+    """Return the compression with this name."""
     return _named(Compression, name, "compression", "none, zstd")
 
 
 def _named(kind: type[E], name: str, what: str, names: str) -> E:
-    known = {member.name.lower(): member for member in kind}
-    if name not in known:
+    members = {member.name.lower(): member for member in kind}
+    if name not in members:
         raise InvalidInput(f"unknown {what}", hint=f"one of: {names}", name=name)
-    return known[name]
+    return members[name]

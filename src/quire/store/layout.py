@@ -1,25 +1,25 @@
-"""Recognises a store's directory and makes a new one, so that a crash at any step leaves nothing that cannot go on.
+"""Recognises a store's directory and creates a new one such that creation can continue after a crash at any step.
 
 Terms
-  debris   what a creation that was cut off may leave beside a store's own files: the lock, files ending in `.tmp`
-  begun    a directory with a quire.toml and no manifest: somebody wrote the configuration, or a creation was cut off
+  debris   what an interrupted creation may leave next to a store's own files: the lock, files ending in `.tmp`
+  begun    a directory with a quire.toml and no manifest: the user wrote the configuration, or a creation was interrupted
 
-A directory is a store when it has both quire.toml and manifest.lmdb. The manifest gets its name only when it is whole, so a
-manifest.lmdb that does not open is damage, never a creation that was cut off. What was there is never taken over by guessing:
-a directory with other people's files, a manifest without its quire.toml, and data without a manifest are refused. Only the
-owner (who has the lock) makes or sweeps anything.
+A directory is a store when it has both quire.toml and manifest.lmdb. The manifest gets its final name only when it is complete,
+so a manifest.lmdb that does not open is damaged, never an interrupted creation. Existing files are never adopted by guessing:
+a directory with foreign files, a manifest without its quire.toml, and data without a manifest are refused. Only the owner
+(which holds the lock) creates or sweeps anything.
 
-What is on disk if the creation stops after each step, and what the next `open` does:
-  make_dirs                nothing, or an empty directory      begins again
-  take the lock            + store.lock                        the kernel has let go; begins again
+What is on disk if creation stops after each step, and what the next `open` does:
+  make_dirs                nothing, or an empty directory      starts over
+  take the lock            + store.lock                        the kernel has released it; starts over
   write quire.toml.tmp     + garbage under that name           overwritten, or swept
-  rename to quire.toml     begun                               keeps the configuration, goes on
-  make manifest.lmdb.tmp   + garbage under that name           removed unread, made again
-  rename to manifest.lmdb  begun, or the store                 goes on, or opens it
+  rename to quire.toml     begun                               keeps the configuration, continues
+  make manifest.lmdb.tmp   + garbage under that name           removed unread, created again
+  rename to manifest.lmdb  begun, or the store                 continues, or opens it
   sync the directory       the store                           opens it
 
-Threads: one, the opener's. Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and what the disk and
-the manifest raise.
+Threads: one, the opener's. Raises `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`, and the errors of the
+disk and the manifest.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from quire.durable.object_names import OWNER_FILE
 from quire.objects.urls import check_url
 
 UNFINISHED = names.MANIFEST + names.TEMPORARY
-"""The manifest before it gets its name."""
+"""Name of the manifest until it is complete."""
 
 DEBRIS = frozenset(
     {names.LOCK, names.CONFIG + names.TEMPORARY, OWNER_FILE + names.TEMPORARY, UNFINISHED, UNFINISHED + "-lock"}
 )
 FOREIGN_BUT_FINE = frozenset({"lost+found"})
-"""An empty file system has it; its root may become a store."""
+"""Present in the root of an empty file system, which may become a store."""
 
 DATA = frozenset({names.PAGES, names.STREAMS, names.LSM, names.OBJECTS, names.READERS})
 
 
 class DirectoryState(Enum):
-    """What a directory is."""
+    """The state of a directory that is to be a store."""
 
     NOTHING = "no directory"
     EMPTY = "a directory with nothing in it"
@@ -60,11 +60,11 @@ class DirectoryState(Enum):
 
 
 def directory_state(disk: Disk, root: str) -> DirectoryState:
-    """What is at `root`; raises for what must not become a store."""
+    """Return the state of the directory `root`. Raises if it is damaged or must not become a store."""
     try:
         root.encode()
-    except UnicodeEncodeError:  # LMDB takes no other
-        hint = "give the path of another directory"
+    except UnicodeEncodeError:  # LMDB accepts no other path
+        hint = "use another directory"
         raise InvalidInput("a store's path must be valid UTF-8", hint=hint, path=root) from None
     try:
         present = set(disk.names(root))
@@ -72,11 +72,13 @@ def directory_state(disk: Disk, root: str) -> DirectoryState:
         return DirectoryState.NOTHING
     except StorageFault as fault:
         if fault.where.get("errno") == "ENOTDIR":
-            raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from fault
+            raise InvalidInput(
+                "the path of a store must be a directory", hint="pass the path of a directory", path=root
+            ) from fault
         raise
     if names.REPLAYED in present and not present & {names.ORIGIN, names.STANDBY}:
         hint = "remove the directory and restore again"
-        raise InvalidInput("a restore into this directory did not come to its end", hint=hint, path=root)
+        raise InvalidInput("a restore into this directory did not complete", hint=hint, path=root)
     if names.CONFIG in present:
         if names.MANIFEST in present:
             return DirectoryState.STORE
@@ -87,7 +89,7 @@ def directory_state(disk: Disk, root: str) -> DirectoryState:
         return DirectoryState.BEGUN
     if names.MANIFEST in present:
         raise InvalidConfig(
-            "the store has lost its quire.toml",
+            "the store's quire.toml is missing",
             hint=f"restore it; if it had only defaults, `touch {shlex.quote(os.path.join(root, names.CONFIG))}`",
             path=root,
         )
@@ -97,33 +99,35 @@ def directory_state(disk: Disk, root: str) -> DirectoryState:
 
 
 def not_found(root: str) -> StoreNotFound:
-    """The error for a path without a store."""
-    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {shlex.quote(root)}` makes one"
+    """Return the error for a path without a store."""
+    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {shlex.quote(root)}` creates one"
     return StoreNotFound("no store found", hint=hint, path=root)
 
 
 def not_empty(root: str) -> InvalidInput:
-    """The error for making a store where other files are."""
+    """Return the error for creating a store in a directory that has other files."""
     hint = "use a new or an empty directory"
     return InvalidInput("the directory is not empty and is not a store", hint=hint, path=root)
 
 
 def make_directory(disk: Disk, root: str) -> None:
-    """The first step of a creation."""
+    """Create the directory of a new store: the first step of a creation."""
     try:
         disk.make_dirs(root)
     except (FileExistsError, FileNotFoundError) as error:
-        raise InvalidInput("a store is a directory", hint="give the path of a directory", path=root) from error
+        raise InvalidInput(
+            "the path of a store must be a directory", hint="pass the path of a directory", path=root
+        ) from error
 
 
 def objects_url(root: str, settings: StoreSettings) -> str:
-    """Where the objects are; a relative path in quire.toml is relative to the store."""
+    """Return the URL or path of the objects; a relative path in quire.toml is relative to the store."""
     url = settings.object_store or names.OBJECTS
     return url if "://" in url else os.path.join(root, url)
 
 
 def write_config(disk: Disk, root: str, object_store: str) -> None:
-    """A commented quire.toml that says where the objects are."""
+    """Write a commented quire.toml with the location of the objects."""
     check_url(object_store)
     quoted = object_store.replace("\\", "\\\\").replace('"', '\\"')
     text = EXAMPLE.format(object_store=quoted).encode()
@@ -133,16 +137,18 @@ def write_config(disk: Disk, root: str, object_store: str) -> None:
 
 
 def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSettings:
-    """The settings to use: `given` if there are any, else quire.toml's; where objects live is always quire.toml's."""
+    """Return the settings to use: `given` if any, else those of quire.toml. The location of objects is always quire.toml's."""
     path = os.path.join(root, names.CONFIG)
     try:
         written = load(read_all(disk, path))
     except FileNotFoundError:
         raise not_found(root) from None
     except UnicodeDecodeError as error:
-        raise InvalidConfig("quire.toml is not UTF-8", hint="write it again", path=path, offset=error.start) from error
+        raise InvalidConfig(
+            "quire.toml is not valid UTF-8", hint="save it as UTF-8", path=path, offset=error.start
+        ) from error
     except InvalidConfig as error:
-        hint = "correct it; `quire init DIR` with a new DIR writes one with the settings explained, to compare"
+        hint = "correct it; `quire init DIR` with a new DIR writes a commented example"
         raise InvalidConfig(error.what, hint=hint, path=path) from error
     try:
         check_url(written.object_store)
@@ -152,8 +158,8 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
         return written
     if given.object_store not in ("", written.object_store):
         raise ConfigMismatch(
-            "the store keeps its objects elsewhere",
-            hint=f"name no other; to move the objects, copy them and edit {path}",
+            "the store keeps its objects in another location",
+            hint=f"omit the location; to move the objects, copy them and edit {path}",
             asked=given.object_store,
             configured=written.object_store,
         )
@@ -167,7 +173,7 @@ def read_config(disk: Disk, root: str, given: StoreSettings | None) -> StoreSett
 
 
 def existing_config(disk: Disk, root: str) -> StoreSettings:
-    """The settings of the store at `root`; raises `StoreNotFound` if there is none."""
+    """Return the settings of the store at `root`. Raises `StoreNotFound` if there is none."""
     need_store(disk, root)
     return read_config(disk, root, None)
 
@@ -179,7 +185,7 @@ def need_store(disk: Disk, root: str) -> None:
 
 
 def sweep_debris(disk: Disk, root: str) -> None:
-    """Remove what creations that were cut off have left. Only the owner may."""
+    """Remove what interrupted creations have left. REQUIRES the store's lock."""
     for name in sorted(DEBRIS - {names.LOCK}):
         path = os.path.join(root, name)
         if disk.exists(path):
@@ -187,7 +193,7 @@ def sweep_debris(disk: Disk, root: str) -> None:
 
 
 def sweep_scratch(disk: Disk, root: str) -> None:
-    """Remove what jobs of an earlier owner were staging; none of it is referred to by anything."""
+    """Remove what jobs of an earlier owner were staging. Nothing refers to it."""
     scratch = os.path.join(root, names.SCRATCH)
     try:
         staged = disk.names(scratch)

@@ -1,8 +1,8 @@
-"""Lists of databases that do not read everything: a page of them, by name, by their newest change, or by size.
+"""Lists databases one page at a time, by name, by newest change, or by size, without reading all of them where possible.
 
-By name, the index of names is walked from where the page begins: a page costs what it shows, and what a filter passes over.
-By newest change, the change feed is walked back from its end; databases without a change in it come last, by name. Only the
-order by size looks at every database, once, and keeps no more than the page.
+By name: the index of names is scanned from the start of the page, so a page costs the rows it shows and those a filter skips.
+By newest change: the change feed is scanned backwards from its end; databases without a change in it come last, by name.
+By size: every database is read once, and only the page is kept in memory.
 
 Pure functions of a read transaction. Raises `InvalidInput`.
 """
@@ -28,7 +28,7 @@ SORTS = ("name", "written", "size")
 
 
 def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    """(id, record) of the live databases that are asked for, in their order, at most `limit` of them."""
+    """Return (id, record) of the live databases that match the filter, in its order, at most `limit` of them."""
     if wanted.sort not in SORTS:
         raise InvalidInput("unknown sort order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
     if wanted.after and wanted.sort != "name":
@@ -42,7 +42,7 @@ def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
 
 
 def page_of(txn: ReadTxn, wanted: DatabaseFilter) -> tuple[list[Match], str]:
-    """The databases that are asked for, and the name of the last one if there are more than `limit`."""
+    """Return the matching databases, and the name of the last one if there are more than `limit`, else an empty string."""
     limit = wanted.limit
     found = list(matching(txn, replace(wanted, limit=limit + 1 if limit else 0)))
     is_cut = bool(limit) and len(found) > limit
@@ -50,7 +50,7 @@ def page_of(txn: ReadTxn, wanted: DatabaseFilter) -> tuple[list[Match], str]:
 
 
 def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:
-    """Whether a list has every database of the store, so that nothing is gained by reading page by page."""
+    """Return whether the filter selects every database of the store, so that paging saves nothing."""
     is_chosen = wanted.prefix or wanted.kind or wanted.tag or wanted.after or wanted.sort != "name"
     return not is_chosen and (not wanted.limit or txn.count(t.DB) <= wanted.limit)
 
@@ -79,7 +79,7 @@ def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
 
 
 def size_bytes(txn: ReadTxn, db_id: int, record: DbRecord) -> int:
-    """Of a page database, its newest published version; of another, what its segments and tables take."""
+    """Return the size of a page database's newest published version, or of another database's segments and tables."""
     state = txn.wal_state(db_id)
     if record.page_size:
         return state.size_pages * record.page_size if state is not None else 0

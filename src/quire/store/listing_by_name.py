@@ -1,4 +1,4 @@
-"""Lists of databases by their names: what completion reads too, which loads no operations.
+"""Lists databases by name. A separate module because completion uses it and must not load the manifest's operations.
 
 Pure functions of a read transaction.
 """
@@ -17,7 +17,7 @@ Match = tuple[int, DbRecord]
 
 
 def by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    """(id, record) of the live databases that are asked for, by name, whatever their limit."""
+    """Yield (id, record) of the live databases that match the filter, sorted by name, ignoring its limit."""
     prefix, after = wanted.prefix.encode(), wanted.after.encode()
     start = max(prefix, after)
     for key, raw in txn.raw_scan(t.DB_NAMES, start=(start.decode(),) if start else None):
@@ -34,7 +34,7 @@ def by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
 
 
 def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match | None:
-    """(id, record) of a database if it is asked for; a damaged row is reported."""
+    """Return (id, record) of a database if it matches the filter. A damaged row is reported and does not match."""
     try:
         record = txn.database(db_id)
     except ManifestDamaged as error:

@@ -1,6 +1,6 @@
-"""The rows of a store's manifest, read without opening the store: no lock, no engine, no writer, no checker.
+"""Reads a store's manifest without opening the store: no lock, no engine, no writer, no checker.
 
-Threads: one. Raises what opening a store for reading raises.
+Threads: one. Raises the errors of opening a store for reading.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.store import layout
 
 
 class ManifestReader:
-    """A manifest opened for reading, whoever owns the store. A context manager."""
+    """A manifest opened for reading, whether or not another process owns the store. A context manager."""
 
     def __init__(self, path: str) -> None:
         disk, self.path = OsDisk(), os.path.abspath(path)
@@ -37,5 +37,5 @@ class ManifestReader:
         self._env.close()
 
     def read(self) -> ReadTxn:
-        """A snapshot of the manifest."""
+        """Begin a read transaction: a snapshot of the manifest."""
         return ReadTxn(self._env)

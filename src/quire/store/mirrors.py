@@ -1,12 +1,12 @@
-"""Mirrors: lakehouse tables that are kept in step with a table of many SQLite databases (L3): `store.mirrors`.
+"""Manages mirrors, lakehouse tables that are kept in step with a table of many SQLite databases (L3): `store.mirrors`.
 
 Terms
-  target    the table: `delta:URL`, `iceberg:CATALOG.NAMESPACE.TABLE` or `parquet:URL`
+  target    the lakehouse table: `delta:URL`, `iceberg:CATALOG.NAMESPACE.TABLE` or `parquet:URL`
   run       one job that brings the target up to date, with one commit (`quire.jobs.mirror.job`)
 
-Dropping a mirror leaves its target as it is.
+Dropping a mirror leaves its target unchanged.
 
-Threads: any. Raises `InvalidInput`, `InvalidName`, `NameTaken`, `NotFound`, and what runs raise.
+Threads: any. Raises `InvalidInput`, `InvalidName`, `NameTaken`, `NotFound`, and the errors of a run.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 FILE_BYTES_MIN = 64 << 10
 OPTIONS = ("file_bytes", "misfits")
-"""Options of a mirror that are not its target's."""
+"""Options of the mirror itself; all others belong to its target."""
 
 
 def mirror_status(
     txn: ReadTxn, mirror_id: int, record: MirrorRecord, now_ms: int, newest: Mapping[int, int] | None = None
 ) -> MirrorStatus:
-    """A mirror as the manifest has it; `newest` are the versions of databases that are open. Who does not own the store does
-    not know them, and goes by what is published."""
+    """Return the status of a mirror. `newest` maps open databases to their newest versions; only the owner has it, other
+    processes use the published versions."""
     held = held_databases(txn, mirror_id)
     differ = differences(txn, record, held, newest)
     is_behind = bool(differ.changed or differ.gone)
@@ -81,13 +81,13 @@ def mirror_status(
 
 
 def _frames_behind(database: LiveDatabase, held: Mapping[int, MirrorDatabaseRecord]) -> int:
-    """What was written to a database since the version that the target holds of it."""
+    """Return the number of frames written to a database since the version that the target holds."""
     row = held.get(database.db_id)
     return max((database.lsn or 0) - (row.lsn if row is not None else 0), 0)
 
 
 def mirror_statuses(txn: ReadTxn, now_ms: int, newest: Mapping[int, int] | None = None) -> list[MirrorStatus]:
-    """All mirrors, by name."""
+    """Return the status of every mirror, sorted by name."""
     statuses = [mirror_status(txn, mirror_id, record, now_ms, newest) for (mirror_id,), record in txn.scan(t.MIRROR)]
     return sorted(statuses, key=lambda status: status.name)
 
@@ -112,21 +112,24 @@ class Mirrors:
         every_seconds: float = 0,
         options: Mapping[str, str] | None = None,
     ) -> MirrorStatus:
-        """A new mirror of a table of all page databases whose names match; nothing is written before its first run.
+        """Create a mirror of one table in all page databases whose names match. Nothing is written before its first run.
 
-        With `every_seconds` the owner runs it so often. Options: `misfits` (`error`, or `null`: what a value that is not of its
-        column's type becomes), `file_bytes` (databases are packed into files of about so many bytes), and those of the target.
+        With `every_seconds`, the owner runs it at that interval. Options: `misfits` (what happens to a value that does not have
+        its column's type: `error` or `null`), `file_bytes` (approximate size of the files that databases are packed into), and
+        those of the target.
         """
         from quire.jobs.mirror.job import check_target  # loads Arrow and SQLite
 
         check_name("mirror", name)
         patterns = [databases] if isinstance(databases, str) else list(databases)
         if not patterns or not all(patterns) or not table:
-            raise InvalidInput("a mirror has databases and a table", hint="`tenant-*` and `orders`, say", name=name)
+            raise InvalidInput(
+                "a mirror needs databases and a table", hint="for example `tenant-*` and `orders`", name=name
+            )
         given = dict(options or {})
         _check_options(given)
         if every_seconds < 0 or 0 < every_seconds < 1:
-            raise InvalidInput("a mirror runs every second at most", every_seconds=every_seconds)
+            raise InvalidInput("a mirror can run at most once per second", every_seconds=every_seconds)
         mirror_id = secrets.randbits(63)
         record = MirrorRecord(
             name,
@@ -143,7 +146,7 @@ class Mirrors:
 
     @changes
     def run(self, name: str, *, runner: str = "", full: bool = False, progress: Progress = no_tick) -> MirrorRun:
-        """Bring a mirror's target up to date now; what was done. With `full` everything is written again."""
+        """Bring a mirror's target up to date now and return what was done. With `full`, write everything again."""
         with self._manifest.read() as txn:
             find_mirror(txn, name)
         payload = {"mirror": name, "runner": runner, "full": full}
@@ -152,18 +155,18 @@ class Mirrors:
         return msgspec.convert(self._manifest.jobs.get(job_id).result, MirrorRun)
 
     def status(self, name: str) -> MirrorStatus:
-        """A mirror, and how far its target is behind."""
+        """Return a mirror's status, including how far its target lags behind."""
         with self._manifest.read() as txn:
             return mirror_status(txn, *find_mirror(txn, name), self._manifest.clock.now_ms(), self._newest())
 
     def list(self) -> list[MirrorStatus]:
-        """All mirrors, by name."""
+        """Return the status of every mirror, sorted by name."""
         with self._manifest.read() as txn:
             return mirror_statuses(txn, self._manifest.clock.now_ms(), self._newest())
 
     @changes
     def drop(self, name: str) -> MirrorStatus:
-        """Forget a mirror, as it was. Its target stays."""
+        """Drop a mirror and return its last status. Its target is left in place."""
         with self._manifest.read() as txn:
             mirror_id, record = find_mirror(txn, name)
             status = mirror_status(txn, mirror_id, record, self._manifest.clock.now_ms(), self._newest())
@@ -178,7 +181,7 @@ class Mirrors:
 
 
 def absolute_target(target: str) -> str:
-    """A target, with the path in it absolute.
+    """Return a target with its path, if it has one, made absolute.
 
     >>> (
     ...     absolute_target("delta:s3://lake/orders"),
@@ -195,6 +198,6 @@ def absolute_target(target: str) -> str:
 def _check_options(given: Mapping[str, str]) -> None:
     size = given.get("file_bytes", str(FILE_BYTES_MIN))
     if not size.isdecimal() or int(size) < FILE_BYTES_MIN:
-        raise InvalidInput("file_bytes is a number of bytes", hint=f"{FILE_BYTES_MIN} or more", file_bytes=size)
+        raise InvalidInput("file_bytes must be a number of bytes", hint=f"{FILE_BYTES_MIN} or more", file_bytes=size)
     if given.get("misfits", "error") not in ("error", "null"):
-        raise InvalidInput("misfits is one of: error, null", misfits=given["misfits"])
+        raise InvalidInput("misfits must be error or null", misfits=given["misfits"])

@@ -1,10 +1,10 @@
-"""Namespaces: places beside a store's own object store, each with a name, where all objects of some databases go.
+"""Manages namespaces: named places, in addition to a store's own object store, that hold all objects of some databases.
 
 Terms
-  namespace   a place that a person registered: a URL, reached as the section `namespaces.NAME` of quire.toml says
-  user        a database whose objects go there; a dropped one counts until its last object is deleted
+  namespace   a place that was registered: a URL, accessed with the options in section `namespaces.NAME` of quire.toml
+  user        a database whose objects are there; a dropped one counts until its last object is deleted
 
-A name and a URL belong to one namespace, and the URL cannot be changed: objects are infos through it. A namespace without
+A name and a URL belong to one namespace, and the URL cannot be changed: objects are found through it. A namespace without
 users stays until it is dropped; one with users cannot be dropped.
 
 Threads: any. Raises `InvalidInput`, `InvalidName`, `InvalidConfig`, `NameTaken`, `UnknownNamespace`, `StillReferenced`.
@@ -36,22 +36,22 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     namespace_id: int
     name: str
-    """Empty for one that was registered before namespaces had names."""
+    """Empty for a namespace that was registered before namespaces had names."""
     url: str
     """Empty in a store that was restored from a backup: its objects are in the store's own object store."""
     created_at_ms: int
     databases: list[str]
-    """The live databases whose objects are there."""
+    """The live databases whose objects are in the namespace."""
     dropped_databases: int
-    """Dropped databases of which objects are left there."""
+    """Dropped databases that still have objects in it."""
     objects: int
-    """Objects that the manifest knows there; of key-value databases it knows none."""
+    """Objects in it that have a row in the manifest; those of key-value databases have none."""
     dropped_at_ms: int
-    """When it was dropped; its rows go after the grace."""
+    """When the namespace was dropped; its rows are removed after the grace period."""
 
 
 def namespaces(txn: ReadTxn) -> list[NamespaceInfo]:
-    """All of them, by name."""
+    """Return all namespaces, sorted by name."""
     rows = {key[0]: row for key, row in txn.scan(t.REMOTE_NAMESPACE)}
     places = {number: row.place_id if row.owner_epoch else number for number, row in rows.items()}
     users: dict[int, list[str]] = {}
@@ -93,7 +93,7 @@ def _joined(url: str, prefix: str) -> str:
 
 
 def find_namespace(txn: ReadTxn, name: str) -> NamespaceInfo:
-    """A namespace by name, or by id; one that was dropped is none."""
+    """Return a namespace by name, or by id if it has no name. A dropped one is not found."""
     for info in namespaces(txn):
         if not info.dropped_at_ms and (info.name == name or (not info.name and str(info.namespace_id) == name)):
             return info
@@ -109,7 +109,7 @@ class Namespaces:
 
     @changes
     def create(self, name: str, url: str) -> NamespaceInfo:
-        """Register a place; nothing is contacted, and nothing is written there."""
+        """Register a place. Nothing is contacted, and nothing is written there."""
         check_name("namespace", name)
         check_url(url)
         if "://" not in url and not os.path.isabs(url):
@@ -117,44 +117,45 @@ class Namespaces:
         store = self._store
         place = object_location.place_of(store.path, url)
         if place == object_location.place_of(store.path, store.settings.object_store):
-            raise InvalidInput("this is the store's own place", hint="its databases need no namespace", url=url)
+            raise InvalidInput("this is the store's own location", hint="its databases need no namespace", url=url)
         if object_location.is_inside(store.path, place):
             raise InvalidInput(
-                "a namespace cannot be inside the store's directory", hint="choose a directory next to it", url=url
+                "a namespace cannot be inside the store's directory", hint="choose a directory outside it", url=url
             )
         if "://" not in place:
             place = os.path.normpath(os.path.join(store.path, place))
         with store.manifest.read() as txn:
-            object_access.open_place(txn, store.path, store.settings, place).close()  # refuses what cannot work
+            # Raises on options that cannot work
+            object_access.open_place(txn, store.path, store.settings, place).close()
         store.manifest.put_namespace(place, name=name)
         return self.get(name)
 
     def list(self) -> list[NamespaceInfo]:
-        """All of them, by name, each with the databases that use it."""
+        """Return all namespaces, sorted by name, each with the databases that use it."""
         with self._store.manifest.read() as txn:
             return namespaces(txn)
 
     def get(self, name: str) -> NamespaceInfo:
-        """A namespace by name."""
+        """Return a namespace by name."""
         with self._store.manifest.read() as txn:
             return find_namespace(txn, name)
 
     @changes
     def drop(self, name: str) -> NamespaceInfo:
-        """Give up a namespace that no database uses; its name is free at once."""
+        """Drop a namespace that no database uses. Its name can be reused at once."""
         info = self.get(name)
         drop_namespace(self._store.manifest, info.namespace_id)
         return info
 
     def objects(self, name: str) -> ObjectStore:
-        """The object store of a namespace."""
+        """Return the object store of a namespace."""
         return self._store.context.open_store(self.get(name).url or self._store.objects_url)
 
     def url_of(self, database: str) -> str:
-        """Where all objects of a stream or key-value database are: its namespace, or the store's own object store."""
+        """Return the URL of a stream's or key-value database's objects: its namespace, or the store's own object store."""
         with self._store.manifest.read() as txn:
             return txn.place_of(txn.database_id(database), self._store.objects_url)[1]
 
     def objects_of(self, database: str) -> ObjectStore:
-        """The object store at that place."""
+        """Return the object store at `url_of(database)`."""
         return self._store.context.open_store(self.url_of(database))

@@ -1,6 +1,6 @@
-"""How a store's objects are reached, and what is looked for before a move of them is believed (`store/object_location.py`).
+"""Opens a store's object stores, and verifies a move of its objects before accepting it (`store/object_location.py`).
 
-Threads: any. Raises `ObjectNotFound`, and what manifest and object store raise.
+Threads: any. Raises `ObjectNotFound`, and the errors of the manifest and the object store.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
 
 SAMPLE = 64
-"""Objects that are looked for in a moved place: a copy that was cut short or went elsewhere shows in the first few."""
+"""Approximate number of objects of each kind to look for in the new place. An incomplete or misplaced copy shows early."""
 
 
 def options_of(txn: ReadTxn, settings: StoreSettings, url: str) -> StoreOptions:
-    """How the object store at `url` is reached (`objects.options.options_at`)."""
+    """Return the options for the object store at `url` (`objects.options.options_at`)."""
     return options_at(url, settings, [(row.url, row.name) for _, row in txn.scan(t.REMOTE_NAMESPACE)])
 
 
 def options_by_url(txn: ReadTxn, root: str, settings: StoreSettings) -> dict[str, StoreOptions]:
-    """The same for every place that the manifest knows, for processes that have neither manifest nor quire.toml."""
+    """Return the options for every URL that the store uses, for processes that have neither its manifest nor quire.toml."""
     urls = {objects_url(root, settings), *(row.url for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.url)}
     return {url: options_of(txn, settings, url) for url in sorted(urls)}
 
 
 def open_place(txn: ReadTxn, root: str, settings: StoreSettings, url: str = "") -> DeletableStore:
-    """The object store at `url`, or the store's own, for a process that does not own the store."""
+    """Open the object store at `url` (default: the store's own), for a process that does not own the store."""
     url = url or objects_url(root, settings)
     return open_store(url, options=options_of(txn, settings, url))
 
 
 def record_location(manifest: ManifestStore, place: str) -> None:
-    """Write the place down, durably."""
+    """Record the place of the objects, durably."""
     manifest.submit([SetObjectPlace(place)]).result()
 
 
 def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
-    """Believe that the objects were moved to where quire.toml says, if a sample of them is there; how many were looked for."""
+    """Accept that the objects were moved to the place in quire.toml if a sample of them is there. Return the sample's size."""
     place, missing = place_of(root, settings.object_store), list[str]()
     with ctx.manifest.read() as txn:
         places = [ctx.place(txn, key) for key in _sample(txn)]
-    # A segment's object may be compressed: its row has the size of what was compressed.
+    # A segment's object may be compressed, and its row has the uncompressed size: only its existence is checked.
     expected = [
         (place.object_key, place.size_bytes if place.key.kind is not ArtifactKind.WAL else None)
         for place in places
@@ -76,8 +76,8 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
             missing.append(object_key)
     if missing:
         raise ObjectNotFound(
-            f"{len(missing)} of {len(expected)} objects that were looked for are not in the new place, or have another size",
-            hint="copy all objects there, under the same names (a clone's parents' too); nothing was changed",
+            f"{len(missing)} of {len(expected)} expected objects are missing from the new location, or have another size",
+            hint="copy all objects under the same names, including those of a clone's parents; nothing was changed",
             place=place,
             first=missing[0],
         )
@@ -86,7 +86,7 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
 
 
 def _sample(txn: ReadTxn) -> list[ArtifactKey]:
-    """Some artifacts of each kind, from all over their tables."""
+    """Return artifacts of each kind, evenly spread over their tables."""
     keys: list[ArtifactKey] = []
     kinds: dict[t.Table[Any], ArtifactKind] = {
         t.CHUNK_CATALOG: ArtifactKind.BASE,

@@ -1,12 +1,12 @@
-"""Where a store's objects are: remembered with the first one, so that an edited quire.toml is told and not met as lost objects.
+"""Records where a store's objects are, so that an edited quire.toml is reported as such and not as missing objects.
 
 Terms
-  place     `object_store` of quire.toml in one spelling, without credentials. A relative path stays relative: a store and its
-            objects may be moved together
-  inside    a place below the store's own directory: it goes wherever the directory goes
+  place     `object_store` of quire.toml in canonical form, without credentials. A relative path stays relative, so that a store
+            and its objects can be moved together
+  inside    a place below the store's own directory: it moves with the directory
 
-Until the first object is put the place may be edited freely. After that, a store whose quire.toml names another place is
-refused, for reading too: what its rows name would not be there.
+Until the first object is put, the place may be edited freely. After that, a store whose quire.toml names another place is
+refused, for reading too: the objects that its rows name would not be found there.
 
 Pure functions. Raises `ConfigMismatch`.
 """
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from quire.durable.files import Disk
 
 NOT_NEEDED = "not needed"
-"""The state of a store whose objects nobody else can reach."""
+"""The ownership state of a store whose objects no other store can reach."""
 
 
 def place_of(root: str, object_store: str) -> str:
-    """A place in one spelling.
+    """Return a place in canonical form.
 
     >>> (
     ...     place_of("/data/store", ""),
@@ -59,7 +59,7 @@ def place_of(root: str, object_store: str) -> str:
 
 
 def is_inside(root: str, place: str) -> bool:
-    """Whether objects are below the store's directory, whatever links lead there."""
+    """Return whether a place is below the store's directory, with symbolic links resolved."""
     if "://" in place:
         return False
     home, target = os.path.realpath(root), os.path.realpath(os.path.join(root, place))
@@ -67,35 +67,35 @@ def is_inside(root: str, place: str) -> bool:
 
 
 def needs_owner(root: str, place: str) -> bool:
-    """Whether two copies of the store could meet in this place."""
+    """Return whether two copies of the store could write to the same place."""
     return not place.startswith("memory://") and not is_inside(root, place)
 
 
 def recorded_location(txn: ReadTxn) -> str:
-    """The place that the manifest knows; empty before the first object."""
+    """Return the place recorded in the manifest; empty before the first object is put."""
     row = txn.get(t.META, t.OBJECT_PLACE)
     return row.text if row is not None else ""
 
 
 def check(txn: ReadTxn, root: str, settings: StoreSettings) -> None:
-    """Refuse a quire.toml that names another place."""
-    known, configured = recorded_location(txn), place_of(root, settings.object_store)
-    if known and known != configured:
+    """Raise `ConfigMismatch` if quire.toml names another place than the recorded one."""
+    recorded, configured = recorded_location(txn), place_of(root, settings.object_store)
+    if recorded and recorded != configured:
         hint = (
-            f'put `object_store = "{known}"` back into quire.toml; or copy all objects to the new place and run '
+            f'restore `object_store = "{recorded}"` in quire.toml; or copy all objects to the new location and run '
             "`quire objects moved`"
         )
         raise ConfigMismatch(
-            "the store's objects are not where quire.toml says",
+            "the store's objects are not at the location in quire.toml",
             hint=hint,
             path=os.path.join(root, names.CONFIG),
-            objects=known,
+            objects=recorded,
             configured=configured,
         )
 
 
-def state_beside(txn: ReadTxn, disk: Disk, path: str, object_store: str) -> OwnerState:
-    """Where a store stands by its directory alone: for a process that does not own it."""
+def recorded_owner_state(txn: ReadTxn, disk: Disk, path: str, object_store: str) -> OwnerState:
+    """Return the ownership state from the directory alone, for a process that does not own the store."""
     if not needs_owner(path, place_of(path, object_store)):
         return OwnerState(NOT_NEEDED, txn.owner_epoch())
     return recorded_state(disk, path, txn.owner_epoch())

@@ -1,8 +1,8 @@
-"""`quire.open`: a directory becomes an opened `Store`.
+"""`quire.open`: opens the store in a directory.
 
 Rules
-  1. Opening either gives a whole store or raises and leaves what was there (how a new one is made: layout.py).
-  2. The lock is taken before anything is written, and given back if opening fails.
+  1. Opening either returns a complete store, or raises and leaves the directory as it was (creating a store: layout.py).
+  2. The lock is taken before anything is written, and released if opening fails.
 
     >>> import tempfile
     >>> with open(tempfile.mkdtemp()) as store:
@@ -29,8 +29,8 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_access, object_location
-from quire.store.archiving import open_archived, open_beside, refuse_standby, take_over
-from quire.store.shared_stores import note_opened
+from quire.store.archiving import open_archived, open_for_reader, refuse_standby, take_over
+from quire.store.shared_stores import register_opened
 from quire.store.store import Mode, Store
 
 
@@ -47,27 +47,27 @@ def open(  # noqa: A001 - `quire.open` reads as it should
     moved: bool = False,
     disk: Disk | None = None,
 ) -> Store:
-    """Open the store at `path`; with mode "rw" become its owner and, unless `create=False`, make it if need be.
+    """Open the store at `path`. With mode "rw", become its owner and, unless `create=False`, create it if it does not exist.
 
-    `settings` replace those of quire.toml for this opening; only where objects live stays quire.toml's (for a new store
-    it is written there). `repair=True` mends what `quire manifest check` finds and can recompute. `takeover=True` makes this
-    directory the owner of its bucket: another copy of the store that writes there is fenced; `discard=True` does so even if the
-    archive has newer changes than this directory, and gives them up. `moved=True` accepts that the
-    objects were copied to where quire.toml says now. `clock` and `disk` are seams for tests; LMDB and remote objects do not
-    pass through `disk`.
+    `settings` replace those of quire.toml for this opening, except for the location of objects, which always comes from
+    quire.toml (for a new store it is written there). `repair=True` repairs what `quire manifest check` finds and can recompute.
+    `takeover=True` makes this directory the owner of its bucket and fences any other copy of the store that writes there;
+    `discard=True` does so even if the archive has newer changes than this directory, which are given up. `moved=True` accepts
+    that the objects were copied to the place that quire.toml now names. `clock` and `disk` are seams for tests; LMDB and remote
+    objects do not go through `disk`.
     """
     root = os.path.abspath(os.fspath(path))
     clock, disk = clock or SystemClock(), disk or OsDisk()
     if mode == "r":
         if repair or takeover or moved:
             raise ReadOnly("a reader cannot repair, take over or move", hint='open with mode="rw"', path=root)
-        return note_opened(_open_reader(root, settings, clock, disk), mode)
+        return register_opened(_open_reader(root, settings, clock, disk), mode)
     if mode != "rw":
-        raise InvalidInput("a store is opened with mode 'rw' or 'r'", mode=mode)
+        raise InvalidInput("mode must be 'rw' or 'r'", mode=mode)
     store = _open_owner(
         root, create, settings, clock, disk, repair=repair, takeover=takeover, discard=discard, moved=moved
     )
-    return note_opened(store, mode)
+    return register_opened(store, mode)
 
 
 def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
@@ -81,7 +81,7 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
     except BaseException:
         manifest.close()
         raise
-    return open_beside(root, settings, manifest, disk)
+    return open_for_reader(root, settings, manifest, disk)
 
 
 def _open_owner(
@@ -108,7 +108,7 @@ def _open_owner(
     try:
         state = layout.directory_state(
             disk, root
-        )  # again: before we had the lock another process may have been making the store
+        )  # again: another process may have created the store before we got the lock
         if state is layout.DirectoryState.EMPTY:
             layout.write_config(disk, root, given.object_store if given else "")
         settings = layout.read_config(disk, root, given)
@@ -129,11 +129,11 @@ def _open_owner(
         lock.close()
         raise
     try:
-        _see_to_objects(store, takeover=takeover, discard=discard, moved=moved)
-        _sweep(disk, root)  # before threads of the archive and of upkeep write owner.json and stage
+        _check_object_access(store, takeover=takeover, discard=discard, moved=moved)
+        _sweep(disk, root)  # before the archive's and upkeep's threads write owner.json and stage files
         if store.archive is not None:
-            store.rights.remember_place()  # now: the last puts of an archive come when the manifest's writer has ended
-            store.archive.start()  # in the owner epoch that a takeover has begun
+            store.rights.remember_place()  # now: the archive still puts objects after the manifest's writer has ended
+            store.archive.start()  # after a takeover: it writes in the new owner epoch
         store.backup_recorder.attach(manifest.writer)
         manifest.jobs.recover()
         manifest.feed.prune()
@@ -145,8 +145,9 @@ def _open_owner(
     return store
 
 
-def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
-    """Whether the objects are where quire.toml says, and whether this directory may write them: no bucket is asked for that."""
+def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:
+    """Check that the objects are where quire.toml says and that this directory may write them, without a request to a bucket
+    unless `takeover` or `moved` is set."""
     if moved:
         store.moved_objects = object_access.accept_moved(store.context, store.path, store.settings)
     else:
@@ -159,7 +160,7 @@ def _see_to_objects(store: Store, *, takeover: bool, discard: bool, moved: bool)
 
 
 def _sweep(disk: Disk, root: str) -> None:
-    """Remove what an earlier life left. What stays costs space and is swept at the next start; the store itself is sound."""
+    """Remove leftovers of an earlier process. What cannot be removed costs only space, and is swept at the next opening."""
     try:
         layout.sweep_debris(disk, root)
         layout.sweep_scratch(disk, root)
@@ -168,7 +169,7 @@ def _sweep(disk: Disk, root: str) -> None:
 
 
 def _make_manifest(disk: Disk, root: str, settings: StoreSettings, clock: Clock) -> None:
-    """The manifest of a new store; it gets its name when it is whole (layout.py)."""
+    """Create the manifest of a new store. It gets its final name only when it is complete (layout.py)."""
     layout.sweep_debris(disk, root)
     unfinished = os.path.join(root, layout.UNFINISHED)
     ManifestStore.open(unfinished, settings=settings.manifest, clock=clock).close()

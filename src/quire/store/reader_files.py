@@ -1,12 +1,12 @@
-"""The files of a store as a reader sees them that another process writes: an owner, or a standby that follows one.
+"""The disk of a reader, whose files another process writes: an owner, or a standby.
 
-A standby, and an owner that was restored, have some files in the bucket (`archive/remote_files.py`) and change the list of them
-at any time. A reader looks before each use of a name whether the list was replaced: a name may have become another file.
+A standby and a restored owner have some files only in the bucket (`archive/remote_files.py`), and may change the list of them
+at any time. A reader checks before each use of a name whether the list was replaced: the name may refer to another file now.
 
-A standby that begins again exchanges files and rows one after the other, and standby.json says so meanwhile: who needs both to
-be of one state reads them again if they were exchanged in between (`exchange`).
+A standby that rebuilds swaps files and rows one after the other, and standby.json records that it is doing so. A caller that
+needs files and rows of the same state reads both again if they were swapped in between (`directories_id`).
 
-Threads: any. Raises `Unavailable`, and what disk and object store raise."""
+Threads: any. Raises `Unavailable`, and the errors of the disk and the object store."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from quire.durable.files import Disk, File
 from quire.objects.api import ObjectStore
 
 EXCHANGE_SECONDS = 30.0
-"""How long a standby may take to exchange its files: renames, and one transaction with all its rows."""
+"""How long to wait for a standby that is swapping its files: renames, and one transaction with all its rows."""
 PAUSE_SECONDS = 0.01
 
 
 class ReaderFiles(RemoteFiles):
-    """A `Disk` to read from, with the files of remote_files.json as it is now."""
+    """A read-only `Disk` that follows changes of remote_files.json."""
 
     def __init__(self, inner: Disk, root: str, objects: Callable[[], ObjectStore]) -> None:
         self._list = os.path.join(os.path.abspath(root), REMOTE_FILES)
@@ -38,7 +38,7 @@ class ReaderFiles(RemoteFiles):
         super().__init__(inner, root, objects)
 
     def _stamp(self) -> tuple[int, int, int]:
-        """Changes whenever the list is replaced, which is by a rename."""
+        """Return a value that changes whenever the list is replaced, which is always done by a rename."""
         try:
             status = os.stat(self._list)
         except FileNotFoundError:
@@ -51,17 +51,17 @@ class ReaderFiles(RemoteFiles):
             with self._lock:
                 listed = read_remote_files(self._inner, self._root)
                 self._remote = {os.path.join(self._root, path): file for path, file in listed.items()}
-                self._seen = stamp  # of before it was read: one that came meanwhile is read again
+                self._seen = stamp  # taken before the list was read: a list that replaced it since is read next time
 
-    def exchange(self) -> int:
-        """Which directories are there; waits while a standby exchanges them (`ExchangedDisk`)."""
+    def directories_id(self) -> int:
+        """Return a number that identifies the current directories, after waiting for a swap in progress (`ReplaceableDisk`)."""
         ends = time.monotonic() + EXCHANGE_SECONDS
         while (state := read_standby_state(self._inner, self._root)) is not None:
             if state.phase is not StandbyPhase.SWAPPING:
                 break
             if time.monotonic() > ends:
-                hint = "run `quire standby` again: it completes what was begun"
-                raise Unavailable("the standby is exchanging its files", hint=hint, path=self._root)
+                hint = "run `quire standby` again to complete it"
+                raise Unavailable("the standby is replacing its files", hint=hint, path=self._root)
             time.sleep(PAUSE_SECONDS)
         try:
             return os.stat(os.path.join(self._root, names.STREAMS)).st_ino
@@ -72,7 +72,7 @@ class ReaderFiles(RemoteFiles):
         self._look()
         relative = os.path.relpath(path, self._root)
         if is_kept_kind(relative):
-            with suppress(FileNotFoundError):  # a segment that the standby has lost since it was looked up
+            with suppress(FileNotFoundError):  # exists only if the standby has lost the segment while readers need it
                 return self._inner.open(kept_path(self._root, relative), write=False)
         return super().open(path, create=create, exclusive=exclusive, write=write)
 

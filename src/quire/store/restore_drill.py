@@ -1,16 +1,16 @@
-"""A drill: restore the archive into scratch, claim nothing, compare everything with the live store (A13).
+"""Runs a drill: restores the archive into scratch, without claiming anything, and compares it with the live store (A13).
 
-The live store goes on meanwhile. Before the restore, the drill pins a version of every database; after it, the restored version
-is at or above the pinned one. How the two are compared:
+The live store stays in use. Before the restore, the drill pins a version of every database, so the restored version is at or
+above the pinned one. How the two are compared:
   pages     page by page, at exactly the restored version: the pin keeps it readable in the live store
   streams   record by record, up to the restored end: records never change
-  sets      key by key. A set has no versions to go back to; a key that was overwritten between two looks at the live store is
-            counted and left out, every other one must be equal
-  catalog   every database and snapshot that existed before and after the drill was restored
+  sets      key by key. A set has no earlier versions; a key that was overwritten between two scans of the live store is counted
+            and skipped, every other key must be equal
+  catalog   every database and snapshot that existed both before and after the drill must have been restored
 
 Chunks, warm segments and tables are read from the bucket: a drill downloads the store once.
 
-Threads: the caller's, in the owner. Raises what restoring raises; a difference is a problem in the record, not an error.
+Threads: the caller's, in the owner. Raises the errors of a restore; a difference is a problem in the record, not an error.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 PROBLEMS_MAX = 20
-"""Differences that are listed; the first ones tell enough."""
+"""Most differences to list."""
 WAIT_SECONDS = 600.0
-"""How long a drill waits for the bucket to have what was pinned."""
+"""How long a drill waits until what was pinned is in the bucket."""
 
 
 def drill(store: Store) -> DrillRecord:
-    """Run a drill in the owner of a store, and remember what it found."""
+    """Run a drill in the owner of a store, and record the result in drill.json."""
     assert store.archive is not None
     clock, began = store.manifest.clock, time.monotonic()
     at_ms = clock.now_ms()
@@ -78,7 +78,7 @@ def drill(store: Store) -> DrillRecord:
 
 
 class _Pins:
-    """What the live store had when the drill began, held so that it can be read until the drill ends."""
+    """Versions of the live store at the start of the drill, held readable until it ends."""
 
     def __init__(self, store: Store, held: ExitStack) -> None:
         self.databases = {info.db_id: info for info in store.databases()}
@@ -96,7 +96,7 @@ class _Pins:
 
 
 class _Comparison:
-    """The live store and the copy."""
+    """Compares the live store with the restored copy."""
 
     def __init__(self, store: Store, pins: _Pins) -> None:
         self._store = store
@@ -105,12 +105,12 @@ class _Comparison:
         self.problems: list[str] = []
 
     def run(self, copy: Store) -> None:
-        """Compare everything that existed throughout."""
+        """Compare every database and snapshot that existed throughout the drill."""
         live = {info.db_id: info for info in self._store.databases()}
         restored = {info.db_id: info for info in copy.databases()}
         for db_id, info in self._pins.databases.items():
             if db_id not in live:
-                continue  # dropped meanwhile
+                continue  # dropped during the drill
             if db_id not in restored:
                 self.problems.append(f"{info.name}: the restored store lacks this database")
                 continue
@@ -165,7 +165,7 @@ class _Comparison:
             self._same(info.name, _record_blocks(live, first, end), _record_blocks(restored, first, end))
 
     def _set(self, before: KvRanges, restored: KvRanges, now: KvRanges, info: DatabaseInfo) -> None:
-        """Merge three scans by key. What is equal before and now was not changed meanwhile, and must have been restored."""
+        """Merge three scans by key. A value that is equal before and now did not change, and must have been restored."""
         scans = [_Cursor(ranges) for ranges in (before, restored, now)]
         while (key := min((scan.key for scan in scans if scan.key is not None), default=None)) is not None:
             was, there, is_now = (scan.take(key) for scan in scans)
@@ -187,7 +187,7 @@ class _Comparison:
 
 
 class _Cursor:
-    """A scan, a pair ahead."""
+    """A scan with one pair of look-ahead."""
 
     def __init__(self, ranges: KvRanges) -> None:
         self._pairs = ranges.scan()
@@ -200,7 +200,7 @@ class _Cursor:
         self.key, self._value = pair if pair is not None else (None, b"")
 
     def take(self, key: bytes) -> bytes | None:
-        """The value of this key, `None` if the scan has none; keys are taken in order."""
+        """Return the value of this key, `None` if the scan does not have it. Keys must be taken in order."""
         if self.key != key:
             return None
         value = self._value
@@ -215,7 +215,7 @@ def _page_blocks(version: Any) -> Iterator[bytes]:
 
 
 def _end(stream: Stream) -> int:
-    """Where its records end. The ids of a copy go on in a range of its own, in which there is none yet (A10)."""
+    """Return the end of a stream's records. A copy's next id is in a new range that has no records yet: skip the gap (A10)."""
     end = stream.end_record
     for gap in reversed(stream.gaps):
         if gap.first == end:

@@ -1,16 +1,16 @@
-"""A store comes back from its bucket (A10): the files, then the manifest, then the rows that speak of the former machine.
+"""Restores a store from its bucket (A10): files, then the manifest, then corrections of rows that describe the old machine.
 
-Restoring claims nothing: what it makes reads as of the moment it was restored to, and writes after `quire takeover`. Chunks,
+Restoring claims nothing: the restored directory can be read as of its moment, and written after `quire takeover`. Chunks,
 tables and compressed segments stay in the bucket and are read on demand.
 
-What is on disk at each step, and what comes next if it stops there:
-  directory made     .files/                                opening and restoring refuse it: it is not whole (layout.py)
+What is on disk after each step, and what happens if the restore stops there:
+  directory made     .files/                                opening and restoring refuse it: it is incomplete (layout.py)
   base, log applied  files, and rows of some of the log     the same
   corrected          everything but restored.json           the same
-  named              restored.json, then no .files/         opens; fenced with its first upload
-  disowned           owner.json                             reads; is written to after a takeover
+  named              restored.json, then no .files/         opens; fenced at its first upload
+  disowned           owner.json                             can be read; can be written after a takeover
 
-Threads: one. Raises `InvalidInput`, `ObjectNotFound`, `Corruption`, and what disk and object store raise.
+Threads: one. Raises `InvalidInput`, `ObjectNotFound`, `Corruption`, and the errors of the disk and the object store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.archive.log_reader import (
     header_of,
     is_continuous,
     log_events,
-    the_store,
+    only_store_id,
 )
 from quire.archive.replay import Replay
 from quire.archive.sealing import seal
@@ -61,26 +61,26 @@ if TYPE_CHECKING:
     from quire.store.store import Store
 
 Progress = Callable[[str, int, int], None]
-"""(step, done, total)"""
+"""Called with (step, done, total)."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What a restore found and made."""
+    """The result of a restore."""
 
     path: str
     store_id: str
     position: Position
     at_ms: int
     newest: Position
-    """The newest log object of that owner: what came after `position` was not restored."""
+    """The newest log object of that owner; those after `position` were not restored."""
     objects: int
     bytes: int
-    """Read from the bucket."""
+    """Bytes read from the bucket."""
     files: int
     remote_files: int
     seconds: float
     is_backup: bool = False
-    """Whether it is a backup: everything is in the directory, which can be written at once."""
+    """Whether a backup was restored: the directory then has everything and can be written at once."""
 
 
 def restore(
@@ -95,35 +95,35 @@ def restore(
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Restored:
-    """Make a store of what is in the bucket at `url`: the newest state, or the newest one not after `at_ms`.
+    """Restore the store in the bucket at `url` into `directory`: its newest state, or the newest one not after `at_ms`.
 
-    `takeover=True` ends the log of the owner that wrote it, includes what it wrote meanwhile, and makes this directory the
-    owner.
+    `takeover=True` also seals the log of the owner that wrote it, applies what that owner wrote until then, and makes this
+    directory the owner.
     """
     started = time.monotonic()
     disk, clock, progress = disk or OsDisk(), clock or SystemClock(), progress or no_progress
     if takeover and at_ms is not None:
-        hint = "run `quire takeover --discard`"
-        raise InvalidInput("a restore into the past does not take over by itself", hint=hint)
-    url = url if "://" in url else os.path.abspath(url)  # quire.toml's paths are relative to the store
+        hint = "restore without --takeover, then run `quire takeover --discard`"
+        raise InvalidInput("a restore of an earlier state cannot take over directly", hint=hint)
+    url = url if "://" in url else os.path.abspath(url)  # a relative path in quire.toml is relative to the store
     root = os.path.abspath(os.fspath(directory))
     if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
     bucket = open_backup(url, options=options)
     try:
-        point = find(bucket, store_id or the_store(bucket), at_ms)
-        # What comes behind a break, or from an owner whose base never counted, nobody can restore.
+        point = find(bucket, store_id or only_store_id(bucket), at_ms)
+        # Log objects after a break, or of an owner that never completed a base, cannot be restored by any restore.
         gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
         index = read_index(bucket, point.store_id, point.position)
         if index is not None and takeover:
-            raise InvalidInput("a restored backup is a store of its own", hint="restore it without --takeover", url=url)
+            raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
             digest, count, size = replay_point(bucket, point, replay, progress)
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
             home = url
-            if index is not None:  # a backup: all that it has is brought here, and the place it was read from may go
+            if index is not None:  # a backup: everything is copied here, and the backup itself is no longer needed
                 home = ""
                 copy_into(url, bucket, point.store_id, index, replay, root, options=options, progress=progress)
             correct_rows(replay, root, home, is_backup=index is not None)
@@ -160,13 +160,13 @@ def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
 
 
 def no_progress(step: str, done: int, total: int) -> None:
-    """Nobody looks."""
+    """Report no progress."""
 
 
 def replay_point(
     bucket: ObjectStore, point: RestorePoint, replay: Replay, progress: Progress
 ) -> tuple[bytes, int, int]:
-    """(digest of the last object, objects, bytes)"""
+    """Apply the base and the log up to a restore point. Return (digest of the last object, objects, bytes)."""
     first = Position(point.position.epoch, point.base.first_log)
     parts, logs = len(point.base.parts), point.position.number - first.number + 1
     size = sum(part_size for _, part_size, _ in point.base.parts)
@@ -184,8 +184,8 @@ def replay_point(
 def _seal(
     bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, clock: Clock
 ) -> tuple[RestorePoint, bytes]:
-    """End the log of the owner that wrote it, and apply what it wrote until then. Behind a broken chain that means nothing: the
-    restored state is the last one that makes sense."""
+    """Seal the log of the owner that wrote it, and apply what it wrote until then. After a broken chain nothing is applied: the
+    restored state is the last consistent one."""
     newest = newest_owner(bucket, point.store_id)
     successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
     epoch, now_ms = point.position.epoch, clock.now_ms()
@@ -201,20 +201,22 @@ def _seal(
         if chain[0]:
             replay.apply(events)
 
-    # From the last object that was applied: whatever the owner acknowledged while this restore was reading comes too.
+    # From the last object that was applied: what the owner acknowledged while this restore was reading is included.
     last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
 def _begin_range(root: str, disk: Disk, clock: Clock, origin: Origin) -> None:
-    """Recovery makes changes of its own: not with the sequences of those that the owner made after the restored moment."""
+    """Begin a new range of sequences: recovery makes changes, which must not reuse the sequences of the changes that the owner
+    made after the restored moment."""
     path, settings = os.path.join(root, names.MANIFEST), quiet_settings(disk, root).manifest
     with ManifestStore.open(path, settings=settings, clock=clock, create=False) as manifest:
         begin_restored(manifest, Parent(origin.position.number, origin.at_ms))
 
 
 def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
-    """Open the page databases that were being written: readers see what is published, and the tail of the WAL is not yet."""
+    """Run recovery of the page databases that were being written, which publishes the tail of their WAL for readers. Disown
+    the directory, unless it is a restored backup."""
     if origin is not None:
         _begin_range(root, disk, clock, origin)
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
@@ -233,7 +235,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
 
 
 def open_written(store: Store) -> None:
-    """Open the page databases that have a tail that is not published."""
+    """Open the page databases that have an unpublished tail, which publishes it."""
     with store.manifest.read() as txn:
         written = [
             db_id for (db_id,), row in txn.scan(t.DB) if row.kind is DbKind.PAGES and has_open_segment(txn, db_id)
@@ -243,7 +245,7 @@ def open_written(store: Store) -> None:
 
 
 def quiet_settings(disk: Disk, root: str) -> StoreSettings:
-    """The store's settings, with nothing that works in the background."""
+    """Return the store's settings with background work (maintenance, archiving) turned off."""
     settings = layout.read_config(disk, root, None)
     return msgspec.structs.replace(
         settings,
@@ -253,17 +255,17 @@ def quiet_settings(disk: Disk, root: str) -> StoreSettings:
 
 
 def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None = None) -> None:
-    """The store's own quire.toml, with the bucket it came from and how that was reached. Credentials are not written."""
+    """Update the store's quire.toml with the bucket it came from and the options to access it. Credentials are not written."""
     if not disk.exists(os.path.join(root, names.CONFIG)):
         layout.write_config(disk, root, url)
     settings = layout.read_config(disk, root, None)
     changes: dict[tuple[str, str], Value] = {}
     if settings.object_store != url:
         changes["", "object_store"] = url
-    if not url and settings.archive.mode != "off":  # objects are in the directory now: an archive needs them elsewhere
+    if not url and settings.archive.mode != "off":  # objects are now inside the directory, where an archive is refused
         changes["archive", "mode"] = "off"
     if options is not None:
-        # Before the endpoint, which may be plain HTTP. Without an endpoint it says nothing: the environment may have one.
+        # Before the endpoint, which may be plain HTTP. Without an endpoint it means nothing: the environment may set one.
         if options.endpoint and options.allow_http != settings.objects.allow_http:
             changes["objects", "allow_http"] = options.allow_http
         for name, value in (("endpoint", options.endpoint or ""), ("region", options.region or "")):
@@ -272,9 +274,10 @@ def write_config(disk: Disk, root: str, url: str, options: StoreOptions | None =
     change_config(disk, root, changes)
 
 
-# ── rows that speak of the former machine ─────────────────────────────────────────────────────────────────────────────
+# ── rows that describe the old machine ────────────────────────────────────────────────────────────────────────────────
 def correct_rows(replay: Replay, root: str, url: str, *, is_backup: bool = False) -> None:
-    """Hot copies of chunks did not come; objects are where they were read from; the feed begins with its first change."""
+    """Correct rows after a replay: cached copies of chunks are gone, objects are where they were read from, and the feed starts
+    at the first change that was restored."""
     rows = replay.rows()
     with rows.read() as txn:
         corrections = [block for table in (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX) for block in _evicted(txn, table)]
@@ -292,7 +295,7 @@ def correct_rows(replay: Replay, root: str, url: str, *, is_backup: bool = False
 
 
 def _without_places(txn: ReadTxn) -> Iterator[TableRows]:
-    """A backup has the objects of all namespaces in one place, which is the restored store's own."""
+    """Clear the URLs of namespaces: a backup has the objects of all namespaces in one place, the restored store's own."""
     table = t.REMOTE_NAMESPACE
     changed = [(table.key.pack(*key), msgspec.structs.replace(row, url="")) for key, row in txn.scan(table) if row.url]
     if changed:

@@ -1,14 +1,14 @@
-"""One database, stream or key-value set of an archived moment comes into a store that is in use (A10).
+"""Restores one database, stream or key-value set of an archived moment into a store that is in use (A10).
 
-The archived moment is restored into scratch, which claims nothing, and what is wanted is copied from there: pages as an import
-does, pairs as one load, records as appends. The copy has a name of its own until it is whole and was read back.
+The archived moment is restored into scratch, which claims nothing, and the database is copied from there: pages by an import,
+pairs by one load, records by appends. The copy has a temporary name until it is complete and was read back.
 
-What is there at each step, and what comes next if it stops there:
+State after each step, and what happens if the restore stops there:
   restored    a directory in scratch/                        removed when the store is opened
   copied      `NEW.restoring`, tagged as such                dropped by the next attempt
   renamed     NEW
 
-Threads: the caller's, in the owner. Raises `NameTaken`, `UnknownDatabase`, `Corruption`, and what restoring raises.
+Threads: the caller's, in the owner. Raises `NameTaken`, `UnknownDatabase`, `Corruption`, and the errors of a restore.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 Progress = Callable[[str, int, int], None]
-"""(step, done, total); total 0 where it is not known."""
+"""Called with (step, done, total); total is 0 if it is not known."""
 
 TAG = "quire.restoring"
-"""Of a database that is being copied: its final name."""
+"""Tag of a database that is being copied; its value is the final name."""
 SUFFIX = ".restoring"
 RECORDS_PER_APPEND = 4096
 
 
 class RestoredDatabase(msgspec.Struct, frozen=True, kw_only=True):
-    """What was restored."""
+    """The result of `restore_database`."""
 
     name: str
     db_id: int
@@ -63,7 +63,7 @@ class RestoredDatabase(msgspec.Struct, frozen=True, kw_only=True):
     items: int
     """Pages, records or pairs."""
     sha256: str
-    """Of its content, equal in the archive and in the store."""
+    """Digest of the content, equal in the archive and in the store."""
     seconds: float
 
 
@@ -83,7 +83,7 @@ def restore_database(
     with store.manifest.read() as txn:
         options, own_id = options_of(txn, store.settings, url), txn.store_id()
         if new in {info.name for info in store.databases()}:
-            raise NameTaken("a database has this name", hint="choose another with --as", name=new)
+            raise NameTaken("a database with this name already exists", hint="choose another name with --as", name=new)
     if url == store.objects_url:
         store_id = store_id or own_id
         if store.archive is not None and at_ms is None:
@@ -117,12 +117,12 @@ def restore_database(
 
 
 def _copy(store: Store, copy: Store, source: DatabaseInfo, new: str, progress: Progress) -> tuple[int, int, str]:
-    """(id, items, digest) of the new database."""
+    """Copy one database under a temporary name, then rename it. Return its (id, items, digest)."""
     staging = new + SUFFIX
     with suppress(UnknownDatabase):
         if TAG not in store.database(staging).tags:
-            raise Conflict("a database has the name that is needed while this one is copied", name=staging)
-        store.drop(staging, snapshots=True)  # an earlier attempt was cut off
+            raise Conflict("the temporary name for the copy is taken by another database", name=staging)
+        store.drop(staging, snapshots=True)  # left by an earlier attempt
     created = store.create(staging, source.kind, tags={**source.tags, TAG: new})
     try:
         copied = _COPIERS[source.kind](store, copy, source, created, progress)
@@ -148,7 +148,7 @@ def _copy_pages(
 
 
 class _Pages:
-    """A version as an import reads it (`importing.ImportedPages`)."""
+    """A version of a page database as a source for an import (`importing.ImportedPages`)."""
 
     def __init__(self, version: Snapshot) -> None:
         self._version = version
@@ -217,7 +217,7 @@ def _records_digest(stream: Stream) -> str:
 
 
 def _record_blocks(stream: Stream) -> Iterator[bytes]:
-    """Ids and times are the new stream's own: they are not compared."""
+    """Yield the payloads to compare. Ids and times are left out: the new stream assigns its own."""
     for record in stream.read(stream.first_record, stream.end_record):
         yield b"%d:" % len(record.payload)
         yield bytes(record.payload)
@@ -226,7 +226,7 @@ def _record_blocks(stream: Stream) -> Iterator[bytes]:
 def _compared(expected: str, actual: str, target: DatabaseInfo) -> str:
     if expected != actual:
         hint = "nothing was restored; run `quire verify`"
-        raise Corruption("what was copied reads back differently", hint=hint, name=target.name)
+        raise Corruption("the copy does not match the original", hint=hint, name=target.name)
     return expected
 
 

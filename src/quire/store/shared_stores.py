@@ -1,9 +1,9 @@
-"""Stores of this process that connections share by path: opened with the first, closed with the last.
+"""Shares opened stores between the connections of this process: opened with the first connection, closed with the last.
 
-A store that the program has opened itself (`quire.open`) is used as it is, and stays the program's to close. A path means
-the directory it leads to, whatever it is called.
+A store that the program has opened itself (`quire.open`) is shared too, and remains the program's to close. Paths are compared
+after symbolic links are resolved.
 
-Threads: any. Raises what `quire.open` raises.
+Threads: any. Raises the errors of `quire.open`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from quire.store.store import Mode, Store
 
 Opener = Callable[[str, Mode, bool], Store]
-"""Given a path, the mode, and whether a store is made where there is none."""
+"""Opens a store, given its path, the mode, and whether to create it if it does not exist."""
 
 
 @dataclass(slots=True)
@@ -27,21 +27,21 @@ class _Shared:
 
 
 _Key = tuple[str, Mode]
-# An RLock: a dropped connection is released by the garbage collector, which may run in a thread that is in here.
+# An RLock: the garbage collector releases dropped connections, and may run in a thread that already holds the lock.
 _lock = threading.RLock()
 _shared: dict[_Key, _Shared] = {}
 _opened: weakref.WeakValueDictionary[_Key, Store] = weakref.WeakValueDictionary()
 
 
-def note_opened(store: Store, mode: Mode) -> Store:
-    """Have connections share a store that the program has opened."""
+def register_opened(store: Store, mode: Mode) -> Store:
+    """Register a store that the program has opened, so that connections share it."""
     with _lock:
         _opened[os.path.realpath(store.path), mode] = store
     return store
 
 
 def acquire(path: str, mode: Mode, opener: Opener, *, create: bool) -> tuple[Store, Callable[[], None]]:
-    """The store at a path, and what to call when it is no longer needed."""
+    """Return the store at a path, opening it if necessary, and a function to call when it is no longer needed."""
     key: _Key = (os.path.realpath(path), mode)
     with _lock:
         entry = _shared.get(key)
@@ -55,7 +55,7 @@ def acquire(path: str, mode: Mode, opener: Opener, *, create: bool) -> tuple[Sto
 
 
 def acquire_for_reading(path: str, opener: Opener) -> tuple[Store, Callable[[], None]]:
-    """The same for who only reads: the store as this process has it open, else beside whoever owns it, or will."""
+    """Do the same for a reader: share this process's store if it is open, else open it with mode "r", alongside any owner."""
     with _lock:
         mode: Mode = "rw" if _is_open((os.path.realpath(path), "rw")) else "r"
         return acquire(path, mode, opener, create=False)
@@ -73,4 +73,4 @@ def _release(key: _Key, entry: _Shared) -> None:
             return
         if _shared.get(key) is entry:
             del _shared[key]
-        entry.store.close()  # inside the lock: whoever opens it next must not meet its lock file
+        entry.store.close()  # inside the lock: the next open must not find the store's own lock still held

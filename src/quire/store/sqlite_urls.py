@@ -1,21 +1,21 @@
-"""What `quire.sqlite.dbapi.connect` is given, and the driver for it.
+"""Parses the argument of `quire.sqlite.dbapi.connect` and opens the driver for it.
 
     path of a store and a database in it    dir/shop
     the same as a URL, with parameters      quire:///dir/shop?at=monday
     a database of a server                  http://host:8080/shop?token_file=admin.token
-    a URI of SQLite's, with `uri=True`      file:dir/shop?mode=ro
-    a database in memory, as SQLite's       :memory:, an empty name, file:…?mode=memory
+    a SQLite URI, with `uri=True`           file:dir/shop?mode=ro
+    a database in memory, as in SQLite      :memory:, an empty name, file:…?mode=memory
 
 A URL's path is relative after three slashes and absolute after four, as in SQLAlchemy's and Django's URLs. Parameters:
-`at` (a snapshot's name, an epoch or a time), `epoch` (an lsn), `time` (a time): that version, to be read; `mode=ro`: to be
-read; `mode=rw`: the database must exist; otherwise it is created, and the store too where there is nothing. `functions=django`:
-with functions for SQL that a package brings along, also through a server. `token_file` and `tls_ca_file` are those of
-`quire.connect`, which also says which addresses there are.
+`at` (a snapshot's name, an epoch or a time), `epoch` (an lsn), `time` (a time): open that version, read-only; `mode=ro`:
+read-only; `mode=rw`: the database must exist; by default the database, and the store, are created if they do not exist.
+`functions=django`: define the SQL functions that a package provides, also through a server. `token_file` and `tls_ca_file` are
+those of `quire.connect`, which also documents the addresses.
 
 A store that another process owns is reached through its server. If it has none, `connect` waits for one, or for the owner to
-close the store, as long as SQLite waits for a lock: `timeout`.
+close the store, for up to `timeout`, as SQLite waits for a lock.
 
-Threads: any. Raises errors of PEP 249 with SQLite's codes: `SQLITE_CANTOPEN`, `SQLITE_BUSY` where somebody else owns the store.
+Threads: any. Raises PEP 249 errors with SQLite's codes: `SQLITE_CANTOPEN`, or `SQLITE_BUSY` if another process owns the store.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _load, _ = lazy_names(__name__, {"connect": "quire.service.client"})
 
 @dataclass(frozen=True, slots=True)
 class DatabasePath:
-    """A database of a store, and which version of it."""
+    """A database of a store, and the version of it to open."""
 
     root: str
     """The store's directory, or the address of its server."""
@@ -82,7 +82,7 @@ class DatabasePath:
 
 
 def parse(database: str, *, uri: bool) -> DatabasePath | None:
-    """Which database is meant; None for one in memory.
+    """Parse the argument of `connect`. Return `None` for a database in memory.
 
     >>> parse("quire:///dir/my%20shop?at=monday", uri=False)
     DatabasePath(root='dir', name='my shop', at='monday', mode='rwc', functions=())
@@ -105,7 +105,9 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
         return None
     root, name = os.path.split(path)
     if not name:
-        raise InvalidInput("the path names no database", hint="as in dir/shop: the store, and the database", path=path)
+        raise InvalidInput(
+            "the path names no database", hint="use the store and the database, as in dir/shop", path=path
+        )
     mode = "ro" if parameters.get("immutable") in ("1", "true") else parameters.get("mode", "rwc")
     return DatabasePath(root or ".", name, _version(parameters), mode, _functions(parameters))
 
@@ -115,9 +117,11 @@ def _parse_remote(url: str) -> DatabasePath:
     parameters = dict(parse_qsl(parts.query, keep_blank_values=True))
     name = unquote(parts.path.strip("/"))
     if not name or not parts.hostname:
-        raise InvalidInput("the URL names no database", hint="as in http://host:8080/shop", url=url)
+        raise InvalidInput("the URL names no database", hint="add it, as in http://host:8080/shop", url=url)
     if "@" in parts.netloc:
-        raise InvalidInput("the URL holds a token", hint="write it into a file: http://host:8080/shop?token_file=PATH")
+        raise InvalidInput(
+            "the URL contains a token", hint="write it into a file: http://host:8080/shop?token_file=PATH"
+        )
     return DatabasePath(
         f"{parts.scheme}://{parts.netloc}",
         name,
@@ -140,7 +144,7 @@ def _path_of(location: str, ours: bool) -> str:
     if ours:  # quire://dir/shop and quire:///dir/shop mean the same
         return f"{host}/{path}" if host else path
     if host not in ("", "localhost"):
-        raise InvalidInput("a file of another machine", hint="file:///path", host=host)
+        raise InvalidInput("a file URL cannot name another machine", hint="use file:///path", host=host)
     return slash + path
 
 
@@ -149,7 +153,9 @@ def _version(parameters: Mapping[str, str]) -> str | int | datetime | None:
     if not asked:
         return None
     if len(asked) > 1:
-        raise InvalidInput("a URL names one version", hint="one of at, epoch, time", asked=", ".join(asked))
+        raise InvalidInput(
+            "a URL can name only one version", hint="use one of at, epoch and time", asked=", ".join(asked)
+        )
     text = parameters[asked[0]]
     if asked[0] == "at":
         return text
@@ -158,11 +164,11 @@ def _version(parameters: Mapping[str, str]) -> str | int | datetime | None:
     try:
         return int(text)
     except ValueError:
-        raise InvalidInput("the URL's epoch cannot be read", hint="an lsn", given=text) from None
+        raise InvalidInput("the URL's epoch cannot be read", hint="use an lsn", given=text) from None
 
 
 def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:
-    """The driver for what `connect` was given."""
+    """Open the driver for the argument of `connect`."""
     try:
         wanted = parse(database, uri=uri)
         if wanted is None:
@@ -178,7 +184,8 @@ def open_sqlite_path(database: str, *, timeout: float, uri: bool) -> Driver:
 
 
 def _open_or_wait(wanted: DatabasePath, timeout: float) -> Driver:
-    """As SQLite waits for a lock: an owner that is starting will serve the store, one that is ending will leave it."""
+    """Open the driver, retrying until `timeout`: an owner that is starting up will serve the store, one that is shutting down
+    will release it."""
     ends_at = time.monotonic() + timeout
     while True:
         try:
@@ -187,7 +194,7 @@ def _open_or_wait(wanted: DatabasePath, timeout: float) -> Driver:
             except StoreLocked:
                 return _beside_owner(wanted, timeout)
         except StoreLocked:
-            # What this process itself has open does not go away by waiting.
+            # If the lock is free, this process itself has the manifest open, and waiting does not help.
             if time.monotonic() >= ends_at or not is_held(os.path.join(wanted.root, names.LOCK)):
                 raise
         time.sleep(RETRY_SECONDS)
@@ -202,9 +209,7 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
             connection.pragma("query_only", True)
         for pack in wanted.functions:
             if not define_functions(connection, pack):
-                raise InvalidInput(
-                    "there are no such functions", hint="install the package that has them", functions=pack
-                )
+                raise InvalidInput("no such functions", hint="install the package that provides them", functions=pack)
         return LocalDriver(connection, release)
     except BaseException:
         release()
@@ -213,7 +218,7 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
 
 @contextmanager
 def shared_store(root: str) -> Iterator[Store]:
-    """The store that connections to this path share, as its owner, for a while."""
+    """Own the store that connections to this path share, for the duration of the context."""
     store, release = acquire(root, "rw", _open_store, create=True)
     try:
         yield store
@@ -222,12 +227,12 @@ def shared_store(root: str) -> Iterator[Store]:
 
 
 def open_for_reading(root: str) -> tuple[Store, Callable[[], None]]:
-    """A store that is only read, and what to call when it is no longer needed. Another process may own it meanwhile."""
+    """Open a store for reading; return it and a function to call when it is no longer needed. Another process may own it."""
     return acquire_for_reading(root, _open_store)
 
 
 def hold_store(root: str) -> None:
-    """Keep a store open until this process ends: for programs that close their last connection now and then."""
+    """Keep a store open until this process ends, for programs that occasionally close their last connection."""
     with _holding:
         key = os.path.realpath(root)
         if key not in _held or not _held[key].is_open:
@@ -241,19 +246,19 @@ def _open_store(path: str, mode: Mode, create: bool) -> Store:
 
 
 def _beside_owner(wanted: DatabasePath, timeout: float) -> Driver:
-    """Another process owns the store: what is only read is read beside it, the rest goes through its server."""
+    """Open the driver for a store that another process owns: directly if it is read-only, else through the owner's server."""
     if wanted.is_read_only:
         return _open(wanted, timeout, "r")
     return through_server(wanted, timeout)
 
 
 def through_server(wanted: DatabasePath, timeout: float) -> Driver:
-    """The driver of a connection to the server that owns the store."""
+    """Open a driver that connects to the server that owns the store."""
     client = _client_of(wanted)
     if client is None:
         raise StoreLocked(
-            "another process owns the store, and does not serve it",
-            hint="run `quire serve` there, or add ?mode=ro to read what it has published",
+            "another process owns the store and runs no server",
+            hint="serve the store in that process (`store.serve()`), or add ?mode=ro to read what it has published",
             path=wanted.root,
             database=wanted.name,
         )
@@ -280,14 +285,14 @@ def _client_of(wanted: DatabasePath) -> Client | None:
 
 
 def _refuse(wanted: DatabasePath) -> None:
-    """What is no place for a database: nothing above the store, a directory, an ordinary file of SQLite's."""
+    """Raise `InvalidInput` if the store's parent does not exist, or the path is a directory or an ordinary SQLite file."""
     path = os.path.join(wanted.root, wanted.name)
     if not os.path.isdir(os.path.dirname(os.path.abspath(wanted.root))):
-        raise InvalidInput("the directory does not exist", hint="make it, or check the path", path=wanted.root)
+        raise InvalidInput("the directory does not exist", hint="create it, or check the path", path=wanted.root)
     if os.path.isdir(path):
         raise InvalidInput("the path is a directory", hint="name the store and the database: dir/shop", path=path)
     if os.path.isfile(path):
         with open(path, "rb") as file:
             if file.read(len(_HEADER)) == _HEADER:
-                hint = "`quire sqlite import` takes it into a store; the standard library's sqlite3 opens it as it is"
+                hint = "import it with `quire sqlite import`, or open it with the standard library's sqlite3"
                 raise InvalidInput("the path is an ordinary SQLite file", hint=hint, path=path)

@@ -1,19 +1,19 @@
-"""A standby: a directory that follows an owner's archive, is read meanwhile, and becomes the owner when that is gone (A11).
+"""A standby: a directory that follows an owner's archive, serves readers, and becomes the owner if that one fails (A11).
 
 Terms
-  follow    apply the log objects of the owner in the order of their numbers, each whole
-  rebuild   restore the newest base and the log behind it beside the directory, then exchange the two: at the beginning, after a
-            broken chain, behind objects that were trimmed, and when another owner has taken over
-  silence   time in which the bucket answered and had no new object; it counts once the owner has named this standby
+  follow    apply the owner's log objects in the order of their numbers, each one completely
+  rebuild   restore the newest base and the log after it into a staging directory, then swap it in: on first use, after a broken
+            chain, after the log was trimmed past our position, and when another owner has taken over
+  silence   time in which the bucket answered but had no new object; counted only after the owner has named this standby
 
-It runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner had
-published at the last object. Which step comes next after a kill: archive/state_files.py.
+A standby runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner
+had published as of the last object applied. The next step after a kill: archive/state_files.py.
 
-Promotion: claim the next owner epoch (one object, created once: of two standbys one succeeds), seal the owner's log and apply
-what it wrote until then, take over. The former owner meets the seal and acknowledges nothing more.
+Promotion: claim the next owner epoch (an object that can be created only once: of two standbys one succeeds), seal the owner's
+log, apply what it wrote until then, take over. The former owner runs into the seal and acknowledges nothing more.
 
-Threads: one. The lock of the directory is held while it is open. Raises `StoreLocked`, `StoreFenced`, `InvalidInput`,
-`Corruption`, and what disk and object store raise.
+Threads: one. The directory's lock is held while the standby is open. Raises `StoreLocked`, `StoreFenced`, `InvalidInput`,
+`Corruption`, and the errors of the disk and the object store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.kept_files import KeptFiles
-from quire.archive.log_reader import RestorePoint, epochs, find, header_of, is_continuous, log_positions, the_store
+from quire.archive.log_reader import RestorePoint, epochs, find, header_of, is_continuous, log_positions, only_store_id
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
 from quire.archive.sealing import seal
@@ -82,20 +82,21 @@ if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
 
 STAGED = ".next"
-"""In a standby's directory: what is being restored beside it."""
+"""Directory inside a standby's directory where a rebuild restores into."""
 REPLACED = ".old"
-"""In a standby's directory: what that replaced."""
+"""Directory inside a standby's directory that holds what a rebuild has replaced, until it is removed."""
 PARTS = (names.REPLAYED, names.PAGES, names.STREAMS, names.LSM, names.QUARANTINE)
 POLL_SECONDS = 0.25
-"""Between two looks for the next object: half of what may be added to the owner's own interval, with room for the answer."""
+"""Interval between polls for the next object: half of the delay we may add to the owner's interval, to leave room for the
+request itself."""
 GAP_SECONDS = 10.0
-"""Between two looks whether the log was trimmed in front of us."""
+"""Interval between checks whether the log was trimmed past our position."""
 COUNTED_SECONDS_MAX = 2.0
-"""Silence between two looks counts for at most this: a standby that slept has heard nothing."""
+"""Most silence that one poll interval may add: a standby that was suspended did not observe any."""
 
 
 class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a standby has come."""
+    """The progress of a standby."""
 
     path: str
     store_id: str
@@ -103,23 +104,23 @@ class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     position: Position
     at_ms: int
-    """The owner's clock at the last object that was applied."""
+    """The owner's clock in the last object applied."""
     objects: int
-    """Applied since it was opened."""
+    """Objects applied since the standby was opened."""
     rebuilds: int
     is_named: bool
-    """Whether the owner knows of it."""
+    """Whether a heartbeat of the owner has named this standby."""
     silent_seconds: float
 
 
 class Promoted(msgspec.Struct, frozen=True, kw_only=True):
-    """A standby has become the owner."""
+    """The result of a promotion."""
 
     path: str
     store_id: str
     owner_epoch: int
     position: Position
-    """The last object of the former owner: all of it up to there is here."""
+    """The former owner's last log object: the directory has everything up to it."""
     seconds: float
 
 
@@ -141,15 +142,15 @@ class Standby:
         self.path = os.path.abspath(os.fspath(directory))
         self.url = url if "://" in url else os.path.abspath(url)
         self.standby_id = str(uuid4())
-        """A new one each time: a heartbeat that names it was written after it was registered."""
+        """Random for each process, so a heartbeat that contains it was written after this process registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
         self._progress = progress or no_progress
         self._options = options
         self._bucket = open_store(self.url, options=options)
-        # the standby's thread's own
+        # owned by the standby's thread
         self._replay: Replay | None = None
         self._is_first = True
-        """The next object may have been applied in part, by a life that was cut off."""
+        """Whether the next object may have been partly applied, by a process that was killed."""
         self._waits_for_base = False
         self._objects = self._rebuilds = 0
         self._is_named = False
@@ -179,20 +180,20 @@ class Standby:
         state = read_standby_state(self._disk, self.path)
         if state is None:
             if layout.directory_state(self._disk, self.path) is not layout.DirectoryState.EMPTY:
-                hint = "use a new or an empty directory; a store that was promoted is opened, not followed into"
+                hint = "use a new or an empty directory; a promoted standby is opened like any store"
                 raise InvalidInput("the directory is not empty and not a standby", hint=hint, path=self.path)
-            state = StandbyState(store_id=store_id or the_store(self._bucket), url=self.url)
+            state = StandbyState(store_id=store_id or only_store_id(self._bucket), url=self.url)
             write_standby_state(self._disk, self.path, state)
         if store_id and store_id != state.store_id:
             hint = "use another directory"
             raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
         return state
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Stop following; the directory stays as it is, and the next `Standby` goes on."""
+        """Stop following. The directory stays as it is; the next `Standby` on it continues."""
         self._close_replay()
-        with suppress(QuireError):  # an entry that stays is forgotten by the owner
+        with suppress(QuireError):  # the owner ignores a registration that is no longer refreshed
             if self._registered_at != float("-inf"):
                 withdraw(self._bucket, standby_key(self._state.store_id, self.standby_id))
         self._bucket.close()
@@ -213,7 +214,7 @@ class Standby:
 
     @property
     def status(self) -> StandbyStatus:
-        """How far it has come."""
+        """The current progress."""
         state = self._state
         return StandbyStatus(
             path=self.path,
@@ -242,7 +243,7 @@ class Standby:
     ) -> Promoted | None:
         """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence.
 
-        Automatic promotion never deposes another standby that was promoted: this one then follows that.
+        Automatic promotion never deposes another standby that was promoted first: this standby then follows it.
         """
         if promote_after is not None and promote_after <= 2 * HEARTBEAT_SECONDS:
             what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
@@ -255,7 +256,7 @@ class Standby:
                 applied = self.poll()
             except Unavailable as error:
                 emit("warning", "standby.delayed", path=self.path, error=str(error))
-                looked_at = None  # the silence of a bucket says nothing about the owner
+                looked_at = None  # a bucket that does not answer proves nothing about the owner
                 time.sleep(1.0)
                 continue
             now = time.monotonic()
@@ -269,7 +270,7 @@ class Standby:
                 except StoreFenced as error:
                     emit("warning", "standby.overtaken", path=self.path, error=str(error))
                     self._silence = 0.0
-            time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets it runs in this very thread
+            time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets `stop` runs in this thread
         return None
 
     def _count_silence(self, applied: int, seconds: float) -> None:
@@ -291,11 +292,11 @@ class Standby:
             self._registered_at = time.monotonic()
 
     def poll(self) -> int:
-        """Apply what is there; the number of objects."""
+        """Apply all new log objects and return their number."""
         before = self._objects
         if self._state.phase in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
             hint = "run `quire promote` again"
-            raise InvalidInput("a promotion of this directory has begun", hint=hint, path=self.path)
+            raise InvalidInput("a promotion of this directory is incomplete", hint=hint, path=self.path)
         if self._state.phase is StandbyPhase.SWAPPING:
             self._swap()
         if self._state.phase is StandbyPhase.BEGUN:
@@ -305,7 +306,7 @@ class Standby:
         try:
             while self._apply_next():
                 pass
-        except Corruption as error:  # ours or the log's: a base tells
+        except Corruption as error:  # in our directory or in the log: a rebuild from a newer base repairs either
             emit("warning", "standby.rebuilt", path=self.path, error=str(error))
             self._waits_for_base = True
             if not self._rebuild_if_newer():
@@ -322,7 +323,7 @@ class Standby:
             return False
         header, events = decode_object(data, key)
         if header.parent_digest != state.digest:
-            raise Corruption("the archive's log is not the one that was followed", key=key)
+            raise Corruption("the archive's log is not the one that this standby followed", key=key)
         if header.kind is Kind.SEAL or not is_continuous(header, events):
             self._waits_for_base = True
             return self._rebuild_if_newer()
@@ -330,7 +331,7 @@ class Standby:
         return True
 
     def _apply(self, header: Header, digest: bytes, events: list[AnyEvent]) -> None:
-        """One object: files, names, rows, then the position. A kill in between: the object is applied again."""
+        """Apply one object: files, names, rows, then the position. After a kill in between, it is applied again."""
         replay = self._following()
         replay.apply(events, again=self._is_first)
         if names.CONFIG in replay.touched:
@@ -351,7 +352,7 @@ class Standby:
         return self._replay
 
     def _adapt(self, table: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Rows that speak of the owner's machine, as in a restore (`restoring.correct`)."""
+        """Correct rows that describe the owner's machine, as a restore does (`restoring.correct_rows`)."""
         if table in (t.CHUNK_CATALOG.name, t.CHUNK_DELTA_INDEX.name):
             codec = (t.CHUNK_CATALOG if table == t.CHUNK_CATALOG.name else t.CHUNK_DELTA_INDEX).rows
             records = [(key, codec.decode(key, row)) for key, row in rows]
@@ -373,7 +374,7 @@ class Standby:
 
     # ── rebuilding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _look_for_gap(self) -> None:
-        """A log that was trimmed in front of us, while we were away, begins behind the object we wait for."""
+        """Rebuild if the log was trimmed past our position while we were away: it then starts after the object we wait for."""
         if time.monotonic() - self._gap_looked_at < GAP_SECONDS:
             return
         self._gap_looked_at = time.monotonic()
@@ -384,7 +385,7 @@ class Standby:
             self._rebuild_if_newer()
 
     def _rebuild_if_newer(self) -> bool:
-        """Begin again with a state that cannot be reached by following, once there is one."""
+        """Rebuild from a newer state that cannot be reached by following. Return `False` if there is none yet."""
         try:
             point = find(self._bucket, self._state.store_id)
         except (InvalidInput, ObjectNotFound):
@@ -423,8 +424,8 @@ class Standby:
         self._swap()
 
     def _swap(self) -> None:
-        """The staged directory becomes this one: its parts by renaming, its rows in one transaction, because readers have the
-        manifest open. Each step is done or not done; together they can be repeated."""
+        """Swap the staged directory in: its parts by renames, its rows in one transaction, because readers have the manifest
+        open. Each step is atomic, and the whole sequence can be repeated after a kill."""
         staged = os.path.join(self.path, STAGED)
         self._kept.keep_others(staged)
         for part in PARTS:
@@ -440,7 +441,7 @@ class Standby:
             self._disk.rename(remote, os.path.join(self.path, REMOTE_FILES))
         self._disk.sync_dir(self.path)
         if self._disk.exists(config := os.path.join(staged, names.CONFIG)):
-            # A copy: the owner's next change of that file must not reach this one through its number.
+            # A copy, not a rename: the staged file is linked to `.files/`, where the owner's next change of it is applied.
             write_atomic(self._disk, os.path.join(self.path, names.CONFIG), read_all(self._disk, config))
         write_config(self._disk, self.path, self.url, self._options)
         self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
@@ -465,11 +466,11 @@ class Standby:
         if self._disk.exists(path):
             remove_tree(self._disk, path)
 
-    # ── becoming the owner ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── promotion ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def promote(self, *, discard: bool = False) -> Promoted:
-        """Become the owner: nothing that the former one acknowledged in mode `sync` is lost. The standby is closed.
+        """Become the owner, and close the standby. Nothing that the former owner acknowledged in mode `sync` is lost.
 
-        Another standby that was promoted before is not deposed, unless `discard` says so: what it wrote is then lost.
+        Another standby that was promoted first is deposed only with `discard`; what it wrote is then lost.
         """
         started = time.monotonic()
         if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
@@ -494,9 +495,7 @@ class Standby:
 
     def _overtaken_by(self, epoch: int) -> StoreFenced:
         what = f"owner epoch {epoch} has taken this store over"
-        hint = (
-            "run `quire standby` again: it follows the new owner; if that is gone for good, `quire promote --discard`"
-        )
+        hint = "run `quire standby` again: it follows the new owner; if that is lost for good, use `quire promote --discard`"
         return StoreFenced(what, hint=hint, path=self.path)
 
     def _seal(self) -> None:
@@ -538,25 +537,25 @@ class Standby:
         )
         write_origin(self._disk, self.path, origin)
         if self._lock is not None:
-            self._lock.close()  # standby.json keeps others out
+            self._lock.close()  # `opening.open` takes it; until then standby.json keeps other processes out
             self._lock = None
         with opening.open(
             self.path,
             takeover=not self._has_epoch(state.owner_epoch),
-            discard=True,  # what the archive has behind the seal was decided about when the epoch was claimed
+            discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
             create=False,
             settings=quiet_settings(self._disk, self.path),
             clock=self._clock,
             disk=self._disk,
         ) as store:
             hit("standby.taken_over")
-            open_written(store)  # readers see what is published, and the tail of the WAL is not yet
+            open_written(store)  # publishes the tail of the WAL: readers see only what is published
         self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)
         self.close()
 
     def _has_epoch(self, epoch: int) -> bool:
-        """Whether a life that was cut off has begun the epoch already."""
+        """Return whether an earlier promotion that was killed has already begun the epoch."""
         with RowImage(os.path.join(self.path, names.MANIFEST)) as rows, rows.read() as txn:
             return txn.owner_epoch() >= epoch
 
@@ -564,10 +563,10 @@ class Standby:
 def promote(
     directory: str | os.PathLike[str], *, discard: bool = False, options: StoreOptions | None = None
 ) -> Promoted:
-    """Make the standby in `directory` the owner. A running `quire standby` there must be stopped first."""
+    """Promote the standby in `directory` to owner. A `quire standby` that runs there must be stopped first."""
     root = os.path.abspath(os.fspath(directory))
     state = read_standby_state(OsDisk(), root)
     if state is None:
-        raise InvalidInput("this directory is not a standby", hint="`quire standby URL DIR` makes one", path=root)
+        raise InvalidInput("this directory is not a standby", hint="`quire standby URL DIR` creates one", path=root)
     with Standby(state.url, root, options=options) as standby:
         return standby.promote(discard=discard)

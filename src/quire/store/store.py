@@ -1,17 +1,17 @@
-"""`Store`: a directory, opened; the packages below it, wired together. How it is opened: opening.py.
+"""`Store`: an opened store, the public interface to all engines. How it is opened: opening.py.
 
 Terms
-  owner    the one process that has the store's lock and may change it
+  owner    the one process that holds the store's lock and may change it
   reader   a process that opened the store with mode="r": it sees snapshots, writes nothing, takes no lock
 
 Rules
-  1. `Store` only delegates: what it does is done by the manifest and the object store.
-  2. A handle belongs to the process that opened it: after fork() the child's use of it raises `StoreClosed` (M12), and
-     the parent's lock stays the parent's.
-  3. The object store is loaded and opened when it is first asked for: light commands need no cloud client.
+  1. `Store` only delegates: the work is done by the manifest, the engines and the object store.
+  2. A handle belongs to the process that opened it: after fork(), using it in the child raises `StoreClosed` (M12), and
+     the lock stays with the parent.
+  3. The object store is loaded and opened on first use: light commands need no cloud client.
 
-Threads: any; `close` is for one thread.
-Raises `StoreClosed`, `ReadOnly`, `InvalidInput`, and of databases `UnknownDatabase`, `NameTaken`, `InvalidName`,
+Threads: any; `close` must be called by one thread.
+Raises `StoreClosed`, `ReadOnly`, `InvalidInput`, and for databases `UnknownDatabase`, `NameTaken`, `InvalidName`,
 `StillReferenced`.
 """
 
@@ -39,12 +39,12 @@ from quire.store import bulk, layout, object_location
 from quire.store.backup import back_up
 from quire.store.heavy import Heavy
 from quire.store.info import (
-    archive_beside,
     compression_named,
     database_info,
     dropped_databases,
     kind_named,
     live_databases,
+    recorded_archive_status,
     status_named,
     store_info,
 )
@@ -87,7 +87,7 @@ Mode = Literal["rw", "r"]
 
 
 class Store:
-    """An opened store. Made by `quire.open`; use it as a context manager."""
+    """An opened store, returned by `quire.open`. Use it as a context manager."""
 
     def __init__(
         self,
@@ -106,46 +106,46 @@ class Store:
         self._disk = disk
         self._backup_recorder = backup_recorder
         self.archive: Archiver | None = None
-        """What keeps the store in its bucket, where `archive.mode` says so."""
+        """Keeps a copy of the store in its bucket; `None` if `archive.mode` is off."""
         self._pid = os.getpid()
         self.copy_of = ""
-        """The URL of the archive that this is a copy of, to be read (`quire.open_archive`)."""
+        """The URL of the archive that this is a read-only copy of (`quire.open_archive`)."""
         self.after_close: Callable[[], None] | None = None
         self.moved_objects = 0
-        """How many objects were looked for in their new place, if the store was opened with `moved=True`."""
+        """Number of objects that were checked in their new place, if the store was opened with `moved=True`."""
         self._wiring = Wiring(
             path=path, settings=settings, manifest=manifest, disk=disk, objects_url=layout.objects_url(path, settings)
         )
-        # the opener's and the closer's
+        # owned by the threads that open and close the store
         self._upkeep_timer: threading.Timer | None = None
         self._servers: list[Server | WebServer] = []
         self._closed = False
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Commit what is queued, close everything, give the lock back. A second time, and in a forked child: nothing."""
+        """Commit what is queued, close all parts, release the lock. A second call, or one in a forked child, does nothing."""
         if self._closed or self._pid != os.getpid():
             return
-        for server in self._servers:  # who asks must be answered by a store that is open
+        for server in self._servers:  # first: servers answer pending calls from an open store
             server.close()
         self._closed = True
         if self._upkeep_timer is not None:
             self._upkeep_timer.cancel()
-        with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
+        with ExitStack() as closing:  # callbacks run in reverse order, all of them even if one raises
             if self.after_close is not None:
                 closing.callback(self.after_close)
             if self._lock is not None:
                 closing.callback(self._lock.close)
             closing.callback(self._manifest.close)
             closing.callback(self._wiring.close_stores)
-            if self.archive is not None:  # it ships what closing the databases and the writer still changes
+            if self.archive is not None:  # closed after the databases and the writer, whose last changes it uploads
                 closing.callback(self.archive.close)
                 closing.callback(self._manifest.writer.close)
             closing.callback(self._wiring.close)
 
     @property
     def is_open(self) -> bool:
-        """Whether this process can use it."""
+        """Whether this process can use the store."""
         return not self._closed and self._pid == os.getpid()
 
     def __enter__(self) -> Self:
@@ -163,7 +163,7 @@ class Store:
         if self._closed:
             raise StoreClosed("the store is closed", hint="open it again", path=self.path)
 
-    # ── its parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def mode(self) -> Mode:
         """ "rw" for the owner, "r" for a reader."""
@@ -171,14 +171,14 @@ class Store:
 
     @property
     def disk(self) -> Disk:
-        """What the store's files are opened with."""
+        """The disk through which the store's files are opened."""
         return self._disk
 
     @property
     def backup_recorder(self) -> BackupRecorder:
-        """What records changes for a backup: an owner's alone."""
+        """Records changes for a backup. Only an owner has one."""
         if self._backup_recorder is None:
-            raise ReadOnly("only the owner can back a store up", hint='open it with mode="rw"', path=self.path)
+            raise ReadOnly("only the owner can back up a store", hint='open it with mode="rw"', path=self.path)
         return self._backup_recorder
 
     @property
@@ -189,17 +189,17 @@ class Store:
 
     @property
     def objects_url(self) -> str:
-        """Where the objects are; a relative path in quire.toml is relative to the store."""
+        """URL or path of the objects; a relative path in quire.toml is relative to the store."""
         return layout.objects_url(self.path, self.settings)
 
     @property
     def objects(self) -> ObjectStore:
-        """The object store, opened now if it was not."""
+        """The object store, opened on first use."""
         return self._parts.stores(self.objects_url)
 
     @property
     def namespaces(self) -> Namespaces:
-        """Places beside the store's own object store, for the objects of some databases."""
+        """Places in addition to the store's own object store, for the objects of some databases."""
         return Namespaces(self)
 
     @property
@@ -209,22 +209,22 @@ class Store:
 
     @property
     def rights(self) -> ObjectRights:
-        """Whether this store may put and delete objects: its owner epoch and session."""
+        """The right of this store to put and delete objects: its owner epoch and session."""
         return self._parts.rights
 
     @property
     def context(self) -> JobContext:
-        """The store, as a job sees it."""
+        """The store's parts that jobs use."""
         return self._parts.context
 
     def delete_objects(self, keys: Iterable[str], *, url: str = "") -> None:
-        """Remove objects of this store by their names, in its own place or another; a foreign one is refused (A3). They go at
-        once, also with archiving on: backups, and whatever else a person names, are not part of archived moments."""
+        """Delete objects of this store by name, in its own place or at `url`; foreign names are refused (A3). They are deleted
+        at once, even with archiving on: backups, and other objects that a user names, are not part of archived moments."""
         self._parts.collector.delete_now(url or self.objects_url, keys)
 
     @property
     def feed(self) -> ChangeFeed:
-        """Everything that was committed, in order, for subscribers."""
+        """The change feed: every committed batch, in order."""
         return self.manifest.feed
 
     @property
@@ -234,7 +234,7 @@ class Store:
 
     @property
     def worker(self) -> Worker:
-        """Runs jobs, in its own threads or in the caller's."""
+        """The worker that runs jobs, in its own threads or in the caller's."""
         return self._parts.worker
 
     @property
@@ -255,11 +255,11 @@ class Store:
         fork_at: At | None = None,
         timeout: float = 5.0,
     ) -> Connection:
-        """A SQLite connection (apsw) to a page database: its newest version, or for reading the one `at` a snapshot, lsn or
-        time.
+        """Open a SQLite connection (apsw) to a page database: to its newest version, or for reading to the one `at` a snapshot,
+        lsn or time.
 
-        With `create=True` it is made if there is none, with `fork_of` as a fork of another one, as that is now or was
-        `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. `docs/sqlite.md` has the rest.
+        `create=True` creates the database if it does not exist; `fork_of` creates it as a fork of another one, as of now or
+        `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. See `docs/sqlite.md`.
         """
         wiring = self._parts
         if fork_of is not None and fork_at is not None:
@@ -274,12 +274,12 @@ class Store:
 
     @property
     def sqlite_vfs(self) -> str:
-        """For SQLite connections of other making: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
+        """Name of the VFS for other SQLite connections: `ATTACH 'file:shop?vfs=…'` with this name reads and writes `shop`."""
         return self._parts.sqlite.vfs_name
 
     @property
     def followers(self) -> FileFollowers:
-        """SQLite files of other programs, followed by this process: `follow`, `stop`, `files`; `resume` after a restart."""
+        """SQLite files of other programs that this process follows: `follow`, `stop`, `files`; `resume` after a restart."""
         return self._parts.followers
 
     @property
@@ -289,7 +289,7 @@ class Store:
 
     @may_change
     def kv(self, name: str, *, create: bool = False) -> Kv:
-        """A key-value database; with `create=True` it is made if there is none."""
+        """Open a key-value database; `create=True` creates it if it does not exist."""
         return self.kvs.open(name, create=create)
 
     @property
@@ -299,18 +299,18 @@ class Store:
 
     @may_change
     def stream(self, name: str, *, create: bool = False) -> Stream:
-        """A stream; with `create=True` it is made if there is none."""
+        """Open a stream; `create=True` creates it if it does not exist."""
         return self.streams.open(name, create=create)
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def start_upkeep(self) -> None:
-        """In the background, from one interval on: a command that is over in a second needs none of it."""
+        """Start background maintenance after one interval: a command that ends within a second does not need it."""
 
         def begin() -> None:
             try:
                 self.upkeep.start()
             except StoreClosed:
-                pass  # it was closed while the timer ran out
+                pass  # closed while the timer expired
 
         self._upkeep_timer = threading.Timer(self.settings.maintenance.interval_seconds, begin)
         self._upkeep_timer.daemon = True
@@ -323,7 +323,7 @@ class Store:
 
     @changes
     def maintain(self) -> Round:
-        """One round of maintenance now, and the jobs that are due, in this thread; what was done."""
+        """Run one round of maintenance and the jobs that are due, in this thread, and return what was done."""
         return self.upkeep.run_once()
 
     # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -331,9 +331,9 @@ class Store:
     def create(
         self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo:
-        """A new database of kind "pages", "stream" or "lsm"; `tags` are remembered with it.
+        """Create a database of kind "pages", "stream" or "lsm" with these tags.
 
-        All its objects go to `namespace`, if one is given, instead of the store's own object store.
+        If `namespace` is given, all its objects go there instead of the store's own object store.
         """
         kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
@@ -342,9 +342,9 @@ class Store:
 
     @changes
     def drop(self, name: str, *, snapshots: bool = False, undoable: bool = False) -> DatabaseInfo:
-        """Drop a database, as it was; one that has snapshots only together with them, if `snapshots` says so.
+        """Drop a database and return its description. One that has snapshots is dropped only with `snapshots=True`.
 
-        With `undoable` it keeps its space, and `undrop` brings it back, for a day (`maintenance.undrop_seconds`).
+        With `undoable` it keeps its space for a day (`maintenance.undrop_seconds`), and `undrop` brings it back until then.
         """
         info = self.database(name)
         if undoable and self.settings.maintenance.undrop_seconds:
@@ -357,15 +357,15 @@ class Store:
 
     @changes
     def undrop(self, name: str | int, *, new_name: str = "") -> DatabaseInfo:
-        """Bring a database back that was dropped with `undoable`, with its snapshots: the last one of this name, or by its id;
-        under its former name or another."""
+        """Bring back a database that was dropped with `undoable`, with its snapshots: the last one of this name, or by id. It
+        gets its former name, or `new_name`."""
         db_id = self.manifest.find_dropped(name)
         self.manifest.undrop_db(db_id, new_name).result()
         return self.database(db_id)
 
     @changes
     def purge(self, name: str | int) -> DroppedDatabase:
-        """End a dropped database that could be brought back, the last one of this name or by its id; as it was."""
+        """Remove permanently a dropped database that could be brought back: the last one of this name, or by id."""
         db_id = self.manifest.find_dropped(name)
         gone = next(info for info in self.dropped() if info.db_id == db_id)
         self.manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
@@ -374,15 +374,15 @@ class Store:
         return gone
 
     def dropped(self) -> list[DroppedDatabase]:
-        """The dropped databases that can be brought back, the last one first."""
+        """Return the dropped databases that can be brought back, the last dropped first."""
         with self.manifest.read() as txn:
             return dropped_databases(txn, self.settings.maintenance.undrop_seconds)
 
     @changes
     def drop_snapshot(self, db: int | str, snapshot: int | str, *, undoable: bool = False) -> SnapshotInfo:
-        """Let a snapshot go, and have what only it held deleted; the snapshot as it was.
+        """Drop a snapshot and return its description. What only it held is deleted.
 
-        With `undoable` it holds that for a day (`maintenance.undrop_seconds`), and `undrop_snapshot` brings it back.
+        With `undoable` that is kept for a day (`maintenance.undrop_seconds`), and `undrop_snapshot` brings the snapshot back.
         """
         if undoable and (seconds := self.settings.maintenance.undrop_seconds):
             until_ms = self.context.clock.now_ms() + int(seconds * 1000)
@@ -391,8 +391,8 @@ class Store:
 
     @changes
     def undrop_snapshot(self, db: int | str, snapshot: int | str, *, new_name: str = "") -> SnapshotInfo:
-        """Bring a snapshot back that was dropped with `undoable`: the last one of this name, or by its id; under its former
-        name or another."""
+        """Bring back a snapshot that was dropped with `undoable`: the last one of this name, or by id. It gets its former
+        name, or `new_name`."""
         return self.manifest.snapshots.undrop(db, snapshot, new_name=new_name)
 
     @changes
@@ -404,7 +404,7 @@ class Store:
         tags: dict[str, str] | None = None,
         namespace: str = "",
     ) -> list[int]:
-        """New databases, in commits that they share; their ids, in the order of the names. See `docs/scale.md`."""
+        """Create many databases in shared commits and return their ids, in the order of the names. See `docs/scale.md`."""
         kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
         return bulk.create_many(self.manifest, names, kind, tags or {}, namespace_id)
@@ -413,9 +413,9 @@ class Store:
     def fork_many(
         self, template: str, names: Iterable[str], *, at: int | str | None = None, tags: dict[str, str] | None = None
     ) -> list[int]:
-        """Forks of a page database, all of one moment, in commits that they share; their ids, in the order of the names."""
+        """Fork a page database many times, all at one moment, in shared commits. Return the ids, in the order of the names."""
         if (source := self.database(template)).kind is not DbKind.PAGES:
-            text = "only page databases are forked by the thousand"
+            text = "only page databases can be forked in bulk"
             raise WrongKind(text, hint="use `fork` for key-value databases", name=template, kind=source.kind.name)
         kept = self._parts.snapshot(template, "", {"by": "fork_many"}) if at is None else None
         info = kept if kept is not None else self.manifest.snapshots.get(template, at if at is not None else 0)
@@ -427,7 +427,7 @@ class Store:
 
     @changes
     def drop_many(self, names: Iterable[str], *, snapshots: bool = False) -> list[int]:
-        """Drop databases, in commits that they share; their ids, in the order of the names."""
+        """Drop databases in shared commits and return their ids, in the order of the names."""
         dropped = bulk.drop_many(self.manifest, names, snapshots=snapshots)
         for kind in {kind for _, kind in dropped} - {DbKind.PAGES}:
             self._parts.engine_of(kind).sweep()
@@ -435,19 +435,19 @@ class Store:
 
     @changes
     def rename(self, old: str, new: str) -> DatabaseInfo:
-        """Give a database another name; the database under its new one."""
+        """Rename a database and return its new description."""
         self.manifest.rename_db(self.database(old).db_id, new).result()
         return self.database(new)
 
     @changes
     def set_status(self, name: str, status: DbStatus | str) -> DatabaseInfo:
-        """Make a database "read_only", so that every write is refused, or "active" again. Upkeep goes on in both."""
+        """Make a database "read_only", which refuses every write, or "active" again. Upkeep continues in both states."""
         self.manifest.update_db_status(self.database(name).db_id, status_named(status)).result()
         return self.database(name)
 
     @changes
     def set_options(self, name: str, *, tags: dict[str, str] | None = None, compression: str = "") -> DatabaseInfo:
-        """Replace the tags of a database, or have its chunks compressed otherwise (none or zstd) from now on."""
+        """Replace the tags of a database, or change the compression of its future chunks ("none" or "zstd")."""
         chosen = compression_named(compression) if compression else None
         self.manifest.submit([SetDbOptions(self.database(name).db_id, tags, chosen)]).result()
         return self.database(name)
@@ -455,7 +455,7 @@ class Store:
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
     def snapshot(self, name: str, snapshot: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
-        """Keep a database as it is now, under a name or without one."""
+        """Take a snapshot of a database, with a name or without one."""
         return self._parts.snapshot(name, snapshot, tags)
 
     @changes
@@ -468,10 +468,10 @@ class Store:
         tags: dict[str, str] | None = None,
         compression: str = "",
     ) -> DatabaseInfo:
-        """A new database that begins as another one is now, or was `at` a snapshot (its id or name), an epoch or a time
-        ("2 hours ago"); they share what neither has changed.
+        """Fork a database as it is now, or was `at` a snapshot (id or name), an epoch or a time ("2 hours ago"). The two share
+        what neither has changed.
 
-        It has that one's namespace, tags and compression (none or zstd); `tags` come beside those.
+        The fork inherits namespace, tags and compression ("none" or "zstd"); `tags` are added to the inherited ones.
         """
         options = ForkOptions(tags=tags or {}, compression=compression_named(compression) if compression else None)
         db_id = self._parts.fork(name, new_name, at=at, options=options)
@@ -479,17 +479,17 @@ class Store:
 
     @changes
     def rollback(self, name: str, *, to: At) -> RolledBack:
-        """Undo everything since a version: a snapshot, an lsn, an epoch or a time; of a key-value set, a snapshot.
+        """Undo everything since a version: a snapshot, an lsn, an epoch or a time; for a key-value set, a snapshot.
 
-        It becomes what it was, as a new version. What it was before is kept as the snapshot that the result names; rolling back
-        to that one undoes it. Connections go on: readers with the version they have, the others with the new one.
+        The old state becomes a new version. The state before the rollback is kept as the snapshot named in the result; rolling
+        back to it undoes the rollback. Connections stay valid: readers keep their version, others continue with the new one.
         """
         if (kind := self.database(name).kind) is DbKind.STREAM:
-            raise WrongKind("a stream is not rolled back", hint="records are never undone", name=name)
+            raise WrongKind("a stream cannot be rolled back", hint="records cannot be undone", name=name)
         return self.kvs.rollback(name, to=to) if kind is DbKind.LSM else self._parts.sqlite.rollback(name, to=to)
 
     def view(self, name: str, snapshot: int | str, *, upload: bool = False) -> SnapshotView:
-        """A snapshot of a page database as a value to be sent elsewhere; `upload` for processes that share no disk (P16)."""
+        """Return a snapshot of a page database as a picklable value. Use `upload` for processes that share no disk (P16)."""
         return self.pages.view(name, snapshot, upload=upload)
 
     @property
@@ -499,22 +499,22 @@ class Store:
 
     @changes
     def checkpoint(self, name: str, *, runner: str = "") -> Job:
-        """Bring what is in a database's WAL into chunks; the job, as it ended. `runner`: auto, threads or spark."""
+        """Checkpoint a database's WAL into chunks and return the finished job. `runner` is "auto", "threads" or "spark"."""
         return self.heavy.run_now(JobKind.CHECKPOINT, name, runner=runner)
 
     @changes
     def merge(self, name: str, *, runner: str = "") -> Job:
-        """Rewrite slots of a database that consist of several chunks; the job, as it ended."""
+        """Rewrite slots of a database that consist of several chunks, and return the finished job."""
         return self.heavy.run_now(JobKind.MERGE, name, runner=runner)
 
     @changes
     def evict(self, name: str) -> list[Job]:
-        """Remove local copies that only snapshots and chunk readers need, once their objects are there; the jobs, ended."""
+        """Remove local copies that only snapshots and chunk readers need and that have objects. Return the finished jobs."""
         return self._move_copies(name, evict_database)
 
     @changes
     def hydrate(self, name: str) -> list[Job]:
-        """Make local copies of everything a database has in the object store alone; the jobs, as they ended."""
+        """Make local copies of everything that a database has only in the object store. Return the finished jobs."""
         return self._move_copies(name, hydrate_database)
 
     def _move_copies(self, name: str, ask: Callable[[ManifestStore, int], list[int]]) -> list[Job]:
@@ -526,13 +526,13 @@ class Store:
         return [self.manifest.jobs.get(job_id) for job_id in jobs]
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
-        """The live databases, by name. `prefix`, `kind` and `tag` ("plan" or "plan=free") choose some of them; `sort` is
-        "name", "written" or "size". With a `limit` a page of them; `after`, the last name of a page, begins the next one."""
+        """Return the live databases, filtered by `prefix`, `kind` and `tag` ("plan" or "plan=free"), sorted by `sort`: "name",
+        "written" or "size". `limit` returns one page; `after`, the last name of a page, starts the next one."""
         with self.manifest.read() as txn:
             return live_databases(txn, DatabaseFilter(**wanted))
 
     def database(self, name: str | int) -> DatabaseInfo:
-        """A database by name, or by id."""
+        """Return a database by name or id."""
         with self.manifest.read() as txn:
             return database_info(txn, name)
 
@@ -546,10 +546,10 @@ class Store:
         tls_cert_file: str = "",
         tls_key_file: str = "",
     ) -> Server:
-        """Let other processes use this store (`quire.connect`), in the background, until the server or the store is closed.
+        """Serve this store to other processes (`quire.connect`), in the background, until the server or the store is closed.
 
-        Without an address on the store's Unix socket. `grpc://HOST:PORT` and `grpc+tls://HOST:PORT` ask every caller for a
-        token: the files are made if they are not there, by default `admin.token` and `read.token` in the store.
+        Without an address, listen on the store's Unix socket. `grpc://HOST:PORT` and `grpc+tls://HOST:PORT` require a token of
+        every caller: missing token files are created, by default `admin.token` and `read.token` in the store.
         """
         from quire.service.server import Server
 
@@ -564,22 +564,22 @@ class Store:
         return server
 
     def serve_http(self, address: str = "127.0.0.1:7448", credentials: Credentials | None = None) -> WebServer:
-        """Metrics, health and the dashboard, until the server or the store is closed: docs/dashboard.md."""
+        """Serve SQL, metrics, health and the dashboard over HTTP until the server or the store is closed: docs/dashboard.md."""
         from quire.service.web.server import WebServer
 
         def explain(txn: ReadTxn, subject: str) -> Any:
-            return why(txn, subject, who=lambda db_id: [lease.info for lease in self.pages.readers(db_id)])
+            return why(txn, subject, reader_lookup=lambda db_id: [lease.info for lease in self.pages.readers(db_id)])
 
         self._check()
         self._servers.append(server := WebServer(self, address, credentials, explain=explain))
         return server
 
-    # ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the whole store ───────────────────────────────────────────────────────────────────────────────────────────────
     def backup(self, target: str, *, since: str = "", progress: BackupProgress | None = None) -> BackedUp:
-        """Copy the store as it is now to a directory, a URL or a new `.tar` file, while it is in use; what was done.
+        """Back up the store as it is now to a directory, a URL or a new `.tar` file, while it is in use.
 
-        A directory or URL may have earlier backups: what they have is not copied again, and each can be restored. With `since`,
-        an earlier backup elsewhere, objects that it has are not copied; restoring then needs both. `quire.restore` restores it.
+        A directory or URL may have earlier backups: their objects are not copied again, and each can be restored. With `since`,
+        an earlier backup elsewhere, its objects are not copied; a restore then needs both. Restore with `quire.restore`.
         """
         return back_up(self, target, since=since, progress=progress)
 
@@ -593,24 +593,24 @@ class Store:
         store_id: str = "",
         progress: BackupProgress | None = None,
     ) -> RestoredDatabase:
-        """Copy one database, stream or key-value set out of the archive or backup at `url` into this store, as `new`.
+        """Copy one database, stream or key-value set from the archive or backup at `url` into this store, as `new`.
 
-        It is as it was at the newest archived moment, or the newest one not after `at_ms`. An empty `url` is this store's own
-        bucket. Its snapshots are not copied; records of a stream get new ids and times. It appears whole or not at all.
+        Its state is that of the newest archived moment, or the newest one not after `at_ms`. An empty `url` is this store's own
+        bucket. Snapshots are not copied; records of a stream get new ids and times. It appears completely or not at all.
         """
-        from quire.store.restoring_database import restore_database  # which opens stores itself
+        from quire.store.restoring_database import restore_database  # here: it opens stores, so it imports this module
 
         return restore_database(self, url, name, new=new, at_ms=at_ms, store_id=store_id, progress=progress)
 
     def info(self) -> StoreInfo:
-        """The store in numbers."""
+        """Return a summary of the store."""
         manifest = self.manifest
         with manifest.read() as txn:
             owner, figures = self._owner_state(txn), manifest.env.info()
             archive = (
                 self.archive.status()
                 if self.archive is not None
-                else archive_beside(txn, self.path, self.settings, owner, manifest.env.last_txn_id())
+                else recorded_archive_status(txn, self.path, self.settings, owner, manifest.env.last_txn_id())
             )
             return store_info(
                 txn,
@@ -627,4 +627,4 @@ class Store:
     def _owner_state(self, txn: ReadTxn) -> OwnerState:
         if self.mode == "rw":
             return self.rights.state
-        return object_location.state_beside(txn, self._disk, self.path, self.settings.object_store)
+        return object_location.recorded_owner_state(txn, self._disk, self.path, self.settings.object_store)

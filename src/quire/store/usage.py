@@ -1,8 +1,8 @@
-"""What some databases take, without reading the others: the figures of `quire stats` for a page of a long list.
+"""Computes the space used by some databases without reading the others: the figures of `quire stats` for one page of a list.
 
-What a database holds alone is told by reference counts: an artifact that has no more references than the database itself and
-its snapshots have. `jobs/stats` finds the same by looking at every holder of everything, and is faster where all are wanted.
-They differ for a segment that another database has checkpointed and not yet let go of: here it is shared until then.
+Reference counts determine what a database holds exclusively: an artifact that has no more references than those of the
+database and its snapshots. `jobs/stats` computes the same from all holders, and is faster when all databases are wanted.
+The two differ for a segment that another database has checkpointed and not yet released: here it counts as shared until then.
 
 Pure functions of a read transaction.
 """
@@ -27,7 +27,7 @@ Keys = Tally[ArtifactKey]
 
 
 def usage_of(txn: ReadTxn, db_id: int, record: DbRecord, now_ms: int) -> Iterator[Usage]:
-    """A database with its snapshots, then each of its snapshots."""
+    """Yield the usage of a database together with its snapshots, then of each snapshot."""
     kept = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id)]
     leaves = Tally(leaf_key(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
     segments, needed, absorbed = Keys(), Keys(), Keys()
@@ -45,7 +45,8 @@ def usage_of(txn: ReadTxn, db_id: int, record: DbRecord, now_ms: int) -> Iterato
     for number, snapshot in kept:
         held_leaves, pins = _held(snapshot)
         name = snapshot.name or f"#{number}"
-        own = Tally({pin: count + absorbed[pin] for pin, count in pins.items()})  # what only waits to go holds nothing
+        # The database's reference to a segment that only waits for truncation does not make the segment shared.
+        own = Tally({pin: count + absorbed[pin] for pin, count in pins.items()})
         yield _usage(txn, record, young_ms, held_leaves, own, pins, snapshot=name, **common)
 
 
@@ -63,7 +64,7 @@ def _usage(
     shown: Iterable[ArtifactKey],
     **who: Any,
 ) -> Usage:
-    """The sums of the chunks in `leaves` and of the segments `shown`; `leaves` and `segments` are the holder's references."""
+    """Sum up the chunks in `leaves` and the segments `shown`. `leaves` and `segments` are the holder's references."""
     alone = set(exclusive(txn, leaves, segments))
     sums, tiers = Tally[str](), Tally[str]()
     for key in {*_named(txn, leaves), *shown}:

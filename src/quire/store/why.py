@@ -1,14 +1,15 @@
-"""Why something is still there: what holds a database, a segment, a chunk or an object, and what would let it go.
+"""Explains why something still exists: what holds a database, segment, chunk or object, and what would release it.
 
 Terms
-  subject   what is asked about, as people meet it: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, an
-            object's key, also with `objects/` before it. What is no artifact is in `why_files.py`
-  holder    what keeps it: a database that uses it, a snapshot, a fork, a reader, a job, a plan that runs, or time
+  subject   what the user asks about: a database's name, DB@SNAPSHOT, DB:PAGE, a file's path in the store, or an object's key,
+            with or without `objects/` before it. Subjects that are not artifacts are explained in `why_files.py`
+  holder    what keeps the subject: a database that uses it, a snapshot, a fork, a reader, a job, a running plan, or time
 
-Holders are read from the rows that hold references, not from the counts; where the two differ, the counts decide what is
-deleted, and that is said. A segment that nothing else explains is told as held by the floor (M10).
+Holders are read from the rows that hold references, not from the counts. Where the two differ, the counts decide what is
+deleted, and the explanation reports it. A segment without any other holder is reported as held by the floor (M10).
 
-Reads the manifest, one transaction. Raises `NotFound` errors for what is not there, `InvalidInput` for what is nothing.
+Reads the manifest in one transaction. Raises `NotFound` errors for a subject that does not exist, `InvalidInput` for one that
+is not a valid subject.
 """
 
 from __future__ import annotations
@@ -47,32 +48,32 @@ from quire.pages.leasefiles import UNREADABLE, live_leases
 from quire.store.exclusive_artifacts import own_bytes
 from quire.store.namespaces import NamespaceInfo, namespaces
 from quire.store.why_files import (
-    NOBODYS,
+    UNOWNED_HINT,
     Explanation,
     Holder,
-    Look,
+    SizeLookup,
     drop,
-    lent,
+    explain_file,
+    explain_object,
     name_of,
     number,
-    of_file,
-    of_object,
     own_name,
     quoted,
     snapshot_holder,
     stray_hint,
     title,
+    with_purpose,
 )
 
 FORKS_MAX = 20
-"""Forks of a database that are named; a template may have a hundred thousand."""
+"""Forks of a database to list by name; a template may have a hundred thousand."""
 
-Who = Callable[[int], list[ReaderInfo]]
-"""The readers of a database that are not rows."""
+ReaderLookup = Callable[[int], list[ReaderInfo]]
+"""Returns the readers of a database that have no row in the manifest."""
 
 
-def readers_at(root: str) -> Who:
-    """Those that a process which only looks at the store sees: they have lease files."""
+def readers_at(root: str) -> ReaderLookup:
+    """Return a lookup that reads the lease files: these are the readers visible to a process that does not own the store."""
 
     def of(db_id: int) -> list[ReaderInfo]:
         if not os.path.isdir(folder := os.path.join(root, names.READERS)) or not os.listdir(folder):
@@ -83,31 +84,33 @@ def readers_at(root: str) -> Who:
     return of
 
 
-def why(txn: ReadTxn, subject: str, look: Look | None = None, who: Who = lambda _: []) -> Explanation:
-    """What keeps a subject. `look` says of files and objects without a row whether they are there, `who` who reads a database
-    without a row."""
+def why(
+    txn: ReadTxn, subject: str, size_lookup: SizeLookup | None = None, reader_lookup: ReaderLookup = lambda _: []
+) -> Explanation:
+    """Explain what keeps a subject. `size_lookup` returns the size of a file or object that has no row, `reader_lookup` the
+    readers of a database that have no row."""
     asked = subject.removeprefix("./")
     if "/" not in asked:
         with suppress(UnknownDatabase):
-            return _database(txn, txn.database_id(subject), who)
+            return _database(txn, txn.database_id(subject), reader_lookup)
 
-        if (page := _page(txn, asked, who)) is not None:
+        if (page := _page(txn, asked, reader_lookup)) is not None:
             return page
 
     within = asked.removeprefix(f"{names.OBJECTS}/")
-    explanation = of_file(txn, asked, look) or of_object(txn, within, look)
+    explanation = explain_file(txn, asked, size_lookup) or explain_object(txn, within, size_lookup)
     if explanation is not None:
         return explanation
     key = names.parse_object_key(own_name(txn, within)) or _of_path(asked)
     if key is not None:
-        return _artifact(txn, key, asked, who)
+        return _artifact(txn, key, asked, reader_lookup)
     try:
-        return _database(txn, txn.database_id(subject), who)
+        return _database(txn, txn.database_id(subject), reader_lookup)
     except UnknownDatabase as error:
         if (version := _version(txn, subject)) is not None:
             return version
         if db_id := txn.dropped_id(subject):
-            return _database(txn, db_id, who)
+            return _database(txn, db_id, reader_lookup)
         for namespace in namespaces(txn):
             if namespace.name == subject:
                 return _namespace(namespace)
@@ -130,22 +133,27 @@ def _of_path(path: str) -> ArtifactKey | None:
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _database(txn: ReadTxn, db_id: int, who: Who) -> Explanation:
+def _database(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Explanation:
     record = txn.database(db_id)
     assert record is not None, "its name led here"
-    holders = [*_snapshots_of(txn, db_id), *_forks_of(txn, db_id), *_readers_of(txn, db_id, who), *_jobs_of(txn, db_id)]
+    holders = [
+        *_snapshots_of(txn, db_id),
+        *_forks_of(txn, db_id),
+        *_readers_of(txn, db_id, reader_lookup),
+        *_jobs_of(txn, db_id),
+    ]
     if record.former_name:
         what = f"dropped {moment(record.dropped_at_ms)}; can be brought back for a day (maintenance.undrop_seconds)"
         holders = [
             Holder("time", "undrop", what, f"quire drop {quoted(f'#{db_id}')} --now"),
-            *(holder for holder in holders if holder.kind != "snapshot"),  # they come back, or go, with it
+            *(holder for holder in holders if holder.kind != "snapshot"),  # restored or removed with the database
         ]
     status = "dropped" if record.former_name else record.status.name.lower()
     return Explanation(record.title, "database", status, own_bytes(txn, db_id), 0, tuple(holders))
 
 
 def _namespace(info: NamespaceInfo) -> Explanation:
-    """A namespace is kept by the databases whose objects are there, and while nobody has dropped it."""
+    """Explain a namespace: the databases whose objects are there keep it, and so does the store until it is dropped."""
     drop_it = f"quire namespace drop {quoted(info.name)}"
     holders = [
         Holder("database", name, "has its objects there", f"quire drop {quoted(name)}") for name in info.databases
@@ -162,7 +170,7 @@ def _namespace(info: NamespaceInfo) -> Explanation:
 
 
 def _version(txn: ReadTxn, subject: str) -> Explanation | None:
-    """A snapshot given as DB@SNAPSHOT, by its name, else its id; `None` if no database has such a name. Names may have an @."""
+    """Explain a snapshot given as DB@SNAPSHOT, by name or id. Return `None` if no database matches. Names may contain an @."""
     places = [at for at, letter in enumerate(subject) if letter == "@" and at]
     candidates = [
         (db.value, subject[at + 1 :]) for at in places if (db := txn.get(t.DB_NAMES, subject[:at])) is not None
@@ -202,7 +210,7 @@ def _snapshot(txn: ReadTxn, db_id: int, snapshot_id: int, row: SnapshotRecord) -
 def _snapshots_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
     name = name_of(txn, db_id)
     for (_, snapshot_id), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
-        what = lent(row, "keeps this version")
+        what = with_purpose(row, "keeps this version")
         yield Holder("snapshot", title(row, snapshot_id), what, drop(name, row, snapshot_id))
 
 
@@ -214,8 +222,8 @@ def _forks_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
         yield Holder("forks", f"{left:,} more", "share unchanged data", "`quire tree --all --limit 0` lists them")
 
 
-def _readers_of(txn: ReadTxn, db_id: int, who: Who) -> Iterator[Holder]:
-    for info in who(db_id):
+def _readers_of(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Iterator[Holder]:
+    for info in reader_lookup(db_id):
         release = "when it closes" + ("; checkpoints continue meanwhile" if info.set_aside else ", or its process ends")
         yield Holder("reader", f"pid {info.pid}" if info.pid else info.reader, reader_text(info), release)
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
@@ -243,8 +251,8 @@ def _job(job_id: int, job: JobRecord) -> Holder:
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _page(txn: ReadTxn, subject: str, who: Who) -> Explanation | None:
-    """The versions of a page, given as DB:PAGE, newest first, and who needs each; `None` if it is no page of a database."""
+def _page(txn: ReadTxn, subject: str, reader_lookup: ReaderLookup) -> Explanation | None:
+    """Explain a page given as DB:PAGE: its versions, newest first, with their holders. Return `None` if it is not a page."""
     name, _, digits = subject.rpartition(":")
     index = txn.get(t.DB_NAMES, name) if name else None
     if index is None or not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
@@ -264,10 +272,10 @@ def _page(txn: ReadTxn, subject: str, who: Who) -> Explanation | None:
     ]
     chain = txn.chain(db_id, page // database.pages_per_chunk) if database.pages_per_chunk else ()
     if chain:
-        # Versions that a checkpoint has absorbed stay in the index until they are truncated: the chunks answer for them.
+        # Versions that a checkpoint has absorbed stay in the index until they are truncated; readers use the chunks instead.
         covered = chain[-1].covered_lsn
         versions = [(0, f"in chunks, as of lsn {covered}"), *(version for version in versions if version[0] > covered)]
-    holders = list(_needs(txn, db_id, versions, who))
+    holders = list(_needs(txn, db_id, versions, reader_lookup))
     count = f"{len(versions)} version" + ("" if len(versions) == 1 else "s")
     return Explanation(subject, "page", count, len(versions) * database.page_size, 0, tuple(holders))
 
@@ -276,10 +284,10 @@ def _follows(prev_lsn: int) -> str:
     return f", follows lsn {prev_lsn}" if prev_lsn else ""
 
 
-def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], who: Who) -> Iterator[Holder]:
-    """Who needs each of a page's versions, which are given oldest first as (lsn, where it is); newest first."""
+def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], reader_lookup: ReaderLookup) -> Iterator[Holder]:
+    """Yield the holders of each version of a page, newest first. `versions` are (lsn, location), oldest first."""
     name = name_of(txn, db_id)
-    leases = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in who(db_id)]
+    leases = [(info.lsn, f"pid {info.pid}" if info.pid else info.reader) for info in reader_lookup(db_id)]
     leases += [(row.snapshot_lsn, str(reader)) for (_, reader), row in txn.scan(t.SNAPSHOT_READERS, db_id)]
     snapshots = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id)]
     after: int | None = None
@@ -303,12 +311,12 @@ def _needs(txn: ReadTxn, db_id: int, versions: list[tuple[int, str]], who: Who) 
 
 
 # ── artifacts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Explanation:
+def _artifact(txn: ReadTxn, key: ArtifactKey, asked: str, reader_lookup: ReaderLookup) -> Explanation:
     counts = txn.refcount(key)
     row = txn.artifact(key)
     if row is None and counts is None:
         raise _unknown(txn, key, asked)
-    holders = [*(_of_segment(txn, key, asked, who) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
+    holders = [*(_of_segment(txn, key, asked, reader_lookup) if key.kind is ArtifactKind.WAL else _of_chunk(txn, key))]
     holders += [_job(number, job) for number, job in _jobs_about(txn, key)]
     if counts is not None and not (counts.in_use or counts.pending_upload):
         holders.append(Holder("time", "grace", "nothing refers to it any more", "the next `quire gc`, or maintenance"))
@@ -331,7 +339,7 @@ def _unknown(txn: ReadTxn, key: ArtifactKey, asked: str) -> UnknownArtifact:
     if record is None:
         message, hint = (
             "the manifest has no database that this could belong to",
-            NOBODYS if is_file else stray_hint(asked),
+            UNOWNED_HINT if is_file else stray_hint(asked),
         )
         return UnknownArtifact(message, hint=hint, subject=asked, database=number(key.origin_db_id))
     whose = f"{record.name}, id {number(key.origin_db_id)}"
@@ -352,17 +360,17 @@ def _state(key: ArtifactKey, row: Any) -> str:
     return ", ".join(parts)
 
 
-def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str, who: Who) -> Iterator[Holder]:
+def _of_segment(txn: ReadTxn, key: ArtifactKey, asked: str, reader_lookup: ReaderLookup) -> Iterator[Holder]:
     for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
         if segment_id == key.id and row.origin_db_id == key.origin_db_id and row.state is not WalState.TRUNCATED:
-            yield from _tracked(txn, db_id, row, asked, who)
+            yield from _tracked(txn, db_id, row, asked, reader_lookup)
     for (db_id, snapshot_id), snapshot in txn.scan(t.SNAPSHOT_INDEX):
         if any((pin.origin_db_id, pin.segment_id) == (key.origin_db_id, key.id) for pin in snapshot.pins):
             yield snapshot_holder(txn, db_id, snapshot_id, snapshot, "needs commits in it")
     yield from _plans(txn, key)
 
 
-def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> Iterator[Holder]:
+def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, reader_lookup: ReaderLookup) -> Iterator[Holder]:
     name = name_of(txn, db_id)
     if row.format is WalFormat.APPEND_ONLY:
         kept = f"has its records {row.first_lsn:,} to {row.last_lsn:,} in it, until its retention drops them"
@@ -372,9 +380,9 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> 
     elif row.state is WalState.OPEN:
         yield Holder("database", name, "writes to it", "when it is sealed: when it is full or old, or at a snapshot")
     elif row.state < WalState.CHECKPOINTED:
-        holding = [info for info in who(db_id) if info.lsn < row.last_lsn and not info.set_aside]
+        holding = [info for info in reader_lookup(db_id) if info.lsn < row.last_lsn and not info.set_aside]
         if row.state is WalState.INDEXED:
-            yield from _readers_of(txn, db_id, who)
+            yield from _readers_of(txn, db_id, reader_lookup)
         command = f"quire checkpoint {quoted(name)}"
         release = f"{command}, when its readers have closed" if holding else command
         yield Holder("database", name, "has not checkpointed it yet", release)
@@ -382,12 +390,12 @@ def _tracked(txn: ReadTxn, db_id: int, row: WalRecord, asked: str, who: Who) -> 
         floor = txn.get(t.SNAPSHOT_FLOOR, db_id)
         held = floor is not None and floor.min_snapshot_lsn <= row.last_lsn
         what = f"a reader may request lsn {floor.min_snapshot_lsn}" if floor and held else "is about to truncate it"
-        yield from _readers_of(txn, db_id, who)
+        yield from _readers_of(txn, db_id, reader_lookup)
         yield Holder("database", name, what, "when its readers close, by maintenance")
 
 
 def _evicted(name: str, asked: str) -> str:
-    """What gives up the local copy of a stream's segment, while another one is there; nothing of its object."""
+    """Return the command that evicts the local copy of a stream's segment; empty if the subject is an object."""
     file = names.parse_path(asked)
     if not isinstance(file, names.StreamSegmentFile):
         return ""
@@ -421,7 +429,7 @@ def _of_chunk(txn: ReadTxn, key: ArtifactKey) -> Iterator[Holder]:
         if used:
             unheld -= used
             yield snapshot_holder(txn, db_id, snapshot_id, snapshot, f"has slot {key.id} in it")
-    if unheld:  # collected later than what held them (docs/decisions/003)
+    if unheld:  # leaves at zero keep their references until they are collected (docs/decisions/003)
         what = "an unreferenced version of the slot map refers to it"
         yield Holder("time", "slot map", what, "the next `quire gc`, or maintenance")
 

@@ -1,7 +1,7 @@
-"""The parts of an opened store, each made when it is first needed: object stores, the engines, the worker and its upkeep.
+"""Creates the parts of an opened store on first use: object stores, engines, the worker and upkeep.
 
-A part is made when it is first needed, alone: appending to a stream needs neither the page engine nor jobs. There is one of
-each; what was made is closed, the last first, and nothing is made any more.
+Each part is created at most once, and only when it is needed: appending to a stream creates neither the page engine nor jobs.
+On close, the existing parts are closed in a fixed order, and no new ones are created.
 
 Threads: any. Raises `StoreClosed`.
 """
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 STORES, FILES, RIGHTS = "stores", "files", "rights"
-"""Parts that others may need while they are closed."""
+"""Parts that may still be created after `close`: others need them while they are being closed."""
 
 
 class Wiring:
-    """Everything above the manifest, of one opened store."""
+    """All parts of one opened store above the manifest."""
 
     def __init__(
         self, *, path: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk, objects_url: str
@@ -70,31 +70,31 @@ class Wiring:
         self._manifest = manifest
         self._disk = disk
         self._objects_url = objects_url
-        # guarded by _making
-        self._making = threading.RLock()  # a part may need another one
-        self._made: dict[str, Any] = {}
+        # guarded by _create_lock
+        self._create_lock = threading.RLock()  # reentrant: creating one part may create another
+        self._created: dict[str, Any] = {}
         self._closed = False
 
-    def _once(self, name: str, make: Callable[[], R]) -> R:
-        """Make a part when it is first asked for, once, and remember it to be closed."""
-        part: R | None = self._made.get(name)
+    def _get_or_create(self, name: str, make: Callable[[], R]) -> R:
+        """Return the part `name`, creating it on first use."""
+        part: R | None = self._created.get(name)
         if part is None:
-            with self._making:
-                part = self._made.get(name)
+            with self._create_lock:
+                part = self._created.get(name)
                 if part is None:
                     if self._closed and name not in (STORES, FILES, RIGHTS):
                         raise StoreClosed("the store is closed", hint="open it again", path=self._path)
-                    part = self._made[name] = make()
+                    part = self._created[name] = make()
         return part
 
-    # ── where bytes are ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── object stores and files ───────────────────────────────────────────────────────────────────────────────────────
     @property
     def stores(self) -> StorePool:
         """The object stores, by their URLs."""
-        return self._once(STORES, lambda: StorePool(self._open))
+        return self._get_or_create(STORES, lambda: StorePool(self._open))
 
     def _open(self, url: str) -> ObjectStore:
-        url = url or self._objects_url  # of a namespace whose objects a restored backup has with the others
+        url = url or self._objects_url  # empty for a namespace of a restored backup: its objects are with all others
         with self._manifest.read() as txn:
             options = options_of(txn, self._settings, url)
         store = open_store(url, options=options, disk=self._disk, clock=self._manifest.clock)
@@ -102,8 +102,8 @@ class Wiring:
 
     @property
     def rights(self) -> ObjectRights:
-        """Whether this process may put and delete objects."""
-        return self._once(
+        """The right of this process to put and delete objects."""
+        return self._get_or_create(
             RIGHTS,
             lambda: ObjectRights(
                 path=self._path,
@@ -116,20 +116,20 @@ class Wiring:
 
     @property
     def files(self) -> Disk:
-        """The disk as engines see it: what they write to is open only while it is used (durable/open_files.py)."""
+        """The disk that engines use: files they write are kept open only while in use (durable/open_files.py)."""
 
         def make() -> OpenFiles:
             allowed = descriptor_limits()[0]
             most = self._settings.open_files_max
-            # A quarter of what the process has: the rest is for what is read, for connections, and for the program itself.
+            # A quarter of the process's descriptors: the rest is for files being read, connections, and the program itself.
             return OpenFiles(self._disk, min(most, max(allowed // 4, 4)) if allowed > 0 else most)
 
-        return self._disk if self._manifest.read_only else self._once(FILES, make)
+        return self._disk if self._manifest.read_only else self._get_or_create(FILES, make)
 
     @property
     def collector(self) -> Collector:
-        """Who deletes objects; the guarded stores have the session confirmed before each batch (A2)."""
-        return self._once(
+        """The only component that deletes objects. The guarded stores confirm the session before each batch (A2)."""
+        return self._get_or_create(
             "collector",
             lambda: collector_of(
                 self._manifest,
@@ -147,7 +147,7 @@ class Wiring:
         """The page databases."""
         from quire.pages.engine import PageEngine
 
-        return self._once(
+        return self._get_or_create(
             "pages",
             lambda: PageEngine(
                 manifest=self._manifest,
@@ -164,7 +164,7 @@ class Wiring:
     @property
     def streams(self) -> StreamEngine:
         """The streams."""
-        return self._once(
+        return self._get_or_create(
             "streams",
             lambda: StreamEngine(
                 manifest=self._manifest,
@@ -184,7 +184,7 @@ class Wiring:
     @property
     def kv(self) -> KvEngine:
         """The key-value databases."""
-        return self._once(
+        return self._get_or_create(
             "kv",
             lambda: KvEngine(
                 manifest=self._manifest,
@@ -196,7 +196,7 @@ class Wiring:
         )
 
     def engine_of(self, kind: DbKind) -> KvEngine | StreamEngine:
-        """Who looks after databases of a kind that are not made of pages."""
+        """Return the engine of a kind of database other than pages."""
         return self.kv if kind is DbKind.LSM else self.streams
 
     @property
@@ -204,7 +204,7 @@ class Wiring:
         """SQLite connections."""
         from quire.sqlite.connect import SqliteDatabases
 
-        return self._once(
+        return self._get_or_create(
             "sqlite",
             lambda: SqliteDatabases(
                 manifest=self._manifest,
@@ -220,7 +220,7 @@ class Wiring:
         """SQLite files that are followed."""
         from quire.sqlite.followers import FileFollowers
 
-        return self._once(
+        return self._get_or_create(
             "followers",
             lambda: FileFollowers(
                 manifest=self._manifest,
@@ -233,8 +233,8 @@ class Wiring:
     # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def context(self) -> JobContext:
-        """The store, as a job sees it."""
-        return self._once(
+        """The store's parts that jobs use."""
+        return self._get_or_create(
             "context",
             lambda: JobContext(
                 manifest=self._manifest,
@@ -255,13 +255,15 @@ class Wiring:
 
     @property
     def worker(self) -> Worker:
-        """Runs jobs."""
-        return self._once("worker", lambda: Worker(self.context, HANDLERS, threads=self._settings.maintenance.workers))
+        """The worker that runs jobs."""
+        return self._get_or_create(
+            "worker", lambda: Worker(self.context, HANDLERS, threads=self._settings.maintenance.workers)
+        )
 
     @property
     def upkeep(self) -> Upkeep:
         """The owner's maintenance."""
-        return self._once(
+        return self._get_or_create(
             "upkeep",
             lambda: Upkeep(
                 self.context, self.worker, self.snapshot, self._sweep_versions, self.window, self._close_idle
@@ -270,15 +272,19 @@ class Wiring:
 
     @property
     def window(self) -> ArchiveWindow:
-        """Trims the archive, and deletes what no moment of it needs."""
-        return self._once("window", lambda: ArchiveWindow(self.context, self._settings.archive, self._kept_for_clones))
+        """Trims the archive and deletes retired objects that no restorable moment needs."""
+        return self._get_or_create(
+            "window", lambda: ArchiveWindow(self.context, self._settings.archive, self._kept_for_clones)
+        )
 
     def _kept_for_clones(self, url: str, name: str, since_ms: int) -> int:
-        keeper = self._once("clones", lambda: CloneKeeper(self.stores(self._objects_url), self._manifest.feed.store_id))
+        keeper = self._get_or_create(
+            "clones", lambda: CloneKeeper(self.stores(self._objects_url), self._manifest.feed.store_id)
+        )
         return keeper.kept_until(self.stores(url), name, since_ms)
 
     def _spark(self) -> Runner:
-        """The running Spark session's runner, or a new session's; loaded when a job is large enough, or asked for."""
+        """Return a runner on the current Spark session, or on a new one. Called only for a job that is large or asks for it."""
         context = self.context
         with self._manifest.read() as txn:
             options = options_by_url(txn, context.root, self._settings)
@@ -292,7 +298,7 @@ class Wiring:
         )
 
     def _name_of(self, db_id: int) -> str:
-        """A database's name, or its number if it was dropped meanwhile."""
+        """Return a database's name, or its number if it was dropped in the meantime."""
         with self._manifest.read() as txn:
             record = txn.database(db_id)
         return record.name if record is not None else str(db_id)
@@ -301,23 +307,23 @@ class Wiring:
         upload_now(self._manifest, self.worker, keys)
 
     def _sweep_versions(self) -> int:
-        """What dropped streams have left if whoever dropped them was killed; files of dropped key-value snapshots, and how far
-        the logs have come, which wait until that engine is loaded."""
+        """Remove what dropped streams left behind if the process that dropped them was killed, and files of dropped key-value
+        snapshots; record the ends of key-value logs. The key-value part is skipped until that engine is loaded."""
         if has_dropped_streams(self.context):
             self.streams.sweep()
-        if "kv" not in self._made:
+        if "kv" not in self._created:
             return 0
         self.kv.record_ends()
         return self.kv.sweep()
 
     def _close_idle(self) -> int:
-        """Key-value sets that nobody uses; page databases and streams are closed by the threads of their engines."""
-        return self.kv.close_idle() if "kv" in self._made else 0
+        """Close idle key-value sets. Page databases and streams are closed by their engines' own threads."""
+        return self.kv.close_idle() if "kv" in self._created else 0
 
     # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def snapshot(self, db: int | str, name: str, tags: dict[str, str] | None) -> SnapshotInfo:
-        """Keep a database as it is, by whoever can say what that is."""
-        db_id, kind, in_segment = self._look(db)
+        """Take a snapshot of a database, through its engine if the manifest does not have all of it."""
+        db_id, kind, in_segment = self._locate_database(db)
         if kind is not DbKind.PAGES:
             return self.engine_of(kind).snapshot(db, name, tags=tags)
         if in_segment:
@@ -327,15 +333,15 @@ class Wiring:
     def fork(
         self, db: int | str, new_name: str, *, at: int | str | Epoch | datetime | None, options: ForkOptions
     ) -> int:
-        """A new database that begins as another one is, or was at a snapshot (its id or name) or a moment; its id."""
-        db_id, kind, in_segment = self._look(db)
+        """Fork a database, as it is now or was at a snapshot (id or name) or a moment, and return the new database's id."""
+        db_id, kind, in_segment = self._locate_database(db)
         if isinstance(at, str):
             version = self._manifest.snapshots.find(db_id, at)
             at = version.snapshot_id if isinstance(version, SnapshotInfo) else version
         if isinstance(at, Epoch | datetime):
             if kind is not DbKind.PAGES:
                 hint = "name one of its snapshots"
-                raise WrongKind("only page databases are forked between snapshots", hint=hint, db_id=db_id)
+                raise WrongKind("only page databases can be forked between snapshots", hint=hint, db_id=db_id)
             return self.sqlite.fork(db_id, new_name, at=at, options=options)
         if kind is not DbKind.PAGES:
             return self.engine_of(kind).fork(db, new_name, at=at, options=options)
@@ -343,25 +349,28 @@ class Wiring:
             return self.pages.fork(db_id, new_name, options=options)
         return self._manifest.snapshots.fork(db_id, new_name, at=at, options=options)
 
-    def _look(self, db: int | str) -> tuple[int, DbKind, bool]:
-        """Id and kind of a database, and whether some of it is in an open segment: then the page engine must be asked (P13)."""
+    def _locate_database(self, db: int | str) -> tuple[int, DbKind, bool]:
+        """Return a database's id and kind, and whether it has an open segment, which only the page engine can seal (P13)."""
         with self._manifest.read() as txn:
             db_id, record = txn.require_database(db)
             return db_id, record.kind, has_open_segment(txn, db_id)
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Stop the work, close the databases; each whatever the others do. The object stores: `close_stores`."""
-        with self._making:
+        """Stop background work and close the databases. A part that fails does not keep the others from being closed.
+
+        The object stores stay open until `close_stores`.
+        """
+        with self._create_lock:
             self._closed = True
-            parts = dict(self._made)
-        with ExitStack() as closing:  # runs from the last to the first
+            parts = dict(self._created)
+        with ExitStack() as closing:  # callbacks run in reverse order
             if FILES in parts:
                 closing.callback(parts[FILES].close)
             for name in ("pages", "kv", "streams"):
                 if name in parts:
                     closing.callback(parts[name].close)
-            if "upkeep" in parts:  # which stops the worker
+            if "upkeep" in parts:  # stopping it also stops the worker
                 closing.callback(parts["upkeep"].stop)
             elif "worker" in parts:
                 closing.callback(parts["worker"].stop)
@@ -369,8 +378,8 @@ class Wiring:
                 closing.callback(parts["sqlite"].close)
 
     def close_stores(self) -> None:
-        """Close the object stores, when nobody uploads any more."""
-        if STORES in self._made:
+        """Close the object stores, after the last upload."""
+        if STORES in self._created:
             self.stores.close()
-        if RIGHTS in self._made:
+        if RIGHTS in self._created:
             self.rights.close()

@@ -1,9 +1,10 @@
-"""What the owner's engines and jobs ask before they put or delete: whether the place is written down, and still ours.
+"""Checks, before the owner's engines and jobs put or delete objects, that the place is recorded and still owned by this store.
 
-Opening asks nobody: the bucket is looked at before the first put (A2). A place inside the store's directory, and `memory://`,
-belong to whoever has the lock. Objects of namespaces in other places are guarded by the session in the store's own place.
+Opening a store sends no request: the bucket is checked before the first put (A2). A place inside the store's directory, and
+`memory://`, belong to the process that holds the lock. Objects of namespaces in other places are guarded by the session in
+the store's own place.
 
-Threads: any. Raises `StoreFenced`, and what manifest and object store raise.
+Threads: any. Raises `StoreFenced`, and the errors of the manifest and the object store.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class ObjectRights:
         )
 
     def guarded(self, store: DeletableStore) -> DeletableStore:
-        """The store as engines and jobs get it."""
+        """Wrap an object store with the checks; engines and jobs get only wrapped stores."""
         return GuardedStore(store, self.before_put, self.before_delete)
 
     def before_put(self) -> None:
-        """The place is written down, and the store is ours: nearly always known without asking anybody."""
+        """Check that this store may put objects, and record their place. Nearly always sends no request."""
         if self._refusal:
             raise ReadOnly(self._refusal, hint="`quire takeover` makes this directory the owner", path=self._path)
         if self._ownership is not None:
@@ -75,7 +76,7 @@ class ObjectRights:
         self.remember_place()
 
     def remember_place(self) -> None:
-        """Write the place of the objects down, before the first one is put."""
+        """Record the place of the objects durably, before the first one is put."""
         if not self._is_written_down:
             with self._lock:
                 if not self._is_written_down:
@@ -83,44 +84,44 @@ class ObjectRights:
                     self._is_written_down = True
 
     def refuse(self, reason: str) -> None:
-        """Put and delete nothing: this process only completes a directory that is nobody's yet."""
+        """Refuse every put and delete from now on: this process only completes a directory that has no owner yet."""
         self._refusal = reason
 
     def before_delete(self) -> None:
-        """Before a batch of deletions: the bucket is asked each time."""
+        """Check that this store may delete objects. Sends a request to the bucket for every batch of deletions (A2)."""
         if self._refusal:
             raise ReadOnly(self._refusal, path=self._path)
         if self._ownership is not None:
             self._ownership.confirm()
 
     def owns_legacy(self) -> bool:
-        """Whether objects below no store's prefix, at the root of the place, are this store's to delete."""
+        """Return whether this store may delete objects at the root of the place, which have no store's prefix."""
         return self._ownership.owns_legacy() if self._ownership is not None else True
 
     @property
     def state(self) -> OwnerState:
-        """Where the store stands, for people."""
+        """The state of ownership, for display."""
         if self._ownership is not None:
             return self._ownership.state
         with self._manifest.read() as txn:
             return OwnerState(object_location.NOT_NEEDED, txn.owner_epoch())
 
     def depose(self, error: StoreFenced) -> None:
-        """Have the directory remember that it was taken over: the next opening is refused at once."""
+        """Record in the directory that the store was taken over, so that the next opening is refused at once."""
         if self._ownership is not None:
             self._ownership.depose(error)
 
     def refuse_fenced(self) -> None:
-        """Raise `StoreFenced` if this directory remembers that it is behind."""
+        """Raise `StoreFenced` if the directory records that another owner has taken over."""
         if self._needs_owner:
             refuse_fenced(self._disk, self._path, self._epoch)
 
     def take_over(self, parent: Parent | None = None) -> OwnerState:
-        """Begin an owner epoch: whoever wrote to the place before is fenced. `parent` is where that owner ended, if known."""
+        """Begin a new owner epoch, which fences the previous owner. `parent` is where that owner's log ended, if known."""
         if self._ownership is None:
             raise InvalidInput(
-                "there is nothing to take over: the store's objects are its own, in its directory",
-                hint="open it; a copy of the directory is a store of its own",
+                "there is nothing to take over: the store's objects are in its own directory",
+                hint="open it directly; a copy of the directory is an independent store",
                 path=self._path,
             )
         parent = parent or Parent()
@@ -132,7 +133,7 @@ class ObjectRights:
             return txn.owner_epoch()
 
     def close(self) -> None:
-        """Give the connection back."""
+        """Close the connection to the object store."""
         with self._lock:
             raw, self._raw = self._raw, None
         if raw is not None:

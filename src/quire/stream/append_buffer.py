@@ -1,8 +1,9 @@
-"""Records that were appended to a stream and are not written yet: their ids, the blocks they become, and what `append`
-returns.
+"""The buffer of records that were appended to a stream and are not written yet. It assigns ids and forms blocks.
 
-A run is records that become one block; a batch that needs more than one block, or is an Arrow column, is a run of its own.
-Threads: any; one lock, around ids and what is pending. Raises `InvalidInput` for what is not records, `OutOfRange`."""
+A *run* is a sequence of records that become one block. A batch that needs more than one block, an Arrow column, or an append
+with an idempotency key is a separate run.
+
+Threads: any; one lock, for ids and pending records. Raises: `InvalidInput` for values that are not records, `OutOfRange`."""
 
 from __future__ import annotations
 
@@ -28,55 +29,55 @@ if TYPE_CHECKING:
 
 
 class Log(Protocol):
-    """What records are appended to."""
+    """The log to which records are appended."""
 
     durable: int
-    """The id behind the last durable record."""
+    """The id after the last durable record."""
     barrier: Barrier | None
-    """What an acknowledgement waits behind in mode `sync` of the archive."""
+    """The archive's barrier, which an acknowledgement waits for in mode `sync`."""
 
     def require(self) -> None:
-        """Raise what has made it unusable, if something has."""
+        """Raise the error that has made the log unusable, if any."""
 
-    def until(self, upto: int, turn: AppendRound) -> None:
-        """Return when everything below an id is durable; `DiskFull`: it is not, and never will be."""
+    def wait_durable(self, upto: int, append_round: AppendRound) -> None:
+        """Wait until everything below an id is durable. `DiskFull`: it is not, and never will be."""
 
-    def told(self, count: int) -> None:
-        """Somebody knows that so many of its records were refused."""
+    def mark_reported(self, count: int) -> None:
+        """Note that the refusal of `count` records was reported to their caller."""
 
 
 class Appended(msgspec.Struct, gc=False, eq=False):
-    """What `append` returns: the ids, at once; that they are durable, when asked.
+    """The return value of `append`: the ids at once, and durability on request.
 
-    A struct of C's making: one is made for every record, and takes a third of the time that a class of ours would.
+    A msgspec struct, because one is created for every append and takes a third of the time of a Python class.
     """
 
     _log: Log
-    _turn: AppendRound
+    _round: AppendRound
     record: int
-    """The id of the first record, unless they are refused."""
+    """The id of the first record, unless the records are refused."""
     count: int
-    _is_told: bool = False
-    """Whether `result` has said that they were refused."""
+    _is_reported: bool = False
+    """Whether `result` has reported that the records were refused."""
 
     @property
     def done(self) -> bool:
         """Whether the records are durable."""
         end = self.record + self.count
-        # The mark first, then the round: ids that were refused are given out again, so the mark alone proves nothing.
-        return self._log.durable >= end and self._turn.refused_from >= end
+        # The mark first, then the round: refused ids are assigned again, so the mark alone proves nothing.
+        return self._log.durable >= end and self._round.refused_from >= end
 
     def result(self) -> int:
-        """Return when the records are durable: the id of the first one.
+        """Wait until the records are durable, and return the id of the first one.
 
-        `DiskFull`: they are not and never will be, so they may be appended again. It is the same answer each time.
+        `DiskFull`: they are not and never will be, so they may be appended again. Repeated calls have the same outcome.
         """
         try:
-            self._log.until(self.record + self.count, self._turn)
+            self._log.wait_durable(self.record + self.count, self._round)
         except DiskFull:
-            if not self._is_told:
-                self._is_told = True
-                self._log.told(self.count)
+            if not self._is_reported:
+                self._is_reported = True
+                self._log.mark_reported(self.count)
             raise
         if (barrier := self._log.barrier) is not None:
             barrier.hold()
@@ -93,7 +94,7 @@ _BYTES = (bytes, bytearray, memoryview)
 Column: TypeAlias = Any
 """A `pyarrow.Array`."""
 Records: TypeAlias = "bytes | bytearray | memoryview | Sequence[bytes] | pa.Array | pa.ChunkedArray"
-"""What `append` takes: one record, or many."""
+"""The argument of `append`: one record, or many."""
 
 
 class Run(msgspec.Struct):
@@ -101,16 +102,16 @@ class Run(msgspec.Struct):
 
     first: int
     payloads: Any
-    """A list, or of a batch that came as a column the column or the body of its one block."""
+    """A list; for a batch given as an Arrow column, the column or the body of its single block."""
     size: int = BLOCK_BYTES
-    """What it may take."""
+    """The bytes that the run may take."""
     room: int = BLOCK_BYTES
-    """What its block still takes, at 4 bytes a record on top: so it has no more than `BLOCK_RECORDS_MAX`."""
+    """Bytes left in its block, counting 4 extra bytes per record: this also limits it to `BLOCK_RECORDS_MAX` records."""
     call: int = 0
-    """The idempotency key of the append, which is then alone in the run."""
+    """The idempotency key of the append, which is then the only one in the run."""
 
     def bodies(self) -> list[Body]:
-        """Those of its blocks."""
+        """Return the bodies of its blocks."""
         payloads = self.payloads
         if type(payloads) is Body:
             return [payloads]
@@ -122,33 +123,33 @@ class Run(msgspec.Struct):
         return [encode(payloads[start:stop]) for start, stop in parts(ends)]
 
 
-FULL = Run(0, [], 0, -1)
-"""Takes nothing."""
+FULL_RUN = Run(0, [], 0, -1)
+"""A run that accepts no records."""
 
 
-class Many(NamedTuple):
-    """Records that were given together."""
+class CheckedRecords(NamedTuple):
+    """The records of one append."""
 
     payloads: Any
     """As in `Run`."""
     records: int
     size: int
-    """What they take in blocks, heads left out."""
+    """The bytes that they take in blocks, without heads."""
     given: Any
 
     def largest(self) -> int:
-        """The size of the largest record: no more than `size`, which is asked first."""
+        """Return the size of the largest record. It is at most `size`, which is cheaper to check first."""
         given = self.given
         return max(map(len, given), default=0) if isinstance(given, list) else int(_sizes(given).max(initial=0))
 
     @property
     def is_small(self) -> bool:
-        """Whether they go into a block together with others."""
+        """Whether the records may share a block with other appends."""
         return type(self.payloads) is list and self.size <= BLOCK_BYTES and self.records <= BLOCK_RECORDS_MAX
 
 
 class Pending:
-    """What one stream has accepted and not written."""
+    """The pending records of one stream: accepted and not written."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class Pending:
         settings: StreamSettings,
         *,
         next_record: int,
-        asked: Callable[[], None],
+        request_sync: Callable[[], None],
         relieve: Callable[[AppendRound, int, int], None],
         calls: RecentKeys | None = None,
     ) -> None:
@@ -164,30 +165,30 @@ class Pending:
         self._log = log
         self._record_bytes_max = settings.record_bytes_max
         self._small_max = min(settings.record_bytes_max + 4, BLOCK_BYTES)
-        """What a record takes at most that shares a block with others."""
+        """The most bytes that a record may take in a shared block."""
         self._bytes_max = settings.pending_bytes_max
-        self._asked = asked
+        self._request_sync = request_sync
         self._relieve = relieve
-        """Writes what is pending, because it is too much; raises if that of (turn, first, count) was refused."""
+        """Writes the pending records when there are too many; raises if the append was refused."""
         self.require_writable: Callable[[], None] = lambda: None
-        """Raises if the stream takes no writes; set by the engine."""
+        """Raises if the stream accepts no writes; set by the engine."""
         # guarded by _lock
         self._lock = threading.Lock()
         self.next_record = next_record
         self._calls = calls if calls is not None else RecentKeys()
         self._runs: list[Run] = []
-        self._run: Run = FULL
-        """The last one, if more records may join it."""
+        self._run: Run = FULL_RUN
+        """The last run, if more records may join it."""
         self._bytes = 0
-        self._turn = AppendRound()
-        """Which appends a refusal would meet now."""
-        self._untold = 0
-        """Records that were refused without their appender knowing yet."""
+        self._round = AppendRound()
+        """The round of the appends that the next refusal affects."""
+        self._unreported = 0
+        """Refused records whose callers have not been notified yet."""
 
     def append(self, records: Records, *, key: bytes = b"") -> Appended:
-        """Add a record, or many: their ids are fixed now, and they are durable when the result's `result()` returns.
+        """Append one or more records. Their ids are assigned now; they are durable when `Appended.result` returns.
 
-        With a `key` they are added once, however often the call is repeated.
+        With a `key` they are appended once, however often the call is repeated.
         """
         self.require_writable()
         if type(records) is bytes and not key and (size := len(records) + 4) <= self._small_max:
@@ -198,28 +199,28 @@ class Pending:
                     run.payloads.append(records)
                     first = self.next_record
                     self.next_record = first + 1
-                    return Appended(self._log, self._turn, first, 1)
+                    return Appended(self._log, self._round, first, 1)
             return self._append_first(records, size)
         return self._append_many(
-            many([bytes(records)] if isinstance(records, _BYTES) else records), call_number(key) if key else 0
+            check_records([bytes(records)] if isinstance(records, _BYTES) else records), call_number(key) if key else 0
         )
 
     def _append_first(self, record: bytes, size: int) -> Appended:
-        """The same, if there was no run that it fits into."""
+        """Append one record that does not fit into the current run."""
         with self._lock:
             first = self._reserve(1)
             run = self._run
-            if size > run.room:  # somebody else may have begun one
+            if size > run.room:  # another thread may have begun one
                 run = self._begin_run(Run(first, []))
             run.room -= size
             run.payloads.append(record)
-            pending, turn = self._bytes, self._turn
+            pending, append_round = self._bytes, self._round
         if pending > self._bytes_max:
-            self._relieve(turn, first, 1)
-        return Appended(self._log, turn, first, 1)
+            self._relieve(append_round, first, 1)
+        return Appended(self._log, append_round, first, 1)
 
-    def _append_many(self, given: Many, call: int) -> Appended:
-        """The same, at leisure."""
+    def _append_many(self, given: CheckedRecords, call: int) -> Appended:
+        """Append many records, or records with an idempotency key."""
         limit = self._record_bytes_max
         if given.size > limit and (largest := given.largest()) > limit:
             hint = "split it, or raise stream.record_bytes_max"
@@ -227,9 +228,9 @@ class Pending:
         count = given.records
         with self._lock:
             if call and (done := self._calls.get(call)) is not None:
-                return Appended(self._log, self._turn, done, count)
+                return Appended(self._log, self._round, done, count)
             first = self._reserve(count)
-            if count and call:  # its blocks have the key, so they are its own
+            if count and call:  # its blocks carry the key, so no other append may share them
                 self._begin_run(Run(first, given.payloads, max(given.size, 1), -1, call))
                 self._calls.add(call, first)
             elif count and given.is_small:
@@ -240,13 +241,13 @@ class Pending:
                 run.room -= given.size
             elif count:
                 self._begin_run(Run(first, given.payloads, given.size, -1))
-            pending, turn = self._bytes, self._turn
+            pending, append_round = self._bytes, self._round
         if pending > self._bytes_max:
-            self._relieve(turn, first, count)
-        return Appended(self._log, turn, first, count)
+            self._relieve(append_round, first, count)
+        return Appended(self._log, append_round, first, count)
 
     def _reserve(self, count: int) -> int:
-        """The first of so many ids. REQUIRES the lock."""
+        """Reserve `count` ids and return the first. REQUIRES the lock."""
         self._log.require()
         first = self.next_record
         if first + count > U64_MAX:
@@ -255,9 +256,9 @@ class Pending:
         return first
 
     def _begin_run(self, run: Run) -> Run:
-        """REQUIRES the lock."""
+        """Add a run, to which later records may be appended. REQUIRES the lock."""
         if not self._runs:
-            self._asked()  # somebody should sync, if nobody waits for it
+            self._request_sync()  # the keeper syncs if no caller does
         self._runs.append(run)
         self._bytes += run.size
         self._run = run
@@ -265,89 +266,90 @@ class Pending:
 
     # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
     def take(self) -> list[Run]:
-        """What is to be written now; nobody adds to it any more."""
+        """Remove and return the pending runs. No record is added to them any more."""
         with self._lock:
             self._log.require()
-            runs, self._runs, self._run, self._bytes = self._runs, [], FULL, 0
+            runs, self._runs, self._run, self._bytes = self._runs, [], FULL_RUN, 0
         return runs
 
     def put_back(self, runs: list[Run]) -> None:
-        """What could not be written, in front of what came meanwhile."""
+        """Return runs that could not be written, ahead of those appended meanwhile."""
         with self._lock:
             self._runs[:0] = runs
             self._bytes += sum(run.size for run in runs)
 
-    def refuse(self, turn: AppendRound, upto: int, why: QuireError) -> int:
-        """Give up all that is pending, if something below `upto` of this turn is; how many records."""
+    def refuse(self, append_round: AppendRound, upto: int, why: QuireError) -> int:
+        """Discard all pending records, if one below `upto` of this round is pending; return how many."""
         with self._lock:
-            if turn is not self._turn or not self._runs or self._runs[0].first >= upto:
-                return 0  # refused, or written, since
+            if append_round is not self._round or not self._runs or self._runs[0].first >= upto:
+                return 0  # refused or written meanwhile
             first = self._runs[0].first
             for run in self._runs:
                 self._calls.discard(run.call)
             count, self.next_record = self.next_record - first, first
-            self._runs, self._run, self._bytes = [], FULL, 0
-            self._untold += count
-            self._turn = AppendRound()
-            turn.why = why
-            turn.refused_from = first  # last: whoever sees it finds the reason, and no id was given out again before
+            self._runs, self._run, self._bytes = [], FULL_RUN, 0
+            self._unreported += count
+            self._round = AppendRound()
+            append_round.why = why
+            # Last: readers of it find `why` set, and no id has been reassigned before.
+            append_round.refused_from = first
             return count
 
     def has_call(self, key: bytes) -> bool:
-        """Whether records with this idempotency key were appended lately."""
+        """Return whether records with this idempotency key were appended recently."""
         with self._lock:
             return self._calls.get(call_number(key)) is not None
 
     def newest_calls(self) -> tuple[tuple[int, int], ...]:
-        """Idempotency keys of the newest appends, with their first records."""
+        """Return the idempotency keys of the newest appends, with their first records."""
         with self._lock:
             return tuple(self._calls.newest())
 
     def end(self) -> tuple[int, AppendRound]:
-        """The id behind everything that was appended, and the turn it is of."""
+        """Return the id after the last appended record, and the current round."""
         with self._lock:
-            return self.next_record, self._turn
+            return self.next_record, self._round
 
-    def told(self, count: int) -> None:
-        """Somebody knows that so many of its records were refused."""
+    def mark_reported(self, count: int) -> None:
+        """Note that the refusal of `count` records was reported to their caller."""
         with self._lock:
-            self._untold = max(self._untold - count, 0)
+            self._unreported = max(self._unreported - count, 0)
 
-    def all_told(self) -> int:
-        """How many refused records nobody knew of; from here on somebody does."""
+    def take_unreported(self) -> int:
+        """Return how many refused records were not reported yet, and count them as reported."""
         with self._lock:
-            untold, self._untold = self._untold, 0
-        return untold
+            unreported, self._unreported = self._unreported, 0
+        return unreported
 
     def stop(self) -> None:
-        """Whoever appends next asks the log first, and hears what is wrong with it."""
+        """Have the next append check the log first, which raises its failure."""
         with self._lock:
-            self._run = FULL
+            self._run = FULL_RUN
 
     def forked(self) -> None:
-        """In the child of a fork() nobody holds the lock."""
+        """Replace the lock in the child of a fork(): the thread that held it does not exist there."""
         self._lock = threading.Lock()
-        self._run = FULL
+        self._run = FULL_RUN
 
 
-def many(records: Records) -> Many:
-    """The records of an append."""
+def check_records(records: Records) -> CheckedRecords:
+    """Check and measure the records of an append."""
     if type(records) is not list and (isinstance(records, str) or not isinstance(records, Sequence)):
         return _column(_binary(records))
     payloads = list(records)
     if any(type(payload) is not bytes for payload in payloads):
         raise InvalidInput("records must be bytes", hint="encode them first")
-    return Many(payloads, len(payloads), sum(map(len, payloads)) + 4 * len(payloads), payloads)
+    return CheckedRecords(payloads, len(payloads), sum(map(len, payloads)) + 4 * len(payloads), payloads)
 
 
-def _column(column: Column) -> Many:
+def _column(column: Column) -> CheckedRecords:
     count = len(column)
     if not count:
-        return Many([], 0, 0, [])
+        return CheckedRecords([], 0, 0, [])
     body = body_of_arrow(column)
     size = len(body.pieces[-1]) + 4 * count
     fits = size <= BLOCK_BYTES and count <= BLOCK_RECORDS_MAX
-    return Many(body if fits else column, count, size, column)
+    return CheckedRecords(body if fits else column, count, size, column)
 
 
 def _sizes(column: Column) -> Any:
@@ -355,7 +357,7 @@ def _sizes(column: Column) -> Any:
 
 
 def _binary(records: Column) -> Column:
-    """One binary column without nulls."""
+    """Convert a column to one binary array without nulls."""
     import pyarrow as pa
 
     if not isinstance(records, pa.Array | pa.ChunkedArray):
@@ -364,7 +366,7 @@ def _binary(records: Column) -> Column:
     if isinstance(records, pa.ChunkedArray):
         column = pa.concat_arrays(records.chunks) if records.num_chunks else pa.array([], pa.binary())
     if column.null_count:
-        raise InvalidInput("a record cannot be null", hint="drop the nulls, or fill them", nulls=column.null_count)
+        raise InvalidInput("a record cannot be null", hint="drop or fill the nulls", nulls=column.null_count)
     if column.type == pa.binary():
         return column
     if pa.types.is_string(column.type):

@@ -1,7 +1,9 @@
-"""Records as Arrow record batches: the schema, and how spans become batches.
+"""Converts spans of records to Arrow record batches, and defines their schema.
 
-Small spans are put together, which copies them; large ones become batches over the same bytes. Threads: `Batches` belongs to
-one. Importing this loads Arrow: readers do so with the first batch that is wanted."""
+Small spans are joined, which copies them; large ones become batches over the same bytes. Importing this module loads Arrow:
+readers import it for the first batch.
+
+Threads: `Batches` belongs to one."""
 
 from __future__ import annotations
 
@@ -20,16 +22,16 @@ SCHEMA = pa.schema(
         pa.field("payload", pa.binary(), nullable=False),
     ]
 )
-"""Of what `read_batches` yields."""
+"""The schema of the batches that `read_batches` yields."""
 _ID, _TIMESTAMP = SCHEMA.field(0).type, SCHEMA.field(1).type
 _over = pa.Array.from_buffers
 
 BATCH_ROWS = 65_536
-"""A batch that is put together from small spans has no more."""
+"""Most rows in a batch that is joined from small spans."""
 
 
 class Batches:
-    """Makes record batches of consecutive spans."""
+    """Converts consecutive spans to record batches."""
 
     __slots__ = ("_batch_bytes", "_first", "_ids", "_stamp", "_stamps")
 
@@ -39,11 +41,11 @@ class Batches:
         self._stamp, self._stamps = -1, _over(_TIMESTAMP, 0, [None, pa.py_buffer(b"")])
 
     def of(self, spans: Iterable[RecordSpan]) -> Iterator[Any]:
-        """Batches of all of them."""
+        """Yield the batches of all spans."""
         kept: list[RecordSpan] = []
         rows = size = 0
         for span in spans:
-            # A takeover in between: ids of a batch are consecutive. And a large span is not copied for a small one before it.
+            # Ids in a batch are consecutive, and a takeover leaves a gap. A large span is not copied to join a small one.
             if kept and (span.first_record != kept[-1].end_record or span.size_bytes >= self._batch_bytes):
                 yield self.make(kept)
                 kept, rows, size = [], 0, 0
@@ -57,7 +59,7 @@ class Batches:
             yield self.make(kept)
 
     def make(self, spans: list[RecordSpan]) -> Any:
-        """One record batch."""
+        """Return one record batch of all spans."""
         columns = [_column(span) for span in spans]
         payload = columns[0] if len(columns) == 1 else pa.concat_arrays(columns)
         first, rows = spans[0].first_record, len(payload)
@@ -68,11 +70,10 @@ class Batches:
         return pa.RecordBatch.from_arrays(columns_out, schema=SCHEMA)
 
     def _stamped(self, spans: list[RecordSpan], rows: int) -> Any:
-        """The timestamps of a batch."""
+        """Return the timestamps of a batch."""
         stamp = spans[0].timestamp_ms
-        if (
-            not isinstance(stamp, int) or spans[-1].last_ms != stamp
-        ):  # they never fall: all are the same if the last one is
+        # Timestamps never decrease: all are the same if the first and the last are.
+        if not isinstance(stamp, int) or spans[-1].last_ms != stamp:
             parts = [_each(span) for span in spans]
             stamps = parts[0] if len(parts) == 1 else np.concatenate(parts)
             return _over(_TIMESTAMP, rows, [None, pa.py_buffer(np.ascontiguousarray(stamps))])
@@ -83,7 +84,7 @@ class Batches:
 
 
 def batch_of(records: Iterable[StreamRecord]) -> pa.RecordBatch:
-    """One record batch of records that were read one by one; there is at least one."""
+    """Return one record batch of records that were read one by one. There must be at least one."""
     columns = [pa.array(values, field.type) for values, field in zip(zip(*records), SCHEMA)]
     return pa.record_batch(columns, schema=SCHEMA)
 

@@ -1,12 +1,12 @@
-"""The streams of a store: opens them, moves their segments in the background, and lets go of what was dropped.
+"""The streams of a store: opens them, moves their segments in the background, and removes dropped ones.
 
-The store's manifest has a row of kind `stream` for each; a stream's own manifest log is the truth about its segments (S1).
-Each is opened once per process; one that has become unusable (M12) is recovered by the next `open`. Those that nobody uses are
-closed, the longest unused first (N1). The mover, a thread, gives open streams a round of upkeep again and again: those that
-have changed, and those that rest now and then. Dropping a stream takes its row; its files and the objects of its log go with
-the next sweep, its segments' objects with the database's delete job.
+The store's manifest has a row of kind `stream` for each stream; its own manifest log is the truth about its segments (S1). Each
+stream is opened once per process; one that has become unusable (M12) is recovered by the next `open`. Unused streams are
+closed, the longest unused first (N1). The mover, a thread, runs rounds of upkeep over the open streams: in every round over
+those that have changed, and occasionally over resting ones. Dropping a stream removes its row; the next sweep removes its files
+and the objects of its log, and the database's delete job removes the objects of its segments.
 
-Threads: any. Raises `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`."""
+Threads: any. Raises: `UnknownDatabase`, `WrongKind`, `DatabaseTombstoned`, `ReadOnly`, `StoreClosed`, `StoreLocked`."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ if TYPE_CHECKING:
 
 
 RESTING_SECONDS = 30.0
-"""Between two rounds of upkeep for a stream that has not changed since a round that found nothing to do."""
+"""Seconds between rounds of upkeep for a stream that has not changed since a round that found nothing to do."""
 
 CLOSED_PER_ROUND = 64
-"""Idle streams that are closed in one round: each may sync, and opening others waits for it."""
+"""Idle streams closed in one round: each may sync, and opening other streams waits for it."""
 
 
 class StreamEngine:
@@ -90,7 +90,7 @@ class StreamEngine:
         background: bool = True,
         store_locked: bool = False,
     ) -> None:
-        """`store_locked`: the caller holds the store's lock, which covers those of the streams' logs."""
+        """`store_locked`: the caller holds the store's lock, which makes the locks of the streams' logs unnecessary."""
         # constant after construction
         self._manifest = manifest
         self._root = root
@@ -99,7 +99,7 @@ class StreamEngine:
         self._objects_url = objects_url
         self._open_store = open_store
         self._collect = collect
-        """Has objects of streams and their logs deleted (A3), by the URL of their place."""
+        """Passes objects of streams and their logs to the collector (A3), with the URL of their location."""
         self._settings = settings
         stored = load_mode(disk, root)
         self._log_settings = log_settings if stored is None else replace(log_settings, mode=stored)
@@ -113,9 +113,9 @@ class StreamEngine:
             open_max=settings.open_max, idle_seconds=settings.idle_seconds, clock=clock
         )
         self._resting: dict[int, tuple[object, float]] = {}
-        """Stream → how it was after a round that found nothing to do, and until when that is believed."""
+        """Stream → its mark after a round that found nothing to do, and the monotonic time until which it rests."""
         self._seen: set[int] = set()
-        """Ids of streams that were opened here."""
+        """Ids of streams that this engine has opened."""
         self._mover: threading.Thread | None = None
         self._closed = False
         manifest.env.fork_hooks.append(self._forked)
@@ -124,8 +124,8 @@ class StreamEngine:
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @may_change
     def open(self, db: int | str, *, create: bool = False) -> Stream:
-        """A stream, recovered; with `create` it is registered if there is none of this name. In a store that was opened for
-        reading: the stream, to be read."""
+        """Open and recover a stream; with `create`, register it first if its name is new. In a store that was opened for
+        reading, the stream can only be read."""
         with self._lock:
             self._require()
             if create and isinstance(db, str) and not self._is_known(db):
@@ -145,7 +145,7 @@ class StreamEngine:
             return stream
 
     def _usable(self, stream_id: int) -> Stream | None:
-        """An open stream that has not failed. REQUIRES the lock."""
+        """Return the stream if it is open and has not failed. REQUIRES the lock."""
         stream = self._open.get(stream_id)
         return stream if stream is not None and stream.failure is None else None
 
@@ -176,23 +176,23 @@ class StreamEngine:
         )
         stream.hot.barrier = self._manifest.barrier
         self._manifest.cover(stream)
-        stream.hot.refuse_by(Writability(self._manifest, stream_id).require)
+        stream.hot.set_write_check(Writability(self._manifest, stream_id).require)
         return stream
 
     def objects_url(self, stream_id: int) -> str:
-        """Where a stream's objects and those of its log are: its namespace, or the store's own object store."""
+        """Return the URL of a stream's objects and those of its log: its namespace, or the store's own object store."""
         with self._manifest.read() as txn:
             return txn.place_of(stream_id, self._objects_url)[1]
 
     def collect_of(self, stream_id: int, keys: Iterable[str]) -> None:
-        """Have objects of a stream deleted."""
+        """Pass objects of a stream to the collector."""
         self._collect(self.objects_url(stream_id), keys)
 
     @may_change
     def repair(self, db: int | str, *, apply: bool = False) -> StreamSurvey:
-        """See what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
+        """Determine what can be rebuilt of a stream whose manifest log is damaged or behind; with `apply`, rebuild it.
 
-        The stream is closed meanwhile, and afterwards: whoever opens it sees whether that was enough.
+        The stream is closed meanwhile and stays closed: the next `open` shows whether the repair was sufficient.
         """
         if self._manifest.read_only:
             refuse("the store", path=self._root)
@@ -215,13 +215,13 @@ class StreamEngine:
 
     @contextmanager
     def borrowed(self, db: int | str) -> Iterator[tuple[Stream, bool]]:
-        """A stream for a short while, and whether it was open anyway. One that was not is closed again, and nobody else
-        opens it meanwhile: a job over thousands of streams must not leave them all open."""
+        """Yield a stream for a short time, and whether it was already open. A stream that was not is closed again, and no other
+        thread opens it meanwhile: a job over thousands of streams must not leave them all open."""
         with self._lock:
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
-            known = self._usable(stream_id)
-            if known is None:
+            open_stream = self._usable(stream_id)
+            if open_stream is None:
                 stream = self.open(stream_id)
                 try:
                     yield stream, False
@@ -229,20 +229,20 @@ class StreamEngine:
                     self._open.pop(stream_id)
                     stream.close()
                 return
-        yield known, True
+        yield open_stream, True
 
     def _is_known(self, name: str) -> bool:
         with self._manifest.read() as txn:
             return txn.get(t.DB_NAMES, name) is not None
 
     def streams(self) -> list[Stream]:
-        """Those that are open."""
+        """Return the open streams."""
         with self._lock:
             return self._open.cores()
 
     @changes
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
-        """Keep a stream as it is now."""
+        """Take a snapshot of a stream as of now."""
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
             stream.sync()
             stream.seal()
@@ -251,26 +251,26 @@ class StreamEngine:
 
     @changes
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
-        """Streams are not forked: a record has one place, and a copy of a range is an append elsewhere."""
+        """Raise `WrongKind`: a record is in one stream only, and a range is copied by appending it to another stream."""
         hint = "append its `read_batches()` to a new stream"
         raise WrongKind("a stream cannot be forked", hint=hint, stream=db, name=new_name, at=at, options=options)
 
     def figures(self) -> list[LogFigures]:
-        """The figures of the manifest logs of open streams, by the design document's names."""
+        """Return the metrics of the manifest logs of open streams, under the design document's names."""
         return [] if self._manifest.read_only else [stream.figures() for stream in self.streams()]
 
     # ── manifest logs ─────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def mode(self) -> Mode:
-        """How much manifest logs are believed, of all streams: what `switch` said last, else quire.toml."""
+        """The mode of the manifest logs of all streams: the last one passed to `switch`, otherwise that of quire.toml."""
         return Mode(self._log_settings.mode)
 
     @changes
     def switch(self, mode: Mode | str) -> None:
-        """Change that, for the whole store: now for streams that are open, for the others when they are opened.
+        """Change the mode for the whole store: now for open streams, for all others when they are opened.
 
-        It is remembered, before the first stream is switched. A stream that cannot follow keeps its mode, and the first such
-        failure is raised after all were asked.
+        The mode is recorded before the first stream is switched. A stream that cannot be switched keeps its mode; the first
+        such failure is raised after all streams were tried.
         """
         try:
             wanted = Mode(mode)
@@ -307,7 +307,7 @@ class StreamEngine:
 
     @changes
     def tick(self, *, resting: bool = True) -> dict[int, Moved]:
-        """A round of upkeep for open streams, with or without those that rest; what was done."""
+        """Run a round of upkeep for open streams, with or without resting ones, and return what was done."""
         done = {}
         for stream in self.streams():
             if stream.failure is not None or (not resting and self._rests(stream)):
@@ -318,7 +318,7 @@ class StreamEngine:
                     self._resting.pop(stream.stream_id, None)
                 else:
                     self._resting[stream.stream_id] = (stream.mark(), self._clock.monotonic() + RESTING_SECONDS)
-            except DatabaseTombstoned:  # dropped meanwhile: whoever drops it sweeps
+            except DatabaseTombstoned:  # dropped meanwhile: the drop sweeps it
                 pass
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
@@ -331,12 +331,12 @@ class StreamEngine:
         return self._clock.monotonic() < until and mark == stream.mark()
 
     def close_idle(self) -> int:
-        """Close streams that nobody has used for a while, some at a time; how many."""
+        """Close streams that have been idle for a while, a limited number at a time; return how many."""
         with self._lock:
             return 0 if self._closed else self._close_unused(self._open.idle()[:CLOSED_PER_ROUND])
 
     def _close_unused(self, stream_ids: Iterable[int]) -> int:
-        """REQUIRES the lock: nobody opens one of them meanwhile."""
+        """Close streams and return how many. REQUIRES the lock, so that none of them is opened meanwhile."""
         count = 0
         for stream_id in stream_ids:
             stream = self._open.pop(stream_id)
@@ -345,13 +345,13 @@ class StreamEngine:
                 count += 1
                 try:
                     stream.close()
-                except QuireError as error:  # it is recovered by whoever opens it next
+                except QuireError as error:  # the next `open` recovers it
                     emit("error", "stream.close_failed", stream=stream_id, error=str(error))
         return count
 
-    # ── what was dropped ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── dropped streams ───────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
-        """Remove the directories and log objects of streams that have no row any more; how many streams."""
+        """Remove the directories and log objects of streams that no longer have a row; return how many streams."""
         removed = 0
         with self._lock:
             try:
@@ -366,10 +366,10 @@ class StreamEngine:
                     record = txn.database(stream_id)
                     if record is not None and record.kind is DbKind.STREAM and record.status is not DbStatus.TOMBSTONED:
                         live.add(stream_id)
-            known = self._manifest.first_db_id
+            first_db_id = self._manifest.first_db_id
             for name in names:
                 stream_id = parse_stream_home(name)
-                if stream_id is None or stream_id in live or not (stream_id in self._seen or stream_id < known):
+                if stream_id is None or stream_id in live or not (stream_id in self._seen or stream_id < first_db_id):
                     continue
                 removed += self._forget(stream_id)
         return removed
@@ -390,7 +390,7 @@ class StreamEngine:
         return True
 
     def _log_places(self, stream_id: int) -> list[tuple[str, tuple[str, ...]]]:
-        """(URL, prefixes) of where a stream's log may have objects: everywhere, if its row is gone and says no more."""
+        """Return (URL, prefixes) where a stream's log may have objects: every location, if its row is gone."""
         with self._manifest.read() as txn:
             place_id, url = txn.place_of(stream_id, self._objects_url)
             places = [(url, txn.object_prefixes(place_id))]
@@ -399,9 +399,9 @@ class StreamEngine:
                 places += [(row.url, txn.object_prefixes(number)) for number, row in named]
         return places
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close_stream(self, db: int | str) -> None:
-        """Close a stream; one that is not open is fine."""
+        """Close a stream if it is open."""
         with self._manifest.read() as txn:
             stream_id = txn.database_id(db) if isinstance(db, str) else db
         with self._lock:
@@ -410,7 +410,7 @@ class StreamEngine:
             stream.close()
 
     def close(self) -> None:
-        """Close every stream; raises the first failure after all are closed. A second time: nothing."""
+        """Close every stream, then raise the first failure. Closing twice is allowed."""
         self._stopping.set()
         mover = self._mover
         if mover is not None:

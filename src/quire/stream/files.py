@@ -1,7 +1,9 @@
-"""Where the files of one stream and of its manifest log are, the files made ahead for it, and the clock of its timestamps.
+"""The paths of a stream's files and of its manifest log, its preallocated files, and the clock of its timestamps.
 
-All names are built in `quire.durable.names`; this module joins them to a root and lists what is there. `.tmp` files, spares
-among them, are never read: they are swept when the stream is opened. Threads: any. Raises what the disk raises, `DiskFull`.
+All names are built in `quire.durable.names`; this module joins them to a root and lists directories. `.tmp` files, which
+include spares, are never read: they are removed when the stream is opened.
+
+Threads: any. Raises: what the disk raises, `DiskFull`.
 """
 
 from __future__ import annotations
@@ -56,21 +58,21 @@ class StreamFiles(msgspec.Struct, frozen=True):
         return os.path.join(self.root, stream_dir(self.stream_id, tier))
 
     def segment(self, tier: Tier, segment_id: int) -> str:
-        """The path of a segment's copy in a tier."""
+        """Return the path of a segment's copy in a tier."""
         name = StreamSegmentFile(stream_id=self.stream_id, tier=tier, segment_id=segment_id)
         return os.path.join(self.root, name.path)
 
     def spare(self, number: int) -> str:
-        """The path of a file that is to become a segment."""
+        """Return the path of a file that is to become a segment."""
         return os.path.join(self.root, spare_path(self.stream_id, number))
 
     def make(self) -> None:
-        """Make the directories."""
+        """Create the directories."""
         for tier in Tier:
             self.disk.make_dirs(self.folder(tier))
 
     def segments(self, tier: Tier) -> list[int]:
-        """The segments that have a file in a tier, in order."""
+        """Return the ids of the segments that have a file in a tier, in order."""
         try:
             names = self.disk.names(self.folder(tier))
         except FileNotFoundError:
@@ -78,7 +80,7 @@ class StreamFiles(msgspec.Struct, frozen=True):
         return sorted(number for name in names if (number := parse_segment_name(name)) is not None)
 
     def remove(self, tier: Tier, segment_ids: list[int]) -> None:
-        """Remove files of segments, durably; those that are gone already are fine."""
+        """Remove files of segments durably. Missing files are not errors."""
         for segment_id in segment_ids:
             with suppress(FileNotFoundError):
                 self.disk.remove(self.segment(tier, segment_id))
@@ -86,7 +88,7 @@ class StreamFiles(msgspec.Struct, frozen=True):
             self.disk.sync_dir(self.folder(tier))
 
     def sweep(self) -> int:
-        """Remove what a dead writer left half made; how many files."""
+        """Remove the temporary files that a dead writer left, and return how many."""
         removed = 0
         for folder in (self.folder(Tier.HOT), self.folder(Tier.WARM), self.home):
             left = [name for name in self.disk.names(folder) if name.endswith(TEMPORARY)]
@@ -99,7 +101,7 @@ class StreamFiles(msgspec.Struct, frozen=True):
 
 
 class StreamClock:
-    """A clock whose wall time never falls."""
+    """A clock whose wall time never goes back."""
 
     __slots__ = ("_clock", "_last_ms", "_lock", "monotonic")
 
@@ -116,7 +118,7 @@ class StreamClock:
             return self._last_ms
 
     def raise_to(self, timestamp_ms: int) -> None:
-        """No timestamp from here on is below this one."""
+        """Return no timestamp below this one from now on."""
         with self._lock:
             self._last_ms = max(self._last_ms, timestamp_ms)
 
@@ -128,9 +130,9 @@ class LogFiles(msgspec.Struct, frozen=True):
     root: str
     stream_id: int
     store_locked: bool = False
-    """Whether the caller owns the store: its lock covers that of the log."""
+    """Whether the caller holds the store's lock: the log then takes none."""
     store_id: str = ""
-    """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+    """The store's id, which the log's chunks carry. Empty if it is unknown: then chunks of any store are accepted."""
 
     @property
     def identity(self) -> Identity:
@@ -145,26 +147,26 @@ class LogFiles(msgspec.Struct, frozen=True):
         return os.path.join(self.root, ManifestLogLock(stream_id=self.stream_id).path)
 
     def chunk(self, index: int, *, temporary: bool = False) -> str:
-        """The path of a chunk."""
+        """Return the path of a chunk."""
         name = ManifestLogFile(stream_id=self.stream_id, chunk_index=index, temporary=temporary)
         return os.path.join(self.root, name.path)
 
     def snapshot(self, snapshot_id: int) -> str:
-        """The path of a snapshot."""
+        """Return the path of a snapshot."""
         return os.path.join(self.root, ManifestLogSnapshotFile(stream_id=self.stream_id, snapshot_id=snapshot_id).path)
 
     def chunks(self) -> list[int]:
-        """The indexes of the chunks that are here, in order."""
+        """Return the indexes of the local chunks, in order."""
         parsed = [parse_path(self._relative(name)) for name in self._names()]
         return sorted(file.chunk_index for file in parsed if isinstance(file, ManifestLogFile) and not file.temporary)
 
     def snapshots(self) -> list[int]:
-        """The ids of the snapshots that are here, newest first."""
+        """Return the ids of the local snapshots, newest first."""
         parsed = [parse_path(self._relative(name)) for name in self._names()]
         return sorted((file.snapshot_id for file in parsed if isinstance(file, ManifestLogSnapshotFile)), reverse=True)
 
     def sweep(self) -> int:
-        """Remove what a dead writer left half made; how many files."""
+        """Remove the temporary files that a dead writer left, and return how many."""
         left = [name for name in self._names() if name.endswith(TEMPORARY)]
         for name in left:
             with suppress(FileNotFoundError):
@@ -183,22 +185,23 @@ class LogFiles(msgspec.Struct, frozen=True):
         return f"{stream_dir(self.stream_id, 'manifest')}/{name}"
 
 
-# ── files made ahead ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── preallocated files ─────────────────────────────────────────────────────────────────────────────────────────────────
 SEGMENT_BYTES_MIN = 256 * KIB
-"""The first segment of a stream. Each further one has twice what the one before had used: larger only if that was filled."""
+"""Size of a stream's first segment. Each later one has twice the bytes that its predecessor used, so segments grow only while
+they are filled."""
 
 
 TRIM_BYTES_MIN = 4 * KIB
-"""Less than a block of the file system is not worth a call."""
+"""Freeing less than a block of the file system is not worth a call."""
 
 
 def next_bytes(used: int, limit: int) -> int:
-    """The size of a segment that follows one of which so much was used."""
+    """Return the size of a segment whose predecessor used `used` bytes."""
     return min(limit, max(SEGMENT_BYTES_MIN, 2 * aligned(used, ALIGN)))
 
 
 def trim(file: File, size: int) -> None:
-    """Give back what a sealed file does not use (N2). A failure costs space, and is mended when the stream is opened."""
+    """Truncate a sealed file to its used bytes (N2). A failure only costs space, and is corrected when the stream is opened."""
     try:
         if file.size() - size >= TRIM_BYTES_MIN:
             file.truncate(size)
@@ -207,11 +210,11 @@ def trim(file: File, size: int) -> None:
 
 
 class Spares:
-    """Files that are to become segments of one stream: made ahead and zero-filled, or taken over from segments that are gone.
+    """Files that are to become segments of one stream: preallocated and zero-filled, or recycled from removed segments.
 
-    One is kept ahead, not more; a full disk is `DiskFull` and changes nothing. What a taken-over file holds means nothing
-    in its new life: the header's salt is new, and every checksum depends on it. One lock around what is kept, none while a
-    file is made.
+    At most one is kept. A full disk is `DiskFull` and changes nothing. The old contents of a recycled file are invalid: the
+    header's salt is new, and every checksum depends on it. A lock guards the kept file; it is not held while a file is
+    created.
     """
 
     def __init__(self, files: StreamFiles) -> None:
@@ -228,7 +231,7 @@ class Spares:
         return self._kept is not None
 
     def prepare(self, size: int) -> bool:
-        """Make one, unless there is one; whether it is kept."""
+        """Preallocate a file unless one is kept; return whether the new one is kept."""
         if self.has_one or self._closed:
             return False
         file = preallocate(self._files.disk, self._files.spare(next(self._numbers)), size)
@@ -236,7 +239,7 @@ class Spares:
         return self._keep(file, size)
 
     def recycle(self, segment_id: int, size: int) -> bool:
-        """Take over the file of a segment that is gone, if it has about this size and none is kept; else it is left alone."""
+        """Take over the file of a removed segment if it has about this size and no file is kept; return False otherwise."""
         path, disk = self._files.segment(Tier.HOT, segment_id), self._files.disk
         if self.has_one or self._closed or not disk.exists(path) or not size * 3 // 4 <= disk.size(path) <= size:
             return False
@@ -246,7 +249,7 @@ class Spares:
         hit("stream.hot.recycled")
         file = disk.open(target)
         try:
-            file.allocate(size)  # a sealed file has only what it used
+            file.allocate(size)  # a sealed file was trimmed to its used bytes
         except StorageFault as fault:
             emit("info", "stream.not_recycled", path=target, error=str(fault))
             self._drop(file)
@@ -256,7 +259,7 @@ class Spares:
         return True
 
     def take(self, size: int) -> tuple[File, int]:
-        """A file of at least this size, and its size."""
+        """Return a file of at least this size, and its size."""
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None:
@@ -266,12 +269,12 @@ class Spares:
         return preallocate(self._files.disk, self._files.spare(next(self._numbers)), size), size
 
     def close(self) -> None:
-        """Give up what is kept."""
+        """Remove the kept file, and keep no more."""
         if (kept := self._end()) is not None:
             self._drop(kept)
 
     def abandon(self) -> None:
-        """The same as a crash would: the file stays, to be swept."""
+        """Close as a crash would: the kept file stays on disk until it is swept."""
         if (kept := self._end()) is not None:
             with suppress(StorageFault):
                 kept.close()
@@ -291,6 +294,6 @@ class Spares:
         return False
 
     def _drop(self, file: File) -> None:
-        with suppress(StorageFault, FileNotFoundError):  # what is left is swept at the next opening
+        with suppress(StorageFault, FileNotFoundError):  # a file that is left is swept at the next opening
             file.close()
             self._files.disk.remove(file.path)

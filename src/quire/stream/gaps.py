@@ -1,10 +1,11 @@
-"""Record ids that takeovers of the store have left out of a stream (A10).
+"""Gaps in a stream's record ids: the ids that takeovers of the store have skipped (A10).
 
-A stream begins a new range with its first opening after a takeover: the next record has the first number of the range, unless
-its own ids are beyond it. Whoever stood behind the last record goes on with the first one of the range; a position between the
-two was reached in records that are lost. Inside a segment ids have no gaps; a range begins with a segment of its own (P4).
+A stream begins a new range when it is first opened after a takeover: the next record has the first number of the range, unless
+its own ids are beyond it. A consumer positioned after the last record continues with the first record of the range; a position
+between the two was reached by reading records that are lost. Ids have no gaps inside a segment; a range begins with a new
+segment (P4).
 
-Pure functions, any thread. Raises `CursorLost`."""
+Threads: any (pure functions). Raises: `CursorLost`."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from itertools import pairwise
 from typing import Protocol
 
 from quire.core.errors import CursorLost
-from quire.core.timeline import Gap, Gaps, distance, lost_start, settled, step, step_back
+from quire.core.timeline import Gap, Gaps, distance, gap_of_start, skip_gap, step, step_back
 
 
 class Extent(Protocol):
-    """What a segment holds."""
+    """The range of records of a segment."""
 
     @property
     def base_record(self) -> int: ...
@@ -27,7 +28,7 @@ class Extent(Protocol):
 
 
 def gaps_between(stored: Gaps, segments: Sequence[Extent], range_starts: Container[int]) -> tuple[Gap, ...]:
-    """The gaps that are recorded, and those before a segment that begins one of the store's ranges. Any other hole between
+    """Return the recorded gaps and those before a segment that begins one of the store's ranges. Any other hole between
     segments is damage.
 
     >>> from types import SimpleNamespace as Segment
@@ -44,31 +45,33 @@ def gaps_between(stored: Gaps, segments: Sequence[Extent], range_starts: Contain
 
 
 def gaps_with_range(gaps: Gaps, own_end: int, first_number: int) -> tuple[Gap, ...]:
-    """The gaps of a stream whose records end before `own_end`, after the current range has begun. The same if it began before.
+    """Return the gaps of a stream whose records end before `own_end`, with the one before the current range. If the range has
+    begun already, they are unchanged.
 
     >>> gaps_with_range((), 8, 100), gaps_with_range((Gap(7, 100),), 8, 100), gaps_with_range((Gap(7, 100),), 8, 200)
     ((Gap(last=7, first=100),), (Gap(last=7, first=100),), (Gap(last=7, first=100), Gap(last=99, first=200)))
     """
-    end = settled(gaps, own_end)
+    end = skip_gap(gaps, own_end)
     return (*gaps, Gap(end - 1, first_number)) if first_number > end else tuple(gaps)
 
 
 def begin_at(gaps: Gaps, start: int) -> int:
-    """The id that reading from `start` on begins with; raises if `start` was reached in records that are lost."""
-    gap = lost_start(gaps, start)
+    """Return the id at which reading from `start` begins; raise `CursorLost` if `start` was reached by reading records that are
+    lost."""
+    gap = gap_of_start(gaps, start)
     if gap is not None:
         raise CursorLost(
             f"the records {gap.last + 1:,} to {start - 1:,} were lost when the store was taken over",
-            hint=f"undo what came of them, and continue with record {gap.first}; or begin again",
+            hint=f"undo their effects and continue with record {gap.first}, or start again",
             start=start,
             last_record=gap.last,
             first_record=gap.first,
         )
-    return settled(gaps, start)
+    return skip_gap(gaps, start)
 
 
 def count_records(gaps: Gaps, start: int, end: int) -> int:
-    """How many records there are from `start` to before `end`.
+    """Return the number of records from `start` to before `end`.
 
     >>> count_records((Gap(7, 100),), 6, 102), count_records((Gap(7, 100),), 8, 100)
     (4, 0)
@@ -77,7 +80,7 @@ def count_records(gaps: Gaps, start: int, end: int) -> int:
 
 
 def after_records(gaps: Gaps, start: int, count: int) -> int:
-    """Where `count` records from `start` on end.
+    """Return the position after `count` records from `start` on.
 
     >>> after_records((Gap(7, 100),), 6, 3)
     101
@@ -86,7 +89,7 @@ def after_records(gaps: Gaps, start: int, count: int) -> int:
 
 
 def before_records(gaps: Gaps, end: int, count: int) -> int:
-    """Where the last `count` records before `end` begin.
+    """Return the position at which the last `count` records before `end` begin.
 
     >>> before_records((Gap(7, 100),), 102, 3), before_records((Gap(7, 100),), 100, 3)
     (7, 5)
@@ -95,5 +98,5 @@ def before_records(gaps: Gaps, end: int, count: int) -> int:
 
 
 def of_positions(gaps: Iterable[Gap]) -> tuple[Gap, ...]:
-    """The gaps between positions, each of which is the id of the first record that was not read."""
+    """Convert gaps of record ids to gaps of positions, where a position is the id of the first unread record."""
     return tuple([Gap(gap.last + 1, gap.first + 1) for gap in gaps])

@@ -1,18 +1,20 @@
-"""Group commit: one thread writes and syncs what many threads have appended, and wakes them.
+"""Group commit: one thread writes and syncs the records of many threads, and wakes them.
 
-The leader writes and syncs for itself and for everyone who had appended by then; a sleeper waits for that sync or for the
-next one, each with a ring of its own. With nobody else about, a sync is a call: no thread in between. The baton is the duty
-to wake the next sleeper that has been served. A round is what was appended between two refusals: a full disk ends a round,
-and what is pending then is refused.
+The *leader* writes and syncs for itself and for every thread that had appended by then. A *sleeper* waits for that sync or for
+the next one, on its own ring. A single thread syncs with a direct call: no other thread is involved. The *baton* is the duty
+to wake the next sleeper that has been served. A *round* is the set of appends between two refusals: a full disk ends a round,
+and the records that are pending then are refused.
 
-No wake-up is lost. A sleeper registers before its last check, and a leader looks for sleepers after it has released its lock:
-either it sees the sleeper, or the sleeper sees that nobody leads. A sleeper that leaves without having been woken says so
-first and then checks its ring; whoever hands it the baton rings first and then checks: one of the two continues.
+No wake-up is lost. A sleeper registers before its last check, and a leader checks for sleepers after it has released its lock:
+either the leader sees the sleeper, or the sleeper sees that there is no leader. A sleeper that leaves without having been woken
+sets `is_gone` first and then checks its ring; the thread that passes it the baton rings first and then checks `is_gone`: one of
+the two passes the baton on.
 
-Why this is not `pages/sync_lanes.py`: there everybody has written, and a leader only syncs. Here it also encodes and writes
-for all of them, so that each needs the interpreter for a moment only, and waking them is the larger part of the work.
+Why this is not `pages/sync_lanes.py`: there every thread has written its own frames, and a leader only syncs. Here the leader
+also encodes and writes for all of them, so that each thread needs the interpreter only briefly, and waking the threads is the
+larger part of the work.
 
-Threads: any. Single steps of a deque are atomic; there is no lock but the leader's. Raises what the sync raises."""
+Threads: any. Single steps of a deque are atomic; the only lock is the leader's. Raises: what the sync raises."""
 
 from __future__ import annotations
 
@@ -24,15 +26,16 @@ from typing import Protocol
 from quire.core.errors import QuireError
 from quire.core.waiting import Ring
 
-MORE_GROUPS = 2
-"""What a leader waits longer than it must, in syncs: no more than those who come while it leads."""
+EXTRA_GROUPS = 2
+"""Further syncs that a leader may run for other threads after its own records are durable: the bound on its delay."""
 
-LOOK_SECONDS = 1.0
-"""A sleeper looks this often by itself: a signal handler that raises in the thread with the baton may have dropped it."""
+RECHECK_SECONDS = 1.0
+"""A sleeper checks at this interval without being woken: if a signal handler raises in the thread that has the baton, the baton
+may be lost."""
 
 
 class _Sleeper:
-    """A thread that waits."""
+    """A waiting thread."""
 
     __slots__ = ("is_gone", "ring", "upto")
 
@@ -43,37 +46,37 @@ class _Sleeper:
 
 
 class AppendRound:
-    """What was appended between two refusals; whoever appended has it, and learns from it whether it was refused."""
+    """The appends between two refusals. Each append keeps its round, which shows whether the append was refused."""
 
     __slots__ = ("refused_from", "why")
 
     def __init__(self) -> None:
-        # set once, before an id that was refused is given out again
+        # set once, before a refused id is assigned again
         self.refused_from: int = _NEVER
-        """The first id that was refused: this one and all behind it are not written, and never will be."""
+        """The first refused id: its record and all later ones of the round are not written, and never will be."""
         self.why: QuireError | None = None
 
     def error(self) -> QuireError:
-        """Why it was refused; a new one each time, because raising changes an exception."""
+        """Return the error of the refusal; a new one each time, because raising modifies an exception."""
         assert self.why is not None
         return type(self.why)(self.why.what, hint=self.why.hint, **self.why.where)
 
 
 _NEVER = 1 << 65
-"""No id is as high."""
-_KEPT = AppendRound()
-"""Of who appends where nothing is refused."""
+"""Above every id."""
+_NEVER_REFUSED = AppendRound()
+"""The round for logs that refuse nothing."""
 
 
 class Durable(Protocol):
-    """What is waited for."""
+    """The log whose records are waited for."""
 
     durable: int
-    """The id behind the last durable record."""
+    """The id after the last durable record."""
 
 
 class GroupCommit:
-    """Waits for ids to become durable; `sync` writes and syncs what is pending when it is called, and may raise."""
+    """Waits for ids to become durable. `sync` writes and syncs all records that are pending at its call, and may raise."""
 
     __slots__ = ("_leader", "_log", "_served", "_sync", "_waiting")
 
@@ -81,71 +84,71 @@ class GroupCommit:
         # constant after construction
         self._log = log
         self._sync = sync
-        # guarded by themselves
+        # synchronised by themselves
         self._leader = threading.Lock()
         self._waiting: deque[_Sleeper] = deque()
         self._served: deque[_Sleeper] = deque()
 
-    def until(self, upto: int, turn: AppendRound = _KEPT) -> None:
-        """Return when everything below an id is durable, or raise why it was refused.
+    def wait_durable(self, upto: int, append_round: AppendRound = _NEVER_REFUSED) -> None:
+        """Wait until everything below an id is durable, or raise the error of its refusal.
 
-        Refused ids are reused, so a durable mark above an id proves nothing to a refused caller: the round does, and is checked
+        Refused ids are reused, so a durable mark above an id proves nothing to a refused caller. The round does; it is checked
         before the mark and after it.
         """
-        while turn.refused_from >= upto:
+        while append_round.refused_from >= upto:
             if self._log.durable >= upto:
-                if turn.refused_from >= upto:
+                if append_round.refused_from >= upto:
                     return
             elif self._leader.acquire(False):
                 self._lead(upto)
             else:
                 self._sleep(upto)
-        raise turn.error()
+        raise append_round.error()
 
     def wake(self) -> None:
-        """Let every sleeper look again."""
+        """Wake every sleeper to check again."""
         for _ in range(len(self._waiting)):
             self._hand_over()
 
     def forked(self) -> None:
-        """In the child of a fork() nobody holds the lock, and nobody sleeps."""
+        """Reset in the child of a fork(), where no thread holds the lock and none sleeps."""
         self._leader = threading.Lock()
         self._waiting, self._served = deque(), deque()
 
     def _lead(self, upto: int) -> None:
-        """REQUIRES the leader's lock, and gives it back."""
+        """Sync for this thread and the sleepers. REQUIRES the leader's lock, and releases it."""
         try:
             if self._log.durable < upto:
                 self._sync()
             if self._waiting:
-                self._stay()
+                self._serve_further_groups()
         finally:
             self._leader.release()
             if self._waiting:
-                self._hand_over()  # the first of them leads, if nobody else does by then
+                self._hand_over()  # the first sleeper leads, unless another thread does by then
 
-    def _stay(self) -> None:
-        """Serve further groups after a sync. The disk then goes on at once, while those that were served wake up; a new leader
-        would first have to get the interpreter, for which all of them wait too."""
-        for _ in range(MORE_GROUPS):
-            self._look_after()
+    def _serve_further_groups(self) -> None:
+        """Serve further groups after a sync. The disk stays busy while the served threads wake up; a new leader would first
+        have to get the interpreter, for which all of them compete."""
+        for _ in range(EXTRA_GROUPS):
+            self._wake_served()
             if not self._waiting:
                 return
             try:
                 self._sync()
-            except Exception:  # our own records are durable: the others find out for themselves
+            except Exception:  # this thread's records are durable: the sleepers get the error from their own sync
                 return
-        self._look_after()
+        self._wake_served()
 
-    def _look_after(self) -> None:
-        """Begin to wake those who are served. REQUIRES the leader's lock."""
+    def _wake_served(self) -> None:
+        """Begin to wake the sleepers that are served. REQUIRES the leader's lock."""
         durable, waiting = self._log.durable, self._waiting
         try:
             for _ in range(len(waiting)):
                 sleeper = waiting.popleft()
                 (self._served if sleeper.upto <= durable else waiting).append(sleeper)
         except IndexError:
-            pass  # the leader before woke one meanwhile
+            pass  # the previous leader woke one meanwhile
         if self._served:
             self._pass_on()
 
@@ -158,8 +161,8 @@ class GroupCommit:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Wake the next sleeper only; it wakes the one behind it. Woken at once, all but one of them would find the interpreter
-        taken and go to sleep again (measured: twice as many context switches)."""
+        """Wake the next sleeper only; it wakes the one after it. If all were woken at once, all but one would find the
+        interpreter taken and sleep again (measured: twice as many context switches)."""
         try:
             while True:
                 sleeper = self._served.popleft()
@@ -175,10 +178,10 @@ class GroupCommit:
         woken = False
         try:
             while not woken and self._log.durable < upto and self._leader.locked():
-                woken = sleeper.ring.sleep(LOOK_SECONDS)
+                woken = sleeper.ring.sleep(RECHECK_SECONDS)
         finally:
             if not woken:
-                sleeper.is_gone = True
+                sleeper.is_gone = True  # before the ring is checked: `_pass_on` rings before it checks `is_gone`
                 woken = sleeper.ring.sleep(0)
             if woken and self._served:
                 self._pass_on()

@@ -1,18 +1,19 @@
-"""Where a stream is written: appended records become blocks of the open segment, a group of them with one sync.
+"""The write path of a stream: appended records become blocks of the open segment, with one sync for a group of appends.
 
-Pending records have an id and are not written yet; written ones are in the file, in a block; durable ones are synced: what a
-returned `result()` covers, and what readers see. Ids are given in `append`, in order and without gaps. An append is durable
-whole or not at all: its records are in one block, or in blocks of one segment of which only the last is a commit. Nothing is
-appended after a cut (P4): a log begins with no open segment, and opens a new one with its first block.
+Records are *pending* (they have an id and are not written), *written* (in a block of the file), or *durable* (synced). A
+returned `result()` covers durable records, and readers see only those. `append` assigns ids in order and without gaps. An
+append is durable as a whole or not at all: its records are in one block, or in blocks of one segment of which only the last is
+a commit. Nothing is appended after a cut (P4): a log starts without an open segment, and opens a new one for its first block.
 
-After a failed write or sync nobody knows what is on disk: `StoreUnusable` until the stream is opened again (M12). `DiskFull`
-means "not done, and never will be": a segment that cannot be made breaks nothing, and what is pending stays so until somebody
-is to be told; then all of it is refused, and its ids are given out again (`AppendRound`). Who does not ask for the result of
-an append is told by the next `sync`, `seal` or `close`. The background tells nobody, so it refuses nothing.
+After a failed write or sync the contents of the disk are unknown: `StoreUnusable` until the stream is reopened (M12).
+`DiskFull` means "not done, and never will be" (docs/decisions/020). If a segment cannot be created, the stream stays usable and
+the records stay pending until a caller must get an answer; then all pending records are refused, and their ids are assigned
+again (`AppendRound`). A caller that does not call `result()` gets the error from its next `sync`, `seal` or `close`. The
+background has no caller to report to, so it refuses nothing.
 
-Locks, in the order they are taken: `_writing` (file, segment, durable mark), that of `Pending` (ids and what is pending).
-Threads: any. Format page: `docs/formats/stream-segment.md`.
-Raises `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `InvalidInput`."""
+Threads: any. Locks, in the order in which they are taken: `_writing` (file, segment, durable mark), then the lock of `Pending`
+(ids and pending records). Format: docs/formats/stream-segment.md.
+Raises: `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `InvalidInput`."""
 
 from __future__ import annotations
 
@@ -58,17 +59,17 @@ class SegmentStart(NamedTuple):
     base_record: int
 
 
-class Newest(NamedTuple):
-    """Records that have just become durable: whoever waits for them need not read the file."""
+class LastSynced(NamedTuple):
+    """The records that became durable last, so that readers waiting for them need not read the file."""
 
     first: int
     timestamp_ms: int
     payloads: list[bytes]
-    """Nobody adds to it any more."""
+    """No longer appended to."""
 
 
 class ActiveSegment:
-    """The segment that is being written, and where its blocks are."""
+    """The segment that is being written, and the positions of its blocks."""
 
     __slots__ = ("capacity", "crc", "file", "firsts", "header", "offset", "offsets", "opened_at", "stamps", "written")
 
@@ -78,33 +79,34 @@ class ActiveSegment:
         self.capacity = capacity
         self.opened_at = opened_at
         self.offset = HEADER_BYTES
-        """Where the next block goes."""
+        """File offset of the next block."""
         self.written = header.base_record
-        """The id behind the last record in it."""
+        """The id after its last written record."""
         self.crc = crc64(header.encode())
         self.firsts, self.offsets, self.stamps = array("Q"), array("Q"), array("Q")
-        """Of its blocks. Appended to by the writer alone; readers look at those below the durable mark."""
+        """First record, file offset and timestamp of each block. Only the writer appends; readers use the blocks below the
+        durable mark."""
 
     @property
     def segment_id(self) -> int:
         return self.header.segment_id
 
     def sealed(self) -> SegmentEnd:
-        """What it is when it ends now."""
+        """Return the description of the segment if it ends now."""
         header = self.header
         return SegmentEnd(header.segment_id, header.base_record, self.written, self.offset, self.crc, len(self.offsets))
 
 
 BUFFER_BYTES_MAX = 1 << 20
-"""What a stream keeps at most to encode in; a larger run has memory of its own."""
+"""Largest encoding buffer that a stream keeps; a larger run gets its own memory."""
 BUFFER_STEP = 4 * KIB
 
 Roll = Callable[[SegmentEnd | None, SegmentStart | None], None]
-"""Says durably that a segment ended, and that the next one begins."""
+"""Records durably that a segment ended and that the next one begins."""
 
 
 class HotLog:
-    """The open end of one stream."""
+    """The writable end of one stream."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class HotLog:
         *,
         next_segment: int,
         next_record: int,
-        asked: Callable[[], None] = lambda: None,
+        request_sync: Callable[[], None] = lambda: None,
         check_owner: Callable[[], None] = lambda: None,
         reserve: Callable[[], None] = lambda: None,
         calls: RecentKeys | None = None,
@@ -127,11 +129,11 @@ class HotLog:
         self._roll = roll
         self._check_owner = check_owner
         self._reserve = reserve
-        """Has room made for what `roll` will say, so that a full disk is known before anything has happened."""
+        """Reserves space in the manifest log for what `roll` records, so that a full disk fails before anything has changed."""
         self._group = GroupCommit(self, self._sync)
         self.spares = Spares(files)
         self.waiters = Waiters()
-        """Threads that wait for records to become durable."""
+        """Readers that wait for records to become durable."""
         # guarded by _writing
         self._writing = threading.RLock()
         self.segment: ActiveSegment | None = None
@@ -139,41 +141,46 @@ class HotLog:
         self._next_segment = next_segment
         self._used_bytes = 0
         self.durable = next_record
-        """The id behind the last durable record."""
+        """The id after the last durable record."""
         self.syncs = 0
-        self.newest = Newest(0, 0, [])
-        # only ever set
+        self.last_synced = LastSynced(0, 0, [])
+        # set, never cleared
         self.failure: QuireError | None = None
         self.barrier: Barrier | None = None
-        """What whoever waits for records waits behind (A9)."""
+        """The archive's barrier, which `result()` waits for in mode `sync` (A9)."""
         pending = self._pending = Pending(
-            self, settings, next_record=next_record, asked=asked, relieve=self._relieve, calls=calls or RecentKeys()
+            self,
+            settings,
+            next_record=next_record,
+            request_sync=request_sync,
+            relieve=self._relieve,
+            calls=calls or RecentKeys(),
         )
-        self.append, self.told = pending.append, pending.told
+        self.append, self.mark_reported = pending.append, pending.mark_reported
 
     def has_call(self, key: bytes) -> bool:
-        """Whether records with this idempotency key were appended lately."""
+        """Return whether records with this idempotency key were appended recently."""
         return self._pending.has_call(key)
 
     @property
     def calls(self) -> tuple[tuple[int, int], ...]:
-        """Idempotency keys of the newest appends, with their first records: for when their segment is sealed."""
+        """Idempotency keys of the newest appends, with their first records; recorded when their segment is sealed."""
         return self._pending.newest_calls()
 
-    def refuse_by(self, require_writable: Callable[[], None]) -> None:
-        """Have every append ask this first, which raises if the stream takes no writes."""
+    def set_write_check(self, require_writable: Callable[[], None]) -> None:
+        """Have every append first call this function, which raises if the stream accepts no writes."""
         self._pending.require_writable = require_writable
 
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _relieve(self, turn: AppendRound, first: int, count: int) -> None:
-        """Too much is pending: the appending thread writes it, and what is wrong with the disk is told here."""
+    def _relieve(self, append_round: AppendRound, first: int, count: int) -> None:
+        """Write pending records on the appending thread, because there are too many. A full disk is raised here."""
         try:
             with self._writing:
                 self._write_out()
         except DiskFull as full:
-            self._refuse(turn, first + count, full)
-            if turn.refused_from < first + count:
-                self.told(count)
+            self._refuse(append_round, first + count, full)
+            if append_round.refused_from < first + count:
+                self.mark_reported(count)
                 raise
 
     @property
@@ -183,7 +190,7 @@ class HotLog:
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _write_out(self, *, sync: bool = False) -> None:
-        """Write what is pending; `sync`: and make it durable. REQUIRES `_writing`."""
+        """Write the pending records; with `sync`, make them durable. REQUIRES `_writing`."""
         runs = self._pending.take()
         done = 0
         try:
@@ -193,7 +200,7 @@ class HotLog:
         except BaseException:
             self._pending.put_back(runs[done:])  # nothing of this run is written, or the stream has failed
             if sync and self.failure is None:
-                self._sync_written()  # who is told of a full disk must know what of its own is durable
+                self._sync_written()  # a caller that gets `DiskFull` must know which of its records are durable
             raise
         if sync:
             self._sync_written()
@@ -209,28 +216,34 @@ class HotLog:
             raise
         self._synced(segment)
 
-    def _refuse(self, turn: AppendRound, upto: int, full: DiskFull) -> None:
-        """Give up everything that is pending, if something below `upto` of this turn is."""
-        with self._writing:  # nobody is writing what is refused
-            count = self._pending.refuse(turn, upto, full)
+    def _refuse(self, append_round: AppendRound, upto: int, full: DiskFull) -> None:
+        """Refuse all pending records, if one below `upto` of this round is pending."""
+        with self._writing:  # no thread may be writing records that are being refused
+            count = self._pending.refuse(append_round, upto, full)
         if count:
-            emit("warning", "stream.refused", stream=self._files.stream_id, records=count, first=turn.refused_from)
+            emit(
+                "warning",
+                "stream.refused",
+                stream=self._files.stream_id,
+                records=count,
+                first=append_round.refused_from,
+            )
             self._group.wake()
 
-    def until(self, upto: int, turn: AppendRound) -> None:
-        """Return when everything below an id is durable; `DiskFull`: it is not, and never will be."""
+    def wait_durable(self, upto: int, append_round: AppendRound) -> None:
+        """Wait until everything below an id is durable. `DiskFull`: it is not, and never will be."""
         while True:
             try:
-                return self._group.until(upto, turn)
+                return self._group.wait_durable(upto, append_round)
             except DiskFull as full:
-                self._refuse(turn, upto, full)
-                if turn.refused_from < upto:
+                self._refuse(append_round, upto, full)
+                if append_round.refused_from < upto:
                     raise
 
     def _write(self, run: Run, *, sync: bool) -> None:
-        """Encode a run and write it, in the open segment or in the next; `sync`: durably, if all before it is.
+        """Encode a run and write it to the open segment, or to the next one if it does not fit.
 
-        REQUIRES `_writing`.
+        With `sync` the write is durable, unless written records before it are not. REQUIRES `_writing`.
         """
         bodies = run.bodies()
         need = bodies[0].block_bytes if len(bodies) == 1 else sum(body.block_bytes for body in bodies)
@@ -256,7 +269,7 @@ class HotLog:
             self._poison(error)
             raise
         hit("stream.hot.written")
-        for mark in marks:  # not before it is written: a run that was not is written once more
+        for mark in marks:  # only after the write: a run that was not written is written again
             segment.firsts.append(mark[0])
             segment.offsets.append(mark[1])
             segment.stamps.append(stamp)
@@ -264,12 +277,12 @@ class HotLog:
         if sync:
             self._synced(segment)
             if type(run.payloads) is list and run.size <= BLOCK_BYTES:
-                self.newest = Newest(run.first, stamp, run.payloads)
+                self.last_synced = LastSynced(run.first, stamp, run.payloads)
 
     def _synced(self, segment: ActiveSegment) -> None:
         hit("stream.hot.synced")
         try:
-            self._check_owner()  # nothing is acknowledged that a second owner may already have cut off
+            self._check_owner()  # acknowledge nothing that a second owner may already have cut off
         except StoreFenced as error:
             self._poison(error)
             raise
@@ -277,7 +290,7 @@ class HotLog:
         self.durable = segment.written
 
     def _buffer(self, size: int) -> memoryview:
-        """Where a run is encoded: the same memory each time, which is in the processor's cache. REQUIRES `_writing`."""
+        """Return the buffer for encoding a run. It is reused, so that it stays in the CPU's cache. REQUIRES `_writing`."""
         if size > len(self._kept):
             if size > BUFFER_BYTES_MAX:
                 return memoryview(bytearray(size))
@@ -285,23 +298,26 @@ class HotLog:
         return self._kept[:size]
 
     def sync(self) -> None:
-        """Return when everything that was appended is durable; `DiskFull` if something was refused that nobody knows of."""
+        """Wait until everything that was appended is durable; `DiskFull` if a refusal has not been reported to any caller."""
         try:
-            self.until(*self._pending.end())
+            self.wait_durable(*self._pending.end())
         finally:
-            untold = self._pending.all_told()
-        if untold:
-            hint = "free space, then append them again"
+            unreported = self._pending.take_unreported()
+        if unreported:
+            hint = "free up space, then append them again"
             raise DiskFull(
-                "the disk was full and records were refused", hint=hint, records=untold, stream=self._files.stream_id
+                "the disk was full and records were refused",
+                hint=hint,
+                records=unreported,
+                stream=self._files.stream_id,
             )
 
     def sync_quietly(self) -> None:
-        """The same for the background: a full disk is raised, and refuses nothing."""
-        self._group.until(*self._pending.end())
+        """Do the same for the background: a full disk raises, and refuses nothing."""
+        self._group.wait_durable(*self._pending.end())
 
     def _sync(self) -> None:
-        """Write and sync everything that is pending, for all who wait. One at a time: `GroupCommit` calls it."""
+        """Write and sync all pending records, for all waiting threads. `GroupCommit` runs one call at a time."""
         with self._writing:
             self._write_out(sync=True)
         if self.waiters:
@@ -309,7 +325,7 @@ class HotLog:
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def seal(self, *, quietly: bool = False) -> bool:
-        """Sync, and end the open segment; False if there is none. `quietly`: see `sync_quietly`."""
+        """Sync and seal the open segment; return False if there is none. `quietly`: see `sync_quietly`."""
         if quietly:
             self.sync_quietly()
         else:
@@ -326,27 +342,27 @@ class HotLog:
         return True
 
     def seconds_until_seal(self) -> float | None:
-        """In how many seconds the open segment is old enough to be sealed; `None` if there is none."""
+        """Return the seconds until the open segment is old enough to be sealed; `None` if there is none."""
         segment = self.segment
         if segment is None:
             return None
         return segment.opened_at + self._settings.seal_seconds - self._clock.monotonic()
 
     def is_due(self) -> bool:
-        """Whether the open segment is old enough to be sealed."""
+        """Return whether the open segment is old enough to be sealed."""
         seconds = self.seconds_until_seal()
         return seconds is not None and seconds <= 0
 
     def _next_open(self, first: int, need: int) -> ActiveSegment:
-        """End the open segment and begin the next, with room for so many bytes. REQUIRES `_writing`."""
+        """End the open segment and begin the next, with room for `need` bytes of blocks. REQUIRES `_writing`."""
         before = self.segment
         if before is not None:
             self._used_bytes = before.capacity
         size = max(next_bytes(self._used_bytes, self._settings.segment_bytes), aligned(HEADER_BYTES + need, ALIGN))
         self._reserve()
-        file, size = self.spares.take(size)  # this or that may raise `DiskFull`: nothing has happened yet
+        file, size = self.spares.take(size)  # both lines may raise `DiskFull`: nothing has changed yet
         segment_id = self._next_segment
-        salt = int.from_bytes(os.urandom(8), "little") or 1  # `secrets` would do the same, and load OpenSSL
+        salt = int.from_bytes(os.urandom(8), "little") or 1  # not `secrets`: it would load OpenSSL
         header = StreamSegmentHeader(self._files.stream_id, segment_id, first, self._clock.now_ms(), salt)
         header = StreamSegmentHeader.decode(header.encode())
         try:
@@ -355,7 +371,7 @@ class HotLog:
             hit("stream.hot.header")
             self._files.disk.rename(file.path, self._files.segment(Tier.HOT, segment_id))
             hit("stream.hot.renamed")
-            # Header and name are durable, and the log knows the segment (`_end`), before its first block is written.
+            # Header and name are durable, and the log has the segment (`_end`), before its first block is written.
             self._files.disk.sync_dir(self._files.folder(Tier.HOT))
         except BaseException as error:
             with suppress(StorageFault):
@@ -368,11 +384,11 @@ class HotLog:
         return opened
 
     def _end(self, opened: ActiveSegment | None) -> None:
-        """The open segment takes no more blocks; `opened` does. REQUIRES `_writing`."""
+        """End the open segment and continue with `opened`. REQUIRES `_writing`."""
         before = self.segment
         try:
             if before is not None and before.written > self.durable:
-                before.file.sync()  # before the next one gets a block: nothing survives whose past does not
+                before.file.sync()  # before the next one gets a block: no record may survive without its predecessors
                 self.durable = before.written
             sealed = None if before is None else before.sealed()
             self._roll(sealed, None if opened is None else SegmentStart(opened.segment_id, opened.header.base_record))
@@ -386,34 +402,34 @@ class HotLog:
         if before is not None:
             if opened is None:
                 self._used_bytes = min(before.offset, before.capacity)
-            trim(before.file, before.offset)  # after the log knows that it ends here
+            trim(before.file, before.offset)  # after the log has recorded its end
             before.file.close()
 
     def prepare(self) -> bool:
-        """Make the next segment's file, if the open one is half full and there is none; whether one was made."""
+        """Preallocate the next segment's file if the open one is half full and no spare exists; return whether it did."""
         segment = self.segment
         if segment is None or segment.offset * 2 < segment.capacity or self.failure is not None:
             return False
         return self.spares.prepare(next_bytes(segment.capacity, self._settings.segment_bytes))
 
     def recycle(self, segment_id: int) -> bool:
-        """Take the file of a segment that is evicted as the next spare; False if it is of no use here."""
+        """Reuse the file of an evicted segment as the next spare; return False if it is not suitable."""
         return self.failure is None and self.spares.recycle(segment_id, self._settings.segment_bytes)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is written or sealed for the length of a block."""
+        """Suspend writing and sealing while the context is held."""
         with self._writing:
             yield
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Sync and seal what there is; then take nothing more."""
+        """Sync and seal the open segment, then accept no more records."""
         try:
             if self.failure is None:
                 try:
                     self.sync()
-                finally:  # what is durable is sealed, whatever was refused
+                finally:  # durable records are sealed even if others were refused
                     if self.failure is None:
                         self._seal()
                         self.spares.close()
@@ -421,7 +437,7 @@ class HotLog:
             self.abandon(StoreClosed("the stream is closed", hint="open it again", stream_id=self._files.stream_id))
 
     def abandon(self, why: QuireError) -> None:
-        """Take nothing more and close the files; what is not durable is left to recovery."""
+        """Accept no more records and close the files; records that are not durable are left to recovery."""
         if self.failure is None or isinstance(why, StoreClosed):
             self.failure = why
         self._pending.stop()
@@ -433,27 +449,27 @@ class HotLog:
         self.waiters.wake()
 
     def forked(self) -> None:
-        """In the child of a fork(): the files are the parent's, and nobody holds the locks (M12)."""
-        self.failure = StoreClosed("the stream belongs to the parent of this fork()", hint="open the store again")
+        """Make the log unusable in the child of a fork(): the files are the parent's, and no thread holds the locks (M12)."""
+        self.failure = StoreClosed("the stream was opened by the parent of a fork()", hint="open the store again")
         self._writing = threading.RLock()
         self._pending.forked()
         self._group.forked()
         self.waiters = Waiters()
 
     def require(self) -> None:
-        """Raise what has made the stream unusable, if something has."""
+        """Raise the error that has made the stream unusable, if any."""
         if (why := self.failure) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where) from why.__cause__
 
     def _poison(self, error: BaseException) -> None:
-        """Take no more records until the stream is reopened. A full disk is told as what it is here: nobody knows what
-        is on it, and `DiskFull` would say "not done"."""
+        """Accept no more records until the stream is reopened. `DiskFull` becomes `StoreUnusable` here: the contents of the
+        disk are unknown, and `DiskFull` would mean "not done"."""
         if self.failure is None:
             what = f"the stream's segment failed: {error}"
             hint = "fix the cause, reopen the stream, and check what it holds before appending again"
             self.failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
-            self._pending.stop()  # who appends next finds no room, and then the failure
+            self._pending.stop()  # the next append finds no room in the run, and then raises the failure
             emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")
         self.waiters.wake()
         if isinstance(error, DiskFull):
-            raise self.failure from self.failure.__cause__  # the first trouble, also if this one came later
+            raise self.failure from self.failure.__cause__  # the first failure, even if this one came later

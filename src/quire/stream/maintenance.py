@@ -1,11 +1,11 @@
-"""One round of a stream's upkeep: unfinished moves go on, due ones begin, budgets are kept.
+"""One round of a stream's upkeep: continues unfinished moves, begins due ones, and enforces budgets.
 
-An object store that fails is left alone for a while, longer each time; what needs it waits, nothing else does. A segment that
-is damaged is reported once and left alone. Tier 2 is listed once after opening and compared with the log: what is missing
-there is sent again from this disk; segments that are in neither place are marked `NEEDS_REPAIR` in the log until they are
-back or retired.
+An object store that fails is not used for a while, longer after each failure; only the moves that need it wait. A damaged
+segment is reported once and then skipped. After opening, tier 2 is listed once and compared with the log: missing objects are
+uploaded again from the local copy; segments without any copy are marked `NEEDS_REPAIR` in the log until they reappear or are
+retired.
 
-Threads: one round at a time. Raises `StoreUnusable`, `StoreClosed`; other trouble is reported, and tried again."""
+Threads: one round at a time. Raises: `StoreUnusable`, `StoreClosed`; other errors are reported, and the move is retried."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RETRY_SECONDS_MAX = 60.0
 
 
 class Moved(msgspec.Struct):
-    """What a round did."""
+    """The result of a round."""
 
     compressed: int = 0
     uploaded: int = 0
@@ -38,7 +38,7 @@ class Moved(msgspec.Struct):
     hydrated: int = 0
     retired: int = 0
     failed: str = ""
-    """Why the object store could not be used, if it could not."""
+    """The error of the object store, if it failed; otherwise empty."""
 
     @property
     def total(self) -> int:
@@ -46,7 +46,7 @@ class Moved(msgspec.Struct):
 
 
 class StreamMaintenance:
-    """Keeps one stream."""
+    """Runs the upkeep of one stream."""
 
     def __init__(
         self, tiers: Tiers, ledger: Ledger, state: StreamState, settings: StreamSettings, clock: Clock
@@ -65,21 +65,21 @@ class StreamMaintenance:
         self._retry_at = clock.monotonic()
         self._is_reconciled = False
         self.object_bytes: dict[int, int] = {}
-        """How long the objects are that the log was not told of when they were made."""
+        """Sizes in bytes of objects whose size the log does not have."""
 
     @property
     def retention(self) -> Retention:
-        """What holds for the stream: its own, or the store's."""
+        """The retention in effect: the stream's own, or the store's."""
         settings = self._settings
         return self._state.stored.retention or Retention(seconds=settings.retain_seconds, bytes=settings.retain_bytes)
 
     def stop(self) -> None:
-        """Let the round that is under way end; no other one begins."""
+        """Wait for the current round to end, and start no other."""
         with self._round:
             self._is_over = True
 
     def tick(self) -> Moved:
-        """One round."""
+        """Run one round."""
         done = Moved()
         with self._round:
             if self._is_over:
@@ -88,25 +88,25 @@ class StreamMaintenance:
             self._reconcile(done)
             self._retire(done)
             self._compress(done)
-            self._far(done)
+            self._move_remote(done)
             self._evict(done)
             ticked = self._ledger.guarded(self._ledger.log.tick)
             done.failed = done.failed or (ticked.failed if ticked is not None else "")
             self._ledger.watch()
         return done
 
-    # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── moves ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def retire(self) -> int:
-        """Let go what retention says; how many segments."""
+        """Remove the segments that retention allows, and return their number."""
         done = Moved()
         with self._round:
             self._retire(done, now=True)
         return done.retired
 
     def _reconcile(self, done: Moved) -> None:
-        """Compare tier 2 with the log and send again what is missing there. What the object store cannot do now is
-        tried in a later round."""
-        if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._may_ask():
+        """Compare tier 2 with the log, and upload missing objects again. If the object store fails, a later round tries
+        again."""
+        if self._is_reconciled or self._ledger.mode is not Mode.ON or not self._store_is_due():
             return
         objects: dict[str, int] = {}
 
@@ -122,7 +122,7 @@ class StreamMaintenance:
         for segment in remote:
             if segment.key in objects:
                 if segment.segment_id in self._ledger.index.needs_repair:
-                    self._ledger.tell((CustomEvent(Schema.REPAIRED), segment.segment_id))
+                    self._ledger.record_steps((CustomEvent(Schema.REPAIRED), segment.segment_id))
                 if not segment.warm_bytes:
                     self.object_bytes[segment.segment_id] = objects[segment.key]
                 continue
@@ -135,12 +135,13 @@ class StreamMaintenance:
         self._is_reconciled = True
 
     def _lost(self, segment_id: int) -> None:
-        """A segment's only copy is an object that is not there: the log says so until it is there again, or retired."""
+        """Mark a segment whose only copy is a missing object. The log has the mark until the object reappears or the segment is
+        retired."""
         self._damaged.add(segment_id)
         segment = self._ledger.view.get(segment_id)
         if segment is None or segment_id in self._ledger.index.needs_repair or not segment.is_remote:
             return
-        self._ledger.tell((CustomEvent(Schema.NEEDS_REPAIR), segment_id))
+        self._ledger.record_steps((CustomEvent(Schema.NEEDS_REPAIR), segment_id))
         emit(
             "error",
             "stream.needs_repair",
@@ -152,17 +153,17 @@ class StreamMaintenance:
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
         consumers = list(self._state.stored.consumers.values())
-        going = [segment for segment in view if segment.is_going]
-        segments = going + [
+        being_removed = [segment for segment in view if segment.is_being_removed]
+        segments = being_removed + [
             segment
             for segment in due(view.sealed, self.retention, consumers, now_ms=self._clock.now_ms())
-            if segment not in going
+            if segment not in being_removed
         ]
         for segment in segments:
             needs_store = segment.state.remote not in (Remote.NONE, Remote.DELETED)
-            if needs_store and not (now or self._may_ask()):
-                return  # only the oldest go: the others wait for it
-            self._damaged.discard(segment.segment_id)  # nothing of it is read: what is damaged may go too
+            if needs_store and not (now or self._store_is_due()):
+                return  # segments are retired oldest first: the later ones wait
+            self._damaged.discard(segment.segment_id)  # retiring reads nothing: a damaged segment may be retired too
             if not self._try(done, segment.segment_id, self._tiers.retire, raising=now):
                 return
             done.retired += 1
@@ -174,15 +175,15 @@ class StreamMaintenance:
             if (begun or wanted) and self._try(done, segment.segment_id, self._tiers.compress):
                 done.compressed += 1
 
-    def _far(self, done: Moved) -> None:
-        """What needs the object store: uploads, and hydrations that were begun."""
+    def _move_remote(self, done: Moved) -> None:
+        """Make the moves that need the object store: uploads, and unfinished hydrations."""
         for segment in self._ledger.view.sealed:
             state = segment.state
             begun = state.remote in (Remote.UPLOADING, Remote.FAILED)
             wanted = self._settings.upload and state.remote is Remote.NONE and (segment.is_hot or segment.is_warm)
-            if (begun or wanted) and self._may_ask() and self._try(done, segment.segment_id, self._tiers.upload):
+            if (begun or wanted) and self._store_is_due() and self._try(done, segment.segment_id, self._tiers.upload):
                 done.uploaded += 1
-            if state.hydration is not Hydration.IDLE and self._may_ask():
+            if state.hydration is not Hydration.IDLE and self._store_is_due():
                 done.hydrated += self._try(done, segment.segment_id, self._tiers.hydrate)
 
     def _evict(self, done: Moved) -> None:
@@ -202,12 +203,12 @@ class StreamMaintenance:
                 done.evicted += self._tiers.evict(segment.segment_id, warm=True)
                 excess -= segment.warm_bytes
 
-    # ── trouble ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _may_ask(self) -> bool:
+    # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _store_is_due(self) -> bool:
         return self._clock.monotonic() >= self._retry_at
 
     def _try(self, done: Moved, segment_id: int, move: Callable[[int], object], *, raising: bool = False) -> bool:
-        """Make a move; False if it could not be made now."""
+        """Make a move; return False if it cannot be made now."""
         if segment_id in self._damaged:
             return False
         try:

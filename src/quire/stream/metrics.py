@@ -1,6 +1,6 @@
-"""The figures of streams and of their manifest logs, for Prometheus; a log's have the design document's names.
+"""Prometheus metrics of streams and of their manifest logs. Those of a log have the design document's names.
 
-Everything is read when somebody asks. Threads: any.
+All values are read on collection. Threads: any.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "aof2.manifest_log"
 EXPORTED = NAMESPACE.replace(".", "_") + "_"
-"""The same as Prometheus can have it: its names have no dots."""
+"""The namespace in Prometheus, whose names cannot have dots."""
 LABELS = ["db", "name"]
 
 _crc_errors: Counter[int] = Counter()
@@ -27,18 +27,18 @@ _crc_errors_lock = threading.Lock()
 
 
 def count_crc_error(stream_id: int) -> None:
-    """Damage was met in a stream's log."""
+    """Count damage found in a stream's log."""
     with _crc_errors_lock:
         _crc_errors[stream_id] += 1
 
 
 def crc_errors(stream_id: int) -> int:
-    """How often this process has met damage in a stream's log, also of a stream that did not open."""
+    """Return how often this process has found damage in a stream's log, including streams that did not open."""
     return _crc_errors[stream_id]
 
 
 class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one manifest log."""
+    """The metrics of one manifest log."""
 
     stream_id: int
     manifest_chunks_active: int = 0
@@ -46,12 +46,12 @@ class LogFigures(msgspec.Struct, frozen=True, kw_only=True):
     manifest_crc_error_count: int = 0
     manifest_upload_retries: int = 0
     manifest_snapshot_age_seconds: float = 0.0
-    """Since the newest snapshot was taken, whoever took it; 0 while there is none."""
+    """Seconds since the newest snapshot was taken, by any process; 0 while there is none."""
     manifest_shadow_divergence: int = 0
     manifest_segments_needing_repair: int = 0
 
     def named(self) -> dict[str, float]:
-        """The design document's names, in its namespace."""
+        """Return the metrics by the design document's names, in its namespace."""
         return {f"{NAMESPACE}.{name}": getattr(self, name) for name in (*_GAUGES, *_COUNTERS)}
 
 
@@ -69,7 +69,7 @@ _COUNTERS = {
 
 
 class StreamCollector:
-    """A Prometheus collector. `streams` gives (labels, numbers) of the streams that are open, `logs` their logs' figures."""
+    """A Prometheus collector. `streams` returns (labels, statistics) of the open streams, `logs` the metrics of their logs."""
 
     def __init__(
         self,
@@ -80,11 +80,11 @@ class StreamCollector:
         self._logs = logs
 
     def describe(self) -> Iterable[Any]:
-        """Nothing ahead of time."""
+        """Describe no metrics in advance."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The current figures."""
+        """Yield the current metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         logs = list(self._logs())

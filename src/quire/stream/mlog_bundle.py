@@ -1,15 +1,15 @@
-"""Old chunks of a manifest log become bundles: one object instead of thousands, nothing of the history lost.
+"""Bundles old chunks of a manifest log: one object instead of thousands, without losing history.
 
-A bundle has the records of the chunks `first` to `last`, as they were, in one object of the chunk format. It starts with a
+A bundle has the records of the chunks `first` to `last`, unchanged, in one object of the chunk format. It starts with a
 `SnapshotMarker` that names its first chunk and the newest snapshot taken before it, 0 for none; the marker has no ordinal. A
 period is a week (`bundle_seconds`) by the object store's clock.
 
-plan → run → publish (K1). `plan` looks at names and times only; `run` reads objects and writes one, needs neither disk nor
-manifest, and may be killed or repeated: the same chunks give the same bytes, and a repeated run adopts them. `publish` queues
-the chunks for deletion, after the bundle has been read back whole.
+plan → run → publish (K1). `plan` reads names and times, and the newest snapshot; `run` reads objects and writes one, needs
+neither disk nor manifest, and may be killed or repeated: the same chunks give the same bytes, and a repeated run adopts them.
+`publish` queues the chunks for deletion, after the whole bundle has been read back.
 
-Threads: functions without state; `run` is importable on executors.
-Raises `ManifestIntegrityError`, `StalePlan`, and what the object store raises."""
+Threads: any (functions without state); `run` is importable on executors.
+Raises: `ManifestIntegrityError`, `StalePlan`, and what the object store raises."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class BundleTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What `run` is to do: small, and picklable."""
+    """The input of `run`: small and picklable."""
 
     stream_id: int
     first: int
@@ -49,7 +49,7 @@ class BundleTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What `run` did."""
+    """The result of `run`."""
 
     task: BundleTask
     key: str
@@ -58,7 +58,7 @@ class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min: int = 2) -> list[BundleTask]:
-    """The bundles that are due: runs of consecutive chunks of one period that is over."""
+    """Return the bundles that are due: runs of consecutive chunks of one period that has ended."""
     listing = objects.own_listing()
     before = _needed_from(objects, listing)
     period_ms = max(int(period_seconds * 1000), 1)
@@ -81,7 +81,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
 
 
 def left_over(objects: LogObjects) -> list[BundleTask]:
-    """Bundles whose chunks are still there, some or all."""
+    """Return the bundles of which some or all chunks still exist."""
     listing = objects.own_listing()
     return [
         BundleTask(stream_id=objects.stream_id, first=first, last=last, prefix=objects.prefixes[0])
@@ -91,7 +91,7 @@ def left_over(objects: LogObjects) -> list[BundleTask]:
 
 
 def run(task: BundleTask, store: ObjectStore) -> BundleResult:
-    """Read the chunks, write the bundle, read it back."""
+    """Read the chunks, write the bundle, and read it back."""
     objects = LogObjects(store, task.stream_id, (task.prefix,))
     chunks: list[Chunk] = []
     for index in range(task.first, task.last + 1):
@@ -106,16 +106,17 @@ def run(task: BundleTask, store: ObjectStore) -> BundleResult:
     written = objects.get_bundle(task.first, task.last)
     count = sum(len(chunk.offsets) for chunk in chunks)
     if written is None or len(written.offsets) != count:
-        raise damaged("the bundle reads back differently than it was written", chunk=task.first, offset=0, key=key)
+        raise damaged("the stored bundle differs from what was written", chunk=task.first, offset=0, key=key)
     return BundleResult(task=task, key=key, record_count=count, size_bytes=len(data))
 
 
 def publish(log: ManifestLog, result: BundleResult) -> list[str]:
-    """Retire the chunks that a bundle holds; the keys, which are deleted by `tick`, `Tier2Deleted` after each."""
+    """Queue the chunks of a bundle for deletion, and return their keys. `tick` deletes them, then records `Tier2Deleted` for
+    each."""
     assert log.objects is not None
     task = result.task
     if log.objects.get_bundle(task.first, task.last) is None:
-        raise StalePlan("the bundle is not there", hint="run it again", key=result.key)
+        raise StalePlan("the bundle is missing", hint="run it again", key=result.key)
     chunks = log.objects.own_listing().chunks
     keys = [log.objects.chunk_key(index) for index in range(task.first, task.last + 1) if index in chunks]
     log.queue_own_deletes(keys)
@@ -123,7 +124,7 @@ def publish(log: ManifestLog, result: BundleResult) -> list[str]:
 
 
 def bundle_bytes(chunks: list[Chunk], *, snapshot_id: int) -> bytes:
-    """The object that holds the records of these chunks."""
+    """Return the bytes of the bundle of these chunks."""
     first, last = chunks[0], chunks[-1]
     marker = encode_record(
         SnapshotMarker.TYPE,
@@ -147,13 +148,13 @@ def bundle_bytes(chunks: list[Chunk], *, snapshot_id: int) -> bytes:
 
 
 def _needed_from(objects: LogObjects, listing: LogListing) -> int:
-    """The first chunk that somebody who starts from the newest snapshot in tier 2 reads; 0 if there is none."""
+    """Return the first chunk that a reader needs if it starts from the newest snapshot in tier 2; 0 without a snapshot."""
     newest = max(listing.snapshots, default=None)
     return 0 if newest is None else objects.get_snapshot(newest).position.chunk_index
 
 
 def _snapshot_before(objects: LogObjects, first: Chunk) -> int:
-    """The newest marker before a chunk: what the chunk before it, alone or in a bundle, says of itself."""
+    """Return the snapshot id of the newest marker before a chunk, as stated in the preceding chunk or bundle."""
     if first.index == 0:
         return 0
     before = objects.fetch(first.index - 1)

@@ -1,11 +1,11 @@
-"""A follower: the state of a stream from its objects in tier 2 alone, kept up with by polling.
+"""A follower: computes the state of a stream from its objects in tier 2 alone, by polling.
 
-A poll folds what has come, in order: chunks, or bundles that hold them. A gap, a chunk that is missing although later ones
-are there, is crossed by the newest snapshot behind it; without one the follower waits there and says so. The state equals the
-owner's as of the last record seen. The mirror has one snapshot and the chunks since, as files of the follower's own, so that
-a restart need not begin again. A segment is scheduled for hydration once, when its upload is seen.
+A poll folds new chunks, or the bundles that contain them, in order. A *gap* is a missing chunk although later ones exist; the
+follower crosses it with the newest snapshot after it, and without one waits and reports the chunk. The state equals the owner's
+as of the last record seen. The *mirror* is one snapshot and the chunks after it, in the follower's own files, so that a restart
+need not start over. A segment is scheduled for hydration once, when its upload is seen.
 
-Threads: one polls. Raises `ManifestIntegrityError` (the state stays where it was), and what disk and object store raise."""
+Threads: one polls. Raises: `ManifestIntegrityError` (the state is unchanged), and what disk and object store raise."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.stream.mlog_tier2 import LogListing, LogObjects, object_bytes
 from quire.stream.warm import bounded, reader_of
 
 MIRROR_CHUNKS = 64
-"""Chunks of a mirror before they become a snapshot."""
+"""A mirror with more chunks than this replaces them with a snapshot."""
 
 
 class ToHydrate(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,14 +41,14 @@ class ToHydrate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Polled(msgspec.Struct):
-    """What a poll found."""
+    """The result of a poll."""
 
     chunks: int = 0
     records: int = 0
     jumped_to: int | None = None
-    """The snapshot that a gap was crossed with."""
+    """The snapshot with which a gap was crossed."""
     waiting_for: int | None = None
-    """The chunk that is missing although later ones are there."""
+    """The chunk that is missing although later ones exist."""
     hydrations: list[ToHydrate] = msgspec.field(default_factory=list)
 
 
@@ -61,7 +61,7 @@ class LogFollower:
         self._objects = objects
         self._mirror = mirror
         self.segments = StreamFiles(mirror.disk, mirror.root, mirror.stream_id)
-        """Where hydrated segments are; those of an earlier life are not fetched again."""
+        """The files of hydrated segments; those from before a restart are not fetched again."""
         self.segments.make()
         self.segments.sweep()
         self._scheduled = {*scheduled, *self.segments.segments(Tier.WARM)}
@@ -70,10 +70,10 @@ class LogFollower:
         recovered = recover(mirror, clock or SystemClock(), objects.fetch)
         self.index: ManifestIndex = recovered.index
         self.next_chunk = recovered.end.chunk_index
-        """The chunk whose records come next."""
+        """The next chunk to fold."""
 
     def poll(self) -> Polled:
-        """Fold what is new."""
+        """Fold new chunks, and return what was found."""
         polled = Polled()
         listing = self._objects.listing()
         if not self.index.records:
@@ -91,15 +91,15 @@ class LogFollower:
         return polled
 
     def hydrate(self, wanted: Iterable[ToHydrate]) -> list[int]:
-        """Fetch segments into the mirror, as compressed files, each checked against what was sealed; which are here now.
+        """Fetch segments into the mirror as compressed files, verify each against its sealed checksum, and return their ids.
 
-        One whose object is gone meanwhile is scheduled again by a later poll, unless the log says that it was deleted.
+        A segment whose object no longer exists is scheduled again by a later poll, unless the log records its deletion.
         """
         fetched = []
         for segment in wanted:
             info = self.index.get(segment.segment_id)
             if info is None or info.key != segment.key:
-                continue  # retired, or moved, since
+                continue  # retired or moved meanwhile
             size = info.field(RecordType.SEAL_SEGMENT, "durable_bytes")
             try:
                 data = bounded(self._objects.store, segment.key, size)
@@ -113,14 +113,14 @@ class LogFollower:
         return fetched
 
     def prune(self) -> list[int]:
-        """Remove the files of segments that the stream no longer has; which."""
+        """Remove the files of segments that the stream no longer has, and return their ids."""
         gone = [segment_id for segment_id in self.segments.segments(Tier.WARM) if segment_id not in self.index.entries]
         self.segments.remove(Tier.WARM, gone)
         self._scheduled.difference_update(gone)
         return gone
 
     def _next(self, listing: LogListing, polled: Polled) -> Chunk | None:
-        """The next chunk or bundle; crosses a gap if it can."""
+        """Return the next chunk or bundle; cross a gap if possible."""
         while True:
             if self.next_chunk in listing.chunks:
                 return self._objects.get_chunk(self.next_chunk)
@@ -161,7 +161,7 @@ class LogFollower:
         return None
 
     def _condense(self, position: LogPosition) -> None:
-        """Keep the state as a snapshot, and nothing that was before it."""
+        """Write the state as a snapshot, and remove all earlier files of the mirror."""
         older = self._mirror.snapshots()
         write_snapshot(self._mirror, max(older, default=0) + 1, position, self.index)
         for path in [*map(self._mirror.snapshot, older), *map(self._mirror.chunk, self._mirror.chunks())]:
@@ -172,12 +172,12 @@ class LogFollower:
         if chunk.index == chunk.last_index:
             write_atomic(self._mirror.disk, self._mirror.chunk(chunk.index), object_bytes(chunk))
             return
-        # A bundle has no place among the chunks: what it amounts to has, a snapshot of the state behind it.
+        # A bundle cannot be stored among the chunks: store a snapshot of the state after it instead.
         self.index.fold_chunk(chunk)
         self._condense(LogPosition(chunk.last_index + 1, CHUNK_BYTES))
 
     def _schedule(self) -> list[ToHydrate]:
-        """Segments that are in tier 2 and were not scheduled yet."""
+        """Return the segments in tier 2 that were not scheduled yet, and mark them as scheduled."""
         new = []
         for segment_id in sorted(self.index.entries.keys() - self._scheduled):
             if STATES[self.index.entries[segment_id][0]].remote is Remote.DONE:

@@ -1,15 +1,15 @@
-"""The bytes of a stream's manifest log: record header, chunk header, and the commit copy behind a chunk.
+"""The format of a stream's manifest log: record header, chunk header, and the commit copy at the end of a chunk.
 
 A record is a header of 40 bytes and a payload, whose length is a multiple of 8 and never 0. A chunk is a header of 64 bytes
-and records without gaps; the bytes [0, committed_len) were synced when its header was last written. `chunk_crc64` covers
-record headers too, which `payload_crc64` does not. The commit copy is the chunk's header once more, with a count of the
-records, the identity of store and stream, and a checksum of its own, in the last 128 bytes of a chunk's file or object: the
-chunk header has no checksum and is overwritten in place. The copy is synced with the payload before the header is
-overwritten, and the header is synced before the copy is overwritten, so at any moment one of the two is whole.
+and records without gaps; the bytes [0, committed_len) were synced when its header was last written. `chunk_crc64` also covers
+record headers, which `payload_crc64` does not. The *commit copy* repeats the chunk's header, with a count of the records, the
+identity of store and stream, and its own checksum, in the last 128 bytes of a chunk's file or object: the chunk header has no
+checksum and is overwritten in place. The copy is synced with the payload before the header is overwritten, and the header is
+synced before the copy is overwritten, so at any moment one of the two is intact.
 
-Little-endian, natural alignment. Pure functions, any thread; importable on executors. Format page:
-`docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`."""
+Little-endian, natural alignment. Importable on executors.
+Threads: any (pure functions). Format: docs/formats/manifest-log.md.
+Raises: `ManifestIntegrityError` with chunk, segment and offset; `FormatTooNew`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.core.errors import FormatTooNew, ManifestIntegrityError, QuireError
 from quire.durable.checksums import Bytes, crc64
 
 MAGIC = 0x414F46324D4C4F47
-"""AOF2MLOG, as a number; on disk its bytes read backwards."""
+"""AOF2MLOG as a number; its bytes are in reverse order on disk."""
 VERSION = 1
 SEALED, UPLOADED = 1, 2
 KNOWN_FLAGS = SEALED | UPLOADED
@@ -42,7 +42,7 @@ GROWTH_BYTES = 64 << 10
 CHUNK_FILE_BYTES_MIN = 16 << 10
 CHUNK_FILE_BYTES_MAX = 1 << 20
 NO_SEGMENT = 0
-"""The segment id of records that are about the log itself."""
+"""The segment id of records about the log itself."""
 
 if RECORD.size != RECORD_BYTES or CHUNK.size != CHUNK_BYTES or COPY.size != COPY_BYTES:
     raise AssertionError("the manifest log's structs disagree with its literal sizes")
@@ -50,7 +50,7 @@ if COPY_BYTES != COPY_CHECKED_BYTES + 8 or CHUNK_BYTES % ALIGNMENT or RECORD_BYT
     raise AssertionError("the manifest log's sizes contradict each other")
 
 LOG_FIELDS = {"chunk": "chunk_index", "segment": "segment_id", "offset": "chunk_offset"}
-"""What an error's places are called in events: a log is searched by one name for each thing."""
+"""Names in events for the fields of an error, so that event logs use one name for each field."""
 HINT = "the stream stays closed: `quire manifest verify` shows the damage, `quire stream repair` what can be rebuilt"
 
 
@@ -82,21 +82,21 @@ class ChunkHeader(NamedTuple):
 def new_header(
     *, chunk_index: int, base_record: int, committed_len: int = CHUNK_BYTES, chunk_crc64: int = 0, flags: int = 0
 ) -> ChunkHeader:
-    """A header as this version writes it; what is written is committed, so the tail is there too."""
+    """Return a header as this version writes it. Only committed records are written, so the tail is `committed_len`."""
     return ChunkHeader(
         MAGIC, VERSION, CHUNK_BYTES, chunk_index, base_record, committed_len, committed_len, chunk_crc64, flags
     )
 
 
 class Identity(NamedTuple):
-    """Whose a chunk is."""
+    """The store and stream that a chunk belongs to."""
 
     store_id: bytes
-    """The UUID's 16 bytes; zeros if it is not known."""
+    """The UUID's 16 bytes; zeros if unknown."""
     stream_id: int
 
     def fits(self, other: Identity) -> bool:
-        """Whether both can be of one log."""
+        """Return whether both may belong to one log."""
         if NO_IDENTITY in (self, other):
             return True
         return self.stream_id == other.stream_id and (
@@ -109,22 +109,22 @@ NO_IDENTITY = Identity(NO_STORE, 0)
 
 
 def identity_of(store_id: str, stream_id: int) -> Identity:
-    """The identity of a stream's log; `store_id` is the UUID as text, empty if it is not known."""
+    """Return the identity of a stream's log. `store_id` is the UUID as text, empty if unknown."""
     return Identity(UUID(store_id).bytes if store_id else NO_STORE, stream_id)
 
 
 class ChunkFacts(NamedTuple):
-    """What is known of a chunk once it is checked; with `encode`, its commit copy."""
+    """The facts about a verified chunk; `encode` returns its commit copy."""
 
     header: ChunkHeader
     record_count: int
     snapshot_id: int
-    """The newest `SnapshotMarker` in the log up to here, 0 if there was none."""
+    """The id in the newest `SnapshotMarker` of the log up to the end of this chunk; 0 for none."""
     identity: Identity = NO_IDENTITY
 
     @property
     def next_record(self) -> int:
-        """The ordinal of the first record behind this chunk."""
+        """The ordinal of the first record after this chunk."""
         return self.header.base_record + self.record_count
 
     def encode(self) -> bytes:
@@ -134,12 +134,12 @@ class ChunkFacts(NamedTuple):
 
 
 def decode_chunk_header(data: Bytes) -> ChunkHeader:
-    """The fields, unchecked."""
+    """Decode a chunk header without checking it."""
     return ChunkHeader._make(CHUNK.unpack_from(data))
 
 
 def decode_copy(data: Bytes) -> ChunkFacts | None:
-    """The commit copy in the last 128 bytes of `data`; `None` if there is none."""
+    """Decode the commit copy in the last 128 bytes of `data`; `None` if its checksum is wrong."""
     if len(data) < CHUNK_BYTES + COPY_BYTES:
         return None
     tail = memoryview(data)[-COPY_BYTES:]
@@ -152,7 +152,7 @@ def decode_copy(data: Bytes) -> ChunkFacts | None:
 def settle(
     data: Bytes, *, chunk_index: int, path: str, owner: Identity = NO_IDENTITY
 ) -> tuple[ChunkHeader, ChunkFacts | None]:
-    """The header that counts, and the commit copy if it speaks of the same bytes; `owner` is whose it should be.
+    """Return the valid header, and the commit copy if it describes the same bytes. `owner` is the expected identity.
 
     `data` is the whole file or object. The committed bytes have been compared with `chunk_crc64` when this returns.
     """
@@ -166,7 +166,7 @@ def settle(
     if copy is not None and unsound(copy.header, data, chunk_index) is None:
         if what is not None or copy.header.committed_len == header.committed_len:
             return copy.header, copy
-        # An interrupted commit, or one that is under way: nobody was told of it yet.
+        # An interrupted commit, or one in progress: it has not been acknowledged.
         return header, None
     if what is None:
         return header, None
@@ -192,7 +192,7 @@ def check_owner(identity: Identity, owner: Identity, *, chunk: int, path: str) -
 
 
 def unsound(header: ChunkHeader, data: Bytes, chunk_index: int) -> str | None:
-    """What is wrong with a chunk header, given the bytes it speaks of; `None` if nothing is."""
+    """Return what is wrong with a chunk header, given the bytes that it describes; `None` if nothing is."""
     if header.magic != MAGIC:
         return "the file does not start like a manifest-log chunk"
     if header.version != VERSION or header.header_len != CHUNK_BYTES:
@@ -213,18 +213,18 @@ def unsound(header: ChunkHeader, data: Bytes, chunk_index: int) -> str | None:
 def encode_record(
     record_type: int, segment_id: int, payload: bytes, *, logical_offset: int = 0, timestamp_ms: int = 0
 ) -> bytes:
-    """A whole record. The caller has checked the payload (`mlog_records.check_payload`)."""
+    """Return a complete record. The caller has checked the payload (`mlog_records.check_payload`)."""
     head = RECORD.pack(record_type, 0, len(payload), segment_id, logical_offset, timestamp_ms, crc64(payload))
     return head + payload
 
 
 def log_fields(error: QuireError) -> dict[str, object]:
-    """Where an error lies, for an event."""
+    """Return the location of an error as fields of an event."""
     return {LOG_FIELDS.get(name, name): value for name, value in error.where.items()}
 
 
 def damaged(
     what: str, *, chunk: int, offset: int, segment: int | None = None, hint: str = HINT, **where: object
 ) -> ManifestIntegrityError:
-    """The error of a damaged log: which chunk, which segment its record is about if that is known, and where."""
+    """Return the error of a damaged log, with the chunk, the segment of the record if known, and the offset."""
     return ManifestIntegrityError(what, hint=hint, chunk=chunk, segment=segment, offset=offset, **where)

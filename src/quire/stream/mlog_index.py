@@ -1,16 +1,16 @@
-"""The state of every segment of a stream, as a fold of the records of its manifest log and of nothing else.
+"""The state of every segment of a stream, as a fold of the records of its manifest log and nothing else.
 
-An entry is one segment: the code of its state, and the newest record of each type about it, as bytes. A forward record is
-about a segment that is not opened yet: it is kept, and folded when it is. A rejected record is one that the transition table
-does not allow, or whose key is not the one it must answer: it changes nothing and is counted, as is one of an unknown type.
-Own deletes are objects of the log itself that are to be deleted.
+An *entry* is one segment: the code of its state, and the newest record of each type about it, as bytes. A *forward* record is
+about a segment that is not opened yet: it is kept, and folded when the segment is opened. A *rejected* record is one that the
+transition table does not allow, or whose key differs from that of the record it answers: it changes nothing and is counted, as
+is a record of an unknown type. *Own deletes* are objects of the log itself that are to be deleted.
 
-Equal records give equal indexes, byte for byte (`mlog_snapshot` encodes them), however they are cut into chunks, and whether
-they were folded live or replayed. Segments are opened in the order of their ids: an id at or below the highest one opened and
-without an entry was retired, and nothing about it is allowed any more.
+Equal records produce equal indexes, byte for byte (`mlog_snapshot` encodes them), however they are divided into chunks, and
+whether they were folded live or replayed. Segments are opened in the order of their ids: an id without an entry, at or below
+the highest opened one, was retired, and no further record about it is allowed.
 
-Threads: belongs to one, or to whoever holds the log's lock. Importable on executors.
-Raises `IllegalTransition` (from `check` only), `ManifestIntegrityError` for a payload that has not the form of its type."""
+Importable on executors. Threads: one, or the holder of the log's lock.
+Raises: `IllegalTransition` (from `check` only), `ManifestIntegrityError` for a payload that does not match its type."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quire.stream.mlog_records import (
 from quire.stream.mlog_states import STATES, TABLE, Event, Hydration, Remote, State, Warm, tiers_of
 
 SLOTS = 14
-"""Record types that an entry keeps the newest record of."""
+"""Number of record types of which an entry keeps the newest record."""
 REJECTIONS_KEPT = 64
 _CUSTOM: dict[int, Event] = {
     Schema.WARM_EVICTED: Event.WARM_EVICTED,
@@ -53,20 +53,20 @@ _ANSWERS: dict[int, tuple[int, int]] = {
     Event.DELETE_QUEUED: (Event.UPLOAD_STARTED + 1, RECORD_BYTES + 2),
     Event.DELETED: (Event.DELETE_QUEUED + 1, RECORD_BYTES + 2),
 }
-"""Where an entry keeps the record whose key an event must name, and where the event has its own."""
+"""Event → (slot of the record in the entry whose key the event must repeat, offset of the key in the event's record)."""
 _KEYED = bytes(kind in _ANSWERS for kind in range(SLOTS))
 _SIZE_AT, _KEY_AT = RECORD_BYTES, RECORD_BYTES + 2
-"""Where the records that are answered have the length of their key, and the key."""
+"""Offsets of the key's length and of the key in the records that are answered."""
 
 _OPENED = TABLE[Event.OPENED][0]
 _NO_RECORDS = (None,) * (SLOTS - 1)
 
 Entry = list[Any]
-"""[code, record of type 0, …, record of type 13]: a list, because folding makes and changes millions."""
+"""[code, record of type 0, …, record of type 13]: a list, because folding creates and modifies millions of entries."""
 
 
 class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log knows about one segment."""
+    """The log's information about one segment."""
 
     segment_id: int
     state: State
@@ -75,11 +75,11 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tiers(self) -> frozenset[int]:
-        """Where whole copies are."""
+        """The tiers with a complete copy."""
         return tiers_of(self.state)
 
     def field(self, record_type: RecordType, name: str) -> Any:
-        """A field of the newest record of a type, `None` if there is none."""
+        """Return a field of the newest record of a type; `None` if there is none."""
         return getattr(self.records.get(record_type), name, None)
 
     @property
@@ -92,20 +92,20 @@ class SegmentInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnfinishedWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Work that was begun and not ended: what a coordinator goes on with after a restart, without issuing it again."""
+    """Work that was started and not finished. A coordinator continues it after a restart, without issuing it again."""
 
     compressions: dict[int, int]
     """segment → job"""
     uploads: dict[int, str]
-    """segment → key, failed ones included: they are to be retried"""
+    """segment → key, including failed uploads: they are to be retried"""
     deletes: dict[str, int]
     """key → segment, 0 for objects of the log itself"""
     hydrations: dict[int, int]
-    """segment → source tier, failed ones included"""
+    """segment → source tier, including failed hydrations"""
 
 
 class Rejection(msgspec.Struct, frozen=True):
-    """A record that was not allowed: its ordinal, what it was about, and the state it met."""
+    """A record that was not allowed: its ordinal, its type and segment, and the segment's state at that point."""
 
     ordinal: int
     record_type: int
@@ -114,7 +114,7 @@ class Rejection(msgspec.Struct, frozen=True):
 
 
 class ManifestIndex(msgspec.Struct, eq=False):
-    """The fold. Fields are the whole of its state; see `mlog_snapshot` for their bytes."""
+    """The fold. Its fields are its whole state; `mlog_snapshot` encodes them."""
 
     entries: dict[int, Entry] = msgspec.field(default_factory=dict)
     waiting: dict[int, list[bytes]] = msgspec.field(default_factory=dict)
@@ -126,19 +126,19 @@ class ManifestIndex(msgspec.Struct, eq=False):
     customs: Counter[int] = msgspec.field(default_factory=Counter)
     """Users' custom events by schema."""
     records: int = 0
-    """How many were folded: the ordinal of the next one."""
+    """Number of folded records: the ordinal of the next one."""
     opened_max: int = 0
     last_ms: int = 0
     snapshot_id: int = 0
     snapshot_ms: int = 0
-    """When the newest snapshot was marked, 0 if there is none; the marker says it, a snapshot's bytes do not."""
+    """Time of the newest snapshot marker in milliseconds, 0 if there is none. The marker has it; a snapshot's bytes do not."""
     rejected: int = 0
     rejections: list[Rejection] = msgspec.field(default_factory=list)
-    """The first ones since this index was made; not part of the state."""
+    """The first rejections since this index was created; not part of the state."""
 
     # ── folding ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def fold_chunk(self, chunk: Chunk) -> int:
-        """Fold those records of a chunk that were not folded yet, which its ordinals tell; how many."""
+        """Fold the records of a chunk that were not folded yet, by their ordinals, and return how many."""
         skip = self.records - chunk.header.base_record
         if not 0 <= skip <= len(chunk.offsets):
             raise damaged(
@@ -183,7 +183,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
         self.last_ms = max(self.last_ms, timestamp_ms)
 
     def check(self, value: Payload, segment_id: int) -> None:
-        """Refuse a record that the fold would reject. Forward references are fine."""
+        """Refuse a record that the fold would reject. Forward records are allowed."""
         event = _event_of(value)
         if segment_id == NO_SEGMENT:
             self._check_own(value, event)
@@ -260,7 +260,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
                 entry[event + 1] = raw
 
     def _fold_waiting(self, segment: int) -> None:
-        """Fold what waited for a segment that was opened now, and what will wait in vain: ids before it."""
+        """Fold the forward records of a segment that was just opened, and those of lower ids, which can no longer be opened."""
         for opened_id in [segment, *sorted(waiting_id for waiting_id in self.waiting if waiting_id < segment)]:
             for raw in self.waiting.pop(opened_id, ()):
                 self._fold(RECORD.unpack_from(raw)[0], opened_id, raw)
@@ -279,26 +279,26 @@ class ManifestIndex(msgspec.Struct, eq=False):
         if len(self.rejections) < REJECTIONS_KEPT:
             self.rejections.append(Rejection(self.records, kind, segment, STATES[code]))
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def __len__(self) -> int:
         return len(self.entries)
 
     def get(self, segment_id: int) -> SegmentInfo | None:
-        """One segment; `None` if it is not opened, or retired."""
+        """Return one segment; `None` if it is not opened yet or retired."""
         entry = self.entries.get(segment_id)
         return None if entry is None else _info(segment_id, entry)
 
     def segments(self) -> Iterator[SegmentInfo]:
-        """All segments, in the order of their ids."""
+        """Yield all segments, in the order of their ids."""
         for segment_id in sorted(self.entries):
             yield _info(segment_id, self.entries[segment_id])
 
     def reconciliation(self) -> dict[int, int]:
-        """Segments that records speak of and that are not opened yet, with how many records wait for each."""
+        """Return the segments that have forward records, with the number of records waiting for each."""
         return {segment: len(self.waiting[segment]) for segment in sorted(self.waiting)}
 
     def outstanding(self) -> UnfinishedWork:
-        """What was begun and not ended."""
+        """Return the work that was started and not finished."""
         work = UnfinishedWork(
             compressions={}, uploads={}, deletes=dict.fromkeys(sorted(self.own_deletes), 0), hydrations={}
         )
@@ -316,7 +316,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
         return work
 
     def minimal(self) -> Iterator[bytes]:
-        """The records that the state is made of, by segment and type: what is left of a history when it is folded."""
+        """Yield the records that make up the state, by segment and type: what remains of a history after folding."""
         for segment in sorted(self.entries):
             yield from (raw for raw in self.entries[segment][1:] if raw is not None)
         for segment in sorted(self.waiting):
@@ -326,14 +326,14 @@ class ManifestIndex(msgspec.Struct, eq=False):
 
 
 def replay(index: ManifestIndex, chunks: Iterable[Chunk]) -> ManifestIndex:
-    """Fold chunks in a row, the first of them from where the index ends."""
+    """Fold consecutive chunks, starting where the index ends."""
     for chunk in chunks:
         index.fold_chunk(chunk)
     return index
 
 
 def _columns(chunk: Chunk, skip: int) -> tuple[list[int], list[int]]:
-    """Types and segments of the records behind the first `skip` ones."""
+    """Return types and segments of the records after the first `skip` ones."""
     if chunk.places is None:
         heads = [RECORD.unpack_from(chunk.data, offset) for offset in chunk.offsets[skip:]]
         return [head[0] for head in heads], [head[3] for head in heads]
@@ -349,7 +349,7 @@ def _event_of(value: Payload) -> Event | None:
 
 
 def _answers(entry: Entry, event: int, raw: bytes) -> bool:
-    """Whether a record names the key it must."""
+    """Return whether a record has the key of the record that it answers."""
     if event not in _ANSWERS:
         return True
     slot, at = _ANSWERS[event]

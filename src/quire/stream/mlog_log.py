@@ -1,12 +1,13 @@
-"""One stream's manifest log, put together: state and writer that move as one, snapshots, upload, local retention.
+"""The manifest log of one stream: keeps state and writer in step, takes snapshots, uploads, and removes old files.
 
 A record is checked against the transition table, appended and folded in one critical section: the live index is always the
-fold of what the writer holds, and what `recover` finds is the fold of what was committed. `tick` is one round of upkeep:
-rotate what is due, upload what is sealed, take a snapshot, let old files go. No record is written about the log's own
-uploads: header bit 1 says what is done (S3).
+fold of the records that the writer holds, and `recover` returns the fold of the records that were committed. `tick` is one
+round of upkeep: rotate a chunk that is due, upload sealed chunks, take a snapshot, remove old files. The log's own uploads are
+not records: header bit 1 marks an uploaded chunk (S3).
 
-Threads: any; one lock, for the writer too. `tick` talks to the object store without it, and only one thread ticks at a time.
-Raises `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on opening `StoreLocked`, `ManifestIntegrityError`.
+Threads: any; one lock, which also covers the writer. `tick` does not hold it while it uses the object store, and only one
+thread ticks at a time.
+Raises: `IllegalTransition`, `StoreUnusable`, `StoreClosed`, `DiskFull`; on opening `StoreLocked`, `ManifestIntegrityError`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import read_all
-from quire.durable.locks import CoveredLock, FileLock
+from quire.durable.locks import FileLock, NoopLock
 from quire.stream.files import LogFiles
 from quire.stream.metrics import LogFigures, count_crc_error, crc_errors
 from quire.stream.mlog_format import NO_SEGMENT, log_fields
@@ -44,16 +45,16 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.mlog_writer import ManifestLogWriter, lock_log
 
 RESERVED_BYTES = 1024
-"""What ending a segment and beginning the next takes in the log, with some to spare."""
+"""Bytes in the log for ending a segment and beginning the next, with a margin."""
 Collect = Callable[[Sequence[str]], None]
-"""Has objects deleted, by their keys in the store's own object store (A3)."""
+"""Passes objects to the collector, by their keys in the store's own object store (A3)."""
 
 RETRY_SECONDS = 0.25
 RETRY_SECONDS_MAX = 30.0
 
 
 class Ticked(msgspec.Struct):
-    """What a round of upkeep did."""
+    """The result of a round of upkeep."""
 
     rotated: int | None = None
     uploaded: list[int] = msgspec.field(default_factory=list)
@@ -61,11 +62,11 @@ class Ticked(msgspec.Struct):
     removed: list[int] = msgspec.field(default_factory=list)
     deleted: list[str] = msgspec.field(default_factory=list)
     failed: str = ""
-    """Why the object store could not be used, if it could not."""
+    """The error of the object store, if it failed; otherwise empty."""
 
 
 class ManifestLog(AbandonedOnError):
-    """The manifest log of one stream, open for writing; made by `open`."""
+    """The manifest log of one stream, open for writing. Use `open` to create one."""
 
     def __init__(
         self,
@@ -93,11 +94,11 @@ class ManifestLog(AbandonedOnError):
         self._ticking = threading.Lock()
         self._retries = 0
         self._upload_failed = False
-        """Whether the next round's uploads are a second try."""
+        """Whether the next round's uploads are retries."""
         self._failures = 0
         self._retry_at = clock.monotonic()
         self._remote_snapshots: set[int] | None = None
-        """Snapshots in tier 2: listed once, then kept up; a listing per tick would cost more than the uploads."""
+        """Snapshots in tier 2: listed once, then tracked. A listing per tick would cost more than the uploads."""
 
     @classmethod
     def open(
@@ -109,9 +110,9 @@ class ManifestLog(AbandonedOnError):
         objects: LogObjects | None = None,
         collect: Collect = lambda _: None,
     ) -> ManifestLog:
-        """Rebuild the state and go on behind it. `collect` is for logs that have objects."""
+        """Recover the state and open the log for appending. `collect` is for logs that have objects."""
         fetch = objects.fetch if objects is not None else None
-        lock = lock_log(files, clock)  # before anything is read: another writer may be at its last commit
+        lock = lock_log(files, clock)  # before anything is read: another writer may still be committing
         try:
             recovered = recover(files, clock, fetch)
             start = (recovered.end.chunk_index, recovered.index.records)
@@ -126,7 +127,7 @@ class ManifestLog(AbandonedOnError):
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition:
-        """Add a record to log and state; durable after `commit`."""
+        """Append a record to the log and fold it into the state. It is durable after `commit`."""
         with self._lock:
             self.index.check(value, segment_id)
             if self._writer.is_full:
@@ -136,31 +137,31 @@ class ManifestLog(AbandonedOnError):
             return LogPosition(self._writer.position.chunk_index, offset)
 
     def append_all(self, records: Iterable[tuple[Payload, int]]) -> LogPosition:
-        """Add several records and commit them together."""
+        """Append several records and commit them together."""
         with self._lock:
             for value, segment_id in records:
                 self.append(value, segment_id)
             return self.commit()
 
     def reserve(self) -> None:
-        """Have room for a few more records; a full disk is `DiskFull` here and breaks nothing."""
+        """Reserve space for a few more records. A full disk is `DiskFull` here, and the log stays usable."""
         with self._lock:
             if self._writer.is_full:
                 self._writer.rotate()
             self._writer.reserve(RESERVED_BYTES)
 
     def commit(self) -> LogPosition:
-        """Make what was appended durable."""
+        """Make appended records durable, and return the end of the log."""
         with self._lock:
             return self._writer.commit()
 
     def rotate(self) -> int | None:
-        """Seal the active chunk, whatever its age; its index."""
+        """Seal the active chunk, whatever its age, and return its index; `None` if it has no records."""
         with self._lock:
             return self._writer.rotate()
 
     def rotate_when_due(self) -> float | None:
-        """Seal the active chunk if it is time to; else in how many seconds it will be, `None` if nothing asks for it."""
+        """Seal the active chunk if it is due; otherwise return the seconds until it is, `None` if nothing requires it."""
         with self._lock:
             due = self._writer.rotation_due_in()
             if due == 0:
@@ -172,7 +173,7 @@ class ManifestLog(AbandonedOnError):
         return self._writer.committed
 
     def snapshot(self) -> int:
-        """Write a snapshot of the state and its marker; its id."""
+        """Write a snapshot of the state and its marker, and return its id."""
         with self._lock:
             position = self._writer.commit()
             snapshot_id = max([self.index.snapshot_id, *self.files.snapshots()]) + 1
@@ -186,7 +187,7 @@ class ManifestLog(AbandonedOnError):
 
     # ── upkeep ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def tick(self) -> Ticked:
-        """One round of upkeep; faults of the object store are counted and told, not raised."""
+        """Run one round of upkeep. Errors of the object store are counted and reported, not raised."""
         done = Ticked()
         with self._ticking:
             with self._lock:
@@ -202,7 +203,8 @@ class ManifestLog(AbandonedOnError):
         return done
 
     def upload(self) -> list[int]:
-        """Upload every sealed chunk and snapshot that is not yet; raises what the object store raises."""
+        """Upload every sealed chunk and snapshot that has no object yet, and return the chunks. Errors of the object store are
+        raised."""
         assert self.objects is not None
         done = Ticked()
         with self._ticking:
@@ -210,14 +212,14 @@ class ManifestLog(AbandonedOnError):
         return done.uploaded
 
     def reconcile(self) -> Reconciled:
-        """Compare what recovery would read, the chunks on disk from the newest snapshot on, with tier 2, and upload what is
-        missing there. A stream does it in its first round of upkeep."""
+        """Compare the chunks that recovery would read, those on disk from the newest snapshot on, with tier 2, and upload
+        missing ones. A stream does this in its first round of upkeep."""
         assert self.objects is not None
         with self._ticking:
             return reconcile(self.files, self.objects, self._snapshot_position.chunk_index)
 
     def queue_own_deletes(self, keys: Iterable[str]) -> None:
-        """Say that objects of the log are superseded; durable when this returns."""
+        """Record durably that objects of the log are superseded."""
         with self._lock:
             for key in keys:
                 if key not in self.index.own_deletes:
@@ -225,7 +227,7 @@ class ManifestLog(AbandonedOnError):
             self._writer.commit()
 
     def drain_own_deletes(self) -> list[str]:
-        """Delete the queued objects of the log, and say so."""
+        """Delete the queued objects of the log, record it, and return their keys."""
         assert self.objects is not None
         with self._lock:
             keys = sorted(self.index.own_deletes)
@@ -238,12 +240,12 @@ class ManifestLog(AbandonedOnError):
         return keys
 
     def count_retry(self) -> None:
-        """A segment's upload is tried again."""
+        """Count the retry of a segment's upload."""
         with self._ticking:
             self._retries += 1
 
     def figures(self) -> LogFigures:
-        """What is measured, by the design document's names."""
+        """Return the log's metrics, under the design document's names."""
         with self._lock:
             taken_ms = self.index.snapshot_ms
             return LogFigures(
@@ -315,7 +317,7 @@ class ManifestLog(AbandonedOnError):
             self._remote_snapshots.difference_update(old)
 
     def _announce(self, event: str, action: str, chunk_index: int, chunk_offset: int) -> None:
-        """What happened to the log itself; `Ledger` says what happened to segments."""
+        """Emit an event about the log itself. `Ledger` emits those about segments."""
         emit(
             "info",
             f"stream.mlog.{event}",
@@ -340,7 +342,7 @@ class ManifestLog(AbandonedOnError):
         return self._writer.position.chunk_index - self._snapshot_position.chunk_index
 
     def _retain(self) -> list[int]:
-        """Remove files that nobody needs, oldest first: what stays has no gaps."""
+        """Remove files that are no longer needed, oldest first, so that the remaining ones have no gaps; return the chunks."""
         sealed = self._sealed()
         kept = max(self._settings.sealed_kept, 0)
         removed = []
@@ -364,9 +366,9 @@ class ManifestLog(AbandonedOnError):
 
 
 class AbsentLog(ManifestLog):
-    """Stands in for a log that is not open, because it is off or because a shadow's failed: nothing of it is read or written.
+    """A placeholder for a log that is not open, because its mode is off or a shadow failed. It reads and writes nothing.
 
-    It holds the log's lock, so the stream still has one writer. `Ledger.guarded` calls nothing of it.
+    It holds the log's lock, so the stream still has one writer. `Ledger.guarded` calls none of its operations.
     """
 
     def __init__(
@@ -376,17 +378,17 @@ class AbsentLog(ManifestLog):
         self.objects = objects
         self.index = ManifestIndex()
         self._reopen = reopen
-        self._file_lock: FileLock | CoveredLock = lock_log(files, clock)
+        self._file_lock: FileLock | NoopLock = lock_log(files, clock)
 
     def open_again(self) -> ManifestLog:
-        """The log itself, in place of this one."""
+        """Release the lock, and open the log itself."""
         self._file_lock.close()
         return self._reopen()
 
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> LogPosition:
         raise StoreClosed(
             "the manifest log is not open",
-            hint="switch it on first",
+            hint="enable it with `quire manifest mode on`",
             record=value,
             segment=segment_id,
             offset=logical_offset,

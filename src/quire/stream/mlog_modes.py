@@ -1,15 +1,14 @@
-"""How much a stream's manifest log is believed, and comparing it with the projection, what LMDB has of the stream's segments
-(S1).
+"""The modes of a stream's manifest log, and its comparison with the projection: LMDB's rows about the stream's segments (S1).
 
-  mode     appends              believed at opening
-  off      go nowhere           the projection; the log is not even opened
-  shadow   go to the log        the projection; `compare` says where the two differ
+  mode     appends              authoritative at opening
+  off      are not logged       the projection; the log is not even opened
+  shadow   go to the log        the projection; `compare` shows where the two differ
   on       go to the log        the log
 
-Facts are the comparable part of a segment's state. A log that has missed something is brought up to them by records
+*Facts* are the comparable part of a segment's state. A log that lacks something is brought up to them by appending records
 (`catch_up`).
 
-Pure functions and values, any thread."""
+Threads: any (pure functions and values)."""
 
 from __future__ import annotations
 
@@ -53,11 +52,11 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentFacts:
-    """What log and projection are compared by. A default is what a segment begins with."""
+    """The facts by which log and projection are compared. Defaults are those of a new segment."""
 
     base_offset: int
     epoch: int = 0
-    """Who opened it, 0 where nobody remembers: without the log, recovery finds an open segment by its file alone."""
+    """The epoch in which it was opened; 0 if unknown: without the log, recovery finds an open segment by its file alone."""
     sealed: bool = False
     durable_bytes: int = 0
     segment_crc64: int = 0
@@ -68,13 +67,13 @@ class SegmentFacts:
     key: str | None = None
     """Key of the tier 2 copy, `None` if there is none."""
     etag: str = ""
-    """Empty where nobody remembers it: LMDB does not."""
+    """Empty if unknown: LMDB does not store it."""
     packed: tuple[int, int] | None = field(default=None, compare=False)
-    """(size, dictionary) of the tier 2 copy, for whoever knows it: LMDB does not, so it is no part of a comparison."""
+    """(size, dictionary) of the tier 2 copy, if known. LMDB does not store it, so it is not compared."""
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """One segment of which the two say different things; `None` where one does not know it."""
+    """A segment for which log and projection differ; `None` where one of them does not have it."""
 
     segment_id: int
     log: SegmentFacts | None
@@ -82,7 +81,7 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 def facts_of(info: SegmentInfo) -> SegmentFacts:
-    """The comparable part of what the log knows."""
+    """Return the comparable part of a segment's state in the log."""
     state = info.state
     sealed = state.life is Life.SEALED
     warm = state.warm is Warm.DONE
@@ -103,13 +102,13 @@ def facts_of(info: SegmentInfo) -> SegmentFacts:
 
 
 def packed_of(info: SegmentInfo) -> tuple[int, int] | None:
-    """(size, dictionary) of the compressed form of a segment, if it ever had one that the log was told of."""
+    """Return (size, dictionary) of a segment's compressed form, if the log has ever recorded one."""
     size = info.field(RecordType.COMPRESSION_DONE, "compressed_bytes")
     return (size, info.field(RecordType.COMPRESSION_DONE, "dictionary_id")) if size else None
 
 
 def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[Divergence]:
-    """Where log and projection differ, by segment."""
+    """Return the segments for which log and projection differ, in order of their ids."""
     log = {info.segment_id: facts_of(info) for info in index.segments()}
     return [
         Divergence(segment_id, log.get(segment_id), projection.get(segment_id))
@@ -119,32 +118,32 @@ def compare(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> lis
 
 
 def _agree(log: SegmentFacts | None, projection: SegmentFacts | None) -> bool:
-    """Whether the two are equal, as far as the projection knows."""
+    """Return whether the two are equal in the facts that the projection has."""
     if log is None or projection is None:
         return log is projection
     return replace(log, etag=projection.etag and log.etag, epoch=projection.epoch and log.epoch) == projection
 
 
 def catch_up(index: ManifestIndex, projection: Mapping[int, SegmentFacts]) -> list[tuple[Payload, int]]:
-    """The records that bring a log up to a projection.
+    """Return the records that bring a log up to a projection.
 
-    They are the shortest way the transition table has to the projection's state, so they may tell a step that nobody took; an
-    object's size, if it is known, is told by a compression on the way.
-    Where both know a copy and differ only in its size, key or etag nothing is told: that is for `compare` to show.
+    They are the shortest path in the transition table to the projection's state, so they may contain steps that never happened.
+    If an object's size is known, a compression on the path records it. Where both have a copy and differ only in its size, key
+    or etag, no record is added: `compare` shows the difference.
     """
     records: list[tuple[Payload, int]] = []
     for segment_id in sorted(projection.keys() | index.entries.keys()):
         info = index.get(segment_id)
         wanted = projection.get(segment_id)
         if info is None and segment_id <= index.opened_max:
-            continue  # retired in the log: ids do not come back
+            continue  # retired in the log: ids are never reused
         if info is None or wanted is None or not _agree(facts_of(info), wanted):
             records += [(value, segment_id) for value in _becoming(info, wanted)]
     return records
 
 
 def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable[Payload]:
-    """Payloads of the events on the shortest way from a segment's state to the one that is wanted, `None`: retired."""
+    """Yield the payloads of the events on the shortest path from a segment's state to the wanted one (`None`: retired)."""
     start = info.state if info is not None else NOTHING
     goal = (
         None if wanted is None else (wanted.sealed, wanted.hot, wanted.warm_bytes is not None, wanted.key is not None)
@@ -153,7 +152,7 @@ def _becoming(info: SegmentInfo | None, wanted: SegmentFacts | None) -> Iterable
     events = _way(start, goal)
     is_told = info is not None and packed_of(info) is not None
     if facts.packed and not is_told and Event.UPLOAD_DONE in events and Event.COMPRESSION_DONE not in events:
-        # Only a compression says how long the object is: there was one, whose file is gone by now.
+        # Only a compression records the object's size: there was one, whose file has been removed since.
         size, dictionary_id = facts.packed
         facts = replace(facts, warm_bytes=size, dictionary_id=dictionary_id)
         events = (*_way(start, (True, facts.hot, True, True)), Event.WARM_EVICTED)
@@ -206,9 +205,9 @@ def _payload(event: Event, facts: SegmentFacts, key: str) -> Payload:
 
 @cache
 def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Event, ...]:
-    """The shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote); breadth first.
+    """Return the shortest sequence of allowed events to a state like `goal` (sealed, hot, warm, remote), breadth first.
 
-    Empty where there is none: a segment that the log has sealed is not opened again, whatever LMDB was told before a crash.
+    Empty if there is none: a segment that the log has sealed is not opened again, whatever LMDB had before a crash.
     """
 
     def reached(state: State) -> bool:
@@ -231,7 +230,7 @@ def _way(start: State, goal: tuple[bool, bool, bool, bool] | None) -> tuple[Even
         for event in Event:
             if not is_valid(state, event) or (new := next_state(state, event)) in ways:
                 continue
-            if goal is None or new.life is not Life.ABSENT:  # the id of a retired segment does not come back
+            if goal is None or new.life is not Life.ABSENT:  # the id of a retired segment is never reused
                 ways[new] = (*ways[state], event)
                 edge.append(new)
     return ()

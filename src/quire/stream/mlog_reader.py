@@ -1,12 +1,12 @@
-"""Reads a manifest log: chunks that are checked before a record of them is seen, and records without copies.
+"""Reads a manifest log: verifies a chunk before it returns any of its records, and returns records without copying them.
 
-Before a chunk yields anything its header is settled (see `mlog_format`), its checksums fit, and its records follow each other
-without gaps up to exactly `committed_len`. What lies behind that is a torn tail: not read, not an error. Between chunks,
-indexes are consecutive, `base_record` is what the chunk before ends with, and every chunk but the last is sealed (S2). One
-chunk is in memory at a time.
+Before a chunk yields anything, its header is settled (see `mlog_format`), its checksums match, and its records follow each
+other without gaps up to exactly `committed_len`. Bytes after that are a torn tail: not read, and not an error. Across chunks,
+indexes are consecutive, `base_record` continues from the previous chunk, and every chunk but the last is sealed (S2). One chunk
+is in memory at a time.
 
-Threads: chunks and views are immutable; a reader or cursor belongs to one thread. Importable on executors.
-Format page: `docs/formats/manifest-log.md`. Raises `ManifestIntegrityError`, `FormatTooNew`, and what the disk raises."""
+Importable on executors. Threads: chunks and views are immutable; a reader or cursor belongs to one thread.
+Format: docs/formats/manifest-log.md. Raises: `ManifestIntegrityError`, `FormatTooNew`, and what the disk raises."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TOGETHER_RECORDS = 512
-"""From so many records on a chunk is checked with numpy."""
+"""A chunk with at least this many records is checked with numpy."""
 TOGETHER_PAYLOAD_BYTES = 24
-"""Payloads longer than this are checked one by one: beyond, numpy takes longer than a call for each."""
+"""Payloads longer than this are checked one by one: numpy would take longer than one call for each."""
 _NOT_IN_A_HEAD = 0x7_FFFF_0000
-"""Bits of a record's first eight bytes that are 0: flags, and those of a length that is not a multiple of 8."""
+"""Bits of a record's first eight bytes that must be 0: the flags, and the low bits of the length, a multiple of 8."""
 
 Fetch = Callable[[int], "Chunk | None"]
-"""Gives a chunk that is not on the disk, or a bundle with its records, from tier 2; `None` if it is not there either."""
+"""Returns a chunk that is not on the disk, or the bundle that contains it, from tier 2; `None` if tier 2 has neither."""
 
 
 class LogPosition(NamedTuple):
-    """Where a record starts; orders as the log does."""
+    """The position at which a record starts; compares in log order."""
 
     chunk_index: int
     offset: int
@@ -60,7 +60,7 @@ START = LogPosition(0, CHUNK_BYTES)
 
 
 class RecordView:
-    """One record, in place."""
+    """A view of one record in its chunk."""
 
     __slots__ = ("chunk", "logical_offset", "offset", "payload_len", "record_type", "segment_id", "timestamp_ms")
 
@@ -82,38 +82,38 @@ class RecordView:
 
     @property
     def end(self) -> int:
-        """Where the next record starts."""
+        """The offset of the next record."""
         return self.offset + RECORD_BYTES + self.payload_len
 
     @property
     def payload(self) -> memoryview:
-        """The payload's bytes, not copied."""
+        """The payload's bytes, without a copy."""
         return memoryview(self.chunk.data)[self.offset + RECORD_BYTES : self.end]
 
     @property
     def raw(self) -> bytes:
-        """Header and payload, copied: what a bundle or a snapshot keeps."""
+        """A copy of header and payload, as bundles and snapshots store them."""
         return self.chunk.data[self.offset : self.end]
 
     def value(self) -> Payload:
-        """The payload, decoded."""
+        """Decode the payload."""
         return decode(
             self.record_type, bytes(self.payload), chunk=self.chunk.index, segment=self.segment_id, offset=self.offset
         )
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """A chunk whose every byte in use has been checked."""
+    """A chunk of which every committed byte has been verified."""
 
     data: bytes
     header: ChunkHeader
     offsets: Sequence[int]
     snapshot_id: int
-    """The newest snapshot marker up to the end of this chunk, as far as the chunk knows; 0 for none."""
+    """The id in the newest snapshot marker up to the end of this chunk, as the chunk states it; 0 for none."""
     last_index: int
-    """The chunk's own index; of a bundle, the index of the last chunk in it."""
+    """The chunk's index; for a bundle, the index of its last chunk."""
     places: NDArray[np.int64] | None = None
-    """The offsets by eight, for numpy; only of chunks with many records."""
+    """The offsets divided by eight, for numpy; only for chunks with many records."""
     identity: Identity = NO_IDENTITY
 
     @property
@@ -126,16 +126,16 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def end(self) -> LogPosition:
-        """Behind the last committed record."""
+        """The position after the last committed record."""
         return LogPosition(self.index, self.header.committed_len)
 
     def records(self, skip: int = 0) -> Iterator[RecordView]:
-        """The records behind the first `skip` ones."""
+        """Yield the records after the first `skip` ones."""
         for offset in self.offsets[skip:]:
             yield RecordView(self, offset)
 
     def place(self, offset: int) -> int:
-        """How many records start before `offset`, which must be the beginning of one or the end."""
+        """Return how many records start before `offset`, which must be the start of a record or the end of the chunk."""
         if offset == CHUNK_BYTES:
             return 0
         if offset == self.header.committed_len:
@@ -149,9 +149,9 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 def load_chunk(
     data: bytes, *, chunk_index: int, last_index: int | None = None, path: str = "", owner: Identity = NO_IDENTITY
 ) -> Chunk:
-    """Check the bytes of a chunk's file or object. `last_index` is for bundles, which begin with a marker.
+    """Verify the bytes of a chunk's file or object. `last_index` is for bundles, which begin with a marker.
 
-    `owner` is whose it should be; without it, whose it is is not looked at.
+    `owner` is the expected identity; by default it is not checked.
     """
     header, copy = settle(data, chunk_index=chunk_index, path=path, owner=owner)
     offsets = walk(data, CHUNK_BYTES, header.committed_len, chunk=chunk_index, path=path)
@@ -170,7 +170,7 @@ def load_chunk(
 
 
 def walk(data: bytes, start: int, end: int, *, chunk: int, path: str = "") -> list[int]:
-    """Where the records between two offsets start."""
+    """Return the offsets of the records between two offsets."""
     words = memoryview(data)[: end & ~7].cast("Q") if sys.byteorder == "little" else _swapped(data[: end & ~7])
     offsets: list[int] = []
     add = offsets.append
@@ -211,7 +211,7 @@ class ManifestLogReader:
         self._fetch = fetch
 
     def chunk(self, index: int) -> Chunk:
-        """One chunk, from the disk or else from tier 2."""
+        """Read one chunk from the disk, or from tier 2 if it is not there."""
         path = self._files.chunk(index)
         try:
             data = read_all(self._files.disk, path)
@@ -226,7 +226,7 @@ class ManifestLogReader:
         return load_chunk(data, chunk_index=index, path=path, owner=self._files.identity)
 
     def chunks(self, start: int | None = None) -> Iterator[Chunk]:
-        """The chunks from index `start` on (or the first that is here), each checked against the one before."""
+        """Yield the chunks from index `start` on (default: the first local one), each checked against its predecessor."""
         here = self._files.chunks()
         if not here:
             return
@@ -240,12 +240,12 @@ class ManifestLogReader:
             index = chunk.last_index + 1
 
     def cursor(self, start: LogPosition = START) -> LogCursor:
-        """Reads from a position in bounded steps."""
+        """Return a cursor that reads from a position in bounded steps."""
         return LogCursor(self, self._files, start)
 
 
 def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) -> None:
-    """Hold a chunk against its neighbours."""
+    """Check that a chunk continues its predecessor, and that it is sealed unless it is the last."""
     if expected is not None and header.base_record != expected:
         raise damaged(
             "the chunk does not continue where the previous one ended",
@@ -259,7 +259,7 @@ def check_sequence(header: ChunkHeader, expected: int | None, *, is_last: bool) 
 
 
 class LogCursor:
-    """A place in the log that moves forward as records are read."""
+    """A position in the log that advances as records are read."""
 
     def __init__(self, reader: ManifestLogReader, files: LogFiles, start: LogPosition) -> None:
         self.position = start
@@ -267,7 +267,7 @@ class LogCursor:
         self._files = files
 
     def read(self, records_max: int) -> list[RecordView]:
-        """Up to so many records; none if the log ends here for now. Sees what was committed meanwhile."""
+        """Return up to `records_max` records, none at the current end of the log. Includes records committed meanwhile."""
         offsets: list[RecordView] = []
         here = self._files.chunks()
         while here and self.position.chunk_index <= here[-1] and len(offsets) < records_max:
@@ -307,7 +307,7 @@ def _places(offsets: Sequence[int]) -> NDArray[np.int64] | None:
 
 
 def _bad_payload(data: bytes, at: NDArray[np.int64]) -> int | None:
-    """The first record whose payload does not fit its checksum, found length by length."""
+    """Return the offset of the first record whose payload fails its checksum; payloads are grouped by length."""
     words = np.frombuffer(data, "<u8", count=len(data) // 8)
     lengths = (words[at] >> np.uint64(32)).astype(np.int64)
     wrong: list[int] = []

@@ -1,11 +1,11 @@
-"""The sixteen kinds of records of the manifest log, as values, and their payloads as bytes.
+"""The sixteen record types of the manifest log as values, and the encoding of their payloads.
 
 A payload is the value's struct in natural alignment, then its text or bytes, then zeros up to a multiple of 8; it is never
-empty. Only canonical bytes decode: exact length, zeros as padding, UTF-8. A record of an unknown type is carried along as
-bytes, never dropped.
+empty. Only canonical bytes decode: exact length, zeros as padding, UTF-8. A record of an unknown type is preserved as bytes,
+never dropped.
 
-Pure functions and frozen values, any thread; importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `OutOfRange` for a value that does not fit its field, `InvalidInput`; `ManifestIntegrityError` for bytes.
+Importable on executors. Threads: any (pure functions and frozen values). Format: docs/formats/manifest-log.md.
+Raises: `OutOfRange` for a value that does not fit its field, `InvalidInput`; `ManifestIntegrityError` for invalid bytes.
 
     >>> SegmentOpened(base_offset=4096, epoch=3).encode().hex()
     '00100000000000000300000000000000'
@@ -27,7 +27,7 @@ from quire.core.ids import U16_MAX
 from quire.stream.mlog_format import ALIGNMENT, damaged
 
 PAYLOAD_BYTES_MAX = 256 << 10
-"""A key and an etag of 64 KiB each fit; a record above this would need a chunk of its own."""
+"""A key and an etag of 64 KiB each fit; a larger record would need a chunk to itself."""
 
 
 class RecordType(IntEnum):
@@ -52,16 +52,16 @@ class RecordType(IntEnum):
 
 
 class Schema(IntEnum):
-    """`schema_id` of quire's own custom events: moves for which the sixteen types have no word."""
+    """`schema_id` of quire's own custom events: moves that the sixteen types do not cover."""
 
     WARM_EVICTED = 1
-    """The tier 1 copy of a segment is gone."""
+    """The tier 1 copy of a segment was removed."""
     SEGMENT_RETIRED = 2
-    """Retention let a segment go, on all tiers; its id never comes back."""
+    """Retention removed a segment from all tiers; its id is never reused."""
     NEEDS_REPAIR = 3
-    """The only copy of a segment, its object, is gone."""
+    """The object that is the only copy of a segment is missing."""
     REPAIRED = 4
-    """It is there again."""
+    """The object exists again."""
 
 
 _U64_U64 = struct.Struct("<QQ")
@@ -76,7 +76,7 @@ _SCHEMA_BLOB = struct.Struct("<IH")
 
 
 class KnownPayload(msgspec.Struct, frozen=True):
-    """A record of a type that this version knows: its fields as `LAYOUT` packs them, unless it has text or bytes."""
+    """A record of a known type. `LAYOUT` packs its fields, unless it has text or bytes."""
 
     TYPE: ClassVar[RecordType]
     LAYOUT: ClassVar[struct.Struct]
@@ -121,7 +121,7 @@ class SealSegment(KnownPayload, frozen=True):
 
 
 class CompressionStarted(KnownPayload, frozen=True):
-    """Tier 1 compression admitted."""
+    """The compression of the segment to tier 1 was admitted."""
 
     TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_STARTED
     LAYOUT: ClassVar[struct.Struct] = _U32
@@ -129,7 +129,7 @@ class CompressionStarted(KnownPayload, frozen=True):
 
 
 class CompressionDone(KnownPayload, frozen=True):
-    """Compression finished, the warm artifact is durable."""
+    """Compression finished; the warm artifact is durable."""
 
     TYPE: ClassVar[RecordType] = RecordType.COMPRESSION_DONE
     LAYOUT: ClassVar[struct.Struct] = _U64_U32
@@ -146,13 +146,13 @@ class CompressionFailed(KnownPayload, frozen=True):
 
 
 class UploadStarted(_Keyed, frozen=True):
-    """The upload of the segment to tier 2 began."""
+    """The upload of the segment to tier 2 started."""
 
     TYPE: ClassVar[RecordType] = RecordType.UPLOAD_STARTED
 
 
 class UploadDone(KnownPayload, frozen=True):
-    """The upload ended: under which key, and with which etag."""
+    """The upload finished, under this key and with this etag."""
 
     TYPE: ClassVar[RecordType] = RecordType.UPLOAD_DONE
     LAYOUT: ClassVar[struct.Struct] = _KEY_ETAG
@@ -170,7 +170,7 @@ class UploadDone(KnownPayload, frozen=True):
 
 
 class UploadFailed(KnownPayload, frozen=True):
-    """The upload failed; the key tells a retry from another upload."""
+    """The upload failed; the key distinguishes a retry from another upload."""
 
     TYPE: ClassVar[RecordType] = RecordType.UPLOAD_FAILED
     LAYOUT: ClassVar[struct.Struct] = _KEY_REASON
@@ -194,13 +194,13 @@ class Tier2DeleteQueued(_Keyed, frozen=True):
 
 
 class Tier2Deleted(_Keyed, frozen=True):
-    """The object is deleted; caches may let it go."""
+    """The object is deleted; caches may drop it."""
 
     TYPE: ClassVar[RecordType] = RecordType.TIER2_DELETED
 
 
 class HydrationStarted(KnownPayload, frozen=True):
-    """A copy in tier 0 was asked for, from tier 1 or 2."""
+    """A copy in tier 0 was requested, from tier 1 or 2."""
 
     TYPE: ClassVar[RecordType] = RecordType.HYDRATION_STARTED
     LAYOUT: ClassVar[struct.Struct] = _U64
@@ -216,7 +216,7 @@ class HydrationDone(KnownPayload, frozen=True):
 
 
 class HydrationFailed(KnownPayload, frozen=True):
-    """Hydration failed; it is tried again later."""
+    """Hydration failed; it is retried later."""
 
     TYPE: ClassVar[RecordType] = RecordType.HYDRATION_FAILED
     LAYOUT: ClassVar[struct.Struct] = _U32
@@ -224,7 +224,7 @@ class HydrationFailed(KnownPayload, frozen=True):
 
 
 class LocalEvicted(KnownPayload, frozen=True):
-    """The tier 0 copy is gone."""
+    """The tier 0 copy was removed."""
 
     TYPE: ClassVar[RecordType] = RecordType.LOCAL_EVICTED
     LAYOUT: ClassVar[struct.Struct] = _U64
@@ -232,7 +232,7 @@ class LocalEvicted(KnownPayload, frozen=True):
 
 
 class SnapshotMarker(KnownPayload, frozen=True):
-    """Snapshot `snapshot_id` is durable and holds everything before (chunk_index, chunk_offset)."""
+    """Snapshot `snapshot_id` is durable and contains everything before (chunk_index, chunk_offset)."""
 
     TYPE: ClassVar[RecordType] = RecordType.SNAPSHOT_MARKER
     LAYOUT: ClassVar[struct.Struct] = _MARKER
@@ -242,7 +242,7 @@ class SnapshotMarker(KnownPayload, frozen=True):
 
 
 class CustomEvent(KnownPayload, frozen=True):
-    """Anything else; schemas below 1024 are quire's own."""
+    """Any other event; schemas below 1024 are quire's own."""
 
     TYPE: ClassVar[RecordType] = RecordType.CUSTOM_EVENT
     LAYOUT: ClassVar[struct.Struct] = _SCHEMA_BLOB
@@ -267,7 +267,7 @@ class UnknownRecord(msgspec.Struct, frozen=True):
     payload: bytes
 
     @property
-    def TYPE(self) -> int:  # noqa: N802 - stands where its siblings have a constant
+    def TYPE(self) -> int:  # noqa: N802 - a constant in its sibling classes
         return self.record_type
 
     def encode(self) -> bytes:
@@ -288,7 +288,7 @@ _KEY_AT: dict[int, int] = {RecordType.UPLOAD_DONE: 4, RecordType.UPLOAD_FAILED: 
 
 
 def encode(value: Payload) -> bytes:
-    """The payload of a value, checked."""
+    """Return the checked payload of a value."""
     try:
         payload = value.encode()
     except struct.error as error:
@@ -298,7 +298,7 @@ def encode(value: Payload) -> bytes:
 
 
 def check_payload(record_type: int, payload: bytes) -> None:
-    """Refuse what may not stand in a log: empty, unaligned or outsized payloads."""
+    """Refuse empty, unaligned or oversized payloads."""
     if not payload or len(payload) % ALIGNMENT or len(payload) > PAYLOAD_BYTES_MAX:
         raise OutOfRange(
             f"a payload has a multiple of {ALIGNMENT} bytes, at least one and at most {PAYLOAD_BYTES_MAX}",
@@ -310,12 +310,12 @@ def check_payload(record_type: int, payload: bytes) -> None:
 
 
 def decode(record_type: int, payload: bytes, *, chunk: int = 0, segment: int = 0, offset: int = 0) -> Payload:
-    """The value of a payload; `chunk`, `segment` and `offset` are for the message."""
+    """Decode a payload; `chunk`, `segment` and `offset` are for error messages."""
     if record_type > RecordType.CUSTOM_EVENT:
         return UnknownRecord(record_type, payload)
     try:
         value = _KNOWN[record_type].decode(payload)
-        if value.encode() == payload:  # only canonical bytes: nothing hides in the padding
+        if value.encode() == payload:  # canonical bytes only: no data may hide in the padding
             return value
     except (struct.error, UnicodeDecodeError, IndexError, InvalidInput):
         pass
@@ -329,7 +329,7 @@ def decode(record_type: int, payload: bytes, *, chunk: int = 0, segment: int = 0
 
 
 def key_of(record_type: int, payload: bytes) -> bytes:
-    """The bytes of the object key in the payload of an upload or delete record."""
+    """Return the bytes of the object key in the payload of an upload or delete record."""
     start = _KEY_AT.get(record_type, 2)
     return payload[start : start + int.from_bytes(payload[:2], "little")]
 

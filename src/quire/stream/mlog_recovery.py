@@ -1,10 +1,11 @@
-"""From files to state: the newest sound snapshot and what the log says after it; and what of it is in tier 2.
+"""Recovers the state of a manifest log from its files, and compares its chunks with tier 2.
 
-Recovery reads one snapshot and the chunks from its position on: how long the history is does not matter. A chunk that is not
-on disk any more is taken from tier 2. A damaged snapshot is passed over. A damaged chunk, or a log that ends before its
-newest snapshot, ends recovery with `ManifestIntegrityError`: nothing was changed, and nothing behind the damage was believed.
+Recovery reads the newest valid snapshot and the chunks from its position on, so its cost does not depend on the length of the
+history. A chunk that is no longer on disk is read from tier 2. A damaged snapshot is skipped. A damaged chunk, or a log that
+ends before its newest snapshot, ends recovery with `ManifestIntegrityError`: nothing is changed, and nothing after the damage
+is used.
 
-Threads: functions without state. Raises `ManifestIntegrityError`, and what disk and object store raise."""
+Threads: any (functions without state). Raises: `ManifestIntegrityError`, and what disk and object store raise."""
 
 from __future__ import annotations
 
@@ -36,14 +37,14 @@ from quire.stream.mlog_writer import SHRINK_BYTES_MIN, shrink, write_header
 
 
 class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a log holds."""
+    """The recovered state of a log."""
 
     index: ManifestIndex
     snapshot_id: int
-    """The snapshot it was rebuilt from, 0 for none."""
+    """The snapshot from which it was rebuilt; 0 for none."""
     snapshot_position: LogPosition
     end: LogPosition
-    """Behind the last committed record, or where the first one will be."""
+    """The position after the last committed record, or of the first record of an empty log."""
     replayed: int
     """Records folded after the snapshot."""
     seconds: float
@@ -52,7 +53,7 @@ class RecoveredLog(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 def recover(files: LogFiles, clock: Clock, fetch: Fetch | None = None) -> RecoveredLog:
-    """The state of a log. Reads only."""
+    """Recover the state of a log. Modifies nothing."""
     began = clock.monotonic()
     bad = 0
     base: LogSnapshot | None = None
@@ -101,9 +102,9 @@ def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, bas
     return start
 
 
-# ── which chunks are in tier 2 ────────────────────────────────────────────────────────────────────────────────────────
+# ── chunks in tier 2 ──────────────────────────────────────────────────────────────────────────────────────────────────
 def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
-    """What a chunk on the disk says about itself, by one small read if its commit copy is sound."""
+    """Return the facts of a local chunk, with one small read if its commit copy is valid."""
     path = files.chunk(index)
     file = disk.open(path, write=False)
     try:
@@ -119,7 +120,7 @@ def local_facts(disk: Disk, files: LogFiles, index: int) -> ChunkFacts:
 
 
 def mark_uploaded(files: LogFiles, index: int) -> None:
-    """Set the header's bit 1: the chunk's object is durable (S3)."""
+    """Set bit 1 of the header: the chunk's object is durable (S3)."""
     file = files.disk.open(files.chunk(index))
     try:
         size = file.size()
@@ -129,13 +130,13 @@ def mark_uploaded(files: LogFiles, index: int) -> None:
             facts = chunk.facts._replace(header=header)
             write_header(file, size, facts)
             if header.sealed and size - COPY_BYTES - header.committed_len >= SHRINK_BYTES_MIN:
-                shrink(file, facts)  # it was sealed before sealed chunks gave their space back
+                shrink(file, facts)  # it was sealed by a version that did not shrink sealed chunks
     finally:
         file.close()
 
 
 def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:
-    """Put a sealed chunk's object in the place of its file, which is damaged or missing; `ObjectNotFound` if it has none."""
+    """Replace the damaged or missing file of a sealed chunk with its object; raise `ObjectNotFound` if it has none."""
     chunk = objects.get_chunk(index)
     if chunk is None:
         raise ObjectNotFound(
@@ -146,9 +147,10 @@ def restore_chunk(files: LogFiles, objects: LogObjects, index: int) -> None:
 
 
 def restore_log(files: LogFiles, objects: LogObjects, *, at_ms: int) -> list[int]:
-    """Bring back from tier 2 what the log lacks at its end: chunks, and the snapshot before them if none is here; which chunks.
+    """Restore from tier 2 the chunks that the log lacks at its end, and the snapshot before them if there is no local one;
+    return the chunks.
 
-    A chunk that is here and not sealed, or older, and sealed there, is moved to quarantine: what was uploaded came later.
+    A local chunk that is not sealed although its object is, is moved to quarantine: the uploaded one is newer.
     """
     listing, here = objects.listing(), files.chunks()
     start = here[-1] if here else 0
@@ -171,20 +173,20 @@ def restore_log(files: LogFiles, objects: LogObjects, *, at_ms: int) -> list[int
 
 
 class Reconciled(msgspec.Struct):
-    """What a comparison with tier 2 found."""
+    """The result of a comparison with tier 2."""
 
     present: list[int] = msgspec.field(default_factory=list)
-    """Sealed chunks on disk whose objects are there and the same."""
+    """Sealed chunks on disk whose objects exist and are the same."""
     rebuilt: list[int] = msgspec.field(default_factory=list)
     """Chunks whose objects were missing and have been uploaded again."""
     chunks_needing_repair: dict[int, str] = msgspec.field(default_factory=dict)
-    """Chunks whose object is another one, or damaged."""
+    """Chunks whose object is a different one or damaged, with the reason."""
 
 
 def reconcile(files: LogFiles, objects: LogObjects, start: int) -> Reconciled:
-    """Compare the sealed chunks on disk from `start` on with their objects, and upload what is missing there.
+    """Compare the sealed chunks on disk from `start` on with their objects, and upload missing ones.
 
-    What this costs depends on what is on this disk, not on how long the history is: tier 2 is not listed.
+    The cost depends on the chunks on this disk, not on the length of the history: tier 2 is not listed.
     """
     result = Reconciled()
     for number in files.chunks():
@@ -207,9 +209,10 @@ def reconcile(files: LogFiles, objects: LogObjects, start: int) -> Reconciled:
 
 
 def objects_apart(files: LogFiles, objects: LogObjects) -> dict[int, str]:
-    """Chunks of all the history whose objects are missing or different, with what is wrong; not-yet-uploaded ones are neither.
+    """Return the chunks of the whole history whose objects are missing or different, with the reason. Chunks that are not
+    uploaded yet are not included.
 
-    Lists tier 2 and changes nothing. Of a chunk that is not on disk it is enough that its object, or its bundle, is listed.
+    Lists tier 2 and changes nothing. For a chunk that is not on disk, it is enough that its object or its bundle is listed.
     """
     listing = objects.listing()
     local = {number: local_facts(files.disk, files, number) for number in files.chunks()}
@@ -243,7 +246,7 @@ def _rebuild(files: LogFiles, objects: LogObjects, number: int, result: Reconcil
     chunk = ManifestLogReader(files).chunk(number)
     try:
         objects.put_chunk(chunk)
-    except AlreadyExists as error:  # it came into being since it was looked for, and is not ours
+    except AlreadyExists as error:  # created since the lookup, with other contents
         result.chunks_needing_repair[number] = error.what
         return
     mark_uploaded(files, number)

@@ -1,11 +1,11 @@
-"""Snapshots of a `ManifestIndex`: one checksummed file that stands for everything before a position of the log.
+"""Snapshots of a `ManifestIndex`: one checksummed file that replaces everything before a position of the log.
 
-Equal indexes have equal bytes. A snapshot is written whole under a temporary name, synced, renamed, and its directory synced;
-then the `SnapshotMarker` record is appended, at `position`. One without a marker is as good as one with it. One that fails
-its checksum is passed over: the one before it and more of the log give the same state.
+Equal indexes have equal bytes. A snapshot is written under a temporary name, synced, renamed, and its directory synced; then
+the `SnapshotMarker` record is appended, at `position`. A snapshot without a marker is as valid as one with it. A snapshot that
+fails its checksum is skipped: its predecessor and a longer part of the log give the same state.
 
-Threads: functions without state. Importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError` for bytes that are not a snapshot, and what the disk raises."""
+Importable on executors. Threads: any (functions without state). Format: docs/formats/manifest-log.md.
+Raises: `ManifestIntegrityError` for bytes that are not a snapshot, and what the disk raises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ rejected, counts of entries, waiting records, own deletes, tallies, uploaded_upt
 ENTRY = struct.Struct("<QBBBBBBH")
 """segment_id, life, warm, remote, hot, hydration, whether it needs repair, bits of the record types that follow"""
 TALLY = struct.Struct("<QQ")
-"""A record type, or 65536 + the schema of a custom event, and how many"""
+"""record type, or 65536 + the schema of a custom event; count"""
 CHECKSUM_BYTES = 8
 HEADER_BYTES = 112
 ENTRY_BYTES = 16
@@ -51,11 +51,11 @@ class LogSnapshot(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     position: LogPosition
     index: ManifestIndex
     uploaded_upto: int
-    """Chunks with a lower index were uploaded when it was taken."""
+    """Chunks below this index were uploaded when the snapshot was taken."""
 
 
 def encode_snapshot(snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0) -> bytes:
-    """The bytes of a snapshot file."""
+    """Return the bytes of a snapshot file."""
     parts = [*_entries(index)]
     waiting = [raw for segment in sorted(index.waiting) for raw in index.waiting[segment]]
     deletes = [index.own_deletes[key] for key in sorted(index.own_deletes)]
@@ -87,7 +87,7 @@ def encode_snapshot(snapshot_id: int, position: LogPosition, index: ManifestInde
 
 
 def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnapshot:
-    """The snapshot in `data`, checked."""
+    """Verify and decode a snapshot."""
     what = _unsound(data, snapshot_id)
     if what is not None:
         raise _bad(what, snapshot_id, path)
@@ -95,7 +95,7 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnap
     entries, waiting, deletes, tallies, uploaded_upto, _ = HEADER.unpack_from(data)[11:]
     index = ManifestIndex(
         records=records, opened_max=opened_max, last_ms=last_ms, snapshot_id=marker_id, rejected=rejected,
-        snapshot_ms=last_ms,  # of the last record before it; its marker, the next one, is exact
+        snapshot_ms=last_ms,  # of the last record before the snapshot; folding its marker, the next one, corrects it
     )  # fmt: skip
     try:
         at = _read_entries(data, entries, index)
@@ -127,7 +127,7 @@ def decode_snapshot(data: bytes, *, snapshot_id: int, path: str = "") -> LogSnap
 def write_snapshot(
     files: LogFiles, snapshot_id: int, position: LogPosition, index: ManifestIndex, uploaded_upto: int = 0
 ) -> None:
-    """Put a snapshot beside the chunks, atomically. The caller appends the marker."""
+    """Write a snapshot next to the chunks, atomically. The caller appends the marker."""
     data = encode_snapshot(snapshot_id, position, index, uploaded_upto)
     hit("stream.mlog.snapshot.writing")
     write_atomic(files.disk, files.snapshot(snapshot_id), data)
@@ -135,13 +135,13 @@ def write_snapshot(
 
 
 def read_snapshot(files: LogFiles, snapshot_id: int) -> LogSnapshot:
-    """One snapshot file."""
+    """Read and verify one snapshot file."""
     path = files.snapshot(snapshot_id)
     return decode_snapshot(read_all(files.disk, path), snapshot_id=snapshot_id, path=path)
 
 
 def newest_snapshots(files: LogFiles) -> Iterable[LogSnapshot | ManifestIntegrityError]:
-    """The snapshots that are here, newest first; for a damaged one its error."""
+    """Yield the local snapshots, newest first; for a damaged one, its error."""
     for snapshot_id in files.snapshots():
         try:
             yield read_snapshot(files, snapshot_id)
@@ -200,7 +200,7 @@ def _unsound(data: bytes, snapshot_id: int) -> str | None:
 def _bad(what: str, snapshot_id: int, path: str) -> ManifestIntegrityError:
     return ManifestIntegrityError(
         what,
-        hint="the snapshot before it and more of the log give the same state",
+        hint="use the previous snapshot; with more of the log it gives the same state",
         chunk=None,
         segment=None,
         offset=0,

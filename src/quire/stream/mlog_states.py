@@ -1,15 +1,15 @@
-"""What a segment can be, and which record may change it into what: the declared transition table.
+"""The states of a segment and the declared table of transitions between them.
 
-A state has five facets: the segment's life, its tier 1, tier 2 and tier 0 copies, and its hydration; there are 432, each with
-a number, its code. `RULES` is the table: what must hold before an event, and what it changes. The last copy is never given up
-silently: eviction needs another copy, and only `SEGMENT_RETIRED` ends a segment, when its object is gone too.
+A state has five facets: the segment's life, its tier 1, tier 2 and tier 0 copies, and its hydration. There are 432 states, each
+with a number, its *code*. `RULES` is the table: what must hold before an event, and what the event changes. The last copy is
+never removed silently: eviction needs another copy, and only `SEGMENT_RETIRED` ends a segment, after its object is deleted.
 
               ┌─────────── hydration ───────────┐
   tier 0   resident ──LocalEvicted──▶ evicted ──┘
   tier 1   none ──▶ compressing ──▶ done ──▶ none          (failed ──▶ compressing)
   tier 2   none ──▶ uploading ──▶ done ──▶ deleting ──▶ deleted ──▶ uploading    (failed ──▶ uploading, done)
 
-Pure functions and tables, any thread; importable on executors.
+Threads: any (pure functions and tables). Importable on executors.
 
     >>> state = next_state(next_state(NOTHING, Event.OPENED), Event.SEALED)
     >>> is_valid(state, Event.COMPRESSION_STARTED), is_valid(state, Event.LOCAL_EVICTED)
@@ -70,7 +70,7 @@ class State(NamedTuple):
 
 
 class Event(IntEnum):
-    """What records say about a segment; below 14 the numbers are those of the record types."""
+    """The events that records describe; numbers below 14 are those of the record types."""
 
     OPENED = 0
     SEALED = 1
@@ -98,11 +98,11 @@ _CODES = {state: code for code, state in enumerate(STATES)}
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the table: what each facet must be, that one of `copies` is there, and what the facets become."""
+    """One line of the table: the allowed values of each facet, the tiers that must have a copy, and the new values."""
 
     when: Mapping[str, frozenset[int]]
     copies: frozenset[int] = frozenset()
-    """Tiers of which at least one must hold a whole copy; none named: it does not matter."""
+    """Tiers of which at least one must hold a complete copy; empty: no copy is required."""
     then: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ RULES: dict[Event, Rule] = {
         then={"remote": Remote.UPLOADING},
     ),
     Event.UPLOAD_DONE: Rule(
-        when={"remote": _one(Remote.UPLOADING, Remote.FAILED)},  # the retry of an upload need not begin it again
+        when={"remote": _one(Remote.UPLOADING, Remote.FAILED)},  # a retried upload need not be started again
         then={"remote": Remote.DONE},
     ),
     Event.UPLOAD_FAILED: Rule(when={"remote": _one(Remote.UPLOADING, Remote.FAILED)}, then={"remote": Remote.FAILED}),
@@ -154,7 +154,7 @@ RULES: dict[Event, Rule] = {
         then={"hot": Hot.ABSENT},
     ),
     Event.WARM_EVICTED: Rule(when={"warm": _one(Warm.DONE)}, copies=_one(0, 2), then={"warm": Warm.NONE}),
-    # These two change no facet: whether a segment needs repair is kept beside its state.
+    # These two change no facet: whether a segment needs repair is kept separately from its state.
     Event.NEEDS_REPAIR: Rule(when={"life": _SEALED, "remote": _one(Remote.DONE)}),
     Event.REPAIRED: Rule(when={"life": _SEALED}),
     Event.RETIRED: Rule(
@@ -170,24 +170,24 @@ RULES: dict[Event, Rule] = {
 
 
 def tiers_of(state: State) -> frozenset[int]:
-    """Which tiers hold a whole copy; an object that is being deleted no longer counts."""
+    """Return the tiers that hold a complete copy. An object that is being deleted no longer counts."""
     tiers = (state.hot is Hot.RESIDENT, state.warm is Warm.DONE, state.remote is Remote.DONE)
     return frozenset(tier for tier, there in enumerate(tiers) if there)
 
 
 def is_valid(state: State, event: Event) -> bool:
-    """Whether a segment in this state may have this event."""
+    """Return whether an event is allowed in a state."""
     return TABLE[event][_CODES[state]] >= 0
 
 
 def next_state(state: State, event: Event) -> State:
-    """The state an allowed event leads to."""
+    """Return the state after an allowed event."""
     assert is_valid(state, event), (state, event)
     return STATES[TABLE[event][_CODES[state]]]
 
 
 def state_of(facets: Mapping[str, int]) -> State:
-    """A state from the numbers of its facets; `ValueError` for numbers that none has."""
+    """Return the state with these facets; raise `ValueError` for an invalid number."""
     return State(
         Life(facets["life"]),
         Warm(facets["warm"]),
@@ -198,7 +198,7 @@ def state_of(facets: Mapping[str, int]) -> State:
 
 
 def code_of(state: State) -> int:
-    """A state's number."""
+    """Return a state's code."""
     return _CODES[state]
 
 
@@ -206,9 +206,9 @@ _FACETS = {"life": Life, "warm": Warm, "remote": Remote, "hot": Hot, "hydration"
 
 
 def _row(rule: Rule) -> list[int]:
-    """The code after a rule's event for the code of every state, -1 where it is not allowed."""
+    """Return, for the code of every state, the code after the rule's event; -1 where the event is not allowed."""
     row, step = [-1] * len(STATES), len(STATES)
-    codes = [(0, 0)]  # before and after, as far as the facets are told
+    codes = [(0, 0)]  # partial codes before and after the event, from the facets handled so far
     for name, facet in _FACETS.items():
         step //= len(facet)
         becomes = rule.then.get(name)

@@ -1,13 +1,13 @@
 """The objects of one manifest log in tier 2: sealed chunks, snapshots, bundles.
 
-Objects are written once: a second put of the same chunk adopts what is there, another chunk under its name is
-`AlreadyExists`. What is read is checked as a file would be. Each owner epoch writes below a prefix of its own (A1). A log
-goes on in the next epoch where it ended for the one that took over: what an earlier epoch has from the first chunk of a later
-one on is another line's, and is not listed. Where an epoch begins is known before it has an object: the stream remembers it
-(`begins`, of `stream.json`).
+Objects are written once: a second put of the same chunk adopts the existing object; a different chunk under its name is
+`AlreadyExists`. Objects are verified like files when they are read. Each owner epoch writes below its own prefix (A1). After a
+takeover the log continues in the new epoch where it ended for the directory that took over: objects of an earlier epoch at or
+after the first chunk of a later one belong to a deposed owner's history, and are not listed. The first chunk of an epoch is
+known before the epoch has an object: the stream records it (`begins` in `stream.json`).
 
-Threads: any. Importable on executors. Format page: `docs/formats/manifest-log.md`.
-Raises `ManifestIntegrityError`, and what the object store raises."""
+Importable on executors. Threads: any. Format: docs/formats/manifest-log.md.
+Raises: `ManifestIntegrityError`, and what the object store raises."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 SNAPSHOT_BYTES_MAX = 1 << 30
-"""Of some hundred bytes for each segment: more than a stream has in a lifetime."""
+"""At some hundred bytes per segment, more than a stream ever has."""
 
 
 class EpochBegin(msgspec.Struct, frozen=True):
-    """Where a log goes on for an owner epoch: what earlier epochs have behind it was written by somebody else."""
+    """Where a log continues for an owner epoch. Objects of earlier epochs after it were written by a deposed owner."""
 
     owner_epoch: int
     chunk: int
@@ -62,29 +62,29 @@ class LogListing(msgspec.Struct, frozen=True):
     snapshots: dict[int, ObjectInfo] = msgspec.field(default_factory=dict)
 
     def covers(self, index: int) -> bool:
-        """Whether a chunk is there, alone or in a bundle."""
+        """Return whether a chunk exists, alone or in a bundle."""
         return index in self.chunks or self.bundle_of(index) is not None
 
     def bundle_of(self, index: int) -> tuple[int, int] | None:
-        """The bundle that holds a chunk."""
+        """Return the (first, last) chunk of the bundle that contains a chunk; `None` if there is none."""
         return next((span for span in sorted(self.bundles) if span[0] <= index <= span[1]), None)
 
 
 class LogObjects(msgspec.Struct, frozen=True):
-    """Reads the objects of one stream's manifest log below some prefixes of a store, and writes below the first of them."""
+    """The objects of one stream's manifest log: read below several prefixes of a store, written below the first of them."""
 
     store: ObjectStore
     stream_id: int
     prefixes: tuple[str, ...] = ("",)
     """One for each owner epoch, the current one first."""
     store_id: str = ""
-    """The store's, which its chunks carry; empty if it is not known, and then any store's will do."""
+    """The store's id, which the log's chunks carry. Empty if it is unknown: then chunks of any store are accepted."""
     begins: tuple[EpochBegin, ...] = ()
-    """Of those epochs whose beginning is remembered."""
+    """The recorded beginnings of epochs."""
 
     @property
     def owner_epoch(self) -> int:
-        """The current one; 0 if there is none."""
+        """The current owner epoch; 0 if there is none."""
         return _epoch_of(self.prefixes[0])
 
     @property
@@ -101,7 +101,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self._key(object_names.snapshot_key(self.stream_id, snapshot_id))
 
     def listing(self) -> LogListing:
-        """What is there."""
+        """List the log's objects of all epochs."""
         listing = self.own_listing()
         begins = {begin.owner_epoch: begin for begin in self.begins}
         first = newest = U64_MAX
@@ -122,7 +122,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         return listing
 
     def own_listing(self) -> LogListing:
-        """What the current epoch has written."""
+        """List the objects that the current epoch has written."""
         return self._listed(self.prefixes[0])
 
     def _listed(self, prefix: str) -> LogListing:
@@ -139,14 +139,14 @@ class LogObjects(msgspec.Struct, frozen=True):
         return listing
 
     def _locate(self, own: str, listed: Callable[[LogListing], ObjectInfo | None]) -> str:
-        """The key of an object: below the current prefix, unless it is only below an earlier one."""
+        """Return the key of an object: below the current prefix, unless it exists only below an earlier one."""
         if len(self.prefixes) == 1:
             return own
         info = listed(self.listing())
         return own if info is None else info.key
 
     def _get(self, own: str, listed: Callable[[LogListing], ObjectInfo | None], limit: int) -> tuple[str, bytes]:
-        """An object and its key, if it is no larger than it can be: what is in a bucket is believed by nobody."""
+        """Return the key and bytes of an object. Its size is checked against `limit` first: bucket contents are not trusted."""
         key = own
         try:
             size = self.store.head(own).size_bytes
@@ -160,7 +160,7 @@ class LogObjects(msgspec.Struct, frozen=True):
 
     # ── chunks ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def put_chunk(self, chunk: Chunk) -> PutResult:
-        """Upload a sealed chunk: the bytes in use, and the commit copy as its metadata."""
+        """Upload a sealed chunk: its committed bytes, and the commit copy as its metadata."""
         data = object_bytes(chunk)
 
         def same(existing: ExistingObject) -> bool:
@@ -170,7 +170,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self.store.put(self.chunk_key(chunk.index), data, create_only=True, identity=same)
 
     def get_chunk(self, index: int) -> Chunk | None:
-        """A chunk under its own name, checked."""
+        """Read and verify a chunk that has its own object; `None` if it has none."""
 
         def read() -> Chunk:
             key, data = self._get(self.chunk_key(index), lambda there: there.chunks.get(index), CHUNK_FILE_BYTES_MAX)
@@ -182,7 +182,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             return None
 
     def facts(self, index: int) -> ChunkFacts:
-        """What the object of a chunk says about itself, by one small read."""
+        """Return the facts of a chunk's object, with one small read."""
         return checked_read(lambda: self._read_facts(index))
 
     def _read_facts(self, index: int) -> ChunkFacts:
@@ -202,7 +202,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         return facts
 
     def get_bundle(self, first: int, last: int) -> Chunk | None:
-        """A bundle, checked; its first record, the marker, is not among its records."""
+        """Read and verify a bundle; `None` if it does not exist. Its records do not include its first one, the marker."""
 
         def read() -> Chunk:
             key, data = self._get(
@@ -218,8 +218,8 @@ class LogObjects(msgspec.Struct, frozen=True):
             return None
 
     def check(self, first: int, last: int | None = None) -> None:
-        """Read the object of a chunk, or with `last` of a bundle, and check every byte of it, its header too: a reader makes do
-        with the commit copy, and nobody would know of the damage. What is not there any more is fine."""
+        """Read the object of a chunk, or with `last` of a bundle, and verify every byte including the header: readers fall back
+        to the commit copy and would not notice the damage. An object that no longer exists is not an error."""
         checked_read(lambda: self._check(first, last))
 
     def _check(self, first: int, last: int | None) -> None:
@@ -240,7 +240,7 @@ class LogObjects(msgspec.Struct, frozen=True):
             raise damaged("the object's header differs from its commit copy", chunk=first, offset=0, key=key)
 
     def fetch(self, index: int) -> Chunk | None:
-        """A chunk, or else the bundle it is in."""
+        """Return a chunk, or the bundle that contains it; `None` if neither exists."""
         chunk = self.get_chunk(index)
         if chunk is not None:
             return chunk
@@ -254,11 +254,11 @@ class LogObjects(msgspec.Struct, frozen=True):
         return self.store.put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
 
     def get_snapshot(self, snapshot_id: int) -> LogSnapshot:
-        """A snapshot, checked."""
+        """Read and verify a snapshot."""
         return self.fetch_snapshot(snapshot_id)[0]
 
     def fetch_snapshot(self, snapshot_id: int) -> tuple[LogSnapshot, bytes]:
-        """A snapshot, checked, and its bytes."""
+        """Read and verify a snapshot; return it with its bytes."""
         own = self.snapshot_key(snapshot_id)
 
         def read() -> tuple[LogSnapshot, bytes]:
@@ -281,14 +281,14 @@ def _under(prefix: str, suffix: str) -> str:
 
 
 def object_bytes(chunk: Chunk) -> bytes:
-    """What is uploaded of a chunk. The object does not say that it is uploaded: it is what is being uploaded."""
+    """Return the bytes that are uploaded for a chunk. The flag `UPLOADED` is cleared: it is set only in the local file."""
     header = chunk.header._replace(flags=chunk.header.flags & 1)
     facts = chunk.facts._replace(header=header)
     return header.encode() + chunk.data[CHUNK_BYTES : header.committed_len] + facts.encode()
 
 
 def is_same(one: ChunkFacts, other: ChunkFacts) -> bool:
-    """Whether two facts are of one chunk, whatever its flags."""
+    """Return whether two facts describe the same chunk, regardless of flags."""
     return _contents(one) == _contents(other) and one.identity.fits(other.identity)
 
 

@@ -1,24 +1,24 @@
-"""Looks into a manifest log: every record in words, every rule it must keep.
+"""Inspects a manifest log: decodes every record, and checks every rule that the log must satisfy.
 
 Terms
-  row       one record for people and programs: where it stands, what it says
-  problem   a rule that is broken, and where
+  row       one decoded record, with its position in the log
+  problem   a broken rule, and where it is broken
 
-Rules that are checked
-  L1  every chunk on disk is sound: header, checksums, records
-  L2  chunks follow each other: indexes, ordinals, sealed before the next; none was uploaded that is behind the end of the log
-  L3  every snapshot is sound, and the newest one and the log agree
+Rules
+  L1  every chunk on disk is valid: header, checksums, records
+  L2  chunks follow each other: indexes, ordinals, sealed before the next; no chunk after the end of the log was uploaded
+  L3  every snapshot is valid, and the newest one agrees with the log
   L4  no record was rejected by the transition table
-  L5  tier 2 has every sealed chunk that is not on disk, and what it has is the same
-  L6  local retention: the newest snapshot's chunks and everything not uploaded are on disk; nothing is kept beyond need
-      (told as a leak: harmless)
-  L7  every segment is in at least one tier; its object is there
-  L8  the log knows every segment that LMDB knows, and every file with records in it; it has not become shorter since the last
-      close. Only of a log that is believed, and if a witness is given. The other way round, a log that knows more, is what
-      every crash leaves: opening the stream mends LMDB, and `quire stream verify` compares the two then
+  L5  tier 2 has every sealed chunk that is not on disk, and its objects have the same contents as the chunks
+  L6  local retention: the newest snapshot's chunks and everything not uploaded are on disk; nothing unneeded is kept
+      (reported as a leak: harmless)
+  L7  every segment is in at least one tier; its object exists
+  L8  the log has every segment that LMDB has, and every file with records; it has not become shorter since the last close.
+      Checked only for an authoritative log, and if a witness is given. The reverse, a log with more than LMDB, is what every
+      crash leaves: opening the stream corrects LMDB, and `quire stream verify` then compares the two
 
-Reads only; works beside a live writer, whose uncommitted tail is not looked at. Threads: functions without state.
-Raises what disk and object store raise; damage is a problem, not an error.
+Modifies nothing. Works alongside a live writer, whose uncommitted tail is ignored. Threads: any (functions without state).
+Raises: what disk and object store raise; damage is a problem, not an error.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from quire.stream.mlog_records import Payload, RecordType, UnknownRecord, decode
 from quire.stream.mlog_recovery import RecoveredLog, local_facts, objects_apart, recover
 from quire.stream.mlog_snapshot import newest_snapshots
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.state import believed_end
-from quire.stream.witnesses import Witness, held_above, missing_from_log
+from quire.stream.state import log_records_at_close
+from quire.stream.witnesses import Witness, files_above, missing_from_log
 
 
 class LogProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class LogProblem(msgspec.Struct, frozen=True, kw_only=True):
     what: str
     where: dict[str, Any] = msgspec.field(default_factory=dict)
     leak: bool = False
-    """Only space is wasted."""
+    """Whether the problem only wastes space."""
 
 
 class LogRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,12 +74,12 @@ class LogRow(msgspec.Struct, frozen=True, kw_only=True):
     timestamp_ms: int
     fields: dict[str, Any]
     tier2: str
-    """Of the chunk: `here` while only on disk, `there` if only in tier 2, `same`, or what is wrong with its object; of a record
-    that a segment was uploaded, that the segment's object is missing, if it should be there and is not."""
+    """State of the chunk's object: `here` if the chunk is only on disk, `there` if only in tier 2, `same`, or the error of the
+    object. For the record of a completed upload, also whether the segment's object is missing."""
 
     @property
     def diverges(self) -> bool:
-        """Whether tier 2 is not what the log says."""
+        """Whether tier 2 differs from the log."""
         return self.tier2 not in AGREEING
 
 
@@ -87,9 +87,9 @@ AGREEING = frozenset({"here", "there", "same"})
 
 
 def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: int | None = None) -> Iterator[LogRow]:
-    """The records of the log from the first chunk on disk on, one after the other; stops with an error at damage.
+    """Yield the records of the log from the first chunk on disk on; raise at the first damage.
 
-    A `start_chunk` before that is fetched from tier 2; if it is in a bundle by now, from the beginning of that on.
+    A `start_chunk` before that is fetched from tier 2; if it is in a bundle, reading begins with the bundle.
     """
     bad = objects_apart(files, objects) if objects is not None else {}
     uploaded = _uploaded(files, objects) if objects is not None else {}
@@ -107,7 +107,7 @@ def inspect(files: LogFiles, objects: LogObjects | None = None, *, start_chunk: 
 
 
 def minimal_rows(files: LogFiles, objects: LogObjects | None = None) -> Iterator[dict[str, Any]]:
-    """The records that the log's state is made of, decoded: what is left of the history when it is folded."""
+    """Yield the decoded records that make up the log's state: what remains of the history after folding."""
     for raw in recover(files, SystemClock(), objects.fetch if objects is not None else None).index.minimal():
         kind, _, _, segment_id, logical_offset, timestamp_ms, _ = RECORD.unpack_from(raw)
         name, fields = _named(decode(kind, raw[RECORD_BYTES:], segment=segment_id))
@@ -121,7 +121,7 @@ def minimal_rows(files: LogFiles, objects: LogObjects | None = None) -> Iterator
 
 
 def _uploaded(files: LogFiles, objects: LogObjects) -> dict[int, str | None]:
-    """The keys of segments that should be in tier 2; none if the log is damaged, which is told where it is."""
+    """Return the keys of segments that should be in tier 2; none if the log is damaged, which reading it reports."""
     try:
         index = recover(files, SystemClock(), objects.fetch).index
     except ManifestIntegrityError:
@@ -146,11 +146,12 @@ def verify(
     deep: bool = True,
     witness: Witness | None = None,
 ) -> Iterator[LogProblem]:
-    """Every rule that is broken. `witness` is what LMDB said before."""
+    """Yield every broken rule. `witness` is what LMDB had before this call."""
     stream = StreamFiles(files.disk, files.root, files.stream_id)
-    held = held_above(stream, witness.last_segment) if witness is not None else []  # before the log is read
-    closed = believed_end(stream) if witness is not None else None
-    uploaded = max(objects.listing().chunks, default=-1) if objects is not None else -1  # before it, too
+    # Files, state and listing are read before the log, so that a live writer's log is never behind them.
+    held = files_above(stream, witness.last_segment) if witness is not None else []
+    closed = log_records_at_close(stream) if witness is not None else None
+    uploaded = max(objects.listing().chunks, default=-1) if objects is not None else -1
     broken = list(_chunks(files))
     yield from broken
     yield from _headers(files)
@@ -179,7 +180,7 @@ def verify(
 
 
 def _named(value: Payload) -> tuple[str, dict[str, Any]]:
-    """A record's name and fields, for people."""
+    """Return a record's name and fields in readable form."""
     if isinstance(value, UnknownRecord):
         return f"unknown {value.record_type}", {"payload": value.payload.hex()}
     fields = {
@@ -205,7 +206,7 @@ def _row(view: RecordView, ordinal: int, tier2: str) -> LogRow:
 
 
 def _chunks(files: LogFiles) -> Iterator[LogProblem]:
-    """L1 and L2: each chunk by itself, so that one that is damaged does not hide the next."""
+    """Check L1 and L2 for each chunk separately, so that a damaged one does not hide the next."""
     reader = ManifestLogReader(files)
     here = files.chunks()
     before: Chunk | None = None
@@ -230,26 +231,26 @@ def _chunks(files: LogFiles) -> Iterator[LogProblem]:
 
 
 def _headers(files: LogFiles) -> Iterator[LogProblem]:
-    """L1: of the two that say what is committed, readers need one. That the other is damaged is told all the same."""
+    """Check L1 for headers and commit copies: readers need only one of the two, but damage to the other is reported as well."""
     here = files.chunks()
     for index in here:
         try:
             what = _header(read_all(files.disk, files.chunk(index)), index, is_last=index == here[-1])
         except FileNotFoundError:
-            continue  # it is in tier 2 by now
+            continue  # it has moved to tier 2
         if what is not None:
             yield LogProblem(rule="L1", what=what, where={"chunk": index, "path": files.chunk(index)})
 
 
 def _header(data: bytes, index: int, *, is_last: bool) -> str | None:
-    """What is wrong with a chunk's header or its commit copy, if one of them is sound.
+    """Return what is wrong with a chunk's header or its commit copy, if the other one is valid.
 
-    A commit writes the copy before the header, so of the last chunk a crash leaves a header that is older, or torn. A crash
-    while a chunk was marked as uploaded leaves one without that mark.
+    A commit writes the copy before the header, so a crash may leave the last chunk with an older or torn header. A crash while
+    a chunk is being marked as uploaded leaves a header without that mark.
     """
     header, copy = decode_chunk_header(data) if len(data) >= CHUNK_BYTES else None, decode_copy(data)
     if header is None:
-        return None  # told as a chunk that is too short
+        return None  # reported as a chunk that is too short
     sound = data[:CHUNK_BYTES] == header.encode() and unsound(header, data, index) is None
     if copy is None or unsound(copy.header, data, index) is not None:
         return "the chunk's commit copy is damaged, its header is not" if sound and not is_last else None
@@ -301,7 +302,7 @@ def _state(recovered: RecoveredLog, object_exists: Callable[[str], bool] | None)
 
 
 def _retention(files: LogFiles, recovered: RecoveredLog, settings: ManifestLogSettings) -> Iterator[LogProblem]:
-    """L6. What is missing here was in tier 2, or there would be no state to look at (L3)."""
+    """Check L6. A chunk that is missing on disk is in tier 2; otherwise recovery would have failed (L3)."""
     here = files.chunks()
     if not here:
         return

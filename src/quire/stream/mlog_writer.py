@@ -1,18 +1,18 @@
-"""Appends to a manifest log: one active chunk, a file, that is committed, sealed and followed by the next.
+"""The writer of a manifest log. It appends to one active chunk, a file that is committed, sealed and followed by the next.
 
 States of a chunk
   absent ──append──▶ `.mlog.tmp` ──first commit──▶ `.mlog` ──rotate──▶ sealed ──upload──▶ uploaded
 
-A chunk's file is allocated and filled, never sparse: a full disk is `DiskFull` when it is made or grown, and breaks nothing.
-Records are in memory until their commit writes them; a mapped file would do the same, but holds a descriptor for as long as
-it lives (docs/decisions/024). A commit writes records and commit copy, syncs, writes the header, syncs; the first one of a
-chunk then renames it and syncs the directory. The checksum goes on from the last commit's: a commit costs what is new. A
-restart goes on behind the last committed record. After a failed write or sync nobody knows what is on disk: `StoreUnusable`
-until the log is opened again.
+A chunk's file is allocated and zero-filled, never sparse: a full disk is `DiskFull` when the file is created or grown, and the
+log stays usable. Records are in memory until their commit writes them; a mapped file would serve as well, but would keep a
+descriptor open (docs/decisions/024). A commit writes the records and the commit copy, syncs, writes the header, and syncs; the
+first commit of a chunk then renames the file and syncs the directory. The checksum continues from the last commit's, so a
+commit costs only its new bytes. A restart continues after the last committed record. After a failed write or sync the contents
+of the disk are unknown: `StoreUnusable` until the log is reopened.
 
-Threads: any, one at a time: whoever shares a writer has a lock of its own around every call (`ManifestLog` does), since one
-here again would cost a fifth of an append. Format page: `docs/formats/manifest-log.md`.
-Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`."""
+Threads: any, one at a time: callers that share a writer hold a lock around every call (`ManifestLog` does); another lock here
+would cost a fifth of an append. Format: docs/formats/manifest-log.md.
+Raises: `StoreLocked`, `StoreUnusable`, `StoreClosed`, `OutOfRange`, `DiskFull`, and on opening `ManifestIntegrityError`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import File, preallocate
-from quire.durable.locks import CoveredLock, FileLock
+from quire.durable.locks import FileLock, NoopLock
 from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
     CHUNK_BYTES,
@@ -46,18 +46,18 @@ from quire.stream.mlog_records import PAYLOAD_BYTES_MAX, Payload, RecordType, Sn
 
 _pack = RECORD.pack
 SHRINK_BYTES_MIN = 4096
-"""Less than a block of the file system is not worth a sync."""
+"""Freeing less than a block of the file system is not worth a sync."""
 _MARKER = int(RecordType.SNAPSHOT_MARKER)
-"""From here on types are rare: markers, custom events, and what this version does not know."""
+"""From this type on records are rare: markers, custom events, and types that this version does not know."""
 
 
 class ManifestLogWriter(AbandonedOnError):
-    """The one writer of a log; made by `open`."""
+    """The only writer of a log. Use `open` to create one."""
 
     def __init__(
         self,
         files: LogFiles,
-        lock: FileLock | CoveredLock,
+        lock: FileLock | NoopLock,
         clock: Clock,
         settings: ManifestLogSettings,
         start: tuple[int, int],
@@ -69,11 +69,11 @@ class ManifestLogWriter(AbandonedOnError):
         self._now_ms = clock.now_ms
         self._identity = files.identity
         self._settings = settings
-        # The active chunk, and how the last one ended.
+        # The active chunk, and the end of the previous one.
         self._trouble: StoreUnusable | StoreClosed | None = None
         self._file: File | None = None
         self._pending = bytearray()
-        """Records behind `committed`."""
+        """Encoded records after `committed`."""
         self._size = self._room = 0
         self._index, self._base_record = start
         self._snapshot_id = 0
@@ -93,11 +93,11 @@ class ManifestLogWriter(AbandonedOnError):
         clock: Clock,
         settings: ManifestLogSettings,
         start: tuple[int, int] = (0, 0),
-        lock: FileLock | CoveredLock | None = None,
+        lock: FileLock | NoopLock | None = None,
     ) -> ManifestLogWriter:
-        """Go on with a log. `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
+        """Open a log for appending. `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
 
-        `lock` is the log's lock if the caller has taken it already (`lock_log`); it is the writer's from here on.
+        `lock` is the log's lock if the caller has taken it already (`lock_log`); the writer takes it over.
         """
         lock = lock or lock_log(files, clock)
         try:
@@ -110,15 +110,15 @@ class ManifestLogWriter(AbandonedOnError):
             raise
         return writer
 
-    # ── what is where ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── positions ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def position(self) -> LogPosition:
-        """Where the next record goes."""
+        """The position of the next record."""
         return LogPosition(self._index, self._tail)
 
     @property
     def committed(self) -> LogPosition:
-        """Everything before this is durable."""
+        """The position before which everything is durable."""
         return LogPosition(self._index, self._committed)
 
     @property
@@ -128,11 +128,11 @@ class ManifestLogWriter(AbandonedOnError):
 
     @property
     def snapshot_id(self) -> int:
-        """The newest snapshot marker."""
+        """The id in the newest snapshot marker; 0 for none."""
         return self._snapshot_id
 
     def records_from(self, offset: int) -> bytes:
-        """The bytes of the records of the active chunk from an offset on, committed or not."""
+        """Return the records of the active chunk from an offset on, committed or not, as bytes."""
         if self._file is None:
             raise StoreClosed("the manifest log is closed", hint="open the stream again")
         if offset >= self._committed:
@@ -141,18 +141,18 @@ class ManifestLogWriter(AbandonedOnError):
 
     @property
     def is_full(self) -> bool:
-        """Whether the chunk has no room for another record of the usual size."""
+        """Whether the chunk may have no room for another record of up to `record_bytes_max`."""
         full = self._settings.chunk_bytes - COPY_BYTES
         return self._file is not None and self._tail + self._settings.record_bytes_max > full
 
     @property
     def file_bytes(self) -> int:
-        """What the active chunk's file takes; 0 while there is none."""
+        """Size of the active chunk's file; 0 while there is none."""
         return self._size
 
     # ── appending ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, value: Payload, segment_id: int = NO_SEGMENT, *, logical_offset: int = 0) -> int:
-        """Add a record; at which offset. Durable after `commit`. A chunk that it does not fit into is sealed first."""
+        """Append a record and return its offset. It is durable after `commit`. A chunk that it does not fit is sealed first."""
         try:
             payload = value.encode()
             kind, size = value.TYPE, len(payload)
@@ -161,7 +161,7 @@ class ManifestLogWriter(AbandonedOnError):
                 check_payload(kind, payload)
             tail = self._tail
             end = tail + RECORD_BYTES + size
-            if end > self._room:  # or something is wrong: then there is no room at all
+            if end > self._room:  # also after a failure, which sets the room to 0
                 tail = self._make_room(RECORD_BYTES + size)
                 end = tail + RECORD_BYTES + size
             now = self._now_ms()
@@ -181,32 +181,33 @@ class ManifestLogWriter(AbandonedOnError):
             raise OutOfRange(f"a field of the record does not fit: {error}", record=value, segment=segment_id) from None
 
     def reserve(self, size: int) -> None:
-        """Have room for so many more bytes of records."""
+        """Reserve space for `size` more bytes of records."""
         if self._tail + size > self._room:
             self._make_room(size)
 
     def commit(self) -> LogPosition:
-        """Make everything appended durable; up to where."""
+        """Make everything appended durable, and return its end."""
         self._check()
         if self._tail > self._committed:
             self._guard("a commit", lambda: self._write_commit(0))
         return self.committed
 
     def needs_rotation(self) -> bool:
-        """Whether the chunk is nearly full, or has had news about data for long enough."""
+        """Return whether the chunk is nearly full, or has had records about segments for long enough."""
         return self.rotation_due_in() == 0
 
     def rotation_due_in(self) -> float | None:
-        """In how many seconds the chunk is to be sealed; `None` if nothing in it asks for that."""
+        """Return the seconds until the chunk is to be sealed; `None` if no record in it requires that."""
         if self._file is None or self._tail == CHUNK_BYTES:
             return None
         if self.is_full:
             return 0.0
         quiet = self._clock.monotonic() - self._last_commit
+        # Only a chunk with a record about a data segment is sealed by time: the log does not log itself (S3).
         return max(self._settings.rotation_seconds - quiet, 0.0) if self._about_data else None
 
     def rotate(self) -> int | None:
-        """Commit and seal the chunk; its index, or `None` if there is none. The next append begins another."""
+        """Commit and seal the chunk; return its index, `None` if there is none. The next append begins another."""
         self._check()
         if self._file is None or self._tail == CHUNK_BYTES:
             return None
@@ -214,7 +215,7 @@ class ManifestLogWriter(AbandonedOnError):
         hit("stream.mlog.sealed")
         sealed = self._index
         if self._size - COPY_BYTES - self._tail >= SHRINK_BYTES_MIN:
-            with suppress(StorageFault):  # it is sealed as it is: this is about space
+            with suppress(StorageFault):  # the chunk is sealed already: this only frees space
                 shrink(self._file, self._facts(self._crc, SEALED))
         self._release()
         self._index, self._base_record = sealed + 1, self._base_record + self._count
@@ -222,7 +223,7 @@ class ManifestLogWriter(AbandonedOnError):
         return sealed
 
     def close(self) -> None:
-        """Commit and close. Closing twice, or after trouble, is fine."""
+        """Commit and close. Closing twice, or after a failure, is allowed."""
         try:
             if self._trouble is None:
                 self.commit()
@@ -230,7 +231,7 @@ class ManifestLogWriter(AbandonedOnError):
             self.abandon()
 
     def abandon(self) -> None:
-        """Close and nothing else: what was not committed is lost."""
+        """Close without committing: uncommitted records are lost."""
         if not isinstance(self._trouble, StoreClosed):
             self._trouble = StoreClosed("the manifest log is closed", hint="open it again", path=self._files.directory)
             self._release()
@@ -246,12 +247,13 @@ class ManifestLogWriter(AbandonedOnError):
         self._named = False
 
     def _make_room(self, size: int) -> int:
-        """Have room for so many bytes of records; where they go. Only a first record makes its chunk exceed `chunk_bytes`."""
+        """Make room for `size` bytes of records, and return their offset. Only the first record of a chunk may make it exceed
+        `chunk_bytes`."""
         self._check()
         if self._tail > CHUNK_BYTES and self._tail + size > self._settings.chunk_bytes - COPY_BYTES:
             self.rotate()
         if self._file is None:
-            first = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks are of a few records
+            first = min(self._settings.chunk_bytes, CHUNK_FILE_BYTES_MIN)  # most chunks have few records
             path = self._files.chunk(self._index, temporary=True)
             with suppress(FileNotFoundError):
                 self._files.disk.remove(path)
@@ -297,10 +299,10 @@ class ManifestLogWriter(AbandonedOnError):
         return ChunkFacts(header, self._count, self._snapshot_id, self._identity)
 
     def _resume(self, index: int) -> None:
-        """Go on behind the last chunk, or in it if it is not sealed."""
+        """Continue after the last chunk, or in it if it is not sealed."""
         file = self._files.disk.open(self._files.chunk(index))
         try:
-            file.sync()  # nothing is concluded from bytes that could still be lost
+            file.sync()  # no decision may rest on bytes that could still be lost
             data = file.read_at(file.size(), 0)
             chunk = load_chunk(data, chunk_index=index, path=file.path, owner=self._identity)
         except BaseException:
@@ -326,13 +328,13 @@ class ManifestLogWriter(AbandonedOnError):
         self._resize(chunk)
 
     def _resize(self, chunk: Chunk) -> None:
-        """Go on in a chunk as it is. One that came back from tier 2 has no more room than it needs, and grows as any other."""
+        """Continue in an existing chunk. One that was restored from tier 2 has no spare room, and grows like any other."""
         assert self._file is not None
         self._resized(self._file.size())
         self._settle(self._file, chunk)
 
     def _settle(self, file: File, chunk: Chunk) -> None:
-        """Have header and commit copy of the last chunk agree again: one was torn, or a commit or a sealing was interrupted."""
+        """Make header and commit copy of the last chunk agree: one was torn, or a commit or a sealing was interrupted."""
         if chunk.data[:CHUNK_BYTES] != chunk.header.encode() or chunk.data[-COPY_BYTES:] != chunk.facts.encode():
             write_header(file, file.size(), chunk.facts._replace(identity=self._identity))
 
@@ -349,11 +351,11 @@ class ManifestLogWriter(AbandonedOnError):
             raise type(self._trouble)(self._trouble.what, hint=self._trouble.hint, **self._trouble.where)
 
     def _guard(self, doing: str, step: Callable[[], None]) -> None:
-        """Run a step whose failure leaves the disk in doubt."""
+        """Run a step whose failure leaves the contents of the disk unknown."""
         try:
             step()
         except BaseException as error:
-            self._room = 0  # the next append looks at what is wrong
+            self._room = 0  # so that the next append raises the failure
             self._trouble = poisoned_by(
                 error,
                 f"{doing} of the manifest log failed, and what reached the disk is unknown",
@@ -368,18 +370,18 @@ class ManifestLogWriter(AbandonedOnError):
             raise
 
 
-def lock_log(files: LogFiles, clock: Clock) -> FileLock | CoveredLock:
-    """Take the lock of a log, making its directory if need be."""
+def lock_log(files: LogFiles, clock: Clock) -> FileLock | NoopLock:
+    """Take the lock of a log, and create its directory if necessary."""
     files.disk.make_dirs(files.directory)
     if files.store_locked:
-        return CoveredLock()
+        return NoopLock()
     return FileLock.acquire(files.lock, clock)
 
 
 def shrink(file: File, facts: ChunkFacts) -> None:
-    """Cut a sealed chunk's file behind its records.
+    """Truncate a sealed chunk's file after its records.
 
-    Before the cut both ends have a commit copy, after it the one behind the records, which is synced first.
+    A second commit copy is written after the records and synced before the cut, so that the file always ends with one.
     """
     end = facts.header.committed_len
     file.write_at(facts.encode(), end)
@@ -389,7 +391,7 @@ def shrink(file: File, facts: ChunkFacts) -> None:
 
 
 def write_header(file: File, size: int, facts: ChunkFacts) -> None:
-    """Write commit copy and header in the order that leaves one of them whole. `size` is the file's."""
+    """Write commit copy and header in the order that always leaves one of them intact. `size` is the size of the file."""
     file.write_at(facts.encode(), size - COPY_BYTES)
     hit("stream.mlog.copied")
     file.sync()

@@ -1,12 +1,12 @@
-"""What LMDB knows of a stream's segments: folded from the manifest log by idempotent operations, and read back (S1).
+"""The projection: LMDB's rows about a stream's segments, folded from the manifest log by idempotent operations (S1).
 
-Log first, LMDB second: what LMDB missed is folded at the next move or opening, as the difference. A segment's row in
-`wal_catalog` is made when the segment is sealed, in its final form; record ids are the row's lsns, and its place in
-`wal_manifest` has the writer's epoch as generation. An object is announced (`suffix`) before its first byte is sent, so that
-whoever deletes the row looks for it. LMDB has no word for a tier 1 copy or an etag. A segment that a checkpoint has published
-is a slot too (docs/decisions/009-stream-chunks.md): the fold that ends its row clears the slot.
+Log first, LMDB second: steps that LMDB lacks are folded at the next move or opening, as the difference. A segment's row in
+`wal_catalog` is created when the segment is sealed, in its final form; record ids are the row's lsns, and its entry in
+`wal_manifest` has the writer's epoch as generation. An object's key (`suffix`) is recorded before its first byte is sent, so
+that the deletion of the row also deletes the object. LMDB does not record tier 1 copies or etags. A segment that a checkpoint
+has published is also a slot (docs/decisions/009-stream-chunks.md): the fold that ends its row clears the slot.
 
-Threads: any. Raises what the manifest raises."""
+Threads: any. Raises: what the manifest raises."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class StreamProjection:
             self._place_id, _ = txn.place_of(files.stream_id, "")
 
     def prefixes(self) -> tuple[str, ...]:
-        """Below which prefixes the stream's objects are, that of new ones first: the current owner epoch's (A1)."""
+        """Return the prefixes of the stream's objects; the first is that of new objects, the current owner epoch's (A1)."""
         self._manifest.ensure_owner_epoch()
         with self._manifest.read() as txn:
             return txn.object_prefixes(self._place_id)
 
     def store_id(self) -> str:
-        """The store's, which the chunks of the manifest log carry."""
+        """Return the store's id, which the chunks of the manifest log carry."""
         with self._manifest.read() as txn:
             return txn.log_store_id()
 
     def fold(self, view: SegmentList, segment_ids: Iterable[int] | None = None) -> int:
-        """Bring rows up to the view, of these segments or of all; how many operations that took."""
+        """Bring the rows of these segments, or of all, up to the view; return the number of operations."""
         with self._manifest.read() as txn:
             if segment_ids is None:
                 rows = {
@@ -90,7 +90,7 @@ class StreamProjection:
         return len(ops)
 
     def _ops(self, segment_id: int, segment: StreamSegment | None, row: WalRecord | None) -> list[Op]:
-        """The operations between a row and what it should be."""
+        """Return the operations that bring a row up to its segment."""
         if segment is None:
             return [] if row is None else self._truncate(segment_id, row)
         if not segment.is_sealed or not segment.records:
@@ -130,13 +130,13 @@ class StreamProjection:
             return []
         ops: list[Op] = []
         if (row.residency, row.suffix) != (Residency.LOCAL, "") and row.state is not WalState.TRUNCATED:
-            where = (self._stream_id, ArtifactKind.WAL, segment_id, 0)  # the log has deleted it: nobody else is to try
+            where = (self._stream_id, ArtifactKind.WAL, segment_id, 0)  # the log has deleted it: no other job may
             ops.append(UpdateArtifact(*where, residency=Residency.LOCAL, suffix="", namespace_id=0))
         steps = _ORDER[_ORDER.index(row.state) + 1 :]
         return ops + [MoveWalState(self._stream_id, segment_id, state) for state in steps]
 
     def _unpublish(self, txn: ReadTxn, segment_ids: Iterable[int], generation: int) -> list[Op]:
-        """Take the chunks of segments that are gone out of the live set."""
+        """Return the operations that remove the chunks of retired segments from the live set."""
         offsets: dict[int, list[int]] = {}
         for segment_id in sorted(segment_ids):
             leaf, offset = place(segment_id)
@@ -150,52 +150,52 @@ class StreamProjection:
         return ops
 
     def pinned(self, segment_id: int) -> bool:
-        """Whether something beside the stream holds a segment."""
+        """Return whether a holder other than the stream refers to a segment."""
         with self._manifest.read() as txn:
             counts = txn.refcount(ArtifactKey(self._stream_id, ArtifactKind.WAL, segment_id, 0))
         return counts is not None and counts.in_use > 1
 
-    # ── read back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def rows(self) -> dict[int, WalRecord]:
-        """The rows of segments that are not gone."""
+        """Return the rows of segments that are not truncated."""
         with self._manifest.read() as txn:
             return _rows(txn, self._stream_id)
 
     def ever(self) -> set[int]:
-        """The segments that have a row, also those that are gone."""
+        """Return the segments that have a row, including truncated ones."""
         with self._manifest.read() as txn:
             return {key[1] for key, _ in txn.scan(t.WAL_CATALOG, self._stream_id)}
 
     def name(self) -> str:
-        """What people call the stream."""
+        """Return the name of the stream."""
         with self._manifest.read() as txn:
             record = txn.database(self._stream_id)
         return record.name if record is not None else f"#{self._stream_id}"
 
     def witness(self) -> Witness:
-        """What the manifest log must know."""
+        """Return what the manifest log must contain."""
         with self._manifest.read() as txn:
             return witness_in(txn, self._stream_id)
 
     def last_segment(self) -> int:
-        """The highest segment id that ever had a row."""
+        """Return the highest segment id that ever had a row."""
         with self._manifest.read() as txn:
             state = txn.wal_state(self._stream_id)
         return state.last_sealed_segment if state is not None else 0
 
     def next_record(self) -> int:
-        """The id behind the highest record that ever had a row: ids are never used again (M5)."""
+        """Return the id after the highest record that ever had a row: ids are never reused (M5)."""
         with self._manifest.read() as txn:
             state = txn.wal_state(self._stream_id)
         return (state.last_applied_lsn if state is not None else 0) + 1
 
     def range_starts(self) -> list[int]:
-        """The first numbers of the ranges that takeovers of the store have begun (A10)."""
+        """Return the first numbers of the ranges that takeovers of the store have begun (A10)."""
         with self._manifest.read() as txn:
             return [first for first, _ in txn.timelines()]
 
     def facts(self, etags: Mapping[int, str]) -> dict[int, SegmentFacts]:
-        """What LMDB and the directories say of every sealed segment; `etags` are believed."""
+        """Return the facts of every sealed segment from LMDB and the directories; `etags` are taken as given."""
         hot, warm = set(self._files.segments(Tier.HOT)), set(self._files.segments(Tier.WARM))
         with self._manifest.read() as txn:
             epochs = {key[2]: key[1] for key, _ in txn.scan(t.WAL_MANIFEST, self._stream_id)}
@@ -227,7 +227,7 @@ class StreamProjection:
 
 
 def witness_in(txn: ReadTxn, stream_id: int) -> Witness:
-    """What LMDB has of a stream, which its manifest log must know."""
+    """Return what LMDB has of a stream, all of which its manifest log must contain."""
     state = txn.wal_state(stream_id)
     return witness_of(_rows(txn, stream_id), state.last_sealed_segment if state is not None else 0)
 
@@ -244,5 +244,5 @@ def _residency(segment: StreamSegment) -> Residency:
 
 
 def _suffix(segment: StreamSegment) -> str:
-    """The object's key, from before its first byte is uploaded until the object is deleted."""
+    """Return the object's key from before its first byte is uploaded until the object is deleted; otherwise empty."""
     return segment.key if segment.state.remote not in (Remote.NONE, Remote.DELETED) else ""

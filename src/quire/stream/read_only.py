@@ -1,9 +1,9 @@
-"""A stream of a store that was opened for reading: beside its owner, on a standby, or in a restored directory.
+"""A stream of a store that was opened for reading: alongside its owner, on a standby, or in a restored directory.
 
-It has the reading methods of `Stream`, over the files of the stream (`file_reader.py`); what changes something raises
+It has the reading methods of `Stream`, over the files of the stream (`file_reader.py`); methods that change something raise
 `ReadOnly`. Other processes may write, seal, compress, upload and evict meanwhile.
 
-Threads: any. Raises `ReadOnly`, and what reading raises."""
+Threads: any. Raises: `ReadOnly`, and what reading raises."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 class ReadOnlyStream(Stream):
-    """A stream, opened for reading; made by `store.stream(name)` of a store with mode "r"."""
+    """A stream opened for reading, as `store.stream(name)` returns it in a store with mode "r"."""
 
-    def __init__(  # its parts are other ones: what the owner has is refused
+    def __init__(  # does not call the base class: parts that only the owner has are replaced by `OwnerOnly`
         self,
         manifest: ManifestStore,
         db: int | str,
@@ -49,54 +49,54 @@ class ReadOnlyStream(Stream):
         self._failure: StoreClosed | None = None
 
     def segments(self) -> Iterable[SharedSegment]:
-        """Its segments, as other processes read them."""
-        return cast(StreamFileReader, self._reader).look().segments
+        """Return the segments, as other processes read them."""
+        return cast(StreamFileReader, self._reader).contents().segments
 
     @property
     def mode(self) -> Mode:
-        """How much the manifest log was believed when the stream was last open."""
+        """The mode of the manifest log when the stream was last open."""
         return Mode(load_state(self.files).mode)
 
     @property
     def retention(self) -> Retention:
-        """What holds for this stream: its own, or the store's."""
+        """The retention in effect: the stream's own, or the store's."""
         settings = self._settings
         own = load_state(self.files).retention
         return own or Retention(seconds=settings.retain_seconds, bytes=settings.retain_bytes)
 
     def info(self) -> StreamInfo:
-        """The stream in numbers, by what LMDB and the directories say."""
-        look, disk, files = cast(StreamFileReader, self._reader).look(), self.files.disk, self.files
+        """Return statistics of the stream, from LMDB and the directories."""
+        contents, disk, files = cast(StreamFileReader, self._reader).contents(), self.files.disk, self.files
         sizes = {
             tier: [disk.size(files.segment(tier, number)) for number in files.segments(tier)]
             for tier in (Tier.HOT, Tier.WARM)
         }
         return StreamInfo(
             stream_id=self.stream_id,
-            first_record=look.first_record,
-            end_record=look.end_record,
-            segments=len(look.segments),
+            first_record=contents.first_record,
+            end_record=contents.end_record,
+            segments=len(contents.segments),
             hot_segments=len(sizes[Tier.HOT]),
             hot_bytes=sum(sizes[Tier.HOT]),
             warm_segments=len(sizes[Tier.WARM]),
             warm_bytes=sum(sizes[Tier.WARM]),
-            remote_segments=sum(bool(segment.key) for segment in look.segments),
+            remote_segments=sum(bool(segment.key) for segment in contents.segments),
             remote_bytes=0,
             mode=self.mode.value,
             consumers=self.consumers,
             retention=self.retention,
             torn_bytes=0,
-            gaps=tuple(look.gaps),
+            gaps=tuple(contents.gaps),
         )
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def failure(self) -> QuireError | None:
-        """Set when it is closed."""
+        """`StoreClosed` after `close`; otherwise `None`."""
         return self._failure
 
     def close(self) -> None:
-        """End whoever waits. A second time: nothing."""
+        """Close the stream, and end waiting readers. Closing twice is allowed."""
         self._failure = StoreClosed("the stream is closed", hint="open it again", stream_id=self.stream_id)
         cast(StreamFileReader, self._reader).close()
 
@@ -105,7 +105,7 @@ class ReadOnlyStream(Stream):
 
 
 class _ReadState:
-    """Consumers and their positions, as the owner has written them."""
+    """Consumers and their positions, as written by the owner."""
 
     def __init__(self, reader: StreamFileReader) -> None:
         self._reader = reader
@@ -115,10 +115,12 @@ class _ReadState:
         return load_state(self._reader.files)
 
     def position(self, name: str) -> int:
-        """Where a consumer is."""
+        """Return the position of a consumer."""
         consumers: dict[str, Consumer] = self.stored.consumers
         if name not in consumers:
-            raise UnknownCursor("the stream has no such consumer", hint="its owner registers it", name=name)
+            raise UnknownCursor(
+                "the stream has no such consumer", hint="register it in the process that owns the store", name=name
+            )
         return consumers[name].position
 
     def __getattr__(self, name: str) -> Any:

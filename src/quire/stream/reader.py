@@ -1,11 +1,11 @@
-"""Reads a stream over all its tiers: records in order, by id or by time, one by one or as Arrow batches.
+"""Reads a stream across all tiers: records in order, by id or by time, one by one or as Arrow batches.
 
-A read is of [start, stop) as it was asked for; below what is retained, and from a record that a takeover has lost, it raises
-`CursorLost`: never a silent gap. The nearest
-copy is read: hot file, compressed file, object; of an object only the frames that are wanted are fetched. A copy that moved
-on while it was read is looked up again. A tail sees durable records only, each once, in order.
+A read covers [start, stop). Below the first retained record, and from a record that was lost in a takeover, it raises
+`CursorLost`: there is never a silent gap. The nearest copy is read: hot file, compressed file, object; of an object only the
+needed frames are fetched. A copy that moves while it is being read is looked up again. A tail sees durable records only, each
+once, in order.
 
-Threads: any; an iterator belongs to one. Raises `CursorLost`, `OutOfRange`, `Corruption`, `ObjectNotFound`,
+Threads: any; an iterator belongs to one. Raises: `CursorLost`, `OutOfRange`, `Corruption`, `ObjectNotFound`,
 `ObjectStoreUnavailable`, `StoreClosed`."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
 from quire.core.events import emit
 from quire.core.settings import StreamSettings
-from quire.core.timeline import Gaps, settled
+from quire.core.timeline import Gaps, skip_gap
 from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at
 from quire.stream.hot import HotLog
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
 
 RACES_MAX = 64
-"""How often one position is looked up again before that is an error of ours."""
+"""How often a read looks up moved copies again before it treats the copy as damaged."""
 
 _HOT, _WARM, _REMOTE = 0, 1, 2
 
@@ -69,48 +69,48 @@ class StreamReader:
         self._cache = cache
         self._settings = settings
         self.gaps = gaps
-        """Record ids that takeovers have left out."""
+        """Record ids that takeovers have skipped."""
         self._touch = touch
         self._hydrate = hydrate
         self.failure: QuireError | None = None
-        """Set in the child of a fork(): what is in memory there is of the moment of the fork; the stream goes on elsewhere."""
+        """Set in the child of a fork(), whose memory has the state as of the fork while the parent continues the stream."""
 
     def _require(self) -> None:
         if (why := self.failure) is not None:
             raise type(why)(why.what, hint=why.hint, **why.where)
 
-    # ── what there is ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── bounds ────────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def first_record(self) -> int:
-        """The id of the first record that is retained."""
+        """The id of the first retained record."""
         for segment in self._view():
-            if not segment.is_going:
+            if not segment.is_being_removed:
                 return segment.base_record
         return self._hot.durable
 
     @property
     def end_record(self) -> int:
-        """The id behind the last durable record."""
+        """The id after the last durable record."""
         return self._hot.durable
 
     # ── records ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
-        """Records from `start` (default: the first) to before `stop` (default: the end as it is now)."""
+        """Yield records from `start` (default: the first) to before `stop` (default: the current end)."""
         first, last = self._range(start, stop)
         for span in self._spans(first, last):
             yield from span.records()
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
-        """The same as Arrow record batches (`arrow_batches.SCHEMA`)."""
+        """Yield the same records as Arrow record batches (`arrow_batches.SCHEMA`)."""
         first, last = self._range(start, stop)
         yield from record_batches(self._spans(first, last))
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
-        """Records from `start` (default: what comes from now on) for ever; ends if none comes for `timeout` seconds."""
+        """Yield records from `start` (default: the current end) without end; stop if none arrives for `timeout` seconds."""
         self._require()
         position = self._hot.durable if start is None else begin_at(self.gaps, start)
         while True:
-            position = settled(self.gaps, position)
+            position = skip_gap(self.gaps, position)
             if position < self._hot.durable:
                 for record in self._newest(position) or self.read(position, self._hot.durable):
                     yield record
@@ -119,8 +119,8 @@ class StreamReader:
                 return
 
     def _newest(self, position: int) -> list[StreamRecord]:
-        """Records from a position on, if they are those that have become durable just now: they are still in memory."""
-        first, stamp, payloads = self._hot.newest
+        """Return the records from a position on if they are those that became durable last, which are still in memory."""
+        first, stamp, payloads = self._hot.last_synced
         if not first <= position < first + len(payloads):
             return []
         return [
@@ -129,7 +129,7 @@ class StreamReader:
         ]
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
-        """Sleep until a record is durable; False if the time was up first."""
+        """Wait until a record is durable; return False on timeout."""
         hot = self._hot
         came = hot.waiters.sleep_until(lambda: hot.durable > record or hot.failure is not None, timeout)
         if hot.durable <= record and hot.failure is not None:
@@ -139,7 +139,7 @@ class StreamReader:
         return came and hot.durable > record
 
     def seek(self, timestamp_ms: int) -> int:
-        """The id of the first record that is not before a moment; the end if there is none."""
+        """Return the id of the first record at or after a timestamp; the end if there is none."""
         self._require()
         view = self._view()
         first = view.before(timestamp_ms)
@@ -155,10 +155,10 @@ class StreamReader:
             if record is not None:
                 return min(max(record, position), self._hot.durable)
             behind = max(segment.end_record, position + 1) if segment.is_sealed else self._hot.durable
-            position = settled(self.gaps, behind)
+            position = skip_gap(self.gaps, behind)
         return self._hot.durable
 
-    # ── pieces ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── copies ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _range(self, start: int | None, stop: int | None) -> tuple[int, int]:
         self._require()
         first, end = self.first_record, self._hot.durable
@@ -171,9 +171,9 @@ class StreamReader:
         return begin, min(end, end if stop is None else stop)
 
     def _spans(self, position: int, stop: int) -> Iterator[RecordSpan]:
-        """The records of [position, stop), checked."""
+        """Yield the verified records of [position, stop)."""
         search = _Search()
-        while (position := settled(self.gaps, position)) < stop:
+        while (position := skip_gap(self.gaps, position)) < stop:
             segment, tier = self._choose(position, stop, search)
             begun = position
             try:
@@ -186,22 +186,20 @@ class StreamReader:
                 self._lost(position, segment, tier, lost, search)
 
     def _choose(self, position: int, stop: int, search: _Search) -> tuple[StreamSegment, int]:
-        """The copy to read a position from."""
+        """Return the copy from which to read a position."""
         while True:
             segment = self._view().holding(position)
-            if segment is None or segment.is_going:
-                raise CursorLost(
-                    "these records are no longer retained", hint="begin with `first_record`", start=position
-                )
+            if segment is None or segment.is_being_removed:
+                raise CursorLost("these records are no longer retained", hint="start at `first_record`", start=position)
             tier = next(tier for tier in _tiers(segment) if (segment, tier) not in search.bad)
             wanted = min(stop, segment.end_record or stop) - position
-            if tier != _REMOTE or segment.segment_id in search.asked or wanted * 2 <= segment.records:
+            if tier != _REMOTE or segment.segment_id in search.hydrated or wanted * 2 <= segment.records:
                 return segment, tier
-            search.asked.add(segment.segment_id)
+            search.hydrated.add(segment.segment_id)  # more than half of the segment is wanted: hydrate it, at most once
             self._hydrate(segment.segment_id)
 
     def _lost(self, position: int, segment: StreamSegment, tier: int, lost: Lost, search: _Search) -> None:
-        """A copy could not be read."""
+        """Handle a copy that could not be read: look it up again if it moved; otherwise try another copy, or raise."""
         search.races += 1
         if self._view().holding(position) != segment and search.races < RACES_MAX:
             return
@@ -218,7 +216,7 @@ class StreamReader:
         )
 
     def _of_copy(self, segment: StreamSegment, tier: int, position: int, stop: int) -> Iterator[RecordSpan]:
-        """Blocks of one copy of a segment that have records of [position, stop)."""
+        """Yield the blocks of one copy of a segment that have records of [position, stop)."""
         self._touch(segment.segment_id)
         stop = min(stop, segment.end_record or stop)
         if tier == _HOT:
@@ -236,7 +234,7 @@ class StreamReader:
             yield from self._remote(segment).spans(position, stop)
 
     def _first_at(self, segment: StreamSegment, tier: int, timestamp_ms: int) -> int | None:
-        """The first record of a segment that is not before a moment."""
+        """Return the first record of a segment at or after a timestamp."""
         if tier == _HOT:
             marks, end = self._where(segment)
             if marks is None:
@@ -249,12 +247,12 @@ class StreamReader:
         return self._remote(segment).first_at(timestamp_ms)
 
     def _where(self, segment: StreamSegment) -> tuple[Marks | None, int]:
-        """The marks of a segment that is being written, and where the blocks end that may be read."""
+        """Return the marks of the segment if it is being written, and the offset up to which blocks may be read."""
         if segment.is_sealed:
             return None, segment.durable_bytes
         live, durable = self._hot.segment, self._hot.durable
         if live is None or live.segment_id != segment.segment_id:
-            raise Lost(StoreClosed("the stream was closed", hint="open it again"))  # or it has just been sealed
+            raise Lost(StoreClosed("the stream was closed", hint="open it again"))  # or the segment was just sealed
         place = bisect_left(live.firsts, durable)
         end = live.offsets[place] if place < len(live.offsets) else live.offset
         return Marks(live.firsts, live.offsets, live.stamps), end
@@ -275,15 +273,15 @@ class StreamReader:
 
 
 class _Search:
-    """What one read has learned about copies."""
+    """What one read has found out about copies."""
 
-    __slots__ = ("asked", "bad", "races")
+    __slots__ = ("bad", "hydrated", "races")
 
     def __init__(self) -> None:
         self.bad: set[tuple[StreamSegment, int]] = set()
-        """Copies that were damaged or missing although nothing had moved."""
-        self.asked: set[int] = set()
-        """Segments whose hydration was asked for."""
+        """Copies that were damaged or missing although they had not moved."""
+        self.hydrated: set[int] = set()
+        """Segments whose hydration was requested."""
         self.races = 0
 
 
@@ -294,6 +292,7 @@ def _lacking(segment: StreamSegment, record: int) -> Corruption:
 
 
 def _tiers(segment: StreamSegment) -> list[int]:
-    """Where whole copies are, the nearest first; the hot one in any case: who finds nothing there says so."""
+    """Return the tiers with a complete copy, the nearest first. If there is none, return the hot one: its missing file is then
+    the error."""
     tiers = [tier for tier, there in enumerate((segment.is_hot, segment.is_warm, segment.is_remote)) if there]
     return tiers or [_HOT]

@@ -1,13 +1,13 @@
-"""Opens a stream: which state is believed, where the open segment is cut, what is left over and what is missing.
+"""Recovers a stream: determines its state, cuts the segment that was open, and handles surplus and missing files.
 
-The state is that of the manifest log, unless the stream was last open in a mode in which the log was not believed; then it is
-what LMDB and the directories say, and the log is brought up to it. A log that knows less than LMDB (`witnesses.py`) is not
-believed: the stream is not opened, nothing is removed, and the error names the repair. A segment that was open is cut behind
-its last whole commit, sealed there, and never appended to again (P4). A file that the state does not know is removed only if
-it is proven to be garbage; any other is moved to `quarantine/`. A copy that is missing is recorded as evicted if there is
-another one; else it is reported, and raised by whoever reads it.
+The state is that of the manifest log, unless the stream was last open in a mode in which the log was not authoritative; then it
+is that of LMDB and the directories, and the log is brought up to it. A log that lacks something that LMDB has (`witnesses.py`)
+is not trusted: the stream is not opened, nothing is removed, and the error names the repair command. A segment that was open
+is cut after its last complete commit, sealed there, and never appended to again (P4). A file that is not part of the state is
+removed only if it is proven to be garbage; any other is moved to `quarantine/`. A missing copy is recorded as evicted if the
+segment has another one; otherwise it is reported, and reading it raises.
 
-Threads: one; nobody else has the stream. Raises `Corruption`, `FormatTooNew`, and what disk, log and manifest raise."""
+Threads: one; no other thread has the stream. Raises: `Corruption`, `FormatTooNew`, and what disk, log and manifest raise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import msgspec
 from quire.core.errors import Corruption, QuireError, StoreLocked
 from quire.core.events import emit
 from quire.core.settings import ManifestLogSettings
-from quire.core.timeline import Gap, settled
+from quire.core.timeline import Gap, skip_gap
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.names import StreamSegmentFile, Tier
@@ -48,13 +48,13 @@ from quire.stream.segment_events import Ledger, bring_up, facts_of_index, fold, 
 from quire.stream.segments import StreamSegment
 from quire.stream.state import StreamState
 from quire.stream.warm import NO_DICTIONARY, Dictionaries, WarmReader
-from quire.stream.witnesses import held_above, log_behind_error, missing_from_log, segment_extent
+from quire.stream.witnesses import files_above, log_behind_error, missing_from_log, segment_extent
 
 REPAIR = "restore it from a copy, or see what `quire stream repair` can recover"
 
 
 class RecoveredStream(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream's state, ready to go on."""
+    """The recovered state of a stream, from which writing continues."""
 
     ledger: Ledger
     dictionaries: Dictionaries
@@ -74,20 +74,22 @@ def recover_stream(
     mode: Mode,
     reopen: Callable[[], ManifestLog],
 ) -> RecoveredStream:
-    """Open what is there, or nothing yet."""
+    """Recover a stream from its log, its projection and its files; a new stream is empty."""
     clock.raise_to(log.index.last_ms)
-    ledger = _believe(files, log, projection, state, clock, mode, reopen)
-    torn = sum(_settle(files, ledger, clock, state, segment) for segment in ledger.view if not segment.is_sealed)
+    ledger = _open_ledger(files, log, projection, state, clock, mode, reopen)
+    torn = sum(
+        _seal_open_segment(files, ledger, clock, state, segment) for segment in ledger.view if not segment.is_sealed
+    )
     _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
     own_end = max([projection.next_record(), *(segment.end_record for segment in segments)])
-    gaps = state.remember_gaps(segments, own_end, projection.range_starts())
+    gaps = state.persist_gaps(segments, own_end, projection.range_starts())
     return RecoveredStream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
         next_segment=max(ledger.index.opened_max, state.stored.log_segment, projection.last_segment()) + 1,
-        next_record=settled(gaps, own_end),
+        next_record=skip_gap(gaps, own_end),
         gaps=gaps,
         epoch=max((segment.epoch for segment in segments), default=0) + 1,
         torn_bytes=torn,
@@ -103,20 +105,21 @@ def open_log(
     mode: Mode,
     reopen: Callable[[], ManifestLog],
 ) -> ManifestLog:
-    """The manifest log. One that is off, and was not believed before, is not looked at; neither is a shadow's that
-    cannot be opened: that is told, and the next opening brings it up.
+    """Open the manifest log, or return an `AbsentLog` for one that is off and was not authoritative before.
+
+    A shadow log that cannot be opened is reported and also replaced by an `AbsentLog`; the next opening brings it up.
     """
     former = Mode(state.stored.mode)
     if Mode.ON in (mode, former):
         return reopen()
     if former is Mode.SHADOW or mode is Mode.SHADOW:
         try:
-            return reopen()  # of one that is left for good, to know which ids it has given out
+            return reopen()  # even if the new mode is off: the log knows which segment ids were assigned
         except StoreLocked:
             raise
         except QuireError as error:
             emit("error", "stream.mlog.shadow_failed", stream=at.stream_id, error=str(error))
-            state.remember_mode(Mode.OFF.value, state.stored.going)
+            state.persist_mode(Mode.OFF.value, state.stored.going)
     return AbsentLog(at, objects, clock, reopen)
 
 
@@ -130,9 +133,9 @@ def open_checked(
     settings: ManifestLogSettings,
     collect: Collect,
 ) -> ManifestLog:
-    """The log, if it knows what its witnesses know.
+    """Open the log and check that it contains everything its witnesses show.
 
-    One that is behind is completed from tier 2, where its sealed chunks are; if that is not enough, the stream is not opened.
+    A log that is behind is completed from its sealed chunks in tier 2; if that is not enough, opening the stream fails.
     """
     log = ManifestLog.open(at, clock=clock, settings=settings, objects=objects, collect=collect)
     try:
@@ -146,7 +149,7 @@ def open_checked(
         if why:
             raise log_behind_error(projection.name(), files.stream_id, why)
         newest = max([log.index.snapshot_id, *at.snapshots()])
-        log.objects = state.remember_begin(objects, log.committed.chunk_index, newest)
+        log.objects = state.persist_epoch_begin(objects, log.committed.chunk_index, newest)
     except BaseException:
         log.abandon()
         raise
@@ -154,16 +157,16 @@ def open_checked(
 
 
 def log_behind(files: StreamFiles, log: ManifestLog, projection: StreamProjection, state: StreamState) -> list[str]:
-    """What the manifest log does not know and should; nothing if it is not what is believed."""
+    """Return what is missing from the manifest log according to its witnesses; empty if the log is not authoritative."""
     if Mode(state.stored.mode) is not Mode.ON:
         return []
     witness = projection.witness()
-    held = held_above(files, max(witness.last_segment, log.index.opened_max))
+    held = files_above(files, max(witness.last_segment, log.index.opened_max))
     return list(missing_from_log(log.index, witness, held=held, closed_records=state.stored.log_records))
 
 
 # ── the state ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _believe(
+def _open_ledger(
     files: StreamFiles,
     log: ManifestLog,
     projection: StreamProjection,
@@ -172,55 +175,55 @@ def _believe(
     mode: Mode,
     reopen: Callable[[], ManifestLog],
 ) -> Ledger:
-    """The ledger in its mode, with the state of the last opening."""
+    """Return the ledger in its mode, with the state that the last opening left."""
     former = Mode(state.stored.mode)
-    own: ManifestIndex | None = None
+    memory_index: ManifestIndex | None = None
     if former is not Mode.ON:
-        own = _from_projection(files, log, projection, state, clock)
+        memory_index = _from_projection(files, log, projection, state, clock)
         if not isinstance(log, AbsentLog) and (mode is Mode.ON or former is Mode.OFF is not mode):
-            bring_up(log, own)
+            bring_up(log, memory_index)
         if mode is Mode.ON:
-            own = None
+            memory_index = None
     elif mode is not Mode.ON:
-        own = copy.deepcopy(log.index)
+        memory_index = copy.deepcopy(log.index)
     ledger = Ledger(
         log,
         projection,
         clock,
         mode=mode,
-        own=own,
-        remember=lambda new, ids: state.remember_mode(new.value, ids, ledger.log.index.opened_max),
+        memory_index=memory_index,
+        persist_mode=lambda new, ids: state.persist_mode(new.value, ids, ledger.log.index.opened_max),
         reopen=reopen,
     )
-    ledger.fold_all()  # before the mode is remembered: LMDB may be what the next opening believes
-    # A log that is not written falls behind, whatever the mode.
+    ledger.fold_all()  # before the mode is recorded: LMDB may be authoritative for the next opening
+    # A log that is not written falls behind, whatever the mode: record it as off.
     log_mode = Mode.OFF if isinstance(log, AbsentLog) else mode
-    state.remember_mode(log_mode.value, ledger.going() if mode is not Mode.ON else (), log.index.opened_max)
+    state.persist_mode(log_mode.value, ledger.being_removed() if mode is not Mode.ON else (), log.index.opened_max)
     if mode is Mode.OFF and not isinstance(log, AbsentLog):
-        ledger.leave_log()
+        ledger.detach_log()
     return ledger
 
 
 def _from_projection(
     files: StreamFiles, log: ManifestLog, projection: StreamProjection, state: StreamState, clock: StreamClock
 ) -> ManifestIndex:
-    """The state that LMDB and the directories tell, files that were open included.
+    """Rebuild the state from LMDB and the directories, including segments that were open.
 
-    Of what retention had begun to take LMDB knows the object's name alone, until the object is gone; that it is going is
-    remembered beside the mode.
+    Of a segment that retention had begun to remove, LMDB has only the object's name, until the object is deleted; that it is
+    being removed is recorded in `stream.json`, next to the mode.
     """
     rows = projection.rows()
     etags = {segment_id: facts.etag for segment_id, facts in facts_of_index(log.index).items()}
     ends = {segment_id: (row.last_lsn + 1, row.sealed_at_ms) for segment_id, row in rows.items()}
-    clock.raise_to(max((sealed_ms for _, sealed_ms in ends.values()), default=0))  # a log that was off does not know
+    clock.raise_to(max((sealed_ms for _, sealed_ms in ends.values()), default=0))  # the log lacks them if it was off
     now, facts = clock.now_ms(), projection.facts(etags)
-    going = [segment_id for segment_id in state.stored.going if segment_id in facts]
-    for segment_id in going:
+    being_removed = [segment_id for segment_id in state.stored.going if segment_id in facts]
+    for segment_id in being_removed:
         facts[segment_id] = replace(facts[segment_id], key=rows[segment_id].suffix)
         if not rows[segment_id].suffix:
-            del facts[segment_id]  # nothing is left to do but to forget it
+            del facts[segment_id]  # its object is gone: only the entry is left to drop
     index = rebuilt(facts, ends, now)
-    for segment_id in going:
+    for segment_id in being_removed:
         if segment_id in facts:
             fold(index, Tier2DeleteQueued(rows[segment_id].suffix), segment_id, 0, now)
     end = projection.next_record()
@@ -229,8 +232,8 @@ def _from_projection(
             continue
         header = _header(files, segment_id)
         if header is None or header.base_record < end:
-            continue  # a file that never got its header, or whose records came elsewhere
-        known = log.index.get(segment_id)  # a shadow knows who opened it
+            continue  # the file never got its header, or its records were written to another segment
+        known = log.index.get(segment_id)  # a shadow log has the epoch in which it was opened
         epoch = known.field(RecordType.SEGMENT_OPENED, "epoch") if known is not None else 0
         fold(index, SegmentOpened(header.base_record, epoch), segment_id, 0, now)
     return index
@@ -247,15 +250,17 @@ def _header(files: StreamFiles, segment_id: int) -> StreamSegmentHeader | None:
 
 
 # ── the open segment ──────────────────────────────────────────────────────────────────────────────────────────────────
-def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, state: StreamState, segment: StreamSegment) -> int:
-    """Seal a segment that was open; how many bytes behind the cut were given up."""
+def _seal_open_segment(
+    files: StreamFiles, ledger: Ledger, clock: StreamClock, state: StreamState, segment: StreamSegment
+) -> int:
+    """Seal a segment that was open, and return how many bytes after the cut were discarded."""
     path, segment_id = files.segment(Tier.HOT, segment.segment_id), segment.segment_id
     try:
         file = files.disk.open(path)
     except FileNotFoundError:
         raise Corruption("the file of the open segment is missing", hint=REPAIR, path=path) from None
     try:
-        file.sync()  # nothing is concluded from bytes that could still be lost
+        file.sync()  # no decision may rest on bytes that could still be lost
         raw = file.read_at(file.size(), 0)
     finally:
         file.close()
@@ -264,14 +269,14 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, state: Strea
     if (header.stream_id, header.segment_id, header.base_record) != (files.stream_id, segment_id, segment.base_record):
         raise Corruption("the file of the open segment belongs to another segment", hint=REPAIR, path=path)
     clock.raise_to(max(blocks.last_ms, header.created_at_ms))
-    state.remember_calls((*state.stored.calls, *blocks.calls.items()))  # before it is sealed, and not scanned again
+    state.persist_calls((*state.stored.calls, *blocks.calls.items()))  # before sealing: it is not scanned again
     sealed = SealSegment(blocks.cut, crc64(memoryview(raw)[: blocks.cut]))
     if blocks.end_record == segment.base_record:
         gone = CustomEvent(Schema.SEGMENT_RETIRED)
-        ledger.tell((sealed, segment_id, blocks.end_record), (gone, segment_id))
+        ledger.record_steps((sealed, segment_id, blocks.end_record), (gone, segment_id))
         files.remove(Tier.HOT, [segment_id])
     else:
-        ledger.tell((sealed, segment_id, blocks.end_record))
+        ledger.record_steps((sealed, segment_id, blocks.end_record))
     hit("stream.recovery.sealed")
     emit(
         "info", "stream.recovered", stream=files.stream_id, segment_id=segment_id, cut=blocks.cut,
@@ -280,7 +285,7 @@ def _settle(files: StreamFiles, ledger: Ledger, clock: StreamClock, state: Strea
     return blocks.torn_bytes
 
 
-# ── what is left over, and what is missing ────────────────────────────────────────────────────────────────────────────
+# ── surplus and missing files ─────────────────────────────────────────────────────────────────────────────────────────
 def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
     view = ledger.view
     hot, warm = set(files.segments(Tier.HOT)), set(files.segments(Tier.WARM))
@@ -307,7 +312,8 @@ def _sweep(files: StreamFiles, ledger: Ledger, clock: StreamClock) -> None:
 
 
 def _trim(files: StreamFiles, segments: list[StreamSegment]) -> None:
-    """Give back what sealed files do not use: whoever sealed them was killed before it could, or did not know how to."""
+    """Trim sealed files to their used bytes, where the process that sealed them was killed before it did so or was an older
+    version that did not trim."""
     for segment in segments:
         path = files.segment(Tier.HOT, segment.segment_id)
         if segment.durable_bytes and files.disk.size(path) - segment.durable_bytes >= TRIM_BYTES_MIN:
@@ -319,17 +325,17 @@ def _trim(files: StreamFiles, segments: list[StreamSegment]) -> None:
 
 
 def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int) -> str | None:
-    """Why a file that belongs to no copy may not be removed; `None`: it may."""
+    """Return why a file that is no segment's copy may not be removed; `None` if it may."""
     segment = ledger.view.get(segment_id)
     if segment is not None:
-        if segment.is_hot or segment.is_warm or segment.is_remote or segment.is_going:
-            return None  # the log gave this copy up when there was another, or has not finished making it
+        if segment.is_hot or segment.is_warm or segment.is_remote or segment.is_being_removed:
+            return None  # the log evicted this copy while there was another, or its creation did not finish
         return "the log has no copy of its segment"
     held = segment_extent(files, tier, segment_id)
     if held is None:
         return "not a known segment, nor a sound file of one"
     if held.base_record == held.end_record:
-        return None  # made and never announced, or given up by the recovery before this one
+        return None  # created and never recorded in the log, or discarded by an earlier recovery
     first = min((segment.base_record for segment in ledger.view), default=ledger.projection.next_record())
     if segment_id <= ledger.index.opened_max and held.base_record < first:
         return None  # the log has retired it
@@ -337,7 +343,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
 
 
 def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: Tier) -> None:
-    """Tell a missing copy as evicted if there is another one; else report damage and go on."""
+    """Record a missing copy as evicted if there is another one; otherwise report the damage and continue."""
     segment_id = segment.segment_id
     others = (segment.is_warm if tier is Tier.HOT else segment.is_hot) or segment.is_remote
     path = files.segment(tier, segment_id)
@@ -345,15 +351,15 @@ def _missing(files: StreamFiles, ledger: Ledger, segment: StreamSegment, tier: T
     if not others:
         return
     if tier is Tier.WARM:
-        ledger.tell((CustomEvent(Schema.WARM_EVICTED), segment_id))
+        ledger.record_steps((CustomEvent(Schema.WARM_EVICTED), segment_id))
         return
     if segment.state.warm is Warm.COMPRESSING:
-        ledger.tell((CompressionFailed(0), segment_id))
-    ledger.tell((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
+        ledger.record_steps((CompressionFailed(0), segment_id))
+    ledger.record_steps((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
 
 
 def _dictionaries(files: StreamFiles, segments: tuple[StreamSegment, ...]) -> Dictionaries:
-    """Go on with the newest dictionary that is on this disk."""
+    """Continue with the newest dictionary that is on the local disk."""
     next_id = max((segment.dictionary_id for segment in segments), default=0) + 1
     with_one = [segment for segment in segments if segment.dictionary_id and segment.is_warm]
     if not with_one:
@@ -366,7 +372,7 @@ def _dictionaries(files: StreamFiles, segments: tuple[StreamSegment, ...]) -> Di
     try:
         reader = WarmReader(lambda offset, size: file.read_at(size, offset), file.size(), path=path)
         return Dictionaries(reader.dictionary(), next_id=next_id)
-    except Corruption:  # whoever reads the segment is told; a new dictionary is trained
+    except Corruption:  # reading the segment raises it; a new dictionary is trained
         return Dictionaries(NO_DICTIONARY, next_id=next_id)
     finally:
         file.close()

@@ -1,12 +1,12 @@
-"""A stream as other processes read it: what its owner tells them of it (`share`), and how they read it without the owner.
+"""Reading a stream from other processes: the owner describes it (`share`), and readers read it without the owner.
 
-A share is a part of a stream at one moment, as a small value that can be sent. It covers durable records only: of the open
-segment it says how far its file may be read. Whoever sees the store's directory reads the files; everybody else reads the
-objects, and only the frames that are wanted. Blocks are checked as the owner checks them, so that a file that has become
-another segment's cannot pass for the one that was shared.
+A *share* describes a part of a stream at one moment, as a small value that can be sent. It covers durable records only: for
+the open segment it states how far its file may be read. A process that sees the store's directory reads the files; any other
+reads the objects, and only the frames that it needs. Blocks are verified as the owner verifies them, so that a recycled file
+cannot pass for the segment that was shared.
 
 Threads: a reader belongs to one. `SharedReader` is importable on executors.
-Raises `CursorLost` (never a silent gap), `Corruption`, `ObjectNotFound`, `Unavailable`, `InvalidInput`, `OutOfRange`.
+Raises: `CursorLost` (never a silent gap), `Corruption`, `ObjectNotFound`, `Unavailable`, `InvalidInput`, `OutOfRange`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.core.cache import ByteCache
 from quire.core.errors import Corruption, CursorLost, InvalidInput, OutOfRange, QuireError
 from quire.core.events import emit
 from quire.core.limits import MIB
-from quire.core.timeline import Gap, Gaps, settled
+from quire.core.timeline import Gap, Gaps, skip_gap
 from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from quire.stream.stream import Stream
 
 BATCH_BYTES = 4 * MIB
-"""Blocks are put together until a batch has so much."""
+"""Blocks are joined until a batch has this size."""
 CACHE_BYTES = 16 * MIB
 ASKS_MAX = 16
-"""How often one reader asks the owner again before what it finds is an error."""
+"""How often one read locates segments again before a missing copy is an error."""
 ATTEMPTS = 5
 RETRY_SECONDS = 0.2
-"""The first pause between reads that the object store refuses for a while; each further one is twice as long."""
+"""The first pause between attempts while the object store is unavailable; each further one is twice as long."""
 SEGMENTS_MAX = 8_192
-"""Of one answer: about 1 MiB. Whoever wants more asks from the end of the last one on."""
+"""Most segments in one share: about 1 MiB. A reader that needs more requests another share from the end of the last one."""
 
 _HOT, _WARM, _REMOTE = 0, 1, 2
 
@@ -55,16 +55,16 @@ class SharedSegment(msgspec.Struct, frozen=True, array_like=True):
     segment_id: int
     base_record: int
     end_record: int
-    """Behind its last record; of the open one: of its last durable record."""
+    """The id after its last record; for the open segment, after its last durable record."""
     stored_bytes: int
-    """Of the hot file, up to `end_record`."""
+    """Bytes of the hot file up to `end_record`."""
     crc64: int
-    """Of those bytes, if it is sealed."""
+    """Checksum of those bytes, if the segment is sealed."""
     sealed_ms: int
-    """0: it is open."""
+    """When it was sealed; 0 while it is open."""
     warm_bytes: int = 0
     key: str = ""
-    """Of its object; empty if there is none."""
+    """Key of its object; empty if it has none."""
 
     @property
     def durable_bytes(self) -> int:
@@ -72,7 +72,7 @@ class SharedSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SharedStream(msgspec.Struct, frozen=True, array_like=True):
-    """Segments of a stream, and where the rest is."""
+    """Segments of a stream, and the locations of its files and objects."""
 
     store_id: str
     stream_id: int
@@ -82,13 +82,13 @@ class SharedStream(msgspec.Struct, frozen=True, array_like=True):
     first_record: int
     end_record: int
     segments: tuple[SharedSegment, ...] = ()
-    """Those with records of what was asked for, in order; no more than one answer has room for."""
+    """The segments with requested records, in order; at most as many as one share can have."""
     gaps: tuple[Gap, ...] = ()
-    """Record ids that takeovers have left out."""
+    """Record ids that takeovers have skipped."""
 
 
 Locate = Callable[[int, int, bool], SharedStream]
-"""Asks the owner again where records are: (start, stop, upload) → share."""
+"""Requests a new share from the owner: (start, stop, upload) → share."""
 
 
 # ── at the owner ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -102,9 +102,9 @@ def share(
     store_id: str = "",
     objects_url: str = "",
 ) -> SharedStream:
-    """The segments with records of [start, stop); of everything that is retained and durable, if nothing is said.
+    """Return the segments with records of [start, stop); by default of all retained, durable records.
 
-    With `upload` every record that was asked for is in an object when this returns.
+    With `upload`, every requested record is in an object when this returns.
     """
     first, end = stream.first_record, stream.end_record
     begin = first if start is None else begin_at(stream.gaps, start)
@@ -127,7 +127,7 @@ def share(
 
 
 def _upload(stream: Stream, begin: int, last: int) -> None:
-    """Upload every record that was asked for, sealing the open segment first if it has some of them."""
+    """Upload every requested record; seal the open segment first if it has some of them."""
     view = stream.ledger.view.segments
     if view and not view[-1].is_sealed and last > view[-1].base_record:
         stream.seal()
@@ -137,7 +137,7 @@ def _upload(stream: Stream, begin: int, last: int) -> None:
 
 
 def shared_segments(stream: Stream) -> Iterator[SharedSegment]:
-    """The segments of an open stream."""
+    """Yield the segments of an open stream, as other processes read them."""
     durable = stream.end_record
     for segment in stream.ledger.view:
         if (entry := _shared(stream, segment, durable)) is not None:
@@ -145,8 +145,8 @@ def shared_segments(stream: Stream) -> Iterator[SharedSegment]:
 
 
 def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegment | None:
-    """A segment as others see it; `None` if it has nothing for them."""
-    if segment.is_going:
+    """Return a segment as other processes see it; `None` if it has no records for them."""
+    if segment.is_being_removed:
         return None
     if segment.is_sealed:
         key = segment.key if segment.is_remote else ""
@@ -155,7 +155,7 @@ def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegme
             segment.sealed_ms, segment.warm_bytes, key,
         )  # fmt: skip
     live = stream.hot.segment
-    if live is None or live.segment_id != segment.segment_id:  # it has just been sealed: the next look knows
+    if live is None or live.segment_id != segment.segment_id:  # just sealed: the next share has it
         return None
     place = bisect_left(live.firsts, durable)
     stored = live.offsets[place] if place < len(live.offsets) else live.offset
@@ -164,9 +164,9 @@ def _shared(stream: Stream, segment: StreamSegment, durable: int) -> SharedSegme
     return SharedSegment(segment.segment_id, segment.base_record, durable, stored, 0, 0)
 
 
-# ── elsewhere ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in other processes ────────────────────────────────────────────────────────────────────────────────────────────────
 class SharedReader:
-    """Reads records of one stream."""
+    """Reads records of one stream in another process."""
 
     def __init__(
         self,
@@ -178,8 +178,8 @@ class SharedReader:
         uploads: bool = True,
         gaps: Gaps = (),
     ) -> None:
-        """`uploads`: whether the owner may be asked to upload records that are only in its files. `gaps`: record ids that
-        takeovers have left out."""
+        """`uploads`: whether the reader may request the upload of records that are only in the owner's files. `gaps`: record
+        ids that takeovers have skipped."""
         self._files = files if files is not None and os.path.isdir(files.home) else None
         self._store = store
         self._stream_id = stream_id
@@ -189,22 +189,22 @@ class SharedReader:
         self._cache: StreamCache = ByteCache(CACHE_BYTES)
 
     def batches(self, segments: tuple[SharedSegment, ...], start: int, stop: int) -> Iterator[Any]:
-        """Record batches (`arrow_batches.SCHEMA`) of the records in [start, stop); `segments` have them, as far as is known."""
+        """Yield record batches (`arrow_batches.SCHEMA`) of [start, stop). `segments` are those known to have the records."""
         yield from record_batches(self.spans(segments, start, stop), BATCH_BYTES)
 
     def spans(self, segments: tuple[SharedSegment, ...], position: int, stop: int) -> Iterator[RecordSpan]:
-        """The records of [position, stop)."""
+        """Yield the records of [position, stop)."""
         bad: set[tuple[SharedSegment, int]] = set()
         error: QuireError = CursorLost("these records are no longer retained", start=position)
         asked = 0
-        while (position := settled(self.gaps, position)) < stop:
+        while (position := skip_gap(self.gaps, position)) < stop:
             segment = _holding(segments, position)
             tier = next((tier for tier in self._tiers(segment) if (segment, tier) not in bad), None)
             if segment is None or tier is None:
                 fresh = self._ask(position, stop)
                 asked += 1
                 if (segment is not None and _holding(fresh, position) == segment) or asked > ASKS_MAX:
-                    raise error  # the owner says the same again: nothing has moved, so the copy is damaged
+                    raise error  # the owner reports the same segment: nothing has moved, so the copy is damaged
                 segments = fresh
                 continue
             end = min(stop, segment.end_record)
@@ -227,15 +227,15 @@ class SharedReader:
         segment = _holding(segments, position)
         if segment is not None and self._files is None and not segment.key:
             raise InvalidInput(
-                "these records are not uploaded yet, and the store's directory is not reachable from here",
-                hint='option("upload", "auto") uploads them',
+                "these records are not uploaded yet, and this executor cannot access the store's directory",
+                hint='upload them with option("upload", "auto")',
                 record=position,
                 segment=segment.segment_id,
             )
         return segments
 
     def _tiers(self, segment: SharedSegment | None) -> list[int]:
-        """The order of copies to try. Where they are is found out by looking: the owner may have moved them since."""
+        """Return the tiers to try, in order. Which copies exist is found by trying: the owner may have moved them since."""
         if segment is None:
             return []
         return ([_HOT, _WARM] if self._files is not None else []) + ([_REMOTE] if segment.key else [])

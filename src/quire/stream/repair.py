@@ -1,15 +1,15 @@
-"""Rebuilds the manifest log of a stream from everything that is left: its chunks here and in tier 2, LMDB, files, objects.
+"""Rebuilds the manifest log of a stream from everything that remains: local chunks, chunks in tier 2, LMDB, files, objects.
 
-A survey only reads. `apply` does what it says, and removes nothing: what is damaged or in the way goes to `quarantine/`. What
-is known of a segment comes from the newest state of the log that can be had (chunks, else a snapshot), else from LMDB, else
-from the segment's own file; that a copy is there is seen by reading it, and of an object by asking for it. Objects that
-neither log nor LMDB has ever known are adopted if they are sound and hold records that no other segment has. What retention
-has removed stays out. A segment without a sound copy stays in the log: whoever reads it is told, and retention can take it.
+A survey modifies nothing. `apply` carries it out and deletes nothing: damaged and obstructing files are moved to `quarantine/`.
+The state of a segment comes from the newest available state of the log (chunks, else a snapshot), else from LMDB, else from the
+segment's own file. A local copy counts only after it was read and verified, an object if it exists. Objects that neither the
+log nor LMDB ever recorded are adopted if they are valid and hold records that no other segment has. Segments that retention has
+removed are not restored. A segment without a valid copy stays in the log: reading it raises, and retention can remove it.
 
-The log is brought up by records, in one commit. A crash before it leaves a log that is behind: the stream stays closed, and
-the repair can be repeated.
+The log is brought up by appending records in one commit. A crash before that commit leaves a log that is behind: the stream
+stays closed, and the repair can be repeated.
 
-Threads: one; the stream is closed meanwhile. Raises `Corruption` if there is nothing to rebuild from, and what disk, object
+Threads: one; the stream is closed meanwhile. Raises: `Corruption` if there is nothing to rebuild from, and what disk, object
 store and manifest raise."""
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from quire.stream.projection import StreamProjection
 from quire.stream.segment import Scan, scan
 from quire.stream.segment_events import bring_up, fold
 from quire.stream.segments import StreamSegment, view_of
-from quire.stream.state import StreamState, believed_end
+from quire.stream.state import StreamState, log_records_at_close
 from quire.stream.warm import WARM_HEADER_BYTES, WarmReader, check_header, dictionary_of
 
 
 class Strays(NamedTuple):
-    """Objects of a stream's segments that neither its manifest log nor LMDB knows."""
+    """Objects of a stream's segments that neither its manifest log nor LMDB has recorded."""
 
     objects: dict[int, ObjectInfo]
-    """Of the current owner epoch, by segment."""
+    """Objects of the current owner epoch, by segment."""
     doubtful: list[str]
-    """Keys of earlier epochs, which a deposed owner may have written, and keys without a store, which may belong to another
+    """Keys of earlier epochs, which a deposed owner may have written, and keys without a store id, which may belong to another
     store: reported and left alone."""
 
 
 def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
-    """List the bucket for objects of segments that are not known."""
+    """List the bucket for objects of segments that are not in `known`."""
     strays = Strays({}, [])
     for prefix in objects.prefixes:
         below = f"{prefix}/" if prefix else ""
@@ -76,7 +76,7 @@ def list_strays(objects: LogObjects, known: Container[int]) -> Strays:
 
 
 def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[SegmentFacts, int]:
-    """(what the segment is, the id behind it) according to its object; trusted because all of it is read and verified."""
+    """Return (facts, end record) of a segment according to its object, which is trusted because all of it is verified."""
     store, key = objects.store, info.key
     head = store.get_range(key, 0, min(WARM_HEADER_BYTES, info.size_bytes))
     reader = WarmReader(lambda offset, size: store.get_range(key, offset, size), info.size_bytes, path=key)
@@ -98,28 +98,28 @@ def read_stray(objects: LogObjects, segment_id: int, info: ObjectInfo) -> tuple[
 
 
 class StreamSurvey(msgspec.Struct, kw_only=True):
-    """What is there, what is to be done, and what cannot be saved."""
+    """What exists, what is to be done, and what cannot be recovered."""
 
     steps: list[str] = msgspec.field(default_factory=list)
-    """What `apply` does, in words and in order."""
+    """Descriptions of what `apply` does, in order."""
     lost: list[str] = msgspec.field(default_factory=list)
-    """What cannot be saved."""
+    """Descriptions of what cannot be recovered."""
     notes: list[str] = msgspec.field(default_factory=list)
-    """What a person may want to do before."""
+    """Notes for the administrator to consider before applying."""
     records: tuple[int, int] = (0, 0)
-    """The first record that is kept, and the one behind the last; those that are lost in between included."""
+    """The first kept record and the id after the last, including records lost in between."""
     segments: int = 0
     to_quarantine: dict[str, str] = msgspec.field(default_factory=dict)
-    """path → why"""
+    """path → reason"""
     to_fetch: list[int] = msgspec.field(default_factory=list)
-    """Chunks of the log that come back from tier 2."""
+    """Chunks of the log to restore from tier 2."""
     snapshot: int = 0
-    """The snapshot of the log that comes back from tier 2; 0 for none."""
+    """The snapshot of the log to restore from tier 2; 0 for none."""
     facts: dict[int, SegmentFacts] = msgspec.field(default_factory=dict)
     ends: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     """segment → (end_record, sealed_ms)"""
     known: ManifestIndex = msgspec.field(default_factory=ManifestIndex)
-    """The newest state that anything of the log has."""
+    """The newest state found in any part of the log."""
 
 
 class Repair:
@@ -143,13 +143,13 @@ class Repair:
         self._clock = clock
         self._settings = settings
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── survey ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def survey(self) -> StreamSurvey:
-        """What can be rebuilt."""
+        """Determine what can be rebuilt."""
         survey = StreamSurvey()
         survey.known = self._survey_log(survey)
         self._survey_segments(survey)
-        closed = believed_end(self._files) or 0
+        closed = log_records_at_close(self._files) or 0
         if closed > survey.known.records:
             lost = closed - survey.known.records
             survey.steps.append(
@@ -167,7 +167,7 @@ class Repair:
         return survey
 
     def _survey_log(self, survey: StreamSurvey) -> ManifestIndex:
-        """The chain that the log goes on behind; the newest state that anything of the log has."""
+        """Choose the chain of chunks after which the log continues; return the newest state found in any part of the log."""
         snapshots = self._snapshots(survey)
         best, chain, base = ManifestIndex(), list[Chunk](), None
         for candidate in [*snapshots, None]:
@@ -179,9 +179,7 @@ class Repair:
         here = self._log.chunks()
         for number in here:
             if number > last and self._log.chunk(number) not in survey.to_quarantine:
-                self._put_aside(
-                    survey, self._log.chunk(number), "a chunk of the log behind one that is missing or damaged"
-                )
+                self._put_aside(survey, self._log.chunk(number), "a chunk of the log after a missing or damaged one")
         for snapshot_id in self._log.snapshots():
             if base is None or snapshot_id > base.snapshot_id:
                 why = "a snapshot beyond the end of the log"
@@ -195,7 +193,7 @@ class Repair:
         return max([best, *(snapshot.index for snapshot in snapshots)], key=lambda index: index.records)
 
     def _snapshots(self, survey: StreamSurvey) -> list[LogSnapshot]:
-        """Every sound snapshot, the newest first; one that is here before the same in tier 2."""
+        """Return every valid snapshot, newest first. A local snapshot is preferred to the same one in tier 2."""
         sound: dict[int, LogSnapshot] = {}
         for snapshot_id in self._log.snapshots():
             try:
@@ -211,7 +209,7 @@ class Repair:
         return [sound[index] for index in sorted(sound, reverse=True)]
 
     def _chain(self, base: LogSnapshot | None, index: ManifestIndex, survey: StreamSurvey) -> list[Chunk] | None:
-        """The chunks from a snapshot on, folded; `None` if the log does not reach the snapshot."""
+        """Fold the chunks from a snapshot on into `index`, and return them; `None` if the log does not reach the snapshot."""
         start = base.position if base is not None else START
         chain: list[Chunk] = []
         number = start.chunk_index
@@ -231,7 +229,7 @@ class Repair:
         return chain if reaches else None
 
     def _chunk(self, number: int, survey: StreamSurvey) -> Chunk | None:
-        """A chunk from here, if it is sound and no older than what tier 2 has; else from there."""
+        """Return the local chunk if it is valid and not older than the one in tier 2; otherwise the one in tier 2."""
         path, local = self._log.chunk(number), None
         if path not in survey.to_quarantine:
             try:
@@ -273,8 +271,8 @@ class Repair:
         for segment_id in sorted({*known.entries, *rows, *here, *strays}):
             info, segment = known.get(segment_id), view.get(segment_id)
             if info is None and segment_id <= known.opened_max:
-                continue  # retired: opening decides about its files
-            if info is not None and segment is not None and segment.is_going:
+                continue  # retired: opening the stream handles its files
+            if info is not None and segment is not None and segment.is_being_removed:
                 survey.facts[segment_id] = facts_of(info)
                 continue
             sealed = facts_of(info) if info is not None and segment is not None and segment.is_sealed else None
@@ -286,7 +284,7 @@ class Repair:
                 if info is not None:
                     base = facts_of(info).base_offset
                     survey.lost.append(
-                        f"records from {base} on: segment {segment_id} was being written, and its file is gone"
+                        f"records from {base} on: segment {segment_id} was being written, and its file is missing"
                     )
                 continue
             if sealed is None and facts.base_offset < end:
@@ -306,7 +304,7 @@ class Repair:
             survey.steps.append(f"add to the log what it does not know about segments {_numbers(sorted(appended))}")
 
     def _strays(self, survey: StreamSurvey, bases: dict[int, int]) -> dict[int, tuple[SegmentFacts, int]]:
-        """(what it is, the id behind it) of each segment that only the bucket has. `bases`: first records by LMDB."""
+        """Return (facts, end record) of each segment that only the bucket has. `bases`: first records according to LMDB."""
         known = survey.known
         bases = bases | {info.segment_id: facts_of(info).base_offset for info in known.segments()}
         stored = list_strays(self._objects, {*bases, *self._projection.ever()})
@@ -331,10 +329,10 @@ class Repair:
         return taken
 
     def _sealed(self, sealed: SegmentFacts, hot: Scan | None, warm: tuple[SegmentFacts, int] | None) -> SegmentFacts:
-        """A segment that log or LMDB has sealed, with the copies that are there."""
+        """Return the facts of a segment that is sealed in the log or in LMDB, with the copies that exist."""
         key = sealed.key if sealed.key and self._has_object(sealed.key) else None
         size, dictionary_id = (warm[0].warm_bytes, warm[0].dictionary_id) if warm is not None else (None, 0)
-        # The log has no word for a segment that is nowhere: it is told as hot, and whoever reads it finds no file.
+        # The log cannot represent a segment without a copy: it is recorded as hot, and reading it finds no file.
         is_hot = hot is not None or (key is None and warm is None)
         etag = sealed.etag if key else ""
         return replace(sealed, hot=is_hot, warm_bytes=size, dictionary_id=dictionary_id, key=key, etag=etag)
@@ -342,7 +340,8 @@ class Repair:
     def _unsealed(
         self, segment_id: int, hot: Scan | None, warm: tuple[SegmentFacts, int] | None
     ) -> SegmentFacts | None:
-        """A segment that neither has sealed: by its file alone. One that is followed by another is sealed by that."""
+        """Return the facts of a segment that is sealed in neither, from its file alone. It counts as sealed if a later segment
+        exists."""
         if hot is None:
             return warm[0] if warm is not None else None
         base = hot.header.base_record
@@ -370,7 +369,7 @@ class Repair:
         return warm[1] if warm is not None else 0
 
     def _hot(self, segment_id: int, facts: SegmentFacts | None, survey: StreamSurvey) -> Scan | None:
-        """The hot copy of a segment, if it is sound."""
+        """Return the scan of a segment's hot copy; `None` if the copy is missing or damaged."""
         path = self._files.segment(Tier.HOT, segment_id)
         try:
             raw = read_all(self._files.disk, path)
@@ -391,7 +390,7 @@ class Repair:
     def _warm(
         self, segment_id: int, facts: SegmentFacts | None, survey: StreamSurvey
     ) -> tuple[SegmentFacts, int] | None:
-        """(what it is, the id behind it) by the compressed copy of a segment, if that is sound."""
+        """Return (facts, end record) from a segment's compressed copy; `None` if the copy is missing or damaged."""
         path = self._files.segment(Tier.WARM, segment_id)
         try:
             data = read_all(self._files.disk, path)
@@ -419,9 +418,9 @@ class Repair:
             return False
         return True
 
-    # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── apply ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def apply(self, survey: StreamSurvey) -> None:
-        """Do what a survey says; the stream can be opened then."""
+        """Carry out a survey. The stream can be opened afterwards."""
         files, now = self._files, self._clock.now_ms()
         for path, why in survey.to_quarantine.items():
             relative = os.path.relpath(path, files.root)
@@ -438,11 +437,11 @@ class Repair:
             bring_up(log, self._truth(survey))
             records = log.index.records
         state = StreamState(files, self._clock)
-        state.remember_mode("on")
-        state.remember_end(records)
+        state.persist_mode("on")
+        state.persist_log_records(records)
 
     def _truth(self, survey: StreamSurvey) -> ManifestIndex:
-        """The state that the log is brought up to: what it knew, and what the survey has seen."""
+        """Return the state to which the log is brought up: its own, and what the survey has found."""
         index, now = copy.deepcopy(survey.known), self._clock.now_ms()
         for value, segment_id in catch_up(survey.known, survey.facts):
             end, sealed_ms = survey.ends.get(segment_id, (0, now))
@@ -452,7 +451,7 @@ class Repair:
 
 
 def _numbers(numbers: list[int]) -> str:
-    """`3, 5 to 9`"""
+    """Format numbers as ranges: `3, 5 to 9`."""
     return ", ".join(_runs(sorted(numbers)))
 
 

@@ -1,19 +1,19 @@
-"""The bytes of a stream's segment: one header, then blocks of records; and scanning a segment for what it holds.
+"""The format of a stream segment, a header followed by blocks of records, and the scan that finds its valid end.
 
-A block is records that were appended together: a head of 64 bytes, then the body, `count + 1` offsets and the payloads, which
-is how Arrow lays out a binary column. Its records share one timestamp; ids rise by one, through blocks and from each segment
-to the next. The last block of an append is a commit: an append of more than one block is there whole or not at all. Blocks
-begin at multiples of 64, so that those behind damage are found. The seed of a block is the header's crc64, which covers a
-salt that is new in each life of a file, xor the block's offset: the head's checksum starts from it, and says that the block
-belongs in this place of this file. `durable_upto` is the id behind the last record that had been synced when the block was
-written (S4).
+A block holds records that were appended together: a head of 64 bytes, then the body, which is `count + 1` offsets and the
+payloads, the layout of a binary column in Arrow. Its records share one timestamp; ids rise by one, within a block, from block
+to block and from segment to segment. The last block of an append is a commit: an append of more than one block is present as a
+whole or not at all. Blocks begin at multiples of 64, so that those after damage can be found. The seed of a block is the
+header's crc64, which covers a salt that is new whenever a file is reused, xor the block's offset: the head's checksum starts
+from it, which proves that the block belongs at this offset of this file. `durable_upto` is the id after the last record that
+was synced when the block was written (S4).
 
-A segment is cut behind its last commit before the first bad block; what is behind is given up. A bad block at or below
-`durable_upto`, as the caller knows it or as any valid block behind it says, is not a torn end but `Corruption`.
+A segment is cut after its last commit before the first bad block; everything after the cut is discarded. A bad block below
+`durable_upto`, as the caller has it or as stated in any valid block after it, is not a torn tail but `Corruption`.
 
-Little-endian. Pure functions and values, any thread; importable on executors; Arrow is loaded by the functions that are about
-columns only. Format page: `docs/formats/stream-segment.md`.
-Raises `Corruption`, `FormatTooNew`; `OutOfRange`, `InvalidInput` for what cannot be encoded."""
+Little-endian. Importable on executors; only the functions for columns load Arrow.
+Threads: any (pure functions and values). Format: docs/formats/stream-segment.md.
+Raises: `Corruption`, `FormatTooNew`; `OutOfRange`, `InvalidInput` for values that cannot be encoded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"QSTREAM1"
 VERSION = 2
-"""Version 1 had no keys."""
+"""Version 1 had no idempotency keys."""
 
 HEADER = struct.Struct("<8sHHIQQQQQQ")
 """magic, version, reserved (0), reserved (0), stream_id, segment_id, base_record, created_at_ms, salt, crc64"""
@@ -45,33 +45,34 @@ BLOCK = struct.Struct("<IIIIQQQQQQ")
 """mark, flags, body_bytes, count, first_record, timestamp_ms, durable_upto, body_crc64, call (0 for none), head_crc64"""
 
 CHECKED = struct.Struct("<IIIIQQQQQ")
-"""A head without its own checksum."""
+"""A head without its checksum."""
 
 LAST = struct.Struct("<i")
-"""One offset of a body."""
+"""One offset in the table of a body."""
 
 HEADER_BYTES = 64
 BLOCK_HEAD_BYTES = 64
 CHECKED_BYTES = 56
-"""Of a header or a head: what its crc64 covers."""
+"""Bytes of a header or a head that its crc64 covers."""
 ALIGN = 64
-"""Of blocks in the file."""
+"""Alignment of blocks in the file, in bytes."""
 BODY_ALIGN = 8
-"""Of the payloads in a body."""
+"""Alignment of the payloads in a body, in bytes."""
 PADDING = tuple(map(bytes, range(ALIGN)))
-"""Zeros, by how many."""
+"""Zero bytes, indexed by their number."""
 
 MARK = 0x4B4C4251
-"""What a block begins with: "QBLK"."""
+"""The first 4 bytes of a block: "QBLK"."""
 COMMIT = 1
 """Flag: the last block of an append."""
 
 BLOCK_BYTES = 256 * KIB
-"""How large a block of many small records becomes: what one read of a slice fetches and checks."""
+"""The size up to which small records share a block: the amount that one read of a slice fetches and verifies."""
 BLOCK_RECORDS_MAX = 65_536
-"""Records in a block: bounds what one read brings into memory as objects."""
+"""Most records in a block: limits the objects that one read creates in memory."""
 JOIN_BYTES = 4 * KIB
-"""Of blocks from this size on the body's checksum goes into the segment's; of shorter ones all bytes are quicker."""
+"""From this block size on, the body's checksum is combined into the segment's; for smaller blocks checksumming all bytes again
+is faster."""
 
 assert HEADER.size == HEADER_BYTES
 assert BLOCK.size == BLOCK_HEAD_BYTES
@@ -91,7 +92,7 @@ class StreamSegmentHeader:
     crc64: int = field(default=0, compare=False)
 
     def encode(self) -> bytes:
-        """As it stands in the file."""
+        """Return its bytes in the file."""
         fields = (self.stream_id, self.segment_id, self.base_record, self.created_at_ms, self.salt)
         for name, value in zip(("stream_id", "segment_id", "base_record", "created_at_ms", "salt"), fields):
             u64(name, value)
@@ -100,19 +101,21 @@ class StreamSegmentHeader:
 
     @classmethod
     def decode(cls, raw: Bytes, *, path: str = "") -> StreamSegmentHeader:
-        """The header that `raw` begins with."""
+        """Decode the header at the beginning of `raw`."""
         if len(raw) < HEADER_BYTES:
             raise Corruption("a stream's segment is shorter than its header", path=path, bytes=len(raw))
         magic, version, zero, other, stream, segment, base, created, salt, crc = HEADER.unpack_from(raw)
         if magic != MAGIC or zero or other or crc != crc64(memoryview(raw)[:CHECKED_BYTES]):
             raise Corruption("this is not the header of a stream's segment", path=path)
         if not 1 <= version <= VERSION:
-            raise FormatTooNew("this segment was written by a newer quire", hint="upgrade", version=version, path=path)
+            raise FormatTooNew(
+                "this segment was written by a newer quire", hint="upgrade quire", version=version, path=path
+            )
         return cls(stream, segment, base, created, salt, crc)
 
 
 class RecordBlock(NamedTuple):
-    """The head of a block, and where it is."""
+    """The head of a block, and its offset in the file."""
 
     offset: int
     flags: int
@@ -123,16 +126,16 @@ class RecordBlock(NamedTuple):
     durable_upto: int
     body_crc64: int
     call: int = 0
-    """The idempotency key of the append, if it has one: the whole append is blocks of its own."""
+    """The idempotency key of the append, 0 for none. An append with a key shares no block with others."""
 
     @property
     def end(self) -> int:
-        """Where the next block begins."""
+        """The offset of the next block."""
         return aligned(self.offset + BLOCK_HEAD_BYTES + self.body_bytes, ALIGN)
 
     @property
     def end_record(self) -> int:
-        """The id behind its last record."""
+        """The id after its last record."""
         return self.first_record + self.records
 
     @property
@@ -142,7 +145,7 @@ class RecordBlock(NamedTuple):
 
 
 class NextBlock(NamedTuple):
-    """Where a block goes, and what it says of the file around it."""
+    """The position of a block that is about to be written, and the fields of its head that depend on it."""
 
     offset: int
     first_record: int
@@ -152,29 +155,29 @@ class NextBlock(NamedTuple):
 
 
 FEW_OFFSETS = 64
-"""Up to so many records of a block are looked at without numpy: calling it costs as much as this."""
+"""Offsets of up to this many records are checked without numpy, whose call overhead is as high."""
 
 
 def aligned(number: int, step: int) -> int:
-    """`number`, rounded up to a multiple of `step`."""
+    """Return `number` rounded up to a multiple of `step`."""
     return -(-number // step) * step
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Body(NamedTuple):
-    """The body of a block, in pieces that stand one behind the other in the file."""
+    """The body of a block, in pieces that are consecutive in the file."""
 
     pieces: tuple[Bytes, ...]
     size: int
     records: int
     block_bytes: int
-    """What its block takes in the file."""
+    """Bytes that its block takes in the file, with head and padding."""
 
 
 def body_of(payloads: Sequence[bytes]) -> Body:
-    """The body of a block of these records."""
+    """Return the body of a block of these records."""
     count = len(payloads)
-    # Not numpy: of a block of few records, as most commits have them, its calls would be the larger part.
+    # Not numpy: for a block of few records, which most commits have, its call overhead would dominate.
     table = struct.pack(f"<{count + 1}i", 0, *accumulate(map(len, payloads)))
     piece = b"".join((table, PADDING[-len(table) % BODY_ALIGN], *payloads))
     size = len(piece)
@@ -182,7 +185,7 @@ def body_of(payloads: Sequence[bytes]) -> Body:
 
 
 def body_of_arrow(column: pa.Array) -> Body:
-    """The same of a binary column without nulls, as views of its memory; nothing is looked at record by record."""
+    """Return the body of a binary column without nulls, as views of its memory, without touching single records."""
     count = len(column)
     _, offsets, data = column.buffers()
     start = 4 * column.offset
@@ -197,10 +200,10 @@ def body_of_arrow(column: pa.Array) -> Body:
 
 
 def encode_into(out: memoryview, seed: int, place: NextBlock, body: Body, *, is_commit: bool, running: int = 0) -> int:
-    """Put a block into `out`, as it stands in the file and padded to the next one; the crc64 `running` carried on over it.
+    """Encode a block into `out`, padded to the next one, and return the crc64 `running` extended over it.
 
-    `seed` is the header's crc64. The body is copied once, and checked as it was copied: what somebody does to a column
-    meanwhile may change a record, never make a block that fails its checksum.
+    `seed` is the header's crc64. The body is copied once, and the copy is checksummed: a caller that modifies a column
+    meanwhile may change a record, but never causes a block that fails its checksum.
     """
     if place.durable_upto > place.first_record:
         raise InvalidInput("a block cannot vouch for itself", first=place.first_record, durable_upto=place.durable_upto)
@@ -222,13 +225,13 @@ def encode_into(out: memoryview, seed: int, place: NextBlock, body: Body, *, is_
 
 
 def parts(ends: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """How records are divided into blocks: (start, stop) of each. A block holds at least one record.
+    """Yield how records are divided into blocks: (start, stop) of each. A block holds at least one record.
 
-    `ends` are where the payloads end, one behind the other from 0: a list, or an array of numpy.
+    `ends` are the cumulative end offsets of the payloads, starting at 0: a list or a numpy array.
     """
 
     def taken(number: int) -> int:
-        """By the records up to this one, each with its offset."""
+        """Return the bytes that the records up to this one take, with their offsets."""
         return int(ends[number]) + 4 * (number + 1)
 
     start, count = 0, len(ends)
@@ -242,7 +245,7 @@ def parts(ends: Sequence[int], bytes_max: int = BLOCK_BYTES) -> Iterator[tuple[i
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) -> RecordBlock | None:
-    """The head at `offset` of a file, of which `raw` holds it at `at` (default: the same place); `None` if there is none."""
+    """Decode the head at `offset` of a file, which is at `at` in `raw` (default: the same offset); `None` if it is invalid."""
     start = offset if at is None else at
     if start + BLOCK_HEAD_BYTES > len(raw):
         return None
@@ -253,7 +256,7 @@ def decode_head(raw: Bytes, offset: int, seed: int, *, at: int | None = None) ->
 
 
 def is_body_good(block: RecordBlock, body: Bytes) -> bool:
-    """Whether these are the bytes that were written, and their offsets make sense."""
+    """Return whether `body` matches its checksum and its offsets are valid."""
     if len(body) != block.body_bytes or crc64(body) != block.body_crc64:
         return False
     start = table_bytes(block.records)
@@ -266,22 +269,23 @@ _all_of = np.logical_and.reduce
 
 
 def _are_rising(body: Bytes, count: int) -> bool:
-    """Whether offsets begin at 0 and never fall: Arrow reads wherever they point, and a checksum proves no sense."""
+    """Return whether offsets begin at 0 and never decrease. A checksum does not prove that, and Arrow reads wherever they
+    point."""
     if count <= FEW_OFFSETS:
         offsets = list(struct.unpack_from(f"<{count + 1}i", body))
         return offsets[0] == 0 and offsets == sorted(offsets)
     table = np.frombuffer(body, "<i4", count + 1)
-    # The ufunc itself: `.all()` goes through Python, which takes as long as the comparison.
+    # The ufunc directly: `.all()` goes through Python, which takes as long as the comparison.
     return bool(table[0] == 0 and _all_of(table[1:] >= table[:-1]))
 
 
 def table_bytes(count: int) -> int:
-    """What the offsets of so many records take in a body."""
+    """Return the bytes that the offsets of `count` records take in a body, with padding."""
     return aligned(4 * (count + 1), BODY_ALIGN)
 
 
 def records_of(block: RecordBlock, body: Bytes) -> pa.Array:
-    """The records of a checked block as a binary column over the same bytes."""
+    """Return the records of a verified block as a binary column over the same bytes."""
     import pyarrow as pa
 
     whole, count = pa.py_buffer(body), block.records
@@ -290,7 +294,7 @@ def records_of(block: RecordBlock, body: Bytes) -> pa.Array:
 
 # ── scanning ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 WINDOW_BYTES = MIB
-"""What is looked through at once."""
+"""Bytes that are searched at a time."""
 _MARK = MARK.to_bytes(4, "little")
 _ZEROS = bytes(WINDOW_BYTES)
 
@@ -298,21 +302,21 @@ assert WINDOW_BYTES % ALIGN == 0
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """The verdict on one segment."""
+    """The result of scanning one segment."""
 
     header: StreamSegmentHeader
     blocks: tuple[RecordBlock, ...]
     """Every block up to the cut."""
     cut: int
-    """Where the segment ends, in bytes."""
+    """File offset at which the segment ends."""
     end_record: int
-    """The id behind the last record."""
+    """The id after the last record."""
     torn_bytes: int
-    """Bytes behind the cut that look as if something was being written there."""
+    """Bytes from the cut to the last byte that is not zero: remains of an interrupted write."""
 
     @property
     def calls(self) -> dict[int, int]:
-        """The first record of each append that has an idempotency key, by that key; oldest first."""
+        """The first record of each append with an idempotency key, by key; oldest first."""
         calls: dict[int, int] = {}
         for block in self.blocks:
             if block.call:
@@ -321,12 +325,12 @@ class Scan(msgspec.Struct, frozen=True):
 
     @property
     def last_ms(self) -> int:
-        """The newest timestamp; 0 if there is none."""
+        """The newest timestamp; 0 without blocks."""
         return self.blocks[-1].timestamp_ms if self.blocks else 0
 
 
 def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
-    """Read a segment from its first byte. `durable_upto`: the id behind the last record known to have been synced."""
+    """Scan a segment from its first byte. `durable_upto` is the id after the last record known to have been synced."""
     header = StreamSegmentHeader.decode(raw, path=path)
     blocks: list[RecordBlock] = []
     committed = 0
@@ -355,7 +359,7 @@ def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
 
 
 def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
-    """The same of a sealed segment, all of which was synced: anything but its full length is `Corruption`."""
+    """Scan a sealed segment, all of which was synced: if it ends before its full length, raise `Corruption`."""
     result = scan(memoryview(raw)[:durable_bytes], path=path)
     if result.cut != durable_bytes:
         raise Corruption(
@@ -371,7 +375,7 @@ def sealed_blocks(raw: Bytes, durable_bytes: int, *, path: str = "") -> Scan:
 
 
 def _next(raw: Bytes, header: StreamSegmentHeader, offset: int, expected: int, stamp: int) -> RecordBlock | None:
-    """The block at `offset`, if it is good."""
+    """Return the block at `offset` if it is valid and continues the segment."""
     block = decode_head(raw, offset, header.crc64)
     if block is None or block.first_record != expected or not block.records or block.timestamp_ms < stamp:
         return None
@@ -380,7 +384,7 @@ def _next(raw: Bytes, header: StreamSegmentHeader, offset: int, expected: int, s
 
 
 def _behind(raw: Bytes, header: StreamSegmentHeader, offset: int) -> Iterator[RecordBlock]:
-    """Valid heads behind a bad block: they know what had been synced."""
+    """Yield valid heads after a bad block: their `durable_upto` shows what had been synced."""
     view = memoryview(raw)
     for start in range(offset, len(raw), WINDOW_BYTES):
         window = view[start : start + WINDOW_BYTES].tobytes()
@@ -392,7 +396,7 @@ def _behind(raw: Bytes, header: StreamSegmentHeader, offset: int) -> Iterator[Re
 
 
 def _written(raw: Bytes, cut: int) -> int:
-    """How many bytes from the cut on are not zero-fill."""
+    """Return the number of bytes from the cut to the last one that is not zero."""
     view = memoryview(raw)[cut:]
     for end in range(len(view), 0, -WINDOW_BYTES):
         start = max(end - WINDOW_BYTES, 0)
@@ -403,5 +407,5 @@ def _written(raw: Bytes, cut: int) -> int:
 
 
 def _is_blank(window: bytes) -> bool:
-    """Most of what is behind a cut is zeros, and this is the quickest way to see it."""
+    """Return whether all bytes are zero, as most are after a cut. Comparing is the fastest test."""
     return window == _ZEROS[: len(window)]

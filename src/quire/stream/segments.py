@@ -1,9 +1,10 @@
-"""The segments of a stream as readers and movers see them: immutable values, looked up by record.
+"""The segments of a stream, for readers and movers: immutable values, looked up by record.
 
-Everything is derived from the index of the manifest log. A view, all segments at one moment in the order of their records, is
-replaced, never changed. A segment whose copies moved is another value, which is how a reader that lost a race knows it.
+Everything is derived from the index of the manifest log. A *view* is all segments at one moment, in the order of their
+records; it is replaced, never modified. A segment whose copies moved is a different value: a reader that lost a race detects
+it by that.
 
-Threads: any; views are swapped whole. Importable on executors."""
+Threads: any; views are replaced as a whole. Importable on executors."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from quire.stream.mlog_records import RecordType
 from quire.stream.mlog_states import Hot, Life, Remote, State, Warm
 
 _LOGICAL_OFFSET, _TIMESTAMP = 4, 5
-"""Fields of a record's header."""
+"""Positions of two fields in a record's header."""
 
 
 class StreamSegment(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,19 +30,19 @@ class StreamSegment(msgspec.Struct, frozen=True, kw_only=True):
     base_record: int
     """The id of its first record."""
     end_record: int
-    """The id behind its last one; 0 while it is open."""
+    """The id after its last record; 0 while it is open."""
     epoch: int
     opened_ms: int
     sealed_ms: int
     state: State
     durable_bytes: int
-    """What it takes as it was written."""
+    """Size of the hot copy."""
     crc64: int
     warm_bytes: int
-    """What it takes compressed; 0 if it was never."""
+    """Size of the compressed copy; 0 if the segment was never compressed."""
     dictionary_id: int
     key: str
-    """Of its object, if one was ever begun."""
+    """Key of its object; empty if no upload was ever started."""
     etag: str
 
     @property
@@ -61,8 +62,8 @@ class StreamSegment(msgspec.Struct, frozen=True, kw_only=True):
         return self.state.remote is Remote.DONE
 
     @property
-    def is_going(self) -> bool:
-        """Whether retention has begun to take it."""
+    def is_being_removed(self) -> bool:
+        """Whether retention has begun to remove it."""
         return self.state.remote in (Remote.DELETING, Remote.DELETED)
 
     @property
@@ -80,24 +81,24 @@ class SegmentList(msgspec.Struct, frozen=True):
         return iter(self.segments)
 
     def get(self, segment_id: int) -> StreamSegment | None:
-        """A segment by id."""
+        """Return a segment by id."""
         place = bisect_left(self.segments, segment_id, key=lambda segment: segment.segment_id)
         segment = self.segments[place] if place < len(self.segments) else None
         return segment if segment is not None and segment.segment_id == segment_id else None
 
     def holding(self, record: int) -> StreamSegment | None:
-        """The segment that has a record, or will have it."""
+        """Return the segment that has a record, or will have it."""
         place = bisect_right(self.bases, record) - 1
         return self.segments[place] if place >= 0 else None
 
     def before(self, timestamp_ms: int) -> StreamSegment | None:
-        """The last segment that was opened before a moment: records of that moment and later are in it, or behind it."""
+        """Return the last segment opened before a timestamp: records at or after that timestamp are in it or in later ones."""
         place = bisect_left(self.segments, timestamp_ms, key=lambda segment: segment.opened_ms) - 1
         return self.segments[max(place, 0)] if self.segments else None
 
     @property
     def sealed(self) -> list[StreamSegment]:
-        """Those that are sealed, oldest first."""
+        """The sealed segments, oldest first."""
         return [segment for segment in self.segments if segment.is_sealed]
 
 
@@ -105,7 +106,7 @@ EMPTY = SegmentList((), ())
 
 
 def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozenset[int] | None = None) -> SegmentList:
-    """The view of an index; with `changed`, only those segments differ from `before`."""
+    """Return the view of an index. With `changed`, only those segments differ from `before`."""
     known = {segment.segment_id: segment for segment in before} if changed is not None else {}
     segments = [
         known[number]
@@ -115,7 +116,7 @@ def view_of(index: ManifestIndex, before: SegmentList = EMPTY, changed: frozense
     ]
     for place, (segment, following) in enumerate(pairwise(segments)):
         if segment.is_sealed and not segment.records:
-            # A record of `catch_up` may not say where it ends. None that is empty is followed by another.
+            # A record of `catch_up` may lack the segment's end. An empty segment never has a successor.
             segments[place] = msgspec.structs.replace(segment, end_record=following.base_record)
     return SegmentList(tuple(segments), tuple(segment.base_record for segment in segments))
 

@@ -1,11 +1,11 @@
-"""Records of one segment from one of its copies: the file as it was written, the compressed file, the object.
+"""Reads records of one segment from one of its copies: the hot file, the compressed file or the object.
 
-What is yielded is what was written: blocks are checked against the segment's own header, whose salt is new in each life of a
-file, so that a file that became another segment's cannot pass; a compressed copy must have the checksum that the segment was
-sealed with. Bytes are read before they are checked and never again.
+Records are exactly those that were written: blocks are verified against the segment's header, whose salt is new whenever a file
+is reused, so that a recycled file cannot pass for the old segment; a compressed copy must have the checksum with which the
+segment was sealed. Bytes are read once and then verified, so that the verified bytes are the ones returned.
 
-Threads: a source belongs to one reader; what is cached is immutable or has its own lock. Importable on executors.
-Raises `Lost`, with the error that it is if nothing has moved."""
+Importable on executors. Threads: a source belongs to one reader; cached values are immutable or have their own lock.
+Raises: `Lost`, with the error to raise if the copy has not moved."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from quire.stream.segments import StreamSegment
 
 WINDOW_BYTES = 512 * KIB
-"""What one read of a file fetches at most, unless a block is larger: small enough for a processor's cache."""
+"""Most bytes that one read of a file fetches, unless a block is larger: small enough for the CPU's cache."""
 FIRST_WINDOW_BYTES = 128 * KIB
-"""The same of the first one: a read of one record does not wait for more."""
+"""The same for the first read: reading one record does not wait for more."""
 
 Retry = Callable[[Callable[[], bytes]], bytes]
-"""Calls again what fails for a while."""
+"""Calls a function, and retries transient failures."""
 Segment: TypeAlias = "StreamSegment | SharedSegment"
 
 StreamCache = ByteCache[Hashable, Any]
-"""Of all streams of a store: frames, spans, marks and open objects, by keys that begin with the stream's number."""
+"""The cache of all streams of a store: spans of frames, marks and open objects. Keys begin with the stream's id."""
 
 VERIFY = "`quire stream verify` shows what is lost"
 
 
 class Lost(Exception):
-    """A copy could not be read; `error` is what that is if the copy has not moved."""
+    """A copy could not be read. `error` is the error to raise if the copy has not moved."""
 
     def __init__(self, error: QuireError) -> None:
         super().__init__(str(error))
@@ -58,25 +58,25 @@ class Lost(Exception):
 
 
 class Marks(NamedTuple):
-    """Where the blocks of a segment are."""
+    """First record, offset and timestamp of each block of a segment."""
 
     firsts: array[int]
     offsets: array[int]
     stamps: array[int]
 
     def with_record(self, record: int) -> int:
-        """The offset of the block that has a record."""
+        """Return the offset of the block that has a record."""
         return self.offsets[max(bisect_right(self.firsts, record) - 1, 0)]
 
     def first_at(self, timestamp_ms: int) -> int | None:
-        """The first record of the first block that is not before a moment."""
+        """Return the first record of the first block at or after a timestamp; `None` if there is none."""
         place = bisect_left(self.stamps, timestamp_ms)
         return self.firsts[place] if place < len(self.stamps) else None
 
 
 # ── tier 0 ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class HotSource:
-    """The file of a segment as it was written. `end`: where its blocks end, `durable_bytes` if it is sealed."""
+    """The hot file of a segment. `end` is the offset at which its blocks end: `durable_bytes` if it is sealed."""
 
     def __init__(self, files: StreamFiles, segment: Segment, file: File, end: int) -> None:
         self._segment = segment
@@ -101,7 +101,7 @@ class HotSource:
         return Corruption(f"a stream's segment is damaged: {what}", hint=VERIFY, **where)
 
     def marks(self) -> Marks:
-        """Where its blocks are: heads are checked, bodies are not looked at."""
+        """Return the marks of its blocks. Heads are verified, bodies are not."""
         marks = Marks(array("Q"), array("Q"), array("Q"))
         offset, raw, start = HEADER_BYTES, b"", 0
         while offset < self._end:
@@ -118,7 +118,7 @@ class HotSource:
         return marks
 
     def spans(self, offset: int, stop: int) -> Iterator[RecordSpan]:
-        """Records from an offset on, up to the one before `stop`, of many small blocks together."""
+        """Yield records from an offset on, up to before `stop`; many small blocks are joined to one span."""
         want = FIRST_WINDOW_BYTES
         while offset < self._end:
             size = min(want, self._end - offset)
@@ -139,7 +139,7 @@ class HotSource:
 
 @contextmanager
 def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSource]:
-    """The file of a segment, opened."""
+    """Open the hot file of a segment."""
     path = files.segment(Tier.HOT, segment.segment_id)
     try:
         file = files.disk.open(path, write=False)
@@ -154,7 +154,7 @@ def hot_source(files: StreamFiles, segment: Segment, end: int) -> Iterator[HotSo
 
 # ── tiers 1 and 2 ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class WarmSource:
-    """A compressed copy; frames are kept in the cache."""
+    """A compressed copy, whose frames are cached."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class WarmSource:
         self._segment = segment
         self._cache = cache
         self._lock = lock or threading.Lock()
-        """A zstd context is for one thread at a time."""
+        """A zstd context can be used by one thread at a time."""
         self.reader = reader
         if reader.raw_crc64 != segment.crc64 or reader.end_record != segment.end_record:
             raise Lost(
@@ -197,7 +197,7 @@ class WarmSource:
             return self.reader.spans(number)
 
     def spans(self, record: int, stop: int) -> Iterator[RecordSpan]:
-        """Records from a record's block on, up to the one before `stop`, of many small blocks together."""
+        """Yield records from a record's block on, up to before `stop`; many small blocks are joined to one span."""
         for number in range(self.reader.frame_with(record), self.reader.frames):
             for span in self._frame_spans(number):
                 if span.end_record > record:
@@ -206,7 +206,7 @@ class WarmSource:
                     return
 
     def first_at(self, timestamp_ms: int) -> int | None:
-        """The first record that is not before a moment."""
+        """Return the first record at or after a timestamp; `None` if there is none."""
         for number in range(self.reader.frame_at(timestamp_ms), self.reader.frames):
             for span in self._frame_spans(number):
                 if (record := span.first_at(timestamp_ms)) is not None:
@@ -216,7 +216,7 @@ class WarmSource:
 
 @contextmanager
 def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Iterator[WarmSource]:
-    """The compressed file of a segment, opened."""
+    """Open the compressed file of a segment."""
     path = files.segment(Tier.WARM, segment.segment_id)
     try:
         file = files.disk.open(path, write=False)
@@ -236,7 +236,7 @@ def warm_source(files: StreamFiles, segment: Segment, cache: StreamCache) -> Ite
 
 
 def remote_source(stream_id: int, segment: Segment, store: ObjectStore, cache: StreamCache, retry: Retry) -> WarmSource:
-    """The object of a segment: its table is fetched once and kept, frames when they are wanted."""
+    """Open the object of a segment. Its table is fetched once and cached; frames are fetched when they are needed."""
     kept = (stream_id, segment.segment_id, segment.key)
     opened: tuple[WarmReader, threading.Lock] | None = cache.get(kept)
     if opened is None:
@@ -245,7 +245,7 @@ def remote_source(stream_id: int, segment: Segment, store: ObjectStore, cache: S
             return retry(lambda: store.get_range(segment.key, offset, size))
 
         try:
-            # A log that was off while the object was made was told that it is there, not how long it is.
+            # A log that was off while the object was uploaded has its key, but not its size.
             size = segment.warm_bytes or int.from_bytes(retry(lambda: _size_of(store, segment.key)), "little")
             path = f"{store.url}/{segment.key}"
             reader = checked_read(lambda: WarmReader(read, size, path=path, raw_bytes=segment.durable_bytes))
@@ -257,7 +257,7 @@ def remote_source(stream_id: int, segment: Segment, store: ObjectStore, cache: S
 
 
 def retried(work: Callable[[], bytes], *, stream_id: int, attempts: int, pause_seconds: float) -> bytes:
-    """Call again what the object store cannot do for a while; each pause is twice as long as the one before."""
+    """Retry `work` while the object store is unavailable; each pause is twice as long as the previous one."""
     for _ in range(attempts - 1):
         try:
             return work()

@@ -1,12 +1,12 @@
-"""Records of many blocks at once: what a read gives on, whether blocks are large or hold one record each.
+"""Spans: the records of one or many blocks, as a read returns them.
 
-A span is consecutive records with ids, one timestamp for all or one for each, and their payloads as a column. Every block of
-it is checked. Large blocks, and a few small ones, are spans of their own over the bytes as they were read; many small ones
-are put together, which copies their payloads. Arrow takes 200 ms to load, and then gives out records five times as fast: so
-the first `EARLY_RECORDS` records of a process are taken out of plain columns; after those, or when a batch is asked for,
-Arrow is loaded and used for everything.
+A *span* is consecutive records: ids, one timestamp for all or one for each, and payloads as a column. Every block of it is
+verified. Large blocks, and a few small ones, each become a span over the bytes as they were read; many small ones are joined,
+which copies their payloads. Arrow takes 200 ms to load, and then returns records five times as fast: so the first
+`EARLY_RECORDS` records of a process come from plain columns; after those, or when a batch is requested, Arrow is loaded and
+used for everything.
 
-Pure functions and values, any thread; importable on executors. Format page: `docs/formats/stream-segment.md`."""
+Importable on executors. Threads: any (functions and values). Format: docs/formats/stream-segment.md."""
 
 from __future__ import annotations
 
@@ -36,30 +36,31 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SMALL_BYTES = 12 * KIB
-"""Blocks that take less on average are put together."""
+"""Blocks that are smaller than this on average are joined."""
 
 FEW_BLOCKS = 16
-"""Fewer than this are taken one by one: putting them together has a price of its own, and a tail reads one at a time."""
+"""Fewer blocks than this are not joined: joining has a fixed cost, and a tail reads one block at a time."""
 
 BATCH_BYTES = 128 * KIB
-"""Spans are put together, which copies them, until an Arrow batch has so much; larger ones are batches as they are."""
+"""Spans are joined, which copies them, until an Arrow batch has this size; a larger span is a batch by itself."""
 
 EARLY_RECORDS = 1024
-"""Taken out of plain columns before Arrow is loaded (0.2 ms of them)."""
+"""Records that are read from plain columns before Arrow is loaded (0.2 ms in total)."""
 
 _early_records = 0
-"""Taken out so far; more than `EARLY_RECORDS` once Arrow is there. Threads may count a little wrong together."""
+"""Records read from plain columns so far; above `EARLY_RECORDS` once Arrow is loaded. Concurrent threads may make it slightly
+inaccurate."""
 
 
 def record_batches(spans: Iterable[RecordSpan], batch_bytes: int = BATCH_BYTES) -> Iterator[Any]:
-    """Arrow record batches of spans (`arrow_batches.SCHEMA`), each of about so many bytes."""
-    from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands have no use for
+    """Return Arrow record batches of spans (`arrow_batches.SCHEMA`), each of about `batch_bytes`."""
+    from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands do not need
 
     return Batches(batch_bytes).of(spans)
 
 
 class Plain:
-    """Records of one checked block. Has what a read needs of a `pyarrow.BinaryArray`."""
+    """The records of one verified block, with the part of the interface of `pyarrow.BinaryArray` that reads need."""
 
     __slots__ = ("_at", "_block", "_body", "_count")
 
@@ -73,11 +74,11 @@ class Plain:
         return self._count
 
     def slice(self, at: int, count: int) -> Plain:
-        """The part of so many records from a place on."""
+        """Return `count` records from position `at` on."""
         return Plain(self._block, self._body, self._at + at, count)
 
     def to_pylist(self) -> list[bytes]:
-        """The records."""
+        """Return the records as bytes."""
         global _early_records
         _early_records += self._count
         if _early_records > EARLY_RECORDS:
@@ -88,7 +89,7 @@ class Plain:
         return [payloads[begin:end].tobytes() for begin, end in pairwise(ends)]
 
     def arrow(self) -> Any:
-        """The same as a `pyarrow.BinaryArray`."""
+        """Return the records as a `pyarrow.BinaryArray`."""
         global _early_records
         _early_records = EARLY_RECORDS + 1
         return records_of(self._block, self._body).slice(self._at, self._count)
@@ -107,15 +108,15 @@ class RecordSpan(NamedTuple):
 
     first_record: int
     timestamp_ms: int | NDArray[np.int64]
-    """Of all of them, or of each."""
+    """One timestamp for all records, or one for each."""
     column: Any
-    """Their payloads, a `pyarrow.BinaryArray` or `Plain`."""
+    """The payloads: a `pyarrow.BinaryArray` or `Plain`."""
     size_bytes: int
-    """What their blocks take."""
+    """Bytes of their blocks."""
 
     @property
     def end_record(self) -> int:
-        """The id behind the last one."""
+        """The id after the last record."""
         return self.first_record + len(self.column)
 
     @property
@@ -124,7 +125,7 @@ class RecordSpan(NamedTuple):
         return self.timestamp_ms if isinstance(self.timestamp_ms, int) else int(self.timestamp_ms[-1])
 
     def within(self, start: int, stop: int) -> RecordSpan:
-        """The part that is in [start, stop)."""
+        """Return the part in [start, stop)."""
         begin, end = max(start, self.first_record), min(stop, self.end_record)
         if end - begin == len(self.column):
             return self
@@ -138,13 +139,13 @@ class RecordSpan(NamedTuple):
         )
 
     def records(self) -> Iterator[StreamRecord]:
-        """One by one."""
+        """Return an iterator over the records."""
         stamps = self.timestamp_ms
         stamp_each = repeat(stamps) if isinstance(stamps, int) else stamps.tolist()
         return map(StreamRecord, count(self.first_record), stamp_each, self.column.to_pylist())
 
     def first_at(self, timestamp_ms: int) -> int | None:
-        """The first record that is not before a moment."""
+        """Return the first record at or after a timestamp; `None` if there is none."""
         if self.last_ms < timestamp_ms:
             return None
         stamps = self.timestamp_ms
@@ -152,19 +153,20 @@ class RecordSpan(NamedTuple):
 
 
 class SpanScan(NamedTuple):
-    """What a stretch of a segment's bytes holds."""
+    """The contents of a range of a segment's bytes."""
 
     spans: list[RecordSpan]
     used_bytes: int
-    """Up to the end of the last whole block."""
+    """Bytes up to the end of the last complete block."""
     need_bytes: int
-    """What the block behind needs to be whole; 0 if there is none, or its head is not all here."""
+    """Bytes that the next, incomplete block needs; 0 if there is none, or if its head is incomplete."""
     bad_at: int | None
-    """Where a block differs from what was written, counted from the beginning of the bytes."""
+    """Offset, in the given bytes, of a block that differs from what was written."""
 
 
 def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int | None = None) -> SpanScan:
-    """The records of the whole blocks in `raw`, which is a segment's from `offset` on; from `at`, up to the record `stop`.
+    """Return the records of the complete blocks in `raw`, the bytes of a segment from `offset` on, starting at `at` in `raw`
+    and up to the record `stop`.
 
     `seed` is the crc64 of the segment's header.
     """
@@ -182,7 +184,8 @@ def spans_of(raw: memoryview, offset: int, seed: int, *, at: int = 0, stop: int 
 
 
 def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[int], int, int, int | None]:
-    """Where whole blocks begin and how long their bodies are, as their heads say, unchecked; and what is behind."""
+    """Return the offsets of complete blocks and the sizes of their bodies, from their unverified heads; then used bytes,
+    needed bytes and the offset of a bad block, as in `SpanScan`."""
     words = raw[: len(raw) & ~3].cast("I")
     starts: list[int] = []
     bodies: list[int] = []
@@ -208,7 +211,7 @@ def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[i
 
 
 def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[list[RecordSpan], int | None]:
-    """Each block as it is; and where the first bad one is."""
+    """Return one span for each block, and the offset of the first bad block."""
     column = records_of if _early_records > EARLY_RECORDS else Plain
     spans: list[RecordSpan] = []
     expected: int | None = None
@@ -228,7 +231,7 @@ def _large(raw: memoryview, offset: int, seed: int, starts: list[int]) -> tuple[
 def _small(
     raw: memoryview, offset: int, seed: int, starts: list[int], bodies: list[int]
 ) -> tuple[list[RecordSpan], int | None]:
-    """All blocks as one span; and where the first bad one is."""
+    """Return all blocks as one span, and the offset of the first bad block."""
     at = np.array(starts, np.int64)
     lines = np.frombuffer(raw, np.uint8, len(raw) // ALIGN * ALIGN).reshape(-1, ALIGN)
     heads = lines[at // ALIGN]
@@ -245,7 +248,7 @@ def _small(
     good &= np.array(crcs, np.uint64) == fields[:, 5]
     numbers = np.frombuffer(raw, "<i4", len(raw) // 4)
     origin = at // 4 + BLOCK_HEAD_BYTES // 4
-    # A table that a bad head speaks of may lie anywhere: only those of good ones are looked at.
+    # The table of a bad head may point anywhere: only tables of good heads are read.
     good[good] &= numbers[(origin + counts)[good]] == (body_bytes - tables)[good]
     good[good] &= _are_rising(numbers, counts[good], origin[good])
     upto = len(starts) if good.all() else int(np.argmin(good))
@@ -258,14 +261,14 @@ def _small(
     counts, origin = counts[:upto], origin[:upto]
     column = _joined(numbers, counts, origin, payload)
     stamps = fields[:upto, 3].astype(np.int64)
-    alike = int(stamps[0]) == int(stamps[-1])  # they never fall: then all are the same
+    alike = int(stamps[0]) == int(stamps[-1])  # timestamps never decrease, so all between are the same too
     timestamps = int(stamps[0]) if alike else np.repeat(stamps, counts)
     used = int(at[upto - 1]) + BLOCK_HEAD_BYTES + bodies[upto - 1] - starts[0]
     return [RecordSpan(int(firsts[0]), timestamps, column, used)], wrong
 
 
 def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Of which blocks the offsets begin at 0 and never fall: Arrow reads wherever they point."""
+    """Return for each block whether its offsets begin at 0 and never decrease: Arrow reads wherever they point."""
     if not len(counts):
         return np.ones(0, np.bool_)
     before = np.cumsum(counts) - counts
@@ -276,7 +279,7 @@ def _are_rising(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArra
 
 
 def _joined(numbers: NDArray[Any], counts: NDArray[np.int64], origin: NDArray[np.int64], payload: bytes) -> Any:
-    """The records of blocks whose tables begin at `origin`, as one column over their joined payloads."""
+    """Return the records of blocks whose tables begin at `origin` as one column over their joined payloads."""
     import pyarrow as pa
 
     total = int(counts.sum())

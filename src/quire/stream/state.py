@@ -1,12 +1,11 @@
-"""What a stream remembers beside its log: its consumers, its retention, the mode in which it was last open, and where its log
-and its record ids went on when the store was taken over.
+"""State that a stream keeps outside its log (`stream.json`): its consumers, its retention, the mode in which it was last open,
+and where its log and its record ids continued when the store was taken over.
 
-The file is replaced whole and ends with a checksum: nothing is retired by a retention or a position that is not the one that
-was written. Positions of consumers only rise. What some consumer has not read stays, whatever age and bytes say; one that has
-been silent for `hold_seconds` holds nothing any more, so that a dead one does not fill the disk. Every `ack` breaks the
-silence.
+The file is replaced atomically and ends with a checksum: no segment is retired because of a damaged retention or position.
+Positions of consumers only rise. Records that a consumer has not read are kept, whatever their age and size. A consumer that
+has not called `ack` for `hold_seconds` holds nothing any more, so that a dead consumer does not fill the disk.
 
-Threads: any; one lock. Raises `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`."""
+Threads: any; one lock. Raises: `UnknownCursor`, `OutOfRange`, `InvalidName`, `InvalidInput`, `Corruption`."""
 
 from __future__ import annotations
 
@@ -32,23 +31,23 @@ from quire.stream.segments import StreamSegment
 
 
 class Consumer(msgspec.Struct, frozen=True):
-    """Who has read how far."""
+    """How far a consumer has read."""
 
     position: int
     """The id of the first record that it has not read."""
     acked_ms: int
-    """When it last said so."""
+    """Time of its last `ack`, in milliseconds."""
 
 
 class Retention(msgspec.Struct, frozen=True):
-    """What may go; 0 and False: nothing for this reason."""
+    """When segments are removed. 0 and False disable a reason."""
 
     seconds: float = 0.0
     bytes: int = 0
     consumed: bool = False
-    """Whether records go as soon as every consumer has read them."""
+    """Whether records are removed as soon as every consumer has read them."""
     hold_seconds: float = 0.0
-    """Consumers that were silent for longer hold nothing; 0: they hold for ever."""
+    """A consumer holds nothing this many seconds after its last `ack`; 0: it holds forever."""
 
     def __post_init__(self) -> None:
         if min(self.seconds, self.bytes, self.hold_seconds) < 0:
@@ -56,48 +55,48 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 class QueryBatch(msgspec.Struct, frozen=True):
-    """The newest batch of a streaming query that was appended."""
+    """The progress of a streaming query that appends to the stream."""
 
     batch: int = -1
-    """-1 before the first."""
+    """The newest batch that was appended; -1 before the first."""
     pending: int = -1
-    """The one that is being appended; -1 if there is none."""
+    """The batch that is being appended; -1 if there is none."""
     call: int = 0
-    """The idempotency key of its append."""
+    """The idempotency key of the pending append."""
 
 
 class StoredState(msgspec.Struct, frozen=True):
-    """What `stream.json` holds."""
+    """The contents of `stream.json`."""
 
     version: Literal[1] = 1
     mode: Literal["off", "shadow", "on"] = "on"
-    """In which the stream was last open."""
+    """The manifest-log mode in which the stream was last open."""
     consumers: dict[str, Consumer] = {}
     retention: Retention | None = None
-    """The stream's own, `None` if it has that of the store."""
+    """The stream's own retention; `None` if the store's applies."""
     going: tuple[int, ...] = ()
-    """Segments that retention had begun to take, if the log was not believed then: LMDB has no word for it."""
+    """Segments that retention had begun to remove while the log was not authoritative: LMDB cannot represent that."""
     log_records: int = 0
-    """How many records the manifest log had at the last clean close; it never has fewer."""
+    """Records in the manifest log at the last clean close; it never has fewer."""
     begins: tuple[EpochBegin, ...] = ()
-    """Where the manifest log went on for owner epochs that took over."""
+    """Where the manifest log continued for each owner epoch that took over."""
     log_segment: int = 0
-    """The highest segment that the manifest log had opened when it was left: it is not asked while it is off."""
+    """The highest segment that the manifest log had opened when it was closed: it is not read while its mode is off."""
     calls: tuple[tuple[int, int], ...] = ()
-    """Idempotency keys of the newest appends in sealed segments, with their first records; those of the open one are in it."""
+    """Idempotency keys of the newest appends in sealed segments, with their first records. The open segment holds its own."""
     gaps: tuple[Gap, ...] = ()
-    """Record ids that takeovers have left out, in order."""
+    """Record ids that takeovers have skipped, in order."""
     queries: dict[str, QueryBatch] = {}
-    """Streaming queries that append here, by their ids; who appended last comes last."""
+    """Streaming queries that append here, by id; the one that appended last comes last."""
     crc64: str = ""
-    """Of the file with nothing in its place, in hex. Empty in memory, and in files from before."""
+    """Checksum, in hex, of the file with this value left empty. Empty in memory, and in files of older versions."""
 
 
 _HINT = "restore it from a backup, or remove it: consumers and retention are then forgotten"
 
 
 def load_state(files: StreamFiles) -> StoredState:
-    """What `stream.json` says; what a new stream has, if it is not there."""
+    """Read and verify `stream.json`; return the state of a new stream if it does not exist."""
     path = files.state
     try:
         data = read_all(files.disk, path)
@@ -112,19 +111,19 @@ def load_state(files: StreamFiles) -> StoredState:
     return msgspec.structs.replace(stored, crc64="")
 
 
-def believed_end(files: StreamFiles) -> int | None:
-    """How many records the manifest log had at the last clean close; `None` if it is not what is believed."""
+def log_records_at_close(files: StreamFiles) -> int | None:
+    """Return the number of records in the manifest log at the last clean close; `None` if the log is not authoritative."""
     stored = load_state(files)
     return stored.log_records if stored.mode == "on" else None
 
 
 def begins_of(files: StreamFiles) -> tuple[EpochBegin, ...]:
-    """Where the manifest log went on for owner epochs that took over, for whoever only reads."""
+    """Return where the manifest log continued for owner epochs that took over, for readers."""
     return load_state(files).begins
 
 
 def log_objects(files: StreamFiles, store: ObjectStore, prefixes: tuple[str, ...], store_id: str = "") -> LogObjects:
-    """The objects of a stream's manifest log, for whoever only reads them, with what stream.json says of owner epochs."""
+    """Return the objects of a stream's manifest log, for readers, with the owner epochs that `stream.json` lists."""
     return LogObjects(store, files.stream_id, prefixes, store_id, begins_of(files))
 
 
@@ -133,7 +132,7 @@ class _StoreWide(msgspec.Struct, frozen=True):
 
 
 def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
-    """How much the manifest logs of all streams are believed, if somebody has said so for this store."""
+    """Return the manifest-log mode that was set for all streams of this store; `None` if none was set."""
     path = os.path.join(root, MODE_FILE)
     try:
         return msgspec.json.decode(read_all(disk, path), type=_StoreWide).mode
@@ -145,17 +144,17 @@ def load_mode(disk: Disk, root: str) -> Literal["off", "shadow", "on"] | None:
 
 
 def save_mode(disk: Disk, root: str, mode: Literal["off", "shadow", "on"]) -> None:
-    """Have every later opening of a stream know it, in place of what quire.toml says."""
+    """Record the mode for every later opening of a stream. It overrides quire.toml."""
     disk.make_dirs(os.path.join(root, STREAMS))
     write_atomic(disk, os.path.join(root, MODE_FILE), msgspec.json.encode(_StoreWide(mode)))
 
 
 QUERIES_MAX = 1_024
-"""Queries that are remembered; those that appended longest ago are forgotten."""
+"""Queries that are kept; those that appended longest ago are dropped."""
 
 
 class StreamState:
-    """The memory of one stream."""
+    """The persistent state of one stream outside its log."""
 
     def __init__(self, files: StreamFiles, clock: Clock) -> None:
         self._files = files
@@ -165,33 +164,33 @@ class StreamState:
         self.stored = load_state(files)
 
     def _save(self, stored: StoredState) -> None:
-        """REQUIRES the lock."""
+        """Replace the file. REQUIRES the lock."""
         text = msgspec.json.format(msgspec.json.encode(stored))
         before, _, after = text.rpartition(b'""')  # the checksum is the last field
         write_atomic(self._files.disk, self._files.state, before + b'"%016x"' % crc64(text) + after)
         self.stored = stored
 
-    def remember_mode(
+    def persist_mode(
         self, mode: Literal["off", "shadow", "on"], going: Iterable[int] = (), log_segment: int = 0
     ) -> None:
-        """Have the next opening know all three."""
+        """Record the mode, the segments being removed and the highest segment of the log, for the next opening."""
         with self._lock:
             highest = max(log_segment, self.stored.log_segment)
             stored = msgspec.structs.replace(self.stored, mode=mode, going=tuple(sorted(going)), log_segment=highest)
             if stored != self.stored:
                 self._save(stored)
 
-    def remember_end(self, log_records: int) -> None:
-        """The log ends here: outside of its own bytes, which cannot say that some of them are gone."""
+    def persist_log_records(self, log_records: int) -> None:
+        """Record the number of records in the log, outside the log itself, which cannot show that its end was lost."""
         with self._lock:
             if log_records != self.stored.log_records:
                 self._save(msgspec.structs.replace(self.stored, log_records=log_records))
 
-    def remember_begin(self, objects: LogObjects, chunk: int, snapshot: int) -> LogObjects:
-        """The log goes on here for the current owner epoch, unless that is known; objects by what is remembered then.
+    def persist_epoch_begin(self, objects: LogObjects, chunk: int, snapshot: int) -> LogObjects:
+        """Record where the log continues for the current owner epoch, unless it is recorded; return `objects` with all begins.
 
-        Before the first record of the epoch: what earlier ones have there in tier 2 is the line of an owner that was deposed.
-        An only epoch has nothing before it, and is not remembered.
+        Called before the first record of the epoch: chunks of earlier epochs from there on in tier 2 are the history of a
+        deposed owner. A store with a single epoch records nothing.
         """
         epoch = objects.owner_epoch
         with self._lock:
@@ -200,65 +199,67 @@ class StreamState:
                 self._save(msgspec.structs.replace(self.stored, begins=begins))
         return msgspec.structs.replace(objects, begins=self.stored.begins)
 
-    def remember_calls(self, calls: Iterable[tuple[int, int]]) -> None:
-        """Have the next opening know the idempotency keys of appends in segments that it will not scan."""
+    def persist_calls(self, calls: Iterable[tuple[int, int]]) -> None:
+        """Record the idempotency keys of appends in segments that the next opening will not scan."""
         with self._lock:
             newest = tuple(RecentKeys(calls).newest())
             if newest != self.stored.calls:
                 self._save(msgspec.structs.replace(self.stored, calls=newest))
 
-    def remember_gaps(
+    def persist_gaps(
         self, segments: Sequence[StreamSegment], own_end: int, range_starts: Sequence[int]
     ) -> tuple[Gap, ...]:
-        """Record ids go on in the last of the store's ranges (none if it was never taken over): the gaps then.
+        """Continue record ids in the last of the store's ranges (none if it was never taken over), and return the gaps.
 
-        Before the first record of the range: if the process dies in between, the next opening comes to the same gap. Gaps
-        between segments are known again after the file was lost.
+        Called before the first record of the range: if the process dies in between, the next opening computes the same gap.
+        Gaps between segments can be derived again if the file was lost.
         """
         with self._lock:
-            known = gaps_between(self.stored.gaps, segments, range_starts)
-            gaps = gaps_with_range(known, own_end, max(range_starts, default=0))
+            recorded = gaps_between(self.stored.gaps, segments, range_starts)
+            gaps = gaps_with_range(recorded, own_end, max(range_starts, default=0))
             if gaps != self.stored.gaps:
                 self._save(msgspec.structs.replace(self.stored, gaps=gaps))
             return gaps
 
     # ── streaming queries ─────────────────────────────────────────────────────────────────────────────────────────────
     def has_batch(self, query: str, batch: int) -> bool:
-        """Whether a query's batch, or a later one, was appended."""
-        known = self.stored.queries.get(query)
-        return known is not None and known.batch >= batch
+        """Return whether this batch of a query, or a later one, was appended."""
+        query_batch = self.stored.queries.get(query)
+        return query_batch is not None and query_batch.batch >= batch
 
     def begin_batch(self, query: str, batch: int, call: int) -> None:
-        """A query's batch is going to be appended, with this idempotency key."""
-        known = self.stored.queries.get(query, QueryBatch())
-        self._put_query(query, msgspec.structs.replace(known, pending=batch, call=call))
+        """Record that a query's batch is about to be appended with this idempotency key."""
+        query_batch = self.stored.queries.get(query, QueryBatch())
+        self._put_query(query, msgspec.structs.replace(query_batch, pending=batch, call=call))
 
     def end_batch(self, query: str, batch: int) -> None:
-        """It is durable."""
+        """Record that a query's batch is durable."""
         self._put_query(query, QueryBatch(batch))
 
     def settle_batches(self, appended: Collection[int]) -> None:
-        """Decide what a crash left open: `appended` are the idempotency keys of the newest appends that are there."""
-        for query, known in self.stored.queries.items():
-            if known.pending >= 0:
-                self._put_query(query, QueryBatch(known.pending if known.call in appended else known.batch))
+        """Resolve batches that a crash left pending: `appended` are the idempotency keys of the newest surviving appends."""
+        for query, query_batch in self.stored.queries.items():
+            if query_batch.pending >= 0:
+                self._put_query(
+                    query, QueryBatch(query_batch.pending if query_batch.call in appended else query_batch.batch)
+                )
 
-    def _put_query(self, query: str, known: QueryBatch) -> None:
+    def _put_query(self, query: str, query_batch: QueryBatch) -> None:
         with self._lock:
             others = [(name, value) for name, value in self.stored.queries.items() if name != query]
-            queries = dict([*others[1 - QUERIES_MAX :], (query, known)])
+            queries = dict([*others[1 - QUERIES_MAX :], (query, query_batch)])
             self._save(msgspec.structs.replace(self.stored, queries=queries))
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def position(self, name: str) -> int:
-        """Where a consumer is."""
+        """Return the position of a consumer."""
         consumer = self.stored.consumers.get(name)
         if consumer is None:
             raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
         return consumer.position
 
     def register(self, name: str, position: int) -> int:
-        """Make a consumer that begins at a position, or leave the one that is there; where it is."""
+        """Create a consumer at a position unless it exists, and return its position."""
         check_name("consumer", name)
         with self._lock:
             if name not in self.stored.consumers:
@@ -266,25 +267,25 @@ class StreamState:
             return self.stored.consumers[name].position
 
     def ack(self, name: str, position: int, *, end: int) -> None:
-        """A consumer has read everything below a position; durable on return.
+        """Record durably that a consumer has read everything below a position.
 
-        A position that is not ahead moves nothing, and still says that the consumer is alive.
+        A position that is not ahead moves nothing, but still renews the consumer's hold.
         """
         with self._lock:
-            known = self.stored.consumers.get(name)
-            if known is None:
+            consumer = self.stored.consumers.get(name)
+            if consumer is None:
                 raise UnknownCursor("the stream has no such consumer", hint="create it with `register`", name=name)
             if position > end:
                 raise OutOfRange("a consumer cannot acknowledge records that do not exist", position=position, end=end)
-            if position > known.position or self._clock.now_ms() > known.acked_ms:
-                self._put(name, max(position, known.position))
+            if position > consumer.position or self._clock.now_ms() > consumer.acked_ms:
+                self._put(name, max(position, consumer.position))
 
     def _put(self, name: str, position: int) -> None:
         consumer = Consumer(position, self._clock.now_ms())
         self._save(msgspec.structs.replace(self.stored, consumers={**self.stored.consumers, name: consumer}))
 
     def drop(self, name: str) -> None:
-        """Forget a consumer; one that is not there is fine."""
+        """Remove a consumer. A missing one is not an error."""
         with self._lock:
             if name in self.stored.consumers:
                 left = {entry: value for entry, value in self.stored.consumers.items() if entry != name}
@@ -292,7 +293,7 @@ class StreamState:
 
     # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def retain(self, retention: Retention | None) -> None:
-        """Give the stream its own retention, or with `None` that of the store."""
+        """Set the stream's own retention; `None` applies the store's."""
         with self._lock:
             self._save(msgspec.structs.replace(self.stored, retention=retention))
 
@@ -300,7 +301,7 @@ class StreamState:
 def due(
     segments: Sequence[StreamSegment], retention: Retention, consumers: Sequence[Consumer], *, now_ms: int
 ) -> list[StreamSegment]:
-    """The sealed segments that may go, oldest first."""
+    """Return the sealed segments that retention removes, oldest first."""
     silent = now_ms - retention.hold_seconds * 1000 if retention.hold_seconds else None
     holders = [consumer.position for consumer in consumers if silent is None or consumer.acked_ms >= silent]
     held_from = min(holders, default=None)

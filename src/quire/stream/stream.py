@@ -1,19 +1,19 @@
 """A stream: an append-only log of records whose segments move between disk, compressed files and an object store.
 
-A record is opaque bytes with an id (from 1, rising by one except where the store was taken over, never used again) and a
-timestamp that never falls. A segment is a file of records; sealed when it is full or old, and immutable from then on. Tiers:
-0 hot, as it was written; 1 warm, compressed; 2 the object store. The keeper, a task in the background of all streams, syncs
-what nobody waits for, makes files ahead, and seals by time.
+A record is opaque bytes with an id and a timestamp. Ids start at 1, rise by one except where the store was taken over, and are
+never reused; timestamps never decrease. A segment is a file of records; it is sealed when it is full or old, and immutable from
+then on. Tiers: 0 hot, as it was written; 1 warm, compressed; 2 the object store. The keeper, a task on the background threads
+that all streams share, syncs records that no thread waits for, preallocates files, and seals by time.
 
     append ──▶ open segment ──seal──▶ tier 0 ──compress──▶ tier 1 ──upload──▶ tier 2
                                         ▲                                       │
                                         └───────────────hydrate─────────────────┘
 
-There is one writer: the manifest log's lock is the stream's (`StoreLocked`). Records are durable when their guard's
-`result()` returns; readers and tails see durable records only. Closing seals what is open, so that the next opening has
+There is one writer process: the manifest log's lock is the stream's (`StoreLocked`). Records are durable when `result()` of
+their append returns; readers and tails see durable records only. Closing seals the open segment, so that the next opening has
 nothing to cut.
 
-Threads: any. Raises `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`."""
+Threads: any. Raises: `StoreLocked`, `StoreUnusable`, `StoreClosed`, `DiskFull`, `OutOfRange`, `CursorLost`, `Corruption`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 
 class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A stream in numbers."""
+    """Statistics of a stream."""
 
     stream_id: int
     first_record: int
@@ -80,11 +80,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
     consumers: dict[str, Consumer]
     retention: Retention
     torn_bytes: int
-    """Bytes behind the cut of the last recovery."""
+    """Bytes after the cut of the last recovery."""
     needs_repair: list[int] = []
-    """Segments whose only copy was an object that is gone."""
+    """Segments whose only copy was an object that no longer exists."""
     gaps: tuple[Gap, ...] = ()
-    """Record ids that takeovers have left out."""
+    """Record ids that takeovers have skipped."""
 
     @property
     def records(self) -> int:
@@ -92,16 +92,16 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def appended(self) -> int:
-        """Records that were ever appended, and are not lost."""
+        """The number of records ever appended, without those lost in takeovers."""
         return count_records(self.gaps, 1, self.end_record)
 
     def lag(self, consumer: str) -> int:
-        """How many records a consumer has not read."""
+        """Return how many records a consumer has not read."""
         return count_records(self.gaps, self.consumers[consumer].position, self.end_record)
 
 
 def info_of(stream: Stream) -> StreamInfo:
-    """The numbers of a stream that is open, as they are now."""
+    """Return the current statistics of an open stream."""
     segments = stream.ledger.view.segments
     hot, warm = (
         [segment for segment in segments if segment.is_hot],
@@ -132,11 +132,11 @@ def info_of(stream: Stream) -> StreamInfo:
 
 
 RETRY_SECONDS = 0.5
-"""How long the keeper waits after a fault of the disk."""
+"""How long the keeper waits after a disk error."""
 
 
 class Stream:
-    """An open stream; made by `store.stream(name)`."""
+    """An open stream, as `store.stream(name)` returns it."""
 
     def __init__(
         self,
@@ -161,10 +161,10 @@ class Stream:
         self._state = state
         self._store = store
         self._batches = threading.Lock()
-        """Held while a query's batch is appended."""
+        """Held while a batch of a streaming query is appended."""
         self._keeper: Task | None = background.task(self._keep) if background is not None else None
-        self._is_asked = False
-        """Whether the keeper was asked to sync, and has not begun."""
+        self._sync_requested = False
+        """Whether a sync by the keeper is requested and has not begun."""
         self.ledger: Ledger = recovered.ledger
         self.hot = HotLog(
             files,
@@ -173,12 +173,12 @@ class Stream:
             self._roll,
             next_segment=recovered.next_segment,
             next_record=recovered.next_record,
-            asked=self._ask,
+            request_sync=self._request_round,
             check_owner=check_owner,
             reserve=self.ledger.reserve,
             calls=RecentKeys(call for call in state.stored.calls if call[1] < recovered.next_record),
         )
-        # One call less for each record: a sixth of what appending one takes.
+        # Saves one call per record: a sixth of the time of an append.
         self.append = self.hot.append  # type: ignore[method-assign]
         self.tiers = Tiers(files, self.ledger, self.hot, store, collect, settings, clock, recovered.dictionaries)
         self.upkeep = StreamMaintenance(self.tiers, self.ledger, state, settings, clock)
@@ -194,8 +194,8 @@ class Stream:
             hydrate=self.tiers.hydrate_if_room,
         )
         self._rotation_due: float | None = None
-        """In how many seconds the manifest log's chunk is to be sealed, as of the last round of the keeper."""
-        self.ledger.told = self._ask  # the keeper learns of a chunk that is to be sealed
+        """Seconds until the manifest log's chunk is to be sealed, as of the keeper's last round."""
+        self.ledger.on_recorded = self._request_round  # the keeper schedules the sealing of the log's chunk
         if self._keeper is not None:
             self._keeper.ask()
 
@@ -216,9 +216,9 @@ class Stream:
         background: Background | None = None,
         store_locked: bool = False,
     ) -> Stream:
-        """The stream, recovered; an empty one if there is none yet. Without a `background` nothing happens by itself.
+        """Open and recover a stream; a new one is empty. Without a `background` it runs no background work.
 
-        `store_locked`: the caller owns the store, so that the stream's log needs no lock of its own.
+        `store_locked`: the caller holds the store's lock, so the stream's log takes none.
         """
         files, ticking = StreamFiles(disk, root, stream_id), StreamClock(clock)
         projection, state = StreamProjection(manifest, files), StreamState(files, ticking)
@@ -240,23 +240,24 @@ class Stream:
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def append(self, records: Records, *, key: bytes = b"") -> Appended:
-        """Add a record (`bytes`) or many (a sequence, an Arrow column), which are durable together or not at all.
+        """Append a record (`bytes`) or many (a sequence, an Arrow column), which become durable together or not at all.
 
-        `.record` of what is returned is the id of the first one, now; `.result()` (or `await`) returns when they are durable.
-        A `key` of 16 random bytes makes the call safe to repeat: records whose key was appended lately are not appended again.
+        The returned object has the id of the first record in `.record` at once; `.result()` (or `await`) returns when the
+        records are durable. A `key` of 16 random bytes makes the call safe to repeat: records with a recently used key are not
+        appended again.
         """
         return self.hot.append(records, key=key)
 
     def has_batch(self, query: str, batch: int) -> bool:
-        """Whether a batch of a streaming query, or a later one, was appended with `append_batch`."""
+        """Return whether a batch of a streaming query, or a later one, was appended with `append_batch`."""
         return self._state.has_batch(query, batch)
 
     @changes
     def append_batch(self, records: Records, *, query: str, batch: int) -> bool:
-        """Append a batch of a streaming query, once; False if it, or a later one of this query, was appended before.
+        """Append a batch of a streaming query exactly once; return False if it, or a later one of this query, was appended.
 
         The batch is announced in `stream.json`, appended with an idempotency key, and then recorded there. If the process is
-        killed in between, the next opening looks for the key among the newest appends, and decides.
+        killed in between, the next opening looks for the key among the newest appends to decide whether it was appended.
         """
         with self._batches:
             if self._state.has_batch(query, batch):
@@ -271,101 +272,101 @@ class Stream:
 
     @changes
     def sync(self) -> int:
-        """Return when everything that was appended is durable: the id behind it."""
+        """Wait until everything that was appended is durable, and return the id after the last durable record."""
         self.hot.require()
         self.hot.sync()
         return self.hot.durable
 
     @changes
     def seal(self) -> bool:
-        """End the open segment, so that it can move on; False if there is none."""
+        """Seal the open segment, so that it can move between tiers; return False if there is none."""
         return self.hot.seal()
 
     def _roll(self, sealed: SegmentEnd | None, opened: SegmentStart | None) -> None:
-        """The hot log ends a segment and begins another: one commit of the manifest log."""
+        """Record that the hot log ended a segment and began another, in one commit of the manifest log."""
         steps: list[Any] = []
         if sealed is not None:
-            # It will not be scanned when the stream is opened again. What is pending is in no segment yet.
-            self._state.remember_calls(call for call in self.hot.calls if call[1] < sealed.end_record)
+            # A sealed segment is not scanned at the next opening. Keys of pending records are in no segment yet.
+            self._state.persist_calls(call for call in self.hot.calls if call[1] < sealed.end_record)
             steps.append((SealSegment(sealed.durable_bytes, sealed.crc64), sealed.segment_id, sealed.end_record))
         if opened is not None:
             steps.append((SegmentOpened(opened.base_record, self._epoch), opened.segment_id))
-        self.ledger.tell(*steps)
+        self.ledger.record_steps(*steps)
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def first_record(self) -> int:
-        """The id of the first record that is retained."""
+        """The id of the first retained record."""
         return self._reader.first_record
 
     @property
     def end_record(self) -> int:
-        """The id behind the last durable record."""
+        """The id after the last durable record."""
         return self._reader.end_record
 
     @property
     def gaps(self) -> Gaps:
-        """Record ids that takeovers have left out: no record ever has them."""
+        """Record ids that takeovers have skipped: no record ever has them."""
         return self._reader.gaps
 
     def segments(self) -> Iterable[SharedSegment]:
-        """Its segments with durable records, as other processes read them."""
+        """Return the segments with durable records, as other processes read them."""
         return shared_segments(self)
 
     def read(self, start: int | None = None, stop: int | None = None) -> Iterator[StreamRecord]:
-        """Records from `start` (default: the first) to before `stop` (default: the end as it is now), from any tier."""
-        yield from self._reader.read(start, stop)  # so that an iterator keeps the stream open
+        """Yield records from `start` (default: the first) to before `stop` (default: the current end), from any tier."""
+        yield from self._reader.read(start, stop)  # a generator, so that the iterator keeps the stream open
 
     def read_batches(self, start: int | None = None, stop: int | None = None) -> Iterator[Any]:
-        """The same as Arrow record batches with the columns id, timestamp and payload."""
+        """Yield the same records as Arrow record batches with the columns id, timestamp and payload."""
         yield from self._reader.read_batches(start, stop)
 
     def tail(self, start: int | None = None, *, timeout: float | None = None) -> Iterator[StreamRecord]:
-        """Records from `start` (default: what comes from now on), for ever; ends if none comes for `timeout` seconds.
+        """Yield records from `start` (default: the current end) without end; stop if none arrives for `timeout` seconds.
 
         In an event loop: `async for record in quire.core.async_bridge.iterate(stream.tail())`.
         """
         yield from self._reader.tail(start, timeout=timeout)
 
     def wait(self, record: int, timeout: float | None = None) -> bool:
-        """Sleep until a record is durable; False if the time was up first."""
+        """Wait until a record is durable; return False on timeout."""
         return self._reader.wait(record, timeout)
 
     def seek(self, timestamp_ms: int) -> int:
-        """The id of the first record that is not before a moment; the end if there is none."""
+        """Return the id of the first record at or after a timestamp; the end if there is none."""
         return self._reader.seek(timestamp_ms)
 
     # ── consumers ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def consumers(self) -> dict[str, Consumer]:
-        """Who has read how far, by name."""
+        """The consumers and their positions, by name."""
         return self._state.stored.consumers
 
     @changes
     def register(self, consumer: str, start: int | None = None) -> int:
-        """Make a consumer that begins at `start` (default: the first record), or leave it where it is; its position."""
+        """Create a consumer at `start` (default: the first record) unless it exists, and return its position."""
         position = self.first_record if start is None else begin_at(self.gaps, start)
         return self._state.register(consumer, position)
 
     def position(self, consumer: str) -> int:
-        """The id of the first record that a consumer has not read."""
+        """Return the id of the first record that a consumer has not read."""
         return self._state.position(consumer)
 
     @changes
     def ack(self, consumer: str, position: int) -> None:
-        """A consumer has read everything below `position`; durable on return. The same position again is a heartbeat: it keeps
-        the consumer's hold on what it has not read."""
+        """Record durably that a consumer has read everything below `position`. Repeating a position is a heartbeat: it renews
+        the consumer's hold on the records that it has not read."""
         self._state.ack(consumer, begin_at(self.gaps, position), end=self.end_record)
 
     @changes
     def drop_consumer(self, consumer: str) -> None:
-        """Forget a consumer: it holds nothing any more."""
+        """Remove a consumer, and its hold on records that it has not read."""
         self._state.drop(consumer)
 
     # ── tiers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     @changes
     def compress(self, *segment_ids: int) -> int:
-        """Compress sealed segments, all if none is named; how many were not yet."""
+        """Compress sealed segments, all if none is named, and return how many were compressed."""
         wanted = [segment for segment in self._chosen(segment_ids) if segment.is_hot and not segment.is_warm]
         for segment in wanted:
             self.tiers.compress(segment.segment_id)
@@ -373,7 +374,7 @@ class Stream:
 
     @changes
     def upload(self, *segment_ids: int) -> int:
-        """Upload sealed segments, all if none is named; how many were not yet. The log's own chunks follow."""
+        """Upload sealed segments, all if none is named, then the log's own chunks; return how many segments were uploaded."""
         wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_remote]
         for segment in wanted:
             self.tiers.upload(segment.segment_id)
@@ -383,7 +384,7 @@ class Stream:
 
     @changes
     def evict(self, *segment_ids: int, warm: bool = False) -> int:
-        """Give up hot copies (and `warm` ones) of sealed segments, where another copy is; how many copies."""
+        """Evict hot copies (with `warm` also warm ones) of sealed segments that have another copy; return how many copies."""
         count = 0
         for segment in self._chosen(segment_ids):
             if segment.is_hot and (segment.is_warm or segment.is_remote):
@@ -394,105 +395,105 @@ class Stream:
 
     @changes
     def hydrate(self, *segment_ids: int) -> int:
-        """Bring sealed segments back to disk, all if none is named; how many were not there."""
+        """Hydrate sealed segments to disk, all if none is named, and return how many were hydrated."""
         wanted = [segment for segment in self._chosen(segment_ids) if not segment.is_hot]
         for segment in wanted:
             self.tiers.hydrate(segment.segment_id)
         return len(wanted)
 
     def pin(self, *segment_ids: int) -> AbstractContextManager[None]:
-        """Keep local copies of segments, all if none is named, for the length of a block."""
+        """Return a context manager that keeps local copies of segments, all if none is named."""
         return self.tiers.pin(segment.segment_id for segment in self._chosen(segment_ids))
 
     def _chosen(self, segment_ids: tuple[int, ...]) -> list[Any]:
         view = self.ledger.view
         self.hot.require()
         chosen = (segment for segment in view.sealed if not segment_ids or segment.segment_id in segment_ids)
-        return [segment for segment in chosen if not segment.is_going]
+        return [segment for segment in chosen if not segment.is_being_removed]
 
     @changes
     def tick(self) -> Moved:
-        """One round of upkeep: retention, compression, uploads, eviction, the log's own; what it did."""
+        """Run one round of upkeep (retention, compression, uploads, eviction, the manifest log) and return what it did."""
         return self.upkeep.tick()
 
     def mark(self) -> object:
-        """What differs from an earlier mark if upkeep may have something to do: segments, the log, what LMDB was not told."""
+        """Return a value that differs from an earlier one if upkeep may have work: segments, the log, or unprojected steps."""
         log = self.ledger.log
         return self.ledger.view, self.ledger.is_behind, None if isinstance(log, AbsentLog) else log.committed
 
     # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def retention(self) -> Retention:
-        """What holds for this stream: its own, or the store's."""
+        """The retention in effect: the stream's own, or the store's."""
         return self.upkeep.retention
 
     @changes
     def retain(self, retention: Retention | None) -> None:
-        """Give the stream its own retention, or with `None` that of the store's settings."""
+        """Set the stream's own retention; `None` applies that of the store's settings."""
         self._state.retain(retention)
 
     @changes
     def retire(self) -> int:
-        """Let go now what retention says; how many segments."""
+        """Remove the segments that retention allows now, and return their number."""
         return self.upkeep.retire()
 
     # ── the manifest log ──────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def mode(self) -> Mode:
-        """How much the manifest log is believed."""
+        """The mode of the manifest log."""
         return self.ledger.mode
 
     @changes
     def switch(self, mode: Mode | str) -> None:
-        """Change that, while the stream is open."""
+        """Change the mode of the manifest log while the stream is open."""
         with self.hot.paused():
             self.ledger.switch(Mode(mode))
 
     def compare(self) -> list[Divergence]:
-        """Where the manifest log and LMDB differ."""
+        """Return where the manifest log and LMDB differ."""
         return self.ledger.compare()
 
     def figures(self) -> LogFigures:
-        """The manifest log's figures, by the design document's names."""
+        """Return the manifest log's metrics, under the design document's names."""
         return self.ledger.figures()
 
     def info(self) -> StreamInfo:
-        """The stream in numbers."""
+        """Return statistics of the stream."""
         return info_of(self)
 
     @property
     def store(self) -> ObjectStore:
-        """Where tier 2 is."""
+        """The object store of tier 2."""
         return self._store()
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── background work and closing ───────────────────────────────────────────────────────────────────────────────────
     @property
     def failure(self) -> QuireError | None:
-        """What has made the stream unusable, if something has."""
+        """The error that has made the stream unusable, if any."""
         return self.hot.failure
 
-    def _ask(self) -> None:
-        if not self._is_asked:
-            self._is_asked = True
+    def _request_round(self) -> None:
+        if not self._sync_requested:
+            self._sync_requested = True
             if self._keeper is not None:
                 self._keeper.ask(self._settings.sync_seconds)
 
     def _keep(self) -> float | None:
-        """One round of the keeper; in how many seconds it is to come again."""
-        sync, self._is_asked = self._is_asked, False
+        """Run one round of the keeper; return the seconds until the next one, `None` if none is due."""
+        sync, self._sync_requested = self._sync_requested, False
         try:
             self.keep(sync=sync)
         except (StoreClosed, StoreUnusable):
             return None
-        except StorageFault as error:  # a full disk, say: what is pending stays, and is tried again
+        except StorageFault as error:  # for example a full disk: pending records stay pending, and are retried
             emit("warning", "stream.keeper_waits", stream=self.stream_id, error=str(error))
-            self._is_asked = True
+            self._sync_requested = True
             return RETRY_SECONDS
         due = [seconds for seconds in (self._rotation_due, self.hot.seconds_until_seal()) if seconds is not None]
         return max(min(due), 0.0) if due else None
 
     def keep(self, *, sync: bool = True) -> None:
-        """What the keeper does each time: sync, seal by time, a file ahead, LMDB, the rotation of the manifest log."""
+        """Do the work of one keeper round: sync, seal by time, preallocate a file, update LMDB, rotate the manifest log."""
         self.hot.require()
         if sync:
             self.hot.sync_quietly()
@@ -507,26 +508,26 @@ class Stream:
             self._keeper.stop()
 
     def close(self) -> None:
-        """Sync, seal, and close. A second time: nothing."""
+        """Sync, seal and close. Closing twice is allowed."""
         self._stop()
         if isinstance(self.hot.failure, StoreClosed):
             return
-        with ExitStack() as closing:  # runs from the last to the first, each whatever the others do
+        with ExitStack() as closing:  # runs the callbacks in reverse order, each even if another one raises
             closing.callback(self.ledger.close)
             closing.callback(self.ledger.project)
             closing.callback(self.hot.close)
         if not isinstance(self.ledger.log, AbsentLog):
-            self._state.remember_end(self.ledger.log.index.records)
+            self._state.persist_log_records(self.ledger.log.index.records)
 
     def abandon(self) -> None:
-        """Let everything go and write nothing more, as a crash would."""
+        """Release everything and write nothing more, as after a crash."""
         self.upkeep.stop()
         self.hot.abandon(StoreClosed("the stream is closed", hint="open it again", stream_id=self.stream_id))
         self.ledger.log.abandon()
         self._stop()
 
     def forked(self) -> None:
-        """In the child of a fork()."""
+        """Make the stream unusable in the child of a fork()."""
         self._keeper = None
         self.hot.forked()
         self._reader.failure = self.hot.failure
@@ -539,7 +540,7 @@ class Stream:
 
 
 class _Later:
-    """The object store, opened when something is asked of it: appending to a stream needs no cloud client."""
+    """The object store, opened on first use: appending to a stream needs no cloud client."""
 
     def __init__(self, store: Callable[[], ObjectStore]) -> None:
         self._open = store

@@ -1,18 +1,18 @@
 """Moves the segments of a stream between its tiers: compress, upload, evict, hydrate, retire.
 
-A move is begun in the log, done, and ended in the log; one that was begun and not ended is gone on with. A copy is announced
-only when it is durable and checked, and given up in the log before its bytes go. The object is the compressed copy, written
-once (`create_only`): an object of its name that is the same is adopted, another one is an error.
+A move is started in the log, carried out, and completed in the log; a move that was started and not completed is continued. A
+copy is recorded only when it is durable and verified, and removed from the log before its bytes are deleted. The object is the
+compressed copy, written once (`create_only`): an existing object with the same contents is adopted, any other is an error.
 
-What is there after each durable step, and what a crash behind it leads to:
-  CompressionStarted   hot                     compressed again; the file is replaced whole
+What exists after each durable step, and what happens after a crash that follows it:
+  CompressionStarted   hot                     compressed again; the file is replaced as a whole
   compressed file      hot, an unknown file    the same
-  UploadStarted        local, maybe an object  put again: adopted if it is there
-  LocalEvicted         a file too many         swept
+  UploadStarted        local, maybe an object  put again: adopted if it exists
+  LocalEvicted         a surplus file          swept
   Tier2DeleteQueued    maybe an object         deleted again, which is no error
-  SegmentRetired       files too many          swept
+  SegmentRetired       surplus files           swept
 
-Threads: any; one move at a time. Raises `Corruption`, `IllegalTransition`, and what disk and object store raise."""
+Threads: any; one move at a time. Raises: `Corruption`, `IllegalTransition`, and what disk and object store raise."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ class Tiers:
 
     # ── use ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def touch(self, segment_id: int) -> None:
-        """A segment is being read."""
+        """Note that a segment is being read."""
         self._used[segment_id] = self._clock.monotonic()
 
     @contextmanager
     def pin(self, segment_ids: Iterable[int]) -> Iterator[None]:
-        """Keep local copies of segments for the length of a block."""
+        """Keep local copies of segments while the context is held."""
         pinned = list(segment_ids)
         with self._moving:
             self._pins.update(pinned)
@@ -138,26 +138,26 @@ class Tiers:
                 self._pins.subtract(pinned)
 
     def coldest(self, segments: Iterable[StreamSegment]) -> list[StreamSegment]:
-        """Those that are not pinned, longest unused first; never used ones by age."""
+        """Return the segments that are not pinned, longest unused first; segments that were never used by age."""
         free = [segment for segment in segments if self._pins[segment.segment_id] <= 0]
         return sorted(free, key=lambda segment: (self._used.get(segment.segment_id, 0.0), segment.segment_id))
 
     # ── tier 0 → tier 1 ───────────────────────────────────────────────────────────────────────────────────────────────
     def compress(self, segment_id: int) -> StreamSegment:
-        """Make a segment's compressed copy; one that has it is fine."""
+        """Compress a segment, unless it has a compressed copy."""
         with self._moving:
             segment = self._need(segment_id)
             if segment.is_warm:
                 return segment
             if segment.state.warm is not Warm.COMPRESSING:
-                self._ledger.tell((CompressionStarted(0), segment_id))  # docs/decisions/032: it is no job
+                self._ledger.record_steps((CompressionStarted(0), segment_id))  # not a job: docs/decisions/032
                 hit("stream.compress.started")
             try:
                 size, dictionary_id = self._compress(segment)
             except QuireError as error:
                 self._give_up(error, (CompressionFailed(_reason(error)), segment_id))
                 raise
-            self._ledger.tell((CompressionDone(size, dictionary_id), segment_id))
+            self._ledger.record_steps((CompressionDone(size, dictionary_id), segment_id))
             hit("stream.compress.done")
             return self._need(segment_id)
 
@@ -175,7 +175,7 @@ class Tiers:
             raise Corruption("a segment is not what was sealed", hint=VERIFY, path=source, segment=segment.segment_id)
         dictionary = self._dictionaries.choose(raw, blocks)
         data = b"".join(compress(raw, blocks, dictionary=dictionary))
-        if _check(data, target) != segment.crc64:  # what cannot be read back is not announced
+        if _check(data, target) != segment.crc64:  # a copy that cannot be read back is not recorded
             raise Corruption(
                 "a compressed segment does not decompress to what was sealed", path=target, segment=segment.segment_id
             )
@@ -184,7 +184,7 @@ class Tiers:
         return len(data), dictionary.id
 
     def _replace(self, target: str, tier: Tier, parts: Iterable[bytes]) -> None:
-        """Write a file whole under its name, durably."""
+        """Replace a file atomically and durably."""
         disk, temporary = self._files.disk, target + TEMPORARY
         file = disk.open(temporary, create=True)
         try:
@@ -205,7 +205,7 @@ class Tiers:
 
     # ── tier 1 → tier 2 ───────────────────────────────────────────────────────────────────────────────────────────────
     def upload(self, segment_id: int) -> StreamSegment:
-        """Have a segment in the object store, compressed first if need be; one that is there is fine."""
+        """Upload a segment unless its object exists. It is compressed first if necessary."""
         with self._moving:
             segment = self._need(segment_id)
             if segment.is_remote:
@@ -214,11 +214,11 @@ class Tiers:
                 segment = self.compress(segment_id)
             key = self._upload_key(segment)
             if key != segment.key or segment.state.remote not in (Remote.UPLOADING, Remote.FAILED):
-                if segment.state.remote is Remote.UPLOADING:  # begun in a former owner epoch
+                if segment.state.remote is Remote.UPLOADING:  # started in an earlier owner epoch
                     given_up = UploadFailed(segment.key, Reason.GIVEN_UP)
-                    self._ledger.tell((given_up, segment_id, segment.base_record))
-                self._ledger.tell((UploadStarted(key), segment_id, segment.base_record))
-                self._ledger.project()  # announced, before a byte is sent
+                    self._ledger.record_steps((given_up, segment_id, segment.base_record))
+                self._ledger.record_steps((UploadStarted(key), segment_id, segment.base_record))
+                self._ledger.project()  # LMDB has the key before a byte is sent
                 hit("stream.upload.started")
             elif segment.state.remote is Remote.FAILED:
                 self._ledger.guarded(self._ledger.log.count_retry)
@@ -227,16 +227,17 @@ class Tiers:
             except QuireError as error:
                 self._give_up(error, (UploadFailed(key, _reason(error)), segment_id, segment.base_record))
                 raise
-            self._ledger.tell((UploadDone(key, etag), segment_id, segment.base_record))
+            self._ledger.record_steps((UploadDone(key, etag), segment_id, segment.base_record))
             hit("stream.upload.done")
             self._ledger.project()
             return self._need(segment_id)
 
     def _upload_key(self, segment: StreamSegment) -> str:
-        """The whole key, below the current owner epoch's prefix: the log records it, so every later epoch finds the object.
+        """Return the full key, below the current owner epoch's prefix. The log records it, so every later epoch finds the
+        object.
 
-        An upload that was begun in a former epoch gets a new key: below the old prefix somebody else may be the owner now.
-        What it left there is an orphan, which a sweep removes.
+        An upload that was started in an earlier epoch gets a new key: another owner may be writing below the old prefix. An
+        object that it left there is an orphan, which a sweep removes.
         """
         prefix = self._ledger.projection.prefixes()[0]
         if segment.key.startswith(f"{prefix}/"):
@@ -244,19 +245,19 @@ class Tiers:
         return f"{prefix}/{object_key(ArtifactKey(self._files.stream_id, ArtifactKind.WAL, segment.segment_id, 0))}"
 
     def objects_there(self) -> dict[str, int]:
-        """The objects in the places of this stream's segments, with their sizes; one listing for each origin."""
+        """List the objects below the prefixes of this stream's segments, with their sizes; one listing for each prefix."""
         origins = {segment.key.rsplit("/", 2)[0] for segment in self._ledger.view if segment.is_remote}
         store = self._store()
         pages = (page for origin in sorted(origins) for page in store.list_pages(f"{origin}/"))
         return {info.key: info.size_bytes for page in pages for info in page}
 
     def send_again(self, segment_id: int) -> bool:
-        """Put a segment's object where it should be and is not, from the copy that is here; nothing in the log changes but
-        what a compression tells. False if it has none, or is going.
+        """Upload a segment's missing object again from the local copy. The log does not change, except by the records of a
+        compression. Return False if there is no local copy, or if the segment is being removed.
 
-        After a takeover that is a name of a former epoch. The bytes are those that belong there: one line of owners writes
-        below an epoch's prefix, and its log says that this upload was done, so whoever still writes there has the same
-        sealed segment; and the put is create-only. An upload that was only begun gets a new name (`_upload_key`).
+        After a takeover the key belongs to an earlier epoch. The bytes are the right ones nevertheless: only one line of owners
+        writes below an epoch's prefix, and its log has this upload as completed, so an owner that still writes there has the
+        same sealed segment; and the put is create-only. An upload that was only started gets a new key (`_upload_key`).
         """
         with self._moving:
             segment = self._need(segment_id)
@@ -278,7 +279,7 @@ class Tiers:
             file.close()
 
         def same(existing: ExistingObject) -> bool:
-            # The footer has the checksums of the table and of the segment, the table has those of all frames.
+            # The footer has the checksums of the table and of the segment; the table has those of all frames.
             return existing.info.size_bytes == size and existing.read_tail(FOOTER_BYTES) == footer
 
         store = self._store()
@@ -298,20 +299,20 @@ class Tiers:
             )
         return put.etag or ""
 
-    # ── away ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── eviction ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def evict(self, segment_id: int, *, warm: bool = False) -> bool:
-        """Give up the hot copy of a segment, or with `warm` the compressed one; False if there is none, or it is pinned.
+        """Evict the hot copy of a segment, or with `warm` the compressed one; return False if there is none or it is pinned.
 
-        The last copy is never given up: `IllegalTransition`.
+        The last copy is never evicted: `IllegalTransition`.
         """
         with self._moving:
             segment = self._need(segment_id)
             if self._pins[segment_id] > 0 or not (segment.is_warm if warm else segment.is_hot):
                 return False
             if warm:
-                self._ledger.tell((CustomEvent(Schema.WARM_EVICTED), segment_id))
+                self._ledger.record_steps((CustomEvent(Schema.WARM_EVICTED), segment_id))
             else:
-                self._ledger.tell((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
+                self._ledger.record_steps((LocalEvicted(segment.durable_bytes), segment_id, segment.durable_bytes))
             hit("stream.evict.told")
             self._remove(Tier.WARM if warm else Tier.HOT, segment_id)
             hit("stream.evict.removed")
@@ -322,22 +323,22 @@ class Tiers:
         if tier is Tier.WARM or not self._hot.recycle(segment_id):
             self._files.remove(tier, [segment_id])
 
-    # ── back ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── hydration ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def hydrate(self, segment_id: int) -> StreamSegment:
-        """Have a segment as a file again, from its compressed copy or its object; one that is there is fine."""
+        """Restore the hot file of a segment from its compressed copy or its object, unless it exists."""
         with self._moving:
             segment = self._need(segment_id)
             if segment.is_hot:
                 return segment
             if segment.state.hydration is not Hydration.RUNNING:
-                self._ledger.tell((HydrationStarted(1 if segment.is_warm else 2), segment_id))
+                self._ledger.record_steps((HydrationStarted(1 if segment.is_warm else 2), segment_id))
                 hit("stream.hydrate.started")
             try:
                 self._hydrate(segment)
             except QuireError as error:
                 self._give_up(error, (HydrationFailed(_reason(error)), segment_id))
                 raise
-            self._ledger.tell((HydrationDone(segment.durable_bytes), segment_id))
+            self._ledger.record_steps((HydrationDone(segment.durable_bytes), segment_id))
             hit("stream.hydrate.done")
             self._ledger.project()
             self.touch(segment_id)
@@ -350,7 +351,7 @@ class Tiers:
         hit("stream.hydrate.written")
 
     def _compressed(self, segment: StreamSegment) -> WarmReader:
-        """The compressed copy of a segment in memory, every byte of it checked."""
+        """Read the compressed copy of a segment into memory and verify every byte."""
         path = self._files.segment(Tier.WARM, segment.segment_id)
         if segment.is_warm:
             data = read_all(self._files.disk, path)
@@ -368,7 +369,7 @@ class Tiers:
         return reader
 
     def hydrate_if_room(self, segment_id: int) -> bool:
-        """Bring a segment back for a reader that wants most of it, if the budget has room; never an error."""
+        """Hydrate a segment for a reader that wants most of it, if the hot budget has room. A failure is not raised."""
         with self._moving:
             view = self._ledger.view
             segment = view.get(segment_id)
@@ -379,30 +380,30 @@ class Tiers:
                 self.hydrate(segment_id)
             except (StoreClosed, StoreUnusable):
                 raise
-            except QuireError as error:  # the reader goes on with ranges, and meets the trouble itself
+            except QuireError as error:  # the reader continues with range reads, and gets the error from them
                 emit("warning", "stream.hydration_failed", stream=self._files.stream_id, error=str(error))
                 return False
             return True
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── retirement ────────────────────────────────────────────────────────────────────────────────────────────────────
     def retire(self, segment_id: int) -> bool:
-        """Let a segment go on all tiers; False if somebody holds it."""
+        """Remove a segment from all tiers; return False if it is pinned or has another holder."""
         with self._moving:
             segment = self._need(segment_id)
-            self._ledger.project_now()  # LMDB remembers the highest id, also when no segment is left
+            self._ledger.project_now()  # LMDB keeps the highest id even when no segment is left
             if self._pins[segment_id] > 0 or self._ledger.projection.pinned(segment_id):
                 return False
             self._end_moves(segment)
             segment = self._need(segment_id)
             if segment.state.remote in (Remote.DONE, Remote.FAILED):
-                self._ledger.tell((Tier2DeleteQueued(segment.key), segment_id))
+                self._ledger.record_steps((Tier2DeleteQueued(segment.key), segment_id))
                 hit("stream.retire.queued")
                 segment = self._need(segment_id)
             if segment.state.remote is Remote.DELETING:
                 self._collect([segment.key])
                 hit("stream.retire.deleted")
-                self._ledger.tell((Tier2Deleted(segment.key), segment_id))
-            self._ledger.tell((CustomEvent(Schema.SEGMENT_RETIRED), segment_id))
+                self._ledger.record_steps((Tier2Deleted(segment.key), segment_id))
+            self._ledger.record_steps((CustomEvent(Schema.SEGMENT_RETIRED), segment_id))
             hit("stream.retire.told")
             for tier in Tier:
                 self._remove(tier, segment_id)
@@ -411,19 +412,19 @@ class Tiers:
             return True
 
     def _end_moves(self, segment: StreamSegment) -> None:
-        """What was begun with a segment that goes is given up."""
+        """Record unfinished moves of a segment that is being retired as failed."""
         if segment.state.warm is Warm.COMPRESSING:
-            self._ledger.tell((CompressionFailed(Reason.GIVEN_UP), segment.segment_id))
+            self._ledger.record_steps((CompressionFailed(Reason.GIVEN_UP), segment.segment_id))
         if segment.state.hydration is Hydration.RUNNING:
-            self._ledger.tell((HydrationFailed(Reason.GIVEN_UP), segment.segment_id))
+            self._ledger.record_steps((HydrationFailed(Reason.GIVEN_UP), segment.segment_id))
         if segment.state.remote is Remote.UPLOADING:
             failed = UploadFailed(segment.key, Reason.GIVEN_UP)
-            self._ledger.tell((failed, segment.segment_id, segment.base_record))
+            self._ledger.record_steps((failed, segment.segment_id, segment.base_record))
 
     def _give_up(self, error: QuireError, step: Step) -> None:
-        """A move failed: say so, unless it is the log itself that did."""
+        """Record a failed move, unless the log itself failed."""
         if not isinstance(error, (StoreClosed, StoreUnusable)):
-            self._ledger.tell(step)
+            self._ledger.record_steps(step)
         emit(
             "warning",
             "stream.move_failed",
@@ -435,7 +436,7 @@ class Tiers:
 
 
 def _check(data: bytes, path: str) -> int:
-    """The checksum of the segment that a compressed copy holds, every byte of which is looked at."""
+    """Verify every byte of a compressed copy, and return the checksum of the segment in it."""
     return reader_of(data, path).verify()
 
 

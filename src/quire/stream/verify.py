@@ -1,16 +1,16 @@
-"""Looks at every copy of every segment of a stream, and says what is wrong.
+"""Verifies every copy of every segment of a stream, and reports problems.
 
-Rules that are checked
+Rules
   T1  a hot copy is the segment that was sealed: header, blocks, the checksum of the whole
   T2  a compressed copy decompresses to the segment that was sealed
-  T3  an object is there and is what was sent; `deep`: it decompresses to the segment that was sealed
-  T4  segments have consecutive records, but for gaps of takeovers, and only the last one is open
+  T3  an object exists and is what was uploaded; `deep`: it decompresses to the segment that was sealed
+  T4  segments have consecutive records, except for gaps of takeovers, and only the last one is open
   T5  every segment has a copy
-  T6  there are no files that the state does not know (told as a leak: harmless)
-  T7  the manifest log and LMDB say the same of every segment
+  T6  there are no files that are not part of the state (reported as a leak: harmless)
+  T7  the manifest log and LMDB agree about every segment
 
-Reads only; a copy that moves meanwhile is looked at again. Threads: functions without state.
-Raises what disk and object store raise, `ObjectStoreUnavailable` for one; damage is a problem, not an error.
+Modifies nothing. A copy that moves meanwhile is checked again. Threads: any (functions without state).
+Raises: what disk and object store raise, for example `ObjectStoreUnavailable`; damage is a problem, not an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quire.core.errors import Corruption, ObjectNotFound, OutOfRange, QuireError
-from quire.core.timeline import settled
+from quire.core.timeline import skip_gap
 from quire.durable.checksums import crc64
 from quire.durable.files import read_all
 from quire.durable.names import Tier
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
-    """Every rule that is broken. `deep` reads objects whole."""
+    """Yield every broken rule. `deep` reads whole objects."""
     view = stream.ledger.view
     for one, other in pairwise(view):
-        if not one.is_sealed or settled(stream.gaps, one.end_record) != other.base_record:
+        if not one.is_sealed or skip_gap(stream.gaps, one.end_record) != other.base_record:
             where = {"segment": one.segment_id, "next": other.segment_id, "end": one.end_record}
             yield LogProblem(rule="T4", what="segments do not follow each other", where=where)
     for segment in view:
@@ -54,7 +54,7 @@ def problems(stream: Stream, *, deep: bool = True) -> Iterator[LogProblem]:
 
 
 def _apart(stream: Stream) -> Iterator[LogProblem]:
-    """T7, both ways. Which local copies there are LMDB does not know: T1, T2 and T6 tell of those."""
+    """Check T7 in both directions, except for local copies, which LMDB does not record: T1, T2 and T6 check those."""
     for apart in stream.compare() if stream.mode is Mode.ON else ():
         log, rows = apart.log, apart.projection
         if log is None or rows is None:
@@ -67,7 +67,7 @@ def _apart(stream: Stream) -> Iterator[LogProblem]:
 
 
 def _of_segment(stream: Stream, segment: StreamSegment, deep: bool) -> Iterator[LogProblem]:
-    if not segment.is_sealed or segment.is_going:
+    if not segment.is_sealed or segment.is_being_removed:
         return
     if not (segment.is_hot or segment.is_warm or segment.is_remote):
         yield LogProblem(rule="T5", what="a segment has no copy", where={"segment": segment.segment_id})
@@ -126,7 +126,7 @@ def _remote_crc(store: ObjectStore, segment: StreamSegment, deep: bool) -> int:
 def _leaks(stream: Stream) -> Iterator[LogProblem]:
     for tier in Tier:
         here = set(stream.files.segments(tier))
-        view = stream.ledger.view  # after the listing: what was made since is known
+        view = stream.ledger.view  # after the listing, so that it has every listed file that was created meanwhile
         known = {segment.segment_id for segment in view if (segment.is_hot if tier is Tier.HOT else segment.is_warm)}
         for segment_id in sorted(here - known):
             where = {"segment": segment_id, "path": stream.files.segment(tier, segment_id)}

@@ -1,13 +1,14 @@
-"""The bytes of a compressed segment, which tier 1 keeps and tier 2 stores; and the dictionaries of a stream.
+"""The format of a compressed segment, in tiers 1 and 2, and the compression dictionaries of a stream.
 
-A frame is a run of whole blocks of the raw segment, compressed by itself; the first one begins with the segment's header. The
-table has one row per frame; with it and the footer, the last 64 bytes, a reader fetches the frames it needs. Decompressed and
-put together the frames are the raw segment, byte for byte. A dictionary, where one pays, is part of the file: an object alone
-can be read. Every part has a crc64; a frame's is of its compressed bytes, so damage is found before zstd sees it. No size is
-believed before it is held against another one, so that a small file cannot ask for much memory.
+A frame is a run of whole blocks of the raw segment, compressed separately; the first one begins with the segment's header. The
+table has one row per frame; with it and the footer, the last 64 bytes, a reader fetches only the frames it needs. The
+decompressed frames, concatenated, are the raw segment, byte for byte. A dictionary, where it is worthwhile, is part of the
+file, so that an object can be read on its own. Every part has a crc64; a frame's covers its compressed bytes, so damage is
+found before zstd sees it. No size is trusted before it is compared with another one, so that a small file cannot cause a large
+allocation.
 
-Pure functions over a buffer or a `read(offset, size)`, any thread; importable on executors. Memory: one frame, and the table.
-Format page: `docs/formats/stream-warm.md`. Raises `Corruption`, `FormatTooNew`, `InvalidInput`."""
+Importable on executors. Memory: one frame, and the table. Threads: any (functions over a buffer or a `read(offset, size)`).
+Format: docs/formats/stream-warm.md. Raises: `Corruption`, `FormatTooNew`, `InvalidInput`."""
 
 from __future__ import annotations
 
@@ -44,15 +45,15 @@ WARM_HEADER_BYTES = 64
 ROW_BYTES = 48
 FOOTER_BYTES = 64
 CHECKED_BYTES = 56
-"""Of header and footer: what their crc64 covers."""
+"""Bytes of header and footer that their crc64 covers."""
 
 FRAME_BYTES = 256 * KIB
-"""Raw bytes in a frame: what a reader of one record fetches and decompresses."""
+"""Raw bytes in a frame: the amount that reading one record decompresses."""
 FRAME_RAW_BYTES_MAX = 80 * MIB
-"""What a frame decompresses to at most: one block of the largest record that a stream may take (64 MiB), with room to spare."""
+"""The most that a frame may decompress to: one block of the largest record that a stream accepts (64 MiB), with a margin."""
 LEVEL = 3
 TAIL_BYTES = 64 * KIB
-"""What a reader fetches first: footer, and the table of 1,300 frames (340 MB of raw segment)."""
+"""Bytes that a reader fetches first: the footer, and a table of up to 1,300 frames (340 MB of raw segment)."""
 
 assert HEADER.size == WARM_HEADER_BYTES
 assert ROW.size == ROW_BYTES
@@ -76,16 +77,16 @@ class WarmFrame(NamedTuple):
 
 @cache
 def row_dtype() -> np.dtype[np.void]:
-    """The same as `ROW` and `WarmFrame`, for numpy."""
+    """Return the numpy type of `ROW` and `WarmFrame`."""
     kinds = ("<u8", "<u8", "<u4", "<u4", "<u8", "<u8", "<u8")
     return np.dtype(list(zip(WarmFrame._fields, kinds, strict=True)))
 
 
 class Dictionary(NamedTuple):
-    """What a stream's records have in common, learned by zstd."""
+    """A zstd dictionary, trained on a stream's records."""
 
     id: int
-    """From 1; 0 is none."""
+    """From 1; 0 means no dictionary."""
     body: bytes
 
 
@@ -96,7 +97,7 @@ NO_DICTIONARY = Dictionary(0, b"")
 def compress(
     raw: Bytes, segment: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL
 ) -> Iterator[bytes]:
-    """The parts of the compressed form of a sealed segment, in order; `segment` is what the scan says of `raw`."""
+    """Yield the parts of the compressed form of a sealed segment, in order. `segment` is the scan of `raw`."""
     header, view = segment.header, memoryview(raw)[: segment.cut]
     runs = _runs(segment)
     checked = HEADER.pack(
@@ -113,8 +114,8 @@ def compress(
         0,
     )[:CHECKED_BYTES]
     yield checked + crc64(checked).to_bytes(8, "little")
-    known = zstandard.ZstdCompressionDict(dictionary.body) if dictionary.id else None
-    compressor = zstandard.ZstdCompressor(level=level, dict_data=known, write_content_size=True)
+    dict_data = zstandard.ZstdCompressionDict(dictionary.body) if dictionary.id else None
+    compressor = zstandard.ZstdCompressor(level=level, dict_data=dict_data, write_content_size=True)
     offset, rows = WARM_HEADER_BYTES, []
     for start, stop, first_record, stamp in runs:
         body = compressor.compress(view[start:stop])
@@ -140,7 +141,7 @@ def compress(
 
 
 def _runs(segment: Scan) -> list[tuple[int, int, int, int]]:
-    """(start, stop, first record, first timestamp) of each frame: whole blocks, about `FRAME_BYTES` together."""
+    """Return (start, stop, first record, first timestamp) of each frame: whole blocks, about `FRAME_BYTES` in total."""
     if not segment.blocks:
         return [(0, segment.cut, segment.header.base_record, segment.header.created_at_ms)]
     runs = []
@@ -155,10 +156,10 @@ def _runs(segment: Scan) -> list[tuple[int, int, int, int]]:
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class WarmReader:
-    """Reads slices of a compressed segment, from wherever `read` gets its bytes."""
+    """Reads slices of a compressed segment through `read`."""
 
     def __init__(self, read: Read, size: int, *, path: str = "", raw_bytes: int | None = None) -> None:
-        """Fetches the footer and the table: one read if the table is short. `raw_bytes`: what the segment has, if known."""
+        """Fetch the footer and the table, in one read if the table is short. `raw_bytes`: size of the raw segment, if known."""
         self._read = read
         self.path = path
         self.size_bytes = size
@@ -191,9 +192,9 @@ class WarmReader:
         self._header: StreamSegmentHeader | None = None
 
     def _check_table(self, raw_bytes: int | None) -> None:
-        """Frames follow each other without gaps, here and in the raw segment, and none is larger than one can be.
+        """Check that frames follow each other without gaps, in this file and in the raw segment, and that none is too large.
 
-        A checksum says that bytes are what somebody wrote, not who: sizes are held against each other before they are believed.
+        A checksum does not prove who wrote the bytes, so sizes are compared with each other before they are trusted.
         """
         rows = self._rows
         if not len(rows):
@@ -232,41 +233,41 @@ class WarmReader:
 
     @property
     def frames(self) -> int:
-        """How many there are."""
+        """The number of frames."""
         return len(self._rows)
 
     @property
     def raw_bytes(self) -> int:
-        """Of the whole segment."""
+        """The size of the raw segment."""
         last = self.frame(self.frames - 1)
         return last.raw_offset + last.raw_bytes
 
     def frame(self, number: int) -> WarmFrame:
-        """A row of the table."""
+        """Return a row of the table."""
         return WarmFrame(*self._rows[number].tolist())
 
     def frame_with(self, record: int) -> int:
-        """The frame that holds a record."""
+        """Return the number of the frame that contains a record."""
         return max(bisect_right(self._firsts, record) - 1, 0)
 
     def frame_at(self, timestamp_ms: int) -> int:
-        """The last frame that begins before a moment: what is at or after it is here or behind."""
+        """Return the last frame that begins before a timestamp: records at or after it are in that frame or in later ones."""
         return max(bisect_right(self._stamps, timestamp_ms - 1) - 1, 0)
 
     def header(self) -> StreamSegmentHeader:
-        """The segment's own header, from its first frame."""
+        """Return the segment's header, from its first frame."""
         if self._header is None:
             self._header = StreamSegmentHeader.decode(self.raw(0), path=self.path)
         return self._header
 
     def raw(self, number: int) -> bytes:
-        """One frame, decompressed and checked."""
+        """Read, verify and decompress one frame."""
         row = self.frame(number)
         body = self._read(row.offset, row.bytes)
         if len(body) != row.bytes or crc64(body) != row.crc64:
             raise self._damaged("a frame differs from what was written", frame=number, offset=row.offset)
         try:
-            # zstd reserves what the frame itself declares, whatever limit it is given: so that is looked at first.
+            # zstd allocates the size that the frame declares, whatever limit it is given: check that size first.
             if zstandard.frame_content_size(body) != row.raw_bytes:
                 raise self._damaged("a frame declares the wrong length", frame=number, offset=row.offset)
             raw = self._zstd().decompress(body, max_output_size=row.raw_bytes)
@@ -277,7 +278,7 @@ class WarmReader:
         return raw
 
     def spans(self, number: int) -> list[RecordSpan]:
-        """One frame's records, every block of them checked."""
+        """Return the records of one frame; every block is verified."""
         raw, row, seed = self.raw(number), self.frame(number), self.header().crc64
         scanned = spans_of(memoryview(raw), row.raw_offset, seed, at=HEADER_BYTES if row.raw_offset == 0 else 0)
         if scanned.used_bytes != len(raw):
@@ -286,7 +287,7 @@ class WarmReader:
         return scanned.spans
 
     def dictionary(self) -> Dictionary:
-        """What it was compressed with."""
+        """Read the dictionary with which the segment was compressed."""
         if not self._dictionary_bytes:
             return NO_DICTIONARY
         raw = self._read(self._dictionary_at, self._dictionary_bytes)
@@ -296,14 +297,14 @@ class WarmReader:
 
     def _zstd(self) -> zstandard.ZstdDecompressor:
         if self._decompressor is None:
-            known = None
+            dict_data = None
             if self._dictionary_bytes:
-                known = zstandard.ZstdCompressionDict(self.dictionary().body)
-            self._decompressor = zstandard.ZstdDecompressor(dict_data=known)
+                dict_data = zstandard.ZstdCompressionDict(self.dictionary().body)
+            self._decompressor = zstandard.ZstdDecompressor(dict_data=dict_data)
         return self._decompressor
 
     def verify(self) -> int:
-        """Read everything; the raw segment's crc64, which is as the footer says."""
+        """Read and verify everything; return the raw segment's crc64, which equals the footer's."""
         check_header(self._read(0, WARM_HEADER_BYTES), path=self.path)
         checksum = 0
         for number in range(self.frames):
@@ -314,7 +315,7 @@ class WarmReader:
 
 
 def reader_of(data: Bytes, path: str, raw_bytes: int | None = None) -> WarmReader:
-    """A reader of a compressed segment that is in memory."""
+    """Return a reader of a compressed segment in memory."""
     view = memoryview(data)
     return WarmReader(
         lambda offset, size: bytes(view[offset : offset + size]), len(data), path=path, raw_bytes=raw_bytes
@@ -322,7 +323,7 @@ def reader_of(data: Bytes, path: str, raw_bytes: int | None = None) -> WarmReade
 
 
 def bounded(store: ObjectStore, key: str, raw_bytes: int) -> bytes:
-    """A segment's object, if it is no larger than a compressed segment of this length can be."""
+    """Read a segment's object; raise `Corruption` if it is larger than a compressed segment of this raw size can be."""
     size = store.head(key).size_bytes
     if size > raw_bytes + raw_bytes // 32 + MIB:
         raise Corruption("an object exceeds its segment's maximum size", key=key, bytes=size, raw_bytes=raw_bytes)
@@ -330,26 +331,28 @@ def bounded(store: ObjectStore, key: str, raw_bytes: int) -> bytes:
 
 
 def check_header(raw: Bytes, *, path: str = "") -> tuple[int, int]:
-    """(stream_id, segment_id) of a compressed segment, from its first 64 bytes."""
+    """Check the header of a compressed segment, its first 64 bytes, and return (stream_id, segment_id)."""
     if len(raw) < WARM_HEADER_BYTES:
         raise Corruption("a compressed segment is shorter than its header", path=path)
     magic, version, _, _, stream_id, segment_id, *_, crc = HEADER.unpack_from(raw)
     if magic != MAGIC or crc64(memoryview(raw)[:CHECKED_BYTES]) != crc:
         raise Corruption("this is not the header of a compressed segment", path=path)
     if version != VERSION:
-        raise FormatTooNew("this segment was compressed by a newer quire", hint="upgrade", version=version, path=path)
+        raise FormatTooNew(
+            "this segment was compressed by a newer quire", hint="upgrade quire", version=version, path=path
+        )
     return stream_id, segment_id
 
 
 def header_fields(read: Read, size: int, path: str) -> tuple[tuple[int, int], int, int]:
-    """((stream_id, segment_id), base_record, end_record) of a compressed segment, from its header and its footer."""
+    """Return ((stream_id, segment_id), base_record, end_record) of a compressed segment, from its header and footer."""
     header = read(0, WARM_HEADER_BYTES)
     whose = check_header(header, path=path)
     return whose, HEADER.unpack_from(header)[6], WarmReader(read, size, path=path).end_record
 
 
 def dictionary_of(raw: Bytes, *, path: str = "") -> int:
-    """The dictionary_id of a compressed segment, from its first 64 bytes."""
+    """Return the dictionary_id of a compressed segment, from its first 64 bytes."""
     check_header(raw, path=path)
     dictionary_id: int = HEADER.unpack_from(raw)[8]
     return dictionary_id
@@ -360,17 +363,18 @@ GAIN_MIN = 0.05
 SAMPLE_FRAMES = 8
 DICTIONARY_BYTES = 32 * KIB
 SAMPLES_MAX = 4_096
-"""Records that teach."""
+"""Most records used for training."""
 TRY_EVERY = 16
-"""Segments between two trainings."""
+"""Fewest segments between two trainings."""
 
 
 class Dictionaries:
-    """Whether the segments of one stream are compressed with a dictionary, and with which. Belongs to the mover's lock.
+    """Decides whether the segments of one stream are compressed with a dictionary, and with which. Guarded by the mover's lock.
 
-    It pays if the segment is at least 5 % smaller with it, the dictionary itself counted. That is measured on a few frames:
-    half of them teach, the others decide. The last dictionary is tried first; a new one is trained when that does not pay
-    any more, and not more often than every so many segments: most streams do not profit, and trying costs time.
+    A dictionary is worthwhile if the segment is at least 5 % smaller with it, including the dictionary itself. This is measured
+    on a few sample frames, for a newly trained dictionary on half of them. The last dictionary is tried first; a new one is
+    trained when that is no longer worthwhile, at most once in `TRY_EVERY` segments: most streams do not benefit, and training
+    costs time.
     """
 
     def __init__(self, newest: Dictionary = NO_DICTIONARY, *, next_id: int = 1) -> None:
@@ -379,7 +383,7 @@ class Dictionaries:
         self._since_training = TRY_EVERY
 
     def choose(self, raw: Bytes, segment: Scan) -> Dictionary:
-        """What to compress this segment with."""
+        """Return the dictionary for this segment, `NO_DICTIONARY` for none."""
         frames = _frames(raw, segment)
         self._since_training += 1
         if self._newest.id and is_worthwhile(self._newest, frames, segment.cut):
@@ -399,13 +403,13 @@ class Dictionaries:
             return NO_DICTIONARY
         try:
             body = zstandard.train_dictionary(DICTIONARY_BYTES, samples, level=LEVEL).as_bytes()
-        except zstandard.ZstdError:  # too few, too short, or with nothing in common
+        except zstandard.ZstdError:  # too few records, too short, or with nothing in common
             return NO_DICTIONARY
         return Dictionary(self._next_id, body)
 
 
 def is_worthwhile(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes: int) -> bool:
-    """Whether a segment of which these are samples gets smaller by enough."""
+    """Return whether a dictionary makes a segment, of which `frames` are samples, sufficiently smaller."""
     total = sum(map(len, frames))
     if not total:
         return False
@@ -417,14 +421,14 @@ def is_worthwhile(dictionary: Dictionary, frames: Sequence[bytes], segment_bytes
 
 
 def _frames(raw: Bytes, segment: Scan) -> list[bytes]:
-    """Samples of what frames will be, spread over the segment."""
+    """Return samples of the future frames, spread over the segment."""
     starts = range(0, segment.cut, FRAME_BYTES)
     step = max(len(starts) // SAMPLE_FRAMES, 1)
     return [bytes(memoryview(raw)[start : min(start + FRAME_BYTES, segment.cut)]) for start in starts[::step]]
 
 
 def _records(raw: Bytes, segment: Scan) -> list[bytes | bytearray | memoryview]:
-    """Records of some blocks: not those that decide, as far as there are others."""
+    """Return records of some blocks, spread over the segment, for training."""
     view = memoryview(raw)
     samples: list[bytes | bytearray | memoryview] = []
     step = max(len(segment.blocks) // 64, 1)

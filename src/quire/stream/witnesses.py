@@ -1,15 +1,15 @@
-"""Holds a stream's manifest log against what else knows of its segments: before anything is removed by what the log says.
+"""Compares a stream's manifest log with independent records of its segments, before anything is removed because of the log.
 
-The witness is what LMDB has of a stream: its rows were folded from the log, so the log knows all of it, or has lost it. A log
-that knows more is what every crash leaves; one that knows less is behind: a chunk is missing, or an older copy of it is in
-its place, or the log is another stream's. A witness is taken before the log is read: beside a live writer it is then never
-ahead. A block is written after the log knows its segment, so a file with whole blocks that the log does not know says that
-the log is behind, too. How many records the log had at the last clean close is remembered in `stream.json`.
+The *witness* is what LMDB has of a stream. Its rows were folded from the log, so the log either contains all of it or has lost
+something. Every crash leaves a log with more than LMDB. A log with less is *behind*: a chunk is missing or was replaced by an
+older copy, or the log belongs to another stream. The witness is taken before the log is read, so that it is never ahead of the
+log of a live writer. A block is written only after the log has its segment, so a file with complete blocks whose segment is not
+in the log also shows that the log is behind. The number of records at the last clean close is recorded in `stream.json`.
 
-What stays unseen: an older copy of the last chunk that hides only what no witness has, after a crash. Then the log has lost
-steps that are taken again (an upload, a compression) or copies that are reported as missing; no segment is.
+Not detected: after a crash, an older copy of the last chunk that lacks only what no witness has. The log has then lost steps
+that are repeated (an upload, a compression), or copies that are reported as missing, but no segment.
 
-Pure functions but for reading files; any thread. Importable on executors. Raises what the disk raises."""
+Importable on executors. Threads: any (pure functions, except for reading files). Raises: what the disk raises."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from quire.stream.warm import header_fields
 if TYPE_CHECKING:
     from quire.manifest.records import WalRecord
 
-TOLD_MAX = 3
-"""Reasons that an error gives; `quire manifest verify` gives all."""
+REASONS_MAX = 3
+"""Reasons that an error lists; `quire manifest verify` lists all."""
 
 
 class KnownSegment(msgspec.Struct, frozen=True):
-    """What LMDB has of a sealed segment that is not gone."""
+    """What LMDB has of a sealed segment that is not retired."""
 
     segment_id: int
     base_record: int
@@ -56,17 +56,17 @@ class Witness(msgspec.Struct, frozen=True):
 
 
 class UnknownFile(msgspec.Struct, frozen=True):
-    """What a file holds that may belong to no segment."""
+    """The contents of a file that may belong to no segment."""
 
     tier: Tier
     segment_id: int
     base_record: int
     end_record: int
-    """The same as `base_record` if there is no whole commit in it."""
+    """The id after its last record; equal to `base_record` if the file has no complete commit."""
 
 
 def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
-    """What rows say of their segments."""
+    """Return the witness that LMDB's rows form."""
     known = (
         KnownSegment(segment_id, row.first_lsn, row.last_lsn + 1, row.used_bytes, row.crc64, bool(row.suffix))
         for segment_id, row in sorted(rows.items())
@@ -74,8 +74,8 @@ def witness_of(rows: Mapping[int, WalRecord], last_segment: int) -> Witness:
     return Witness(tuple(known), last_segment)
 
 
-def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
-    """What is in the files of segments that have no row yet; a file that cannot be read holds nothing here."""
+def files_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
+    """Return the contents of the files of segments above `last_segment`. Files that cannot be read are left out."""
     files_found = (
         segment_extent(files, tier, segment_id)
         for tier in Tier
@@ -86,7 +86,7 @@ def held_above(files: StreamFiles, last_segment: int) -> list[UnknownFile]:
 
 
 def segment_extent(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFile | None:
-    """What the file of a segment holds; `None` if it is not this segment's, or not sound."""
+    """Return the contents of a segment's file; `None` if the file is another segment's, missing or damaged."""
     path = files.segment(tier, segment_id)
     try:
         if tier is Tier.WARM:
@@ -107,7 +107,7 @@ def segment_extent(files: StreamFiles, tier: Tier, segment_id: int) -> UnknownFi
 def missing_from_log(
     index: ManifestIndex, witness: Witness, *, held: Iterable[UnknownFile] = (), closed_records: int = 0
 ) -> Iterator[str]:
-    """What a log does not know and should; nothing if it agrees with its witnesses."""
+    """Yield what is missing from a log; nothing if it agrees with its witnesses."""
     if index.records < closed_records:
         yield f"the log has {index.records} records, and had {closed_records} when the stream was last closed"
     if witness.last_segment > index.opened_max:
@@ -134,17 +134,17 @@ def _differs(info: SegmentInfo, row: KnownSegment) -> str | None:
         info.field(RecordType.SEAL_SEGMENT, "segment_crc64"),
     )
     if log != (row.base_record, row.durable_bytes, row.crc64):
-        return "LMDB and the log have other records, bytes or checksums for it"
+        return "LMDB and the log have different records, bytes or checksums for it"
     if row.has_object and info.state.remote is Remote.NONE:
         return "LMDB has its object, the log has not uploaded it"
     return None
 
 
 def log_behind_error(name: str, stream_id: int, why: list[str]) -> Corruption:
-    """The error of a stream whose log is behind."""
-    more = f" (and {len(why) - TOLD_MAX} more)" if len(why) > TOLD_MAX else ""
+    """Return the error of a stream whose log is behind."""
+    more = f" (and {len(why) - REASONS_MAX} more)" if len(why) > REASONS_MAX else ""
     return Corruption(
-        f"the manifest log of a stream is behind: {'; '.join(why[:TOLD_MAX])}{more}",
+        f"the manifest log of a stream is behind: {'; '.join(why[:REASONS_MAX])}{more}",
         hint=f"nothing was removed; `quire stream repair {shlex.quote(name)}` shows what can be rebuilt",
         stream_id=stream_id,
     )

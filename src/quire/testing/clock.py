@@ -1,6 +1,6 @@
-"""A clock that moves only when a test says so: `advance` moves both times, `jump` only wall time, also backwards.
+"""A clock that a test controls: `advance` moves both times, `jump` only the wall clock, also backwards.
 
-Threads: any. Raises `OutOfRange` for an advance below zero.
+Threads: any. Raises `OutOfRange` for a negative advance.
 
     >>> clock = ManualClock(now_ms=1_000)
     >>> clock.advance(2.5)
@@ -19,12 +19,12 @@ from quire.core.errors import OutOfRange
 
 
 class ManualClock:
-    """A `Clock` under the control of a test."""
+    """A `Clock` that moves only when a test moves it."""
 
     def __init__(self, now_ms: int = 1_750_000_000_000) -> None:
         self._lock = threading.Lock()
         self._start_ms = now_ms
-        # Microseconds, so that many small steps do not add up to an error.
+        # Integer microseconds, so that rounding errors of many small steps do not accumulate.
         self._elapsed_us = 0
         self._jumped_us = 0
 
@@ -37,13 +37,13 @@ class ManualClock:
             return self._elapsed_us / 1_000_000
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Move both the wall clock and the monotonic clock forwards."""
         if seconds < 0:
-            raise OutOfRange("time does not pass backwards", hint="use jump() to set the wall clock", seconds=seconds)
+            raise OutOfRange("time cannot run backwards", hint="use jump() to set the wall clock", seconds=seconds)
         with self._lock:
             self._elapsed_us += round(seconds * 1_000_000)
 
     def jump(self, seconds: float) -> None:
-        """Set the wall clock forwards or backwards."""
+        """Move the wall clock forwards or backwards; the monotonic clock does not change."""
         with self._lock:
             self._jumped_us += round(seconds * 1_000_000)

@@ -1,17 +1,17 @@
-"""A `Disk` that remembers what was not synced, and can show the directory as power loss could have left it.
+"""A `Disk` that records what was not synced, and can produce the directory as power loss could have left it.
 
-Durable is what a sync has covered: a file's bytes and size by `File.sync`, a directory's names by `Disk.sync_dir`. Everything
-since is pending: each write (by 512-byte sector), each change of size, each change of a name. A *chooser* decides for each
-pending thing, independently, whether power loss kept it, dropped it, or (bytes only) garbled it: `random.Random(seed).choice`,
-a hypothesis draw, `keep_all`, `drop_all`, or one of `every_chooser()`. That is harsher than a journaling file system, and as
-harsh as the promises of POSIX: a write beyond the end may leave the new size without its bytes, a file whose name is not
-durable may vanish although its bytes were synced, and a removed or replaced file may be back.
+What a sync has covered is durable: a file's bytes and size by `File.sync`, a directory's names by `Disk.sync_dir`. Everything
+since then is pending: each write (by 512-byte sector), each change of size, each change of a name. A *chooser* decides for each
+pending change, independently, whether power loss kept it, dropped it, or (bytes only) garbled it: `random.Random(seed).choice`,
+a hypothesis draw, `keep_all`, `drop_all`, or one of `every_chooser()`. This is harsher than a journaling file system, and as
+harsh as POSIX permits: a write beyond the end may leave the new size without its bytes, a file whose name is not durable may
+vanish although its bytes were synced, and a removed or replaced file may reappear.
 
-Live files are real files, so that `fileno`, mmap and locks work; bytes changed through a mapping are found at the next sync or
-at the crash by comparing.
+Live files are real files, so that `fileno`, mmap and locks work; bytes changed through a mapping are detected by comparison, at
+the next sync or at the crash.
 
-Threads: any; one lock, so operations are atomic for the record. Nothing is really synced: tests stay fast. Raises what
-`OsDisk` raises, and `InvalidInput` for a path outside the root.
+Threads: any; one lock makes operations atomic. Nothing is really synced, so that tests stay fast. Raises the errors of
+`OsDisk`, and `InvalidInput` for a path outside the root.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECTOR_BYTES = 512
 
 
 class CrashOutcome(Enum):
-    """What power loss did to one pending thing."""
+    """What power loss did to one pending change."""
 
     KEEP = "keep"
     DROP = "drop"
@@ -43,17 +43,17 @@ _ANY = (CrashOutcome.KEEP, CrashOutcome.DROP, CrashOutcome.GARBLE)
 
 
 def keep_all(_options: Sequence[CrashOutcome]) -> CrashOutcome:
-    """The kindest crash: a killed process on a machine that stays up."""
+    """Keep everything: the mildest crash, a killed process on a machine that stays up."""
     return CrashOutcome.KEEP
 
 
 def drop_all(_options: Sequence[CrashOutcome]) -> CrashOutcome:
-    """Nothing unsynced survives."""
+    """Drop everything that was not synced."""
     return CrashOutcome.DROP
 
 
 def every_chooser() -> Iterator[Chooser]:
-    """Choosers that together take every path through the decisions; use each for one crash before asking for the next.
+    """Yield choosers that together take every path through the decisions. Use each for one crash before the next is drawn.
 
     >>> seen = []
     >>> for choose in every_chooser():
@@ -97,9 +97,9 @@ class _Inode:
     durable: bytearray = field(default_factory=bytearray)
     pending: list[_Write | _Resize] = field(default_factory=list)
     mapped: bool = False
-    """Whether someone asked for the descriptor: then bytes may change behind our back."""
+    """Whether the descriptor was requested: bytes may then change without a call of this class."""
     real: str = ""
-    """A name under which the live bytes can be read, while there is one."""
+    """A path at which the live bytes can be read; empty if there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +113,7 @@ _Node = _Inode | _Directory
 
 @dataclass(slots=True)
 class _Edit:
-    """One name in one directory, set or (`node=None`) removed."""
+    """A name set in a directory, or removed from it (`node=None`)."""
 
     directory: _Directory
     name: str
@@ -121,7 +121,7 @@ class _Edit:
 
 
 class CrashDisk(DiskLayer):
-    """A `Disk` over a real directory that can crash; what is there at the start counts as durable."""
+    """A `Disk` over a real directory that can crash. What exists at construction counts as durable."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
@@ -132,11 +132,11 @@ class CrashDisk(DiskLayer):
         self._tree = _load(self.root)
 
     def path(self, *parts: str) -> str:
-        """The absolute path of something below the root."""
+        """Return an absolute path below the root."""
         return os.path.join(self.root, *parts)
 
     def crash(self, target: str, choose: Chooser) -> CrashDisk:
-        """Build in `target` (a new directory) what the disk could hold after power loss now; this disk stays usable."""
+        """Build in `target`, a new directory, what the disk could hold if power were lost now. This disk stays usable."""
         with self._lock:
             tree = _Crash(choose, self._changes).tree(self._tree)
         os.makedirs(target)
@@ -173,7 +173,7 @@ class CrashDisk(DiskLayer):
             self._inner.rename(source, target)
             node = old_parent.live[old]
             if node is new_parent.live.get(new):
-                return  # two names of one file: POSIX says that a rename then does nothing
+                return  # two names of one file: POSIX defines the rename as a no-op
             replaced = new_parent.live.get(new)
             if isinstance(replaced, _Inode):
                 replaced.real = ""
@@ -212,7 +212,7 @@ class CrashDisk(DiskLayer):
                     raise FileNotFoundError(path)
                 directory = below
             for edits in self._changes:
-                # A rename between directories: the removal of the old name waits for the new one.
+                # In a rename between directories, the old name is removed durably only after the new one is durable.
                 while edits and edits[0].directory is directory:
                     _apply(directory.durable, edits.pop(0))
             self._changes = [edits for edits in self._changes if edits]
@@ -252,7 +252,7 @@ class CrashFile(FileLayer):
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         with self._lock:
             self._inner.write_at(data, offset)
-            if len(data):  # an empty write changes nothing, not even the size
+            if len(data):  # an empty write does not even change the size
                 self._inode.pending.append(_Write(offset, bytes(data)))
 
     def truncate(self, size: int) -> None:
@@ -287,7 +287,7 @@ class CrashFile(FileLayer):
 
 
 class _Crash:
-    """One way in which power loss could have gone."""
+    """One possible outcome of a power loss."""
 
     def __init__(self, choose: Chooser, changes: list[list[_Edit]]) -> None:
         self._choose = choose
@@ -297,7 +297,7 @@ class _Crash:
             self._decide(edits)
 
     def tree(self, root: _Directory) -> dict[str, object]:
-        """The surviving names below `root`: sub-dicts for directories, (inode number, bytes) for files."""
+        """Return the surviving names below `root`: nested dicts for directories, (inode number, bytes) for files."""
         survivors: dict[str, object] = {}
         for name, node in sorted(self._entries(root).items()):
             if isinstance(node, _Directory):
@@ -336,7 +336,7 @@ def _apply(entries: dict[str, _Node], edit: _Edit) -> None:
 
 
 def _play(data: bytearray, op: _Write | _Resize, choose: Chooser) -> None:
-    """Let `op` happen to `data`, as far as the chooser lets it."""
+    """Apply `op` to `data`, as far as the chooser keeps it."""
     if isinstance(op, _Resize):
         unchanged = op.size == len(data) or (op.grow_only and op.size < len(data))
         if not unchanged and choose(_EITHER) is CrashOutcome.KEEP:
@@ -379,7 +379,7 @@ def _notice_mapped(inode: _Inode) -> None:
         sector = live[start : start + SECTOR_BYTES]
         before = bytes(known[start : start + SECTOR_BYTES]).ljust(len(sector), b"\0")
         changed = [place for place, byte in enumerate(sector) if byte != before[place]] if before != sector else []
-        if changed:  # only those bytes may be garbled, as by `write_at`: their neighbours are on the disk
+        if changed:  # only these bytes may be garbled, as by `write_at`: the others were not written
             first, last = changed[0], changed[-1] + 1
             inode.pending.append(_Write(start + first, sector[first:last]))
 

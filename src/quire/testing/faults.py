@@ -1,12 +1,12 @@
-"""A `Disk` whose n-th call fails, so that a test can fail the first, second, … last call until a clean pass.
+"""A `Disk` whose n-th call fails, so that a test can fail the first, second, … last call, until one pass has no failure.
 
-A test is a loop: `for disk in each_fault(new_disk, Fault.EIO): …`, expecting a typed error whenever `disk.fired`. A call is
-any method of `Disk` and `File` except `exists`, `fileno`, `path` and `close`. Faults look as `OsDisk` would show them, and
-everything before the failing call really happens. `POWER_CUT` raises a `PowerCut`, which no `except Exception` stops, at that
-call and at every later one; crash the `CrashDisk` below next. Silent faults raise nothing, and happen to writes or reads only
-(`operation` "write" or "read"). `FaultyStore` is an object store below a path, one call of which goes wrong.
+A test is a loop: `for disk in each_fault(new_disk, Fault.EIO): …`, which expects a typed error whenever `disk.fired`. A call is
+any method of `Disk` and `File` except `exists`, `fileno`, `path` and `close`. Faults are raised as `OsDisk` would raise them,
+and everything before the failing call really happens. `POWER_CUT` raises `PowerCut`, which no `except Exception` catches, at
+that call and at every later one; crash the underlying `CrashDisk` next. Silent faults raise nothing, and affect only writes or
+reads (`operation` "write" or "read"). `FaultyStore` is an object store below a path, one call of which fails.
 
-Threads: any; the counter is under a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`, `ObjectStoreUnavailable`.
+Threads: any; the counter is guarded by a lock. Raises `StorageFault`, `DiskFull`, `PowerCut`, `ObjectStoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class PowerCut(BaseException):
-    """The machine is off: nothing more happens on this disk."""
+    """The machine has lost power: nothing more happens on this disk."""
 
 
 class Fault(Enum):
@@ -49,7 +49,7 @@ class Fault(Enum):
 SILENT_WRITES = (Fault.LOST_WRITE, Fault.MISDIRECTED_WRITE)
 SILENT_READS = (Fault.STALE_READ, Fault.MISDIRECTED_READ)
 LOUD = tuple(fault for fault in Fault if fault not in (*SILENT_WRITES, *SILENT_READS))
-"""Those that the caller is told of: after the others, only checksums and witnesses can tell."""
+"""Faults that are reported to the caller; the others can be detected only by checksums and witnesses."""
 SECTOR_BYTES = 512
 
 
@@ -59,7 +59,7 @@ class FaultyDisk:
     def __init__(
         self, inner: Disk, fault: Fault = Fault.EIO, *, fail_at: int = 0, operation: str = "*", path: str = "*"
     ) -> None:
-        """Fail the `fail_at`-th (from 1; 0: none) of the calls whose operation and path match the patterns."""
+        """Fail the `fail_at`-th (from 1; 0 for none) of the calls whose operation and path match the patterns."""
         self.inner = inner
         self.fault = fault
         self._fail_at = fail_at
@@ -71,10 +71,10 @@ class FaultyDisk:
         self.fired = False
         """Whether the fault has happened."""
         self.overwritten: dict[str, list[tuple[int, bytes]]] = {}
-        """For stale reads: what writes have replaced, by path, the newest last."""
+        """For stale reads: path → bytes that writes have replaced, with their offsets, newest last."""
 
     def arm(self, fault: Fault, *, fail_at: int, operation: str = "*", path: str = "*") -> None:
-        """Count anew, and fail the `fail_at`-th of these calls; with 0, none."""
+        """Restart counting, and fail the `fail_at`-th of the matching calls; 0 for none."""
         self.calls.clear()
         self.fired = False
         self.fault, self._operation, self._path, self._fail_at = fault, operation, path, fail_at
@@ -118,7 +118,7 @@ class FaultyDisk:
             self._fail_at = len(self.calls) + calls
 
     def cut(self) -> None:
-        """The power goes off now: every later call raises `PowerCut`."""
+        """Cut the power now: every later call raises `PowerCut`."""
         with self._lock:
             self.fault, self.fired = Fault.POWER_CUT, True
 
@@ -128,7 +128,7 @@ class FaultyDisk:
         return self.fired and self.fault is Fault.POWER_CUT
 
     def fails(self, operation: str, path: str) -> Fault | None:
-        """Count a call; the fault, if this is the one that it happens to."""
+        """Count a call, and return the fault if this call is to fail."""
         with self._lock:
             if self.has_power_cut:
                 raise PowerCut(operation, path)
@@ -141,7 +141,7 @@ class FaultyDisk:
             return self.fault
 
     def run(self, operation: str, path: str, step: Callable[[], T], half: Callable[[], object] | None = None) -> T:
-        """Count a call and do `step`, or fail; `half` is what a short write still does."""
+        """Count a call, and run `step` or fail. `half` is what a short write does before it fails."""
         if self.fails(operation, path) is None:
             return step()
         if self.fault is Fault.POWER_CUT:
@@ -217,7 +217,7 @@ class FaultyFile(FileLayer):
 def each_fault(
     inner: Callable[[], Disk], fault: Fault, *, operation: str = "*", path: str = "*"
 ) -> Iterator[FaultyDisk]:
-    """Disks that fail the 1st, 2nd, … matching call, each around a new `inner()`; the last one is the clean pass."""
+    """Yield disks that fail the 1st, 2nd, … matching call, each around a new `inner()`. The last one does not fail."""
     fail_at = 0
     while True:
         fail_at += 1
@@ -246,13 +246,13 @@ _CALLS: dict[ObjectFault, tuple[str, ...]] = {
     ObjectFault.STALE_READ: (*_READS, "head"),
     ObjectFault.SHORT_READ: ("get", "get_range", "get_ranges"),
 }
-"""To which calls a fault may happen."""
+"""Fault → the calls that it may affect."""
 RECENT = 8
-"""How many of the last puts and deletions a stale answer does not know."""
+"""Number of latest puts and deletions that a stale answer does not include."""
 
 
 class ObjectFaults:
-    """The calls of all object stores of a process, of which one fails."""
+    """Counts the calls of all object stores of a process, and fails one of them."""
 
     def __init__(self, fault: ObjectFault) -> None:
         self.fault = fault
@@ -264,19 +264,20 @@ class ObjectFaults:
         self.put: list[str] = []
         """The keys of the last puts."""
         self.deleted: list[Any] = []
-        """What was known of the objects that were deleted last."""
+        """Listing entries of the objects that were deleted last."""
 
     def fail_in(self, calls: int) -> None:
-        """Fail the `calls`-th call from now on that the fault can happen to; 0: none."""
+        """Fail the `calls`-th call from now on that the fault may affect; 0 for none."""
         with self._lock:
             self._fail_at = self._calls + calls if calls else 0
 
     def install(self) -> None:
-        """Let every store below a path that this process opens from now on fail so: for processes that end with their test."""
+        """Apply this to every object store below a path that this process opens from now on. There is no way to undo it: for
+        processes that end with their test."""
         vars(opening)["LocalStore"] = partial(FaultyStore, self)
 
     def fails(self, call: str) -> bool:
-        """Count a call; whether the fault happens to it."""
+        """Count a call, and return whether it is to fail."""
         with self._lock:
             if call not in _CALLS[self.fault]:
                 return False

@@ -1,5 +1,7 @@
-"""Checks for tests that have a manifest: hold it to its rules, and replay its feed. They belong into the teardown of every
-fixture that opens one. Raises `AssertionError` that names what is wrong.
+"""Checks for tests that use a manifest: that it follows its rules, and that its feed can be replayed. They belong in the
+teardown of every fixture that opens one.
+
+Raises `AssertionError` with what is wrong.
 
     >>> import tempfile
     >>> from quire.manifest.store import ManifestStore
@@ -26,12 +28,12 @@ from quire.manifest.store import ManifestStore
 Dump = dict[str, list[tuple[bytes, bytes]]]
 
 NOT_FROM_THE_FEED = frozenset({t.CURSOR_NAMES.name})
-"""Derived tables that index a local one: a replica has its own."""
+"""Derived tables that index a local table: a replica has its own."""
 
 
-# ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── dumps ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def dump(manifest: ManifestStore, policy: t.Policy | None = None) -> Dump:
-    """Every row of every table (of one policy, if given), as bytes."""
+    """Return every row of every table (of one policy, if given), as bytes."""
     with manifest.read() as txn:
         return _dump(txn, policy)
 
@@ -42,7 +44,7 @@ def _dump(txn: ReadTxn, policy: t.Policy | None = None) -> Dump:
 
 
 def difference(left: Dump, right: Dump) -> dict[str, list[tuple[bytes, bytes]]]:
-    """Rows that are in only one of two dumps, by table."""
+    """Return the rows that are in only one of two dumps, by table."""
     return {
         name: sorted(set(left.get(name, ())) ^ set(right.get(name, ())))
         for name in left.keys() | right.keys()
@@ -50,20 +52,20 @@ def difference(left: Dump, right: Dump) -> dict[str, list[tuple[bytes, bytes]]]:
     }
 
 
-# ── holding it to its rules ───────────────────────────────────────────────────────────────────────────────────────────
+# ── checks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def problems(manifest: ManifestStore, *, leaks: bool = False) -> list[Problem]:
-    """What `check` finds; leaks are left out if they are allowed."""
+    """Return what `check` finds, without leaks if they are allowed."""
     return [problem for problem in manifest.check() if not (leaks and problem.leak)]
 
 
 def assert_clean(manifest: ManifestStore, *, leaks: bool = False) -> None:
-    """The manifest breaks none of its rules; with `leaks=True` artifacts that nobody refers to are fine."""
+    """Assert that the manifest breaks none of its rules; `leaks=True` allows artifacts that nothing refers to."""
     broken = problems(manifest, leaks=leaks)
     assert not broken, "; ".join(map(str, broken))
 
 
 def replay(manifest: ManifestStore, path: str) -> ManifestEnv:
-    """Replay the manifest's feed into a new environment at `path`. The caller closes it."""
+    """Replay the manifest's feed into a new environment at `path`, which the caller must close."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
     try:
         migrate(env, SystemClock())
@@ -76,7 +78,7 @@ def replay(manifest: ManifestStore, path: str) -> ManifestEnv:
 
 
 def assert_replays(manifest: ManifestStore) -> None:
-    """Replaying the feed into an empty environment gives the same logged tables, and the indexes derived of them (M2)."""
+    """Assert that replaying the feed into an empty environment gives the same logged tables and derived indexes (M2)."""
     with tempfile.TemporaryDirectory() as directory:
         env = replay(manifest, os.path.join(directory, "replica.lmdb"))
         try:
@@ -88,6 +90,3 @@ def assert_replays(manifest: ManifestStore) -> None:
                 assert not differing, f"the replayed feed gives other {policy.value} tables: {differing}"
         finally:
             env.close()
-
-
-# ── feeding it ────────────────────────────────────────────────────────────────────────────────────────────────────────

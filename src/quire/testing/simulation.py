@@ -1,18 +1,22 @@
-"""A whole store, simulated from a seed: every engine, every fault, against a model.
+"""Simulates a whole store from a seed: every engine and every fault, compared with a model.
 
     python -m quire.testing.simulation --seed 7
     python -m quire.testing.simulation --seconds 600
     python -m quire.testing.simulation --archive
 
-A *life* goes from opening a store to its end: closed, killed, without power, on a full or failing disk. It is a few dozen
-steps (`Steps`), and a process of its own, forked from one that never opens a store. A *branch* is a life on a copy whose bytes
-are damaged, at rest or by a disk that loses or misplaces a write; afterwards the run goes on with the original. A seed decides
-everything: steps, their arguments, faults and what power loss keeps. Time stands still unless a step moves it, and nothing
-runs in the background.
+Terms
+  life     from opening a store until it is closed or killed, loses power, or its disk is full or fails: a few dozen steps
+           (`Steps`) in a process of its own, forked from one that never opens a store
+  branch   a life on a copy whose bytes are damaged, at rest or by a disk that loses or misplaces a write; afterwards the run
+           continues with the original
 
-After a fault the store holds the model before the interrupted step or after it; `DiskFull` means before. Whatever damage a
-branch does, everything that is read is as the model says or is refused with a typed error. When everything was dropped and
-maintenance has run, no byte of any database is left (`leftovers`).
+The seed determines everything: steps, their arguments, faults, and what power loss keeps. Time moves only when a step moves it,
+and nothing runs in the background.
+
+Invariants
+  1. After a fault the store matches the model before or after the interrupted step; after `DiskFull`, the one before.
+  2. Whatever the damage of a branch, every read returns what the model has, or is refused with a typed error.
+  3. When everything was dropped and maintenance has run, no byte of any database is left (`leftovers`).
 
 LMDB does not write through the `Disk`; its commits are durable when they return, so a crash keeps its newest commit.
 
@@ -43,29 +47,37 @@ from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
 from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
 from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, choose_damage, inflict
-from quire.testing.simulation_lives import SETTINGS, START_MS, Ending, SimulationFailed, held, in_process, judge
+from quire.testing.simulation_lives import (
+    SETTINGS,
+    START_MS,
+    Ending,
+    SimulationFailed,
+    in_process,
+    matching_model,
+    raise_findings,
+)
 from quire.testing.simulation_losses import simulate_losses
-from quire.testing.simulation_steps import Doubt, Model, Reader, Steps, is_refusal, observe
+from quire.testing.simulation_steps import Model, Reader, StepInterrupted, Steps, is_refusal, observe
 
 NO_CALL = 10**9
 BETWEEN_LIVES = (0.0,) * 8 + (-86_400.0, -60.0, 60.0, 86_400.0)
-"""Seconds by which the wall clock may be set while nobody has the store open."""
+"""Seconds by which the wall clock may jump while the store is closed."""
 LIVES = 12
 STEPS = 30
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What may happen once in a life."""
+    """A fault that may happen once in a life, and its probability."""
 
     weight: int
     fault: Fault | ObjectFault | None
     operation: str = "*"
-    """To which calls of the disk: a pattern."""
+    """Pattern of the disk calls that may fail."""
     calls: int = 1_500
-    """At one of the first so many of these calls."""
+    """One of this many first matching calls fails."""
     path: str = "*"
-    """Of files with such paths."""
+    """Pattern of the paths of the files."""
 
 
 FAULTS: tuple[Trouble, ...] = (
@@ -89,10 +101,10 @@ def simulate(
     faults: Sequence[Trouble] = FAULTS,
     plant: Callable[[], None] | None = None,
 ) -> int:
-    """One run; the number of steps done.
+    """Simulate one seed and return the number of steps done.
 
-    `branches` is how likely damage is tried before a life, `kinds` are the kinds of files that it is done to (all, if empty),
-    one of `faults` is drawn for each life. `plant` is called in every process, to put a bug into the engines.
+    `branches` is the probability of a branch before each life, `kinds` are the kinds of files to damage in it (all, if empty),
+    and one of `faults` is drawn for each life. `plant` is called in every process, to plant a bug in the engines.
     """
     draw = random.Random(f"quire {seed}")
     with tempfile.TemporaryDirectory(prefix="quire-simulation-") as base:
@@ -105,7 +117,7 @@ def simulate(
                 _branch(seed, number, last, kinds, plant)
             drawn: Sequence[Trouble] = faults if number < lives else (Trouble(1, None),)
             last = in_process(partial(_live, f"{seed}/{number}", last, number, steps, number == lives, drawn, plant))
-            judge(seed, number, last)
+            raise_findings(seed, number, last)
             done += len(last.steps)
         return done
 
@@ -120,13 +132,13 @@ def _live(
     faults: Sequence[Trouble],
     plant: Callable[[], None] | None,
 ) -> Ending:
-    """Open the store as the last life left it, check it, work, and end in one way or another."""
+    """Open the store as the last life left it, check it, run the steps, and end with a close, a kill or a fault."""
     draw = random.Random(seed)
     clock = ManualClock(before.now_ms)
     clock.jump(draw.choice(BETWEEN_LIVES) if number else 0.0)
     here = before.directory
     if not os.path.exists(os.path.join(here, "store", MANIFEST)):
-        # made without the crash disk: LMDB's file is not on it
+        # created without the crash disk, which does not cover LMDB's file
         quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock).close()
     if plant is not None:
         plant()
@@ -140,7 +152,7 @@ def _live(
     objects.install()
     faulty = objects if isinstance(fault, ObjectFault) else disk
     fails_in = draw.randint(1, trouble.calls)
-    if fault is Fault.POWER_CUT:  # recovery too may be cut off; an error in it is a refusal, and nothing to go on with
+    if fault is Fault.POWER_CUT:  # may interrupt recovery too; any other fault there would only refuse the opening
         disk.fail_in(fails_in)
     ending = Ending(before.models, before.now_ms, here, [], [f"life {number}: {fault.name if fault else 'no fault'}"])
     reader = Reader(os.path.join(here, "store"))
@@ -148,23 +160,25 @@ def _live(
     cut = False
     try:
         store = quire.open(os.path.join(here, "store"), settings=SETTINGS, clock=clock, disk=disk)
-        model, ending.findings = held(store, before.models)
+        model, ending.findings = matching_model(store, before.models)
         if model is None:
             return ending
         life = Steps(store, model, clock, draw, ending.steps, reader, number)
         if fault is not None and fault is not Fault.POWER_CUT:
             faulty.fail_in(fails_in)
         life.run(steps)
-        faulty.fail_in(NO_CALL)  # what did not happen during the steps does not happen while they are checked
+        faulty.fail_in(NO_CALL)  # a fault that did not happen during the steps must not happen during the checks
         ending.findings += life.findings or observe(store, life.model)
         if final and not ending.findings:
             ending.findings += life.drop_everything(here)
-        if draw.random() < 0.3 and fault is None and not final:  # killed without a word, between two steps
+        if draw.random() < 0.3 and fault is None and not final:  # killed between two steps
             raise PowerCut
         store.close()
     except BaseException as error:
         ending.steps.append(f"ends with {type(error).__name__}: {error}"[:300])
-        is_expected = isinstance(error, PowerCut) or (faulty.fired and (isinstance(error, Doubt) or is_refusal(error)))
+        is_expected = isinstance(error, PowerCut) or (
+            faulty.fired and (isinstance(error, StepInterrupted) or is_refusal(error))
+        )
         if not is_expected and not disk.has_power_cut:
             ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
         cut = isinstance(error, PowerCut)
@@ -178,7 +192,7 @@ def _live(
 
 
 def _chooser(draw: random.Random) -> Chooser:
-    """What power loss does: nothing (a kill), anything, or mostly one thing."""
+    """Draw how power loss treats pending changes: keeps all (a kill), chooses freely, or mostly keeps or mostly drops."""
     kind = draw.choice(("kill", "any", CrashOutcome.KEEP, CrashOutcome.DROP))
     if kind == "kill":
         return keep_all
@@ -188,7 +202,7 @@ def _chooser(draw: random.Random) -> Chooser:
 
 
 def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
-    """The directory as the crash left it, under a new name; LMDB's file as it is."""
+    """Write the directory as the crash left it, under a new name, with LMDB's file unchanged. Return the new directory."""
     after = f"{here.partition('.')[0]}.{number}"
     disk.crash(after, choose)
     shutil.copyfile(os.path.join(here, "store", MANIFEST), os.path.join(after, "store", MANIFEST))
@@ -197,41 +211,41 @@ def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
 
 # ── a branch ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _branch(seed: int, number: int, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> None:
-    """Damage a copy, and see that nothing wrong is read from it."""
+    """Damage a copy, and check that no wrong data is read from it."""
     copy = f"{before.directory}.branch"
     shutil.copytree(before.directory, copy)
     name = f"branch {seed}/{number}"
     try:
         ending = in_process(partial(_recover, name, replace(before, directory=copy), kinds, plant))
-        judge(seed, number, ending)
+        raise_findings(seed, number, ending)
         assert ending.damage is not None
         if ending.damage.is_written:
             ending = in_process(partial(_write_astray, name, ending, number, plant))
-            judge(seed, number, ending)
+            raise_findings(seed, number, ending)
         if ending.models:
-            judge(seed, number, in_process(partial(_look, name, ending, plant)))
+            raise_findings(seed, number, in_process(partial(_reopen_damaged, name, ending, plant)))
     finally:
         shutil.rmtree(copy)
 
 
 def _recover(name: str, before: Ending, kinds: Collection[str], plant: Callable[[], None] | None) -> Ending:
-    """Open and close the copy, so that what is on disk is whole, and choose what happens to it."""
+    """Open and close the copy, so that it is consistent on disk, and choose the damage."""
     if plant is not None:
         plant()
     with quire.open(
         os.path.join(before.directory, "store"), settings=SETTINGS, clock=ManualClock(before.now_ms)
     ) as store:
         models = [model for model in before.models if not observe(store, model)]
-        store.maintain()  # what retention takes now, it does not take after the damage
+        store.maintain()  # apply retention now, so that it drops nothing after the damage
         models = [{name: database.retained() for name, database in model.items()} for model in models]
     damage = choose_damage(before.directory, random.Random(f"damage {name}"), kinds)
     return Ending(models[:1], before.now_ms, before.directory, [], [f"branch: {damage}"], damage)
 
 
 def _write_astray(name: str, before: Ending, number: int, plant: Callable[[], None] | None) -> Ending:
-    """Live on a disk that loses or misplaces a write without a word. Only what was closed cleanly is looked at afterwards.
+    """Run a life on a disk that silently loses or misplaces a write. The result is checked only after a clean close.
 
-    A process that ends otherwise leaves the newest bytes without a witness: they cannot be told from what it never wrote.
+    After any other end, the newest bytes have no witness: a lost write cannot be told from one that never happened.
     """
     if plant is not None:
         plant()
@@ -246,7 +260,7 @@ def _write_astray(name: str, before: Ending, number: int, plant: Callable[[], No
         with quire.open(os.path.join(before.directory, "store"), settings=SETTINGS, clock=clock, disk=disk) as store:
             life = Steps(store, before.models[0], clock, draw, ending.steps, reader, 500 + number, lambda: disk.fired)
             disk.fail_in(draw.randint(1, 20))
-            with suppress(Doubt):
+            with suppress(StepInterrupted):
                 life.run(STEPS)
             disk.fail_in(NO_CALL)
             ending.findings += life.findings or observe(store, life.model, damaged=True)
@@ -256,13 +270,13 @@ def _write_astray(name: str, before: Ending, number: int, plant: Callable[[], No
         if not is_refusal(error):
             ending.findings.append("".join(traceback.format_exception(error))[-3_000:])
     if not disk.fired:
-        ending.models = []  # nothing of this kind was written
+        ending.models = []  # no such file was written, so no write was lost
     ending.now_ms = clock.now_ms()
     return ending
 
 
-def _look(name: str, before: Ending, plant: Callable[[], None] | None) -> Ending:
-    """Open what was damaged, twice: what recovery decides the first time holds the second time."""
+def _reopen_damaged(name: str, before: Ending, plant: Callable[[], None] | None) -> Ending:
+    """Open the damaged store twice: what recovery decides the first time must hold the second time."""
     if plant is not None:
         plant()
     assert before.damage is not None
@@ -288,13 +302,13 @@ def _look(name: str, before: Ending, plant: Callable[[], None] | None) -> Ending
 
 
 def _differences(store: Store, models: list[Model], when: str) -> list[str]:
-    """What a damaged store has of none of the models."""
+    """Return how a damaged store differs from each of the models; empty if it matches one."""
     differences = [observe(store, model, damaged=True) for model in models]
     return [] if [] in differences else [f"{when}{finding}" for findings in differences for finding in findings]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command: one seed, or as many as fit into a time."""
+    """Run the command line: simulate one seed, or as many as fit into `--seconds`. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m quire.testing.simulation", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=None, help="the (first) seed; by default a new one")
     parser.add_argument("--seconds", type=float, default=0.0, help="go on with the seeds that follow for so long")

@@ -1,14 +1,14 @@
-"""Damage for simulated stores: bits that flip, files that vanish, writes that go astray, rows that change under LMDB.
+"""Damages simulated stores: flipped bits, missing files, lost or misplaced writes, altered rows in LMDB.
 
 Terms
-  at rest   done to a file of a closed store
-  silent    done by the disk while the store is open, without an error (`quire.testing.faults`)
-  row       done to a row of the manifest that steers what is kept and deleted
+  at rest   damage to a file of a closed store
+  silent    damage by the disk while the store is open, without an error (`quire.testing.faults`)
+  row       damage to a row of the manifest that determines what is kept and deleted
 
-Every kind of file of a store is eligible, by a draw over kinds first: else the many files of one kind would get all of it.
-LMDB's own pages are not: they have no checksums, and a wrong one may end the process. Its rows are.
+Every kind of file of a store is eligible. The kind is drawn first: otherwise the kind with the most files would get most of the
+damage. LMDB's own pages are not eligible: they have no checksums, and a damaged one may kill the process. Its rows are.
 
-Thread: one. Used by `quire.testing.simulation`.
+Threads: one. Used by `quire.testing.simulation`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KINDS: dict[str, str] = {
     "kv manifest": r"store/lsm/\w+/manifest/.*",
     "kv snapshot": r"store/lsm/\w+/snapshots/.*",
 }
-"""Kind of file → where such files are below a simulated machine's root."""
+"""Kind of file → pattern of its paths below a simulated machine's root."""
 
 WRITTEN: dict[str, str] = {
     "write of WAL segment": "*/pages/*/wal/*",
@@ -56,26 +56,26 @@ WRITTEN: dict[str, str] = {
     "write of kv manifest": "*/lsm/*/manifest/*",
     "write of kv snapshot": "*/lsm/*/snapshots/*",
 }
-"""Kind of write → what matches the paths of its files; objects have no name of their own while they are written."""
+"""Kind of write → pattern of the paths of its files; objects do not have their final name while they are written."""
 
 ROW = "row"
 AT_REST = ("flip", "zero", "cut", "empty", "remove", "swap")
 STEERING = (t.RETENTION, t.GC_REFCOUNTS, t.GC_ZERO, t.SNAPSHOT_INDEX, t.CHECKPOINT_PLAN, t.DB, t.LSM_ENDS)
-"""Tables whose rows decide what is deleted, or what a recovery believes."""
+"""Tables whose rows determine what is deleted, or what recovery trusts."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is done to a store."""
+    """One way to damage a store."""
 
     how: str
     kind: str
     path: str
-    """Of the file below the root; the name of the table for a row; a pattern for writes."""
+    """Path of the file below the root; for a row, the name of its table; for writes, a pattern."""
 
     @property
     def is_written(self) -> bool:
-        """Whether it happens while a store lives and writes."""
+        """Whether it happens to a write while the store is open."""
         return self.how in {fault.name for fault in SILENT_WRITES}
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Damage:
 
 
 def files_by_kind(root: str) -> dict[str, list[str]]:
-    """The files below a root that can be damaged."""
+    """Return the files below a root that can be damaged, by kind."""
     kinds: dict[str, list[str]] = {}
     for folder, _, names in os.walk(root):
         for name in names:
@@ -95,7 +95,7 @@ def files_by_kind(root: str) -> dict[str, list[str]]:
 
 
 def choose_damage(root: str, draw: random.Random, only: Collection[str] = ()) -> Damage:
-    """A way to damage what is below `root`; `only` of these kinds, where there are such files."""
+    """Draw a way to damage the files below `root`; `only` of these kinds, if there are such files."""
     kinds = files_by_kind(root)
     chosen = sorted((kinds.keys() | WRITTEN.keys()) & set(only))
     if not chosen:
@@ -112,7 +112,7 @@ def choose_damage(root: str, draw: random.Random, only: Collection[str] = ()) ->
 
 
 def inflict(damage: Damage, root: str, draw: random.Random, disk: Disk) -> Disk:
-    """Do it; the disk to open the store with."""
+    """Apply the damage and return the disk with which to open the store."""
     if damage.kind == ROW:
         flip_row(os.path.join(root, "store", MANIFEST), t.TABLES[damage.path], draw)
     elif damage.how in AT_REST:
@@ -149,7 +149,7 @@ def _damage_file(damage: Damage, root: str, draw: random.Random) -> None:
     path = os.path.join(root, damage.path)
     with open(path, "rb") as file:
         data = file.read()
-    os.unlink(path)  # the file may have other names: links of a snapshot keep their bytes
+    os.unlink(path)  # not overwritten in place: hard links of a snapshot keep the bytes
     if damage.how == "remove":
         return
     if damage.how == "swap":

@@ -1,6 +1,6 @@
-"""What the simulations share: the settings of their stores, how a life ends, its process, and what its end says.
+"""Shared by the simulations: settings of their stores, running a life in its own process, and the result of a life.
 
-Raises `SimulationFailed`, which has the seed, the life, its steps and the findings.
+Raises `SimulationFailed` with the seed, the life, its steps and the findings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.testing.simulation_damage import Damage
 from quire.testing.simulation_steps import Model, observe
 
 NEVER = 1e9
-"""Seconds: longer than any run, so that timers of the engines do nothing by themselves."""
+"""Seconds, longer than any run, so that the engines' timers never fire."""
 
 SETTINGS = StoreSettings(
     object_store="../bucket",
@@ -55,39 +55,39 @@ LOADED_ON_USE = (
     "pyarrow.compute",
     "pandas",
 )
-"""What a store loads when it is first needed; each life would load it anew, for a third of its time."""
+"""Modules that a store loads on first use. They are loaded before the fork: otherwise loading takes a third of each life."""
 START_MS = 4_102_444_800_000
-"""In 2100: what the file system has stamped with the real time is old, so that its age keeps nothing."""
+"""A time in 2100: files that the file system stamps with the real time count as old, so that their age protects none."""
 
 
 class SimulationFailed(AssertionError):
-    """Something was not as promised; the message has the seed, the life, its steps and what was found."""
+    """A guarantee was violated. The message has the seed, the life, its steps and the findings."""
 
 
 @dataclass
 class Ending:
-    """How a life ended, as its process tells the next one."""
+    """The result of a life, passed from its process to the next life."""
 
     models: list[Model]
-    """The model, or both sides of a doubt."""
+    """The model; after an interrupted step, the models before and after it."""
     now_ms: int
     directory: str
     findings: list[str] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     damage: Damage | None = None
-    """What is done to the copy of a branch."""
+    """The damage done to the copy of a branch."""
 
 
-def judge(seed: int, number: int, ending: Ending) -> None:
-    """Fail if anything was found."""
+def raise_findings(seed: int, number: int, ending: Ending) -> None:
+    """Raise `SimulationFailed` if the life has findings."""
     if ending.findings:
         steps = "\n".join(f"  {step}" for step in ending.steps[-40:])
         findings = "\n".join(f"  {finding}" for finding in ending.findings)
         raise SimulationFailed(f"seed {seed}, life {number}\nsteps:\n{steps}\nfindings:\n{findings}")
 
 
-def held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]]:
-    """Which of the models a store holds; if none, how it differs from each."""
+def matching_model(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]]:
+    """Return which of the models a store matches, or `None` and how it differs from each."""
     differences = [observe(store, model) for model in models]
     for model, findings in zip(models, differences):
         if not findings:
@@ -100,16 +100,16 @@ def held(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]
 
 
 def in_process(run: Callable[[], Ending]) -> Ending:
-    """The result of `run` in a forked process, which ends without a goodbye."""
+    """Return the result of `run` in a forked process, which exits without any cleanup."""
     for name in LOADED_ON_USE:
-        with suppress(ImportError):  # pandas is pyarrow's choice, if it is there
+        with suppress(ImportError):  # pyarrow uses pandas only if it is installed
             import_module(name)
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(reading)
-            # What the engines log about faults is no news. By its number: `sys.stderr` may be a test's.
+            # Hide what the engines log about injected faults. By descriptor: `sys.stderr` may be replaced by a test.
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
             try:
                 answer: object = run()

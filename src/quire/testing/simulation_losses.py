@@ -1,12 +1,13 @@
-"""Lives of the whole-store simulation with an archive: the disk is kept, or lost and restored from the bucket.
+"""Simulates a store with an archive, whose disk is kept, or lost and restored from the bucket.
 
     python -m quire.testing.simulation --archive --seed 7
 
-Each life is a process of its own that ends with a close or without a word. Then the next one opens the directory, or that is
-gone: the bucket is restored with a takeover, and must hold the model as it was when `wait` last returned, or one of those that
-came after it. Sometimes the former owner's directory is opened once more: it is fenced before anything is archived.
+Each life is a process of its own that ends with a close or a kill. Either the next one opens the directory, or the directory is
+lost: the bucket is then restored with a takeover, and must match the model as of the last time `wait` returned, or a later one.
+A life archives in mode `async` or `sync`; in mode `sync` every change that was acknowledged must be there. Sometimes the former
+owner's directory is opened again: it must be fenced before it archives anything.
 
-Thread: one. Raises `SimulationFailed`.
+Threads: one. Raises `SimulationFailed`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import quire
 from quire.core.errors import QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings
 from quire.testing.clock import ManualClock
-from quire.testing.simulation_lives import SETTINGS, START_MS, Ending, held, in_process, judge
+from quire.testing.simulation_lives import SETTINGS, START_MS, Ending, in_process, matching_model, raise_findings
 from quire.testing.simulation_steps import Model, NoReader, Steps
 
 WAIT = 60.0
@@ -36,27 +37,31 @@ WAITS = 0.15
 
 @dataclass
 class ArchivedEnding(Ending):
-    """How a life ended."""
+    """The result of a life of an archived store."""
 
     archived: list[Model] = field(default_factory=list)
-    """What the bucket may hold: the model when `wait` last returned, and those after it."""
+    """What the bucket may hold: the model when `wait` last returned, and all later ones."""
     is_restorable: bool = False
-    """Whether `wait` has ever returned: before that, a lost disk is a lost store."""
+    """Whether `wait` has ever returned: before that, a lost disk means a lost store."""
 
 
 class ArchivedSteps(Steps):
-    """Steps that wait for the bucket now and then."""
+    """Steps that occasionally wait for the bucket."""
 
     archived: list[Model]
     is_restorable: bool
 
     def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
+        is_change = after is not self.model
         self.archived.append(after)
         done = super()._change(after, act, what)
         self.archived.append(self.model)
         assert self.store.archive is not None
-        if self._draw.random() < WAITS:
+        is_acknowledged = done and is_change and self.store.archive.settings.mode == "sync"
+        if not is_acknowledged and self._draw.random() < WAITS:
             self.store.archive.wait(WAIT)
+            is_acknowledged = True
+        if is_acknowledged:
             self.archived[:] = [self.model]
             self.is_restorable = True
         return done
@@ -65,7 +70,7 @@ class ArchivedSteps(Steps):
 def simulate_losses(
     seed: int, *, lives: int = LIVES, steps: int = STEPS, plant: Callable[[], None] | None = None
 ) -> int:
-    """One run; how many disks were lost."""
+    """Simulate one seed and return the number of disks lost."""
     draw = random.Random(f"losses {seed}")
     lost = 0
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
@@ -74,7 +79,7 @@ def simulate_losses(
             is_lost = number > 0 and draw.random() < 0.5 and last.is_restorable
             lost += is_lost
             last = _life_of(in_process(partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, plant)))
-            judge(seed, number, last)
+            raise_findings(seed, number, last)
     return lost
 
 
@@ -93,7 +98,9 @@ def _live(
     plant: Callable[[], None] | None,
 ) -> ArchivedEnding:
     draw, clock = random.Random(seed), ManualClock(before.now_ms)
-    archive = ArchiveSettings(mode="async", interval_seconds=0.01, base_seconds=draw.choice((0.2, 3600.0)))
+    archive = ArchiveSettings(
+        mode=draw.choice(("async", "sync")), interval_seconds=0.01, base_seconds=draw.choice((0.2, 3600.0))
+    )
     settings = msgspec.structs.replace(SETTINGS, object_store=os.path.join(base, "bucket"), archive=archive)
     if plant is not None:
         plant()
@@ -109,7 +116,7 @@ def _live(
             if draw.random() < 0.5:
                 ending.findings += _comes_back(before.directory, settings, clock)
             shutil.rmtree(before.directory)
-        model, findings = held(store, before.archived if is_lost else before.models)
+        model, findings = matching_model(store, before.archived if is_lost else before.models)
         ending.findings += findings
         if model is None or ending.findings:
             return ending
@@ -130,7 +137,7 @@ def _live(
 
 
 def _comes_back(directory: str, settings: object, clock: ManualClock) -> list[str]:
-    """The deposed owner: whatever it does, nobody is told that it is archived."""
+    """Open the deposed owner's directory and write: nothing it does may be reported as archived. Return the findings."""
     try:
         with quire.open(directory, settings=settings, clock=clock) as store:  # type: ignore[arg-type]
             try:
@@ -138,7 +145,7 @@ def _comes_back(directory: str, settings: object, clock: ManualClock) -> list[st
             except StoreFenced:
                 return []
             except QuireError:
-                pass  # the name is taken, say
+                pass  # the name may be taken, for example
             assert store.archive is not None
             store.archive.wait(WAIT)
     except StoreFenced:

@@ -1,13 +1,13 @@
-"""The steps of a simulated life (what users, jobs, upkeep, a second process and the clock do to a store), and the model it is
-held to.
+"""The steps of a simulated life (what users, jobs, upkeep, a second process and the clock do to a store), and the model that
+the store is compared with.
 
-The model is every database by name with its contents; it is a value, so that the one before a step is still there. A step that
-changes something says first what the model is if it is done (`_change`); an error leaves both in doubt, but for `DiskFull`,
-which means in every engine that nothing was done. Arguments are drawn before anything is done: the same seed does the same.
-`observe` reads through the public API only, everything that the model knows, and says what differs. Bytes that were damaged
-may be refused with a typed error; they are never answered with other data.
+The model is every database by name with its contents. It is a value, so the model before a step stays available. A step that
+changes something first states the model after it (`_change`); after an error either of the two may hold, except for `DiskFull`,
+which in every engine means that nothing was done. Arguments are drawn before anything is done, so that the same seed always
+does the same. `observe` reads everything that the model has, through the public API only, and returns the differences. Reads of
+damaged bytes may be refused with a typed error; they never return other data.
 
-Thread: one, the life's. Used by `quire.testing.simulation`.
+Threads: one, the life's. Used by `quire.testing.simulation`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ TABLE = "create table if not exists t(k integer primary key, v blob)"
 
 @dataclass(frozen=True)
 class ModelDatabase:
-    """One database: its newest state, and the versions of it that can be asked for."""
+    """One database: its newest state, and its versions that can be read."""
 
     kind: str
     state: State
     snapshots: dict[str, State] = field(default_factory=dict)
-    """By name, the oldest first."""
+    """Name → state, oldest first."""
     epochs: dict[int, State] = field(default_factory=dict)
-    """Versions of a page database that time travel may be asked for."""
+    """Versions of a page database that may be read by time travel."""
     keep_last: int = 0
-    """Retention: how many snapshots stay; 0 for all."""
+    """Retention: how many snapshots are kept; 0 for all."""
 
     def rows(self) -> dict[Any, bytes]:
-        """A copy of a state that is rows or pairs."""
+        """Return a copy of the state, which must be rows or pairs."""
         assert isinstance(self.state, dict), self.kind
         return dict(self.state)
 
     def retained(self) -> ModelDatabase:
-        """What is left when retention has been applied."""
+        """Return the database as it is after retention was applied."""
         if not self.keep_last:
             return self
         return replace(self, snapshots=dict(list(self.snapshots.items())[-self.keep_last :]))
@@ -62,7 +62,7 @@ Model = dict[str, ModelDatabase]
 
 
 def read_state(store: Store, name: str, kind: str, at: str | int | None = None) -> State:
-    """The contents of a database, or of a version of it."""
+    """Read the contents of a database, or of a version of it."""
     if kind == "pages":
         with closing(store.sqlite(name, at=at)) as connection:
             return read_rows(connection)
@@ -75,18 +75,18 @@ def read_state(store: Store, name: str, kind: str, at: str | int | None = None) 
 
 
 def read_rows(connection: Any) -> State:
-    """The rows of the table, none if it was not made yet."""
+    """Read the rows of the table; none if it does not exist yet."""
     if not connection.execute("select 1 from sqlite_master where name = 't'").fetchall():
         return {}
     return dict(connection.execute("select k, v from t"))
 
 
 def observe(store: Store, model: Model, *, damaged: bool = False) -> list[str]:
-    """Everything in which a store differs from the model. `damaged`: typed refusals are no finding."""
+    """Return everything in which a store differs from the model. With `damaged`, typed errors are not findings."""
     findings: list[str] = []
     names = {info.name for info in store.databases()}
     if damaged:
-        with store.manifest.read() as txn:  # left out and reported, instead of refused (decision 028)
+        with store.manifest.read() as txn:  # damaged databases are left out of lists and reported (docs/decisions/028)
             names.update(name for name in txn.damaged_databases().values() if name)
     if names != set(model):
         findings.append(f"databases are {sorted(names)}, not {sorted(model)}")
@@ -110,7 +110,7 @@ def _observe_database(store: Store, name: str, expected: ModelDatabase, damaged:
 
 
 def _is_lent(info: Any) -> bool:
-    """Whether a snapshot is the store's own: kept for time travel, or lent to a reader."""
+    """Return whether a snapshot is the store's own: kept for time travel, or for a reader."""
     return bool(info.tags)
 
 
@@ -126,12 +126,12 @@ def _refusing(label: str, damaged: bool, findings: list[str]) -> Iterator[None]:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether a store refused: with an error of its own, or one of SQLite's (apsw, which only `quire.sqlite` imports)."""
+    """Return whether an error is typed: one of quire's, or one of SQLite's (apsw, which only `quire.sqlite` imports)."""
     return isinstance(error, QuireError) or type(error).__module__ == "apsw"
 
 
 def difference(actual: State, expected: State) -> str:
-    """Where two states part, in a few words."""
+    """Describe briefly how two states differ."""
     if isinstance(actual, tuple) and isinstance(expected, tuple):
         if actual == expected[-len(actual) :] and actual:
             return f"the first {len(expected) - len(actual)} of {len(expected)} records are missing"
@@ -150,12 +150,12 @@ KEYS = 40
 _LENGTH = struct.Struct("<I")
 
 
-class Doubt(Exception):
-    """A step was interrupted by a fault: the store is as before it or as after it."""
+class StepInterrupted(Exception):
+    """A fault interrupted a step: the store is in the state before or after it."""
 
 
 class Steps:
-    """A store, what it must hold, and what can be done with it."""
+    """A store, its model, and the steps that can be run on them."""
 
     def __init__(
         self,
@@ -168,25 +168,25 @@ class Steps:
         life: int,
         is_damaged: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`life` is its number, for names that no other life has; `is_damaged` says whether bytes may be wrong by now."""
+        """`life` is its number, for names that no other life uses; `is_damaged` returns whether bytes may be damaged by now."""
         self.store = store
         self.model = model
         self.possible: list[Model] = [model]
-        """What the store may hold: the model, or both sides of the step that is being done."""
+        """What the store may hold: the model, or the models before and after the step in progress."""
         self.findings: list[str] = []
         self._clock = clock
         self._draw = draw
         self._log = log
         self._reader = reader
         self._committed: dict[str, list[State]] = {name: [db.state] for name, db in model.items()}
-        """States of page databases in this life, the oldest first: what a second process may see."""
+        """States of page databases in this life, oldest first: what a second process may see."""
         self._held: tuple[str, Any, State] | None = None
-        """A connection with an open read transaction, and what it must go on to see."""
+        """A connection with an open read transaction, and the state that it must continue to see."""
         self._next = 1_000 * life
         self._is_damaged = is_damaged
 
     def run(self, steps: int) -> None:
-        """Do so many steps, until something is found."""
+        """Run this many steps, or until there is a finding."""
         for _ in range(steps):
             step = self._draw.choices([step for _, step in STEPS], [weight for weight, _ in STEPS])[0]
             self._log.append(step.__name__)
@@ -197,7 +197,7 @@ class Steps:
 
     # ── how a step changes the model ──────────────────────────────────────────────────────────────────────────────────
     def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
-        """Do `act`, after which the model is `after`; False if the disk was full, and nothing was done."""
+        """Call `act`, after which the model is `after`. Return `False` if the disk was full and nothing was done."""
         self._log[-1] += f" {what}"
         self.possible = [self.model, after]
         try:
@@ -207,7 +207,7 @@ class Steps:
             if not is_refusal(error):
                 raise
             if not _is_full(error):
-                raise Doubt from error
+                raise StepInterrupted from error
             self.possible = [self.model]
             return False
         self.model = after
@@ -215,7 +215,7 @@ class Steps:
         return True
 
     def _work(self, act: Callable[[], object], what: str = "") -> None:
-        """Do something that changes no contents; an error ends the life, a full disk or a silent object store does not."""
+        """Call `act`, which changes no contents. An error ends the life, except a full disk or an unavailable object store."""
 
         def unless_unavailable() -> None:
             try:
@@ -270,7 +270,7 @@ class Steps:
             self._committed[new] = self._committed.pop(name)
 
     def write_rows(self) -> None:
-        """A transaction of several rows, now and then rolled back, sometimes larger than a segment's first size."""
+        """Write several rows in one transaction, occasionally rolled back, sometimes larger than a segment's initial size."""
         name = self._any("pages")
         if name is None:
             return
@@ -335,7 +335,7 @@ class Steps:
         if name is None or len(self.model[name].snapshots) >= 6:
             return
         snapshot, database = self._new_name("s"), self.model[name]
-        self._clock.advance(0.001)  # which of two snapshots is newer is by their time
+        self._clock.advance(0.001)  # snapshots are ordered by time
         after = replace(database, snapshots={**database.snapshots, snapshot: database.state})
         self._change(self._with(name, after), lambda: self.store.snapshot(name, snapshot), f"{name}@{snapshot}")
 
@@ -365,7 +365,7 @@ class Steps:
         self._committed[new] = [state]
 
     def travel(self) -> None:
-        """A version that was committed is read as it was, or is said to be gone."""
+        """Read a version that was committed earlier: it is as it was, or refused as gone."""
         name = self._any("pages")
         if name is None or not self.model[name].epochs:
             return
@@ -378,7 +378,7 @@ class Steps:
             self.findings.append(f"{name} at epoch {epoch} reads wrong: {difference(actual, state)}")
 
     def retain(self) -> None:
-        """A retention policy; it is carried out by `maintain`."""
+        """Set a retention policy, which `maintain` applies."""
         name = self._any("pages")
         if name is None:
             return
@@ -388,7 +388,7 @@ class Steps:
         self._change(after, lambda: self.store.manifest.retention.set(name, policy), f"{name} keeps {keep}")
 
     def hold_reader(self) -> None:
-        """A read transaction that stays open over later steps."""
+        """Open a read transaction that stays open during later steps."""
         self.release_reader()
         name = self._any("pages")
         if name is None:
@@ -422,7 +422,7 @@ class Steps:
             self._work(kv.flush if self._draw.random() < 0.6 else kv.compact, name)
 
     def move_segments(self) -> None:
-        """A stream's segments are sealed, compressed, uploaded, evicted or brought back."""
+        """Seal, compress, upload, evict or hydrate the segments of a stream."""
         if name := self._any("stream"):
             stream = self.store.stream(name)
             move = self._draw.choice(
@@ -431,7 +431,7 @@ class Steps:
             self._work(move, f"{name} {move.__name__}")
 
     def maintain(self) -> None:
-        """Upkeep: retention, leases, jobs, deletions."""
+        """Run upkeep: retention, leases, jobs, deletions."""
         after = {name: database.retained() for name, database in self.model.items()}
         self._change(after, self.store.maintain)
 
@@ -439,7 +439,7 @@ class Steps:
         self._work(lambda: self.store.heavy.sweep(delete=True, runner="threads", grace_seconds=0.0))
 
     def verify(self) -> None:
-        """Verification reads every byte and finds nothing."""
+        """Verify every byte: nothing may be found."""
         self._work(lambda: self.store.heavy.verify(runner="threads"))
         if (damaged := self.store.heavy.damaged()) and not self._is_damaged():
             self.findings.append(f"verification found damage: {damaged[:3]}")
@@ -447,32 +447,32 @@ class Steps:
             self.findings += [f"the manifest breaks a rule: {problem}" for problem in check(txn) if not problem.leak]
 
     def advance(self) -> None:
-        self.release_reader()  # leases are renewed by real time, which does not pass here
+        self.release_reader()  # leases are renewed in real time, which this clock does not follow
         self._clock.advance(self._draw.choice((1.0, 30.0, 90.0, 4_000.0)))
 
     def jump(self) -> None:
         self._clock.jump(self._draw.choice((-86_400.0, -3_600.0, -5.0, 5.0, 3_600.0, 86_400.0)))
 
     def read_beside(self) -> None:
-        """Another process reads: each database as it was at some moment of this life."""
+        """Read from a second process: each database must be as it was at some moment of this life."""
         for name, state in self._reader.read().items():
             if name in self._committed and name in self.model and state not in self._committed[name]:
                 self.findings.append(f"a second process reads {name} as it never was ({len(state)} rows)")
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def drop_everything(self, root: str) -> list[str]:
-        """Drop all databases and let maintenance run; what is left of their bytes."""
+        """Drop all databases, run maintenance, and return what is left of their bytes."""
         self.release_reader()
         for name in sorted(self.model):
             self.store.drop(name, snapshots=True)
         self.model = {}
         self.possible = [{}]
-        self._clock.advance(30 * 86_400.0)  # a clock that was set back makes every grace late by as much
+        self._clock.advance(30 * 86_400.0)  # a clock that was set back delays every grace period by as much
         for _ in range(6):
             self._clock.advance(7_200.0)
             self.store.maintain()
-        # Only a sweep knows objects that nothing names. What writers leave unfinished and what databases keep here, upkeep
-        # removes alone, and a sweep would remove it too: first look, then sweep.
+        # Only a sweep finds objects that nothing names. Unfinished files and local files of databases must be removed by upkeep
+        # alone, and a sweep would remove them too: look for them before the sweep.
         left = [path for path in leftovers(root) if path.startswith(("store/", "bucket/.tmp/"))]
         self.store.heavy.sweep(delete=True, runner="threads", grace_seconds=0.0)
         return [f"left behind by upkeep: {path}" for path in left] + [
@@ -481,7 +481,7 @@ class Steps:
 
 
 def leftovers(root: str) -> list[str]:
-    """Files of databases and objects below a simulated machine's root."""
+    """Return the files of databases and the objects below a simulated machine's root."""
     paths: list[str] = []
     for part in ("store/pages", "store/streams", "store/lsm", "store/objects", "store/scratch", "bucket"):
         for folder, _, files in os.walk(os.path.join(root, part)):
@@ -490,7 +490,7 @@ def leftovers(root: str) -> list[str]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether the disk was full, as an engine says it or as SQLite does (`SQLITE_FULL`)."""
+    """Return whether the disk was full, as reported by an engine or by SQLite (`SQLITE_FULL`)."""
     return isinstance(error, DiskFull) or type(error).__name__ == "FullError"
 
 
@@ -505,10 +505,10 @@ STEPS: tuple[tuple[int, Callable[[Steps], None]], ...] = (
 
 
 class Reader:
-    """A second process that opens the store for reading when it is asked to."""
+    """A second process that opens the store for reading on request."""
 
     def __init__(self, path: str) -> None:
-        """Must be made before this process has threads."""
+        """Fork the process. REQUIRES that this process has no threads yet."""
         asked, self._asking = os.pipe()
         answered, answering = os.pipe()
         if os.fork() == 0:
@@ -525,7 +525,7 @@ class Reader:
         self._answered = os.fdopen(answered, "rb")
 
     def read(self) -> dict[str, State]:
-        """The page databases as that process sees them now."""
+        """Return the page databases as the second process sees them now."""
         os.write(self._asking, b"?")
         (size,) = _LENGTH.unpack(self._answered.read(_LENGTH.size))
         answer = pickle.loads(self._answered.read(size))
@@ -534,7 +534,7 @@ class Reader:
 
 
 class NoReader(Reader):
-    """No second process reads here."""
+    """Stands for a reader where there is no second process."""
 
     def __init__(self) -> None:
         pass
@@ -549,7 +549,7 @@ def _read_all(path: str) -> dict[str, State] | str:
         with quire.open(path, "r") as store:
             for info in store.databases():
                 if info.kind.name == "PAGES":
-                    with suppress(QuireError):  # a database that was dropped meanwhile
+                    with suppress(QuireError):  # the database was dropped in the meantime
                         states[info.name] = read_state(store, info.name, "pages")
     except Exception as error:
         return repr(error)

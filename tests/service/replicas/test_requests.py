@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import struct
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
-from quire.core.errors import InvalidInput, QuireError
-from quire.service.replicas import frames, routes
+from quire.core.errors import InvalidInput, Overloaded, QuireError, Unavailable
+from quire.pages.pagestore import PageStore
+from quire.service.replicas import frames, pulls, routes
 from quire.service.replicas.positions import STEP, tag_of
 from quire.service.replicas.protobuf import bytes_field, number_field, read_message, varint
 from quire.service.replicas.pull_messages import read_request
@@ -379,6 +385,64 @@ def test_too_many_answers_at_once_are_refused_and_counted(
     assert _ask(boss).status == 503
     assert not store.pages.readers(store.database("shop").db_id), "no version stays open"
     assert both[1]._web.context.limits.counts()["replica_streams"] == 1
+
+
+def _none(images: dict[int, bytes], first: int, count: int) -> list[bytes]:
+    return []
+
+
+@pytest.mark.parametrize("version", ["2.0", "2.4"])
+def test_an_answer_whose_client_is_gone_before_its_first_byte_lets_its_version_go(
+    store: Store, both: tuple[Store, WebServer], version: str
+) -> None:
+    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    database = store.database("shop").db_id
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        raise OSError("the client is gone")
+
+    async def answer() -> None:
+        reader = store.pages.open("shop").open_snapshot()
+        response = part._stream(reader, range(reader.size_pages), _none, routes.BINARY)
+        with suppress(OSError, ClientDisconnect):
+            await response({"type": "http", "asgi": {"spec_version": version}}, receive, send)
+
+    asyncio.run(answer())
+    assert not store.pages.readers(database), "no version stays open"
+    assert part._streams == 0
+
+
+def test_a_wait_for_more_that_fails_lets_its_version_go(
+    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Pulled(_ask(boss)).revision
+    opened = pulls.open_replicated
+    calls = itertools.count(1)
+
+    def failing(*arguments: Any) -> PageStore:
+        if next(calls) > 1:
+            raise Unavailable("the disk is away", hint="try again later")
+        return opened(*arguments)
+
+    monkeypatch.setattr(routes, "open_replicated", failing)
+    assert _ask(boss, since=seen, poll_ms=60_000).status == 503
+    assert not store.pages.readers(store.database("shop").db_id), "no version stays open"
+
+
+def test_answers_that_are_about_to_begin_count_as_under_way(
+    store: Store, both: tuple[Store, WebServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: concurrent requests all passed the check before the first of them was counted."""
+    monkeypatch.setattr(routes, "STREAMS_MAX", 2)
+    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    with ExitStack() as readers:
+        for _ in range(2):
+            part._stream(readers.enter_context(store.pages.open("shop").open_snapshot()), (), _none, routes.BINARY)
+        with pytest.raises(Overloaded):
+            part._stream(readers.enter_context(store.pages.open("shop").open_snapshot()), (), _none, routes.BINARY)
 
 
 def test_what_was_sent_is_counted(store: Store, boss: Asker) -> None:

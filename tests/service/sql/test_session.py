@@ -191,7 +191,7 @@ def test_describe_runs_nothing(session: SqlSession) -> None:
 def test_stored_texts_are_bounded_and_closed(session: SqlSession) -> None:
     session.sqls.store(1, "select 7")
     assert done(session.run_statement(p.WireStatement(sql_id=1))).row_count == 1
-    with pytest.raises(StatementFailed, match="stored already"):
+    with pytest.raises(StatementFailed, match="already stored"):
         session.sqls.store(1, "select 8")
     session.sqls.close(1)
     session.sqls.close(1)

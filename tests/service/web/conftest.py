@@ -50,5 +50,5 @@ def boss(web: WebServer, store: Store) -> Asker:
 @pytest.fixture
 def furnished(store: Store, web: WebServer) -> Store:
     furnish(store)
-    web._web.sight.cached.forget()  # figures are kept for a moment
+    web._web.watched.cached.forget()  # figures are kept for a moment
     return store

@@ -172,8 +172,8 @@ BAD = [
     Bad("a time before there was a database", "GET", "/db/shop@1999-01-01T00:00:00Z.sqlite", "admin", 404),
     Bad("an asset outside", "GET", "/static/..%2fserver.py", "admin", 404),
     Bad("an unknown address", "GET", "/v9/pipeline", "admin", 404),
-    Bad("another method", "PUT", "/db/shop.sqlite", "admin", 405, b"x"),
-    Bad("another method of SQL", "GET", "/v2/pipeline", "admin", 405),
+    Bad("this method is not allowed", "PUT", "/db/shop.sqlite", "admin", 405, b"x"),
+    Bad("this method is not allowed of SQL", "GET", "/v2/pipeline", "admin", 405),
     Bad("a method that is none", "FROBNICATE", "/healthz", "admin", 400),
     # ranges
     Bad("a range behind the end", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=99999999-"}),

@@ -307,5 +307,5 @@ def test_the_page_comes_back_after_the_owner_did(path: Path, tmp_path: Path) -> 
         address = web.address.removeprefix("http://")
         web.close()
         browser.wait(lambda: browser.one("#live").get_attribute("data-state") != "live", "the owner is gone")
-        with web._web.sight.store.serve_http(address):  # type: ignore[attr-defined]
+        with web._web.watched.store.serve_http(address):  # type: ignore[attr-defined]
             browser.wait(lambda: browser.one("#live").get_attribute("data-state") == "live", "it is back")

@@ -18,39 +18,39 @@ from tests.service.web.world import Asker
 FEW, MANY = 1_200, 3_600
 
 
-def _feed(sight: WatchedStore) -> Any:
-    with sight.manifest.read() as txn:
+def _feed(watched: WatchedStore) -> Any:
+    with watched.manifest.read() as txn:
         return changes.recent(txn, 10)
 
 
 VIEWS: dict[str, Callable[[WatchedStore], Any]] = {
     "overview": overview.overview,
-    "databases": lambda sight: overview.databases(sight, limit=50),
-    "lineage": lambda sight: overview.lineage(sight, limit=50),
-    "verification": lambda sight: overview.verification(sight, limit=50),
+    "databases": lambda watched: overview.databases(watched, limit=50),
+    "lineage": lambda watched: overview.lineage(watched, limit=50),
+    "verification": lambda watched: overview.verification(watched, limit=50),
     "jobs": overview.jobs,
     "feed": _feed,
 }
 
 
 def _scrape(web: WebServer) -> Any:
-    return metrics.exposition(metrics.registry(web._web.sight, web.figures, ()))
+    return metrics.exposition(metrics.registry(web._web.watched, web.figures, ()))
 
 
 @pytest.mark.parametrize("view", [*VIEWS, "metrics"])
 def test_a_view_reads_what_it_shows(store: Store, web: WebServer, monkeypatch: pytest.MonkeyPatch, view: str) -> None:
     store.create("shop", "pages")
     rows, read = RowsRead(monkeypatch), []
-    sight = web._web.sight
-    shown: Callable[[], Any] = (lambda: _scrape(web)) if view == "metrics" else lambda: VIEWS[view](sight)
+    watched = web._web.watched
+    shown: Callable[[], Any] = (lambda: _scrape(web)) if view == "metrics" else lambda: VIEWS[view](watched)
     monkeypatch.setattr("quire.service.web.response_cache.KEPT_SECONDS", 600.0)  # sums are kept; nothing else is
     last = 0
     for until in (FEW, MANY):
         store.fork_many("shop", [f"tenant-{number:05}" for number in range(last, until)])
         last = until
         store.fork("shop", f"other-{until}")
-        sight.cached.forget()
-        for total in (sight.survey, sight.info, sight.space, sight.damaged):
+        watched.cached.forget()
+        for total in (watched.survey, watched.info, watched.space, watched.damaged):
             total()
         rows.take()
         assert shown()

@@ -106,7 +106,7 @@ def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Sto
 
 def test_a_mirror_says_how_far_its_target_is_behind(anybody: Asker, furnished: Store, web: WebServer) -> None:
     def figures() -> dict[str, float]:
-        web._web.sight.cached.forget()
+        web._web.watched.cached.forget()
         families = text_string_to_metric_families(anybody.get("/metrics").body.decode())
         samples = [
             sample for family in families for sample in family.samples if sample.name.startswith("quire_mirror_")

@@ -13,7 +13,9 @@ import pytest
 
 import quire
 from quire.core.settings import StoreSettings, load
+from quire.durable.names import lsm_home, stream_dir
 from quire.manifest.records import JobKind, JobState, RetentionRecord
+from quire.service.web import dashboard_state, database, streams
 from quire.service.web.history import DATABASES, SAMPLES, History
 from quire.service.web.response_cache import Cached
 from quire.service.web.server import WebServer
@@ -33,7 +35,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 def test_health_and_readiness(anybody: Asker, web: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert anybody.get("/healthz").json == {"ok": True}
     assert anybody.get("/readyz").json == {"ready": True}
-    queue = web._web.sight.manifest.writer._queue
+    queue = web._web.watched.manifest.writer._queue
     monkeypatch.setattr(queue, "refusal", quire.StoreUnusable("the disk said no", path="private"))
     told = anybody.get("/readyz")
     assert (told.status, told.json) == (503, {"ready": False, "error": "StoreUnusable"})
@@ -303,6 +305,35 @@ def test_open_streams_and_key_value_databases_show_their_figures(anybody: Asker,
     told = anybody.get("/api/databases/clicks").json["figures"]
     assert told["end_record"] - told["first_record"] == 2
     assert told["consumers"]["billing"]["position"] == told["first_record"]
+
+
+def test_the_page_says_that_files_are_not_listed_or_not_counted(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a list that was cut looked complete."""
+    watched = web._web.watched
+    store = watched.store
+    for name in ("clicks", "taps"):
+        store.create(name, "stream")
+    store.create("cart", "lsm")
+    homes = [lsm_home(store.database("cart").db_id), stream_dir(store.database("taps").db_id, "hot")]
+    for home in homes:
+        Path(store.path, home).mkdir(parents=True, exist_ok=True)
+        for number in range(9):
+            Path(store.path, home, f"{number}.x").touch()
+
+    def told() -> tuple[int, int, bool]:
+        page = database.database_page(watched, "cart")
+        return len(page["files"]), page["files_left_out"], page["files_at_least"]
+
+    assert told() == (9, 0, False)
+    assert database.database_page(watched, "clicks")["stream"]["files_at_least"] is False
+    monkeypatch.setattr(database, "SEGMENTS_MAX", 3)
+    assert told() == (3, 6, False)
+    for module in (dashboard_state, database, streams):
+        monkeypatch.setattr(module, "FILES_MAX", 5)
+    assert told() == (3, 2, True)
+    assert database.database_page(watched, "taps")["stream"]["files_at_least"] is True
 
 
 def test_a_job_says_what_came_of_it(anybody: Asker, store: Store) -> None:

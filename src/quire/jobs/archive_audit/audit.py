@@ -1,20 +1,20 @@
-"""The audit of an archive: whether every moment that can be restored has all its objects, and what else is there (A8).
+"""The audit of an archive: checks that every restorable moment has all its objects, and reports unneeded objects (A8).
 
 Terms
-  needed    objects that some restorable moment names: log objects, parts of bases, files (tables, compressed segments), and
-            what rows name (chunks, deltas, WAL segments, segments of streams). Rows count from the oldest moment on; names
-            that were retired before it do not, because no moment needs them
-  orphan    an object below the store's prefix that nothing names. What is younger than an hour, or younger than the newest
-            base, may be on its way, and is none
+  needed    an object that some restorable moment names: log objects, parts of bases, files (tables, compressed segments), and
+            the objects of rows (chunks, deltas, WAL segments, segments of streams). Rows count from the oldest moment on; names
+            retired before it do not, because no moment needs them
+  orphan    an object below the store's prefix that nothing names. An object younger than an hour, or than the newest base, may
+            belong to a commit that is still to come, and does not count
 
-Reads nothing but the bucket. The log and the oldest base are read here, in order, because each object has the digest of the one
-before it, and rows must be folded; rows go into a scratch manifest, so memory does not grow with the store. Everything else is
-read by the runner, on threads or on executors. Objects of manifest logs are named by files of their streams, not by rows: they
-are not read, and not orphans.
+The audit reads only the bucket. It reads the log and the oldest base in order in this process, because each object has the
+digest of the object before it, and rows must be folded; rows go into a scratch manifest, so that memory does not grow with the
+store. The runner reads everything else, on threads or on executors. Objects of manifest logs are named by files of their
+streams, not by rows: they are not read, and are not orphans.
 
-An owner that trims meanwhile makes objects disappear: if the oldest moment has moved, the audit begins again.
+An owner that trims during the audit makes objects disappear: if the oldest moment has moved, the audit starts over.
 
-Threads: the caller's, and the runner's. Raises what the object store raises; damage is in the result.
+Threads: the caller's, and the runner's. Raises what the object store raises; damage is reported in the result.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from quire.manifest.verification import artifacts, shares_bytes
 from quire.objects.api import ObjectStore
 
 GRACE_MS = 3_600_000
-"""An object of this age that no row names is an orphan: objects are put before their rows are committed."""
+"""Age from which an object that no row names is an orphan: objects are put before their rows are committed."""
 TASK_OBJECTS = 64
 """Objects that one task reads."""
 ATTEMPTS = 3
 HALF = 1_000
-"""Of the progress: first the log, then the objects."""
+"""Units of progress in each half: first the log, then the objects."""
 KNOWN = ("e", "archive", "owner", "standby", "clones", "keys", "backups")
-"""What a store has below its prefix."""
+"""The parts of a store below its prefix."""
 
 ChooseRunner = Callable[[int], Runner]
-"""The runner for so many bytes of work."""
+"""Returns the runner for this many bytes of work."""
 
 
 @dataclass(slots=True)
 class ArchiveAudit:
-    """What an audit of an archive found."""
+    """The result of an audit of an archive."""
 
     store_id: str
     oldest_at_ms: int = 0
@@ -80,9 +80,9 @@ class ArchiveAudit:
     size_bytes: int = 0
     runner: str = ""
     abandoned: dict[int, int] = field(default_factory=dict)
-    """Owner epoch that is on no line → how many objects it has: removed only by name."""
+    """Abandoned owner epoch → number of its objects, which are removed only on request by epoch."""
     problems: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of the audit's table: MISSING, ALTERED."""
+    """Rows of the audit's table with the states MISSING and ALTERED."""
     orphans: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -91,11 +91,11 @@ class ArchiveAudit:
         return not self.problems
 
     def table(self) -> Any:
-        """Problems and orphans as an Arrow table, for Parquet files and DataFrames."""
+        """Return problems and orphans as an Arrow table, for Parquet files and DataFrames."""
         return as_table([*self.problems, *self.orphans])
 
     def add(self, state: str, key: str, what: str, size_bytes: int = 0) -> None:
-        """Note a difference."""
+        """Record a problem or an orphan."""
         rows = self.orphans if state == "ORPHANED" else self.problems
         rows.append({"state": state, "artifact": key, "what": what, "size_bytes": size_bytes})
 
@@ -103,17 +103,19 @@ class ArchiveAudit:
 def audit_archive(
     store: ObjectStore, store_id: str, choose: ChooseRunner, *, now_ms: int, progress: Tick = no_tick
 ) -> ArchiveAudit:
-    """Look at everything that is below a store's prefix in a bucket."""
+    """Audit everything below a store's prefix in a bucket."""
     for _ in range(ATTEMPTS):
         audit = ArchiveAudit(store_id)
         listing = list_archive(store, store_id)
         if not listing.epochs:
             raise ObjectNotFound(
-                "this bucket has no archive of the store", hint="was `quire archive on` run?", store=store.url
+                "this bucket has no archive of the store",
+                hint="check the URL, or run `quire archive on` on the store first",
+                store=store.url,
             )
         with tempfile.TemporaryDirectory(prefix="quire-audit-") as scratch:
-            first = _First(store, store_id, audit)
-            _audit(first, listing, scratch, choose, now_ms, progress)
+            log_pass = _LogPass(store, store_id, audit)
+            _audit(log_pass, listing, scratch, choose, now_ms, progress)
         if audit.is_sound or not _was_trimmed(listing, list_archive(store, store_id)):
             break
     progress(2 * HALF, 2 * HALF)
@@ -121,7 +123,7 @@ def audit_archive(
 
 
 def _was_trimmed(before: ArchiveListing, after: ArchiveListing) -> bool:
-    """Whether the log begins later now, in some epoch."""
+    """Return whether the log of some epoch now begins later."""
     return any(
         objects.logs and (epoch not in after.epochs or min(after.epochs[epoch].logs, default=-1) != min(objects.logs))
         for epoch, objects in before.epochs.items()
@@ -129,8 +131,8 @@ def _was_trimmed(before: ArchiveListing, after: ArchiveListing) -> bool:
 
 
 @dataclass(slots=True)
-class _First:
-    """What is read here, in order: the log and the rows."""
+class _LogPass:
+    """State of the part that is read in this process, in order: the log and the rows."""
 
     store: ObjectStore
     store_id: str
@@ -140,22 +142,22 @@ class _First:
     places: dict[tuple[str, str], ArtifactLocation] = field(default_factory=dict)
     """Objects that rows name."""
     announced: set[tuple[str, str]] = field(default_factory=set)
-    """Objects that rows only announce: they may be there."""
+    """Objects that rows only announce: they may exist."""
     retired: set[bytes] = field(default_factory=set)
     unneeded: set[bytes] = field(default_factory=set)
-    """Those of `retired` that were so at the oldest moment."""
+    """The part of `retired` that was retired at the oldest moment."""
     is_whole: bool = True
-    """Whether all rows could be read: else what is an orphan is not known."""
+    """Whether all rows could be read; otherwise orphans cannot be determined."""
     is_broken: bool = False
-    """Whether rows may be missing from the log since the last base."""
+    """Whether rows since the last base may be missing from the log."""
 
 
 def _audit(
-    first: _First, listing: ArchiveListing, scratch: str, choose: ChooseRunner, now_ms: int, progress: Tick
+    log_pass: _LogPass, listing: ArchiveListing, scratch: str, choose: ChooseRunner, now_ms: int, progress: Tick
 ) -> None:
-    audit = first.audit
+    audit = log_pass.audit
     try:
-        line = Line(first.store, listing)
+        line = Line(log_pass.store, listing)
         _report_gaps(audit, line, listing)
         oldest, newest = line.oldest(), line.newest()
     except (Corruption, ObjectNotFound) as error:
@@ -164,20 +166,20 @@ def _audit(
     audit.newest_at_ms = newest.at_ms if newest is not None else 0
     if oldest is None:
         if any(objects.logs for objects in listing.epochs.values()):
-            audit.add("MISSING", "", "no base is whole: nothing can be restored")
+            audit.add("MISSING", "", "no base is complete: nothing can be restored")
         return
     audit.oldest_at_ms = oldest.at_ms
     with RowImage(os.path.join(scratch, "manifest")) as rows:
-        _read_log(first, line, oldest, rows, progress)
+        _read_log(log_pass, line, oldest, rows, progress)
         with rows.read() as txn:
-            line_epochs = {*txn.current_namespace()[1].ancestors, txn.owner_epoch()} if first.is_whole else set()
-    _read_objects(first, choose, progress)
-    if first.is_whole:
-        _report_orphans(first, line, listing, line_epochs, now_ms)
+            line_epochs = {*txn.current_namespace()[1].ancestors, txn.owner_epoch()} if log_pass.is_whole else set()
+    _read_objects(log_pass, choose, progress)
+    if log_pass.is_whole:
+        _report_orphans(log_pass, line, listing, line_epochs, now_ms)
 
 
 def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
-    """Log objects that are missing between others."""
+    """Report log objects that are missing between existing ones."""
     for epoch, numbers in line.epochs:
         logs = listing.epochs[epoch].logs
         if numbers:
@@ -195,8 +197,8 @@ def _damage(error: QuireError, key: str) -> tuple[str, str, str]:
 
 
 # ── the log and the rows ──────────────────────────────────────────────────────────────────────────────────────────────
-def _read_log(first: _First, line: Line, oldest: Oldest, rows: RowImage, progress: Tick) -> None:
-    """Read the oldest base and the log from its first object to the newest; rows from the oldest moment on are looked at."""
+def _read_log(log_pass: _LogPass, line: Line, oldest: Oldest, rows: RowImage, progress: Tick) -> None:
+    """Read the oldest base and the log from its first object to the newest; take the rows from the oldest moment on."""
     epochs = [(epoch, numbers) for epoch, numbers in reversed(line.epochs) if epoch >= oldest.position.epoch]
     spans = [
         (epoch, range(oldest.base.first_log, numbers.stop) if epoch == oldest.position.epoch else numbers)
@@ -205,71 +207,71 @@ def _read_log(first: _First, line: Line, oldest: Oldest, rows: RowImage, progres
     total, done = sum(len(numbers) for _, numbers in spans), 0
     for key, _, _ in oldest.base.parts:
         try:
-            events = decode_object(first.store.get(key), key)[1]
-        except (Corruption, ObjectNotFound):  # reported when its digest is compared
-            first.is_whole = False
+            events = decode_object(log_pass.store.get(key), key)[1]
+        except (Corruption, ObjectNotFound):  # reported later, when its digest is compared
+            log_pass.is_whole = False
             continue
-        _take(first, events, rows)
-    _take_base(first, oldest.base)
+        _take(log_pass, events, rows)
+    _take_base(log_pass, oldest.base)
     for epoch, numbers in spans:
         digest: bytes | None = None
-        first.is_broken = epoch != oldest.position.epoch
+        log_pass.is_broken = epoch != oldest.position.epoch
         for number in numbers:
             position = Position(epoch, number)
-            digest = _read_log_object(first, position, digest, rows, is_moment=position > oldest.position)
+            digest = _read_log_object(log_pass, position, digest, rows, is_moment=position > oldest.position)
             if position == oldest.position:
-                _take_state(first, rows)
+                _take_state(log_pass, rows)
             done += 1
             progress(done * HALF // max(total, 1), 2 * HALF)
-    first.audit.log_objects = total
+    log_pass.audit.log_objects = total
 
 
 def _read_log_object(
-    first: _First, position: Position, before: bytes | None, rows: RowImage, *, is_moment: bool
+    log_pass: _LogPass, position: Position, before: bytes | None, rows: RowImage, *, is_moment: bool
 ) -> bytes | None:
-    """Check a log object and take what it names; its digest, `None` if it is damaged."""
-    key, audit = log_key(first.store_id, position), first.audit
+    """Check a log object and take the objects that it names; return its digest, `None` if it is damaged."""
+    key, audit = log_key(log_pass.store_id, position), log_pass.audit
     try:
-        data = first.store.get(key)
+        data = log_pass.store.get(key)
         header, events = decode_object(data, key)
     except (Corruption, ObjectNotFound) as error:
         audit.add(*_damage(error, key))
-        first.is_whole = False
+        log_pass.is_whole = False
         return None
     audit.objects += 1
     audit.size_bytes += len(data)
     if header.position != position:
-        audit.add("ALTERED", key, f"it says that it is {header.position}", len(data))
+        audit.add("ALTERED", key, f"its header says {header.position}", len(data))
     elif before is not None and header.parent_digest != before:
-        audit.add("ALTERED", key, "the object before it is not the one whose digest it has", len(data))
-    changed = _take(first, events, rows)
+        audit.add("ALTERED", key, "its digest does not match the previous object", len(data))
+    changed = _take(log_pass, events, rows)
     if not is_moment:
         return hashlib.sha256(data).digest()
-    first.is_broken = first.is_broken or any(isinstance(event, BreakEvent) for event in events)
+    log_pass.is_broken = log_pass.is_broken or any(isinstance(event, BreakEvent) for event in events)
     for event in events:
-        if isinstance(event, BaseEvent):  # one that was named before the oldest moment has been trimmed
-            _take_base(first, event)
-            if first.is_broken:
-                _begin_again(first, event, position, rows)
+        if isinstance(event, BaseEvent):  # bases named before the oldest moment have been trimmed
+            _take_base(log_pass, event)
+            if log_pass.is_broken:
+                _begin_again(log_pass, event, position, rows)
     if changed:
         with rows.read() as txn:
             for artifact in changed:
-                _take_row(first, txn, artifact, txn.artifact(artifact))
-            _take_retired(first, txn)
+                _take_row(log_pass, txn, artifact, txn.artifact(artifact))
+            _take_retired(log_pass, txn)
     return hashlib.sha256(data).digest()
 
 
 _CATALOGS = {t.CHUNK_CATALOG.name: ArtifactKind.BASE, t.CHUNK_DELTA_INDEX.name: ArtifactKind.DELTA}
 
 
-def _take(first: _First, events: Iterable[Any], rows: RowImage) -> list[ArtifactKey]:
-    """Note what events name, and apply their rows; the artifacts whose rows changed."""
+def _take(log_pass: _LogPass, events: Iterable[Any], rows: RowImage) -> list[ArtifactKey]:
+    """Record the objects that events name, and apply their rows; return the artifacts whose rows changed."""
     commits = []
     changed: list[ArtifactKey] = []
     for event in events:
         match event:
             case ArtifactEvent():
-                first.named[event.key] = NamedObject(event.key, event.size, event.sha256)
+                log_pass.named[event.key] = NamedObject(event.key, event.size, event.sha256)
             case CommitEvent():
                 commits.append(event.tables)
                 changed += (key for table, puts, _ in event.tables for key in _artifacts(table, puts))
@@ -278,31 +280,31 @@ def _take(first: _First, events: Iterable[Any], rows: RowImage) -> list[Artifact
     return changed
 
 
-def _begin_again(first: _First, base: BaseEvent, named_by: Position, rows: RowImage) -> None:
-    """Changes before a base may be missing from the log: those of a takeover, and of an owner that died or had to drop what
-    waited. So the rows are those of the base and of the log from its first object on, as a restore has them."""
-    first.is_broken = False
-    logs = (log_key(first.store_id, Position(named_by.epoch, n)) for n in range(base.first_log, named_by.number + 1))
+def _begin_again(log_pass: _LogPass, base: BaseEvent, named_by: Position, rows: RowImage) -> None:
+    """Replace the rows with those of a base and of the log from its first object on, as a restore does. Changes before the base
+    may be missing from the log: those of a takeover, and of an owner that died or had to drop its backlog."""
+    log_pass.is_broken = False
+    logs = (log_key(log_pass.store_id, Position(named_by.epoch, n)) for n in range(base.first_log, named_by.number + 1))
     events: list[Any] = []
     for key in (*(part for part, _, _ in base.parts), *logs):
         try:
-            events += decode_object(first.store.get(key), key)[1]
-        except (Corruption, ObjectNotFound):  # reported when it is read as what it is
-            first.is_whole = False
+            events += decode_object(log_pass.store.get(key), key)[1]
+        except (Corruption, ObjectNotFound):  # reported when it is read as a part or as a log object
+            log_pass.is_whole = False
     rows.replace(())
-    _take(first, events, rows)
+    _take(log_pass, events, rows)
     with rows.read() as txn:
-        _take_retired(first, txn)
+        _take_retired(log_pass, txn)
         for artifact, row in artifacts(txn):
-            _take_row(first, txn, artifact, row)
+            _take_row(log_pass, txn, artifact, row)
 
 
-def _take_base(first: _First, base: BaseEvent) -> None:
-    first.named.update((key, NamedObject(key, size, digest)) for key, size, digest in base.parts)
+def _take_base(log_pass: _LogPass, base: BaseEvent) -> None:
+    log_pass.named.update((key, NamedObject(key, size, digest)) for key, size, digest in base.parts)
 
 
 def _artifacts(table: str, puts: Iterable[tuple[bytes, bytes]]) -> Iterator[ArtifactKey]:
-    """The artifacts that rows are about."""
+    """Yield the artifacts that rows of a catalog table describe."""
     if table in _CATALOGS:
         for key, _ in puts:
             origin, slot, generation, *delta = t.TABLES[table].key.unpack(key)
@@ -313,34 +315,34 @@ def _artifacts(table: str, puts: Iterable[tuple[bytes, bytes]]) -> Iterator[Arti
             yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0)
 
 
-def _take_state(first: _First, rows: RowImage) -> None:
-    """Everything that rows name at the oldest moment."""
+def _take_state(log_pass: _LogPass, rows: RowImage) -> None:
+    """Take all objects that rows name at the oldest moment."""
     with rows.read() as txn:
-        _take_retired(first, txn)
-        first.unneeded = set(first.retired)
+        _take_retired(log_pass, txn)
+        log_pass.unneeded = set(log_pass.retired)
         for key, row in artifacts(txn):
-            _take_row(first, txn, key, row)
+            _take_row(log_pass, txn, key, row)
 
 
-def _take_retired(first: _First, txn: ReadTxn) -> None:
-    first.retired.update(key for key, _ in txn.raw_scan(t.RETIRED))
+def _take_retired(log_pass: _LogPass, txn: ReadTxn) -> None:
+    log_pass.retired.update(key for key, _ in txn.raw_scan(t.RETIRED))
 
 
-def _take_row(first: _First, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
+def _take_row(log_pass: _LogPass, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
     if row is None or shares_bytes(key, row) or getattr(row, "origin_db_id", key.origin_db_id) != key.origin_db_id:
-        return  # removed in the same cut, or another artifact's bytes
-    own = first.store.url
+        return  # removed in the same cut, or the bytes belong to another artifact
+    own = log_pass.store.url
     namespace = txn.namespace(row.namespace_id) if row.namespace_id else None
     if row.namespace_id and namespace is None:
-        first.is_whole = False  # its row was in what could not be read
+        log_pass.is_whole = False  # the namespace's row was in an object that could not be read
         return
     url, name = remote_name(key, row, namespace, own)
     if row.residency is Residency.LOCAL:
-        first.announced.add((url, name))
+        log_pass.announced.add((url, name))
         return
-    if t.retired_digest("" if url == own else url, name) in first.unneeded:
+    if t.retired_digest("" if url == own else url, name) in log_pass.unneeded:
         return
-    first.places[url, name] = ArtifactLocation(
+    log_pass.places[url, name] = ArtifactLocation(
         key=key,
         residency=Residency.EVICTED,
         local=os.path.join("/", local_name(key, row)),
@@ -352,18 +354,18 @@ def _take_row(first: _First, txn: ReadTxn, key: ArtifactKey, row: Any) -> None:
     )
 
 
-# ── everything else ───────────────────────────────────────────────────────────────────────────────────────────────────
-def _read_objects(first: _First, choose: ChooseRunner, progress: Tick) -> None:
-    """Have the runner read parts, files, and what rows name."""
-    audit = first.audit
-    size = sum(named.size_bytes for named in first.named.values())
-    size += sum(place.size_bytes for place in first.places.values())
+# ── all other objects ─────────────────────────────────────────────────────────────────────────────────────────────────
+def _read_objects(log_pass: _LogPass, choose: ChooseRunner, progress: Tick) -> None:
+    """Let the runner read parts of bases, files, and the objects of rows."""
+    audit = log_pass.audit
+    size = sum(named.size_bytes for named in log_pass.named.values())
+    size += sum(place.size_bytes for place in log_pass.places.values())
     runner = choose(size)
     audit.runner = runner.name
-    audit.objects += len(first.named) + len(first.places)
+    audit.objects += len(log_pass.named) + len(log_pass.places)
     audit.size_bytes += size
-    objects = [ObjectsTask(first.store.url, some) for some in _steps(first.named.values())]
-    places = [VerifyTask(some) for some in _steps(first.places.values())]
+    objects = [ObjectsTask(log_pass.store.url, some) for some in _steps(log_pass.named.values())]
+    places = [VerifyTask(some) for some in _steps(log_pass.places.values())]
     total = max(len(objects) + len(places), 1)
 
     def tick(before: int, done: int) -> None:
@@ -395,38 +397,40 @@ def _add_finding(audit: ArchiveAudit, finding: ArtifactFinding) -> None:
         audit.add(finding.state.name, place.object_key, "; ".join(finding.problems), place.size_bytes)
 
 
-# ── what nothing names ────────────────────────────────────────────────────────────────────────────────────────────────
-def _report_orphans(first: _First, line: Line, listing: ArchiveListing, epochs_of_line: set[int], now_ms: int) -> None:
-    audit, own = first.audit, first.store.url
+# ── orphans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _report_orphans(
+    log_pass: _LogPass, line: Line, listing: ArchiveListing, epochs_of_line: set[int], now_ms: int
+) -> None:
+    audit, own = log_pass.audit, log_pass.store.url
     audit.abandoned = {
         epoch: objects.objects()
         for epoch, objects in listing.epochs.items()
         if epoch not in epochs_of_line and objects.logs
     }
     for key, size in listing.foreign.items():
-        audit.add("ORPHANED", key, "no object of an archive has such a name", size)
+        audit.add("ORPHANED", key, "this is not the name of an archive object", size)
     newest_base = _newest_base(line)
     for epoch, objects in listing.epochs.items():
         if epoch in audit.abandoned:
             continue
         for key, (number, size) in (*objects.parts.items(), *objects.files.items()):
-            if key not in first.named and Position(epoch, number) < newest_base:
+            if key not in log_pass.named and Position(epoch, number) < newest_base:
                 audit.add("ORPHANED", key, "no log object names it; it is trimmed when it is out of the window", size)
-    for page in first.store.list_pages(store_prefix(first.store_id)):
+    for page in log_pass.store.list_pages(store_prefix(log_pass.store_id)):
         for info in page:
-            part = info.key.removeprefix(f"{first.store_id}/").split("/", 1)[0]
+            part = info.key.removeprefix(f"{log_pass.store_id}/").split("/", 1)[0]
             if part not in KNOWN:
-                audit.add("ORPHANED", info.key, "no store has such a name", info.size_bytes)
+                audit.add("ORPHANED", info.key, "this is not the name of a store", info.size_bytes)
             elif part == "e" and info.modified_ms <= now_ms - GRACE_MS:
                 in_epoch = parse_epoch_key(info.key)
                 if in_epoch is not None and in_epoch[1] not in epochs_of_line:
                     audit.abandoned[in_epoch[1]] = audit.abandoned.get(in_epoch[1], 0) + 1
-                elif not _is_named(first, own, info.key, in_epoch[2] if in_epoch is not None else info.key):
-                    audit.add("ORPHANED", info.key, "no row names it", info.size_bytes)
+                elif not _is_named(log_pass, own, info.key, in_epoch[2] if in_epoch is not None else info.key):
+                    audit.add("ORPHANED", info.key, "the manifest has no row for it", info.size_bytes)
 
 
 def _newest_base(line: Line) -> Position:
-    """The log object that the newest base begins with: what is older and unnamed was left by somebody who died."""
+    """Return the first log object of the newest base: older objects that nothing names were left by a process that died."""
     newest = line.newest()
     if newest is None or newest.base == NONE:
         return Position(0, 0)
@@ -434,10 +438,10 @@ def _newest_base(line: Line) -> Position:
     return Position(newest.position.epoch, whole.base.first_log) if whole is not None else Position(0, 0)
 
 
-def _is_named(first: _First, url: str, key: str, suffix: str) -> bool:
+def _is_named(log_pass: _LogPass, url: str, key: str, suffix: str) -> bool:
     return (
-        (url, key) in first.places
-        or (url, key) in first.announced
+        (url, key) in log_pass.places
+        or (url, key) in log_pass.announced
         or is_log_key(suffix)
-        or t.retired_digest("", key) in first.retired
+        or t.retired_digest("", key) in log_pass.retired
     )

@@ -1,6 +1,6 @@
-"""Reading objects of an archive whole, and comparing them with what the log says: parts of bases, tables, compressed segments.
+"""The task that reads objects of an archive and compares them with the log: parts of bases, tables, compressed segments.
 
-An object that cannot be read now is neither good nor bad: the error is the task's. Safe to run on an executor.
+An object that cannot be read now is neither good nor bad: its error fails the task. Safe to run on an executor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STEP_BYTES = 8 * MIB
 
 @dataclass(frozen=True, slots=True)
 class NamedObject:
-    """An object that the log names, and what it must be."""
+    """An object that the log names, with its expected size and digest."""
 
     key: str
     size_bytes: int
@@ -26,7 +26,7 @@ class NamedObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectsTask:
-    """Objects to be read."""
+    """Objects to read and compare."""
 
     url: str
     objects: tuple[NamedObject, ...]
@@ -34,7 +34,7 @@ class ObjectsTask:
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """An object that is not what the log says."""
+    """An object that differs from the log."""
 
     state: str
     """MISSING or ALTERED."""
@@ -44,7 +44,7 @@ class ObjectDifference:
 
 
 def compare_objects(task: ObjectsTask, tools: Tools) -> list[ObjectDifference]:
-    """Read all of them; only differences come back."""
+    """Read the objects completely, and return only those that differ."""
     differences = (
         _difference(named, task.url, tools) and _difference(named, task.url, tools) for named in task.objects
     )
@@ -52,7 +52,7 @@ def compare_objects(task: ObjectsTask, tools: Tools) -> list[ObjectDifference]:
 
 
 def _difference(named: NamedObject, url: str, tools: Tools) -> ObjectDifference | None:
-    """`None` if the object is as it must be. Asked twice before it is reported: bytes may be garbled on their way."""
+    """Return how an object differs from the log, or `None`. Called twice before a report: bytes may be garbled in transit."""
     store = tools.open_store(url)
     try:
         size = store.head(named.key).size_bytes
@@ -63,7 +63,7 @@ def _difference(named: NamedObject, url: str, tools: Tools) -> ObjectDifference 
         for start in range(0, size, STEP_BYTES):
             sha.update(store.get_range(named.key, start, min(STEP_BYTES, size - start)))
     except ObjectNotFound:
-        return ObjectDifference("MISSING", named.key, "the object is not there", named.size_bytes)
+        return ObjectDifference("MISSING", named.key, "the object is missing", named.size_bytes)
     if sha.digest() != named.sha256:
-        return ObjectDifference("ALTERED", named.key, "its SHA-256 is not the one that the log names", size)
+        return ObjectDifference("ALTERED", named.key, "its SHA-256 does not match the log", size)
     return None

@@ -1,13 +1,13 @@
-"""The audit job: reference counts, heads and floors computed again from rows, by the runner, and compared with what is
-stored.
+"""The audit job: recomputes reference counts, heads and floors from rows, on the runner, and compares them with the stored
+values.
 
-It changes nothing; `quire manifest check --fix` mends what can be mended. The result has the first `LISTED_MAX` differences,
-and how many there were. A table that cannot be read is a difference, too (K1), and the others are compared.
+It changes nothing; `quire manifest check --fix` repairs what can be repaired. The result has the first `LISTED_MAX` differences
+and their total number. A table that cannot be read is a difference, too (K1), and the other tables are compared.
 
-All rows are of one transaction: what is committed meanwhile cannot look like a difference. They are sent to the runner as
-numbers, a wave at a time, with what is about one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same wave, so that the
-driver's memory does not grow with them. Pages come in order, so they are read once; references do not, so they are read once
-more for each wave (`jobs/row_groups.py`).
+All rows are read in one transaction, so a concurrent commit cannot look like a difference. They are sent to the runner as
+numbers, a wave at a time, with all rows of one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same wave, so that the driver's
+memory does not grow with the store. Pages are in order, so they are read once; references are not, so they are read again for
+each wave (`jobs/row_groups.py`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from quire.manifest.reads import ReadTxn
 
 LISTED_MAX = 1_000
 BYTES_A_ROW = 256
-"""What comparing a row costs, as if it were so many bytes of a file: a million rows are worth a cluster."""
+"""Bytes of work that one row counts as when a runner is chosen: a million rows are worth a cluster."""
 
 
 def audit_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Compare what rows say with what they add up to."""
+    """Compare stored counts, heads and floors with those computed from rows."""
     runner_name = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
         total, done, rows = work(txn), 0, 0
@@ -65,22 +65,22 @@ def audit_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_ROWS = 8_192
 WAVE_ROWS = 4_000_000
-"""Versions of pages that are compared in one run of the runner: 128 MB of numbers."""
+"""Page versions that one call of the runner compares: 128 MB of numbers."""
 
 REFERENCE_ROWS = 5_000_000
-"""References, counts and catalog rows that are compared in one run of the runner: 120 MB of numbers."""
+"""References, counts and catalog rows that one call of the runner compares: 120 MB of numbers."""
 
 END = (1 << 64) - 1
-"""A border behind everything: no database has all ids."""
+"""A border after every page key: no database uses the highest id."""
 
 WHAT = {
-    "R1": "its reference count is {have}, it is held {want} times",
-    "S2": "something refers to it, and it is not in the catalog",
-    "R4": "nothing refers to it, and nothing will delete it",
+    "R1": "its reference count is {have}, but it is held {want} times",
+    "S2": "it is referenced but not in the catalog",
+    "R4": "it is unreferenced, and nothing will delete it",
     "P1": "the head of a page is {have}, its newest version {want} (lsn, segment)",
-    "L1": "the floor of a database is {have}, by its WAL it is within {want}",
+    "L1": "the floor of a database is {have}, but its WAL puts it within {want}",
 }
-"""Rule → what a difference says."""
+"""Rule → text of a difference."""
 
 
 _REFERRING: tuple[t.Table[Any], ...] = (
@@ -91,27 +91,27 @@ _PAGES: tuple[t.Table[Any], ...] = (t.PAGE_VERSION_INDEX, t.PAGE_VERSION_HEAD)
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """What is compared in one run of the runner."""
+    """The input of one call of the runner."""
 
     blocks: list[RowBlock]
     done: int
-    """How much of `work` is done when this is."""
+    """The part of `work` that is done after this wave."""
     unread: str = ""
-    """Why there is no more of it."""
+    """Why the rest could not be read; empty if it could."""
 
     @property
     def rows(self) -> int:
-        """How many rows of the manifest this is about, each reference counted."""
+        """Number of manifest rows in this wave, with each reference counted."""
         return sum(int(block.rows[:, 2].sum()) if block.sort == "held" else len(block.rows) for block in self.blocks)
 
 
 def work(txn: ReadTxn) -> int:
-    """How much there is to compare, about: in rows, by the sizes of tables."""
+    """Return the approximate number of rows to compare, from the sizes of the tables."""
     return max(1, sum(txn.count(table) for table in (*_REFERRING, *_PAGES)))
 
 
 def waves(txn: ReadTxn) -> Iterator[Wave]:
-    """Everything that is compared by the runner, as much at a time as memory should hold."""
+    """Yield everything that the runner compares, in waves of bounded memory."""
     referring = sum(txn.count(table) for table in _REFERRING)
     for compared, done, read_waves in (("references", referring, _reference_waves), ("pages", work(txn), _page_waves)):
         try:
@@ -139,7 +139,7 @@ def _page_waves(txn: ReadTxn, done: int) -> Iterator[Wave]:
 
 
 class _Sorted:
-    """Blocks of pages in the order of their keys, taken up to a border."""
+    """Blocks of page rows in key order, taken up to a border."""
 
     def __init__(self, blocks: Iterator[RowBlock]) -> None:
         self._blocks = blocks
@@ -147,7 +147,8 @@ class _Sorted:
         self.border = 0
 
     def fill(self, rows: int) -> bool:
-        """Hold at least so many rows, and more than one piece; whether there were as many. `border` is the last piece's."""
+        """Read until at least `rows` rows and more than one piece are held; return whether that succeeded. `border` is the
+        start of the last piece."""
         held = sum(len(block.rows) for block in self._held)
         for block in self._blocks:
             self._held.append(block)
@@ -159,7 +160,7 @@ class _Sorted:
         return False
 
     def take(self, border: int) -> list[RowBlock]:
-        """The rows before a border."""
+        """Return the rows before a border."""
         taken: list[RowBlock] = []
         while (block := self._next()) is not None:
             place = int(np.searchsorted(_page_key(block.rows), np.uint64(border)))
@@ -175,7 +176,7 @@ class _Sorted:
 
 
 def _page_key(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """(database, page) as one number."""
+    """Return (database, page) of each row as one number."""
     key: NDArray[np.uint64] = rows[:, 0] << np.uint64(32) | rows[:, 1]
     return key
 
@@ -197,7 +198,7 @@ def _pages(txn: ReadTxn, sort: str, table: t.Table[Any]) -> Iterator[RowBlock]:
 
 
 def floors(txn: ReadTxn) -> Iterator[Difference]:
-    """Floors outside the range between what was absorbed and what was published."""
+    """Yield floors outside the range from the last absorbed to the last published lsn."""
     for (db_id,), row in txn.scan(t.SNAPSHOT_FLOOR):
         wal = txn.wal_state(db_id)
         low, high = (wal.checkpointed_lsn, wal.last_applied_lsn) if wal is not None else (0, 0)
@@ -206,12 +207,12 @@ def floors(txn: ReadTxn) -> Iterator[Difference]:
 
 
 def described_unread(wave: Wave) -> dict[str, Any]:
-    """What could not be read, as a row of the audit's table."""
+    """Return the row of the audit's table for a wave that could not be read."""
     return {"state": "K1", "what": wave.unread}
 
 
 def described(difference: Difference) -> dict[str, Any]:
-    """A difference as a row of the audit's table."""
+    """Return a difference as a row of the audit's table."""
     have, want = (_plain(numbers) for numbers in (difference.have, difference.want))
     what = WHAT[difference.rule].format(have=have, want=want)
     if difference.rule == "P1":

@@ -1,13 +1,13 @@
-"""The grouping half of the audit: references, counts and versions are brought together by what they are about, and compared.
+"""The task of the audit job: groups references, counts and versions by artifact or page, and compares them.
 
 Terms
   code      an artifact as two numbers, as `manifest/holders.py` makes them: (origin << 24 | kind << 16 | delta, id << 32 |
             generation)
-  sort      of rows: "held" (how often some rows refer to an artifact), "stored" (a reference count), "row" (a catalog row),
-            "version" and "head" (of a page)
+  sort      the kind of a row: "held" (how often some rows refer to an artifact), "stored" (a reference count), "row" (a catalog
+            row), "version" and "head" (of a page)
 
-Blocks are split by database and a piece of its ids or pages, so that many tasks compare a large database, and none holds more
-than a piece. Only differences leave the executor. Safe to run on an executor.
+Blocks are split by database and by pieces of its ids or pages, so that many tasks compare a large database, and no task holds
+more than one piece. Only differences leave the executor. Safe to run on an executor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from quire.core.ids import ArtifactKind
 from quire.jobs.runner import Key, Tools
 
 PIECE_BITS = 14
-"""Pages of one database that are compared together: 2^14."""
+"""A piece has 2^14 pages of one database."""
 
 ID_BITS = 10
-"""Ids of artifacts of one database that are compared together: 2^10. Each may have as many generations as it has snapshots."""
+"""A piece has 2^10 artifact ids of one database. Each id may have as many generations as the database has snapshots."""
 
 Pair = tuple[int, int]
 Numbers = NDArray[np.uint64]
@@ -38,13 +38,13 @@ class RowBlock:
 
     sort: str
     rows: Numbers
-    """(code, code, count); of pages (db_id, page, lsn, segment)."""
+    """(code, code, count); for pages (db_id, page, lsn, segment)."""
     db_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What does not agree."""
+    """A stored value that differs from the computed one."""
 
     rule: str
     subject: tuple[int, ...]
@@ -54,13 +54,13 @@ class Difference:
 
 
 def piece_of(rows: Numbers) -> Numbers:
-    """The piece of each reference, as one number: in the order of databases and ids."""
+    """Return the piece of each reference as one number, ordered by database and id."""
     pieces: Numbers = rows[:, 0] >> np.uint64(24) << np.uint64(32) | rows[:, 1] >> np.uint64(32 + ID_BITS)
     return pieces
 
 
 def split_block(block: RowBlock, _tools: Tools) -> Iterator[tuple[Key, tuple[str, NDArray[np.uint64]]]]:
-    """Cut a block by database and piece of its ids or pages, so that no task holds more than one piece."""
+    """Cut a block by database and piece of ids or pages, so that no task holds more than one piece."""
     rows = block.rows
     if not len(rows):
         return
@@ -80,7 +80,7 @@ def split_block(block: RowBlock, _tools: Tools) -> Iterator[tuple[Key, tuple[str
 def join_blocks(
     _key: Key, _task: None, parts: list[tuple[str, NDArray[np.uint64]]], _tools: Tools
 ) -> tuple[Difference, ...]:
-    """Compare what came together under one key."""
+    """Compare the rows of one key."""
     by_sort: dict[str, list[NDArray[np.uint64]]] = {}
     for sort, rows in parts:
         by_sort.setdefault(sort, []).append(rows)
@@ -91,27 +91,29 @@ def join_blocks(
 
 
 def _counts(joined: dict[str, Numbers]) -> Iterator[Difference]:
-    """R1: a count is the number of holders. S2: what is held has a row. R4: what has a row is, or was, held."""
+    """Check R1: a count is the number of holders; S2: a held artifact has a row; R4: an artifact with a row is or was held."""
     held, stored, rows = (_by_code(joined.get(sort, np.zeros((0, 3), np.uint64))) for sort in ("held", "stored", "row"))
     if np.array_equal(held, stored[stored[:, 2] > 0]) and np.array_equal(rows[:, :2], stored[:, :2]):
         return
-    yield from _looked_at(*({(a, b): count for a, b, count in counts.tolist()} for counts in (held, stored, rows)))
+    yield from _differences_by_code(
+        *({(a, b): count for a, b, count in counts.tolist()} for counts in (held, stored, rows))
+    )
 
 
-def _looked_at(held: dict[Pair, int], stored: dict[Pair, int], rows: dict[Pair, int]) -> Iterator[Difference]:
-    """The same, one by one: they are not all equal."""
+def _differences_by_code(held: dict[Pair, int], stored: dict[Pair, int], rows: dict[Pair, int]) -> Iterator[Difference]:
+    """Check the same rules code by code, after the arrays turned out to differ."""
     for code in sorted(held.keys() | {code for code, count in stored.items() if count}):
         if held.get(code, 0) != stored.get(code, 0):
             yield Difference("R1", code, (stored.get(code, 0),), (held.get(code, 0),))
     for code in sorted(held.keys() - rows.keys()):
         yield Difference("S2", code, (0,), (1,))
     for code in sorted(rows.keys() - held.keys() - stored.keys()):
-        if code[0] >> 16 & 0xFF != ArtifactKind.NAMESPACE:  # a namespace may wait for its first artifact
+        if code[0] >> 16 & 0xFF != ArtifactKind.NAMESPACE:  # a namespace may not have an artifact yet
             yield Difference("R4", code, (1,), (0,))
 
 
 def _by_code(rows: Numbers) -> Numbers:
-    """The sum of each code's counts, by code."""
+    """Return the sum of each code's counts, ordered by code."""
     if not len(rows):
         return rows
     rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
@@ -120,7 +122,7 @@ def _by_code(rows: Numbers) -> Numbers:
 
 
 def _heads(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
-    """P1: a page's head is its newest version."""
+    """Check P1: a page's head is its newest version."""
     newest = _by_page(joined.get("version", np.zeros((0, 4), np.uint64)))
     heads = _by_page(joined.get("head", np.zeros((0, 4), np.uint64)))
     if np.array_equal(newest, heads):
@@ -133,7 +135,7 @@ def _heads(joined: dict[str, NDArray[np.uint64]]) -> Iterator[Difference]:
 
 
 def _by_page(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The newest row of each page, by page."""
+    """Return the newest row of each page, ordered by page."""
     rows = rows[np.lexsort((rows[:, 3], rows[:, 2], rows[:, 1], rows[:, 0]))]
     last = np.ones(len(rows), np.bool_)
     last[:-1] = (rows[1:, :2] != rows[:-1, :2]).any(axis=1)

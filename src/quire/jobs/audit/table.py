@@ -1,11 +1,11 @@
-"""Differences as a table: what rows, bytes and listings disagree about, for Parquet files and DataFrames.
+"""The audit's table: differences between rows, bytes and listings, for Parquet files and DataFrames.
 
 Columns
-  state        MISSING and ALTERED (by their bytes), UNLISTED (no object by its listing), ORPHANED (no row), or a rule's number
-  artifact     the artifact's name; empty for a rule that is about something else
-  what         in words
-  size_bytes   of the artifact or object
-  verified_ms  when its bytes were last looked at; 0: never
+  state        MISSING and ALTERED (by the bytes), UNLISTED (no object in the listing), ORPHANED (no row), or a rule's number
+  artifact     the artifact's name; empty for a rule that is not about an artifact
+  what         the difference as text
+  size_bytes   size of the artifact or object
+  verified_ms  when the bytes were last verified; 0: never
 
 Importing it does not load pyarrow.
 """
@@ -29,7 +29,7 @@ COLUMNS = ("state", "artifact", "what", "size_bytes", "verified_ms")
 
 
 def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
-    """Every artifact whose last verification was bad."""
+    """Yield a row for every artifact whose last verification found damage."""
     for key, row in artifacts(txn):
         if row.verify_state in (VerifyState.MISSING, VerifyState.ALTERED):
             yield {
@@ -42,7 +42,7 @@ def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
 
 
 COUNTED_RULES = frozenset({"R1", "R4", "S2", "P1", "P2"})
-"""Rules of the manifest that the audit job looks at, on executors if need be."""
+"""Rules of the manifest that the audit job checks, on executors if necessary."""
 
 
 def audit_table(
@@ -51,17 +51,17 @@ def audit_table(
     swept: dict[str, Any],
     counted: Iterable[dict[str, Any]] = (),
 ) -> pa.Table:
-    """All of it: broken rules, counts that came out differently, bad artifacts, and what a sweep found."""
+    """Return the table of broken rules, differing counts, damaged artifacts, and the findings of a sweep."""
     rows: list[dict[str, Any]] = [{"state": problem.rule, "what": str(problem)} for problem in problems]
     rows += counted
     rows += bad
-    rows += [{"state": "UNLISTED", "what": "its object is not there", **row} for row in swept.get("missing", ())]
-    rows += [{"state": "ORPHANED", "what": "no row speaks of it", **row} for row in swept.get("orphans", ())]
+    rows += [{"state": "UNLISTED", "what": "its object is missing", **row} for row in swept.get("missing", ())]
+    rows += [{"state": "ORPHANED", "what": "the manifest has no row for it", **row} for row in swept.get("orphans", ())]
     return as_table(rows)
 
 
 def as_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
-    """Rows with some of the columns, as Arrow."""
+    """Return rows, each with some of the columns, as an Arrow table."""
     import pyarrow as pa
 
     kinds = (pa.string(), pa.string(), pa.string(), pa.int64(), pa.int64())
@@ -75,7 +75,7 @@ def as_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
 
 
 def write_report(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """The rows as a Parquet file."""
+    """Write the rows to a Parquet file."""
     import pyarrow.parquet as parquet
 
     parquet.write_table(as_table(rows), path)

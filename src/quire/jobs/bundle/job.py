@@ -1,14 +1,14 @@
-"""The bundle job: old chunks of manifest logs become weekly bundles, of one stream or of all live ones.
+"""The bundle job: combines old chunks of manifest logs into weekly bundles, for one stream or for all live ones.
 
-Payload: `period_seconds` instead of a week, `runner`. Listing, reading and writing is the runner's (ten thousand listings are
-no work for a driver); the records are the owner's. A log that cannot be bundled keeps no other from it; the attempt has then
-failed.
+Payload: `period_seconds` instead of a week, `runner`. The runner lists, reads and writes (ten thousand listings are too much
+for a driver); the owner writes the records. A log that cannot be bundled does not prevent the bundling of other logs, but the
+attempt then fails.
 
     Tier2DeleteQueued ──▶ the objects are deleted ──▶ Tier2Deleted
 
-What a bundle supersedes is retired by records in the stream's own log: a stream that is open is asked, another one is opened
-for the moment. What is there after a crash:
-  bundles made             objects that nobody needs yet; the next attempt adopts them, byte for byte
+The chunks that a bundle supersedes are retired by records in the stream's own log; a stream that is closed is opened
+temporarily. The state after a crash:
+  bundles made             objects that nothing needs yet; the next attempt adopts them, byte for byte
   queued, some deleted     a queue in the stream's log, which its next tick drains
 
 Raises `StalePlan`, and what log and object store raise.
@@ -34,7 +34,7 @@ from quire.stream.mlog_modes import Mode
 
 
 def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Make the bundles that are due, and retire what they hold."""
+    """Make the bundles that are due, and retire the chunks that they contain."""
     given = options(job, runner="", period_seconds=0.0)
     with ctx.manifest.read() as txn:
         tasks = listing_tasks(ctx, txn, job.db_id, given["period_seconds"] or ctx.bundle_seconds)
@@ -53,7 +53,7 @@ def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     results = [BundleResult(task=task, key="", record_count=0, size_bytes=0) for log in logs for task in log.left_over]
     runner = ctx.choose_runner(given["runner"], sum(log.size_bytes for log in logs), label="quire-bundle")
     if wanted:
-        ctx.before_put()  # tasks on executors cannot ask
+        ctx.before_put()  # tasks on executors cannot check for fencing themselves
     for bundled in runner.map(make, wanted, tick=progress):
         if bundled.error is not None:
             first = _note(total, wanted[bundled.key].task.stream_id, bundled.error, first)
@@ -70,7 +70,7 @@ def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         except (StoreClosed, StoreUnusable):
             raise
         except UnknownDatabase:
-            continue  # it was dropped meanwhile: its objects go with it
+            continue  # the stream was dropped in the meantime, and its objects with it
         except QuireError as error:
             first = _note(total, result.task.stream_id, error, first)
     if first is not None:
@@ -79,7 +79,7 @@ def bundle_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _note(total: dict[str, Any], stream_id: int, error: QuireError, first: QuireError | None) -> QuireError:
-    """Record that a log could not be bundled; the others go on, and the attempt fails at its end."""
+    """Record that a log could not be bundled; the run continues with other logs, and the attempt fails at its end."""
     total["failed"].append(stream_id)
     emit("warning", "stream.mlog.bundle_failed", stream=stream_id, error=str(error))
     return first or error
@@ -87,11 +87,11 @@ def _note(total: dict[str, Any], stream_id: int, error: QuireError, first: Quire
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 STREAM_BYTES = 1 << 20
-"""What looking at one stream counts for when a runner is chosen: from 256 streams on it is Spark's, if that is left open."""
+"""Bytes of work that the listing of one stream counts as when a runner is chosen: `auto` uses Spark from 256 streams on."""
 
 
 def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: float) -> list[LookTask]:
-    """One task for each log; `db_id` 0: of all streams."""
+    """Return one task for each log; `db_id` 0 means all streams."""
     now = ctx.clock.now_ms()
     tasks = []
     for stream_id, record in txn.databases():
@@ -113,7 +113,7 @@ def listing_tasks(ctx: JobContext, txn: ReadTxn, db_id: int, period_seconds: flo
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def retire(engine: StreamEngine, result: BundleResult) -> int:
-    """Let go the chunks that a bundle holds; how many. None, if the stream's log is switched off."""
+    """Retire the chunks that a bundle contains; return how many: 0 if the stream's log is switched off."""
     stream_id = result.task.stream_id
     with engine.borrowed(stream_id) as (stream, is_open):
         if stream.mode is Mode.OFF:

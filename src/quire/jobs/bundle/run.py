@@ -1,6 +1,6 @@
-"""Looking which bundles of a manifest log are due, and making one: what the bundle job does on executors.
+"""Tasks of the bundle job: find the bundles of a manifest log that are due, and make one.
 
-A listing never leaves its task. The same chunks give the same bytes, so a task that is repeated adopts what is there
+A listing never leaves its task. The same chunks give the same bytes, so a repeated task adopts the existing object
 (`stream/mlog_bundle.py`). Safe to run on an executor. Raises `ManifestIntegrityError`, `StalePlan`, and what the object store
 raises.
 """
@@ -17,7 +17,7 @@ from quire.stream.mlog_tier2 import LogObjects
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookTask:
-    """A log to look at."""
+    """A manifest log to list."""
 
     stream_id: int
     url: str
@@ -28,13 +28,13 @@ class LookTask:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What is to be done about a log."""
+    """The bundles of a log that are due, and those that an earlier job has left."""
 
     stream_id: int
     due: tuple[BundleTask, ...]
     left_over: tuple[BundleTask, ...]
     size_bytes: int
-    """Of the chunks that are due."""
+    """Bytes of the chunks that are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def list_log_objects(task: LookTask, tools: Tools) -> Looked:
 
 
 def make(task: MakeTask, tools: Tools) -> BundleResult:
-    """Read chunks and write one bundle; a repeated task gives the same bytes and adopts what is there."""
+    """Read chunks and write one bundle; a repeated task produces the same bytes and adopts the existing object."""
     bundle = run(task.task, tools.open_store(task.url))
     hit("jobs.bundle.made")
     return bundle

@@ -1,18 +1,18 @@
 """The checkpoint and merge jobs: plan, store the plan, run it, publish in the transaction that ends the job.
 
-What is there after a crash, step by step
+The state after a crash, step by step
   versions kept            an expiring snapshot of the old live set (`plan.py`); the next attempt finds it and makes no other
-  before `BeginPlan`       nothing; the next attempt plans anew
-  plan stored, running     some objects of the burned generation; the next attempt builds the same plan from the same segments
-                           and adopts them (P11), or abandons it and has them deleted (P10)
+  before `BeginPlan`       nothing; the next attempt makes a new plan
+  plan stored, running     some objects of the plan's generation; the next attempt builds the same plan from the same segments
+                           and adopts them (P11), or abandons the plan and has them deleted (P10)
   published                everything, in one transaction with the end of the job
 
-A stored plan is run again only if building it again gives the same digest and names; otherwise it is abandoned. Another job's
-plan is abandoned when that job has ended, and waited for until then. Every commit on the way holds the job's lease
-(`commit_step`), and publishing needs the running attempt: a worker that lost its job stores, abandons and publishes nothing.
-What a checkpoint absorbed leaves the page index afterwards, in a truncate job: readers may still be at it (P8).
+A stored plan is run again only if rebuilding it gives the same digest and names; otherwise it is abandoned. Another job's plan
+is abandoned when that job has ended, and waited for until then. Every intermediate commit renews the job's lease
+(`commit_step`), and publishing requires the current attempt: a worker that has lost its job stores, abandons and publishes
+nothing. Absorbed rows are removed from the page index afterwards, by a truncate job: readers may still use them (P8).
 
-A runner that does not see the store's files gets the segments as objects, which are uploaded first.
+For a runner that does not see the store's files, the segments are uploaded first and read as objects.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ from quire.pages.catalog import chunk_place, segment_place
 from quire.pages.changes import history_after, rows_of
 
 TAKEN_MS = 1_000
-"""How long a job waits that finds another one's plan running on its database."""
+"""How long a job is deferred while another job's plan is running on its database."""
 
 
 Choose = Callable[[int], Runner]
-"""The runner for so many bytes."""
+"""Returns the runner for this many bytes of work."""
 
 
 def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Absorb what is sealed and below the floor into chunks; of a stream, publish its sealed segments as chunks."""
+    """Absorb sealed segments up to the floor into chunks; for a stream, publish its sealed segments as chunks."""
     given = options(job, sealed_only=False, runner="")
     with ctx.manifest.read() as txn:
         record = txn.database(job.db_id)
@@ -93,13 +93,13 @@ def checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def merge_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Rewrite slots whose chains have grown."""
+    """Rewrite slots with long or heavy chains."""
     runner_name = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")["runner"]
     return _run(ctx, job, progress, chooser(ctx, runner_name))
 
 
 def chooser(ctx: JobContext, runner_name: str) -> Choose:
-    """Choose the runner by name and size, once: an attempt counts and writes with the same one."""
+    """Return a function that chooses the runner by name and size once, so that an attempt counts and writes with the same."""
     chosen: list[Runner] = []
 
     def runner_for(size_bytes: int) -> Runner:
@@ -123,13 +123,13 @@ def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> O
             except IllegalTransition:
                 if not _is_taken(ctx, job.db_id):
                     raise
-                return Deferred(ctx.clock.now_ms() + TAKEN_MS)  # another job's plan was stored while ours was made
+                return Deferred(ctx.clock.now_ms() + TAKEN_MS)  # another job stored its plan while this one was made
     if plan is None:
         return Completed({"slots": 0, **({} if is_merge(job) else waiting_for_readers(ctx, job.db_id))})
     hit("jobs.checkpoint.planned")
     runner = runner_for(plan.read_bytes)
     with span("Checkpoint.write", db_id=job.db_id, slots=len(plan.tasks), bytes=plan.read_bytes, runner=runner.name):
-        ctx.before_put()  # tasks on executors cannot ask
+        ctx.before_put()  # tasks on executors cannot check for fencing themselves
         results = _write(plan, runner, progress)
     hit("jobs.checkpoint.written")
     with span("Checkpoint.publish", db_id=job.db_id, generation=plan.generation, covered_lsn=plan.covered_lsn):
@@ -137,24 +137,24 @@ def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> O
 
 
 def is_merge(job: Job) -> bool:
-    """Whether a job merges, and does not checkpoint."""
+    """Return whether a job is a merge, not a checkpoint."""
     return job.kind is JobKind.MERGE
 
 
 def counter_for(ctx: JobContext, runner: Runner, segments: Iterable[tuple[int, WalRecord]]) -> Runner:
-    """Who counts what changed: this process, unless there is so much that it is better shared (docs/decisions/010)."""
+    """Return the runner that counts changed pages: this process, unless the WAL is too large for it (docs/decisions/010)."""
     frames = sum(row.last_lsn - row.first_lsn + 1 for _, row in segments)
     return ctx.thread_runner("quire-count") if frames <= limits.COUNT_HERE_FRAMES else runner
 
 
 def count_dirty(runner: Runner, inputs: Sequence[SegmentInput]) -> dict[int, Dirty]:
-    """What changed of each slot of one database."""
+    """Count the changes of each slot of one database."""
     answers = runner.regroup(split_pages, inputs, join_pages)
     return {answer.key[1]: answer.result() for answer in answers}
 
 
 def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -> list[SegmentInput]:
-    """The same inputs, at places where the runner can read them: those that are only files are uploaded first."""
+    """Return the inputs at places that the runner can read: segments that are only files are uploaded first."""
     inputs = list(inputs)
     wanted = {
         (segment.place.origin_db_id, segment.place.segment_id) for segment in inputs if not segment.place.object_key
@@ -175,7 +175,8 @@ def reachable(ctx: JobContext, runner: Runner, inputs: Iterable[SegmentInput]) -
 
 
 def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[SlotResult]:
-    """The plan's objects, in the order of its tasks. If it fails, no more slots are started; those under way are waited for."""
+    """Write the plan's objects; return results in the order of its tasks. After a failure no further slot is started, and those
+    in progress are waited for."""
     tasks = {(plan.db_id, task.key.id): task for task in plan.tasks}
     written = {
         answer.key: answer.result()
@@ -185,8 +186,8 @@ def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[Slo
 
 
 def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[SlotResult]) -> Outcome:
-    """The end of the job, with everything that becomes true with it."""
-    ctx.before_put()  # writing may have taken long: what a fenced owner wrote is not published
+    """Return the outcome that ends the job and publishes its chunks."""
+    ctx.before_put()  # writing may have taken long: a fenced owner must not publish
     manifest, db_id = ctx.manifest, plan.db_id
     with manifest.read() as txn:
         ops, origins = publish_ops(txn, plan, results, job.record.attempt, ctx.clock.now_ms())
@@ -216,13 +217,13 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
 
 
 def _payload_after(job: Job) -> dict[str, Any]:
-    """What the next job is told that goes on where this one ended."""
+    """Return the payload of the job that continues where this one ends."""
     given: dict[str, Any] = job.payload or {}
     return given if is_merge(job) else {**given, "sealed_only": True}
 
 
 def _has_long_chain(ctx: JobContext, txn: ReadTxn, plan: CheckpointPlan, results: Sequence[SlotResult]) -> bool:
-    """Whether the checkpoint leaves a chain that is to be merged."""
+    """Return whether the checkpoint leaves a chain that is due for a merge."""
     settings = ctx.settings
     for task, result in zip(plan.tasks, results, strict=True):
         before = txn.chain(plan.db_id, task.key.id)
@@ -257,25 +258,25 @@ def _begin(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | No
         return None
     commit_step(ctx, job, [begin_op(ctx, job, plan)])
     hit("jobs.checkpoint.begun")
-    tell_begun(plan)
+    emit_begun(plan)
     return plan
 
 
 def frames_max(runner_for: Choose, waiting_bytes: int) -> int:
-    """How much one plan takes of so much WAL: more than the usual where the rows do not come to this process."""
+    """Return how many frames one plan takes: more on Spark, where the rows are not sent to this process."""
     return limits.SPARK_FRAMES_MAX if runner_for(waiting_bytes).name == "spark" else limits.PLAN_FRAMES_MAX
 
 
 def begin_op(ctx: JobContext, job: Job, plan: CheckpointPlan) -> Op:
-    """What stores a plan."""
+    """Return the operation that stores a plan."""
     readers = engine_of(ctx).readers(plan.db_id) if plan.segments else []
     newest = max((lease.lsn for lease in readers), default=0)
     record = plan.record(job.job_id, job.record.attempt, ctx.clock.now_ms())
     return BeginPlan(plan.db_id, plan.generation, record, newest)
 
 
-def tell_begun(plan: CheckpointPlan) -> None:
-    """Say which segments are taken."""
+def emit_begun(plan: CheckpointPlan) -> None:
+    """Emit an event for each segment of a plan."""
     for segment_id in plan.segments:
         emit("info", "wal.checkpoint_ready", db_id=plan.db_id, segment_id=segment_id, generation=plan.generation)
 
@@ -287,7 +288,7 @@ def _planned(
     runner_for: Choose,
     stored: tuple[int, PlanRecord] | None = None,
 ) -> CheckpointPlan:
-    """The plan for these segments: the next one, or the one that is stored under this generation."""
+    """Build the plan for these segments: a new one, or the one that is stored under this generation."""
     runner = runner_for(sum(row.used_bytes for _, row in segments))
     with ctx.manifest.read() as txn:
         shape = shape_of(txn, db_id, ctx.objects_url)
@@ -300,13 +301,13 @@ def _planned(
 
 
 def merge_rule(job: Job) -> dict[str, Any]:
-    """Which chains a merge is about: all of them, if nobody said otherwise."""
+    """Return which chains a merge rewrites: all of them, unless the payload limits it."""
     given = options(job, chain_min=MERGE_ALL, ratio=0.0, runner="")
     return {name: given[name] for name in ("chain_min", "ratio")}
 
 
 def _resume(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
-    """The plan an earlier attempt has stored, built again; abandoned if it comes out differently."""
+    """Rebuild the plan that an earlier attempt has stored; abandon it and return `None` if it comes out differently."""
     db_id = job.db_id
     for generation, record in stored_plans(ctx, db_id):
         if record.job_id == job.job_id:
@@ -321,26 +322,26 @@ def _resume(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | N
 
 
 def stored_plans(ctx: JobContext, db_id: int) -> list[tuple[int, PlanRecord]]:
-    """(generation, plan) of what is stored for a database."""
+    """Return (generation, plan) of the plans that are stored for a database."""
     with ctx.manifest.read() as txn:
         return [(key[1], record) for key, record in txn.scan(t.CHECKPOINT_PLAN, db_id)]
 
 
 def abandon(ctx: JobContext, job: Job, generation: int) -> None:
-    """Give a plan up: what was written under it is deleted."""
+    """Abandon a plan, and enqueue the deletion of its objects."""
     commit_step(ctx, job, [AbandonPlan(job.db_id, generation), *ctx.manifest.jobs.deletions([job.db_id])])
     hit("jobs.checkpoint.abandoned")
     emit("info", "checkpoint.plan_abandoned", db_id=job.db_id, generation=generation)
 
 
 def _is_taken(ctx: JobContext, db_id: int) -> bool:
-    """Whether another job's plan is running on the database: there is one at a time, and waiting for it is no failure."""
+    """Return whether another job's plan is running on the database. There is one at a time, and waiting is not a failure."""
     with ctx.manifest.read() as txn:
         return next(iter(txn.raw_scan(t.CHECKPOINT_PLAN, db_id)), None) is not None
 
 
 def has_ended(ctx: JobContext, job_id: int) -> bool:
-    """Whether nobody will come back to a plan of this job. One that waits for its next attempt will."""
+    """Return whether a job will never resume its plan. A job that waits for its next attempt will."""
     with ctx.manifest.read() as txn:
         owner = txn.job(job_id)
     return owner is None or owner.finished_at_ms > 0
@@ -349,7 +350,7 @@ def has_ended(ctx: JobContext, job_id: int) -> bool:
 def _rebuild(
     ctx: JobContext, job: Job, generation: int, record: PlanRecord, runner_for: Choose
 ) -> CheckpointPlan | None:
-    """Build a stored plan again; `None` if its digest or names come out differently."""
+    """Rebuild a stored plan; `None` if its digest or names come out differently."""
     db_id = job.db_id
     with ctx.manifest.read() as txn:
         if is_merge(job):
@@ -362,14 +363,14 @@ def _rebuild(
 
 
 def segments_of(txn: ReadTxn, db_id: int, record: PlanRecord) -> list[tuple[int, WalRecord]]:
-    """The segments of a stored plan; none if one of them is gone."""
+    """Return the segments of a stored plan; an empty list if one of them is gone."""
     rows = [(segment_id, txn.get(t.WAL_CATALOG, db_id, segment_id)) for segment_id in record.segments]
     present = [(segment_id, row) for segment_id, row in rows if row is not None]
     return present if len(present) == len(rows) else []
 
 
 def is_same(plan: CheckpointPlan, record: PlanRecord) -> bool:
-    """Whether a plan that was built again is the one that was stored."""
+    """Return whether a rebuilt plan is the one that was stored."""
     again = plan.record(record.job_id, record.attempt, record.created_at_ms)
     return plan.digest == record.digest and again.artifacts == record.artifacts
 
@@ -378,9 +379,9 @@ def is_same(plan: CheckpointPlan, record: PlanRecord) -> bool:
 def publish_ops(
     txn: ReadTxn, plan: CheckpointPlan, results: Sequence[SlotResult], attempt: int, now_ms: int
 ) -> tuple[list[Op], set[int]]:
-    """The batch, planned on what `txn` shows, and the databases whose artifacts it lets go.
+    """Return the batch, based on the state in `txn`, and the databases whose artifacts it releases.
 
-    It fails as a whole (`StalePlan`) if the job's attempt is over, or a leaf is not the one the plan saw.
+    The batch fails as a whole (`StalePlan`) if the job's attempt is over, or a leaf is not the one in the plan.
     """
     ops: list[Op] = []
     leaves: dict[int, Leaf] = {}
@@ -431,14 +432,14 @@ def _row(txn: ReadTxn, task: SlotTask, result: SlotResult, before: Chain, now_ms
         record = ChunkRecord(remote, size, now_ms, changes=changes, **common)
         return PutChunk(key.origin_db_id, key.id, key.generation, record)
     if not before or before[0].generation != task.base_generation:
-        raise StalePlan("the base that a delta was made for is gone", hint="plan again", artifact=key)
+        raise StalePlan("the base of a delta no longer exists", hint="plan again", artifact=key)
     base = before[0]
     delta = DeltaRecord(base.generation, remote, size, now_ms, dirty_pages=result.bitmap, **common)
     return PutDelta(key.origin_db_id, key.id, key.generation, key.delta_id, base.origin_db_id, delta)
 
 
 def chain_after(task: SlotTask, before: Chain) -> Chain:
-    """The chain of a slot once its task is published."""
+    """Return the chain of a slot after its task is published."""
     key = task.key
     link = Link(key.kind, key.origin_db_id, key.generation, task.covered_lsn, key.delta_id)
     return (link,) if key.kind is ArtifactKind.BASE else (*before, link)

@@ -1,11 +1,10 @@
-"""Checkpoints or merges of many databases in one run: each is its own job, the work of all is two steps of one runner (K1).
+"""Checkpoints or merges of many databases in one run: each has its own job, the work of all is two calls of one runner (K1).
 
-Every step is for all databases at once: draft, count, store the plans, write, publish. Index rows are counted in one action
-of the runner, slots written in another; commits are pipelined. For each database it is the same as when its job runs alone
-(`job.py`); a job that is put back goes on from its stored plan, in whatever run takes it next.
+Every step is done for all databases at once: draft, count, store the plans, write, publish. Index rows are counted in one call
+of the runner, slots are written in another; commits are pipelined. For each database the steps are the same as when its job
+runs alone (`job.py`); a job that is requeued continues from its stored plan, in whichever run takes it next.
 
-Threads: one caller; leases and drafts have threads of their own. Raises what the runner raises, and what interrupts the
-caller.
+Threads: one caller; leases and drafts have their own threads. Raises what the runner raises, and what interrupts the caller.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from quire.manifest.ops.jobs import CompleteJob
 from quire.manifest.records import JobKind, JobState, PlanRecord, WalRecord
 
 DRAFTS = 16
-"""Databases that are looked at at once: each may commit a floor, and wait for it."""
+"""Databases that are drafted concurrently: each may commit a floor and wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +58,7 @@ class Held(LeasedJob):
     dirty: dict[int, Dirty] = field(default_factory=dict)
     results: dict[int, SlotResult] = field(default_factory=dict)
     outcome: Completed | None = None
-    """What its publication makes true, and logs once it is committed."""
+    """The outcome that its publication commits, and whose events are logged afterwards."""
 
 
 def run_many(
@@ -70,20 +69,20 @@ def run_many(
     runner_name: str = "",
     progress: Progress = no_tick,
 ) -> list[Job]:
-    """Checkpoint or merge these databases now; their jobs, as they ended. Those that somebody else is at are not among them."""
+    """Checkpoint or merge these databases now; return the jobs as they ended, except those that another worker holds."""
     run = _CheckpointRun(ctx, kind, runner_name)
     with run.alive():
-        asked = run.claim(run.enqueue(db_ids))
+        job_ids = run.claim(run.enqueue(db_ids))
         run.draft()
         run.count(progress)
         run.store_plans()
         run.write(progress)
         run.publish()
-    return [ctx.manifest.jobs.get(job_id) for job_id in asked]
+    return [ctx.manifest.jobs.get(job_id) for job_id in job_ids]
 
 
 class _CheckpointRun(BatchRun[Held]):
-    """One run. Drafting has a few threads of its own."""
+    """One run over the checkpoint or merge jobs of many databases. Drafting uses `DRAFTS` threads."""
 
     def __init__(self, ctx: JobContext, kind: JobKind, runner_name: str) -> None:
         super().__init__(ctx.manifest, kind, Held, lease_seconds=LEASE_SECONDS)
@@ -93,14 +92,14 @@ class _CheckpointRun(BatchRun[Held]):
 
     # ── the steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def draft(self) -> None:
-        """Find out what each database has to do: some at once, so that what they commit is committed together."""
+        """Find the work of each database, several concurrently, so that their commits share groups."""
         self._ctx.manifest.ensure_owner_epoch()
         with ThreadPoolExecutor(DRAFTS, thread_name_prefix="quire-draft") as pool:
             for _ in pool.map(self._draft_alone, list(self.held.values())):
                 pass
 
     def _draft_alone(self, held: Held) -> None:
-        with self.alone(held):
+        with self.confine_errors(held):
             self._draft(held)
 
     def _draft(self, held: Held) -> None:
@@ -134,12 +133,13 @@ class _CheckpointRun(BatchRun[Held]):
             held.inputs = inputs_of(txn, db_id, held.segments, shape_of(txn, db_id, ctx.objects_url))
 
     def _frames_max(self, waiting_bytes: int) -> int:
-        """Of one database's plan. The runner is chosen only when all are known: a large one is planned for Spark."""
+        """Return how many frames one database's plan takes. The runner is chosen later, for the work of all databases, so a
+        large plan assumes Spark."""
         is_large = self._runner_name == "spark" or (self._runner_name == "auto" and waiting_bytes >= AUTO_BYTES)
         return limits.SPARK_FRAMES_MAX if is_large else limits.PLAN_FRAMES_MAX
 
     def count(self, progress: Progress) -> None:
-        """Count what changed, in one action, and make the plans."""
+        """Count the changed pages of all databases in one call of the runner, and make the plans."""
         waiting = [held for held in self.held.values() if held.segments]
         if not waiting:
             return
@@ -160,7 +160,7 @@ class _CheckpointRun(BatchRun[Held]):
             else:
                 held_or_none.dirty[answer.key[1]] = answer.result()
         for held in [job for job in waiting if job.db_id in self.held]:
-            with self.alone(held):
+            with self.confine_errors(held):
                 self._plan_checkpoint(held)
 
     def _plan_checkpoint(self, held: Held) -> None:
@@ -185,7 +185,7 @@ class _CheckpointRun(BatchRun[Held]):
             held.plan = plan
 
     def store_plans(self) -> None:
-        """Have every new plan in the manifest before anything is written under it (P10)."""
+        """Store every new plan in the manifest before anything is written under it (P10)."""
         ctx, new = self._ctx, [held for held in self.held.values() if held.plan is not None and held.stored is None]
 
         def batch(held: Held) -> list[Op]:
@@ -196,18 +196,18 @@ class _CheckpointRun(BatchRun[Held]):
             if error is not None:
                 self.fail(held, error)
             elif held.plan is not None:
-                one.tell_begun(held.plan)
+                one.emit_begun(held.plan)
         hit("jobs.checkpoint.planned")
 
     def write(self, progress: Progress) -> None:
-        """Write the objects of all plans, in one action."""
+        """Write the objects of all plans in one call of the runner."""
         plans = [held.plan for held in self.held.values() if held.plan is not None]
         tasks = {(plan.db_id, task.key.id): task for plan in plans for task in plan.tasks}
         if not tasks:
             return
         runner: Runner = self._runner_for(sum(plan.read_bytes for plan in plans))
         inputs = [segment for plan in plans for segment in plan.inputs]
-        self._ctx.before_put()  # tasks on executors cannot ask
+        self._ctx.before_put()  # tasks on executors cannot check for fencing themselves
         for answer in runner.regroup(split_rows, inputs, join_slot, tasks, tick=progress):
             held = self.held.get(answer.key[0])
             if held is None:
@@ -219,7 +219,7 @@ class _CheckpointRun(BatchRun[Held]):
         hit("jobs.checkpoint.written")
 
     def publish(self) -> None:
-        """One batch for each database, together with the end of its job."""
+        """Commit one batch for each database, together with the end of its job."""
         finished = self.commit(
             (held, batch) for held in list(self.held.values()) if (batch := self._publication(held)) is not None
         )
@@ -246,16 +246,16 @@ class _CheckpointRun(BatchRun[Held]):
         end = CompleteJob(held.job.job_id, JobState.SUCCEEDED, held.job.record.attempt, result=packed)
         return [*done.ops, end, *done.after]
 
-    # ── letting go ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── releasing jobs ────────────────────────────────────────────────────────────────────────────────────────────────
     def _put_off(self, held: Held, wait_ms: int) -> None:
         until = self._ctx.clock.now_ms() + wait_ms
-        self.let_go(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
+        self.release_job(held, lambda job: self._ctx.manifest.jobs.defer(job, until))
 
     def _start_over(self, held: Held) -> None:
-        """Abandon a stored plan that comes out differently and put its job back for the next run."""
+        """Abandon a stored plan that comes out differently, and requeue its job for the next run."""
         assert held.stored is not None
         one.abandon(self._ctx, held.job, held.stored[0])
         self._put_off(held, 0)
 
     def _end(self, held: Held, done: Completed) -> None:
-        self.let_go(held, lambda job: self._ctx.manifest.jobs.complete(job, done.result))
+        self.release_job(held, lambda job: self._ctx.manifest.jobs.complete(job, done.result))

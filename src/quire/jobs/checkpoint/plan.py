@@ -1,32 +1,33 @@
-"""What a checkpoint will do: which segments it absorbs, and for each touched slot a new base or a delta.
+"""Planning of checkpoints and merges: which segments a checkpoint absorbs, and whether a slot gets a new base or a delta.
 
 Terms
   candidates   the contiguous run of indexed segments after `checkpointed_lsn` whose last lsn is at or below the floor (P9)
-  covered      the last lsn of the last candidate: what the new artifacts hold everything up to
+  covered      the last lsn of the last candidate: the lsn up to which the new artifacts contain everything
   dirty        slot → how many of its pages changed, in how many segments; counted before a plan is made
 
-The floor is asked for after the job's lease was taken, and one that was given out never falls again: no reader is let in
-below it, so the plan stays right while it runs (M10). A slot is rewritten if it has no base, if more than a quarter of it is
-dirty, or if its chain is long or heavy; else it gets a delta. SlotMap beyond the size at `covered` are cleared (P15).
+The floor is read after the job's lease was taken, and a floor that was returned never falls again: no reader is admitted below
+it, so the plan stays valid while it runs (M10). A slot is rewritten if it has no base, if more than a quarter of it is dirty,
+or if its chain is long or heavy; otherwise it gets a delta. Slots beyond the size at `covered` are cleared (P15).
 
-The same inputs give the same plan and the same digest: which artifact a name means never depends on who ran it. The digest
-covers the segments (which never change), what becomes of each slot, and the chain it had. Rows of the page index never come
-to where plans are made (K2). A plan is bounded, whatever waits; what is left is the next job's.
+The same inputs give the same plan and the same digest: the artifact that a name denotes never depends on which process ran the
+plan. The digest covers the segments (which never change), the choice for each slot, and the chain that the slot had. Rows of
+the page index are never sent to the process that plans (K2). A plan is bounded, however much WAL waits; the next job takes the
+rest.
 
-Time travel (P14): with a window (`maintenance.time_travel_seconds`) what a checkpoint is about to pass is kept first, as an
-anonymous snapshot: the leaves of before the checkpoint, and every segment from the last absorbed one up to its anchor, the
-newest version that is sealed and indexed. It is kept before the plan is stored, so no checkpoint is published without it; a
-repeated attempt finds it by its anchor. The segment that the last checkpoint ended in is pinned too, because only that knows
-its size and time. It expires a window after the commit that it is anchored at.
+Time travel (P14): with a window (`maintenance.time_travel_seconds`), the versions that a checkpoint is about to pass are kept
+first, as an anonymous snapshot: the leaves before the checkpoint, and every segment from the last absorbed one up to its
+anchor, the newest version that is sealed and indexed. The snapshot is made before the plan is stored, so no checkpoint is
+published without it; a repeated attempt finds it by its anchor. The segment in which the last checkpoint ended is pinned too,
+because only that segment has the size and time of its end. The snapshot expires a window after the commit at its anchor.
 
-A reader that stays holds the floor, and with it every checkpoint. When half of the WAL budget is used, its version is set
-aside in the same way: from the snapshot's commit on, readers of the versions that it answers for hold no floor
-(`pages/readers.py`). It lives as long as such a reader: each round of maintenance extends it, or drops it if nobody is left;
-after a crash it expires by itself.
+A long reader holds the floor, and thereby every checkpoint. When half of the WAL budget is used, its version is set aside in
+the same way: from the snapshot's commit on, readers of the versions that the snapshot serves hold no floor
+(`pages/readers.py`). The snapshot lives as long as such a reader: each round of maintenance extends it, or drops it if no
+reader is left; after a crash it expires.
 
-Threads: any. Raises what publishing a snapshot raises: `StalePlan`, `ArtifactGone` and `UnknownArtifact` say that a newer
-attempt has overtaken this one. The page-versions document calls choosing segments `CheckpointPlanner::select_mvcc_segments`;
-so is its span called.
+Threads: any. Raises what publishing a snapshot raises: `StalePlan`, `ArtifactGone` and `UnknownArtifact` mean that a newer
+attempt has overtaken this one. The page-versions document calls the selection of segments
+`CheckpointPlanner::select_mvcc_segments`, and its span has that name.
 """
 
 from __future__ import annotations
@@ -62,28 +63,28 @@ from quire.pages.view_build import FROM_TAG, KEPT_FOR_READER, kept_range, reader
 
 DIRTY_RATIO = 0.25
 CHAIN_MAX = 8
-"""Beyond these a slot is rewritten (docs/design.md, defaults)."""
+"""A slot with a larger dirty fraction, or a chain of this length, is rewritten (docs/design.md, defaults)."""
 
 PLAN_FRAMES_MAX = 1 << 19
-"""Frames of WAL that one plan of threads looks at: 2 GiB of 4 KiB pages, whose rows are in this process's memory."""
+"""Frames of WAL in one plan for threads: 2 GiB of 4 KiB pages, whose rows are in this process's memory."""
 
 SPARK_FRAMES_MAX = 1 << 23
-"""Frames of WAL that one plan of Spark looks at: 32 GiB of 4 KiB pages, 64 MiB of rows over all executors."""
+"""Frames of WAL in one plan for Spark: 32 GiB of 4 KiB pages, 64 MiB of rows over all executors."""
 
 COUNT_HERE_FRAMES = 1 << 20
-"""Frames of WAL whose index entries the planning process counts by itself, segment by segment: 4 GiB of 4 KiB pages, 48 MiB of
-entries, a fifth of a second. Beyond, the runner does it."""
+"""Frames of WAL whose index entries the planning process counts itself, segment by segment: 4 GiB of 4 KiB pages, 48 MiB of
+entries, a fifth of a second. The runner counts larger amounts."""
 
 MERGE_SLOTS_MAX = 64
-"""SlotMap that one merge rewrites: at most 4 GiB, after which others get their turn."""
+"""Slots that one merge rewrites: at most 4 GiB, so that other jobs get their turn."""
 
 MERGE_ALL = 2
-"""The shortest chain there is something to merge in."""
+"""Length of the shortest chain that can be merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """One checkpoint (or merge) of one database."""
+    """The plan of one checkpoint or merge of one database."""
 
     db_id: int
     generation: int
@@ -92,25 +93,25 @@ class CheckpointPlan:
     segments: tuple[int, ...]
     tasks: tuple[SlotTask, ...]
     cleared: tuple[int, ...]
-    """SlotMap that no longer exist at `covered_lsn`."""
+    """Slots that no longer exist at `covered_lsn`."""
     leaves: dict[int, LeafRef]
-    """The leaves it was made on: publishing needs them unchanged (P10)."""
+    """The leaves that the plan is based on: publishing requires them unchanged (P10)."""
     digest: bytes
     inputs: tuple[SegmentInput, ...] = ()
-    """The segments, and where they are to be read; none for a merge."""
+    """The segments, and where to read them; none for a merge."""
     more: bool = False
-    """Whether something is left for the next one."""
+    """Whether work is left for the next job."""
     namespace_id: int = 0
-    """Where its artifacts go."""
+    """Namespace of its artifacts."""
 
     @property
     def read_bytes(self) -> int:
-        """About how much is read for it."""
+        """Approximate number of bytes that it reads."""
         dirty = sum(task.dirty * task.page_size for task in self.tasks)
         return dirty + sum(place.size_bytes for task in self.tasks for place in task.chain)
 
     def record(self, job_id: int, attempt: int, now_ms: int) -> PlanRecord:
-        """As it is stored."""
+        """Return the plan as a manifest row."""
         artifacts = [(task.key.id, task.key.delta_id, task.key.kind is ArtifactKind.DELTA) for task in self.tasks]
         return PlanRecord(
             job_id,
@@ -127,39 +128,39 @@ class CheckpointPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What a plan needs to know of the database."""
+    """The properties of a database that a plan needs."""
 
     page_size: int
     pages_per_chunk: int
     generation: int
     objects_url: str
-    """Of the store's own object store."""
+    """URL of the store's own object store."""
     compression: Compression = Compression.ZSTD
     namespace_id: int = 0
-    """Where what is written goes."""
+    """Namespace of the new artifacts."""
     url: str = ""
     prefix: str = ""
 
     def name(self, key: ArtifactKey) -> str:
-        """The object's key, in the object store at `url`."""
+        """Return the key of an artifact's object in the object store at `url`."""
         return f"{self.prefix}/{object_key(key)}" if self.prefix else object_key(key)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotMap:
-    """The slot map of a database, as a plan sees it."""
+    """The slot map of a database at the time of planning."""
 
     chains: dict[int, Chain]
     leaves: dict[int, LeafRef]
 
     def under(self, slots: Iterable[int]) -> dict[int, LeafRef]:
-        """The leaves of some slots; of none that is not there yet (generation 0)."""
+        """Return the leaves of some slots; a leaf that does not exist yet has generation 0."""
         numbers = sorted({place(slot)[0] for slot in slots})
         return {number: self.leaves.get(number, LeafRef(0, 0)) for number in numbers}
 
 
 def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, PlanRecord] | None = None) -> PlanSettings:
-    """The fixed numbers of a database, and of its next plan or the `stored` one: its generation, and where it writes."""
+    """Return the properties of a database, with the generation and namespace of its next plan, or of the `stored` one."""
     record = txn.database(db_id)
     if record is None:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
@@ -168,7 +169,9 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
     expected = config_hash(page_size, per_chunk, record)
     if page_size and record.config_hash not in (b"", expected):
         hint = "open it with the quire that made it"
-        raise ConfigMismatch("chunks of another shape would be written over this database", hint=hint, db_id=db_id)
+        raise ConfigMismatch(
+            "the checkpoint would write chunks of a different shape than the database has", hint=hint, db_id=db_id
+        )
     if stored is None:
         generation, namespace_id = record.next_generation, txn.current_namespace(record.namespace_id)[0]
     else:
@@ -178,7 +181,7 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
 
 
 def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalRecord]]:
-    """(segment, row) of what can be absorbed now (P9)."""
+    """Return (segment, row) of the segments that can be absorbed now (P9)."""
     wal = txn.wal_state(db_id)
     after = wal.checkpointed_lsn if wal else 0
     rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
@@ -192,7 +195,7 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
 
 
 def first_step(segments: Sequence[tuple[int, WalRecord]], frames_max: int) -> list[tuple[int, WalRecord]]:
-    """As many of the candidates, from the first, as one plan takes."""
+    """Return the first candidates, as many as one plan takes: at least one, then up to `frames_max` frames."""
     taken, frames = list(segments[:1]), 0
     for (_, before), segment in pairwise(segments):
         frames += before.last_lsn - before.first_lsn + 1
@@ -205,7 +208,7 @@ def first_step(segments: Sequence[tuple[int, WalRecord]], frames_max: int) -> li
 def inputs_of(
     txn: ReadTxn, db_id: int, segments: Sequence[tuple[int, WalRecord]], shape: PlanSettings
 ) -> list[SegmentInput]:
-    """What is to be read of these segments, and from where."""
+    """Return what to read of these segments, and from where."""
     covered, size_pages = _end_of(segments)
     return [
         SegmentInput(
@@ -222,7 +225,7 @@ def inputs_of(
 
 
 def _end_of(segments: Sequence[tuple[int, WalRecord]]) -> tuple[int, int]:
-    """(covered lsn, size in pages there) of a run of segments."""
+    """Return (covered lsn, size in pages at that lsn) of a run of segments."""
     return segments[-1][1].last_lsn, next((row.size_pages for _, row in reversed(segments) if row.size_pages), 0)
 
 
@@ -233,7 +236,7 @@ def plan_checkpoint(
     shape: PlanSettings,
     dirty: Mapping[int, Dirty],
 ) -> CheckpointPlan:
-    """The plan that absorbs these segments, whole transactions up to the end of the last."""
+    """Return the plan that absorbs these segments: complete transactions up to the end of the last one."""
     covered, size_pages = _end_of(segments)
     first_lsn = min(row.first_lsn for _, row in segments)
     held = _slots(txn, db_id)
@@ -295,19 +298,19 @@ def _task(
 
 
 def is_rewritten(dirty: int, pages: int, chain: Chain, places: Sequence[ChunkPlace]) -> bool:
-    """Whether a slot gets a new base: it has none, much of it is dirty, or its chain is long or heavy."""
+    """Return whether a slot gets a new base: it has none, much of it is dirty, or its chain is long or heavy."""
     if not chain or dirty > DIRTY_RATIO * pages or len(chain) >= CHAIN_MAX:
         return True
     return sum(place.size_bytes for place in places[1:]) >= places[0].size_bytes
 
 
 def is_long(chain_length: int, base_bytes: int, delta_bytes: int, *, chain_min: int, ratio: float) -> bool:
-    """Whether a chain is so long, or its deltas so heavy, that a merge is due."""
+    """Return whether a chain is so long, or its deltas so heavy, that a merge is due."""
     return chain_length >= chain_min or (chain_length > 1 and delta_bytes >= ratio * base_bytes)
 
 
 def _slots(txn: ReadTxn, db_id: int) -> SlotMap:
-    """The slot map of the whole database."""
+    """Read the slot map of the whole database."""
     chains: dict[int, Chain] = {}
     leaves: dict[int, LeafRef] = {}
     for (_, number), held in txn.scan(t.LIVE_LEAF, db_id):
@@ -329,7 +332,7 @@ def _digest(
     cleared: Sequence[int],
     held: SlotMap,
 ) -> bytes:
-    """Identify a plan by its segments, the choice for each slot and the chains it starts from."""
+    """Return the digest that identifies a plan by its segments, the choice for each slot and the chains that it starts from."""
     fixed = (shape.page_size, shape.pages_per_chunk, int(shape.compression))
     digest = hashlib.sha256(repr((db_id, shape.generation, covered, size_pages, fixed, tuple(cleared))).encode())
     for segment_id, row in segments:
@@ -347,7 +350,7 @@ def _digest(
 def plan_merge(
     txn: ReadTxn, db_id: int, shape: PlanSettings, *, chain_min: int = MERGE_ALL, ratio: float = 0.0
 ) -> CheckpointPlan | None:
-    """Rewrite the slots whose chains are at least so long or, for their base, so heavy; `None` if there is none."""
+    """Plan the rewrite of slots with `chain_min` parts, or with deltas of `ratio` times the base; `None` if there is none."""
     wal = txn.wal_state(db_id)
     if wal is None:
         return None
@@ -390,7 +393,7 @@ def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, .
         namespace_id=shape.namespace_id,
         page_size=shape.page_size,
         pages_per_chunk=shape.pages_per_chunk,
-        pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: nothing is left out
+        pages_below=shape.pages_per_chunk,  # the size at its covered lsn is not known here: keep all pages
         covered_lsn=chain[-1].covered_lsn,
         digest=b"",
         chain=places,
@@ -400,11 +403,11 @@ def _merge_task(db_id: int, slot: int, chain: Chain, places: tuple[ChunkPlace, .
 
 # ── versions kept for the window ──────────────────────────────────────────────────────────────────────────────────────
 ASIDE_MS = 600_000
-"""How long a version that was set aside is kept without a sign of life of its reader: ten rounds of upkeep."""
+"""How long a version that was set aside is kept after the last time its reader was seen: ten rounds of upkeep."""
 
 
 def set_readers_aside(ctx: JobContext, db_id: int, floor: int) -> bool:
-    """Keep the versions of readers that hold a checkpoint back, so that it may pass them; whether it may now."""
+    """Keep the versions of readers that hold back a checkpoint, so that it may pass them; return whether it now may."""
     if ctx.pages is None:
         return False
     with ctx.manifest.read() as txn:
@@ -424,8 +427,8 @@ def set_readers_aside(ctx: JobContext, db_id: int, floor: int) -> bool:
 
 
 def review_set_aside(ctx: JobContext, db_ids: Iterable[int]) -> int:
-    """Keep what readers of these databases that were set aside still read, drop what nobody reads any more; how many were
-    dropped."""
+    """Extend the snapshots that readers of these databases who were set aside still need, and drop the rest; return how many
+    were dropped."""
     if ctx.pages is None:
         return 0
     with ctx.manifest.read() as txn:
@@ -436,14 +439,14 @@ def review_set_aside(ctx: JobContext, db_ids: Iterable[int]) -> int:
             if row.expires_at_ms < now + ASIDE_MS // 2:
                 ctx.manifest.submit([ExtendSnapshot(db_id, snapshot_id, now + ASIDE_MS)]).result()
         else:
-            with suppress(UnknownSnapshot):  # somebody was quicker
+            with suppress(UnknownSnapshot):  # it was dropped in the meantime
                 ctx.manifest.snapshots.drop(db_id, snapshot_id)
                 dropped += 1
     return dropped
 
 
 def keep_versions(ctx: JobContext, db_id: int) -> int:
-    """Keep what is sealed, if a window is configured and nothing keeps it yet; the snapshot's id, or 0."""
+    """Keep the sealed versions, if a window is configured and no snapshot keeps them yet; return the snapshot's id, or 0."""
     window_ms = int(ctx.settings.time_travel_seconds * 1000)
     if not window_ms or ctx.pages is None:
         return 0
@@ -467,7 +470,7 @@ SPAN = "CheckpointPlanner.select_mvcc_segments"
 
 
 def engine_of(ctx: JobContext) -> PagesOfStore:
-    """The page engine."""
+    """Return the page engine; `InternalError` if this worker has none."""
     if ctx.pages is None:
         raise InternalError("this worker has no page engine", hint="run the job in the owner's process")
     return ctx.pages
@@ -476,14 +479,14 @@ def engine_of(ctx: JobContext) -> PagesOfStore:
 def select_segments(
     ctx: JobContext, db_id: int, *, frames_max: Callable[[int], int] = lambda _: PLAN_FRAMES_MAX
 ) -> tuple[list[tuple[int, WalRecord]], bool]:
-    """(segment, row) of what the next plan absorbs, and whether there is more than it takes.
+    """Return (segment, row) of the segments that the next plan absorbs, and whether more could be absorbed.
 
-    `frames_max` says how many frames one plan takes if so many bytes of WAL wait.
+    `frames_max` returns how many frames one plan takes, given the bytes of WAL that wait.
     """
     pages = engine_of(ctx)
     keep_versions(ctx, db_id)
     with span(SPAN, db_id=db_id) as trace:
-        floor = pages.floor(db_id)
+        floor = pages.floor(db_id)  # after the job's lease was taken; from now on it never falls (M10)
         with ctx.manifest.read() as txn:
             absorbable = candidates(txn, db_id, floor)
             indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
@@ -502,19 +505,19 @@ def select_segments(
         )
     if ctx.settings.time_travel_seconds:
         if floor > max(indexed, default=0):
-            with suppress(StoreUnusable):  # a database that takes no more writes has nothing more to seal
+            with suppress(StoreUnusable):  # a database that accepts no more writes has nothing more to seal
                 pages.flush(db_id)
         keep_versions(ctx, db_id)
     return chosen, len(chosen) < len(absorbable)
 
 
 def blocking_readers(pages: PagesOfStore, db_id: int) -> list[Lease]:
-    """The readers that hold the floor, oldest version first; those that were set aside do not."""
+    """Return the readers that hold the floor, oldest version first; readers that were set aside do not."""
     return [lease for lease in pages.readers(db_id) if not lease.set_aside]
 
 
 def waiting_for_readers(ctx: JobContext, db_id: int) -> dict[str, Any]:
-    """What a checkpoint had to leave in the WAL because somebody reads below it, and who: for the job's result."""
+    """Return the amount of WAL that readers keep from being absorbed, and these readers, for the job's result."""
     leases = blocking_readers(engine_of(ctx), db_id)
     with ctx.manifest.read() as txn:
         indexed = [row for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]

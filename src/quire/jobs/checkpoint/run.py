@@ -1,18 +1,19 @@
-"""Writing one slot's new chunk or delta: reads frames and, for a rewrite, the old chain; writes one object.
+"""The task that writes one slot's new chunk or delta: reads frames and, for a rewrite, the old chain; writes one object.
 
 Terms
-  part     what one segment has for one slot: the newest frame in it of each page
-  window   as many pages of a slot, in rising order, as fit `WINDOW_BYTES`: their offsets, and one buffer with their images
+  part     the newest frame of each page that one segment has for one slot
+  window   as many pages of a slot, in ascending order, as fit `WINDOW_BYTES`: their offsets, and one buffer with their images
 
-A task says everything; no manifest is asked. Its object's name follows from it, and only it: a repeated task, or two at once,
-write the same artifact, and the second adopts what the first put (P11). So a slot is written only from all of its parts: with
-one of them missing an older version of a page would get a name that the next attempt believes in.
+A task is self-contained; it does not read the manifest. The name of its object follows from the task alone: repeated or
+concurrent runs of a task write the same artifact, and the second adopts the object that the first put (P11). Therefore a slot
+is written only from all of its parts: with a part missing, an older version of a page would get a name that the next attempt
+trusts.
 
-Page bodies are read once and written once (K2), a window at a time, moved by numpy; what is done for each page in Python is
-its checksum. Every frame is verified with its segment's salt, pages of chunks as `ChunkReader` does it. Memory is one chunk's
-compressed bytes (twice while it is put together: at most 128 MiB), one window and one run of frames (both stay in the
-processor's cache), and for a rewrite one open reader per chunk of the chain. Rows are 8 bytes for each page of a part: a slot
-that was written in a thousand segments takes 32 MiB.
+Page bodies are read once and written once (K2), a window at a time, copied by numpy; Python computes only the checksum of each
+page. Every frame is verified with its segment's salt, pages of chunks as `ChunkReader` does it. Memory is one chunk's
+compressed bytes (twice while it is assembled: at most 128 MiB), one window and one run of frames (both stay in the processor's
+cache), and for a rewrite one open reader per chunk of the chain. Rows take 8 bytes for each page of a part: a slot that was
+written in a thousand segments takes 32 MiB.
 
 Safe to run on an executor. Raises `Corruption`, `ChecksumMismatch`, and what reading raises.
 """
@@ -48,38 +49,38 @@ from quire.pages.sources import ChunkPlace, SegmentPlace, Sources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotTask:
-    """What becomes of one slot."""
+    """The artifact to write for one slot, and its inputs."""
 
     key: ArtifactKey
     """The artifact to write: a base (the slot is rewritten) or a delta."""
     url: str
-    """Of the object store it goes to."""
+    """URL of the object store to write to."""
     object_key: str
     namespace_id: int
     page_size: int
     pages_per_chunk: int
     pages_below: int
-    """The database's size in this slot: pages from here on do not exist any more (P15)."""
+    """Number of pages of this slot that the database has: pages from here on no longer exist (P15)."""
     covered_lsn: int
     digest: bytes
     chain: tuple[ChunkPlace, ...]
-    """What a rewrite starts from; empty for a delta."""
+    """The chain that a rewrite starts from; empty for a delta."""
     dirty: int = 0
     parts: int = 0
-    """How many pages of the slot changed, in how many segments."""
+    """`dirty` pages of the slot changed, in `parts` segments."""
     base_generation: int = 0
     lsn_start: int = 0
     compression: Compression = Compression.ZSTD
 
     @property
     def weight_bytes(self) -> int:
-        """What it reads, about: the pages that changed, and the chunks that a rewrite starts from."""
+        """Approximate number of bytes to read: the pages that changed, and the chunks that a rewrite starts from."""
         return self.dirty * self.page_size + sum(place.size_bytes for place in self.chain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotResult:
-    """The artifact that was written, as its catalog row needs it."""
+    """The artifact that was written, with the values for its catalog row."""
 
     key: ArtifactKey
     size_bytes: int
@@ -88,16 +89,16 @@ class SlotResult:
     bitmap: bytes
     bitmap_hash: int
     fresh: bytes = b""
-    """Bitmap of the pages that came from segments; empty if none did."""
+    """Bitmap of a base's pages that came from segments; empty if there are none."""
 
 
 def join_slot(key: Key, task: SlotTask | None, parts: list[SegmentPart], tools: Tools) -> SlotResult:
-    """Write the object of a slot from everything that segments have for it; durable on return."""
+    """Write the object of a slot from all of its parts; durable on return."""
     assert task is not None, "slots are written by a plan"
     frames = newest_frames(parts, task.covered_lsn)
-    if (len(frames), len(parts)) != (task.dirty, task.parts):  # an older version would get a trusted name
+    if (len(frames), len(parts)) != (task.dirty, task.parts):  # an older version of a page would get a trusted name
         counts = {"pages": len(frames), "parts": len(parts), "planned": (task.dirty, task.parts)}
-        raise InternalError("a slot has other changes than its plan says", hint="run the job again", slot=key, **counts)
+        raise InternalError("the changes of a slot differ from its plan", hint="run the job again", slot=key, **counts)
     places = {(part.place.origin_db_id, part.place.segment_id): part.place for part in parts}
     return write_slot(task, frames, places, sources=tools.sources, open_store=tools.open_store)
 
@@ -110,7 +111,7 @@ def write_slot(
     sources: Sources,
     open_store: OpenStore,
 ) -> SlotResult:
-    """Write the slot's new object from these frames (`FRAME_DTYPE`, by page) over its chain."""
+    """Write the slot's new object from these frames (`FRAME_DTYPE`, by page), which override its chain."""
     identity = ChunkIdentity(
         key=task.key,
         plan_digest=task.digest,
@@ -129,8 +130,8 @@ def write_slot(
     info = writer.finish()
     hit("jobs.checkpoint.encoded")
     body = b"".join(parts)
-    parts.clear()  # the second copy goes before the slow part begins
-    # Not hashed once more before it is put: the writer has hashed these very bytes, and every part has a checksum of its own.
+    parts.clear()  # free the second copy before the slow put
+    # No sha256 is passed to `put`: the writer has hashed these very bytes, and every part has its own checksum.
     put = open_store(task.url).put(task.object_key, body, create_only=True, identity=same_artifact(identity))
     hit("jobs.checkpoint.stored")
     if put.adopted:
@@ -147,7 +148,7 @@ def write_slot(
 
 
 def _fresh(task: SlotTask, frames: NDArray[np.void]) -> bytes:
-    """For the history of a base. A delta has its own bitmap."""
+    """Return the bitmap of a base's fresh pages, for its history; empty for a delta, which has its own bitmap."""
     if task.key.kind is not ArtifactKind.BASE or not len(frames):
         return b""
     pages = BitMap(packed(frames["page"] % np.uint32(task.pages_per_chunk)))
@@ -156,7 +157,7 @@ def _fresh(task: SlotTask, frames: NDArray[np.void]) -> bytes:
 
 
 def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInfo:
-    """What is there already, written by an earlier run of this very plan; its row describes those bytes, not ours."""
+    """Describe the existing object, written by an earlier run of the same plan: the row must describe its bytes, not ours."""
     store = open_store(task.url)
     return describe(lambda offset, length: store.get_range(task.object_key, offset, length), size_bytes)
 
@@ -164,10 +165,10 @@ def _adopted(task: SlotTask, open_store: OpenStore, size_bytes: int) -> ChunkInf
 # ── chunk bodies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 WINDOW_BYTES = 4 * MIB
 RUN_BYTES = 4 * MIB
-"""Neighbouring frames are read this much at a time."""
+"""Bytes of neighbouring frames that are read at a time."""
 
 Places = Mapping[tuple[int, int], SegmentPlace]
-"""One row for each page."""
+"""(origin database, segment) → where the segment is."""
 Window = tuple[NDArray[np.uint32], PageRows]
 
 
@@ -181,9 +182,9 @@ def windows(
     pages_per_chunk: int,
     pages_below: int,
 ) -> Iterator[Window]:
-    """The pages of a slot in rising order: those of `frames` (`FRAME_DTYPE`, by page) over what the chain holds.
+    """Yield the pages of a slot in ascending order; those of `frames` (`FRAME_DTYPE`, by page) override those of the chain.
 
-    Of the chain, pages from `pages_below` on are left out: a shrunk database no longer has them (P15).
+    Pages of the chain from `pages_below` on are omitted: a database that has shrunk no longer has them (P15).
     """
     fresh = (frames["page"] % np.uint32(pages_per_chunk)).astype(np.uint32)
     owned = _owned(chain, fresh, pages_below)
@@ -205,7 +206,7 @@ def windows(
 def _owned(
     chain: Sequence[ChunkReader], fresh: NDArray[np.uint32], pages_below: int
 ) -> list[tuple[ChunkReader, NDArray[np.uint32]]]:
-    """(chunk, the pages of it that are the newest), for those that have any."""
+    """Return (chunk, the pages of which it has the newest version) for chunks that have any."""
     if not chain:
         return []
     check_chain(chain)
@@ -223,11 +224,11 @@ def _owned(
 def _copy_frames(
     frames: NDArray[np.void], rows: NDArray[np.intp], images: PageRows, places: Places, sources: Sources
 ) -> None:
-    """Put the page of each frame into its row."""
+    """Copy the page of each frame into its row."""
     keys = (frames["origin_db_id"].astype(np.uint64) << np.uint64(32)) | frames["segment_id"]
     for key in np.unique(keys).tolist():
         origin, segment_id = key >> 32, key & 0xFFFFFFFF
-        # Opened by its place: the file may not be here.
+        # Opened by its place: an executor may not see the file.
         segment = sources.segment(origin, segment_id, places[origin, segment_id])
         of_segment = np.flatnonzero(keys == np.uint64(key))
         order = of_segment[np.argsort(frames["frame_no"][of_segment], kind="stable")]
@@ -237,7 +238,7 @@ def _copy_frames(
 
 
 def _runs(numbers: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of runs of neighbours.
+    """Yield (start, stop) of runs of consecutive numbers, at most `longest` long.
 
     >>> list(_runs(np.array([3, 4, 5, 9, 10]), 2))
     [(0, 2), (2, 3), (3, 5)]
@@ -249,7 +250,7 @@ def _runs(numbers: NDArray[np.int64], longest: int) -> Iterator[tuple[int, int]]
 
 
 def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: PageRows) -> None:
-    """Read, verify and place the pages of neighbouring frames."""
+    """Read and verify neighbouring frames, and copy their pages into their rows."""
     header, count = segment.header, len(rows)
     stride, data = header.geometry.stride, segment.read_raw(first, count)
     if len(data) == count * stride:
@@ -270,7 +271,7 @@ def _copy_run(segment: SegmentFile, first: int, rows: NDArray[np.intp], images: 
             images[rows] = np.ndarray((count, size), np.uint8, data, FRAME_HEAD_BYTES, strides=(stride, 1))
             images[rows[is_zero]] = 0
             return
-    # One by one: that says where the damage is, and goes on if only the reading was bad.
+    # Frame by frame: this locates the damage, and succeeds if only the first read was bad.
     for number, row in enumerate(rows.tolist(), first):
         images[row] = np.frombuffer(segment.read_frame(number), np.uint8)
 
@@ -280,43 +281,43 @@ PART_DTYPE = np.dtype([("page", "<u4"), ("frame_no", "<u4")])
 FRAME_DTYPE = np.dtype(
     [("page", "<u4"), ("frame_no", "<u4"), ("lsn", "<u8"), ("segment_id", "<u4"), ("origin_db_id", "<u4")]
 )
-"""A version of a page, and where its frame is."""
+"""A version of a page, with the location of its frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentInput:
-    """A segment, as the checkpoint of a database absorbs it."""
+    """A segment that the checkpoint of a database absorbs."""
 
     db_id: int
     place: SegmentPlace
     last_lsn: int
-    """Of the segment, as this database tracks it: a fork may have inherited less of it than it has."""
+    """Last lsn of the segment in this database: a fork may have inherited only a part of the segment."""
     covered_lsn: int
     size_pages: int
-    """The database's at `covered_lsn`: pages from there on are not there any more (P15)."""
+    """Size of the database at `covered_lsn`: pages from there on no longer exist (P15)."""
     pages_per_chunk: int
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """What one segment has for one slot."""
+    """The part of one segment for one slot."""
 
     place: SegmentPlace
     first_lsn: int
     rows: NDArray[np.void]
-    """`PART_DTYPE`, by page."""
+    """Rows of `PART_DTYPE`, by page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dirty:
-    """What changed of one slot."""
+    """How many pages of one slot changed, in how many segments."""
 
     pages: int
     parts: int
 
 
 def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, SegmentPart]]:
-    """The parts of a segment, slot by slot."""
+    """Yield the parts of a segment, slot by slot."""
     for slot, newest, first_lsn in _by_slot(given, tools):
         rows = np.zeros(len(newest), PART_DTYPE)
         rows["page"], rows["frame_no"] = newest["page"], newest["lsn"] - np.uint64(first_lsn)
@@ -324,18 +325,18 @@ def split_rows(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, Segment
 
 
 def split_pages(given: SegmentInput, tools: Tools) -> Iterator[tuple[Key, bytes]]:
-    """Which pages of each slot a segment has, as bitmaps: all that counting needs."""
+    """Yield the pages of each slot that a segment has, as bitmaps: all that counting needs."""
     for slot, newest, _ in _by_slot(given, tools):
         yield (given.db_id, slot), BitMap(packed(newest["page"] % np.uint32(given.pages_per_chunk))).serialize()
 
 
 def join_pages(_key: Key, _task: None, bitmaps: list[bytes], _tools: Tools) -> Dirty:
-    """Count the pages of a slot, each once."""
+    """Count the distinct pages of a slot."""
     return Dirty(len(BitMap.union(*(BitMap.deserialize(bitmap) for bitmap in bitmaps))), len(bitmaps))
 
 
 def newest_frames(parts: list[SegmentPart], covered_lsn: int) -> NDArray[np.void]:
-    """The newest version of each page of a slot, by page."""
+    """Return the newest version of each page of a slot, by page."""
     frames = np.zeros(sum(len(part.rows) for part in parts), FRAME_DTYPE)
     start = 0
     for part in parts:
@@ -348,7 +349,7 @@ def newest_frames(parts: list[SegmentPart], covered_lsn: int) -> NDArray[np.void
 
 
 def _by_slot(given: SegmentInput, tools: Tools) -> Iterator[tuple[int, NDArray[np.void], int]]:
-    """(slot, its newest entries by page, the segment's first lsn)."""
+    """Yield (slot, its newest entries by page, the segment's first lsn)."""
     place = given.place
     file = tools.sources.segment(place.origin_db_id, place.segment_id, place)
     count = given.last_lsn - file.header.first_lsn + 1

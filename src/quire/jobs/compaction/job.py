@@ -1,12 +1,13 @@
-"""The compaction job of a key-value database: everything into one level (`{"major": True}`), or what is due.
+"""The compaction job of a key-value database: merges everything into one level (`{"major": True}`), or the tables that are due.
 
 A major compaction is cut into ranges of keys of about `TASK_BYTES`, run by threads or Spark (`runner`), and published with
-one event of the database's manifest after all of its tasks. Writes, flushes and reads go on meanwhile; no other compaction of
-the database begins. Ids for what the tasks write are reserved before the first of them leaves (`lsm/remote_compaction.py`).
-Before the event there are files that nothing names; after it a repeated job finds nothing to do.
+one event of the database's manifest after all of its tasks. Writes, flushes and reads continue in the meantime; no other
+compaction of the database begins. Ids for the new tables are reserved before the first task is sent
+(`lsm/remote_compaction.py`). A crash before the event leaves files that nothing names; after it a repeated job finds nothing
+to do.
 
-Jobs that are not major are those of the engine's background (`lsm/projection.py`): a worker gets one only if its process
-died, or gave up. Then what is due by now is merged, which may be nothing.
+Jobs that are not major belong to the background work of the engine (`lsm/projection.py`): a worker gets one only if the process
+that ran it died or gave up. The worker then merges what is due by now, which may be nothing.
 
 Raises what opening the database and reading and writing tables raise, `InvalidConfig` if executors do not see the store.
 """
@@ -28,11 +29,11 @@ from quire.lsm.remote_compaction import MajorCompaction, plan_major
 from quire.manifest.jobqueue import Job
 
 SPARK_WORKERS = 8
-"""Executors that a compaction on Spark counts with; how many there are is Spark's business."""
+"""Executors that the planning of a compaction on Spark assumes; the actual number is up to Spark."""
 
 
 def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Merge tables of a database."""
+    """Merge tables of a key-value database."""
     given = options(job, major=False, runner="", level=0, inputs=0, size_bytes=0)
     assert ctx.kv is not None, "a worker of a store has the key-value engine"
     kv = ctx.kv().open(job.db_id)
@@ -59,7 +60,7 @@ def compaction_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
-    """Do what the background of a dead process left; nothing, if nothing is due by now."""
+    """Do the compactions that a dead process left, if they are still due."""
     done = 0
     while kv.upkeep.compact_due(as_job=False):
         done += 1
@@ -70,23 +71,23 @@ def _merge_due(kv: Kv, progress: Progress) -> dict[str, Any]:
 def _require_disk(runner: Runner) -> None:
     if not runner.shares_disk:
         raise InvalidConfig(
-            "executors do not see the directory of the store, and a compaction reads and writes there",
-            hint="`--runner threads`, or mount it there and set maintenance.executors_see_store",
+            "executors cannot access the store's directory, which a compaction reads and writes",
+            hint="use `--runner threads`, or mount the directory on the executors and set maintenance.executors_see_store",
         )
 
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 TASK_BYTES = 128 * MIB
-"""Of tables, for one task."""
+"""Bytes of tables for one task."""
 
 TASK_BYTES_MIN = 4 * MIB
-"""Less than this is not worth another task."""
+"""Bytes of tables below which another task is not worthwhile."""
 
 TASKS_MAX = 1_024
 
 
 def tasks_for(size_bytes: int, workers: int) -> int:
-    """Into how many ranges so many bytes are cut.
+    """Return into how many ranges `size_bytes` of tables are cut.
 
     >>> tasks_for(1 << 30, 2), tasks_for(64 << 20, 2), tasks_for(1 << 20, 8), tasks_for(1 << 40, 8)
     (8, 2, 1, 1024)
@@ -97,9 +98,9 @@ def tasks_for(size_bytes: int, workers: int) -> int:
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def publish(plan: MajorCompaction, answers: Iterable[TaskResult[int, tuple[int, ...]]]) -> int:
-    """Wait for every answer, then have the new tables live and the old ones not; how many new ones.
+    """Wait for all results, then replace the old tables with the new ones; return the number of new tables.
 
-    The first task that failed fails all of it, and nothing has changed.
+    If a task failed, the first error is raised and nothing changes.
     """
     written = [sst_id for answer in answers for sst_id in answer.result()]
     hit("jobs.compaction.written")

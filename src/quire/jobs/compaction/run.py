@@ -1,4 +1,4 @@
-"""Merging a range of keys on an executor that sees the store's directory: all of it is in `quire.lsm.remote_compaction`."""
+"""The task that merges a range of keys on an executor that sees the store's directory; see `quire.lsm.remote_compaction`."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from quire.lsm.remote_compaction import MergeRange, run_task
 
 
 def merge_range(task: MergeRange, tools: Tools) -> tuple[int, ...]:
-    """Merge a range; the ids of the tables that were written."""
+    """Merge a range; return the ids of the tables that were written."""
     return tuple(run_task(task, tools.disk))

@@ -1,21 +1,22 @@
 """The delete job: plans, deletes and publishes, step by step, until nothing of its database is at zero (M8).
 
-A deletion is an intent in the manifest (zero) before a byte goes, and bytes go before their row. They go no sooner than the
-grace after zero, by the owner's clock, and not before their row's `purge_after_ms`; what a lent version may need stays for as
-long as it is lent (`manifest/leases.py`). Leaves have no bytes and go at once. Steps are bounded: others write between two
-commits.
+A deletion is an intent in the manifest (zero) before a byte is deleted, and bytes are deleted before their row. They are kept
+for the grace period after zero, by the owner's clock, and until their row's `purge_after_ms`; an artifact that a lent version
+may need stays while the version is lent (`manifest/leases.py`). Leaves have no bytes and are removed at once. Steps are
+bounded, so that other batches commit in between.
 
-An artifact goes only if its row in `gc_zero`, its counts and its catalog row are intact and agree. What cannot be deleted now
-keeps nothing else from being deleted; the attempt fails at its end, and the job, which is never given up, tries again.
+An artifact is deleted only if its row in `gc_zero`, its counts and its catalog row are intact and agree. An artifact that
+cannot be deleted now does not prevent other deletions; the attempt fails at its end, and the job, which is never given up,
+tries again.
 
-What is there after each durable step, and what a crash behind it leads to:
-  remove files, sync    rows at zero; objects                  planned again; files that are gone are a success
+The state after each durable step, and what follows a crash there:
+  remove files, sync    rows at zero; objects                  planned again; a missing file is a success
   delete objects        rows at zero                           the same
   publish               no rows                                the next step, or the next attempt, finds others
-  complete              no row at zero, the gate is open       for a dropped database its tombstone goes in the same transaction
+  complete              no row at zero, the gate is open       the tombstone of a dropped database goes in the same transaction
 
-The tombstone of a dropped database goes when nothing of it is left, and no other job of it is outstanding; its directories go
-before, with files of ours that no row names (`jobs/leftovers.py`).
+The tombstone of a dropped database is removed when nothing else of it is left and no other job of it is outstanding; its
+directories are removed before, with files of ours that no row names (`jobs/leftovers.py`).
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from quire.manifest.verification import shares_bytes
 from quire.objects.collector import Collector
 
 OTHER_JOBS_MS = 60_000
-"""How long the tombstone of a dropped database waits before it looks again whether its last jobs have ended."""
+"""How long the job is deferred while other jobs of a dropped database are outstanding."""
 
 
 def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Delete what is at zero, and the tombstone of a dropped database when nothing is left of it."""
+    """Delete artifacts at zero, and the tombstone of a dropped database when nothing else of it is left."""
     manifest, db_id = ctx.manifest, job.db_id
-    manifest.recount.finish()  # counts that decide what goes must have been looked at since the open (N3)
+    manifest.recount.finish()  # counts decide what is deleted, so they must be verified since the open (N3)
     artifacts = freed = 0
     trouble = AttemptFailures()
     while True:
@@ -77,6 +78,7 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
             result = {"artifacts": artifacts, "freed_bytes": freed}
             return _end_of(ctx, db_id, result) if bare else Completed(result)
         hit("jobs.delete.planned")
+        # Bytes before rows: after a crash the rows at zero still name what is left.
         done = delete(plan.places, disk=ctx.disk, collector=ctx.collector)
         for place, error in done.failed:
             trouble.add(place, error)
@@ -88,7 +90,7 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _end_of(ctx: JobContext, db_id: int, result: dict[str, int]) -> Completed:
-    """Nothing is left of a dropped database: its directories go, then its tombstone, which may have held a namespace."""
+    """Remove the directories of a dropped database of which nothing is left, then its tombstone, which may hold a namespace."""
     remove_home(ctx.disk, ctx.root, db_id)
     for part in (names.stream_dir(db_id, "hot"), names.lsm_dir(db_id, "wal")):
         remove_empty(os.path.join(ctx.root, os.path.dirname(part)), ctx.disk)
@@ -110,27 +112,27 @@ class DeletePlan:
 
     leaves: tuple[ArtifactKey, ...]
     places: tuple[ArtifactLocation, ...]
-    """Artifacts whose bytes are to go."""
+    """Artifacts whose bytes are deleted."""
     rowless: tuple[ArtifactKey, ...]
-    """Counts at zero that no bytes belong to: only rows go. Namespaces are such, and chunks whose bytes are a stream's."""
+    """Artifacts at zero without bytes, of which only rows are removed: namespaces, and chunks that borrow a stream's bytes."""
     orphans: tuple[ArtifactKey, ...]
     """Rows of a dropped database that nothing ever referred to: they get a count of zero, and are due later."""
     stale_pages: bool
-    """The page index of a dropped database is still there."""
+    """Whether the page index of a dropped database still has rows."""
     plans: tuple[int, ...]
-    """Generations of a dropped database's checkpoint plans, which nobody will publish: what they wrote is garbage (P10)."""
+    """Generations of a dropped database's checkpoint plans, which will never be published: their objects are garbage (P10)."""
     due_at_ms: int
-    """When the earliest of what is too young now may go; 0 if nothing is left."""
+    """When the first artifact that is too young now may be deleted; 0 if there is none."""
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do now."""
+        """Whether nothing can be done now."""
         return not any((self.leaves, self.places, self.rowless, self.orphans, self.stale_pages, self.plans))
 
 
 def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFailures) -> DeletePlan:
-    """The next step for a database (0: for the namespaces), less what this attempt has found that it cannot delete."""
-    txn.check_sound(db_id)  # what its rows say is wrong somewhere
+    """Plan the next step for a database (0: for the namespaces), without the artifacts that this attempt failed to delete."""
+    txn.require_not_refused(db_id)  # raises if rows of the database are known to be wrong
     now, grace = ctx.clock.now_ms(), int(ctx.settings.delete_grace_seconds * 1000)
     leaves: list[ArtifactKey] = []
     places: list[ArtifactLocation] = []
@@ -140,7 +142,7 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
     kept = ctx.manifest.leases.kept_since(db_id)
     for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
         try:
-            since = t.GC_ZERO.rows.decode(raw, value).value  # first: it looks at the key too
+            since = t.GC_ZERO.rows.decode(raw, value).value  # first: it also verifies the key
             key = unpack_artifact(raw)
             row = _doomed_row(txn, key)
         except ManifestDamaged as error:
@@ -158,12 +160,12 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
                 rowless.append(key)
             else:
                 place = ctx.place_of(txn, key, row)
-                if not trouble.spares(place):
+                if not trouble.should_skip(place):
                     places.append(place)
         if len(leaves) >= STEP_LEAVES or len(places) + len(rowless) >= STEP_ARTIFACTS:
             break
     if damaged is not None and not (leaves or places or rowless or due_at):
-        raise damaged  # everything else is done: the job says what is in its way
+        raise damaged  # everything else is done: report the damage that blocks the job
     orphans: list[ArtifactKey] = []
     plans: list[int] = []
     stale_pages = False
@@ -184,17 +186,17 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
 
 
 def _doomed_row(txn: ReadTxn, key: ArtifactKey) -> Any:
-    """The catalog row of an artifact that is to go; `ManifestDamaged` unless its counts are provably at zero."""
+    """Return the catalog row of an artifact to delete; `ManifestDamaged` unless its counts are provably at zero."""
     counts = txn.refcount(key)
     if counts is not None and (counts.in_use or counts.pending_upload):
         raise ManifestDamaged(
-            "gc_zero names an artifact that is in use", hint="`quire manifest check --repair` mends it", artifact=key
+            "gc_zero names an artifact that is in use", hint="run `quire manifest check --repair`", artifact=key
         )
     return txn.artifact(key)
 
 
 def is_bare(txn: ReadTxn, db_id: int) -> bool:
-    """Whether nothing of a dropped database is left but its tombstone, and what its last jobs may have stored."""
+    """Return whether nothing of a dropped database is left except its tombstone, and what its last jobs may have stored."""
     return _is_dropped(txn, db_id) and not any(
         _any(txn, table, db_id)
         for table in (
@@ -210,7 +212,7 @@ def is_bare(txn: ReadTxn, db_id: int) -> bool:
 
 
 def has_other_jobs(txn: ReadTxn, db_id: int) -> bool:
-    """Whether jobs of other exclusive kinds are outstanding for a database: their gates keep its tombstone."""
+    """Return whether jobs of other exclusive kinds are outstanding for a database: their gates keep its tombstone."""
     return any(key[1] != JobKind.DELETE for key, _ in txn.scan(t.JOB_PENDING_INDEX, db_id))
 
 
@@ -237,7 +239,7 @@ def _orphans(txn: ReadTxn, db_id: int) -> Iterator[ArtifactKey]:
 # ── deleting bytes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """What was removed, and what could not be."""
+    """The artifacts whose bytes were deleted, and those that failed."""
 
     gone: tuple[ArtifactKey, ...]
     freed_bytes: int
@@ -245,13 +247,13 @@ class Deleted:
 
 
 def delete(places: Sequence[ArtifactLocation], *, disk: Disk, collector: Collector) -> Deleted:
-    """Remove the bytes at these places; those of `gone` are, on return.
+    """Delete the bytes at these places; on return those of `gone` are durably deleted.
 
-    What is gone already is a success. Objects go where a row promises one, and where an upload has announced one. Files go
-    in any case: a move that was given up may have left one that the row does not promise.
+    A missing file or object is a success. An object is deleted if a row promises it or an upload has announced it. Files are
+    removed in any case: a move that was abandoned may have left one that the row does not promise.
     """
     failed: dict[ArtifactKey, QuireError] = {}
-    # A name that came back after a crash, when its row has left the manifest, would never be looked for again: it is synced.
+    # Removals are synced: a name that reappeared after a crash, once its row is gone, would never be looked for again.
     faults = remove_files((path for place in places for path in (place.local, place.staged)), disk)
     for place in places:
         if (fault := faults.get(place.local) or faults.get(place.staged)) is not None:
@@ -278,11 +280,11 @@ def delete(places: Sequence[ArtifactLocation], *, disk: Disk, collector: Collect
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_PAGE_ROWS = 4_096
-"""Rows of a dropped database's page index that go in one commit: a few milliseconds."""
+"""Rows of a dropped database's page index that one commit removes: a few milliseconds."""
 
 
 def deletion_ops(plan: DeletePlan, gone: Iterable[ArtifactKey], db_id: int) -> list[Op]:
-    """The rows that go now: those of artifacts whose bytes are gone, and those that have none."""
+    """Return the operations that remove rows: of artifacts whose bytes are gone, and of those without bytes."""
     ops: list[Op] = [CollectLeaf(leaf.origin_db_id, leaf.id, leaf.generation) for leaf in plan.leaves]
     for key in (*gone, *plan.rowless):
         ops.append(RemoveArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id))
@@ -294,7 +296,8 @@ def deletion_ops(plan: DeletePlan, gone: Iterable[ArtifactKey], db_id: int) -> l
 
 
 def next_origins(txn: ReadTxn, plan: DeletePlan, db_id: int) -> set[int]:
-    """The databases whose delete jobs may have work after this step: those whose artifacts the leaves held, and namespaces."""
+    """Return the databases whose delete jobs may have work after this step: origins of artifacts that the leaves held, and the
+    namespaces."""
     origins = {db_id}
     if plan.places:
         origins.add(NAMESPACES)

@@ -1,6 +1,6 @@
-"""Which databases have changed since a mirror's target was brought up to date, as the manifest knows it.
+"""Finds the databases that have changed since a mirror's target was brought up to date, from the manifest.
 
-Pure reading of one transaction. Raises `NotFound` for a mirror that is not there.
+Reads one transaction and changes nothing. Raises `NotFound` for a mirror that does not exist.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class LiveDatabase:
     db_id: int
     name: str
     lsn: int | None
-    """Its newest version; `None` if only opening it tells, because its last owner was killed."""
+    """Its newest version; `None` if that is unknown until the database is opened, because its last owner was killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What the target lacks, and what it has too much."""
+    """The databases that the target must get, and those that it must lose."""
 
     changed: list[LiveDatabase]
     gone: dict[int, MirrorDatabaseRecord]
     followed: int
-    """Databases that the mirror follows."""
+    """Number of databases that the mirror follows."""
 
 
 def differences(
     txn: ReadTxn, mirror: MirrorRecord, held: Mapping[int, MirrorDatabaseRecord], newest: Mapping[int, int] | None
 ) -> Differences:
-    """Compare the databases with what the target holds of them; `newest` are the versions of those that are open. Without
-    them what is published counts.
+    """Compare the databases with what the target holds of them. `newest` has the versions of open databases; without it,
+    published versions are compared.
 
-    A database that is closed because its rows are damaged stays in the target as it was.
+    A database that is closed because its rows are damaged stays unchanged in the target.
     """
     refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
     for db_id, record in txn.databases():
@@ -68,7 +68,7 @@ def differences(
 
 
 def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -> int | None:
-    """The newest version of a database; `None` if nobody knows before it is opened."""
+    """Return the newest version of a database; `None` if it is unknown until the database is opened."""
     if newest is not None and db_id in newest:
         return newest[db_id]
     wal = txn.wal_state(db_id)
@@ -78,7 +78,7 @@ def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -
 
 
 def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
-    """A mirror by its name."""
+    """Return (id, record) of a mirror by its name."""
     for (mirror_id,), record in txn.scan(t.MIRROR):
         if record.name == name:
             return mirror_id, record
@@ -86,12 +86,12 @@ def find_mirror(txn: ReadTxn, name: str) -> tuple[int, MirrorRecord]:
 
 
 def newest_versions(stores: Iterable[PageStore]) -> dict[int, int]:
-    """The newest versions of databases that are open, by database."""
+    """Return the newest versions of open databases, by database."""
     return {store.db_id: store.wal.written.lsn for store in stores if store.wal.failure is None}
 
 
 def due_mirrors(txn: ReadTxn, now_ms: int) -> list[str]:
-    """Mirrors that are to be run by their schedules, and have no job yet."""
+    """Return the mirrors that are due by their schedules and have no outstanding job."""
     due = [
         record.name
         for _, record in txn.scan(t.MIRROR)
@@ -104,7 +104,7 @@ def due_mirrors(txn: ReadTxn, now_ms: int) -> list[str]:
 
 
 def failed_runs(txn: ReadTxn, mirror: MirrorRecord) -> tuple[int, str]:
-    """How many runs of a mirror have failed since its target was last up to date, and the last one's error."""
+    """Return how many runs of a mirror have failed since its target was last up to date, and the last error."""
     failed = [
         job
         for name, job in _runs(txn, *UNFINISHED)
@@ -115,7 +115,7 @@ def failed_runs(txn: ReadTxn, mirror: MirrorRecord) -> tuple[int, str]:
 
 
 def _runs(txn: ReadTxn, *states: JobState) -> Iterator[tuple[str, JobRecord]]:
-    """(mirror, job) of the runs in these states."""
+    """Yield (mirror, job) of the runs in these states."""
     for state in states:
         for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
             job = txn.job(job_id)
@@ -124,11 +124,11 @@ def _runs(txn: ReadTxn, *states: JobState) -> Iterator[tuple[str, JobRecord]]:
 
 
 def size_of(txn: ReadTxn, db_id: int) -> int:
-    """Bytes of a database's pages, as the manifest knows them."""
+    """Return the bytes of a database's pages according to the manifest."""
     record, wal = txn.database(db_id), txn.wal_state(db_id)
     return wal.size_pages * record.page_size if record is not None and wal is not None else 0
 
 
 def held_databases(txn: ReadTxn, mirror_id: int) -> dict[int, MirrorDatabaseRecord]:
-    """What the target holds, by database, as of the last batch that was adopted."""
+    """Return what the target holds, by database, as of the last adopted batch."""
     return {db_id: row for (_, db_id), row in txn.scan(t.MIRROR_DATABASE, mirror_id)}

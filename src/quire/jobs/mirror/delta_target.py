@@ -1,9 +1,9 @@
 """A mirror's target in Delta Lake, through `deltalake`.
 
 The batch's number is the version of an application transaction, in the commit that adds and removes files. The library does
-not enforce it: it is read from the handle that commits, and a number that is not above it is refused. Nor does it notice that a
-file to be removed is gone already: that is checked, too. Commits are not retried: a retry would put this commit behind another
-one that it knows nothing of.
+not enforce it: it is read from the handle that commits, and a number that is not above it is refused. Nor does the library
+notice that a file to be removed is already gone: that is checked, too. Commits are not retried: a retry would put this commit
+after another one that its plan does not take into account.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FROM_DELTA = {delta: name for name, delta in TO_DELTA.items()}
 
 
 def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> DeltaTarget:
-    """The table in this directory."""
+    """Open the table in this directory."""
     return DeltaTarget(where, app_id, options, now_ms)
 
 
 class DeltaTarget:
-    """See above."""
+    """A target that is a Delta table."""
 
     def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
         self.location = location
@@ -52,7 +52,9 @@ class DeltaTarget:
         columns = (actions[name].to_pylist() for name in ("path", "size_bytes", "num_records"))
         files = {path: FileSize(size, rows or 0) for path, size, rows in zip(*columns, strict=True)}
         if len(table.metadata().partition_columns):
-            raise InvalidInput("the table is partitioned", hint="a mirror makes its own table", target=self.location)
+            raise InvalidInput(
+                "the table is partitioned", hint="use a new table: the mirror creates it", target=self.location
+            )
         batch_id = table.transaction_version(self._app_id) or 0
         self._state = TargetState(batch_id, tuple(self._columns(table)), files)
         return self._state
@@ -63,8 +65,13 @@ class DeltaTarget:
             kind = field.type.type if isinstance(field.type, PrimitiveType) else str(field.type)
             if field.name != DATABASE:
                 if kind not in FROM_DELTA:
-                    hint = "a mirror makes its own table"
-                    raise InvalidInput("the table has a type of its own", hint=hint, column=field.name, type=kind)
+                    hint = "use a new table: the mirror creates it"
+                    raise InvalidInput(
+                        "the table has a column type that mirrors do not support",
+                        hint=hint,
+                        column=field.name,
+                        type=kind,
+                    )
                 columns.append((field.name, FROM_DELTA[kind]))
         return columns
 
@@ -93,7 +100,7 @@ class DeltaTarget:
         assert table is not None, "the table was read"
         assert state is not None, "the table was read"
         if batch_id <= (table.transaction_version(self._app_id) or 0) or not state.files.keys() >= set(remove):
-            raise StalePlan("the target holds another batch", hint="plan it again", target=self.location)
+            raise StalePlan("the target holds a different batch", hint="plan it again", target=self.location)
         actions: list[AddAction | RemoveAction] = [
             AddAction(file.path, file.size_bytes, {}, self._now_ms, True, file.stats) for file in add
         ]
@@ -104,7 +111,7 @@ class DeltaTarget:
             app_transactions=[Transaction(self._app_id, batch_id)],
         )
         schema: Schema = table.schema()
-        self._table = self._state = None  # the handle does not know what it has committed: it is opened anew
+        self._table = self._state = None  # a handle does not see its own commit, so the next read opens a new one
         try:
             table.create_write_transaction(actions, "append", schema, commit_properties=properties)
         except CommitFailedError as error:
@@ -114,8 +121,8 @@ class DeltaTarget:
 
 
 def _stale(error: Exception, location: str) -> StalePlan:
-    return StalePlan(f"another commit was quicker: {error}", hint="plan it again", target=location)
+    return StalePlan(f"another commit came first: {error}", hint="plan it again", target=location)
 
 
 def _refused(error: Exception, location: str) -> InvalidInput:
-    return InvalidInput(f"Delta refuses this: {error}", hint="see the message of Delta", target=location)
+    return InvalidInput(f"Delta rejected the commit: {error}", hint="see Delta's message", target=location)

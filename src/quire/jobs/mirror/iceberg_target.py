@@ -1,11 +1,11 @@
 """A mirror's target in Apache Iceberg, through `pyiceberg`: a table of a catalog (SQL, REST, Glue …).
 
-The catalog is one that pyiceberg's own configuration names (`~/.pyiceberg.yaml`, or `PYICEBERG_CATALOG__NAME__URI` in the
-environment); options of the mirror beginning with `catalog.` add to it. Credentials belong into that configuration.
+The catalog is configured in pyiceberg (`~/.pyiceberg.yaml`, or `PYICEBERG_CATALOG__NAME__URI` in the environment); options of
+the mirror that begin with `catalog.` are added to that configuration. Credentials belong in the configuration.
 
-A batch is one overwrite snapshot, and its number a property of the table set in the same transaction. The table is made with
-`commit.retry.num-retries=0`: the library's own retries would put a commit behind another one that it knows nothing of. Files
-carry no field ids: the table has a mapping of names, as for files that are added to a table.
+A batch is one overwrite snapshot, and its number is a property of the table that is set in the same transaction. The table is
+created with `commit.retry.num-retries=0`: the library's own retries would put a commit after another one that its plan does not
+take into account. Files have no field ids: the table has a name mapping, as for files that are added to an existing table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from quire.jobs.mirror.target import FileSize, TargetState, require_same
 from quire.sqlite.tables import DATABASE
 
 CATALOG = "catalog."
-"""What options of the catalog begin with."""
+"""Prefix of the mirror's options for the catalog."""
 RETRIES = "commit.retry.num-retries"
 
 TO_ICEBERG: dict[str, IcebergType] = {
@@ -56,20 +56,20 @@ def open_table(
     where: str,
     app_id: str,
     options: Mapping[str, str],
-    now_ms: int,  # noqa: ARG001 - every target is opened alike
+    now_ms: int,  # noqa: ARG001 - all targets are opened with the same arguments
 ) -> IcebergTarget:
-    """The table of this name: CATALOG.NAMESPACE.TABLE."""
+    """Open the table with this name: CATALOG.NAMESPACE.TABLE."""
     return IcebergTarget(where, app_id, options)
 
 
 class IcebergTarget:
-    """See above."""
+    """A target that is an Iceberg table."""
 
     def __init__(self, where: str, app_id: str, options: Mapping[str, str]) -> None:
         name, dot, self._identifier = where.partition(".")
         if not dot or "." not in self._identifier:
             hint = "use iceberg:CATALOG.NAMESPACE.TABLE"
-            raise InvalidInput("a table of Iceberg has a catalog and a namespace", hint=hint, target=where)
+            raise InvalidInput("an Iceberg target needs a catalog and a namespace", hint=hint, target=where)
         if unknown := [option for option in options if not option.startswith(CATALOG)]:
             hint = f"options of the catalog begin with {CATALOG}"
             raise InvalidInput("an Iceberg target has no such option", hint=hint, options=unknown)
@@ -100,12 +100,12 @@ class IcebergTarget:
         self._location = table.location()
         tasks = list(table.scan().plan_files())
         if any(task.delete_files for task in tasks):
-            hint = "let Iceberg rewrite its data files first"
+            hint = "rewrite the table's data files with Iceberg first"
             raise InvalidInput("another program has deleted rows of the target", hint=hint, target=self._identifier)
         root = self.location.rstrip("/") + "/"
         if strange := [task.file.file_path for task in tasks if not task.file.file_path.startswith(root)]:
-            hint = "a mirror's files are below its table's own location"
-            raise InvalidInput("a file of the target is elsewhere", hint=hint, file=strange[0])
+            hint = "rewrite the table so that all its files are below its own location"
+            raise InvalidInput("a file of the target is outside its table's location", hint=hint, file=strange[0])
         self._files = {task.file.file_path.removeprefix(root): task.file for task in tasks}
         sizes = {path: FileSize(file.file_size_in_bytes, file.record_count) for path, file in self._files.items()}
         batch_id = int(table.properties.get(self._property, "0"))
@@ -142,10 +142,10 @@ class IcebergTarget:
         assert table is not None, "the table was read"
         is_taken = batch_id <= int(table.properties.get(self._property, "0"))
         if is_taken or not self._files.keys() >= set(remove):
-            raise StalePlan("the target holds another batch", hint="plan it again", target=self._identifier)
+            raise StalePlan("the target holds a different batch", hint="plan it again", target=self._identifier)
         if table.properties.get(RETRIES) != "0":
             table.transaction().set_properties({RETRIES: "0"}).commit_transaction()
-            raise StalePlan("the target's commits would be retried", hint="plan it again", target=self._identifier)
+            raise StalePlan("the target was set to retry commits", hint="plan it again", target=self._identifier)
         root = self.location.rstrip("/")
         try:
             with table.transaction() as transaction:
@@ -160,14 +160,14 @@ class IcebergTarget:
         except (CommitFailedException, ValidationException) as error:
             raise self._stale(error) from error
         except CommitStateUnknownException as error:
-            what = f"the catalog did not say whether it has committed: {error}"
-            hint = "run it again: the number in the table decides, so nothing is doubled"
+            what = f"whether the catalog committed is unknown: {error}"
+            hint = "run it again: the batch number in the table prevents duplicates"
             raise Unavailable(what, hint=hint, target=self._identifier) from error
         finally:
             self._table, self._files = None, {}
 
     def _stale(self, error: Exception) -> StalePlan:
-        return StalePlan(f"another commit was quicker: {error}", hint="plan it again", target=self._identifier)
+        return StalePlan(f"another commit came first: {error}", hint="plan it again", target=self._identifier)
 
 
 def _columns(schema: Schema) -> list[Column]:
@@ -176,9 +176,12 @@ def _columns(schema: Schema) -> list[Column]:
     for field in schema.fields:
         if field.name != DATABASE:
             if type(field.field_type) not in names:
-                hint = "a mirror makes its own table"
+                hint = "use a new table: the mirror creates it"
                 raise InvalidInput(
-                    "the table has a type of its own", hint=hint, column=field.name, type=str(field.field_type)
+                    "the table has a column type that mirrors do not support",
+                    hint=hint,
+                    column=field.name,
+                    type=str(field.field_type),
                 )
             columns.append((field.name, names[type(field.field_type)]))
     return columns

@@ -1,20 +1,20 @@
-"""The mirror job: one lakehouse table stays in step with a table of many databases (L3).
+"""The mirror job: keeps one lakehouse table in step with a table of many databases (L3).
 
     manifest ──► which databases changed ──► executors write files ──► batch recorded ──► one commit in the target ──► adopted
 
-The target's own log carries the number of the batch that it holds, and the manifest what each batch covers. A run begins by
-reading that number:
+The target's own log has the number of the batch that it holds, and the manifest what each batch covers. A run begins by reading
+that number:
 
-  it is the last one that was adopted    both agree; the run goes on from there
+  it is the last one that was adopted    both agree; the run continues from there
   it is of a batch that was recorded     a driver was killed between the two commits: the batch is adopted
   anything else                          the store was restored, or the target was: everything is written again
 
-So each change is in the target once, wherever a driver was killed. A second driver, or somebody else's commit, makes the commit
-fail, and the run is planned again; each plan has a number of its own, and a target never takes a lower one than it has.
+So each change is in the target once, wherever a driver was killed. A second driver, or a commit by another program, makes the
+commit fail, and the run is planned again; each plan has its own number, and a target never accepts a lower number than it has.
 
-Files hold whole databases. A database that changed is written again as a whole, and so are those that share its file
-(copied from there). What another program does to the target's files, as long as it keeps their rows (compaction), is
-followed: rows are counted, and files that nobody knows are asked which databases they hold.
+Files contain whole databases. A database that changed is written again completely, and databases that share its file are copied
+from there. If another program rewrites the target's files and keeps their rows (compaction), the mirror follows: it counts the
+rows, and reads which databases the unknown files contain.
 
 Threads: any. Raises what targets raise; `InvalidInput` for a table that another program, or another mirror, has made.
 """
@@ -42,7 +42,7 @@ from quire.jobs.mirror.change_detection import (
     newest_versions,
     size_of,
 )
-from quire.jobs.mirror.plan import batch_rows, heaps, merged_columns, sources, units
+from quire.jobs.mirror.plan import batch_rows, distribute_units, merged_columns, sources, units
 from quire.jobs.mirror.run import (
     Column,
     ForeignFile,
@@ -62,18 +62,18 @@ from quire.manifest.records import MirrorDatabaseRecord, MirrorRecord
 from quire.pages.view import SnapshotView
 
 PLANS_MAX = 5
-"""How often a run is planned before somebody else's commits are an error."""
+"""How often a run is planned before a conflict with other commits is an error."""
 SCHEMAS_MAX = 4
-"""How often files are written because their columns disagree; with the first one's columns they agree."""
+"""How often files are written while their columns disagree; with the columns merged after the first time they agree."""
 LENT_AT_ONCE = 64
-"""Databases of one call: each must be opened and sealed."""
+"""Databases that are lent in one call: each must be opened and sealed."""
 LEASE_SECONDS = 3_600.0
-"""Versions that are read are kept so long after the last sign of life: threads give one with each task that ends."""
+"""How long the versions that are read are kept after the last renewal: threads renew with each task that ends."""
 FILE_BYTES = 4 * MIB
-"""Of databases, before compression, in one file: what is rewritten when one of them changes."""
+"""Bytes of databases, before compression, in one file: the amount that is rewritten when one of them changes."""
 ROWS_PER_OP = 1_000
 OWN_OPTIONS = ("file_bytes", "misfits")
-"""Options of a mirror that are not its target's."""
+"""Options of the mirror itself, not of its target."""
 
 Held = dict[int, MirrorDatabaseRecord]
 Views = dict[int, tuple[str, SnapshotView]]
@@ -99,7 +99,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
-    """Refuse a target that the mirror could not write to."""
+    """Raise `InvalidInput` if the target has data of another program or mirror."""
     with ctx.manifest.read() as txn:
         state = target_of(txn, mirror_id, mirror, ctx.clock.now_ms()).read()
     if state is not None and (state.files or state.batch_id):
@@ -108,18 +108,18 @@ def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
 
 def _not_ours(mirror: MirrorRecord) -> InvalidInput:
     hint = "name another target, or remove the table first"
-    return InvalidInput("the target is not this mirror's", hint=hint, target=mirror.target, mirror=mirror.name)
+    return InvalidInput("the target belongs to something else", hint=hint, target=mirror.target, mirror=mirror.name)
 
 
 def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, now_ms: int) -> Target:
-    """The target of a mirror. Its log knows the mirror by store and number: a clone of the store is another one."""
+    """Return the target of a mirror. Its log identifies a mirror by store and number: that of a clone is a different one."""
     own = {name: value for name, value in mirror.options.items() if name not in OWN_OPTIONS}
     return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, now_ms)
 
 
 @dataclass(slots=True)
 class _Plan:
-    """What a run does, and what became of it."""
+    """The plan of a run, and the files that it wrote."""
 
     runner: Runner
     differ: Differences
@@ -132,7 +132,7 @@ class _Plan:
 
 
 class _PlannedRun:
-    """One plan of a run, from looking to adopting."""
+    """One planned attempt of a run, from reading the target to adopting the batch."""
 
     def __init__(self, ctx: JobContext, job: Job, progress: Progress, mirror_id: int, runner: str) -> None:
         self._ctx, self._job, self._progress = ctx, job, progress
@@ -147,19 +147,21 @@ class _PlannedRun:
             self._target = target_of(txn, mirror_id, record, ctx.clock.now_ms())
 
     def release(self) -> None:
-        """Let the versions go that were read."""
+        """Release the lease on the versions that were read."""
         if self._lease_id:
             self._ctx.manifest.leases.release(self._lease_id)
             self._lease_id = 0
 
     def run(self, *, full: bool) -> dict[str, Any]:
-        """Do it; what was done."""
+        """Execute the run; return the result of the job."""
         state = self._target.read()
         if state is None:
             self._target.create()
             hit("jobs.mirror.created")
             if (state := self._target.read()) is None:
-                raise StalePlan("the target was removed meanwhile", hint="plan it again", target=self._mirror.target)
+                raise StalePlan(
+                    "the target was removed in the meantime", hint="plan it again", target=self._mirror.target
+                )
         held, is_full = self._agree(state, full=full)
         plan = self._look(held)
         done = {
@@ -170,7 +172,7 @@ class _PlannedRun:
             "dropped": len(plan.differ.gone),
             "runner": plan.runner.name,
         }
-        # A full load takes the place of everything, whoever wrote it, and tells what is no longer there.
+        # A full load replaces all files, whoever wrote them, and records the databases that are gone.
         if is_full:
             with self._ctx.manifest.read() as txn:
                 before = held_databases(txn, self._mirror_id)
@@ -184,6 +186,7 @@ class _PlannedRun:
         removed = set(state.files) if is_full else plan.replaced
         hit("jobs.mirror.written")
         self._evolve(state, plan.columns)
+        # Before the target's commit: a run that finds the number there must know the batch
         self._record(batch_id, plan)
         hit("jobs.mirror.recorded")
         self._target.commit(batch_id, plan.files, sorted(removed))
@@ -191,9 +194,9 @@ class _PlannedRun:
         self._adopt(batch_id)
         return {**done, "batch_id": batch_id, "copied": plan.copied, **_sizes(plan.files, removed)}
 
-    # ── where the target stands ───────────────────────────────────────────────────────────────────────────────────────
+    # ── state of the target ───────────────────────────────────────────────────────────────────────────────────────────
     def _agree(self, state: TargetState, *, full: bool) -> tuple[Held, bool]:
-        """(what the target holds, whether everything is written again)."""
+        """Return (what the target holds, whether everything is written again)."""
         mirror = self._mirror
         if not (state.batch_id or state.files):
             return {}, True
@@ -205,7 +208,7 @@ class _PlannedRun:
             if is_known:
                 self._adopt(state.batch_id)
             else:
-                emit("warning", "mirror.full_load", mirror=mirror.name, why="the target holds a batch nobody recorded")
+                emit("warning", "mirror.full_load", mirror=mirror.name, why="the target holds an unknown batch")
                 return {}, True
         if full:
             return {}, True
@@ -214,18 +217,18 @@ class _PlannedRun:
         return self._located(held, state)
 
     def _located(self, held: Held, state: TargetState) -> tuple[Held, bool]:
-        """The same with files as they are now: somebody may have compacted them."""
-        known = {path for row in held.values() for path in row.files}
-        strange = [path for path in state.files if path not in known]
+        """Return (`held` with its current files, whether everything is written again): files may have been compacted."""
+        recorded_files = {path for row in held.values() for path in row.files}
+        strange = [path for path in state.files if path not in recorded_files]
         if sum(file.rows for file in state.files.values()) != sum(row.rows for row in held.values()):
             emit(
                 "warning",
                 "mirror.full_load",
                 mirror=self._mirror.name,
-                why="the target has other rows than were written",
+                why="the target's rows are not those that were written",
             )
             return {}, True
-        if not strange and known <= state.files.keys():
+        if not strange and recorded_files <= state.files.keys():
             return held, False
         by_name = {row.name: db_id for db_id, row in held.items()}
         files = {db_id: [path for path in row.files if path in state.files] for db_id, row in held.items()}
@@ -234,18 +237,23 @@ class _PlannedRun:
         for task, answer in ((tasks[answer.key], answer) for answer in runner.map(databases_in, tasks)):
             for name in answer.result():
                 if name not in by_name:
-                    emit("warning", "mirror.full_load", mirror=self._mirror.name, why=f"rows of {name!r} are not ours")
+                    emit(
+                        "warning",
+                        "mirror.full_load",
+                        mirror=self._mirror.name,
+                        why=f"the target has rows of {name!r}, which is not mirrored",
+                    )
                     return {}, True
                 files[by_name[name]].append(task.path)
         return {db_id: replace(row, files=files[db_id]) for db_id, row in held.items()}, False
 
     def _adopt(self, batch_id: int) -> None:
-        """The target holds a batch: so does the manifest from now on."""
+        """Record in the manifest that the target holds a batch."""
         while True:
             try:
                 commit_step(self._ctx, self._job, [AdoptMirrorBatch(self._mirror_id, batch_id)])
             except StalePlan:
-                return  # another run has adopted a later one
+                return  # another run has adopted a later batch
             hit("jobs.mirror.adopted")
             with self._ctx.manifest.read() as txn:
                 record = txn.get(t.MIRROR, self._mirror_id)
@@ -254,7 +262,7 @@ class _PlannedRun:
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _look(self, held: Held) -> _Plan:
-        """What changed, with the runner for that much work."""
+        """Plan the run: find the changed databases, choose a runner for their size, and lend their versions."""
         pages = self._pages
         newest = newest_versions(pages.stores())
         with self._ctx.manifest.read() as txn:
@@ -266,7 +274,7 @@ class _PlannedRun:
             some = differ.changed[start : start + LENT_AT_ONCE]
             for database, view in zip(some, self._lent([database.db_id for database in some], runner), strict=True):
                 row = held.get(database.db_id)
-                # One whose version only opening it has told may be what the target holds already.
+                # A database whose version was unknown before it was opened may turn out to be unchanged.
                 if row is None or (row.name, row.lsn) != (database.name, view.lsn):
                     views[database.db_id] = (database.name, view)
             self._progress(0, 0)
@@ -278,21 +286,23 @@ class _PlannedRun:
                 db_ids, LEASE_SECONDS, lease_id=self._lease_id, upload=not runner.shares_disk
             )
         except (NotFound, DatabaseTombstoned) as error:
-            raise StalePlan(f"a database was dropped meanwhile: {error}", hint="plan it again") from error
+            raise StalePlan(f"a database was dropped in the meantime: {error}", hint="plan it again") from error
         self._lease_id = lease_id
         return views
 
     @property
     def _pages(self) -> PagesOfStore:
         if self._ctx.pages is None:
-            raise InvalidConfig("this process has no page databases", hint="run it where the store is open")
+            raise InvalidConfig("this process has no page engine", hint="run it in the process that has the store open")
         return self._ctx.pages
 
     def _write(self, plan: _Plan, batch_id: int, columns: tuple[Column, ...]) -> None:
-        """Have the files written; again if tasks disagree about a column's type."""
+        """Write the files, and again if tasks disagree about a column's type."""
         written, plan.replaced = sources(plan.views, plan.differ.gone, plan.held)
         plan.copied = sum(source.view is None for source in written)
-        cut = heaps(units(written, int(self._mirror.options.get("file_bytes", FILE_BYTES))), plan.runner.width)
+        cut = distribute_units(
+            units(written, int(self._mirror.options.get("file_bytes", FILE_BYTES))), plan.runner.width
+        )
         for _ in range(SCHEMAS_MAX):
             tasks = [
                 MirrorTask(
@@ -322,7 +332,7 @@ class _PlannedRun:
             self._ctx.manifest.leases.renew(self._lease_id)
 
     def _evolve(self, state: TargetState, columns: tuple[Column, ...]) -> None:
-        """Have all columns that the files need."""
+        """Add the columns that the files need and the target lacks."""
         added = [column for column in columns if column not in state.columns]
         if added:
             self._target.add_columns(added)
@@ -337,7 +347,7 @@ class _PlannedRun:
 
 
 def _tell(mirror: str, answers: Iterable[Written]) -> None:
-    """A type that changed is worth an event: queries have to know the new column."""
+    """Emit an event for each type that changed: queries must use the new column."""
     for database, column, target in {new_type for answer in answers for new_type in answer.new_types}:
         emit("warning", "mirror.new_column_for_type", mirror=mirror, database=database, column=column, target=target)
 

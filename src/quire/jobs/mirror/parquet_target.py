@@ -1,8 +1,8 @@
-"""A mirror's target as plain Parquet files, with a manifest that says which of them count: docs/formats/mirror-manifest.md.
+"""A mirror's target as plain Parquet files, with a manifest that lists the live ones: docs/formats/mirror-manifest.md.
 
-A commit is the creation of the manifest's next version: a name that is taken means that somebody was quicker. `manifest.json`
-is a copy of the newest version, for readers that do not want to list; it may be a commit behind after a kill, until the next
-run. A version names its files; those that it no longer names are deleted `keep_seconds` later, with what killed runs have left.
+A commit creates the next version of the manifest: if the name is taken, another commit came first. `manifest.json` is a copy of
+the newest version, for readers that do not want to list; after a kill it may be one commit behind until the next run. A version
+names its files; a file that it no longer names is deleted `keep_seconds` later, as are files left by killed runs.
 
 Raises `StalePlan`, `Corruption` for a manifest that is damaged, `FormatTooNew`.
 """
@@ -30,7 +30,7 @@ NEWEST = "manifest.json"
 KEEP_SECONDS, KEEP_SECONDS_MIN = 86_400, 3_600
 VERSIONS_KEPT = 100
 OWN_NAME = re.compile(rf"{DATA}/[0-9]{{8,}}-[0-9]{{5}}-[0-9]{{4}}-[0-9a-f]{{16}}\.parquet")
-"""What the mirror calls its files: nothing else is deleted."""
+"""The names of the mirror's files: no other file is deleted."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
 
 
 class RemovedFile(msgspec.Struct, frozen=True):
-    """A file that is no longer of the table."""
+    """A file that no longer belongs to the table."""
 
     path: str
     at_ms: int
@@ -60,7 +60,7 @@ class TableManifest(msgspec.Struct, frozen=True, kw_only=True):
     files: list[ManifestFile]
     removed: list[RemovedFile] = []
     digest: str = ""
-    """SHA-256, in hexadecimal, of the manifest with this field empty; always the last one."""
+    """SHA-256, in hexadecimal, of the manifest with this field empty; always the last field."""
 
 
 class _Format(msgspec.Struct):
@@ -68,25 +68,25 @@ class _Format(msgspec.Struct):
 
 
 def encode(manifest: TableManifest) -> bytes:
-    """The bytes of a manifest, with its digest."""
+    """Encode a manifest, with its digest."""
     return encode_digest(msgspec.json.encode(msgspec.structs.replace(manifest, digest="")))
 
 
 def decode(data: bytes, name: str) -> TableManifest:
-    """The manifest of these bytes; `Corruption` if one of them was changed."""
+    """Decode a manifest; `Corruption` if any byte was changed."""
     plain = data[: -len(_END) - DIGEST_CHARACTERS] + _END
     if encode_digest(plain) != data:
-        raise Corruption("the manifest of a mirror is damaged: its digest is another", hint=_HINT, name=name)
+        raise Corruption("the manifest of a mirror is damaged: its digest does not match", hint=_HINT, name=name)
     try:
         if msgspec.json.decode(data, type=_Format).format > FORMAT:
             raise FormatTooNew("the manifest of the mirror has a newer format", hint="upgrade quire", name=name)
         return msgspec.json.decode(data, type=TableManifest)
     except msgspec.MsgspecError as error:
-        raise Corruption(f"the manifest of a mirror makes no sense: {error}", hint=_HINT, name=name) from error
+        raise Corruption(f"the manifest of a mirror is invalid: {error}", hint=_HINT, name=name) from error
 
 
 def encode_digest(plain: bytes) -> bytes:
-    """A manifest whose last field is an empty digest, with its digest."""
+    """Insert the digest into an encoded manifest whose last field is an empty digest."""
     return plain[: -len(_END)] + hashlib.sha256(plain).hexdigest().encode() + _END
 
 
@@ -94,16 +94,16 @@ DIGEST_CHARACTERS = 64
 _END = b'"}'
 
 
-_HINT = "remove the version that is damaged: the one before counts again, and the next run goes on from there"
+_HINT = "remove the damaged version: the next run continues from the one before it"
 
 
 def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> ParquetTarget:
-    """The table in this directory."""
+    """Open the table in this directory."""
     return ParquetTarget(where, app_id, options, now_ms)
 
 
 class ParquetTarget:
-    """See above."""
+    """A target that is a directory of Parquet files."""
 
     def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
         self.location = location if "://" in location else os.path.abspath(location)
@@ -111,10 +111,10 @@ class ParquetTarget:
         self._now_ms = now_ms
         keep = options.get("keep_seconds", str(KEEP_SECONDS))
         if unknown := set(options) - {"keep_seconds"}:
-            raise InvalidInput("a Parquet target has no such option", hint="it has: keep_seconds", options=unknown)
+            raise InvalidInput("a Parquet target has no such option", hint="options: keep_seconds", options=unknown)
         if not keep.isdecimal() or int(keep) < KEEP_SECONDS_MIN:
             hint = f"at least {KEEP_SECONDS_MIN}: files of a run that has not committed yet are as old as the run"
-            raise InvalidInput("keep_seconds is a number of seconds", hint=hint, keep_seconds=keep)
+            raise InvalidInput("keep_seconds must be a number of seconds", hint=hint, keep_seconds=keep)
         self._keep_ms = int(keep) * 1000
         self._manifest: TableManifest | None = None
 
@@ -152,7 +152,7 @@ class ParquetTarget:
         """See `Target`."""
         before, gone = self._before(), set(remove)
         if batch_id <= before.batch_id or not gone <= {file.path for file in before.files}:
-            raise StalePlan("the target holds another batch", hint="plan it again", target=self.location)
+            raise StalePlan("the target holds a different batch", hint="plan it again", target=self.location)
         horizon = self._now_ms - self._keep_ms
         kept = [file for file in before.files if file.path not in gone]
         removed = [file for file in before.removed if file.at_ms > horizon]
@@ -178,13 +178,13 @@ class ParquetTarget:
             try:
                 store.put(_name(manifest.version), data, create_only=True)
             except AlreadyExists as error:
-                raise StalePlan("another commit was quicker", hint="plan it again", target=self.location) from error
+                raise StalePlan("another commit came first", hint="plan it again", target=self.location) from error
             hit("jobs.mirror.version_created")
             store.put(NEWEST, data)
         self._manifest = manifest
 
     def _tidy(self, store: DeletableStore, manifest: TableManifest) -> None:
-        """Delete what nobody has needed for `keep_seconds`: replaced files, files of runs that were killed, old versions."""
+        """Delete files unneeded for `keep_seconds`: replaced files, files of killed runs, old versions."""
         horizon = self._now_ms - self._keep_ms
         needed = {file.path for file in manifest.files} | {file.path for file in manifest.removed}
         old = [
@@ -197,16 +197,16 @@ class ParquetTarget:
 
 
 def newest(store: ObjectStore) -> TableManifest | None:
-    """The newest version of the table in a directory; `None` if there is none."""
+    """Return the newest version of the table in a directory; `None` if there is none."""
     names = [file.key for file in list_objects(store, VERSIONS)]
     if not names:
         return None
     try:
         manifest = decode(store.get(names[-1]), names[-1])
     except ObjectNotFound as error:
-        raise StalePlan("the newest version of the target is gone", hint="try again", name=names[-1]) from error
+        raise StalePlan("the newest version of the target was removed", hint="try again", name=names[-1]) from error
     if _name(manifest.version) != names[-1]:
-        raise Corruption("the manifest of a mirror has another version than its name", hint=_HINT, name=names[-1])
+        raise Corruption("the version in a mirror's manifest does not match its name", hint=_HINT, name=names[-1])
     return manifest
 
 

@@ -1,9 +1,9 @@
-"""What a run of a mirror writes: which files of the target are rewritten for databases that changed (L3).
+"""The plan of a mirror's run: which files of the target are rewritten for databases that changed (L3).
 
-A database that changed is read anew, whole. Others that share a file with it are copied from that file. What is written is cut
-into files of about `file_bytes`, in the order of the databases' names.
+A database that changed is read again completely. Databases that share a file with it are copied from that file. The output is
+cut into files of about `file_bytes`, in the order of the databases' names.
 
-Pure functions of what manifest and target say. Any thread.
+Threads: any; pure functions of the state of manifest and target.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.pages.view import SnapshotView
 
 TASKS_PER_CORE = 4
 SOURCE_BYTES = 64 << 10
-"""What a source costs at least, as if it were so many bytes: opening a database takes a few milliseconds."""
+"""Minimum cost of a source, as a number of bytes: opening a database takes a few milliseconds."""
 
 
 def sources(
     views: Mapping[int, tuple[str, SnapshotView]], gone: Collection[int], held: Mapping[int, MirrorDatabaseRecord]
 ) -> tuple[list[Source], set[str]]:
-    """(what is written, the files that it takes the place of)."""
+    """Return (the sources to write, the files that they replace)."""
     replaced = {path for db_id in (*views, *gone) if db_id in held for path in held[db_id].files}
     written = [
         Source(db_id=db_id, database=name, view=view, weight_bytes=view.size_pages * view.page_size)
@@ -42,7 +42,7 @@ def sources(
 
 
 def units(written: Iterable[Source], file_bytes: int) -> list[tuple[Source, ...]]:
-    """Sources that become one file each, in their order."""
+    """Group sources, in order, into units that become one file each."""
     cut: list[tuple[Source, ...]] = []
     waiting: list[Source] = []
     size = 0
@@ -55,8 +55,8 @@ def units(written: Iterable[Source], file_bytes: int) -> list[tuple[Source, ...]
     return [*cut, tuple(waiting)] if waiting else cut
 
 
-def heaps(cut: list[tuple[Source, ...]], width: int) -> list[tuple[tuple[Source, ...], ...]]:
-    """Units as so many tasks as cores can use (L2), each with about the same work."""
+def distribute_units(cut: list[tuple[Source, ...]], width: int) -> list[tuple[tuple[Source, ...], ...]]:
+    """Distribute units over as many tasks as the cores can use (L2), each with about the same work."""
     weights = [sum(source.weight_bytes + SOURCE_BYTES for source in unit) for unit in cut]
     count = min(len(cut), TASKS_PER_CORE * width)
     tasks: list[list[tuple[Source, ...]]] = [[] for _ in range(count)]
@@ -72,7 +72,7 @@ def batch_rows(
     replaced: Set[str],
     files: Iterable[WrittenFile],
 ) -> list[tuple[int, MirrorDatabaseRecord]]:
-    """What the target holds of each database of a batch, once it holds the batch."""
+    """Return, for each database of a batch, what the target holds of it after the batch."""
     places: dict[int, list[str]] = defaultdict(list)
     rows: dict[int, int] = defaultdict(int)
     sizes: dict[int, int] = defaultdict(int)
@@ -94,9 +94,9 @@ def batch_rows(
 
 
 def merged_columns(known: Iterable[Column], written: Sequence[Written]) -> tuple[list[Column], bool]:
-    """(the target's columns with all that files need, whether the files were written with others).
+    """Return (the target's columns and those that the files need, whether files were written with different columns).
 
-    A new column gets the widest of the types that databases want, if there is one that takes all values; else the first.
+    A new column gets the widest of the types that databases want, if one of them takes all values; otherwise the first.
     """
     columns = {name.lower(): (name, kind) for name, kind in known}
     wanted: dict[str, dict[Column, None]] = defaultdict(dict)

@@ -1,21 +1,21 @@
-"""Writing a mirror's files: rows of SQLite tables, and of files that are rewritten, become Parquet files (L3).
+"""The task that writes a mirror's files: rows of SQLite tables, and of files that are rewritten, become Parquet files (L3).
 
 Terms
-  source   rows of one database: read from a version of it, or copied from a file that holds it already
-  unit     sources that become one file, in the order of their databases' names; a large one becomes several
+  source   rows of one database: read from a version of it, or copied from a file that already contains them
+  unit     sources that become one file, in the order of their databases' names; a large unit becomes several files
   column   a column of the target: a name and one of `TYPES`
 
-A column of a database finds its place by this rule, which tasks follow alone and agree on: the target's column of its name, if
-its type takes the values (`fits`); else the column `NAME_TYPE`; either is new if the target does not have it. Where databases
-want a new column with different types, the driver sees it and runs the tasks again with the widest.
+Each task assigns a database's columns to the target's by the same rule, without coordination: the target's column of that name,
+if its type takes the values (`fits`); otherwise the column `NAME_TYPE`; either is new if the target does not have it. If
+databases want a new column with different types, the driver detects it and runs the tasks again with the widest type.
 
-The declared type decides, so that a column does not change with the values of a day; where nothing is declared, a sample of
-values does (`sqlite/column_types.py`). A column without a type and without a value needs no place.
+The declared type decides, so that a column's type does not change with its values; without a declared type, a sample of values
+decides (`sqlite/column_types.py`). A column with neither a type nor a value is omitted.
 
-A file's name has a random part: a task that is run twice writes two files, and the driver commits the ones that it was told
-of. Others are garbage in the target, as those of a run that was killed.
+A file's name has a random part: a task that runs twice writes two files, and the driver commits the files in the result that it
+receives. The other files are garbage in the target, as are those of a killed run.
 
-Safe to run on an executor. Raises `InvalidInput` for a value that is not of its column's type.
+Safe to run on an executor. Raises `InvalidInput` for a value that does not have its column's type.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quire.jobs.runner import Tools
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.pages.view import SnapshotView, ViewReader
-from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
+from quire.sqlite.arrow_rows import ColumnQuery, coalesced, table_batches
 from quire.sqlite.column_types import SampledColumn, sampled
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.tables import DATABASE, SqliteTable, connected, declared_type, find_table, quoted
@@ -57,9 +57,9 @@ TYPES: dict[str, pa.DataType] = {
 NAMES = {kind: name for name, kind in TYPES.items()}
 
 GROUP_BYTES = 8 * MIB
-"""Of Arrow, in one row group."""
+"""Bytes of Arrow data in one row group."""
 FILE_BYTES_MAX = 64 * MIB
-"""A file ends about here; it is made in memory."""
+"""Approximate size at which a file ends; files are built in memory."""
 KEPT_FILES = 4
 """Files of the target that a task keeps in memory to copy from."""
 
@@ -69,28 +69,28 @@ Column = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Rows of a database."""
+    """The rows of one database."""
 
     db_id: int
     database: str
     view: SnapshotView | None = None
-    """The version to read; `None`: the rows are copied …"""
+    """The version to read; `None` if the rows are copied from `files`."""
     files: tuple[str, ...] = ()
-    """… from these files of the target."""
+    """Files of the target to copy the rows from."""
     weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorTask:
-    """Files to be written."""
+    """Files to write."""
 
     location: str
     """URL of the target's directory."""
     prefix: str
-    """Of the names of its files."""
+    """Prefix of the names of its files."""
     table: str
     columns: tuple[Column, ...]
-    """Of the target, as it is."""
+    """The current columns of the target."""
     units: tuple[tuple[Source, ...], ...]
     null_misfits: bool = False
 
@@ -100,30 +100,30 @@ class WrittenFile:
     """A file that no commit names yet."""
 
     path: str
-    """Below the target's directory."""
+    """Path below the target's directory."""
     size_bytes: int
     rows: int
     databases: tuple[tuple[int, int], ...]
-    """(database, rows) of those in it."""
+    """(database, number of rows) for the databases in it."""
     stats: str
-    """Delta's: numbers of rows and NULLs, least and greatest values."""
+    """Statistics for Delta: numbers of rows and NULLs, least and greatest values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a task has done."""
+    """The result of a task."""
 
     files: tuple[WrittenFile, ...]
     columns: tuple[Column, ...]
-    """The target's, with those that its files need besides."""
+    """The target's columns, and the new ones that the files need."""
     wanted: tuple[Column, ...]
-    """Columns of databases, with their own types, of names that the target did not have."""
+    """Columns of databases, with their own types, whose names the target did not have."""
     new_types: tuple[tuple[str, str, str], ...] = ()
-    """(database, column, column of the target) where a type made another column of the target necessary."""
+    """(database, column, column of the target) where a type required a further column of the target."""
 
 
 def write_files(task: MirrorTask, tools: Tools) -> Written:
-    """Write the files of a task. Durable on return."""
+    """Write the files of a task, durable on return."""
     with closing(open_store(task.location)) as store:
         writer = _Writer(task, tools, store)
         for unit in task.units:
@@ -140,14 +140,14 @@ def write_files(task: MirrorTask, tools: Tools) -> Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignFile:
-    """A file of the target that somebody else wrote."""
+    """A file of the target that another program wrote."""
 
     location: str
     path: str
 
 
 def databases_in(task: ForeignFile, _: Tools) -> list[str]:
-    """The databases whose rows a file holds."""
+    """Return the databases whose rows a file contains."""
     with closing(open_store(task.location)) as store:
         table = pq.read_table(pa.BufferReader(store.get(task.path)), columns=[DATABASE])
     names: list[str] = table[DATABASE].unique().to_pylist()
@@ -155,8 +155,8 @@ def databases_in(task: ForeignFile, _: Tools) -> list[str]:
 
 
 def fits(kind: str, column: str) -> bool:
-    """Whether a column of one type takes all values of another: text takes numbers as SQLite prints them; `double` takes
-    whole numbers that it can hold exactly, which is looked at when one comes.
+    """Return whether a column of type `column` takes all values of type `kind`. Text takes numbers as SQLite prints them;
+    `double` takes integers that it represents exactly, which is checked for each value.
 
     >>> fits("bigint", "double"), fits("double", "bigint"), fits("bigint", "string")
     (True, False, True)
@@ -170,7 +170,7 @@ def fits(kind: str, column: str) -> bool:
 
 
 def place(name: str, kind: str, columns: dict[str, Column]) -> Column:
-    """The column of the target in which a database's column goes; `columns` are the target's, by their names in lower case.
+    """Return the target's column for a database's column; `columns` are the target's, by lower-case name.
 
     >>> columns = {"price": ("price", "bigint")}
     >>> place("Price", "bigint", columns), place("price", "double", columns), place("note", "string", columns)
@@ -181,17 +181,20 @@ def place(name: str, kind: str, columns: dict[str, Column]) -> Column:
         if known is None or fits(kind, known[1]):
             return known or (candidate, kind)
     raise InvalidInput(
-        "the target has columns of this name, and none takes its type", hint="rename the column", column=name, type=kind
+        "the target has columns of this name, but none accepts its type",
+        hint="rename the column",
+        column=name,
+        type=kind,
     )
 
 
 def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
-    """The schema of a file: the database's name, and the columns."""
+    """Return the schema of a file: the database's name, and the columns."""
     return pa.schema([(DATABASE, pa.string()), *((name, TYPES[kind]) for name, kind in columns)])
 
 
 def column_kinds(connection: Connection, table: SqliteTable, reader: ViewReader) -> list[Column]:
-    """The columns of a table and their types; without those that have neither a type nor a value."""
+    """Return the columns of a table with their types, except those that have neither a type nor a value."""
     if all(declared_type(column.declared) is not None for column in table.columns):
         return [(column.name, NAMES[declared_type(column.declared)]) for column in table.columns]
     kinds: list[Column] = []
@@ -208,7 +211,7 @@ def column_kinds(connection: Connection, table: SqliteTable, reader: ViewReader)
 
 
 class _Writer:
-    """The files of one task."""
+    """Writes the files of one task."""
 
     def __init__(self, task: MirrorTask, tools: Tools, store: ObjectStore) -> None:
         self._task, self._tools, self._store = task, tools, store
@@ -226,7 +229,7 @@ class _Writer:
         self._read: OrderedDict[str, pa.Table] = OrderedDict()
 
     def add(self, source: Source) -> None:
-        """The rows of a source, behind those that are there."""
+        """Append the rows of a source."""
         batches = self._copied(source) if source.view is None else self._from_sqlite(source, source.view)
         for batch in batches:
             if batch.num_rows:
@@ -251,20 +254,20 @@ class _Writer:
             rows = table_batches(connection, query, pages=pages, in_order=True, null_misfits=misfits)
             names = {column[0]: own for own, _, column in places}
             try:
-                for batch in gathered(rows):
+                for batch in coalesced(rows):
                     yield self._conform(batch, names)
             except InvalidInput as error:
-                hint = "change the value, or let the mirror have the option misfits=null"
+                hint = "change the value, or give the mirror the option misfits=null"
                 raise InvalidInput(error.what, hint=hint, **{**error.where, "database": source.database}) from error
 
     def _places(
         self, connection: Connection, table: SqliteTable, reader: ViewReader, database: str
     ) -> list[tuple[str, str, Column]]:
-        """(column of the table, its type, column of the target); new ones are the target's from now on."""
+        """Return (column of the table, its type, column of the target), and add new columns to the target's."""
         places: list[tuple[str, str, Column]] = []
         for name, kind in column_kinds(connection, table, reader):
             if name.lower() == DATABASE:
-                hint = "rename the column: the mirror has the database's name there"
+                hint = "rename the column: the mirror uses it for the database's name"
                 raise InvalidInput(f"the table has a column {DATABASE}", hint=hint, database=database, table=table.name)
             if name.lower() not in self._known:
                 self.wanted[name, kind] = None
@@ -277,7 +280,7 @@ class _Writer:
         return places
 
     def _end_group_of_columns(self, column: Column) -> None:
-        """A file has one schema: from here on there is another one."""
+        """End the file, because a file has one schema, and add a column to the schema of the next one."""
         self.end_file()
         self.columns[column[0].lower()] = column
         self._schema = arrow_schema(self.columns.values())
@@ -296,7 +299,7 @@ class _Writer:
                 yield self._conform(batch, names)
 
     def _conform(self, batch: pa.RecordBatch, names: dict[str, str]) -> pa.RecordBatch:
-        """A batch with the target's columns; `names` says which of the batch's is which."""
+        """Return a batch with the target's columns; `names` maps a target's column to the batch's."""
         arrays = []
         for field in self._schema:
             own = DATABASE if field.name == DATABASE else names.get(field.name)
@@ -332,7 +335,7 @@ class _Writer:
         self._waiting, self._waiting_bytes = [], 0
 
     def end_file(self) -> None:
-        """Put the file, if there are rows for one."""
+        """Put the file, if it has rows."""
         self._end_group()
         if self._parquet is None or self._sink is None:
             return
@@ -354,13 +357,14 @@ class _Writer:
 
 
 def _read_as(kind: str, column: str) -> pa.DataType:
-    """The type in which a column is read: its target's, but whole numbers as such, so that none is rounded unseen."""
+    """Return the type in which a column is read: the target's, except that integers stay integers, so that a value that would
+    be rounded is noticed."""
     return TYPES["bigint"] if (kind, column) == ("bigint", "double") else TYPES[column]
 
 
 def _stats(metadata: Any) -> str:
-    """Statistics as Delta's log has them: least and greatest of the databases' names and of whole numbers; texts may be long,
-    and NaN has no place in an order."""
+    """Return statistics in the form of Delta's log. Only database names and integers have minimum and maximum: texts may be
+    long, and NaN has no order."""
     nulls: dict[str, int] = {}
     least: dict[str, Any] = {}
     greatest: dict[str, Any] = {}

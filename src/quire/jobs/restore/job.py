@@ -1,8 +1,8 @@
-"""The restore job: a snapshot of a page database becomes a file, in parallel; of a SQLite database, one that SQLite opens.
+"""The restore job: writes a snapshot of a page database to a file, in parallel. SQLite can open the file of a SQLite database.
 
-The file gets its name when it is whole and synced; until then it is `<file>.tmp`, which the next attempt overwrites. An
-existing file is not replaced unless that was asked for. A repeated attempt may find the file of an earlier one, which died
-before it could say so: it is adopted if it is the same, byte for byte. Tasks are slots: each chunk is read by one.
+The file gets its name when it is complete and synced; until then it is `<file>.tmp`, which the next attempt overwrites. An
+existing file is replaced only on request. A repeated attempt may find the file of an earlier attempt that died before it
+completed the job: the file is adopted if it is the same, byte for byte. Each task is one slot, so each chunk is read once.
 
 Threads: any. Raises `AlreadyExists`, and what reading the snapshot raises.
 """
@@ -37,12 +37,12 @@ def restore_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     try:
         return Completed(restore(view, given["path"], runner, ctx.disk, **how, tick=progress))
     except AlreadyExists as error:
-        raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # waiting does not help
+        raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # a retry would not help
 
 
 # ── writing the file ──────────────────────────────────────────────────────────────────────────────────────────────────
 STEP_BYTES = 8 * MIB
-"""Two files are compared this much at a time."""
+"""Bytes per step when two files are compared."""
 
 
 def restore(
@@ -55,11 +55,11 @@ def restore(
     adopt: bool = False,
     tick: Tick = no_tick,
 ) -> dict[str, Any]:
-    """Write a snapshot to a file; what was done."""
+    """Write a snapshot to a file; return the result of the job."""
     target = os.path.abspath(target)
     if not runner.shares_disk:
-        hint = "use `--runner threads`, or executors that see this directory"
-        raise InvalidConfig("executors do not see the file that is to be written", hint=hint, path=target)
+        hint = "use `--runner threads`, or mount this directory on the executors"
+        raise InvalidConfig("executors cannot access the file to be written", hint=hint, path=target)
     if not replace and not adopt:
         need_no_file(disk, target)
     draft, size = target + TEMPORARY, view.size_pages * view.page_size
@@ -83,13 +83,15 @@ def restore(
 
 
 def need_no_file(disk: Disk, target: str) -> None:
-    """Refuse to replace an existing file."""
+    """Raise `AlreadyExists` if the file exists."""
     if disk.exists(target):
-        raise AlreadyExists("there is a file of this name already", hint="name another, or replace it", path=target)
+        raise AlreadyExists(
+            "the file already exists", hint="choose another name, or replace it with `--force`", path=target
+        )
 
 
 def _are_same(disk: Disk, one: str, two: str) -> bool:
-    """Whether two files have the same bytes."""
+    """Return whether two files have the same bytes."""
     first, second = disk.open(one, write=False), disk.open(two, write=False)
     try:
         if first.size() != second.size():
@@ -102,7 +104,7 @@ def _are_same(disk: Disk, one: str, two: str) -> bool:
 
 
 def parts(view: SnapshotView, path: str) -> list[RestoreTask]:
-    """One task for each slot, so that each chunk is read by one task."""
+    """Return one task for each slot, so that each chunk is read by one task."""
     step = view.pages_per_chunk or max(CHUNK_BYTES // max(view.page_size, 1), 1)
     return [
         RestoreTask(view=view, first=first, stop=min(first + step, view.size_pages), path=path)

@@ -1,7 +1,6 @@
-"""Writing a part of a snapshot into a file that has its length already: a task writes each of its pages at its place and
-syncs.
+"""The task that writes a part of a snapshot into a file of full length: writes each page at its offset, then syncs.
 
-Done twice, or by two at once, it is the same bytes. Safe to run on an executor that sees the file's directory.
+Repeated or concurrent tasks write the same bytes. Safe to run on an executor that sees the file's directory.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PAGES_AT_ONCE = 1_024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreTask:
-    """Pages of a view, and the file they go to."""
+    """A range of pages of a view, and the file to write them to."""
 
     view: SnapshotView
     first: int
@@ -27,7 +26,7 @@ class RestoreTask:
 
 
 def write_pages(task: RestoreTask, tools: Tools) -> int:
-    """Write the pages; how many bytes. Durable on return."""
+    """Write the pages, durable on return; return the number of bytes."""
     view, done = task.view, 0
     file = tools.disk.open(task.path)
     try:

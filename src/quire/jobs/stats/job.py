@@ -1,14 +1,15 @@
-"""The stats job: what each database and snapshot holds alone and shares, how well it compresses, in which tier it is.
+"""The stats job: computes the exclusive and shared bytes, compression and tiers of each database and snapshot.
 
 Terms
-  holds       the artifacts that a database, as it is now, or a snapshot is made of: chunks of its leaves, segments of its WAL
-  exclusive   of a database: what neither another database nor a snapshot of another holds; what dropping it with its snapshots
-              would free. Of a snapshot: what nothing else holds, its own database included: what dropping it alone would free
-  churn       bytes of artifacts that were made within the last day
+  holds       the artifacts that a database, as it is now, or a snapshot consists of: chunks of its leaves, segments of its WAL
+  exclusive   of a database: artifacts that neither another database nor a snapshot of one holds, the bytes that dropping the
+              database with its snapshots would free. Of a snapshot: artifacts without any other holder, its own database
+              included, the bytes that dropping the snapshot alone would free
+  churn       bytes of artifacts created within the last day
 
-Rows of one transaction are read as numbers, at most `WAVE_ROWS` (80 MB) at a time (`jobs/row_groups.py`), and added up by the
-runner; what comes back, and is held, is a line of sums for each holder. It changes nothing. The job's result has the first
-`LISTED_MAX` databases and snapshots; `store.heavy.stats()` all.
+Rows of one transaction are read as numbers, at most `WAVE_ROWS` (80 MB) at a time (`jobs/row_groups.py`), and summed by the
+runner, which returns a line of sums for each holder; only these lines are kept in memory. The job changes nothing. Its result
+has the first `LISTED_MAX` databases and snapshots; `store.heavy.stats()` returns all.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from quire.manifest.verification import artifacts
 
 LISTED_MAX = 1_000
 BYTES_A_ROW = 256
-"""What adding a row costs, as if it were so many bytes of a file: a million rows are worth a cluster."""
+"""Bytes of work that one row counts as when a runner is chosen: a million rows are worth a cluster."""
 
 
 def stats_job(
@@ -52,7 +53,7 @@ def stats_job(
     *,
     into: Callable[[list[Usage]], object] = len,
 ) -> Outcome:
-    """Add up where the bytes are; `into` gets all of it."""
+    """Compute the usage of all databases and snapshots; `into` receives the complete list."""
     runner_name = options(job, runner="")["runner"]
     with ctx.manifest.read() as txn:
         groups = waves(txn, ctx.clock.now_ms())
@@ -71,11 +72,11 @@ def stats_job(
     return Completed({"rows": groups.rows, "holders": len(usages), "usage": listed, "runner": runner.name})
 
 
-# ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── usage ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 DAY_MS = 86_400_000
 STEP_ROWS = 8_192
 LEAF_ROWS = 64
-"""Held leaves that are read together: each has some hundred chunks."""
+"""Held leaves that are read in one step: each has some hundred chunks."""
 
 WAVE_ROWS = 1_500_000
 
@@ -83,36 +84,36 @@ Numbers = NDArray[np.uint64]
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What one database, or one snapshot, takes."""
+    """The space that one database or one snapshot uses."""
 
     db_id: int
     database: str
     snapshot: str = ""
-    """Empty: the database as it is now, with its snapshots."""
+    """Name of the snapshot; empty for the database as it is now, with its snapshots."""
     artifacts: int = 0
     size_bytes: int = 0
     exclusive_bytes: int = 0
     shared_bytes: int = 0
     plain_bytes: int = 0
-    """Of its chunks, before compression."""
+    """Bytes of its chunks before compression."""
     chunk_bytes: int = 0
     wal_bytes: int = 0
     churn_bytes: int = 0
     tiers: dict[str, int] = {}
     """Residency → bytes."""
     disk_bytes: int = 0
-    """What the file system has given to the database's files in the store's directory, snapshots and zeros ahead included;
-    0 of a snapshot, whose files are its database's."""
+    """Bytes that the file system has allocated to the database's files in the store's directory, including snapshots and
+    preallocated zeros; 0 for a snapshot, whose files belong to its database."""
 
     @property
     def compression(self) -> float:
-        """How many bytes of pages one byte of chunks holds; 0 if there are no chunks."""
+        """Bytes of pages per byte of chunks; 0 if there are no chunks."""
         return self.plain_bytes / self.chunk_bytes if self.chunk_bytes else 0.0
 
 
 def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
-    """Every live database, each followed by its snapshots; added up in this process."""
-    nothing: Any = None  # what adds up needs no tools
+    """Return the usage of every live database, each followed by its snapshots, computed in this process."""
+    nothing: Any = None  # the tasks of this job use no tools
     total = Totals()
     for wave in waves(txn, now_ms):
         parts: dict[Key, list[tuple[str, Numbers]]] = defaultdict(list)
@@ -124,20 +125,20 @@ def usage(txn: ReadTxn, now_ms: int) -> list[Usage]:
 
 
 def with_disk(usages: Iterable[Usage], space: Space) -> list[Usage]:
-    """The same, with what the files of each database take."""
+    """Return the usages with `disk_bytes` filled in."""
     given = space.databases
     return [usage if usage.snapshot else replace(usage, disk_bytes=given.get(usage.db_id, 0)) for usage in usages]
 
 
 class Totals:
-    """The sums of all pieces, by holder; they are added up whenever there are twice as many lines as there were holders."""
+    """The sums of all pieces by holder; lines are merged whenever their number exceeds twice the number of holders."""
 
     def __init__(self) -> None:
         self._lines: list[Shares] = [np.zeros((0, 2 + len(SUMS)), np.int64)]
         self._held, self._limit = 0, STEP_ROWS
 
     def add(self, shares: Shares) -> None:
-        """What holders have of one more piece."""
+        """Add the shares of one more piece."""
         self._lines.append(shares)
         self._held += len(shares)
         if self._held > self._limit:
@@ -145,7 +146,7 @@ class Totals:
             self._limit = 2 * self._held + STEP_ROWS
 
     def by_holder(self) -> dict[Holder, list[int]]:
-        """Holder → `SUMS`."""
+        """Return holder → `SUMS`."""
         return {(db_id, snapshot): sums for db_id, snapshot, *sums in self._added().tolist()}
 
     def _added(self) -> Shares:
@@ -154,7 +155,7 @@ class Totals:
 
 
 def described(txn: ReadTxn, total: Totals) -> list[Usage]:
-    """The sums, with the names of who holds them."""
+    """Return the sums with the names of their holders."""
     sums, usages = total.by_holder(), []
     for db_id, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
@@ -176,12 +177,12 @@ def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:
 
 # ── rows as numbers ───────────────────────────────────────────────────────────────────────────────────────────────────
 def waves(txn: ReadTxn, now_ms: int) -> Waves[RowBlock]:
-    """Every fact and every holding, as many at a time as memory should hold."""
+    """Return every fact and every holding, in waves of bounded memory."""
     return cut(lambda: blocks(txn, now_ms), piece_of, WAVE_ROWS)
 
 
 def blocks(txn: ReadTxn, now_ms: int) -> Iterator[RowBlock]:
-    """Every fact and every holding, some thousands at a time."""
+    """Yield every fact and every holding, some thousands at a time."""
     for rows in _facts(txn, now_ms - DAY_MS):
         yield RowBlock("fact", rows)
     for rows in chain(_leaf_holdings(txn), _wal_holdings(txn)):
@@ -210,7 +211,7 @@ def _facts(txn: ReadTxn, young_ms: int) -> Iterator[Numbers]:
 
 
 def _leaf_holdings(txn: ReadTxn) -> Iterator[Numbers]:
-    """(code, code, database, snapshot) of the chunks that databases and snapshots hold by their leaves."""
+    """Yield (code, code, database, snapshot) for the chunks that databases and snapshots hold through their leaves."""
     live = ((row.origin_db_id, leaf, row.generation, db_id, 0) for (db_id, leaf), row in txn.scan(t.LIVE_LEAF))
     kept = (
         (origin, leaf, generation, db_id, snapshot_id)
@@ -219,14 +220,15 @@ def _leaf_holdings(txn: ReadTxn) -> Iterator[Numbers]:
     )
     for held in _steps(chain(live, kept), LEAF_ROWS):
         rows = [txn.get(t.SLOT_LEAF, *key) for key in held[:, :3].tolist()]
-        bodies = [row.entries if row is not None else b"" for row in rows]  # a leaf that is not there is S1
+        # A missing leaf is for manifest/check.py (S1)
+        bodies = [row.entries if row is not None else b"" for row in rows]
         entries = np.frombuffer(b"".join(bodies), ENTRY_FIELDS)
         owner = np.repeat(np.arange(len(held)), [len(body) // ENTRY.size for body in bodies])
         yield np.column_stack([named_by(held[owner, 1], entries), held[owner, 3:]])
 
 
 def _wal_holdings(txn: ReadTxn) -> Iterator[Numbers]:
-    """The same of segments: those that a snapshot pins, and those that a database still needs."""
+    """Yield the same for segments that a snapshot pins, and for those that a database still needs."""
     pinned = (
         (pin.origin_db_id, pin.segment_id, db_id, snapshot_id)
         for (db_id, snapshot_id), record in txn.scan(t.SNAPSHOT_INDEX)

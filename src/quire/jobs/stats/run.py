@@ -1,12 +1,12 @@
-"""The adding half of the stats: artifacts and their holders are brought together, and each holder's share is added up.
+"""The task of the stats job: joins artifacts with their holders, and sums each holder's share.
 
 Terms
-  fact      what a row says of an artifact: (code, code, bytes, pages, is it of the last day, residency, is it WAL)
-  holding   that somebody holds an artifact: (code, code, database, snapshot); snapshot 0 is the database as it is now
-  share     what a holder has of the artifacts of one key: a sum for each of `SUMS`
+  fact      an artifact's row as numbers: (code, code, bytes, pages, is it of the last day, residency, is it WAL)
+  holding   a holder's reference to an artifact: (code, code, database, snapshot); snapshot 0 is the database as it is now
+  share     a holder's part of the artifacts of one key: a sum for each of `SUMS`
 
-A snapshot has alone what nobody else holds; a database, with its snapshots, what no other database holds. A task adds up rows
-about 2^10 ids of one database. Safe to run on an executor.
+An artifact is exclusive to a snapshot if it has no other holder, and to a database with its snapshots if no other database
+holds it. A task sums rows about 2^10 ids of one database. Safe to run on an executor.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from quire.jobs.runner import Key, Tools
 from quire.manifest.records import Residency
 
 TIER = "tier:"
-"""Before the name of a residency: what lies there."""
+"""Prefix of a residency's name in `SUMS`: bytes with that residency."""
 
 SUMS = (
     "artifacts", "size_bytes", "exclusive_bytes", "shared_bytes", "chunk_bytes", "wal_bytes", "plain_pages", "churn_bytes",
     *(TIER + tier.name.lower() for tier in Residency),
 )  # fmt: skip
-"""What is added up."""
+"""The names of the sums."""
 
 WHOLE = -1
-"""In place of a snapshot: the database with its snapshots."""
+"""In place of a snapshot id: the database with its snapshots."""
 
 Holder = tuple[int, int]
 """(database, snapshot); the whole of a database, with its snapshots, is (database, -1)."""
@@ -40,13 +40,13 @@ Shares = Sums
 
 
 def join_shares(_key: Key, _task: None, parts: list[tuple[str, Numbers]], _tools: Tools) -> Shares:
-    """What each holder has of these artifacts."""
+    """Return each holder's share of these artifacts."""
     facts = np.concatenate([np.zeros((0, 7), np.uint64), *(rows for sort, rows in parts if sort == "fact")])
     held = np.concatenate([np.zeros((0, 4), np.uint64), *(rows for sort, rows in parts if sort == "holding")])
     held = held[np.lexsort((held[:, 3], held[:, 2], held[:, 1], held[:, 0]))]
-    held = held[_begins(held)]  # who holds an artifact twice holds it
+    held = held[_begins(held)]  # a holder with two references counts once
     place = _places(facts[:, :2], held[:, :2])
-    held, facts = held[place >= 0], facts[place[place >= 0]]  # of what has no row nothing is known
+    held, facts = held[place >= 0], facts[place[place >= 0]]  # nothing is known about artifacts without a row
     by_artifact, by_database = _begins(held[:, :2]), _begins(held[:, :3])
     holders, databases = (_counted(by_artifact, counted) for counted in (np.ones(len(held), np.bool_), by_database))
     snapshots = held[:, 3] > 0
@@ -58,7 +58,7 @@ def join_shares(_key: Key, _task: None, parts: list[tuple[str, Numbers]], _tools
 
 
 def added(lines: Shares) -> Shares:
-    """The sums of each holder, one line for each."""
+    """Sum the lines of each holder into one."""
     if not len(lines):
         return lines
     lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
@@ -69,21 +69,21 @@ def added(lines: Shares) -> Shares:
 
 
 def _begins(rows: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Which rows are not as the one before."""
+    """Return which rows differ from the row before."""
     first = np.ones(len(rows), np.bool_)
     first[1:] = (rows[1:] != rows[:-1]).any(axis=1)
     return first
 
 
 def _counted(begins: NDArray[np.bool_], counted: NDArray[np.bool_]) -> Sums:
-    """For each row: how many rows of its run are counted."""
+    """Return, for each row, how many rows of its run are counted."""
     runs = np.cumsum(begins) - 1
     counts: Sums = np.bincount(runs[counted], minlength=len(runs))[runs].astype(np.int64)
     return counts
 
 
 def _places(facts: Numbers, wanted: Numbers) -> NDArray[np.int64]:
-    """For each wanted code the place of its fact, or -1."""
+    """Return, for each wanted code, the index of its fact, or -1."""
     codes = np.concatenate([facts, wanted])
     order = np.lexsort((codes[:, 1], codes[:, 0]))
     runs = np.empty(len(codes), np.int64)
@@ -94,7 +94,7 @@ def _places(facts: Numbers, wanted: Numbers) -> NDArray[np.int64]:
 
 
 def _lines(databases: Numbers, snapshots: NDArray[np.int64] | int, facts: Numbers, alone: NDArray[np.bool_]) -> Shares:
-    """A line for each holding, with the sums of one artifact."""
+    """Return a line for each holding, with the sums of one artifact."""
     size, pages, young, residency, is_wal = facts[:, 2:].astype(np.int64).T
     lines = np.zeros((len(facts), 2 + len(SUMS)), np.int64)
     lines[:, 0], lines[:, 1] = databases, snapshots

@@ -1,19 +1,20 @@
-"""The checkpoint job of a stream: its sealed segments become chunks, being already in their final form.
+"""The checkpoint job of a stream: publishes its sealed segments, which already have their final form, as chunks.
 
-It is planned on the manifest alone, the projection of the stream's log, and publishes rows and slots in one transaction with
-its end. Slot and chunk id are the segment's id, which is never used again. No byte is written, and none is read beyond a look
-that a copy is there: threads do it, whatever the runner. Who owns the bytes: docs/decisions/009-stream-chunks.md.
+The job plans on the manifest alone, the projection of the stream's log, and publishes rows and slots in the transaction that
+ends it. Slot and chunk id are the id of the segment, which is never reused. No byte is written, and nothing is read except to
+check that a copy exists: threads do that, whatever the runner. For the ownership of the bytes see
+docs/decisions/009-stream-chunks.md.
 
-A published segment moves from SEALED to INDEXED in the same batch, which so fails as a whole (`IllegalTransition`) if
-retention has ended one meanwhile, and (`StalePlan`) if a leaf is not the one that was planned on. It goes no further, and the
-mark of the WAL stays: snapshots go on pinning segments, which is what retention asks.
+A published segment moves from SEALED to INDEXED in the same batch. The batch therefore fails as a whole if retention has ended
+a segment in the meantime (`IllegalTransition`), or if a leaf is not the planned one (`StalePlan`). The segment moves no
+further, and the WAL mark does not move: snapshots continue to pin segments, which is what retention checks.
 
-A crash before that leaves nothing, or a reserved generation that nothing has.
+A crash before that batch leaves nothing, or a reserved generation that is never used.
 
 A chunk's row borrows the segment's bytes: its `suffix` names the segment's object, its residency is fixed and its size is 0.
-Where the bytes are is said once, in `wal_catalog` (M6); nothing moves, verifies, counts or deletes bytes by a borrowed row.
-One copy of a segment is enough: the file as it was written, the compressed one, or the object. One without a copy is reported
-and not published: it may have moved between two looks.
+Only `wal_catalog` states where the bytes are (M6); nothing moves, verifies, counts or deletes bytes through a borrowed row.
+One copy of a segment is enough: the file as it was written, the compressed file, or the object. A segment without a copy is
+reported and not published: it may have moved between two checks.
 
     >>> from quire.manifest.verification import shares_bytes
     >>> shares_bytes(ArtifactKey(7, ArtifactKind.BASE, 3, 1), row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=0))
@@ -57,7 +58,7 @@ from quire.manifest.slots import Leaf, Link, pack_leaf, place
 
 
 def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Publish the sealed segments of a stream that are no chunks yet."""
+    """Publish the sealed segments of a stream that are not chunks yet."""
     options(job, runner="", sealed_only=False)
     manifest = ctx.manifest
     with manifest.read() as txn:
@@ -87,17 +88,17 @@ def stream_checkpoint_job(ctx: JobContext, job: Job, progress: Progress) -> Outc
 
 # ── planning ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 SEGMENTS_MAX = 4_096
-"""Published by one job: its batch has as many rows."""
+"""Segments that one job publishes: its batch has as many rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamPlan:
-    """What a checkpoint of a stream publishes."""
+    """The segments that a checkpoint of a stream publishes."""
 
     stream_id: int
     segments: tuple[tuple[int, WalRecord], ...]
     more: bool
-    """Whether there are more than one job takes."""
+    """Whether the stream has more segments than one job publishes."""
 
     @property
     def size_bytes(self) -> int:
@@ -105,7 +106,7 @@ class StreamPlan:
 
 
 def unpublished(txn: ReadTxn, stream_id: int) -> list[tuple[int, WalRecord]]:
-    """(segment, row) of sealed segments without a chunk, oldest first."""
+    """Return (segment, row) of sealed segments without a chunk, oldest first."""
     return [
         (segment_id, row)
         for (_, segment_id), row in txn.scan(t.WAL_CATALOG, stream_id)
@@ -114,13 +115,13 @@ def unpublished(txn: ReadTxn, stream_id: int) -> list[tuple[int, WalRecord]]:
 
 
 def plan_stream(txn: ReadTxn, stream_id: int) -> StreamPlan:
-    """The next segments to publish."""
+    """Plan the next segments to publish."""
     segments = unpublished(txn, stream_id)
     return StreamPlan(stream_id, tuple(segments[:SEGMENTS_MAX]), len(segments) > SEGMENTS_MAX)
 
 
 def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee]:
-    """Where a copy of each segment is to be seen."""
+    """Return where copies of each planned segment may be."""
     segments = []
     for segment_id, row in plan.segments:
         key = ArtifactKey(plan.stream_id, ArtifactKind.WAL, segment_id, 0)
@@ -139,22 +140,22 @@ def to_see(ctx: JobContext, txn: ReadTxn, plan: StreamPlan) -> list[SegmentToSee
     return segments
 
 
-# ── looking ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── checking copies ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentToSee:
-    """Where copies of a segment may be."""
+    """The locations where copies of a segment may be."""
 
     segment_id: int
     hot: str
     warm: str
     url: str
     object_key: str
-    """Empty: there is no object."""
+    """Empty if there is no object."""
     used_bytes: int
 
 
 def with_copies(segments: Iterable[SegmentToSee], *, disk: Disk, open_store: OpenStore) -> set[int]:
-    """Those of which a copy is there."""
+    """Return the ids of the segments that have a copy."""
     present = {segment.segment_id for segment in segments if _is_there(segment, disk, open_store)}
     hit("jobs.stream_checkpoint.seen")
     return present
@@ -185,7 +186,7 @@ def _size(disk: Disk, path: str) -> int:
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def publish_ops(txn: ReadTxn, plan: StreamPlan, seen: set[int], generation: int) -> list[Op]:
-    """The batch, planned on what `txn` shows. The moment of a row is that of its sealing: a repeat makes the same row."""
+    """Return the batch, based on the state in `txn`. A row has the seal time of its segment, so a repeat makes the same row."""
     ops: list[Op] = []
     leaves: dict[int, Leaf] = {}
     for segment_id, row in plan.segments:
@@ -205,7 +206,7 @@ def publish_ops(txn: ReadTxn, plan: StreamPlan, seen: set[int], generation: int)
 
 
 def row_of(stream_id: int, segment_id: int, *, first_lsn: int, last_lsn: int, at_ms: int) -> ChunkRecord:
-    """The row of a segment's chunk. It is the same whenever it is made, but for `at_ms`."""
+    """Return the row of a segment's chunk, which depends on nothing but the arguments."""
     return ChunkRecord(
         Residency.LOCAL,
         0,

@@ -1,22 +1,22 @@
-"""Looking at every byte of a stream: copies of a segment, chunks of its manifest log, objects of the log.
+"""Verification of every byte of a stream: copies of segments, chunks of its manifest log, objects of the log.
 
-A copy of a segment is good if it holds the segment that was sealed: its blocks, and the crc64 of all of them, which the row
-has. The compressed file and the object are decompressed for that. Of the local copies, hot or compressed, one is enough, and
-each that is there must be good; one that goes while it is looked for was evicted.
+A copy of a segment is good if it contains the segment that was sealed: valid blocks, and the crc64 of the whole that is in the
+row. The compressed file and the object are decompressed for the comparison. One local copy, hot or compressed, is enough, and
+every existing copy must be good; a file that disappears during the check was evicted.
 
-Logs are held to their rules (`stream/mlog_verify.py`) many at once, for `quire verify` and `quire manifest verify`: first
-each log by itself, which needs the store's files, then the objects' bodies, in groups of all logs. A problem is reported if a
-second look finds it, too: a live owner moves and deletes meanwhile. A log that cannot be read now keeps no other from being
-looked at; its error is raised at the end.
+Logs are checked against their rules (`stream/mlog_verify.py`) many at once, for `quire verify` and `quire manifest verify`:
+first each log on its own, which needs the store's files, then the bodies of objects, in groups over all logs. A problem is
+reported only if a second check confirms it: a live owner moves and deletes in the meantime. A log that cannot be read now does
+not prevent the check of other logs; its error is raised at the end.
 
-Reads only; works beside a live owner. Safe to run on an executor. Raises what disk and object store raise; damage is a
+Reads only; works next to a live owner. Safe to run on an executor. Raises what disk and object store raise; damage is a
 result.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -41,12 +41,12 @@ from quire.stream.witnesses import Witness
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def is_stream_segment(place: ArtifactLocation) -> bool:
-    """Whether a place is of a stream's segment, which has another form on each tier."""
+    """Return whether a location is of a stream's segment, which has a different form on each tier."""
     return place.key.kind is ArtifactKind.WAL and place.local.endswith("/" + _name(place, Tier.HOT))
 
 
 def look_at_segment(place: ArtifactLocation, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
-    """(what is missing, what is altered) of a segment's copies."""
+    """Check a segment's copies; return (missing ones, altered ones) as texts."""
     missing: list[str] = []
     altered: list[str] = []
     if place.has_local:
@@ -56,7 +56,7 @@ def look_at_segment(place: ArtifactLocation, *, disk: Disk, open_store: OpenStor
             "compressed": _warm(os.path.join(root, _name(place, Tier.WARM)), disk, place.size_bytes),
         }
         if all(checksum is None for checksum in copies.values()):
-            missing.append("no file is there")
+            missing.append("the file is missing")
         for name, checksum in copies.items():
             if checksum is not None and checksum != place.crc64:
                 altered.append(f"the {name} file is not the segment that was sealed")
@@ -78,7 +78,7 @@ def _name(place: ArtifactLocation, tier: Tier) -> str:
 
 
 def _hot(place: ArtifactLocation, disk: Disk) -> int | None:
-    """The crc64 of the file as it was written, -1 if it is damaged; `None` if it is not there."""
+    """Return the crc64 of the hot file; -1 if it is damaged, `None` if it does not exist."""
     try:
         raw = memoryview(read_all(disk, place.local))[: place.size_bytes]
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _warm(path: str, disk: Disk, raw_bytes: int) -> int | None:
 
 
 def _decompressed(data: bytes, path: str, raw_bytes: int) -> int:
-    """The crc64 of the segment that a compressed copy holds; -1 if it is damaged."""
+    """Return the crc64 of the segment in a compressed copy; -1 if it is damaged."""
     try:
         return reader_of(data, path, raw_bytes).verify()
     except (Corruption, OutOfRange):
@@ -109,23 +109,23 @@ def _decompressed(data: bytes, path: str, raw_bytes: int) -> int:
 # ── manifest logs ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogTask:
-    """A log to be held to its rules; files and names, no bodies of objects."""
+    """A log to check against its rules, by files and names, without the bodies of objects."""
 
     stream_id: int
     root: str
     url: str
     settings: ManifestLogSettings | None = None
-    """What is kept on disk, by the store's configuration."""
+    """The store's settings, which determine what is kept on disk."""
     witness: Witness | None = None
-    """What LMDB has of the stream, which its log must know."""
+    """The stream's state in LMDB, which its log must contain."""
     prefixes: tuple[str, ...] = ("",)
-    """Of the store's objects, the current owner epoch's first."""
+    """Prefixes of the store's objects, the current owner epoch's first."""
     store_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class LogFound:
-    """What is wrong with a log, and which objects it has."""
+    """The problems of a log, and the objects that it has."""
 
     stream_id: int
     problems: tuple[LogProblem, ...]
@@ -136,7 +136,7 @@ class LogFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodiesTask:
-    """Objects of logs to be read whole: (stream, what, first, last)."""
+    """Objects of logs to read completely: (stream, kind, first, last)."""
 
     url: str
     prefixes: tuple[str, ...]
@@ -145,7 +145,7 @@ class BodiesTask:
 
 
 def check_log(task: LogTask, tools: Tools) -> LogFound:
-    """Every rule of a log that needs no body of an object."""
+    """Check every rule of a log that does not need the body of an object."""
     store = tools.open_store(task.url)
     files = LogFiles(tools.disk, task.root, task.stream_id, store_id=task.store_id)
     stream_files = StreamFiles(tools.disk, task.root, task.stream_id)
@@ -159,7 +159,7 @@ def check_log(task: LogTask, tools: Tools) -> LogFound:
 
 
 def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]:
-    """(stream, what is wrong) of these objects."""
+    """Read these objects; return (stream, problem) for damaged ones."""
     store, problems = tools.open_store(task.url), []
     for stream_id, what, first, last in task.bodies:
         objects = LogObjects(store, stream_id, task.prefixes, task.store_id)
@@ -171,7 +171,7 @@ def check_bodies(task: BodiesTask, tools: Tools) -> list[tuple[int, LogProblem]]
             else:
                 objects.get_snapshot(first)
         except ObjectNotFound:
-            continue  # it was superseded since it was listed
+            continue  # superseded after it was listed
         except Corruption as error:
             damage = f"the object of a {what} is damaged: {error.what}"
             problems.append((stream_id, LogProblem(rule="L5", what=damage, where={what: first, **_plain(error)})))
@@ -199,32 +199,30 @@ GROUP_OBJECTS = 64
 def verify_logs(
     tasks: Sequence[LogTask], runner: Runner, here: Runner, *, deep: bool = True, tick: Tick = no_tick
 ) -> Iterator[tuple[int, LogProblem]]:
-    """(stream, broken rule) of these logs. `here` is a runner that sees the files; `deep` reads objects whole."""
+    """Yield (stream, problem) for these logs. `here` is a runner that sees the files; `deep` reads objects completely."""
     first: QuireError | None = None
-    logs: list[LogFound] = []
+    logs: dict[int, tuple[LogTask, LogFound]] = {}
     doubtful: list[LogTask] = []
     for answer in (runner if runner.shares_disk else here).map(check_log, tasks, tick=tick):
+        task = tasks[answer.key]
         if isinstance(answer.error, Corruption):
-            yield tasks[answer.key].stream_id, _unreadable(answer.error)
-            continue
-        if answer.error is not None:
+            doubtful.append(task)
+        elif answer.error is not None:
             first = first or answer.error
-            continue
-        logs.append(answer.result())
-        if logs[-1].problems:
-            doubtful.append(tasks[answer.key])
+        else:
+            logs[task.stream_id] = task, answer.result()
+            if answer.result().problems:
+                doubtful.append(task)
     for again in here.map(check_log, doubtful, tick=tick):
-        if again.error is not None:
+        task = doubtful[again.key]
+        if isinstance(again.error, Corruption):
+            yield task.stream_id, _unreadable(again.error)
+        elif again.error is not None:
             first = first or again.error
-            continue
-        yield from ((again.result().stream_id, problem) for problem in again.result().problems)
-    url, prefixes, store_id = (tasks[0].url, tasks[0].prefixes, tasks[0].store_id) if tasks else ("", (), "")
-    wanted = list(_bodies(logs)) if deep else []
-    starts = range(0, len(wanted), GROUP_OBJECTS)
-    groups = [
-        BodiesTask(url=url, prefixes=prefixes, bodies=tuple(wanted[start : start + GROUP_OBJECTS]), store_id=store_id)
-        for start in starts
-    ]
+        else:
+            logs[task.stream_id] = task, again.result()
+            yield from ((task.stream_id, problem) for problem in again.result().problems)
+    groups = list(_bodies(logs.values())) if deep else []
     for bodies in runner.map(check_bodies, groups, tick=tick):
         if bodies.error is not None:
             first = first or bodies.error
@@ -235,13 +233,20 @@ def verify_logs(
 
 
 def _unreadable(error: Corruption) -> LogProblem:
-    """Damage that kept the rest of a log from being looked at."""
+    """Return the problem for damage that prevents the check of the rest of a log."""
     path = error.where.get("path", "")
     return LogProblem(rule="L0", what=f"{error.what} ({path})" if path else error.what, where=error.where)
 
 
-def _bodies(logs: Sequence[LogFound]) -> Iterator[tuple[int, str, int, int]]:
-    for log in logs:
-        yield from ((log.stream_id, "chunk", index, index) for index in log.chunks)
-        yield from ((log.stream_id, "bundle", span[0], span[1]) for span in log.bundles)
-        yield from ((log.stream_id, "snapshot", number, number) for number in log.snapshots)
+def _bodies(logs: Iterable[tuple[LogTask, LogFound]]) -> Iterator[BodiesTask]:
+    """Group the objects of all logs into tasks; the objects of one task are in one place."""
+    places: dict[tuple[str, tuple[str, ...], str], list[tuple[int, str, int, int]]] = {}
+    for task, log in logs:
+        wanted = places.setdefault((task.url, task.prefixes, task.store_id), [])
+        wanted += ((log.stream_id, "chunk", index, index) for index in log.chunks)
+        wanted += ((log.stream_id, "bundle", span[0], span[1]) for span in log.bundles)
+        wanted += ((log.stream_id, "snapshot", number, number) for number in log.snapshots)
+    for (url, prefixes, store_id), wanted in places.items():
+        for start in range(0, len(wanted), GROUP_OBJECTS):
+            bodies = tuple(wanted[start : start + GROUP_OBJECTS])
+            yield BodiesTask(url=url, prefixes=prefixes, bodies=bodies, store_id=store_id)

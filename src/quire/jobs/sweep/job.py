@@ -1,23 +1,22 @@
-"""The sweep job: object listings compared with the manifest, both ways; orphans are deleted if that was asked for.
+"""The sweep job: compares object listings with the manifest in both directions; deletes orphans on request.
 
 Terms
-  space     (URL of an object store, prefix in it): of each namespace, and of each owner epoch before the current one. Below it
-            are objects of this store only (A1)
-  former    the space of a store that is older than epochs: no prefix. Others may have objects there too, so it is listed
-            database by database, and orphans there are deleted only by whoever has the claim to it
-  range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, about `RANGE_NAMES` of them that should be
-            there. Ranges cover every possible key, and each is listed by one task
-  orphan    an object with an artifact's name that the manifest does not know
+  space     (URL of an object store, prefix in it): one for each namespace, and for each owner epoch before the current one. It
+            contains objects of this store only (A1)
+  former    the space of a store that is older than epochs: no prefix. Other stores may have objects there too, so it is listed
+            database by database, and only the store that has the claim to it deletes orphans there
+  range     a part of a space's keys: names of at most `RANGE_DATABASES` databases, with about `RANGE_NAMES` expected names.
+            Ranges cover every possible key, and each is listed by one task
+  orphan    an object with an artifact's name that the manifest does not contain
 
-List first, read the manifest after (O3): a stray of a listing is an orphan only if the manifest, read after it, has no row of
-that name and no plan that may be writing it; a missing object is reported only if the row still promises it, and asking for
-it by name fails. Spared are also names of generations that are not burned yet, and objects younger than a grace by the
-store's own clock. Nothing can come to refer to an orphan (M5, P10), so deleting it needs no intent.
+The listing comes first, the manifest is read after it (O3): a stray of a listing is an orphan only if the manifest, read
+afterwards, has no row of that name and no plan that may be writing it; a missing object is reported only if its row still
+promises it and a request by name fails. Names of generations that are not used up yet are also spared, as are objects younger
+than a grace period by the object store's clock. No reference to an orphan can arise (M5, P10), so its deletion needs no intent.
 
-The runner joins listings with the hashes of known names, 8 bytes a name; only differences come here, a few thousand at a
-time. Ranges of one wave are read in one short transaction. An object store that fails ends the attempt: without a whole
-listing nothing is known to be missing. Where an object store is a directory, old files that crashed puts left in its staging
-go, too.
+The runner joins listings with the hashes of known names, 8 bytes per name; only differences are returned, a few thousand at a
+time. Ranges of one wave are read in one short transaction. An error of an object store ends the attempt: without a complete
+listing no object is known to be missing. If an object store is a directory, old staging files of crashed puts are removed, too.
 """
 
 from __future__ import annotations
@@ -55,22 +54,22 @@ from quire.objects.guarded import path_store
 from quire.pages.catalog import space_of
 
 WAVE_RANGES = 256
-"""Compared in one run of the runner: 4 million names at most, 8 bytes of each in memory."""
+"""Ranges that one call of the runner compares: at most 4 million names, 8 bytes each in memory."""
 
 SETTLED_AT_ONCE = 4_096
-"""Differences that are looked up, asked for or deleted together."""
+"""Differences that are looked up, requested or deleted in one step."""
 
 ASKED_AT_ONCE = 16
-"""Objects that are asked for at a time: what takes time is the way there and back."""
+"""Objects that are requested concurrently: the time is spent on round trips."""
 
 LISTED_MAX = 1_000
 GRACE_SECONDS = 3_600.0
-"""Objects younger than this, by their store's clock, are left alone: clocks differ (M8)."""
+"""Objects younger than this, by the object store's clock, are spared: clocks differ (M8)."""
 
 
 @dataclass(slots=True)
 class _Sweep:
-    """A sweep that runs: what it goes by, and what it has found."""
+    """The parameters and the findings of a sweep."""
 
     ctx: JobContext
     before_ms: int
@@ -87,7 +86,7 @@ class _Sweep:
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """Ranges of one space that are compared together."""
+    """Ranges of one space that are compared in one call."""
 
     ranges: Sequence[ListingRange]
     space: Space
@@ -104,8 +103,8 @@ class _Wave:
 
 
 def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Find objects that nothing speaks of, and rows whose objects are gone."""
-    ctx.manifest.recount.finish()  # rows say what is a stray: they must have been looked at since the open (N3)
+    """Find objects that the manifest does not name, and rows whose objects are missing."""
+    ctx.manifest.recount.finish()  # rows decide what is a stray, so they must be verified since the open (N3)
     given = options(job, delete=False, runner="", grace_seconds=GRACE_SECONDS)
     sweep = _Sweep(ctx, ctx.clock.now_ms() - int(given["grace_seconds"] * 1000), given["delete"])
     with ctx.manifest.read() as txn:
@@ -125,7 +124,7 @@ def sweep_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wave]:
-    """The ranges of a space, so many at a time: no transaction is open meanwhile."""
+    """Yield the ranges of a space in waves; no transaction is open while a wave is compared."""
     mark: RangeStart | None = RangeStart()
     while mark is not None:
         with ctx.manifest.read() as txn:
@@ -135,13 +134,13 @@ def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wav
 
 
 def _unstage(ctx: JobContext, url: str) -> int:
-    """Remove old staging files of puts that crashed, where the object store is a directory; how many there were."""
+    """Remove old staging files of crashed puts, if the object store is a directory; return how many."""
     store = ctx.open_store(url)
     return local.sweep_temporary() if (local := path_store(store)) is not None else 0
 
 
 def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None:
-    """Have the runner join listings with known names, and look up the differences that come back."""
+    """Let the runner join listings with known names, and look up the differences in the manifest."""
     total, strays, missing = sweep.total, list[Stray](), array("Q")
     names = np.unique(np.concatenate([listing.known for listing in wave.ranges]))
     for number, item in runner.unmatched(list_range, [listing.task for listing in wave.ranges], names, tick=tick):
@@ -156,12 +155,12 @@ def _compare(sweep: _Sweep, runner: Runner, wave: _Wave, tick: Progress) -> None
             _settle(sweep, strays, wave)
             strays.clear()
     _settle(sweep, strays, wave)
-    _tell_missing(sweep, np.sort(np.array(missing, np.uint64)), wave)
+    _report_missing(sweep, np.sort(np.array(missing, np.uint64)), wave)
     total["more"] = total["orphaned"] > len(total["orphans"]) or total["lost"] > len(total["missing"])
 
 
-def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
-    """Look missing objects up once more, and report those that are still missing."""
+def _report_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
+    """Look up missing objects again, and report those that are still missing."""
     ctx, total = sweep.ctx, sweep.total
     with ctx.manifest.read() as txn:
         places = still_promised(ctx, txn, missing, wave.namespaces, wave.space, wave.since, wave.next)
@@ -177,7 +176,7 @@ def _tell_missing(sweep: _Sweep, missing: Any, wave: _Wave) -> None:
 
 
 def _not_there(ctx: JobContext, places: Iterator[ArtifactLocation]) -> Iterator[ArtifactLocation]:
-    """Those whose object is not there when it is asked for by its name."""
+    """Yield the locations whose object does not exist when it is requested by name."""
 
     def is_there(place: ArtifactLocation) -> bool:
         try:
@@ -192,7 +191,7 @@ def _not_there(ctx: JobContext, places: Iterator[ArtifactLocation]) -> Iterator[
 
 
 def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
-    """What became of strays, by the manifest as it is after the listing."""
+    """Decide which strays are orphans, by the manifest as it is after the listing; report and delete these."""
     ctx, total = sweep.ctx, sweep.total
     with ctx.manifest.read() as txn:
         orphans = list(real_orphans(txn, strays, wave.space[1], sweep.before_ms))
@@ -230,28 +229,28 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
 RANGE_NAMES = 16_384
 RANGE_DATABASES = 256
 LOOKED_UP = 4_096
-"""Names that are looked up together among those that are missing."""
+"""Names that are looked up in one step among the missing ones."""
 
 Space = tuple[str, str]
 Hashes = NDArray[np.uint64]
 
 
 class RangeStart(NamedTuple):
-    """Where a range begins."""
+    """The start of a range."""
 
     after: str = ""
-    """The key behind which it begins."""
+    """The key after which it begins."""
     database: int = 0
-    """The first of the databases that its group of `RANGE_DATABASES` has."""
+    """The first database of its group of `RANGE_DATABASES`."""
     row: tuple[int, int] = (0, 0)
-    """(origin, id) of the first rows that may promise a name of it."""
+    """(origin, id) of the first row that may promise one of its names."""
 
 
 FORMER = ""
-"""The prefix of what is older than owner epochs."""
+"""The prefix of objects that are older than owner epochs."""
 
 END = (U32_MAX + 1, 0)
-"""Behind all rows."""
+"""A position after all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,37 +259,37 @@ class ListingRange:
 
     task: ListTask
     known: Hashes
-    """Of the names that should be there."""
+    """Hashes of the names that should exist."""
     next: RangeStart | None
-    """`None`: this is the last one."""
+    """Start of the next range; `None` for the last one."""
 
 
 def spaces(ctx: JobContext, txn: ReadTxn) -> dict[Space, set[int]]:
-    """Where objects of this store are, the current epoch's space first → the namespaces that have theirs there."""
+    """Return the spaces of this store, the current epoch's first → the namespaces that have objects there."""
     namespaces: dict[Space, set[int]] = {(ctx.objects_url, prefix): set() for prefix in txn.object_prefixes() if prefix}
     is_old = "" in txn.object_prefixes()
     for (number,), space in txn.scan(t.REMOTE_NAMESPACE):
-        if space.name:  # a stream's rows name the place, whatever epoch its objects are of
+        if space.name:  # rows of a stream name the place itself, whatever the epoch of its objects
             for prefix in txn.object_prefixes(number):
                 namespaces.setdefault((space.url, prefix), set())
-        if space.owner_epoch or is_old:  # else nothing is in a place itself, only below it
+        if space.owner_epoch or is_old:  # otherwise objects are only below the prefixes of a place, not in it
             namespaces.setdefault(space_of(txn, number, ctx.objects_url), set()).add(number)
     if is_old:
         namespaces.setdefault((ctx.objects_url, FORMER), set()).add(0)
     parents = tuple(f"{parent.store_id}/" for parent in txn.parents())
-    if parents:  # a clone's parents look after their own objects
+    if parents:  # a clone's parents sweep their own objects
         return {space: numbers for space, numbers in namespaces.items() if not space[1].startswith(parents)}
     return namespaces
 
 
 def rows_with_objects(txn: ReadTxn) -> int:
-    """How many rows may promise an object."""
+    """Return how many rows may promise an object."""
     tables: tuple[t.Table[Any], ...] = (t.CHUNK_CATALOG, t.CHUNK_DELTA_INDEX, t.WAL_CATALOG)
     return sum(txn.count(table) for table in tables)
 
 
 def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: RangeStart) -> Iterator[ListingRange]:
-    """The ranges of a space, one after the other, from a mark on."""
+    """Yield the ranges of a space in order, starting at a mark."""
     url, prefix = space
     known = array("Q")
     start, first, row = mark
@@ -320,7 +319,7 @@ def ranges(txn: ReadTxn, namespaces: Set[int], space: Space, mark: RangeStart) -
 
 
 def _database(border: str, otherwise: int) -> int:
-    """The database that a border of the former space is in."""
+    """Return the database that contains a border of the former space."""
     return int(border[:8], 16) if border else otherwise
 
 
@@ -331,7 +330,7 @@ def _under(prefix: str, name: str) -> str:
 def _names(
     txn: ReadTxn, namespaces: Set[int], space: Space, row: tuple[int, int] = (0, 0)
 ) -> Iterator[tuple[ArtifactKey, str]]:
-    """(artifact, name) of every object that a row promises in these namespaces, in the order of (origin, id), from one on."""
+    """Yield (artifact, name) of every object that a row promises in these namespaces, by (origin, id), from `row` on."""
     if row >= END:
         return
     url, prefix = space
@@ -345,7 +344,7 @@ def _names(
             continue
         if parse_epoch_key(record.suffix) is not None:
             if record.namespace_id == place_id and prefix and record.suffix.startswith(f"{prefix}/"):
-                yield key, record.suffix  # a stream's: its log has whole keys
+                yield key, record.suffix  # an object of a stream: its log has complete keys
         elif record.namespace_id in namespaces:
             yield key, _under(prefix, record.suffix or object_key(key))
 
@@ -370,29 +369,29 @@ def _segments(txn: ReadTxn, row: tuple[int, int]) -> Iterator[tuple[ArtifactKey,
 def real_orphans(
     txn: ReadTxn, strays: Iterable[Stray], prefix: str, before_ms: int
 ) -> Iterator[tuple[Stray, ArtifactKey]]:
-    """Those strays that are orphans by the manifest as it is now."""
+    """Yield the strays that are orphans by the manifest as it is now."""
     for stray in strays:
         key = artifact_of(stray.key, prefix)
-        if key is None or stray.modified_ms >= before_ms or _is_spoken_of(txn, key) or _is_retired(txn, stray):
+        if key is None or stray.modified_ms >= before_ms or _is_referenced(txn, key) or _is_retired(txn, stray):
             continue
         yield stray, key
 
 
 def _is_retired(txn: ReadTxn, stray: Stray) -> bool:
-    """Whether it waits until no archived moment needs it (A8). The store's own place has no URL in that table."""
+    """Return whether an object waits until no archived moment needs it (A8). The store's own place has no URL in that table."""
     return any(txn.get(t.RETIRED, t.retired_digest(url, stray.key)) is not None for url in ("", stray.url))
 
 
-def _is_spoken_of(txn: ReadTxn, key: ArtifactKey) -> bool:
+def _is_referenced(txn: ReadTxn, key: ArtifactKey) -> bool:
     if key.origin_db_id in txn.refused_databases():
-        return True  # its rows are damaged: what they would say is not known
+        return True  # its rows are damaged, and may have named it
     if txn.artifact(key) is not None or txn.refcount(key) is not None:
         return True
     if key.kind is ArtifactKind.WAL:
         return txn.get(t.WAL_CATALOG, key.origin_db_id, key.id) is not None
     record = txn.database(key.origin_db_id)
     if record is not None and key.generation >= record.next_generation:
-        return True  # its generation is not burned yet
+        return True  # its generation is not used up yet
     return txn.get(t.CHECKPOINT_PLAN, key.origin_db_id, key.generation) is not None
 
 
@@ -405,9 +404,9 @@ def still_promised(
     since: RangeStart,
     until: RangeStart | None,
 ) -> Iterator[ArtifactLocation]:
-    """Where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
+    """Yield where the missing objects of a wave, from one mark to the other, should be by the rows as they are now.
 
-    `missing` are rising. The rows of the wave are read once, however much of it is missing.
+    `missing` is in ascending order. The rows of the wave are read once, however many objects are missing.
     """
     if not len(missing):
         return
@@ -418,5 +417,5 @@ def still_promised(
         places = np.minimum(np.searchsorted(missing, hashes), len(missing) - 1)
         for place in np.flatnonzero(missing[places] == hashes).tolist():
             location = place_to_verify(ctx, txn, step[place][0])
-            if location is not None:  # else it is about to be deleted
+            if location is not None:  # otherwise it is about to be deleted
                 yield location

@@ -1,8 +1,8 @@
-"""Listing a range of an object store's keys: every object under the hash of its name.
+"""The task that lists a range of an object store's keys, and yields every object with the hash of its name.
 
-Names that are no artifacts' (manifest logs, tables, other people's files) are counted and never orphans. Known names are
-matched on the executor (`Runner.unmatched`); only differences, and one count for each range, come back. Safe to run on an
-executor.
+Names that do not belong to artifacts (manifest logs, tables, unrelated files) are counted and are never orphans. Known names
+are matched on the executor (`Runner.unmatched`); only differences, and one count for each range, are returned. Safe to run on
+an executor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from quire.objects.api import ObjectInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListTask:
-    """Keys to be listed: those after `start_after` and, if it says one, up to `until`."""
+    """Keys to list: those after `start_after` and, if it is not empty, up to `until`."""
 
     url: str
     prefix: str = ""
     start_after: str = ""
     until: str = ""
     databases: tuple[int, int] | None = None
-    """Only what is named after these databases, the last included: where others may have objects too."""
+    """First and last database whose objects are listed, for a space where other stores may have objects too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stray:
-    """An object; a stray one if no name is known of it."""
+    """A listed object; a stray if its name is not known."""
 
     url: str
     key: str
@@ -43,26 +43,26 @@ class Stray:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """How much a range turned out to hold."""
+    """The total of a range."""
 
     objects: int
     size_bytes: int
 
 
 def name_hash(key: str) -> int:
-    """Eight bytes that stand for a name. A collision, two in 10^19, hides an orphan or a missing object and deletes nothing."""
+    """Return an 8-byte hash of a name. A collision, two in 10^19, hides an orphan or a missing object, and deletes nothing."""
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little")
 
 
 def artifact_of(key: str, prefix: str) -> ArtifactKey | None:
-    """The artifact that an object below a prefix is named after, if there is one."""
+    """Return the artifact that an object below a prefix is named after, or `None`."""
     if not prefix:
         return parse_object_key(key)
     return parse_object_key(key[len(prefix) + 1 :]) if key.startswith(f"{prefix}/") else None
 
 
 def list_range(task: ListTask, tools: Tools) -> Iterator[tuple[int | None, Stray | Listed]]:
-    """List a range, then say how much it was."""
+    """Yield the objects of a range by hash, then its total."""
     objects = size = 0
     for page in _pages(task, tools):
         inside = list(takewhile(lambda info: not task.until or info.key <= task.until, page))

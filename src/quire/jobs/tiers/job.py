@@ -1,13 +1,13 @@
 """The jobs that move an artifact's bytes: upload, evict, hydrate.
 
-A row never promises a copy that is not there: it says LOCAL_AND_REMOTE after the copy is complete and durable, and EVICTED
-before the file goes. It tells of every copy that may be there: an object is announced (by the row's suffix) before its first
-byte is sent, and a deletion removes the file whatever the row says. So a job that is given up half-way leaks nothing. The job
-holds the artifact's `pending_upload`: nothing is deleted under it (M8).
+A row never promises a copy that does not exist: it becomes LOCAL_AND_REMOTE after the copy is complete and durable, and EVICTED
+before the file is removed. It accounts for every copy that may exist: an object is announced (by the row's suffix) before its
+first byte is sent, and a deletion removes the file whatever the row states. So a job that is abandoned half-way leaks nothing.
+The job holds the artifact's `pending_upload`, so the artifact is not deleted during the move (M8).
 
-What is there after each durable step, and what a crash behind it leads to. Every job is run again from its start.
+The state after each durable step, and what follows a crash there. Every job is run again from its start.
   upload   announce       row LOCAL with suffix; file                  sent again to the same name
-           put            … and an object nobody is promised           found under its name: adopted, if it is ours (P11)
+           put            … and an object that no row promises         found under its name: adopted, if it is ours (P11)
            complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
   evict    publish        row EVICTED; file, object                    a stray file: the repeat removes it
            remove, sync   row EVICTED; object                          the repeat finds nothing to remove
@@ -15,11 +15,11 @@ What is there after each durable step, and what a crash behind it leads to. Ever
   hydrate  stage          row EVICTED; object, `<file>.tmp`            overwritten
            rename, sync   row EVICTED; object, a stray file            compared with the row: adopted
            complete       row LOCAL_AND_REMOTE; file, object           the job is done, in the same transaction
-If the job is cancelled there instead, what is stray stays until the next move or the deletion of the artifact.
+If the job is cancelled there instead, the stray file or object stays until the next move or the deletion of the artifact.
 
-A goal that has been reached is a success without work. The row is believed, unless the last verification found a copy missing
-or altered: then the move is made again, which repairs a copy from the other one. Segments of streams are moved by their
-stream (`stream/tiers.py`), whose log is the truth about copies (S1).
+A job whose goal is already reached succeeds without work. The row decides that, unless the last verification found a copy
+missing or altered: then the move is repeated, which repairs one copy from the other. Segments of streams are moved by their
+stream (`stream/tiers.py`), whose log is authoritative about copies (S1).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from quire.jobs.copies import (
     checked_object,
     damaged,
     difference,
+    digest_object,
     fetch,
-    look_at_object,
     remove_files,
 )
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, artifact_of, commit_step, options, update
@@ -60,7 +60,7 @@ from quire.manifest.verification import shares_bytes
 from quire.objects.api import ExistingObject, ObjectStore
 
 WAIT_MS = 1_000
-"""How long a move waits for another one of the same artifact before it looks again."""
+"""How long a move is deferred while another move of the same artifact is in progress."""
 
 _lock = threading.Lock()
 _moving: set[tuple[str, ArtifactKey]] = set()
@@ -71,20 +71,20 @@ Work = Callable[[JobContext, Job, "MovePlan", Tick], Completed]
 
 
 def upload_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Give an artifact an object."""
+    """Upload an artifact's file as its object."""
     options(job)
     ctx.manifest.ensure_owner_epoch()
     return _move(ctx, job, progress, plan_upload, _upload)
 
 
 def evict_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Take an artifact's file away; its object stays."""
+    """Remove an artifact's file; its object stays."""
     options(job)
     return _move(ctx, job, progress, plan_eviction, _evict)
 
 
 def hydrate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Give an artifact its file back."""
+    """Fetch an artifact's file from its object."""
     options(job)
     return _move(ctx, job, progress, plan_hydration, _hydrate)
 
@@ -105,7 +105,7 @@ def _move(ctx: JobContext, job: Job, progress: Progress, make_plan: MakePlan, wo
 
 @contextmanager
 def _alone(ctx: JobContext, key: ArtifactKey) -> Iterator[bool]:
-    """Whether nobody else in this process moves the artifact; if so, nobody will."""
+    """Yield whether no other thread of this process moves the artifact; if so, keep others out for the block."""
     name = (ctx.root, key)
     with _lock:
         is_free = name not in _moving
@@ -124,11 +124,12 @@ def _upload(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     if plan.is_done:
         return Completed({"moved_bytes": 0})
     if plan.announce is not None:
+        # Before the first byte is sent, so that a deletion finds the object
         commit_step(ctx, job, [announcement(plan)])
         hit("jobs.upload.announced")
     done = upload(task.place, ctx.open_store(place.url), ctx.disk, tick)
     if _is_gone(ctx, place):
-        # Its row went while it was sent: nothing would ever look for it again.
+        # Its row was removed during the upload: nothing would ever look for the object again.
         ctx.collector.delete(place.url, [place.object_key])
     op = uploaded(task, done, at_ms=ctx.clock.now_ms())
     return Completed({"moved_bytes": 0 if done.was_there else done.size_bytes}, ops=(op,))
@@ -138,9 +139,9 @@ def _evict(ctx: JobContext, job: Job, plan: MovePlan, tick: Tick) -> Completed:
     task, place = plan.task, plan.task.place
     if not plan.is_done:
         check_before_eviction(task, ctx.open_store(place.url), tick)
-        commit_step(ctx, job, [evicted(task)])
+        commit_step(ctx, job, [evicted(task)])  # before the file is removed: a row never promises a missing copy
         hit("jobs.evict.published")
-    remove_local(place, ctx.disk)  # also if it is done: an earlier attempt may have ended before this
+    remove_local(place, ctx.disk)  # even if the plan is done: an earlier attempt may have ended before this step
     return Completed({"moved_bytes": 0 if plan.is_done else place.size_bytes})
 
 
@@ -155,7 +156,7 @@ def _hydrate(ctx: JobContext, _job: Job, plan: MovePlan, tick: Tick) -> Complete
 
 
 def _is_gone(ctx: JobContext, place: ArtifactLocation) -> bool:
-    """Whether the artifact is deleted, or about to be: then this job was cancelled, and what it has just made is nobody's."""
+    """Return whether the artifact is deleted or about to be: this job was then cancelled, and its copy belongs to no row."""
     with ctx.manifest.read() as txn:
         counts = txn.refcount(place.key)
     return counts is None or not (counts.in_use or counts.pending_upload)
@@ -164,7 +165,7 @@ def _is_gone(ctx: JobContext, place: ArtifactLocation) -> bool:
 # ── moving bytes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """What an upload led to."""
+    """The result of an upload."""
 
     size_bytes: int
     sha256: bytes
@@ -172,10 +173,10 @@ class Uploaded:
 
 
 def upload(place: ArtifactLocation, store: ObjectStore, disk: Disk, tick: Tick) -> Uploaded:
-    """Put an artifact's file as its object; the object is durable and seen on return.
+    """Put an artifact's file as its object; on return the object is durable and its size is checked.
 
-    An object that is there already is adopted if it has our size and our sha256: the answer to an earlier put may have been
-    lost (P11). No bytes are passed on that are not those the row describes.
+    An existing object is adopted if it has the same size and sha256: the response to an earlier put may have been lost (P11).
+    Only bytes that match the row are sent.
     """
     copy = checked_file(place, disk, tick)
     hit("jobs.upload.hashed")
@@ -198,11 +199,11 @@ def upload(place: ArtifactLocation, store: ObjectStore, disk: Disk, tick: Tick) 
 def _put(place: ArtifactLocation, store: ObjectStore, disk: Disk, *, is_longer: bool) -> bool:
     def is_ours(existing: ExistingObject) -> bool:
         same_size = existing.info.size_bytes == place.size_bytes
-        return same_size and not difference(place, look_at_object(place, existing.store), is_file=False)
+        return same_size and not difference(place, digest_object(place, existing.store), is_file=False)
 
     if not is_longer:
         return store.put_file(place.object_key, place.local, create_only=True, identity=is_ours).adopted
-    # The file is a preallocated WAL segment (16 MiB at most, P1), the object what is used of it.
+    # The file is a preallocated WAL segment (16 MiB at most, P1); the object has only the used bytes.
     file = disk.open(place.local, write=False)
     try:
         used = file.read_at(place.size_bytes, 0)
@@ -212,7 +213,7 @@ def _put(place: ArtifactLocation, store: ObjectStore, disk: Disk, *, is_longer: 
 
 
 def check_size(place: ArtifactLocation, store: ObjectStore) -> None:
-    """Raise unless the object is there and has the right size."""
+    """Raise unless the object exists and has the right size."""
     size = store.head(place.object_key).size_bytes
     if size != place.size_bytes:
         what = f"the object has {size} bytes instead of {place.size_bytes}"
@@ -220,7 +221,7 @@ def check_size(place: ArtifactLocation, store: ObjectStore) -> None:
 
 
 def check_before_eviction(task: MoveTask, store: ObjectStore, tick: Tick) -> None:
-    """Raise unless the object can take the file's place: it is there, and whole; if there is doubt, every byte of it."""
+    """Raise unless the object can replace the file: it exists with the right size; if it is suspect, every byte is read."""
     check_size(task.place, store)
     if task.is_suspect:
         checked_object(task.place, store, tick)
@@ -228,7 +229,7 @@ def check_before_eviction(task: MoveTask, store: ObjectStore, tick: Tick) -> Non
 
 
 def remove_local(place: ArtifactLocation, disk: Disk) -> None:
-    """Remove an artifact's file, and what a fetch may have left beside it."""
+    """Remove an artifact's file, and the temporary file that a fetch may have left next to it."""
     for fault in remove_files([place.local, place.staged], disk).values():
         raise fault
     hit("jobs.evict.removed")
@@ -240,31 +241,31 @@ DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
 
 @dataclass(frozen=True, slots=True)
 class MoveTask:
-    """One artifact whose bytes are to move."""
+    """One artifact whose bytes are moved."""
 
     place: ArtifactLocation
     is_suspect: bool = False
-    """A verification found one of its copies missing or altered: take nothing for granted."""
+    """Whether a verification found one of its copies missing or altered, so that the row is not relied on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """One move."""
+    """The plan of one move."""
 
     task: MoveTask
     is_done: bool = False
-    """Its goal has been reached: a success without work."""
+    """Whether the goal is already reached: a success without work."""
     must_wait: bool = False
-    """What has to come first is on its way."""
+    """Whether an upload that must come first is outstanding."""
     announce: tuple[int, str] | None = None
-    """(namespace, suffix) to be written into the row before the first byte is sent."""
+    """(namespace, suffix) to write into the row before the first byte is sent."""
 
 
 def plan_upload(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
-    """LOCAL → LOCAL_AND_REMOTE."""
+    """Plan LOCAL → LOCAL_AND_REMOTE."""
     row = _row(txn, key)
     if key.kind is ArtifactKind.WAL and row.state is WalState.OPEN:
-        raise InvalidInput("a WAL segment is uploaded when it is sealed", hint="seal it first", artifact=key)
+        raise InvalidInput("only a sealed WAL segment can be uploaded", hint="seal it first", artifact=key)
     task = _task(ctx, txn, key, row)
     if task.place.has_remote and not task.is_suspect:
         return MovePlan(task, is_done=True)
@@ -285,7 +286,7 @@ def plan_upload(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
 
 
 def plan_eviction(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
-    """LOCAL_AND_REMOTE → EVICTED."""
+    """Plan LOCAL_AND_REMOTE → EVICTED."""
     row = _row(txn, key)
     task = _task(ctx, txn, key, row)
     if row.residency is Residency.LOCAL:
@@ -300,7 +301,7 @@ def plan_eviction(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
 
 
 def plan_hydration(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
-    """EVICTED, REMOTE_ARCHIVED → LOCAL_AND_REMOTE."""
+    """Plan EVICTED, REMOTE_ARCHIVED → LOCAL_AND_REMOTE."""
     task = _task(ctx, txn, key, _row(txn, key))
     place = task.place
     if not place.has_local:
@@ -313,10 +314,10 @@ def plan_hydration(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
 
 
 def no_digest(key: ArtifactKey) -> Corruption:
-    """The error for an artifact with a bad copy, of which nobody knows which."""
+    """Return the error for an artifact with a damaged copy when no digest tells which copy it is."""
     return Corruption(
         "a copy of the artifact is damaged, and no digest says which copy is good",
-        hint="compare file and object by hand",
+        hint="compare the file and the object by hand",
         artifact=key,
     )
 
@@ -328,8 +329,8 @@ def _row(txn: ReadTxn, key: ArtifactKey) -> Any:
     if row is None:
         raise UnknownArtifact("no such artifact in the catalog", artifact=key)
     if (isinstance(row, WalRecord) and row.format is WalFormat.APPEND_ONLY) or shares_bytes(key, row):
-        hint = "`quire stream tier` moves it, and the stream's upkeep does"
-        raise InvalidInput("a stream's segment is moved by its stream", hint=hint, artifact=key)
+        hint = "use `quire stream tier`"
+        raise InvalidInput("stream segments are moved by their stream", hint=hint, artifact=key)
     return row
 
 
@@ -338,7 +339,7 @@ def _task(ctx: JobContext, txn: ReadTxn, key: ArtifactKey, row: Any) -> MoveTask
 
 
 def _is_uploading(txn: ReadTxn, key: ArtifactKey) -> bool:
-    """Whether an upload of the artifact is outstanding."""
+    """Return whether an upload of the artifact is outstanding."""
     named = (key.origin_db_id, key.kind, key.id, key.generation, key.delta_id)
     for state in (JobState.IN_FLIGHT, JobState.PENDING):
         for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
@@ -350,34 +351,36 @@ def _is_uploading(txn: ReadTxn, key: ArtifactKey) -> bool:
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def announcement(plan: MovePlan) -> Op:
-    """An object will be put: before its first byte is sent."""
+    """Return the operation that announces an object, committed before its first byte is sent."""
     assert plan.announce is not None, "it was announced before"
     namespace_id, suffix = plan.announce
     return update(plan.task.place.key, namespace_id=namespace_id, suffix=suffix)
 
 
 def uploaded(task: MoveTask, done: Uploaded, *, at_ms: int) -> Op:
-    """There is an object, and this is what it is."""
+    """Return the operation that records an uploaded object."""
     return update(
         task.place.key,
         residency=Residency.LOCAL_AND_REMOTE,
         sha256=done.sha256,
         uploaded_at_ms=at_ms,
-        verify_state=_doubt_removed(task),  # the file was read, and the object is it
+        verify_state=_state_after_repair(task),  # the file was read and verified, and the object has the same bytes
     )
 
 
 def evicted(task: MoveTask) -> Op:
-    """There is no file any more: before it goes."""
+    """Return the operation that records an eviction, committed before the file is removed."""
     return update(task.place.key, residency=Residency.EVICTED)
 
 
 def hydrated(task: MoveTask, *, fetched: bool) -> Op:
-    """There is a file, complete and on disk. One that was there already says nothing about the object: doubt stays."""
-    doubt = _doubt_removed(task) if fetched else None
-    return update(task.place.key, residency=Residency.LOCAL_AND_REMOTE, verify_state=doubt)
+    """Return the operation that records a complete, durable file. A file that already existed proves nothing about the object,
+    so a suspicion stays."""
+    verify_state = _state_after_repair(task) if fetched else None
+    return update(task.place.key, residency=Residency.LOCAL_AND_REMOTE, verify_state=verify_state)
 
 
-def _doubt_removed(task: MoveTask) -> VerifyState | None:
-    """A repaired artifact is not damaged any more, and not verified either: both copies have been seen to be the same."""
+def _state_after_repair(task: MoveTask) -> VerifyState | None:
+    """Return the state of a repaired artifact: no longer damaged, but not verified either. Both copies have been seen to be the
+    same."""
     return VerifyState.UNVERIFIED if task.is_suspect else None

@@ -1,9 +1,9 @@
-"""The truncate job: what a checkpoint absorbed leaves the page index, then its segments are let go.
+"""The truncate job: drops the page-index rows that a checkpoint has absorbed, then releases their segments.
 
-Rows at or below `checkpointed_lsn` are answered by chains (P8), so they can go at any time after the checkpoint; in bounded
-commits, between which others write. Rows above it all stay, superseded or not: any of their versions may be opened by lsn or
-time. A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes go when its last reference does: snapshots
-and forks hold their own (P12). Every step may be repeated, and needs the job's lease.
+Chains serve reads at or below `checkpointed_lsn` (P8), so these rows can be dropped at any time after the checkpoint, in
+bounded commits between which other batches commit. All rows above it stay, superseded or not: any of their versions may be
+opened by lsn or time. A segment is TRUNCATED when it is CHECKPOINTED and no row names it; its bytes are deleted with its last
+reference: snapshots and forks hold their own (P12). Every step can be repeated, and requires the job's lease.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
         wal = txn.wal_state(db_id)
     if ctx.settings.time_travel_seconds and wal is not None:
-        # The segment that the last checkpoint ended in knows the size and time of the version that the chunks hold (P14).
+        # The segment in which the last checkpoint ended has the size and time of the version in the chunks (P14): keep it.
         done = [(segment_id, row) for segment_id, row in done if row.last_lsn != wal.checkpointed_lsn]
     freed = sum(row.used_bytes for _, row in done)
     result = {"rows": dropped, "segments": len(done), "bytes": freed}
@@ -57,7 +57,7 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 
 
 def _let_go(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
-    """The end of these segments, as far as this database is concerned, and the deletion of what nobody else holds."""
+    """Return the operations that truncate these segments for this database and enqueue the deletion of unreferenced ones."""
     moves: list[Op] = [
         MoveWalState(job.db_id, segment_id, WalState.TRUNCATED, gc_ticket=job.job_id) for segment_id, _ in segments
     ]
@@ -72,7 +72,7 @@ def _events(db_id: int, segments: Sequence[tuple[int, WalRecord]]) -> tuple[tupl
 
 
 def _absorbed(txn: ReadTxn, db_id: int, start: tuple[int, int]) -> tuple[list[bytes], tuple[int, int] | None]:
-    """Names of absorbed versions from a (page, lsn) on, at most a step of them, and where to go on; `None` at the end."""
+    """Return the names of absorbed versions from a (page, lsn) on, at most one step, and the next start; `None` at the end."""
     wal = txn.wal_state(db_id)
     names: list[bytes] = []
     for looked, ((owner, page, lsn), _) in enumerate(txn.scan(t.PAGE_VERSION_INDEX, start=(db_id, *start))):

@@ -1,23 +1,24 @@
 """The verify job: compares every copy of every artifact of the store with its row, then reads the files that no row names.
 
 Terms
-  wave         artifacts that are looked at between two commits of verdicts, in one run of the runner
-  horizon      what was verified since then is not looked at again: the moment it was asked for, or `max_age_seconds` before
+  wave         artifacts that are verified between two commits of verdicts, in one call of the runner
+  horizon      artifacts verified since then are skipped: the moment of the request, or `max_age_seconds` before it
   loose file   a file without a row that could keep a verdict: segments that are being written, key-value databases, backups,
-               the manifest itself. It is read in every whole verification, and what was found is in the job's result
+               the manifest itself. It is read in every complete verification, and its problems are in the job's result
 
-What was not looked at for longest comes first. A verification ends when nothing older than the horizon is left, or when its
-time (`max_duration_seconds`) is over: then the result says how much is left, and the next one goes on there, because what was
-seen when is in the rows. A crash anywhere leaves the verdicts that were committed.
+The artifacts whose last verification is oldest come first. A verification ends when no artifact older than the horizon is left,
+or when its time (`max_duration_seconds`) is over. The result then has the number of artifacts left, and the next verification
+continues with them, because rows record when each artifact was verified. A crash anywhere leaves the verdicts that were
+committed.
 
-A bad verdict is given only if a second look, at the row as it is by then, comes to the same; it counts only if the artifact
-is where it was when its bytes were looked at, and is not about to be deleted. Left alone are artifacts that are to be deleted
-and segments that are still written. Chunks of streams have no bytes of their own; their segments have another form on each
-tier (`jobs/stream_verify`).
+A bad verdict needs a second check, against the current row, with the same outcome; it counts only if the artifact is still
+where its bytes were read, and is not about to be deleted. Artifacts about to be deleted and segments that are still written are
+skipped. Chunks of streams have no bytes of their own; their segments have a different form on each tier
+(`jobs/stream_verify`).
 
-What cannot be read keeps nothing else from being verified, and is not verified: at the end the attempt has failed, if its
-time is not over. An executor that does not see the store's files looks at objects; artifacts with files, and loose files, are
-then this process's.
+An artifact that cannot be read does not prevent the verification of others, and gets no verdict; the attempt fails at its end,
+unless its time is over. An executor that does not see the store's files reads objects only; this process then verifies
+artifacts with files, and loose files.
 
 Threads: the caller's, and the runner's. Raises what disk and object store raise.
 """
@@ -68,30 +69,30 @@ from quire.manifest.verification import artifacts, file_problems, shares_bytes
 from quire.stream.projection import witness_in
 
 PLANNED_MAX = 65_536
-"""Artifacts planned for one attempt: 4 TiB of full chunks. More are found by the next one."""
+"""Artifacts planned for one attempt: 4 TiB of full chunks. The next attempt finds the rest."""
 
 LISTED_MAX = 100
-"""Damaged artifacts that a job's result names; the rows tell of all."""
+"""Damaged artifacts that a job's result lists; the rows have all of them."""
 
 WAVE_BYTES = 4 * GIB
 WAVE_ARTIFACTS = 4_096
 TASK_BYTES_MIN, TASK_BYTES_MAX = 128 * MIB, GIB
-"""A wave ends at the first two. It is cut into tasks of at least and at most so much."""
+"""A wave ends at the first two limits. It is cut into tasks between `TASK_BYTES_MIN` and `TASK_BYTES_MAX`."""
 
 EVEN_BYTES = 768 * MIB
-"""A core's share of what is left that is cut no further."""
+"""Bytes left per core at or below which the rest of a wave is divided evenly."""
 
 ARTIFACT_BYTES = MIB // 4
-"""What opening an artifact costs, as if it were so many more bytes."""
+"""Cost of opening an artifact, as a number of bytes."""
 
 LOGS = "manifest log of a stream"
 
 
 def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-    """Compare rows, files and objects, and record what was found."""
+    """Compare rows, files and objects, and record the verdicts."""
     given = options(job, scope="store", runner="", max_age_seconds=0.0, max_duration_seconds=0.0)
     if given["scope"] != "store" or job.db_id:
-        raise InvalidInput("a verification is of the whole store", job_id=job.job_id, scope=given["scope"])
+        raise InvalidInput("a verification always covers the whole store", job_id=job.job_id, scope=given["scope"])
     max_age, max_duration = given["max_age_seconds"], given["max_duration_seconds"]
     began = ctx.clock.monotonic()
     with ctx.manifest.read() as txn:
@@ -121,13 +122,13 @@ def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     return Completed(result, ops=(RecordVerification([*logs, *file_problems(result)]),))
 
 
-# ── which artifacts ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choosing artifacts ────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Aged:
-    """What is older than the horizon."""
+    """The artifacts whose verification is older than the horizon."""
 
     keys: tuple[ArtifactKey, ...]
-    """The oldest of them, in order; as many as one plan takes."""
+    """The oldest `PLANNED_MAX`, oldest first."""
     left: int
     size_bytes: int
     oldest_ms: int
@@ -135,11 +136,11 @@ class Aged:
 
 
 def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:
-    """What has to be looked at, oldest first."""
+    """Return the artifacts to verify, oldest verification first."""
     horizon = asked_at_ms - int(max_age_seconds * 1000)
     size, due = 0, []
     for key, row in artifacts(txn):
-        if row.verified_at_ms < horizon and is_meant(txn, key, row, asked_at_ms):
+        if row.verified_at_ms < horizon and is_verifiable(txn, key, row, asked_at_ms):
             due.append((row.verified_at_ms, key))
             size += getattr(row, "used_bytes", 0) or getattr(row, "size_bytes", 0)
     first = heapq.nsmallest(PLANNED_MAX, due)
@@ -147,7 +148,7 @@ def plan_aged(txn: ReadTxn, asked_at_ms: int, max_age_seconds: float) -> Aged:
 
 
 def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> ArtifactLocation | None:
-    """Where the bytes of an artifact should be now; `None` if it is (about to be) gone."""
+    """Return where the bytes of an artifact should be now; `None` if it is gone, about to be deleted, or borrows its bytes."""
     row = txn.artifact(key)
     if row is None or shares_bytes(key, row) or _is_doomed(txn, key):
         return None
@@ -155,12 +156,12 @@ def place_to_verify(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> Artifact
 
 
 def bitmap_of(txn: ReadTxn, key: ArtifactKey) -> int:
-    """The hash of a chunk's page bitmap, by its row; 0 if it is no chunk, or none was recorded."""
+    """Return the hash of a chunk's page bitmap from its row; 0 if it is not a chunk, or no hash was recorded."""
     return int(getattr(txn.artifact(key), "bitmap_hash", 0))
 
 
-def is_meant(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
-    """Whether an artifact was there when it was asked for, has bytes of its own, and is neither doomed nor being written."""
+def is_verifiable(txn: ReadTxn, key: ArtifactKey, row: Any, asked_at_ms: int) -> bool:
+    """Return whether an artifact existed at the request, has bytes of its own, and is neither at zero nor being written."""
     if isinstance(row, WalRecord):
         return row.state is not WalState.OPEN and row.sealed_at_ms <= asked_at_ms and not _is_doomed(txn, key)
     return bool(row.created_at_ms <= asked_at_ms) and not shares_bytes(key, row) and not _is_doomed(txn, key)
@@ -171,10 +172,10 @@ def _is_doomed(txn: ReadTxn, key: ArtifactKey) -> bool:
     return counts is not None and not (counts.in_use or counts.pending_upload)
 
 
-# ── looking at artifacts ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── verifying artifacts ───────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(slots=True)
 class Seen:
-    """What a verification has found so far."""
+    """The findings of a verification so far."""
 
     verified: int = 0
     missing: int = 0
@@ -188,7 +189,7 @@ class Seen:
 
 
 def waves(ctx: JobContext, keys: Sequence[ArtifactKey]) -> Iterator[list[tuple[ArtifactLocation, int]]]:
-    """(place, bitmap hash) of artifacts as they are when their turn comes, a wave at a time."""
+    """Yield waves of (place, bitmap hash), with rows as they are when the wave begins."""
     rest = iter(keys)
     while taken := list(islice(rest, WAVE_ARTIFACTS)):
         with ctx.manifest.read() as txn:
@@ -210,7 +211,7 @@ def waves(ctx: JobContext, keys: Sequence[ArtifactKey]) -> Iterator[list[tuple[A
 def describe_artifacts(
     ctx: JobContext, runner: Runner, wave: Sequence[tuple[ArtifactLocation, int]], alive: Callable[[], None]
 ) -> list[ArtifactFinding]:
-    """What the artifacts of a wave are. `alive` is called now and then, and may raise."""
+    """Verify the artifacts of a wave. `alive` is called periodically, and may raise."""
     here = [artifact for artifact in wave if artifact[0].has_local and not runner.shares_disk]
     readable = [artifact for artifact in wave if not (artifact[0].has_local and not runner.shares_disk)]
 
@@ -227,9 +228,9 @@ def describe_artifacts(
 
 
 def tasks(wave: Sequence[tuple[ArtifactLocation, int]], width: int) -> list[VerifyTask]:
-    """A wave, in pieces that become smaller; the last ones of one size, so that cores are done at about the same moment.
+    """Cut a wave into tasks of decreasing size; the last ones have equal size, so that all cores finish at about the same time.
 
-    Few tasks in all, because what Spark needs to start one (23 ms) is worth 25 MiB of digests.
+    Tasks are few, because Spark needs 23 ms to start one, in which 25 MiB could be digested.
     """
     costs = [place.size_bytes + ARTIFACT_BYTES for place, _ in wave]
     left, ready = sum(costs), list[VerifyTask]()
@@ -248,12 +249,12 @@ def tasks(wave: Sequence[tuple[ArtifactLocation, int]], width: int) -> list[Veri
 
 
 def _wanted(left: int, width: int) -> int:
-    """Of so much that is left, how much each of the next tasks takes."""
+    """Return the size of each of the next tasks when `left` bytes are left."""
     return min(max(2 * left // (3 * width), TASK_BYTES_MIN), TASK_BYTES_MAX)
 
 
 def _evenly(wave: Sequence[tuple[ArtifactLocation, int]], costs: Sequence[int], width: int) -> list[VerifyTask]:
-    """One task for each core, if there is work for so many."""
+    """Divide the rest into one task for each core, or fewer if there is little work."""
     parts: list[list[tuple[ArtifactLocation, int]]] = [[] for _ in range(min(-(-sum(costs) // TASK_BYTES_MIN), width))]
     for artifact, part in zip(wave, balanced(costs, len(parts)), strict=True):
         parts[part].append(artifact)
@@ -285,13 +286,13 @@ def _kind(place: ArtifactLocation) -> str:
 
 
 def summary(seen: Seen) -> dict[str, Any]:
-    """As a job's result has it."""
+    """Return the findings in the form of a job's result."""
     counts = {name: getattr(seen, name) for name in ("verified", "missing", "altered", "unreadable")}
     return {**counts, "bytes": seen.size_bytes, "damaged": seen.damaged, "kinds": seen.kinds}
 
 
 def _second_look(ctx: JobContext, findings: Sequence[ArtifactFinding]) -> list[ArtifactFinding]:
-    """Keep a bad verdict only if a second look, at the row as it is by then, gives the same."""
+    """Keep a bad verdict only if a second check, against the current row, confirms it."""
     doubtful = [finding.place.key for finding in findings if finding.is_bad]
     return [finding for finding in findings if not finding.is_bad] + (_look_once(ctx, doubtful) if doubtful else [])
 
@@ -304,12 +305,12 @@ def _look_once(ctx: JobContext, keys: Sequence[ArtifactKey]) -> list[ArtifactFin
 
 
 def _publish(ctx: JobContext, job: Job, findings: Sequence[ArtifactFinding]) -> list[ArtifactFinding]:
-    """Commit the verdicts, report the bad ones, and return what counts in the job's result.
+    """Commit the verdicts, report the bad ones, and return the findings that count in the job's result.
 
-    Verdicts on an artifact that moved, or is about to be deleted, are dropped: a file that was evicted meanwhile is not
-    missing.
+    Verdicts on an artifact that has moved, or is about to be deleted, are dropped: a file that was evicted in the meantime is
+    not missing.
     """
-    # Never before the moment it was asked for, whatever the clock does: else it would be repeated for ever.
+    # Never before the request, whatever the clock does: otherwise the artifact would stay due for ever.
     at_ms = max(ctx.clock.now_ms(), job.record.created_at_ms)
     with ctx.manifest.read() as txn:
         moved = {item.place.key for item in findings if place_to_verify(ctx, txn, item.place.key) != item.place}
@@ -326,14 +327,14 @@ def _publish(ctx: JobContext, job: Job, findings: Sequence[ArtifactFinding]) -> 
             commit_step(ctx, job, ops)
             hit("jobs.verify.published")
         except UnknownArtifact:
-            pass  # one was deleted in between: the wave's verdicts are not recorded, and the next verification looks again
+            pass  # one was deleted in between: the wave's verdicts are not recorded, and its artifacts stay due
     return [finding for finding in findings if not (finding.is_bad and finding.place.key in moved)]
 
 
 # ── manifest logs of streams ──────────────────────────────────────────────────────────────────────────────────────────
 def _verify_logs(ctx: JobContext, progress: Progress, runner: Runner, *, deep: bool) -> tuple[list[str], int]:
-    """What is wrong with the manifest logs of streams, and how many there are. No row says when they were
-    looked at: that is with every whole run, and of objects' bodies if everything is wanted, however lately it was seen."""
+    """Return the problems of the manifest logs of streams, and the number of logs. No row records when a log was verified, so
+    every complete run verifies all of them, and the bodies of their objects if no `max_age_seconds` is given."""
     with ctx.manifest.read() as txn:
         tasks = [
             LogTask(
@@ -370,25 +371,25 @@ KV_LOGS = "key-value manifest or log"
 
 @dataclass(slots=True)
 class Counts:
-    """What was looked at, by kind, and what is wrong."""
+    """Counts of files by kind, and their problems."""
 
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     problems: list[dict[str, str]] = field(default_factory=list)
 
     def add(self, kind: str, path: str, size_bytes: int, problems: tuple[str, ...] = ()) -> None:
-        """One file."""
+        """Count one file, with its problems."""
         self.saw(kind, 1, size_bytes)
         for what in problems:
             self.problem(kind, path, what)
 
     def saw(self, kind: str, files: int, size_bytes: int) -> None:
-        """So many files in which nothing was wrong yet."""
+        """Count files without problems."""
         count = self.kinds.setdefault(kind, {"files": 0, "bytes": 0, "problems": 0})
         count["files"] += files
         count["bytes"] += size_bytes
 
     def problem(self, kind: str, path: str, what: str) -> None:
-        """A problem of one file."""
+        """Record and report a problem of one file."""
         count = self.kinds.setdefault(kind, {"files": 0, "bytes": 0, "problems": 0})
         count["problems"] += 1
         emit("error", "verify.file_damaged", kind=kind, path=path, what=what)
@@ -397,7 +398,7 @@ class Counts:
 
 
 def verify_files(ctx: JobContext, runner: Runner, progress: Progress) -> Counts:
-    """Read them all."""
+    """Read all loose files; a problem counts only if a second read confirms it."""
     counts = Counts()
     _manifest(ctx, counts)
     files = [*_open_segments(ctx), *_key_values(ctx, counts), *_backups(ctx)]
@@ -408,12 +409,14 @@ def verify_files(ctx: JobContext, runner: Runner, progress: Progress) -> Counts:
             *_open_segments(ctx),
             *_key_values(ctx, Counts()),
             *_backups(ctx),
-        }  # one that was compacted away is gone, not missing
+        }  # a file that was compacted away in the meantime is not missing
         second = _look(ctx, [file for file in again if file in still], runner, progress)
         findings = [finding for finding in findings if not finding.problems] + second
     for finding in findings:
-        size = finding.file.size_bytes or _size(finding.file.path)
-        counts.add(str(finding.file.kind), os.path.relpath(finding.file.path, ctx.root), size, finding.problems)
+        file = finding.file
+        # The path of a backup is the key of an object.
+        path = file.path if file.kind is FileKind.KV_BACKUP else os.path.relpath(file.path, ctx.root)
+        counts.add(str(file.kind), path, file.size_bytes or _size(file.path), finding.problems)
     return counts
 
 
@@ -429,7 +432,7 @@ def _size(path: str) -> int:
 
 
 def _manifest(ctx: JobContext, counts: Counts) -> None:
-    """Pages by a child process, which some damage kills; then every row, and the rules between them."""
+    """Check the manifest: its pages in a child process, which some damage kills, then every row and the rules between rows."""
     path = ctx.manifest.env.path
     counts.saw(MANIFEST, 1, _size(path))
     name = os.path.relpath(path, ctx.root)
@@ -442,7 +445,7 @@ def _manifest(ctx: JobContext, counts: Counts) -> None:
 
 
 def _open_segments(ctx: JobContext) -> Iterator[StoredFile]:
-    """Segments that are being written: of page databases by their rows, of streams by their files."""
+    """Yield the segments that are being written: of page databases by their rows, of streams by their files."""
     with ctx.manifest.read() as txn:
         for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG):
             if row.state is WalState.OPEN and row.origin_db_id == db_id and row.format is WalFormat.PAGER:
@@ -466,7 +469,7 @@ def _open_segments(ctx: JobContext) -> Iterator[StoredFile]:
 
 
 def _key_values(ctx: JobContext, counts: Counts) -> Iterator[StoredFile]:
-    """Tables of key-value databases and of their snapshots; everything else of theirs is read on the way."""
+    """Yield the tables of key-value databases and of their snapshots; verify their other files along the way."""
     with ctx.manifest.read() as txn:
         databases = {
             db_id: [key[1] for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)] for db_id in _live(txn, DbKind.LSM)
@@ -484,7 +487,7 @@ def _key_values(ctx: JobContext, counts: Counts) -> Iterator[StoredFile]:
 
 
 def _backups(ctx: JobContext) -> Iterator[StoredFile]:
-    """Tables that lists of backups name, in the store's own object store and in namespaces."""
+    """Yield the tables that lists of backups name, in the store's own object store and in namespaces."""
     with ctx.manifest.read() as txn:
         if not any(True for _ in _live(txn, DbKind.LSM)):
             return

@@ -1,14 +1,14 @@
-"""Looking at every byte of an artifact's copies, and comparing them with its row and with each other.
+"""The tasks of the verify job: read every byte of an artifact's copies, and compare them with its row and with each other.
 
-An artifact is VERIFIED if every copy that its row promises is there and is what the row says; MISSING if one is not there;
-ALTERED if one differs. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad:
-the finding carries the error, and no verdict. A row that knows no sha256 learns it: that of the copies, which must agree. Of
-a chunk the bitmap of its pages must have the hash that its row says, too.
+An artifact is VERIFIED if every copy that its row promises exists and matches the row; MISSING if one does not exist; ALTERED
+if one differs. A copy that cannot be read now (the store does not answer, the disk fails) is neither good nor bad: the finding
+has the error, and no verdict. A row without a sha256 gets that of the copies, which must agree. For a chunk, the bitmap of its
+pages must also have the hash that is in its row.
 
-Files that are no artifacts (what is being written, tables of key-value databases) are read as their engine reads them; there
-is no row to keep a verdict in, it is in the job's result.
+Files that are not artifacts (files being written, tables of key-value databases) are read as their engine reads them; no row
+keeps a verdict about them, it is only in the job's result.
 
-Safe to run on an executor. Raises nothing about an artifact: it is all in the findings.
+Safe to run on an executor. Raises nothing about an artifact: errors are in the findings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.core.errors import Corruption, FormatTooNew, ObjectNotFound, OutOfRan
 from quire.durable.checksums import crc64, sha256
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
-from quire.jobs.copies import CopyDigest, difference, look_at_file, look_at_object
+from quire.jobs.copies import CopyDigest, difference, digest_file, digest_object
 from quire.jobs.locations import ArtifactLocation, AttemptFailures, OpenStore
 from quire.jobs.runner import Tools
 from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
@@ -36,24 +36,24 @@ from quire.stream.segment import scan
 
 @dataclass(frozen=True, slots=True)
 class VerifyTask:
-    """Artifacts to be looked at."""
+    """Artifacts to verify."""
 
     places: tuple[ArtifactLocation, ...]
     bitmaps: tuple[int, ...] = ()
-    """The hash of each one's page bitmap, by its row; 0, or none at all, where that is not known."""
+    """The hash of each artifact's page bitmap from its row; 0, or no entry at the end, if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactFinding:
-    """What became of one artifact."""
+    """The result for one artifact."""
 
     place: ArtifactLocation
     state: VerifyState = VerifyState.UNVERIFIED
-    """UNVERIFIED: it could not be read."""
+    """UNVERIFIED if it could not be read."""
     sha256: bytes = b""
-    """Of its bytes, where its row knows none and they were verified."""
+    """SHA-256 of its verified bytes, if its row has none."""
     problems: tuple[str, ...] = ()
-    """What is wrong with which copy."""
+    """What is wrong with which copy, as text."""
     error: QuireError | None = None
 
     @property
@@ -63,20 +63,20 @@ class ArtifactFinding:
 
 
 def run_task(task: VerifyTask, tools: Tools) -> list[ArtifactFinding]:
-    """`verify`, as a runner calls it."""
+    """Call `verify` with the tools of a runner."""
     return verify(task, disk=tools.disk, open_store=tools.open_store)
 
 
 def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[ArtifactFinding]:
-    """Look at all of them; a store that does not answer is asked once."""
+    """Verify all artifacts of a task; an object store that does not answer is tried once."""
     trouble, findings = AttemptFailures(), []
     for place, bitmap in zip_longest(task.places, task.bitmaps, fillvalue=0):
         assert isinstance(place, ArtifactLocation), "there are at most as many bitmaps as places"
-        spared = trouble.spares(place)
-        finding = ArtifactFinding(place, error=trouble.first) if spared else _verify(place, bitmap, disk, open_store)
+        skipped = trouble.should_skip(place)
+        finding = ArtifactFinding(place, error=trouble.first) if skipped else _verify(place, bitmap, disk, open_store)
         if (
             finding.state is VerifyState.ALTERED
-        ):  # read once more: what is recorded as damage was not garbled on the way
+        ):  # read it again: the bytes may have been garbled in transit, and damage is recorded
             finding = _verify(place, bitmap, disk, open_store)
         if finding.error is not None:
             trouble.add(place, finding.error)
@@ -92,19 +92,19 @@ def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenSt
     try:
         if place.has_local:
             try:
-                copies["file"] = look_at_file(place, disk)
+                copies["file"] = digest_file(place, disk)
             except Corruption:
-                missing.append("the file is not there")
+                missing.append("the file is missing")
         if place.has_remote:
             try:
-                copies["object"] = look_at_object(place, open_store(place.url))
+                copies["object"] = digest_object(place, open_store(place.url))
             except ObjectNotFound:
                 missing.append("the object is not there")
     except QuireError as error:
         return ArtifactFinding(place, error=error)
     hit("jobs.verify.looked")
     altered = [
-        f"the {name} is not what was written: {what}"
+        f"the {name} differs from what was written: {what}"
         for name, copy in copies.items()
         if (what := difference(place, copy, is_file=name == "file"))
     ]
@@ -117,7 +117,7 @@ def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenSt
         altered.append("file and object differ, and no digest says which one is right")
     try:
         if not missing and not altered and bitmap and _bitmap_hash(place, disk, open_store) != bitmap:
-            altered.append("the bitmap of its pages is not the one that its row describes")
+            altered.append("its page bitmap does not match its row")
     except QuireError as error:
         return ArtifactFinding(place, error=error)
     if missing or altered:
@@ -128,7 +128,7 @@ def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenSt
 
 
 def _verify_segment(place: ArtifactLocation, disk: Disk, open_store: OpenStore) -> ArtifactFinding:
-    """Of a stream: its copies differ in their bytes, and hold the same records."""
+    """Verify a segment of a stream, whose copies differ in their bytes but contain the same records."""
     try:
         missing, altered = look_at_segment(place, disk=disk, open_store=open_store)
     except QuireError as error:
@@ -142,7 +142,7 @@ def _verify_segment(place: ArtifactLocation, disk: Disk, open_store: OpenStore) 
 def _segment_damage(
     place: ArtifactLocation, copies: dict[str, CopyDigest], disk: Disk, open_store: OpenStore
 ) -> Iterator[str]:
-    """What is wrong with the copies of a page-WAL segment: its digest is learned only if it reads as one."""
+    """Yield damage in the copies of a page-WAL segment: its digest is recorded only if it parses as a segment."""
     ids: dict[str, Any] = {"path": place.local, "db_id": place.key.origin_db_id, "segment_id": place.key.id}
     if "file" in copies:
         file = disk.open(place.local, write=False)
@@ -161,9 +161,9 @@ def _segment_damage(
             yield f"the object is damaged: {what}"
 
 
-# ── files that are no artifacts ───────────────────────────────────────────────────────────────────────────────────────
+# ── files that are not artifacts ──────────────────────────────────────────────────────────────────────────────────────
 class FileKind(StrEnum):
-    """How a file that is no artifact is read."""
+    """Kinds of files that are not artifacts, by the way they are read."""
 
     PAGE_WAL = "page-WAL segment (open)"
     STREAM = "stream segment (open)"
@@ -173,26 +173,26 @@ class FileKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """A file that is no artifact, and what is known of it elsewhere."""
+    """A file that is not an artifact, and what is recorded about it elsewhere."""
 
     kind: FileKind
     path: str
-    """Of the file; of a backup the key of its object."""
+    """Path of the file; for a backup, the key of its object."""
     db_id: int = 0
     number: int = 0
-    """Of the segment or table."""
+    """Id of the segment or table."""
     upto: int = 0
-    """What was synced: up to this lsn, or this record."""
+    """The last synced lsn or record."""
     size_bytes: int = 0
     sha256: str = ""
-    """Of an object, as its list has it."""
+    """SHA-256 of a backup's object, from the list of the backup."""
     url: str = ""
-    """Of the object store that a backup is in."""
+    """URL of the object store that contains a backup."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileFinding:
-    """What is wrong with a file; nothing if `problems` is empty."""
+    """The problems of a file; it is good if there are none."""
 
     file: StoredFile
     problems: tuple[str, ...] = ()
@@ -200,14 +200,14 @@ class FileFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesTask:
-    """Files to be read."""
+    """Files to read."""
 
     url: str
     files: tuple[StoredFile, ...]
 
 
 def check_files(task: FilesTask, tools: Tools) -> list[FileFinding]:
-    """Read every byte of these files that somebody was promised. Raises what disk and object store raise."""
+    """Read every byte of these files that must be durable. Raises what disk and object store raise."""
     return [
         FileFinding(file, tuple(_problems(file, task.url, tools) and _problems(file, task.url, tools)))
         for file in task.files
@@ -219,7 +219,7 @@ def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
         if file.kind is FileKind.KV_BACKUP:
             data = tools.open_store(file.url or url).get(file.path)
             is_same = len(data) == file.size_bytes and sha256(data).hex() == file.sha256
-            return [] if is_same else ["the object is not what was backed up"]
+            return [] if is_same else ["the object differs from what was backed up"]
         if file.kind is FileKind.KV_TABLE:
             table = SSTable.open(tools.disk, file.path, file.number)
             try:
@@ -237,13 +237,13 @@ def _problems(file: StoredFile, url: str, tools: Tools) -> list[str]:
         finally:
             opened.close()
     except FileNotFoundError:
-        return ["the file is not there"]
+        return ["the file is missing"]
     except (Corruption, ObjectNotFound, OutOfRange, FormatTooNew) as error:
         return [error.what]
 
 
 def _bitmap_hash(place: ArtifactLocation, disk: Disk, open_store: OpenStore) -> int:
-    """Of a chunk whose bytes are as they should be: its footer is read again, and nothing else."""
+    """Return the hash of a chunk's page bitmap. Its bytes are verified already, so only the footer is read again."""
     if place.has_local:
         file = disk.open(place.local, write=False)
         try:

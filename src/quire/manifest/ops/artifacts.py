@@ -1,17 +1,17 @@
-"""Operations on catalog rows of artifacts (chunks, deltas), on the namespaces that their objects are in, and on `retired`:
-objects that nothing needs now, and that archived moments need (A8).
+"""Operations on catalog rows of artifacts (chunks, deltas), on the namespaces of their objects, and on `retired`:
+objects that only archived moments still need (A8).
 
 Terms
-  place   where objects may go: the store's configured object store (0), or a namespace that a person has registered
+  place   a location for objects: the store's configured object store (0), or a namespace that a user registered
   epoch   counts the takeovers of a store; every place has one namespace per epoch (A1), and the highest is the current one
 
-An artifact's row is written once; putting the same row again is fine (a repeated publish), another one is not. What changes
-later (residency, hashes learned by an upload, verification) changes through `UpdateArtifact`, in the one row that all forks and
-snapshots share (M6).
+An artifact's row is written once. Putting the same row again is allowed (a repeated publish), a different one is
+refused. Later changes (residency, hashes learned by an upload, verification) go through `UpdateArtifact`, in the one
+row that all forks and snapshots share (M6).
 
-A namespace of the current epoch holds a reference of its own, so that it stays while nothing is in it; those of former epochs
-stay as long as something is in them. A place with a name holds itself too, until a person drops it; then it and its current
-namespace let go together, so that neither stays behind.
+A namespace of the current epoch holds a reference to itself, so that it stays while it is empty; those of former epochs
+stay while they contain anything. A place with a name also holds itself, until a user drops it; then the place and its
+current namespace release their references together, so that neither is left over.
 """
 
 from collections import Counter as Tally
@@ -56,7 +56,7 @@ _chunk_key = t.CHUNK_CATALOG.key.fast
 
 
 class PutChunk(Op, frozen=True, tag=20):
-    """A base chunk exists. Nothing refers to it until a leaf does."""
+    """Add a base chunk to the catalog. Nothing refers to it until a leaf does."""
 
     component = int(Component.CHUNK)
     quick = True
@@ -76,7 +76,7 @@ class PutChunk(Op, frozen=True, tag=20):
                 retain_namespace(tables, record.namespace_id)
         elif before != record:
             raise AlreadyExists(
-                "another chunk of this name is in the catalog",
+                "the catalog already has a different chunk of this name",
                 hint="a new body needs a new generation",
                 db_id=self.origin_db_id,
                 chunk_id=self.chunk_id,
@@ -85,9 +85,9 @@ class PutChunk(Op, frozen=True, tag=20):
 
     @classmethod
     def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
-        """As `apply`, with everything that is the same for all of them looked up once.
+        """Apply many, with everything they share looked up once.
 
-        Comparing the numbers refuses what is negative or no number at all: nobody reads these rows back before the commit.
+        The comparison refuses values that are negative or not numbers: these rows are not decoded again before the commit.
         """
         active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
         spaces: Tally[int] = Tally()
@@ -108,7 +108,7 @@ class PutChunk(Op, frozen=True, tag=20):
 
 
 class PutDelta(Op, frozen=True, tag=21):
-    """A delta over a base chunk exists."""
+    """Add a delta over a base chunk to the catalog."""
 
     component = int(Component.CHUNK)
     origin_db_id: UInt
@@ -137,7 +137,7 @@ class PutDelta(Op, frozen=True, tag=21):
                 retain_namespace(tables, self.record.namespace_id)
         elif before != self.record:
             raise AlreadyExists(
-                "another delta of this name is in the catalog",
+                "the catalog already has a different delta of this name",
                 hint="a new body needs a new generation",
                 db_id=self.origin_db_id,
                 chunk_id=self.chunk_id,
@@ -147,7 +147,7 @@ class PutDelta(Op, frozen=True, tag=21):
 
 
 class RecordUploads(Op, frozen=True, tag=150):
-    """Artifacts that came into the catalog with an object: a checkpoint writes them there. For the audit alone."""
+    """Record in the audit the artifacts that entered the catalog with an object, as a checkpoint writes them."""
 
     component = int(Component.CHUNK)
     audited = True
@@ -165,7 +165,7 @@ class RecordUploads(Op, frozen=True, tag=150):
 
 
 class UpdateArtifact(Op, frozen=True, tag=22):
-    """What is known of an artifact's bytes has changed; `None` leaves a field as it is."""
+    """Change what is recorded about an artifact's bytes; `None` leaves a field as it is."""
 
     component = int(Component.REMOTE)
     audited = True
@@ -223,7 +223,7 @@ _MOVES = {
     (Residency.EVICTED, Residency.LOCAL_AND_REMOTE): AuditAction.HYDRATED,
     (Residency.REMOTE_ARCHIVED, Residency.LOCAL_AND_REMOTE): AuditAction.HYDRATED,
 }
-"""From where to where an artifact's bytes moved, and what that is called."""
+"""(residency before, residency after) → action in the audit."""
 
 _CHANGEABLE = (
     "residency",
@@ -239,7 +239,7 @@ _CHANGEABLE = (
 
 
 class PutNamespace(Op, frozen=True, tag=23):
-    """A bucket and prefix that rows may point at. Fixed once made: objects are found through it."""
+    """Register a bucket and prefix that rows may refer to. Immutable, because objects are found through it."""
 
     component = int(Component.REMOTE)
     namespace_id: UInt
@@ -250,31 +250,33 @@ class PutNamespace(Op, frozen=True, tag=23):
         key = t.REMOTE_NAMESPACE.key.pack(self.namespace_id)
         before = tables.remote_namespace.get(key)
         if before is not None and before != self.record:
-            raise AlreadyExists("a namespace of this id exists already", namespace_id=self.namespace_id)
+            raise AlreadyExists("a namespace with this id already exists", namespace_id=self.namespace_id)
         if self.record.name:
             _claim_place(tables, self.record)
         tables.remote_namespace.put(key, self.record)
         raise_watermark(tables, Counter.NAMESPACE, self.namespace_id)
         if before is None and (self.record.owner_epoch or self.record.name):
-            retain_namespace(tables, self.namespace_id)  # its own, as long as its epoch lasts, or until it is dropped
+            retain_namespace(tables, self.namespace_id)  # its own reference, until its epoch ends or it is dropped
 
 
 def _claim_place(tables: Overlay, record: NamespaceRecord) -> None:
-    """A name and a URL belong to one place: how it is reached is a section of quire.toml under that name."""
+    """Refuse a name or URL that another place has: quire.toml describes under that name how the place is reached."""
     if record.prefix or not record.url:
-        raise InvalidInput("a namespace with a name has a URL, and its prefix in that", name=record.name)
+        raise InvalidInput("a named namespace needs a URL that includes its prefix", name=record.name)
     for _, row in tables.remote_namespace.scan():
         if not row.holds_itself or row == record:
             continue
         if row.name == record.name:
-            raise NameTaken("a namespace has this name", hint="`quire namespace ls` shows it", name=row.name)
+            raise NameTaken(
+                "a namespace with this name already exists", hint="`quire namespace ls` shows it", name=row.name
+            )
         if row.url == record.url:
             hint = f"use the namespace {row.name!r}, or a prefix of the bucket that no other has"
-            raise NameTaken("a namespace is in this place already", hint=hint, url=row.url)
+            raise NameTaken("another namespace already uses this location", hint=hint, url=row.url)
 
 
 class BeginOwnerEpoch(Op, frozen=True, tag=113):
-    """A store was made or taken over: new namespaces, one for each place."""
+    """Begin an owner epoch, when a store is created or taken over: one new namespace for each place."""
 
     component = int(Component.REMOTE)
     owner_epoch: UInt
@@ -287,15 +289,25 @@ class BeginOwnerEpoch(Op, frozen=True, tag=113):
         former = max((row.owner_epoch for _, row in rows), default=0)
         if self.owner_epoch <= former:
             raise StalePlan(
-                "the store is in this owner epoch or beyond it", hint="look again", now=former, asked=self.owner_epoch
+                "the store has already reached this owner epoch",
+                hint="read the owner epoch again and retry",
+                now=former,
+                asked=self.owner_epoch,
             )
-        # A plan names objects of its epoch (P10): what it wrote must be garbage in the former namespaces before these let go.
+        # A plan names objects of its epoch (P10): what it wrote must be garbage in the former namespaces before these
+        # are released.
         if tables.checkpoint_plan.any(b""):
-            raise StalePlan("a plan of the former epoch is stored", hint="abandon it in the same batch, before this")
+            raise StalePlan(
+                "a plan of the previous epoch is still stored", hint="abandon it in the same batch, before this"
+            )
         for namespace_id, record in self.namespaces:
             place = tables.remote_namespace.get(t.REMOTE_NAMESPACE.key.pack(record.place_id))
             if place is not None and place.dropped_at_ms:
-                raise StalePlan("a place was dropped meanwhile", hint="look again", namespace_id=record.place_id)
+                raise StalePlan(
+                    "a namespace was dropped in the meantime",
+                    hint="read the owner epoch again and retry",
+                    namespace_id=record.place_id,
+                )
             self._put(tables, namespace_id, record)
         for key, row in rows:
             if row.owner_epoch == former and not row.dropped_at_ms:
@@ -311,7 +323,7 @@ class BeginOwnerEpoch(Op, frozen=True, tag=113):
 
 
 class DropNamespace(Op, frozen=True, tag=160):
-    """A person gives up a place that no database uses: it goes after the grace, with its namespaces of owner epochs."""
+    """Drop a place that no database uses: it is deleted after the grace period, with its namespaces of owner epochs."""
 
     component = int(Component.REMOTE)
     namespace_id: UInt
@@ -327,8 +339,8 @@ class DropNamespace(Op, frozen=True, tag=160):
         users = (count.in_use if count is not None else 0) - place.holds_itself
         if users > 0:
             raise StillReferenced(
-                "databases use the namespace",
-                hint="`quire drop NAME --now`; a dropped one is released when its objects are deleted (`quire namespace ls`)",
+                "the namespace is in use by databases",
+                hint="`quire drop NAME --now` drops one; it is released when its objects are deleted (`quire namespace ls`)",
                 namespace=place.name or self.namespace_id,
                 users=users,
             )
@@ -341,15 +353,15 @@ class DropNamespace(Op, frozen=True, tag=160):
 
 
 # ── retired objects ───────────────────────────────────────────────────────────────────────────────────────────────────
-# A name is retired once: it never comes back into use (M5), so the first moment counts, however often it is handed over.
+# A name is retired once: it is never used again (M5), so the first moment counts, however often it is retired.
 class RetireObjects(Op, frozen=True, tag=180):
-    """Objects are to be deleted when no archived moment needs them any more."""
+    """Retire objects: they are deleted when no archived moment needs them any more."""
 
     component = int(Component.REMOTE)
     url: str
-    """Of the place they are in; empty: the store's own object store."""
+    """URL of the place they are in; empty for the store's own object store."""
     objects: list[tuple[str, UInt]]
-    """(name, database; 0: not known)"""
+    """(name, database id, 0 if unknown) of each."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         for name, db_id in self.objects:
@@ -359,7 +371,7 @@ class RetireObjects(Op, frozen=True, tag=180):
 
 
 class ForgetRetired(Op, frozen=True, tag=181):
-    """Retired objects are gone."""
+    """Remove the rows of retired objects that were deleted."""
 
     component = int(Component.REMOTE)
     digests: list[bytes]

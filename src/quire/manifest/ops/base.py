@@ -1,13 +1,13 @@
-"""What every operation is: a small frozen value with a tag, a component, and a pure `apply`.
+"""The base of all operations: a small frozen value with a tag, a component, and a pure `apply`.
 
-`apply(tables, at_ms)` depends on nothing but its arguments (M2): no clock, no randomness, no I/O. Identifiers are in the op,
-the time is that of the batch; so a replayed log gives the same bytes. It raises a `QuireError` before or after its writes, it
-does not matter which: the batch is rolled back as a whole. Tags are never reused and fields are only appended, with defaults:
-old change records stay readable.
+`apply(tables, at_ms)` depends only on its arguments (M2): no clock, no randomness, no I/O. Identifiers are in the op
+and the time is that of the batch, so replaying a log gives the same bytes. `apply` may raise a `QuireError` before or
+after its writes: the batch is rolled back as a whole. Tags are never reused and fields are only appended, with
+defaults, so that old change records stay readable.
 """
 
-# Not `from __future__ import annotations`: msgspec would evaluate the text of each field's type in each process that reads or
-# writes a row. With all the others of the manifest that is 10 ms, an eighth of a short command.
+# No `from __future__ import annotations`: msgspec would evaluate the text of each field's type in each process that
+# reads or writes a row. For all types of the manifest that takes 10 ms, an eighth of a short command.
 
 from collections.abc import Iterable
 from enum import IntEnum
@@ -23,7 +23,7 @@ from quire.manifest.records import MetaRecord, UInt, WatermarkRecord
 
 
 class Component(IntEnum):
-    """What a batch touched; each has a generation that awaiters wait for."""
+    """The parts of the manifest that a batch can touch; each has a generation that can be awaited."""
 
     DATABASE = 1
     WAL = 2
@@ -36,7 +36,7 @@ class Component(IntEnum):
     PAGE_INDEX = 9
     MIRROR = 10
     LOCAL = 255
-    """Carried by local ops; has no watermark."""
+    """The component of local ops; has no watermark."""
 
 
 class Counter(IntEnum):
@@ -55,10 +55,10 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
     component: ClassVar[int] = int(Component.LOCAL)
     logged: ClassVar[bool] = True
     audited: ClassVar[bool] = False
-    """Whether `apply` may leave notes for the audit: they need the batch's own sequence, so such ops go one by one."""
+    """Whether `apply` may add notes for the audit. They need the batch's own sequence, so such ops are applied one by one."""
 
     quick: ClassVar[bool] = False
-    """Whether `apply_all` refuses fields of the wrong type or range itself, so that nobody need read the operation back."""
+    """Whether `apply_all` itself refuses fields of the wrong type or range, so that the operation need not be decoded again."""
 
     jumps: ClassVar[bool] = False
     """Whether its batch gets the sequence `first_number` instead of the next one."""
@@ -68,18 +68,18 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
-        """Apply many operations of one kind. An op that comes by the thousand may do this better than one by one."""
+        """Apply many operations of one kind. Ops that arrive by the thousand may override this with a faster version."""
         apply = cls.apply
         for op in ops:
             apply(op, tables, at_ms)
 
 
 LOCAL_COUNTERS: dict[Counter, str] = {Counter.CURSOR: "next_cursor_id", Counter.READER: "next_reader_id"}
-"""Counters of local things and the `meta` row of each: `id_watermarks` is logged, and a local op must not write it (M2)."""
+"""Counters of local rows, with the `meta` row of each: `id_watermarks` is logged, and a local op must not write it (M2)."""
 
 
 def raise_watermark(tables: Overlay, counter: Counter, used: int) -> None:
-    """Record that `used` has been handed out; ids below the watermark are never given again."""
+    """Record that ids up to `used` were assigned; ids below the watermark are never assigned again."""
     if (name := LOCAL_COUNTERS.get(counter)) is not None:
         meta_key = t.META.key.pack(name)
         mark = tables.meta.get(meta_key)
@@ -93,7 +93,7 @@ def raise_watermark(tables: Overlay, counter: Counter, used: int) -> None:
 
 
 class ReserveLocalIds(Op, frozen=True, tag=157):
-    """The same as `ReserveIds` for counters of local things, which the feed knows nothing of."""
+    """Reserve ids as `ReserveIds` does, for counters of local rows, which are not in the feed."""
 
     logged = False
     counter: Counter
@@ -101,12 +101,12 @@ class ReserveLocalIds(Op, frozen=True, tag=157):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         if self.counter not in LOCAL_COUNTERS:
-            raise InternalError("not a counter of local things", counter=self.counter.name)
+            raise InternalError("not a local counter", counter=self.counter.name)
         raise_watermark(tables, self.counter, self.upto)
 
 
 class ReserveIds(Op, frozen=True, tag=1):
-    """Hand out ids up to and including `upto` before the batches that use them exist (M5)."""
+    """Reserve ids up to and including `upto` before the batches that use them exist (M5)."""
 
     component = int(Component.DATABASE)
     counter: Counter

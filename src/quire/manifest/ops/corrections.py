@@ -1,7 +1,7 @@
-"""Operations that repair what `check` found. They are the only ones that set a row to a given value.
+"""Operations that repair what `check` found: the only operations that set a row to a given value.
 
-Only `check` and `repair` propose them, each for a row that was recomputed from the rows that own the truth, found in the
-change log, or given up because nothing knows what it was. A corrected count is logged like any change, so replicas are
+Only `check` and `repair` propose them, each for a row that was recomputed from the rows that own the truth, found in
+the change log, or given up because its content is unknown. A corrected count is logged like any change, so replicas are
 corrected too; derived rows are local and are not.
 """
 
@@ -15,7 +15,7 @@ from quire.manifest.records import IndexRecord, RefcountRecord, UInt
 
 
 class CorrectRefcount(Op, frozen=True, tag=61):
-    """Set an artifact's counts to what its holders say; both zero dooms it, `remove` deletes a row nobody owns."""
+    """Set an artifact's counts to those of its holders; two zeros doom it, `remove` deletes a row without an owner."""
 
     component = int(Component.REFCOUNT)
     key: bytes
@@ -37,7 +37,7 @@ class CorrectRefcount(Op, frozen=True, tag=61):
 
 
 class CorrectIndex(Op, frozen=True, tag=62):
-    """Set (or, with no value, delete) a row of a derived index."""
+    """Set a row of a derived index, or delete it if there is no value."""
 
     logged = False
     table: str
@@ -57,7 +57,7 @@ class CorrectIndex(Op, frozen=True, tag=62):
 RESTORED = tuple(
     table
     for table in t.TABLES.values()
-    if table.policy is t.Policy.LOGGED and table is not t.GENERATION_WATERMARKS  # the writer's own
+    if table.policy is t.Policy.LOGGED and table is not t.GENERATION_WATERMARKS  # which only the writer sets
 )
 """Tables whose rows `RestoreRow` sets."""
 RESTORED_LOCAL = (t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY, t.REPLICA_POSITIONS)
@@ -65,7 +65,7 @@ RESTORED_LOCAL = (t.CHANGE_CURSORS, t.SNAPSHOT_READERS, t.METRICS, t.IDEMPOTENCY
 
 
 class RestoreRow(Op, frozen=True, tag=140):
-    """Set a row of a logged table that was damaged to what it was, without its checksum; with none, remove it."""
+    """Restore a damaged row of a logged table, given without its checksum; delete it if `row` is None."""
 
     component = int(Component.DATABASE)
     table: str
@@ -77,7 +77,7 @@ class RestoreRow(Op, frozen=True, tag=140):
 
 
 class RestoreLocalRow(Op, frozen=True, tag=141):
-    """The same for a local table, whose rows never enter the feed."""
+    """Restore a damaged row of a local table, which is not in the feed."""
 
     logged = False
     table: str
@@ -96,4 +96,4 @@ def _restore(tables: Overlay, allowed: tuple[t.Table[Any], ...], name: str, key:
         view.delete(key)
     else:
         view.put(key, view.table.codec.decode(row))
-    tables.active_ids.clear()  # the row may be a database's
+    tables.active_ids.clear()  # the row may be that of a database

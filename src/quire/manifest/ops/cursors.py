@@ -1,21 +1,20 @@
-"""Operations on the subscribers of the change feed and on what is kept for them. All are local: none enters the feed.
+"""Operations on the subscribers of the change feed and on the changes kept for them. All are local: none enters the feed.
 
 Terms
   bounds   the oldest retained and the next sequence; between them the log has no gap
-  tail     rows below the oldest sequence: out of the feed, still on disk
+  tail     rows below the oldest sequence: no longer in the feed, still on disk
 
-A cursor's acknowledgement moves forward only, and never beyond the head. The oldest sequence only rises, and never above what
-a live cursor has yet to acknowledge. It moves in the transaction that allows it, which removes a first piece of the tail
-itself; the rest follows in commits of their own, so that no writer waits for more than one of them (M9).
+A cursor's acknowledgement only moves forward, and never beyond the head. The oldest sequence only rises, and never
+above what a live cursor has yet to acknowledge. It moves in the transaction that permits it, which also removes a first
+part of the tail; the rest follows in separate commits, so that no writer waits for more than one of them (M9).
 
-A lost cursor stays, to say so: it holds nothing, and whoever uses it gets `CursorLost`. Never a silent gap.
+A lost cursor keeps its row: it holds nothing back, and using it raises `CursorLost`. There is never a silent gap.
 """
 
 from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, CursorLost, ManifestDamaged, NameTaken, OutOfRange, UnknownCursor
-from quire.core.timeline import Gaps
-from quire.core.timeline import lost as lost_gap
+from quire.core.timeline import Gaps, gap_at
 from quire.durable.names import check_name
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter, Op, raise_watermark
@@ -23,24 +22,24 @@ from quire.manifest.overlay import OLDEST_SEQUENCE, Overlay
 from quire.manifest.records import CursorRecord, CursorState, IndexRecord, MetaRecord, UInt
 
 TRIM_ROWS = 2_048
-"""Rows of the tail removed for one operation: less than a millisecond. With a hundred acknowledgements a second they keep up
-with 200,000 changes, and no commit is needed for trimming alone."""
+"""Rows of the tail removed per operation: less than a millisecond. With a hundred acknowledgements a second that keeps
+up with 200,000 changes, and no commit is needed for trimming alone."""
 
 
 def sequence_bounds(tables: Overlay) -> tuple[int, int]:
-    """(oldest retained, next to be given) change sequence."""
+    """Return (oldest retained, next to be assigned) change sequence."""
     oldest = tables.meta.get(OLDEST_SEQUENCE)
     return (oldest.number if oldest else 1), tables.head + 1
 
 
 def _retained(tables: Overlay, sequence: int) -> int:
-    """A position, clamped to those that a cursor may have."""
+    """Return a position clamped to the range that a cursor may have."""
     oldest, following = sequence_bounds(tables)
     return min(max(sequence, oldest - 1), following - 1)
 
 
 def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
-    """Key and row of a cursor."""
+    """Return key and row of a cursor."""
     key = t.CHANGE_CURSORS.key.pack(cursor_id)
     row = tables.change_cursors.get(key)
     if row is None:
@@ -49,10 +48,10 @@ def cursor_of(tables: Overlay, cursor_id: int) -> tuple[bytes, CursorRecord]:
 
 
 def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
-    """The error of a cursor that fell behind."""
+    """Return the error for a cursor that fell behind."""
     return CursorLost(
         f"the cursor is lost: {row.lost_reason}",
-        hint="what it had not read is gone: start again from a snapshot; `quire feed resume` resumes it anyway",
+        hint="the changes it had not read are lost: start again from a snapshot, or skip them with `quire feed resume`",
         cursor_id=cursor_id,
         name=row.name,
         acked_sequence=row.acked_sequence,
@@ -60,12 +59,12 @@ def lost(cursor_id: int, row: CursorRecord) -> CursorLost:
 
 
 def refuse_lost(gaps: Gaps, position: int, **where: object) -> None:
-    """Raise `CursorLost` for a position that was reached in changes which a takeover has given up."""
-    gap = lost_gap(gaps, position)
+    """Raise `CursorLost` for a position inside changes that a takeover has given up."""
+    gap = gap_at(gaps, position)
     if gap is not None:
         raise CursorLost(
             f"the changes {gap.last + 1:,} to {position:,} were lost when the store was taken over",
-            hint=f"undo what came of them, and continue after {gap.last}; or begin again from a snapshot",
+            hint=f"undo their effects and continue after {gap.last}, or start again from a snapshot",
             position=position,
             last_sequence=gap.last,
             first_sequence=gap.first,
@@ -74,12 +73,12 @@ def refuse_lost(gaps: Gaps, position: int, **where: object) -> None:
 
 
 def settle_oldest(tables: Overlay, requested: int = 0) -> None:
-    """Raise the oldest sequence as far as live cursors allow; without any, to `requested`. Begins to trim."""
+    """Raise the oldest sequence as far as live cursors allow, or to `requested` if there are none; begin to trim."""
     oldest, following = sequence_bounds(tables)
     try:
         needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
     except ManifestDamaged:
-        return  # where that cursor stands is not known: until it is mended everything stays
+        return  # the position of that cursor is unknown: keep everything until it is repaired
     target = min(min(needed) if needed else requested, following)
     if target > oldest:
         tables.meta.put(OLDEST_SEQUENCE, MetaRecord(target))
@@ -87,12 +86,12 @@ def settle_oldest(tables: Overlay, requested: int = 0) -> None:
 
 
 def trim_tail(tables: Overlay) -> None:
-    """Have the first rows below the oldest sequence removed with this transaction."""
+    """Remove the first rows below the oldest sequence with this transaction."""
     tables.trim_rows += TRIM_ROWS
 
 
 class RegisterCursor(Op, frozen=True, tag=91):
-    """A subscriber that has seen everything up to `acked_sequence`, clamped to what is retained."""
+    """Register a subscriber that has seen everything up to `acked_sequence`, clamped to the retained range."""
 
     logged = False
     cursor_id: UInt
@@ -106,12 +105,12 @@ class RegisterCursor(Op, frozen=True, tag=91):
         acked = _retained(tables, self.acked_sequence)
         key = t.CHANGE_CURSORS.key.pack(self.cursor_id)
         if self.cursor_id == 0 or tables.change_cursors.has(key):
-            raise AlreadyExists("a cursor of this id exists already", cursor_id=self.cursor_id)
+            raise AlreadyExists("a cursor with this id already exists", cursor_id=self.cursor_id)
         if self.name:
             check_name("cursor", self.name)
             name_key = t.CURSOR_NAMES.key.pack(self.name)
             if (holder := tables.cursor_names.get(name_key)) is not None:
-                raise NameTaken("a cursor of this name exists already", name=self.name, cursor_id=holder.value)
+                raise NameTaken("a cursor with this name already exists", name=self.name, cursor_id=holder.value)
             tables.cursor_names.put(name_key, IndexRecord(self.cursor_id))
         row = CursorRecord(acked, at_ms, at_ms, self.name, ttl_ms=self.ttl_ms, max_lag=self.max_lag)
         tables.change_cursors.put(key, row)
@@ -119,7 +118,7 @@ class RegisterCursor(Op, frozen=True, tag=91):
 
 
 class AcknowledgeChanges(Op, frozen=True, tag=92):
-    """A subscriber has processed everything up to `upto_sequence`."""
+    """Acknowledge that a subscriber has processed everything up to `upto_sequence`."""
 
     logged = False
     cursor_id: UInt
@@ -134,7 +133,7 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
         if self.upto_sequence >= following:
             raise OutOfRange(
                 "acknowledged beyond the head of the feed",
-                hint="acknowledge only what fetch returned",
+                hint="acknowledge only changes that `fetch` returned",
                 upto=self.upto_sequence,
                 head=following - 1,
             )
@@ -142,12 +141,12 @@ class AcknowledgeChanges(Op, frozen=True, tag=92):
         tables.change_cursors.put(key, replace(cursor, acked_sequence=acked, updated_at_ms=at_ms))
         if cursor.acked_sequence < oldest:
             settle_oldest(tables)
-        else:  # it was not the one that holds the log back: the others need not be looked at
+        else:  # this cursor did not hold the log back: no need to scan the others
             trim_tail(tables)
 
 
 class DropCursor(Op, frozen=True, tag=93):
-    """A subscriber leaves. What it held back goes with the next acknowledgement, or with retention."""
+    """Remove a subscriber. What it held back is trimmed with the next acknowledgement, or by retention."""
 
     logged = False
     cursor_id: UInt
@@ -161,7 +160,7 @@ class DropCursor(Op, frozen=True, tag=93):
 
 
 class TrimChanges(Op, frozen=True, tag=94):
-    """Remove another piece of the tail."""
+    """Remove the next part of the tail."""
 
     logged = False
 
@@ -170,7 +169,7 @@ class TrimChanges(Op, frozen=True, tag=94):
 
 
 class LoseCursor(Op, frozen=True, tag=99):
-    """A policy gives a subscriber up."""
+    """Mark a subscriber as lost, as a policy demands."""
 
     logged = False
     cursor_id: UInt
@@ -185,7 +184,7 @@ class LoseCursor(Op, frozen=True, tag=99):
 
 
 class ClampCursor(Op, frozen=True, tag=155):
-    """Bring a cursor back into the range that is retained; one that has missed changes is lost."""
+    """Move a cursor into the retained range; a cursor that has missed changes is lost."""
 
     logged = False
     cursor_id: UInt
@@ -204,7 +203,7 @@ class ClampCursor(Op, frozen=True, tag=155):
 
 
 class ResumeCursor(Op, frozen=True, tag=156):
-    """A lost cursor goes on where it stood, or with the oldest change that is retained: its subscriber accepts the gap."""
+    """Resume a lost cursor where it was, or at the oldest retained change: its subscriber accepts the gap."""
 
     logged = False
     cursor_id: UInt
@@ -218,7 +217,7 @@ class ResumeCursor(Op, frozen=True, tag=156):
 
 
 class RetainChanges(Op, frozen=True, tag=100):
-    """Without live cursors: keep changes from `from_sequence` on."""
+    """Keep changes from `from_sequence` on, if there are no live cursors."""
 
     logged = False
     from_sequence: UInt

@@ -1,9 +1,10 @@
-"""Operations on databases: register, rename, open and close for writing, drop, forget; what LMDB knows of key-value databases.
+"""Operations on databases: register, rename, change the status, drop, remove; and the manifest's rows about key-value
+databases.
 
-The truth about a key-value database is its own log (S1). `FoldLsm` and `RecordLsmEnds` follow it, may be repeated, and are
-applied again when the database is opened.
+The truth about a key-value database is its own log (S1). `FoldLsm` and `RecordLsmEnds` follow it, may be repeated, and
+are applied again when the database is opened.
 
-Rows of the audit are written by the operations that do something worth remembering (`Overlay.write_notes`), and go by age.
+Audit rows are written by the operations that they record (`Overlay.write_notes`), and are removed by age.
 """
 
 from itertools import islice
@@ -44,23 +45,23 @@ from quire.manifest.records import (
 )
 
 PRUNE_ROWS = 4096
-"""Rows one operation removes at most: a commit of a few milliseconds."""
+"""Maximum number of rows that one operation removes: a commit of a few milliseconds."""
 
 
 def claim_name(tables: Overlay, name: str, db_id: int) -> None:
-    """Enter a database's name in the index, unless it is taken."""
+    """Add a database's name to the index, unless it is taken."""
     check_name("database", name)
     key = t.DB_NAMES.key.pack(name)
     holder = tables.db_names.get(key)
     if holder is not None and holder.value != db_id:
         raise NameTaken(
-            "a database of this name exists already", hint="choose another name", name=name, db_id=holder.value
+            "a database with this name already exists", hint="choose another name", name=name, db_id=holder.value
         )
     tables.db_names.put(key, IndexRecord(db_id))
 
 
 class RegisterDb(Op, frozen=True, tag=10):
-    """A new database, with an empty WAL state."""
+    """Add a database, with an empty WAL state."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -70,9 +71,9 @@ class RegisterDb(Op, frozen=True, tag=10):
         some_u32("db_id", self.db_id)
         key = t.DB.key.pack(self.db_id)
         if tables.db.has(key):
-            raise AlreadyExists("a database of this id exists already", db_id=self.db_id)
+            raise AlreadyExists("a database with this id already exists", db_id=self.db_id)
         if self.record.status is DbStatus.TOMBSTONED:
-            raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
+            raise IllegalTransition("only dropping a database sets this status", hint="use drop_db", db_id=self.db_id)
         claim_name(tables, self.record.name, self.db_id)
         if self.record.namespace_id:
             retain_namespace(tables, self.record.namespace_id)
@@ -82,7 +83,7 @@ class RegisterDb(Op, frozen=True, tag=10):
 
 
 class UpdateDbStatus(Op, frozen=True, tag=11):
-    """Switch a database between ACTIVE and READ_ONLY. Dropping is `DropDb`: it has more to do."""
+    """Switch a database between ACTIVE and READ_ONLY. Use `DropDb` to drop it, which does more."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -92,17 +93,17 @@ class UpdateDbStatus(Op, frozen=True, tag=11):
         record = tables.writable(self.db_id, even="read_only")
         _refuse_dropped(self.db_id, record)
         if self.status is DbStatus.TOMBSTONED:
-            raise IllegalTransition("a database is tombstoned by dropping it", hint="use drop_db", db_id=self.db_id)
+            raise IllegalTransition("only dropping a database sets this status", hint="use drop_db", db_id=self.db_id)
         tables.put_db(self.db_id, replace(record, status=self.status))
 
 
 class SetDbOptions(Op, frozen=True, tag=161):
-    """What a person may change of a database, a fork as any other: its tags, and how chunks are compressed from now on."""
+    """Set what a user may change of any database, forks included: its tags, and the compression of future chunks."""
 
     component = int(Component.DATABASE)
     db_id: UInt
     tags: dict[str, str] | None = None
-    """All of them; `None` leaves them as they are."""
+    """All tags; `None` leaves them as they are."""
     compression: Compression | None = None
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -130,12 +131,12 @@ class RenameDb(Op, frozen=True, tag=12):
 
 
 def burn_generation(tables: Overlay, db_id: int, generation: int) -> None:
-    """Hand out a generation that was not handed out before."""
+    """Use up a generation that was not assigned before."""
     record = tables.writable(db_id, even="read_only")
     some_u32("generation", generation)
     if generation < record.next_generation:
         raise AlreadyExists(
-            "this generation was handed out before",
+            "this generation was already allocated",
             db_id=db_id,
             generation=generation,
             next=record.next_generation,
@@ -155,7 +156,7 @@ class ReserveGeneration(Op, frozen=True, tag=13):
 
 
 class SetDbPageSize(Op, frozen=True, tag=14):
-    """Fix the page size: the first commit of a page database decides it, for ever."""
+    """Fix the page size: the first commit of a page database determines it permanently."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -166,7 +167,9 @@ class SetDbPageSize(Op, frozen=True, tag=14):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id)
         if record.page_size and record.page_size != self.page_size:
-            raise OutOfRange("the page size is fixed", db_id=self.db_id, is_=record.page_size, asked=self.page_size)
+            raise OutOfRange(
+                "the page size cannot be changed", db_id=self.db_id, is_=record.page_size, asked=self.page_size
+            )
         changed = replace(
             record, page_size=self.page_size, pages_per_chunk=self.pages_per_chunk, config_hash=self.config_hash
         )
@@ -174,7 +177,7 @@ class SetDbPageSize(Op, frozen=True, tag=14):
 
 
 class SetRetention(Op, frozen=True, tag=17):
-    """Which snapshots of a database are kept and which are made by themselves; `None` for neither."""
+    """Set which snapshots of a database are kept and which are made automatically; `None` for neither."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -190,8 +193,11 @@ class SetRetention(Op, frozen=True, tag=17):
 
 
 class SoftDropDb(Op, frozen=True, tag=18):
-    """Drop a database so that it can be brought back: its name is free, it takes no writes, and it keeps everything, snapshots
-    and policy included. `UndropDb` brings it back, `DropDb` ends it."""
+    """Drop a database so that it can be undropped.
+
+    Its name is free, it accepts no writes, and it keeps everything, snapshots and policy included. `UndropDb` brings it
+    back, `DropDb` drops it permanently.
+    """
 
     component = int(Component.DATABASE)
     audited = True
@@ -212,7 +218,7 @@ class SoftDropDb(Op, frozen=True, tag=18):
 
 
 class UndropDb(Op, frozen=True, tag=19):
-    """Bring a database back that was dropped, under its former name or another."""
+    """Undrop a database, under its former name or another."""
 
     component = int(Component.DATABASE)
     audited = True
@@ -232,7 +238,7 @@ class UndropDb(Op, frozen=True, tag=19):
 
 
 def hidden_name(db_id: int) -> str:
-    """The name of a dropped database that can be brought back: no database can be given it.
+    """Return the name of a dropped database that can be undropped; no database can be given such a name.
 
     >>> hidden_name(7)
     '/dropped/7'
@@ -242,30 +248,30 @@ def hidden_name(db_id: int) -> str:
 
 def _refuse_dropped(db_id: int, record: DbRecord) -> None:
     if record.former_name:
-        hint = f"`quire undrop {record.former_name}` brings it back"
+        hint = f"`quire undrop {record.former_name}` restores it"
         raise DatabaseTombstoned("the database was dropped", hint=hint, db_id=db_id, name=record.former_name)
 
 
 class DropDb(Op, frozen=True, tag=15):
-    """Tombstone a database: its name is free, its live leaves and WAL segments are released, its jobs' gates stay.
+    """Tombstone a database: free its name, release its live leaves and WAL segments. The gates of its jobs stay.
 
-    Its snapshots must be dropped first (in the same batch, say): a snapshot is a promise of its own.
+    Its snapshots must be dropped first, for example in the same batch: each snapshot is a promise of its own.
     """
 
     component = int(Component.DATABASE)
     audited = True
     db_id: UInt
     only_dropped: bool = False
-    """Only if it was dropped before (`SoftDropDb`), and not brought back meanwhile."""
+    """Whether to refuse unless it was dropped before (`SoftDropDb`) and not undropped meanwhile."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.writable(self.db_id, even="read_only")
         if self.only_dropped and not record.former_name:
-            raise IllegalTransition("the database was restored meanwhile", db_id=self.db_id, name=record.name)
+            raise IllegalTransition("the database was restored in the meantime", db_id=self.db_id, name=record.name)
         if tables.snapshot_index.any(t.SNAPSHOT_INDEX.key.prefix(self.db_id)):
             raise StillReferenced(
                 "the database has snapshots",
-                hint="drop them first, or drop it with them: `--snapshots`, over HTTP `?snapshots=true`",
+                hint="drop them first, or drop them with the database: `--snapshots`, over HTTP `?snapshots=true`",
                 database=record.name,
             )
         for key, leaf in list(tables.live_leaf.scan(t.LIVE_LEAF.key.prefix(self.db_id))):
@@ -278,7 +284,7 @@ class DropDb(Op, frozen=True, tag=15):
             tables.lsm_catalog.delete(key)
         tables.lsm_ends.delete(t.LSM_ENDS.key.pack(self.db_id))
         tables.followed_files.delete(t.FOLLOWED_FILES.key.pack(self.db_id))
-        if not record.former_name:  # else that was noted when it was dropped
+        if not record.former_name:  # otherwise the soft drop was noted
             tables.notes.append((self.component, self.db_id, AuditAction.DATABASE_DROPPED, record.name, self.db_id, 0))
         tables.db_names.delete(t.DB_NAMES.key.pack(record.name))
         gone = {"status": DbStatus.TOMBSTONED, "former_name": "", "former_status": DbStatus.ACTIVE}
@@ -298,7 +304,7 @@ class DropDb(Op, frozen=True, tag=15):
 
 
 class RecordRollback(Op, frozen=True, tag=162):
-    """Note that a database was set back to an earlier version, and the snapshot of what it was before."""
+    """Note that a database was rolled back to an earlier version, and the snapshot of its state before."""
 
     component = int(Component.DATABASE)
     audited = True
@@ -317,7 +323,7 @@ class RecordRollback(Op, frozen=True, tag=162):
 
 
 class RemoveDb(Op, frozen=True, tag=16):
-    """Remove the tombstone of a database of which no artifact is left."""
+    """Remove the tombstone of a database that has no artifacts left."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -325,7 +331,9 @@ class RemoveDb(Op, frozen=True, tag=16):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = tables.database(self.db_id)
         if record.status is not DbStatus.TOMBSTONED:
-            raise IllegalTransition("the database is alive", hint="drop it first", db_id=self.db_id, name=record.name)
+            raise IllegalTransition(
+                "the database has not been dropped", hint="drop it first", db_id=self.db_id, name=record.name
+            )
         for view in (
             tables.gc_refcounts,
             tables.slot_leaf,
@@ -340,7 +348,7 @@ class RemoveDb(Op, frozen=True, tag=16):
             if view.any(t.DB.key.pack(self.db_id)):
                 raise StillReferenced(
                     "the database still owns rows",
-                    hint="let its delete job finish",
+                    hint="wait for its delete job to finish",
                     db_id=self.db_id,
                     table=view.table.name,
                 )
@@ -349,7 +357,7 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.wal_state.delete(t.WAL_STATE.key.pack(self.db_id, 0))
         tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
         for key, row in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
-            if not row.view:  # what is lent as a value is read until its lease ends, and goes with it
+            if not row.view:  # a version stored as a value is read until its lease ends, which removes the row
                 tables.snapshot_readers.delete(key)
         for key, _ in list(tables.replica_positions.scan(t.REPLICA_POSITIONS.key.prefix(self.db_id))):
             tables.replica_positions.delete(key)
@@ -360,7 +368,7 @@ class RemoveDb(Op, frozen=True, tag=16):
 
 
 class PruneAudit(Op, frozen=True, tag=63):
-    """Forget what happened to a database before a moment; the oldest `limit` rows of it."""
+    """Remove the oldest `limit` audit rows of a database from before a moment."""
 
     component = int(Component.DATABASE)
     db_id: UInt
@@ -377,7 +385,7 @@ class PruneAudit(Op, frozen=True, tag=63):
 
 
 class FoldLsm(Op, frozen=True, tag=83):
-    """Tables of a key-value database come and go."""
+    """Add and remove tables of a key-value database."""
 
     component = int(Component.CHUNK)
     db_id: UInt
@@ -393,7 +401,7 @@ class FoldLsm(Op, frozen=True, tag=83):
 
 
 class RecordLsmEnds(Op, frozen=True, tag=130):
-    """Remember how far the logs of a key-value database are durable."""
+    """Record how far the logs of a key-value database are durable."""
 
     logged = False
     db_id: UInt

@@ -1,12 +1,12 @@
 """Operations on the durable job queue.
 
-States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal jobs
-never change. An exclusive kind has at most one outstanding job per database: `job_pending_index` names it (M8). The flush
-gate in `wal_state` follows the checkpoint job in the same transaction. Leases and progress are local rows: they say who works
-now, not what happened.
+States move PENDING ⇄ IN_FLIGHT → SUCCEEDED | FAILED_PERMANENT | CANCELLED; a pending job may be cancelled. Terminal
+jobs never change. An exclusive kind has at most one outstanding job per database, which `job_pending_index` names (M8).
+The flush gate in `wal_state` changes with the checkpoint job, in the same transaction. Leases and progress are local
+rows: they describe the current worker, not the history.
 
-A job that needs an artifact's bytes (an upload, say) holds its `pending_upload` from enqueue to its terminal transaction,
-whatever the outcome.
+A job that needs an artifact's bytes (for example, an upload) holds its `pending_upload` from enqueue to its terminal
+transaction, whatever the outcome.
 """
 
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ from quire.manifest.records import (
 
 
 def job_of(tables: Overlay, job_id: int) -> tuple[bytes, JobRecord]:
-    """Key and row of a job."""
+    """Return key and row of a job."""
     key = t.JOB_QUEUE.key.pack(job_id)
     row = tables.job_queue.get(key)
     if row is None:
@@ -50,7 +50,7 @@ def _uploads(record: JobRecord) -> bytes | None:
 
 
 class EnqueueJob(Op, frozen=True, tag=70):
-    """Work to be done."""
+    """Add a job to the queue."""
 
     component = int(Component.JOB)
     job_id: UInt
@@ -62,14 +62,14 @@ class EnqueueJob(Op, frozen=True, tag=70):
             tables.database(record.db_id)
         key = t.JOB_QUEUE.key.pack(self.job_id)
         if self.job_id == 0 or tables.job_queue.has(key):
-            raise AlreadyExists("a job of this id exists already", job_id=self.job_id)
+            raise AlreadyExists("a job with this id already exists", job_id=self.job_id)
         if record.state is not JobState.PENDING:
-            raise IllegalTransition("a job begins as PENDING", state=record.state.name)
+            raise IllegalTransition("a new job must be PENDING", state=record.state.name)
         if record.kind in EXCLUSIVE_JOBS:
             gate = t.JOB_PENDING_INDEX.key.pack(record.db_id, record.kind)
             if (holder := tables.job_pending_index.get(gate)) is not None:
                 raise JobAlreadyPending(
-                    "a job of this kind is outstanding for the database",
+                    "the database already has an unfinished job of this kind",
                     hint=f"wait for job {holder.value}, or `quire jobs cancel {holder.value}`",
                     job_id=holder.value,
                     kind=record.kind.name,
@@ -83,7 +83,7 @@ class EnqueueJob(Op, frozen=True, tag=70):
 
 
 class EnsureJob(EnqueueJob, frozen=True, tag=76):
-    """Work to be done, unless a job of this kind is outstanding for the database already, or there is nothing to delete."""
+    """Add a job, unless one of its kind is outstanding for the database, or there is nothing for a delete job to delete."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         record = self.record
@@ -97,7 +97,7 @@ class EnsureJob(EnqueueJob, frozen=True, tag=76):
 
 
 def _has_deletions(tables: Overlay, db_id: int, at_ms: int) -> bool:
-    """Whether there is work for a delete job: artifacts at zero, or a tombstone that is new, or that nothing holds."""
+    """Return whether a delete job has work: artifacts at zero, or a tombstone that is new, or that nothing holds."""
     prefix = t.DB.key.pack(db_id)
     if tables.gc_zero.any(prefix):
         return True
@@ -108,7 +108,7 @@ def _has_deletions(tables: Overlay, db_id: int, at_ms: int) -> bool:
 
 
 class StartJob(Op, frozen=True, tag=71):
-    """A worker takes a pending job: one attempt more."""
+    """Start the next attempt of a pending job."""
 
     component = int(Component.JOB)
     job_id: UInt
@@ -129,7 +129,7 @@ class StartJob(Op, frozen=True, tag=71):
 
 
 class RequeueJob(Op, frozen=True, tag=72):
-    """An attempt ended without success, or its lease ran out: the job waits for the next one."""
+    """Return a job to the queue after an attempt that did not succeed, or whose lease expired."""
 
     component = int(Component.JOB)
     job_id: UInt
@@ -137,7 +137,7 @@ class RequeueJob(Op, frozen=True, tag=72):
     not_before_ms: UInt
     error: str = ""
     deferred: bool = False
-    """The attempt found that it is too early: it did not fail."""
+    """Whether the attempt was only too early, which is not a failure."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         _, record = job_of(tables, self.job_id)
@@ -167,13 +167,13 @@ class RequeueJob(Op, frozen=True, tag=72):
 
 
 class CompleteJob(Op, frozen=True, tag=73):
-    """A job ends, one way or another."""
+    """End a job as succeeded, failed or cancelled."""
 
     component = int(Component.JOB)
     job_id: UInt
     state: JobState
     attempt: UInt = 0
-    """The attempt that ends; 0 for a cancellation from outside."""
+    """The attempt that ends; 0 for an external cancellation."""
     error: str = ""
     result: bytes = b""
 
@@ -185,7 +185,7 @@ class CompleteJob(Op, frozen=True, tag=73):
             running or (outside and record.state not in TERMINAL_JOB_STATES)
         ):
             raise IllegalTransition(
-                "the job cannot end like this",
+                "the job cannot change to this state",
                 job_id=self.job_id,
                 at=record.state.name,
                 asked=self.state.name,
@@ -210,13 +210,15 @@ class CompleteJob(Op, frozen=True, tag=73):
         if record.kind is JobKind.CHECKPOINT and record.db_id:
             if self.state is JobState.SUCCEEDED:
                 _move_gate(tables, record.db_id, active_job_id=0, succeeded_at_ms=at_ms)
-            else:  # a job that was cancelled before anybody took it has not failed
+            else:  # a job that was cancelled before a worker took it has not failed
                 failed = record.state is JobState.IN_FLIGHT or self.state is JobState.FAILED_PERMANENT
                 _move_gate(tables, record.db_id, active_job_id=0, errored_at_ms=at_ms if failed else 0)
 
     def _refuse_left_over(self, tables: Overlay, db_id: int) -> None:
-        """Refuse to end a delete job while artifacts of its database are at zero (M8): whatever reaches zero while the job is
-        outstanding is this job's work, whatever reaches zero later finds the gate open for a new one."""
+        """Refuse to end a delete job while artifacts of its database are at zero (M8).
+
+        An artifact that reaches zero while the job is outstanding is its work; after that the gate is open for a new job.
+        """
         if tables.gc_zero.any(t.DB.key.pack(db_id)):
             raise StillReferenced(
                 "artifacts of the database are still to be deleted", hint="delete them first", job_id=self.job_id
@@ -238,7 +240,7 @@ class ForgetJob(Op, frozen=True, tag=74):
 
 
 class RenewJobLease(Op, frozen=True, tag=75):
-    """A worker is alive and this far."""
+    """Renew a worker's lease and record its progress."""
 
     logged = False
     job_id: UInt

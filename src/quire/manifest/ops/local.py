@@ -1,4 +1,5 @@
-"""Operations on local tables: readers, replicas, metrics, answers to keyed batches, followed files, where the objects are.
+"""Operations on local tables: readers, replicas, metrics, answers to keyed batches, followed files, the location of
+objects.
 
 None of them enters the feed.
 """
@@ -33,12 +34,12 @@ class RecordMetric(Op, frozen=True, tag=90):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         if not self.values or not all(map(math.isfinite, self.values)):
-            raise InvalidInput("a metric needs finite observations", values=self.values[:5])
+            raise InvalidInput("metric observations must be finite", values=self.values[:5])
         observe(tables, self.scope, self.metric_kind, self.values, at_ms)
 
 
 class PutReader(Op, frozen=True, tag=95):
-    """A remote reader opens or renews its lease; an empty `view` leaves the one that is there."""
+    """Open or renew the lease of a remote reader; an empty `view` leaves the stored one."""
 
     logged = False
     db_id: UInt
@@ -60,7 +61,7 @@ class PutReader(Op, frozen=True, tag=95):
 
 
 class DropReader(Op, frozen=True, tag=96):
-    """A remote reader is gone; a missing one is fine."""
+    """Remove a remote reader; a missing one is ignored."""
 
     logged = False
     db_id: UInt
@@ -71,7 +72,7 @@ class DropReader(Op, frozen=True, tag=96):
 
 
 class SetFloor(Op, frozen=True, tag=97):
-    """The lowest version readers of a database may ask for."""
+    """Set the lowest version that readers of a database may request."""
 
     logged = False
     db_id: UInt
@@ -85,7 +86,7 @@ class SetFloor(Op, frozen=True, tag=97):
 
 
 class PruneIdempotency(Op, frozen=True, tag=98):
-    """Forget answers that have expired, at most `limit` of them."""
+    """Remove expired answers, at most `limit` of them."""
 
     logged = False
     limit: UInt
@@ -97,7 +98,7 @@ class PruneIdempotency(Op, frozen=True, tag=98):
 
 
 class PutReplicaPosition(Op, frozen=True, tag=190):
-    """An embedded replica is told a frame number, and what it means; one number never means two versions."""
+    """Record the version behind a frame number given to an embedded replica; one number never stands for two versions."""
 
     logged = False
     db_id: UInt
@@ -111,12 +112,12 @@ class PutReplicaPosition(Op, frozen=True, tag=190):
         key = t.REPLICA_POSITIONS.key.pack(self.db_id, self.generation, self.frame)
         before = tables.replica_positions.get(key)
         if before is not None and (before.lsn, before.range_start) != (self.lsn, self.range_start):
-            raise AlreadyExists("this frame number means another version", db_id=self.db_id, frame=self.frame)
+            raise AlreadyExists("this frame number belongs to another version", db_id=self.db_id, frame=self.frame)
         tables.replica_positions.put(key, ReplicaPositionRecord(self.lsn, self.range_start, at_ms))
 
 
 class DropReplicaPositions(Op, frozen=True, tag=191):
-    """Frame numbers that no replica is expected to come back with: (generation, frame) of each."""
+    """Remove frame numbers that no replica is expected to present again: (generation, frame) of each."""
 
     logged = False
     db_id: UInt
@@ -128,7 +129,7 @@ class DropReplicaPositions(Op, frozen=True, tag=191):
 
 
 class SetObjectPlace(Op, frozen=True, tag=120):
-    """Where the store's objects are, in the spelling of `quire.store.object_location`."""
+    """Set the location of the store's objects, in the notation of `quire.store.object_location`."""
 
     logged = False
     place: str
@@ -138,7 +139,7 @@ class SetObjectPlace(Op, frozen=True, tag=120):
 
 
 class FollowSqliteFile(Op, frozen=True, tag=170):
-    """A SQLite file is followed into a page database from now on; none any more, if the path is empty."""
+    """Follow a SQLite file into a page database from now on; with an empty path, stop following."""
 
     logged = False
     db_id: UInt
@@ -158,7 +159,7 @@ class FollowSqliteFile(Op, frozen=True, tag=170):
 
 
 class RecordVerification(Op, frozen=True, tag=158):
-    """What a verification of the whole store found in files that are no artifacts: kept when its job is forgotten."""
+    """Record what a verification of the whole store found in files that are not artifacts; it outlives the job's row."""
 
     logged = False
     problems: list[str]

@@ -1,8 +1,8 @@
 """Operations on mirrors: their definitions, and which versions of which databases their targets hold (L3).
 
-A run begins a batch before it commits to the target, and the target's own log names the batch. Whoever reads that number
-there adopts the batch here, again and again if need be: so a driver that is killed between the two commits is not noticed.
-A batch that the target never took is dropped with the adoption of a later one.
+A run begins a batch here before it commits to the target, and the target's own log names the batch. Any run that reads
+that number there adopts the batch here, repeatedly if necessary, so a driver that is killed between the two commits
+does no harm. A batch that never reached the target is dropped when a later one is adopted.
 """
 
 from itertools import islice
@@ -17,7 +17,7 @@ from quire.manifest.overlay import Overlay, TableView
 from quire.manifest.records import MirrorDatabaseRecord, MirrorRecord, UInt
 
 ADOPTED_ROWS = 4096
-"""Rows one operation moves or removes at most: a commit of a few milliseconds."""
+"""Maximum number of rows that one operation moves or removes: a commit of a few milliseconds."""
 
 
 def _mirror(tables: Overlay, mirror_id: int) -> tuple[bytes, MirrorRecord]:
@@ -36,7 +36,7 @@ def _remove(view: TableView[MirrorDatabaseRecord], prefix: bytes, limit: int) ->
 
 
 class PutMirror(Op, frozen=True, tag=210):
-    """A new mirror, or another definition of one."""
+    """Add a mirror, or replace the definition of one."""
 
     component = int(Component.MIRROR)
     mirror_id: UInt
@@ -48,13 +48,13 @@ class PutMirror(Op, frozen=True, tag=210):
         for other, record in tables.mirror.scan():
             if other != key and record.name == self.record.name:
                 raise NameTaken(
-                    "a mirror of this name exists already", hint="choose another name", name=self.record.name
+                    "a mirror with this name already exists", hint="choose another name", name=self.record.name
                 )
         tables.mirror.put(key, self.record)
 
 
 class DropMirror(Op, frozen=True, tag=211):
-    """Forget a mirror, as far as one operation goes: while rows are left, so is the mirror."""
+    """Remove the rows of a mirror, up to `ADOPTED_ROWS` per operation; the last operation removes the mirror itself."""
 
     component = int(Component.MIRROR)
     mirror_id: UInt
@@ -68,7 +68,7 @@ class DropMirror(Op, frozen=True, tag=211):
 
 
 class MarkMirror(Op, frozen=True, tag=212):
-    """A run has begun, or has ended with the target up to date."""
+    """Record that a run has begun, or has ended with the target up to date."""
 
     component = int(Component.MIRROR)
     mirror_id: UInt
@@ -81,7 +81,7 @@ class MarkMirror(Op, frozen=True, tag=212):
 
 
 class BeginMirrorBatch(Op, frozen=True, tag=213):
-    """What a run is about to commit to the target; several operations may add to one batch."""
+    """Record what a run is about to commit to the target; several operations may add to one batch."""
 
     component = int(Component.MIRROR)
     mirror_id: UInt
@@ -92,7 +92,10 @@ class BeginMirrorBatch(Op, frozen=True, tag=213):
         key, record = _mirror(tables, self.mirror_id)
         if not max(record.batch_id + 1, record.last_batch_id) <= self.batch_id:
             raise StalePlan(
-                "another run of the mirror was quicker", hint="plan it again", batch_id=self.batch_id, name=record.name
+                "another run of the mirror finished first",
+                hint="plan it again",
+                batch_id=self.batch_id,
+                name=record.name,
             )
         tables.mirror.put(key, replace(record, last_batch_id=self.batch_id))
         for db_id, row in self.databases:
@@ -100,8 +103,10 @@ class BeginMirrorBatch(Op, frozen=True, tag=213):
 
 
 class AdoptMirrorBatch(Op, frozen=True, tag=214):
-    """The target holds this batch: its rows say what is there, and earlier batches are over. With `ADOPTED_ROWS` rows or more
-    it takes several operations; the last one moves the mirror on."""
+    """Adopt a batch that the target holds: its rows replace those of its databases, and earlier batches are dropped.
+
+    A batch of `ADOPTED_ROWS` rows or more takes several operations; the last one advances the mirror.
+    """
 
     component = int(Component.MIRROR)
     mirror_id: UInt
@@ -110,9 +115,9 @@ class AdoptMirrorBatch(Op, frozen=True, tag=214):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key, record = _mirror(tables, self.mirror_id)
         if self.batch_id > record.last_batch_id:
-            raise InvalidInput("the mirror has begun no such batch", batch_id=self.batch_id, name=record.name)
+            raise InvalidInput("the mirror has not started this batch", batch_id=self.batch_id, name=record.name)
         if self.batch_id < record.batch_id:
-            raise StalePlan("a later batch is in the target already", hint="plan it again", batch_id=self.batch_id)
+            raise StalePlan("the target already has a later batch", hint="plan it again", batch_id=self.batch_id)
         prefix = t.MIRROR_BATCH.key.prefix(self.mirror_id)
         moved = 0
         for batch_key, row in list(islice(tables.mirror_batch.scan(prefix), ADOPTED_ROWS)):

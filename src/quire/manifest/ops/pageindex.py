@@ -1,14 +1,11 @@
-"""Operations on the page-version index: which WAL frame holds which version of which page. A page's head is its newest row.
+"""Operations on the page-version index: the WAL frame of each version of each page. A page's head is its newest row.
 
-Rows travel packed, 48 bytes each, little-endian: page u32, frame_no u32, lsn u64, prev_lsn u64, frame_crc64 u64, segment_id
-u32, origin_db_id u32, flags u32, reserved u32. A publication of a 4 MiB step is one op with a thousand rows.
+Rows are packed, 48 bytes each, little-endian: page u32, frame_no u32, lsn u64, prev_lsn u64, frame_crc64 u64,
+segment_id u32, origin_db_id u32, flags u32, reserved u32. Publishing a step of 4 MiB is one op with a thousand rows.
 """
-
-from __future__ import annotations
 
 import struct
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from quire.core.errors import IllegalTransition, InvalidInput
 from quire.manifest import tables as t
@@ -16,20 +13,17 @@ from quire.manifest.ops.base import Component, Op
 from quire.manifest.overlay import Overlay
 from quire.manifest.records import DbStatus, PageHeadRecord, UInt
 
-if TYPE_CHECKING:
-    pass
-
 ROW = struct.Struct("<IIQQQIIII")
 VERSION_NAME = struct.Struct("<IQ")
-"""How `DropPageVersions` names a version: page, lsn."""
+"""A version as `DropPageVersions` names it: page, lsn."""
 FORGET_ROWS = 4096
-"""Rows `ForgetPages` removes at most: a commit of a few milliseconds."""
+"""Maximum number of rows that `ForgetPages` removes: a commit of a few milliseconds."""
 assert ROW.size == 48
 assert VERSION_NAME.size == 12
 
 
 class PublishPages(Op, frozen=True, tag=80):
-    """Page versions of a WAL segment become part of the index."""
+    """Add page versions of a WAL segment to the index."""
 
     component = int(Component.PAGE_INDEX)
     db_id: UInt
@@ -40,7 +34,7 @@ class PublishPages(Op, frozen=True, tag=80):
         if len(self.rows) % ROW.size:
             raise InvalidInput("packed page versions must be whole rows", bytes=len(self.rows), row=ROW.size)
         if self.rows:
-            # Not at the top: commands that publish nothing go without numpy, which takes longer to load than most of them.
+            # Imported here: commands that publish nothing need no numpy, which takes longer to load than most of them run.
             from quire.manifest.page_rows import newer, packed_rows
 
             index, heads = packed_rows(self.db_id, self.rows)
@@ -52,7 +46,7 @@ class PublishPages(Op, frozen=True, tag=80):
 
 
 class DropPageVersions(Op, frozen=True, tag=81):
-    """Page versions leave the index; each is named by (page u32, lsn u64), packed."""
+    """Remove page versions from the index; each is named by (page u32, lsn u64), packed."""
 
     component = int(Component.PAGE_INDEX)
     db_id: UInt
@@ -83,7 +77,7 @@ class DropPageVersions(Op, frozen=True, tag=81):
 
 
 class ForgetPages(Op, frozen=True, tag=82):
-    """The next piece of a dropped database's index goes: nobody can ask for its pages any more."""
+    """Remove the next part of a dropped database's index, whose pages can no longer be read."""
 
     component = int(Component.PAGE_INDEX)
     db_id: UInt
@@ -91,13 +85,13 @@ class ForgetPages(Op, frozen=True, tag=82):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         if tables.database(self.db_id).status is not DbStatus.TOMBSTONED:
-            raise IllegalTransition("the database is alive", hint="drop it first", db_id=self.db_id)
+            raise IllegalTransition("the database has not been dropped", hint="drop it first", db_id=self.db_id)
         index = tables.page_version_index
         keys = [key for key, _ in islice(index.scan(t.DB.key.pack(self.db_id)), self.limit)]
         for key in keys:
             index.delete(key)
-        # Versions go oldest first, so the last page, which may be cut in two, keeps its head and what it names: a
-        # store must open between two pieces.
+        # Versions are removed oldest first, so the last page, whose versions may be cut in two, keeps its head and the
+        # version it names: a store must be able to open between two parts.
         pages = sorted({t.PAGE_VERSION_INDEX.key.unpack(key)[1] for key in keys})
         for page in pages:
             if page != pages[-1] or not index.any(t.PAGE_VERSION_INDEX.key.prefix(self.db_id, page)):

@@ -1,15 +1,16 @@
-"""Operations on checkpoint and merge plans: committed before they run, published by whoever still holds their job (P10).
+"""Operations on checkpoint and merge plans: committed before they run, published only by the current attempt of their
+job (P10).
 
 Terms
   plan        which slots get which new artifacts, from which segments; stored with its digest under (database, generation)
   generation  burned by the plan: no other plan ever writes objects of these names
 
-A database has at most one plan at a time. A retry of its job runs the stored plan; a job that finds another one's plan waits
-until that job has ended, and abandons what it has left. Publishing needs the plan's row and the running attempt of its job: a
-zombie's batch fails as a whole. The segments a plan absorbs are CHECKPOINT_READY while it runs, CHECKPOINTED when it is
-published, INDEXED again when it is abandoned (P6).
+A database has at most one plan at a time. A retry of its job runs the stored plan. A job that finds the plan of another
+job waits until that job has ended, then abandons the plan. Publishing requires the plan's row and the running attempt
+of its job, so the batch of a zombie fails as a whole. The segments that a plan absorbs are CHECKPOINT_READY while it
+runs, CHECKPOINTED when it is published, and INDEXED again when it is abandoned (P6).
 
-What of a plan is stored, and why not all of it: docs/decisions/005-plans-by-digest.md.
+Which part of a plan is stored, and why not all of it: docs/decisions/005-plans-by-digest.md.
 """
 
 from msgspec.structs import replace
@@ -51,7 +52,7 @@ def _move_segments(
         row = tables.wal_catalog.get(key)
         if row is None or row.state is not at:
             raise StalePlan(
-                "a segment of the plan is in another state",
+                "the state of a segment in the plan has changed",
                 hint="plan again",
                 db_id=db_id,
                 segment_id=segment_id,
@@ -63,21 +64,21 @@ def _move_segments(
 
 
 class BeginPlan(Op, frozen=True, tag=46):
-    """A plan is stored and its generation burned, before anything is written under it."""
+    """Store a plan and burn its generation, before anything is written under it."""
 
     component = int(Component.SLOT)
     db_id: UInt
     generation: UInt
     record: PlanRecord
     newest_reader_lsn: UInt = 0
-    """The newest version that anybody was reading when the plan was made; 0 if nobody was."""
+    """The newest version that was being read when the plan was made; 0 if none was."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
         _require_attempt(tables, self.record.job_id, self.record.attempt)
         if tables.checkpoint_plan.any(t.DB.key.pack(self.db_id)):
             raise IllegalTransition(
-                "the database has a plan already", hint="run it or abandon it first", db_id=self.db_id
+                "the database already has a plan", hint="run it or abandon it first", db_id=self.db_id
             )
         burn_generation(tables, self.db_id, self.generation)
         _move_segments(
@@ -92,7 +93,7 @@ class BeginPlan(Op, frozen=True, tag=46):
 
 
 class FinishPlan(Op, frozen=True, tag=47):
-    """A plan's results are part of this batch: the plan goes, its segments are absorbed."""
+    """Finish a plan whose results are part of this batch: remove it, and mark its segments as absorbed."""
 
     component = int(Component.SLOT)
     db_id: UInt
@@ -111,7 +112,7 @@ class FinishPlan(Op, frozen=True, tag=47):
 
 
 class AbandonPlan(Op, frozen=True, tag=48):
-    """Nobody will publish this plan: its segments are free again, what was written under it is garbage."""
+    """Abandon a plan that will not be published: its segments are free again, and what was written under it is garbage."""
 
     component = int(Component.SLOT)
     db_id: UInt
@@ -128,7 +129,7 @@ class AbandonPlan(Op, frozen=True, tag=48):
         for slot, delta_id, is_delta in record.artifacts:
             kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
             name = ArtifactKey(self.db_id, kind, slot, self.generation, delta_id)
-            # Its names enter the catalogs at zero references: the collector deletes what was already written.
+            # The names enter the catalogs with zero references, so the collector deletes what was already written.
             if record.namespace_id:
                 retain_namespace(tables, record.namespace_id)
             view, row_key = tables.catalog(name)

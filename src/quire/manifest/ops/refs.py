@@ -1,11 +1,11 @@
-"""Reference counts: who may hold an artifact, and what zero means (M8).
+"""Reference counts: what holds an artifact, and what zero means (M8).
 
-A count row appears with the first reference and disappears only with the artifact itself. At in_use = pending_upload = 0 the
-row is doomed: it is entered in `gc_zero` with the time and never rises again. A count never goes below zero: the batch that
-tries fails.
+A count row appears with the first reference and disappears only with the artifact itself. At in_use = pending_upload =
+0 the row is doomed: it enters `gc_zero` with the time, and never rises again. A count never falls below zero: a batch
+that attempts it fails.
 
-LEAF rows hold references on the artifacts of their chains for as long as the row exists, so collecting a leaf is what
-releases them; artifacts with bytes hold a reference on their namespace likewise.
+A LEAF row holds references on the artifacts of its chains while it exists, so only collecting the leaf releases them;
+in the same way, artifacts with bytes hold a reference on their namespace.
 """
 
 from msgspec.structs import astuple, replace
@@ -30,27 +30,27 @@ FIRST = RefcountRecord(in_use=1)
 
 
 def artifact_key(key: ArtifactKey) -> bytes:
-    """The packed key of `gc_refcounts` and `gc_zero`: its fields are those of `ArtifactKey`, in order."""
+    """Return the packed key of `gc_refcounts` and `gc_zero`: the fields of `ArtifactKey`, in order."""
     return t.GC_REFCOUNTS.key.pack(*astuple(key))
 
 
 def leaf_count_key(origin_db_id: int, leaf: int, generation: int) -> bytes:
-    """The count key of a leaf."""
+    """Return the count key of a leaf."""
     return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.LEAF, leaf, generation, 0)
 
 
 def wal_count_key(origin_db_id: int, segment_id: int) -> bytes:
-    """The count key of a WAL segment."""
+    """Return the count key of a WAL segment."""
     return t.GC_REFCOUNTS.key.pack(origin_db_id, ArtifactKind.WAL, segment_id, 0, 0)
 
 
 def namespace_key(namespace_id: int) -> bytes:
-    """The count key of a remote namespace."""
+    """Return the count key of a remote namespace."""
     return t.GC_REFCOUNTS.key.pack(0, ArtifactKind.NAMESPACE, namespace_id, 0, 0)
 
 
 def unpack_artifact(raw: bytes) -> ArtifactKey:
-    """The inverse of `artifact_key`."""
+    """Invert `artifact_key`."""
     origin, kind, number, generation, delta = t.GC_REFCOUNTS.key.unpack(raw)
     return ArtifactKey(origin, ArtifactKind(kind), number, generation, delta)
 
@@ -66,7 +66,7 @@ def retain(tables: Overlay, key: bytes, count: int = 1) -> None:
 
 
 def release(tables: Overlay, key: bytes, at_ms: int, count: int = 1) -> None:
-    """Drop references; at zero the artifact becomes work for the collector."""
+    """Drop references; at zero the artifact is left to the collector."""
     row = tables.gc_refcounts.get(key)
     if row is None or row.in_use < count:
         raise RefcountUnderflow(
@@ -80,18 +80,16 @@ def release(tables: Overlay, key: bytes, at_ms: int, count: int = 1) -> None:
 
 
 def hold_upload(tables: Overlay, key: bytes) -> None:
-    """An upload job needs the artifact's bytes until it ends."""
+    """Hold an artifact's bytes for an upload job until the job ends."""
     row = tables.gc_refcounts.get(key)
     if row is None:
-        raise UnknownArtifact(
-            "nothing refers to this artifact, so there is nothing to upload", artifact=unpack_artifact(key)
-        )
+        raise UnknownArtifact("the artifact is not referenced, so it is not uploaded", artifact=unpack_artifact(key))
     _refuse_doomed(row, key)
     tables.gc_refcounts.put(key, RefcountRecord(row.in_use, row.pending_upload + 1))
 
 
 def end_upload(tables: Overlay, key: bytes, at_ms: int) -> None:
-    """The upload job ended, however it ended."""
+    """Release the hold of an upload job that ended, whatever the outcome."""
     row = tables.gc_refcounts.get(key)
     if row is None or row.pending_upload == 0:
         raise RefcountUnderflow("no upload of this artifact is pending", artifact=unpack_artifact(key))
@@ -99,14 +97,14 @@ def end_upload(tables: Overlay, key: bytes, at_ms: int) -> None:
 
 
 def require_doomed(tables: Overlay, key: bytes) -> None:
-    """The artifact's row is at zero; anything else must not be removed."""
+    """Refuse unless the artifact is at zero: nothing else may be removed."""
     row = tables.gc_refcounts.get(key)
     if row is None:
         raise UnknownArtifact("the artifact has no count row", artifact=unpack_artifact(key))
     if row.in_use or row.pending_upload:
         raise StillReferenced(
             "the artifact is still referenced",
-            hint="`quire why` shows by whom",
+            hint="`quire why` shows what refers to it",
             artifact=unpack_artifact(key),
             in_use=row.in_use,
             pending_upload=row.pending_upload,
@@ -114,12 +112,12 @@ def require_doomed(tables: Overlay, key: bytes) -> None:
 
 
 def mark_unreferenced(tables: Overlay, key: bytes, at_ms: int) -> None:
-    """Give an artifact that nothing ever referred to a count of zero: work for the collector."""
+    """Set an artifact that nothing ever referred to to zero, so that the collector deletes it."""
     _put_count(tables, key, 0, 0, at_ms)
 
 
 def remove_counts(tables: Overlay, key: bytes) -> None:
-    """Remove count and zero rows of an artifact that is gone."""
+    """Remove the count and zero rows of an artifact that is gone."""
     tables.gc_refcounts.delete(key)
     tables.gc_zero.delete(key)
 
@@ -142,7 +140,7 @@ def _refuse_doomed(row: RefcountRecord, key: bytes) -> None:
 
 
 class RemoveArtifact(Op, frozen=True, tag=60):
-    """The object of a doomed artifact is gone: remove its rows. Leaves are collected with `CollectLeaf` instead."""
+    """Remove the rows of a doomed artifact whose object is gone. Leaves are removed by `CollectLeaf` instead."""
 
     component = int(Component.REFCOUNT)
     audited = True
@@ -175,7 +173,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
 
 
 def artifact_bytes(row: ChunkRecord | DeltaRecord | WalRecord | None) -> int:
-    """How many bytes an artifact has, by its row; 0 if it has none."""
+    """Return the number of bytes of an artifact by its row; 0 without a row."""
     return 0 if row is None else row.used_bytes if isinstance(row, WalRecord) else row.size_bytes
 
 
@@ -186,14 +184,14 @@ def note_artifact(
     artifact: ArtifactKey,
     row: ChunkRecord | DeltaRecord | WalRecord | None,
 ) -> None:
-    """Note for the audit what happened to an artifact's bytes, under the name of its object below its namespace."""
+    """Note for the audit what happened to an artifact's bytes, under the name of its object relative to its namespace."""
     subject = (row.suffix if row is not None else "") or object_key(artifact)
     note = (component, artifact.origin_db_id, action, subject, artifact.id, artifact_bytes(row))
     tables.notes.append(note)
 
 
 def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None:
-    """So many things with bytes, or a database, point at a namespace."""
+    """Add references of artifacts with bytes, or of a database, to a namespace."""
     if not tables.remote_namespace.has(t.REMOTE_NAMESPACE.key.pack(namespace_id)):
         raise UnknownNamespace(
             "no remote namespace has this id", hint="register it with put_namespace first", namespace_id=namespace_id
@@ -202,7 +200,7 @@ def retain_namespace(tables: Overlay, namespace_id: int, count: int = 1) -> None
 
 
 def release_epochs(tables: Overlay, place_id: int, at_ms: int) -> None:
-    """A place goes: its namespaces of owner epochs hold themselves no longer, and go when nothing is in them."""
+    """Release the current namespace of a dropped place; it no longer holds itself, and is deleted once it is empty."""
     epochs = [(key, row) for key, row in tables.remote_namespace.scan() if row.owner_epoch]
     newest = max((row.owner_epoch for _, row in epochs), default=0)
     for key, row in epochs:

@@ -1,6 +1,7 @@
-"""Every operation by its tag, and the union of them that a change record holds.
+"""All operations by tag, and their union, which is the type of operations in a change record.
 
-An operation is a subclass of `Op` in one of the modules below: what is not there cannot be read back from the change log.
+An operation is a subclass of `Op` in one of the modules below. Operations of other modules cannot be decoded from the
+change log.
 """
 
 from typing import TYPE_CHECKING, Any, Union

@@ -1,8 +1,8 @@
 """Operations on the slot map (M7): which artifacts hold which slot of a database.
 
-Every leaf row holds one reference on each artifact of its chains; live databases and snapshots hold leaves. A leaf at zero
-keeps its references until `CollectLeaf` drops them, so dropping a snapshot is cheap and the collection is done in commits as
-small as the collector likes.
+Every leaf row holds one reference on each artifact of its chains; live databases and snapshots hold leaves. A leaf at
+zero keeps its references until `CollectLeaf` releases them, so dropping a snapshot is cheap, and leaves are collected
+in commits of any size.
 """
 
 from quire.core.errors import AlreadyExists, InternalError, StalePlan, UnknownArtifact
@@ -17,7 +17,7 @@ from quire.manifest.slots import Leaf, artifacts, check_chain, pack_leaf, unpack
 
 
 def read_leaf(tables: Overlay, origin_db_id: int, leaf: int, generation: int) -> Leaf:
-    """The chains of a leaf that something holds; its absence is a bug."""
+    """Return the chains of a held leaf; a missing row is a bug."""
     row = tables.slot_leaf.get(t.SLOT_LEAF.key.pack(origin_db_id, leaf, generation))
     if row is None:
         raise InternalError("a held leaf has no row", db_id=origin_db_id, leaf=leaf, generation=generation)
@@ -27,8 +27,8 @@ def read_leaf(tables: Overlay, origin_db_id: int, leaf: int, generation: int) ->
 class SetSlots(Op, frozen=True, tag=30):
     """Give slots of one leaf new chains (an empty chain clears the slot).
 
-    `expected` is the generation of the leaf the change was planned on, 0 for none: a zombie's plan no longer matches
-    (P10). `changes` is packed as in `slots.py`; `cleared` lists offsets that lose their chain.
+    `expected` is the generation of the leaf that the change was planned on, 0 for none: the plan of a zombie no longer
+    matches (P10). `changes` is packed as in `slots.py`; `cleared` lists offsets that lose their chain.
     """
 
     component = int(Component.SLOT)
@@ -45,7 +45,7 @@ class SetSlots(Op, frozen=True, tag=30):
         db = tables.writable(self.db_id, even="read_only")
         if not 0 < self.generation < db.next_generation:
             raise StalePlan(
-                "the generation was not reserved", hint="reserve_generation first", generation=self.generation
+                "the generation was not reserved", hint="call reserve_generation first", generation=self.generation
             )
         live_key = t.LIVE_LEAF.key.pack(self.db_id, self.leaf)
         held = tables.live_leaf.get(live_key) or LeafRef(0, 0)
@@ -60,7 +60,7 @@ class SetSlots(Op, frozen=True, tag=30):
             )
         key = t.SLOT_LEAF.key.pack(self.db_id, self.leaf, self.generation)
         if tables.slot_leaf.has(key):
-            raise AlreadyExists("this version of the leaf exists", leaf=self.leaf, generation=self.generation)
+            raise AlreadyExists("this version of the leaf already exists", leaf=self.leaf, generation=self.generation)
         before = read_leaf(tables, held.origin_db_id, self.leaf, held.generation) if held.generation else {}
         after = self._changed(before)
         self._move_references(tables, held, before, after, at_ms)
@@ -84,7 +84,8 @@ class SetSlots(Op, frozen=True, tag=30):
             counts_key = leaf_count_key(held.origin_db_id, self.leaf, held.generation)
             counts = tables.gc_refcounts.get(counts_key)
             if counts is not None and counts.in_use == 1 and not counts.pending_upload:
-                # Nobody else holds the old version: the new one takes over its references, and only changed slots move counts.
+                # Nothing else holds the old version: the new one takes over its references, and only changed slots move
+                # counts.
                 theirs = set(artifacts(before, self.leaf))
                 mine, gone = mine - theirs, theirs - mine
                 tables.slot_leaf.delete(t.SLOT_LEAF.key.pack(held.origin_db_id, self.leaf, held.generation))
@@ -103,7 +104,7 @@ class SetSlots(Op, frozen=True, tag=30):
 
 
 class CollectLeaf(Op, frozen=True, tag=31):
-    """Remove a leaf that nobody holds and release what it referred to."""
+    """Remove a leaf that nothing holds, and release what it refers to."""
 
     component = int(Component.SLOT)
     origin_db_id: UInt

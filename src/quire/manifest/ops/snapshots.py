@@ -1,8 +1,8 @@
-"""Operations on snapshots and forks: views that share everything and copy nothing but keys (M7, P12).
+"""Operations on snapshots and forks: views that share all data and copy only keys (M7, P12).
 
-A snapshot holds one reference on each leaf of its database and one on each pinned WAL segment; so does a fork. Publishing and
-forking read the live leaves in the transaction itself: the op stays small and can never be stale. A fork continues its
-parent's numbering (lsn, segment, generation), so one name never means two things along a line.
+A snapshot holds one reference on each leaf of its database and one on each pinned WAL segment; so does a fork.
+Publishing and forking read the live leaves in the transaction itself, so the op stays small and is never stale. A fork
+continues its parent's numbering (lsn, segment, generation), so one name never has two meanings along a line.
 """
 
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def live_leaves(tables: Overlay, db_id: int) -> list[tuple[int, int, int]]:
-    """(leaf, origin, generation) of every leaf a database holds now."""
+    """Return (leaf, origin, generation) of every leaf that a database holds now."""
     unpack = t.LIVE_LEAF.key.fast_unpack
     return [
         (unpack(key)[1], leaf.origin_db_id, leaf.generation)
@@ -66,12 +66,12 @@ def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pi
         key = key_of(origin, kind, leaf, generation, 0)
         row = counts.get(key)
         if row is None or not row.in_use:
-            retain(tables, key)  # which knows what to say
-        else:  # what it does, without the calls: a snapshot of 1 TiB does little else
+            retain(tables, key)  # adds the first reference, or raises
+        else:  # `retain` inlined: a snapshot of 1 TiB does little else
             counts.put(key, RefcountRecord(row.in_use + 1, row.pending_upload))
     if len({pin.segment_id for pin in pins}) < len(pins):
-        # Numbering goes on along a line, and a fork tracks each segment with one row: one reference.
-        raise InvalidInput("a view pins each segment once", segments=[pin.segment_id for pin in pins])
+        # Segment numbers continue along a line, and a fork tracks each segment with one row: one reference.
+        raise InvalidInput("a view may pin each segment only once", segments=[pin.segment_id for pin in pins])
     for pin in pins:
         segment = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
         if segment is None or segment.origin_db_id != pin.origin_db_id:
@@ -80,11 +80,11 @@ def hold_view(tables: Overlay, leaves: list[tuple[int, int, int]], pins: list[Pi
 
 
 def refuse_overtaken(wal: WalStateRecord, db_id: int, anchor_lsn: int) -> None:
-    """The live leaves must not hold more than the anchor says (P13): a checkpoint may have come in between."""
+    """Refuse an anchor that a checkpoint has overtaken meanwhile: the live leaves would hold more than the anchor (P13)."""
     if wal.checkpointed_lsn > anchor_lsn:
         raise StalePlan(
-            "a checkpoint has gone beyond the anchor of this snapshot or fork",
-            hint="take the anchor again: at least the checkpointed lsn",
+            "a checkpoint has passed the anchor of this snapshot or fork",
+            hint="take a new anchor, at the checkpointed lsn or later",
             db_id=db_id,
             anchor_lsn=anchor_lsn,
             checkpointed_lsn=wal.checkpointed_lsn,
@@ -92,7 +92,7 @@ def refuse_overtaken(wal: WalStateRecord, db_id: int, anchor_lsn: int) -> None:
 
 
 class PublishSnapshot(Op, frozen=True, tag=50):
-    """Keep the live set of a database under an id and, if named, a name."""
+    """Keep the live set of a database under an id and, for a named snapshot, a name."""
 
     component = int(Component.SNAPSHOT)
     audited = True
@@ -143,7 +143,7 @@ class PublishSnapshot(Op, frozen=True, tag=50):
 
 
 class DropSnapshot(Op, frozen=True, tag=51):
-    """Let a snapshot's references go."""
+    """Remove a snapshot and release its references."""
 
     component = int(Component.SNAPSHOT)
     audited = True
@@ -166,8 +166,11 @@ class DropSnapshot(Op, frozen=True, tag=51):
 
 
 class SoftDropSnapshot(Op, frozen=True, tag=53):
-    """Drop a snapshot so that it can be brought back: its name is free, and it holds what it held until it expires.
-    `UndropSnapshot` brings it back, `DropSnapshot` ends it."""
+    """Drop a snapshot so that it can be undropped.
+
+    Its name is free, and it keeps its references until it expires. `UndropSnapshot` brings it back, `DropSnapshot`
+    drops it permanently.
+    """
 
     component = int(Component.SNAPSHOT)
     audited = True
@@ -180,10 +183,10 @@ class SoftDropSnapshot(Op, frozen=True, tag=53):
         key, record = _snapshot(tables, self.db_id, self.snapshot_id)
         if record.expires_at_ms or not self.expires_at_ms:
             raise IllegalTransition(
-                "the snapshot expires by itself",
+                "the snapshot expires on its own",
                 db_id=self.db_id,
                 snapshot_id=self.snapshot_id,
-                hint="drop it for good",
+                hint="drop it permanently",
             )
         _free_name(tables, self.db_id, record)
         tags = {**record.tags, DROPPED_TAG: record.name}
@@ -195,7 +198,7 @@ class SoftDropSnapshot(Op, frozen=True, tag=53):
 
 
 class UndropSnapshot(Op, frozen=True, tag=54):
-    """Bring a snapshot back that was dropped, under its former name or another."""
+    """Undrop a snapshot, under its former name or another."""
 
     component = int(Component.SNAPSHOT)
     audited = True
@@ -219,7 +222,7 @@ class UndropSnapshot(Op, frozen=True, tag=54):
 
 
 def is_dropped(snapshot: "SnapshotRecord | SnapshotInfo") -> bool:
-    """Whether a snapshot was dropped and can be brought back."""
+    """Return whether a snapshot was dropped and can be undropped."""
     return snapshot.kind is SnapshotKind.ANONYMOUS and snapshot.expires_at_ms > 0 and DROPPED_TAG in snapshot.tags
 
 
@@ -229,7 +232,7 @@ def _snapshot(tables: Overlay, db_id: int, snapshot_id: int) -> tuple[bytes, Sna
     if record is None:
         hint = "`quire snapshot ls` lists them"
         raise UnknownSnapshot(
-            "the database has no snapshot of this id", hint=hint, db_id=db_id, snapshot_id=snapshot_id
+            "the database has no snapshot with this id", hint=hint, db_id=db_id, snapshot_id=snapshot_id
         )
     return key, record
 
@@ -240,7 +243,11 @@ def _claim_name(tables: Overlay, db_id: int, snapshot_id: int, name: str) -> Non
     if (holder := tables.snapshot_names.get(key)) is not None:
         hint = "choose another name, or drop that snapshot"
         raise NameTaken(
-            "the database has a snapshot of this name", hint=hint, name=name, snapshot_id=holder.value, db_id=db_id
+            "the database already has a snapshot with this name",
+            hint=hint,
+            name=name,
+            snapshot_id=holder.value,
+            db_id=db_id,
         )
     tables.snapshot_names.put(key, IndexRecord(snapshot_id))
 
@@ -251,7 +258,7 @@ def _free_name(tables: Overlay, db_id: int, record: SnapshotRecord) -> None:
 
 
 class ExtendSnapshot(Op, frozen=True, tag=151):
-    """A snapshot that expires does so later: whoever it is kept for still reads it. Never earlier."""
+    """Postpone the expiry of a snapshot whose reader still reads it; never moves it earlier."""
 
     component = int(Component.SNAPSHOT)
     db_id: UInt
@@ -266,9 +273,9 @@ class ExtendSnapshot(Op, frozen=True, tag=151):
 
 
 class ForkDb(Op, frozen=True, tag=52):
-    """A new database that begins as another one is now (`snapshot_id` 0) or was at a snapshot.
+    """Add a database that begins as another one is now (`snapshot_id` 0) or was at a snapshot.
 
-    `pins` are the WAL segments the live fork point needs; a snapshot brings its own.
+    `pins` are the WAL segments that a live fork point needs; a snapshot has its own.
     """
 
     component = int(Component.SNAPSHOT)
@@ -286,7 +293,7 @@ class ForkDb(Op, frozen=True, tag=52):
         source = tables.writable(self.source_db_id, even="read_only")
         if source.kind is not DbKind.PAGES:
             raise WrongKind(
-                "only page databases are forked in the manifest",
+                "only page databases can be forked in the manifest",
                 hint="streams cannot be forked; key-value databases have their own fork",
                 db_id=self.source_db_id,
                 kind=source.kind.name,
@@ -294,7 +301,7 @@ class ForkDb(Op, frozen=True, tag=52):
         some_u32("db_id", self.db_id)
         key = t.DB.key.pack(self.db_id)
         if tables.db.has(key):
-            raise AlreadyExists("a database of this id exists already", db_id=self.db_id)
+            raise AlreadyExists("a database with this id already exists", db_id=self.db_id)
         claim_name(tables, self.name, self.db_id)
         view = self._fork_point(tables, source)
         hold_view(tables, view.leaves, view.pins)
@@ -317,7 +324,7 @@ class ForkDb(Op, frozen=True, tag=52):
                 parent_lsn=view.anchor_lsn,
                 next_snapshot_id=1,
                 tags={},
-                # The source may have been dropped after the fork was planned: the fork was not.
+                # The source may have been dropped after the fork was planned; the fork must not inherit that.
                 dropped_at_ms=0,
                 former_name="",
                 former_status=DbStatus.ACTIVE,
@@ -333,7 +340,7 @@ class ForkDb(Op, frozen=True, tag=52):
             record = tables.snapshot_index.get(t.SNAPSHOT_INDEX.key.pack(self.source_db_id, self.snapshot_id))
             if record is None:
                 raise UnknownSnapshot(
-                    "the database has no snapshot of this id", db_id=self.source_db_id, snapshot_id=self.snapshot_id
+                    "the database has no snapshot with this id", db_id=self.source_db_id, snapshot_id=self.snapshot_id
                 )
             return record
         _, wal = wal_state_of(tables, self.source_db_id, 0)

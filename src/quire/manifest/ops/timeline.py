@@ -1,10 +1,11 @@
-"""A takeover in the manifest: one operation, however many databases there are (A10).
+"""The operation of a takeover: one, however many databases there are (A10).
 
-The batch that contains it is the first change of a new range of sequences. Other numbers that consumers keep (lsns of page and
-key-value databases, record ids of streams) follow at the first use after it: they are max(own, `first_number`).
+The batch that contains it is the first change of a new range of sequences. Other numbers that consumers keep (lsns of
+page and key-value databases, record ids of streams) follow at their first use after it: they become max(own,
+`first_number`).
 
-Ids that only the store hands out move on too, so that one of a lost range is never given to something else; those of snapshots
-when the first one of a database is made in the new range.
+Ids that only the store assigns also skip ahead, so that an id of a lost range is never assigned to something else;
+snapshot ids do when the first snapshot of a database is made in the new range.
 """
 
 from quire.core.errors import InvalidInput, StalePlan
@@ -15,13 +16,13 @@ from quire.manifest.overlay import Overlay
 from quire.manifest.records import TimelineRecord, UInt
 
 SKIPPED_IDS = {Counter.DB: 1 << 16, Counter.JOB: 1 << 32, Counter.CURSOR: 1 << 32, Counter.READER: 1 << 32}
-"""How many ids of a counter a takeover leaves out: more than the former owner can have given in what was lost."""
+"""How many ids of each counter a takeover skips: more than the former owner can have assigned in the lost changes."""
 SKIPPED_SNAPSHOTS = 1 << 10
-"""How many snapshot ids of a database are left out."""
+"""How many snapshot ids of a database are skipped."""
 
 
 class Timeline(Op, frozen=True, tag=175):
-    """The store was taken over, or restored: changes continue with `first_number`."""
+    """Record a takeover or a restore: changes continue with `first_number`."""
 
     component = int(Component.REMOTE)
     jumps = True
@@ -36,14 +37,14 @@ class Timeline(Op, frozen=True, tag=175):
         some_u32("owner_epoch", self.owner_epoch)
         if self.first_number <= self.last_sequence:
             raise InvalidInput(
-                "a range begins above the last sequence", last=self.last_sequence, first_number=self.first_number
+                "a range must start above the last sequence", last=self.last_sequence, first_number=self.first_number
             )
         newest = max([gap.first for gap in tables.gaps()], default=0)
-        # A second one in the same batch would share its sequence, and their gaps would overlap.
+        # A second Timeline in the same batch would share its sequence, and their gaps would overlap.
         if tables.head != self.last_sequence or newest > tables.head:
             raise StalePlan(
-                "the change feed has moved on, or the store was taken over meanwhile",
-                hint="look again",
+                "the change feed has advanced, or the store was taken over in the meantime",
+                hint="read the state again and retry",
                 head=tables.head,
                 last_sequence=self.last_sequence,
                 owner_epoch=self.owner_epoch,

@@ -1,9 +1,9 @@
-"""Operations on write-ahead logs: segments and their states, and how far a database has come.
+"""Operations on write-ahead logs: segments and their states, and the progress marks of a database.
 
-States move OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED, one step at a time; the one backward edge
-is CHECKPOINT_READY → INDEXED (P6): a checkpoint that was given up. A database's tracking row holds one reference on the
-segment until TRUNCATED; snapshots and forks hold their own, so truncating here never takes bytes from them (P12). Marks in
-`wal_state` only rise (P5).
+States move OPEN → SEALED → INDEXED → CHECKPOINT_READY → CHECKPOINTED → TRUNCATED, one step at a time. The one backward
+edge is CHECKPOINT_READY → INDEXED, for an abandoned checkpoint (P6). A database's tracking row holds one reference on
+the segment until TRUNCATED; snapshots and forks hold their own, so truncating a segment in one database never takes
+bytes from them (P12). Marks in `wal_state` only rise (P5).
 """
 
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ NEXT_STATES: dict[WalState, frozenset[WalState]] = {
 
 
 def wal_state_of(tables: Overlay, db_id: int, shard: int) -> tuple[bytes, WalStateRecord]:
-    """Key and row of a database's WAL state."""
+    """Return key and row of a database's WAL state."""
     key = t.WAL_STATE.key.pack(db_id, shard)
     row = tables.wal_state.get(key)
     if row is None:
@@ -40,13 +40,13 @@ def _track(tables: Overlay, db_id: int, segment_id: int, row: WalRecord) -> None
     some_u32("segment_id", segment_id)
     key = t.WAL_CATALOG.key.pack(db_id, segment_id)
     if tables.wal_catalog.has(key):
-        raise AlreadyExists("a segment of this id exists already", db_id=db_id, segment_id=segment_id)
+        raise AlreadyExists("a segment with this id already exists", db_id=db_id, segment_id=segment_id)
     tables.wal_catalog.put(key, row)
     retain(tables, wal_count_key(row.origin_db_id, segment_id))
 
 
 class OpenSegment(Op, frozen=True, tag=40):
-    """A new segment file is there, its header synced (P1): a file without this row is garbage."""
+    """Add a new segment whose file exists and whose header is synced (P1): a file without this row is garbage."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -75,9 +75,9 @@ class OpenSegment(Op, frozen=True, tag=40):
 
 
 class AppendWalChunk(Op, frozen=True, tag=41):
-    """A segment is sealed (the catalog document): ordered under its generation, its range and size known.
+    """Seal a segment (the catalog document): enter it in the order of its generation, with its range and size.
 
-    A segment that was never opened in the catalog (one already in its final form, as streams make them) is entered here.
+    A segment without an open row (streams make segments in their final form) is added here.
     """
 
     component = int(Component.WAL)
@@ -93,15 +93,15 @@ class AppendWalChunk(Op, frozen=True, tag=41):
     format: WalFormat = WalFormat.PAGER
     residency: Residency = Residency.LOCAL
     crc64: UInt = 0
-    """Of the file's first `used_bytes` bytes."""
+    """crc64 of the file's first `used_bytes` bytes."""
     first_page: UInt = 0
     last_page: UInt = 0
-    """The lowest and the highest page that it holds versions of; both 0 of a stream's segment."""
+    """`first_page` and `last_page`: the lowest and highest page that it has versions of; both 0 for a stream's segment."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
         if self.last_lsn < self.first_lsn:
-            raise InvalidInput("a segment ends before it begins", first_lsn=self.first_lsn, last_lsn=self.last_lsn)
+            raise InvalidInput("a segment ends before it starts", first_lsn=self.first_lsn, last_lsn=self.last_lsn)
         state_key, state = wal_state_of(tables, self.db_id, self.shard)
         key = t.WAL_CATALOG.key.pack(self.db_id, self.segment_id)
         row = tables.wal_catalog.get(key)
@@ -110,7 +110,7 @@ class AppendWalChunk(Op, frozen=True, tag=41):
             _track(tables, self.db_id, self.segment_id, row)
         if row.state is not WalState.OPEN:
             raise IllegalTransition(
-                "the segment is sealed already", db_id=self.db_id, segment_id=self.segment_id, state=row.state.name
+                "the segment is already sealed", db_id=self.db_id, segment_id=self.segment_id, state=row.state.name
             )
         if self.format is WalFormat.PAGER or self.first_lsn <= state.last_applied_lsn:
             self._refuse_overlap(tables)
@@ -142,7 +142,7 @@ class AppendWalChunk(Op, frozen=True, tag=41):
         )
 
     def _refuse_overlap(self, tables: Overlay) -> None:
-        """No lsn is in two segments that are not truncated. An open one has at least its first."""
+        """Refuse lsns that another segment has, unless that is truncated. An open segment has at least its first lsn."""
         for key, row in tables.wal_catalog.scan(t.WAL_CATALOG.key.prefix(self.db_id)):
             number = t.WAL_CATALOG.key.unpack(key)[1]
             if number == self.segment_id or row.state is WalState.TRUNCATED:
@@ -151,7 +151,7 @@ class AppendWalChunk(Op, frozen=True, tag=41):
             if row.first_lsn <= self.last_lsn and ends >= self.first_lsn:
                 raise IllegalTransition(
                     "two segments of a database cannot hold the same lsns",
-                    hint="a segment begins above the last lsn of the one before it",
+                    hint="start the segment above the last lsn of the previous one",
                     db_id=self.db_id,
                     segment_id=self.segment_id,
                     lsns=f"{self.first_lsn} to {self.last_lsn}",
@@ -161,7 +161,7 @@ class AppendWalChunk(Op, frozen=True, tag=41):
 
 
 class DiscardSegment(Op, frozen=True, tag=45):
-    """A segment that was opened and holds nothing (a crash came before its first commit) ends: its file can go."""
+    """End an open segment without any commit, because of a crash before its first one: its file can be deleted."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -173,7 +173,7 @@ class DiscardSegment(Op, frozen=True, tag=45):
         row = tables.wal_catalog.get(key)
         if row is None or row.state is not WalState.OPEN:
             raise IllegalTransition(
-                "only an open segment is discarded",
+                "only an open segment can be discarded",
                 db_id=self.db_id,
                 segment_id=self.segment_id,
                 at=row.state.name if row else "gone",
@@ -183,7 +183,7 @@ class DiscardSegment(Op, frozen=True, tag=45):
 
 
 class MoveWalState(Op, frozen=True, tag=42):
-    """One step of a segment's life."""
+    """Move a segment to its next state."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -199,7 +199,7 @@ class MoveWalState(Op, frozen=True, tag=42):
             raise UnknownArtifact("no such WAL segment", db_id=self.db_id, segment_id=self.segment_id)
         if self.state not in NEXT_STATES[row.state]:
             raise IllegalTransition(
-                "a WAL segment has no such step",
+                "a WAL segment in this state does not allow this step",
                 db_id=self.db_id,
                 segment_id=self.segment_id,
                 at=row.state.name,
@@ -215,14 +215,14 @@ class MoveWalState(Op, frozen=True, tag=42):
         tables.wal_catalog.put(key, moved)
 
     def _forget_order(self, tables: Overlay) -> None:
-        """The segment has no place in the order of its generation any more."""
+        """Remove the segment from the order of its generation."""
         for key, _ in list(tables.wal_manifest.scan(t.WAL_MANIFEST.key.prefix(self.db_id))):
             if t.WAL_MANIFEST.key.unpack(key)[2] == self.segment_id:
                 tables.wal_manifest.delete(key)
 
 
 class AdvanceWal(Op, frozen=True, tag=43):
-    """Raise the marks of a database's WAL; a mark that is not above the present one leaves it."""
+    """Raise the marks of a database's WAL; a mark that is not above the current one changes nothing."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -238,7 +238,7 @@ class AdvanceWal(Op, frozen=True, tag=43):
         reserved = max(state.lsn_reserved, u64("lsn_reserved", self.lsn_reserved))
         if max(self.indexed_upto_lsn, self.last_applied_lsn) > reserved:
             raise IllegalTransition(
-                "an lsn is used that was not reserved",
+                "an lsn that was not reserved is used",
                 hint="raise lsn_reserved first, or in the same operation",
                 db_id=self.db_id,
                 reserved=reserved,
@@ -258,7 +258,7 @@ class AdvanceWal(Op, frozen=True, tag=43):
 
 
 class AdvanceCheckpoint(Op, frozen=True, tag=44):
-    """A checkpoint has absorbed everything up to an lsn. Never moves back."""
+    """Record that a checkpoint has absorbed everything up to an lsn. Never moves back."""
 
     component = int(Component.WAL)
     db_id: UInt
@@ -281,12 +281,12 @@ class AdvanceCheckpoint(Op, frozen=True, tag=44):
         if self.checkpointed_lsn > state.last_applied_lsn:
             raise IllegalTransition(
                 "a checkpoint cannot cover what the WAL has not applied",
-                hint="append_wal_chunk first",
+                hint="call append_wal_chunk first",
                 db_id=self.db_id,
                 lsn=self.checkpointed_lsn,
                 last_applied_lsn=state.last_applied_lsn,
             )
-        # Of a takeover in between, only what came after it counts: the gap is no lag.
+        # After a takeover only lsns of the new range count: the gap is not lag.
         begins = [gap.first - 1 for gap in tables.gaps() if gap.first <= state.last_applied_lsn]
         waiting = state.last_applied_lsn - max([state.checkpointed_lsn, *begins])
         observe(tables, self.db_id, MetricKind.WAL_LAG, [max(waiting, 0)], at_ms)

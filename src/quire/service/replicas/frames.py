@@ -1,19 +1,19 @@
 """Answers to libSQL's embedded replicas: frames of a write-ahead log that lead from the version that a replica has to the
 newest.
 
-A frame is 24 bytes (page number from 1, size of the database in pages if it ends a transaction, and 16 bytes that the
-client fills in itself), then the page. All frames that lead to a version are one transaction: the last one has the size.
-The client takes as many frames as it gets, whatever it asked for, and counts them.
+A frame is 24 bytes (page number from 1, size of the database in pages if it ends a transaction, and 16 bytes that the client
+fills in itself), then the page. All frames that lead to a version are one transaction: the last one has the size. The client
+takes as many frames as it gets, whatever it requested, and counts them.
 
 What a replica gets
   nothing new              `EndOfFrames` with its own generation: it is done
   frames                   of the pages that may have changed, from one version
-  its pair is not known    `EndOfFrames` with a higher generation. It enters the next one, asks again, and gets every page
+  its pair is not known    `EndOfFrames` with a higher generation. It enters that generation, asks again, and gets every page
                            there (`positions.py`, rules 2 and 4): a replica of another history never keeps a page of it.
 
-An answer has at most `FRAMES_MAX` frames. A longer one is cut at a multiple of `STEP` that no other one is cut at; the
-version is held until the replica comes for the rest. If it is not there any more, because the server was restarted,
-`Conflict`: the replica forgets the frames of the transaction that was not finished, and begins again from what it has.
+An answer has at most `FRAMES_MAX` frames. A longer one is cut at a multiple of `STEP` at which no other answer is cut; the
+version is held until the replica requests the rest. If the rest is gone, because the server was restarted, `Conflict` is
+raised: the replica discards the frames of the unfinished transaction and begins again from what it has.
 
 Threads: any; one lock. Raises `InvalidInput`, `Conflict`, and what opening a database raises.
 """
@@ -43,7 +43,7 @@ from quire.service.replicas.revisions import HistoryId
 FRAME_HEAD = Struct(">II16x")
 FRAME_HEAD_BYTES = 24
 FRAMES_MAX = 64 * 256
-"""64 MiB of pages: a client has an answer in memory."""
+"""64 MiB of pages: a client holds an answer in memory."""
 TRANSFERS_MAX = 64
 NUMBER_MAX = (1 << 32) - 1
 
@@ -53,7 +53,7 @@ assert FRAMES_MAX % STEP == 0
 
 @dataclass(frozen=True, slots=True)
 class EndOfFrames:
-    """There is nothing behind the replica's frame number; `generation`: where to ask next, or its own."""
+    """There are no frames after the replica's frame number; `generation`: where to ask next, or its own."""
 
     generation: int
 
@@ -71,7 +71,7 @@ class FramesPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """What is left of an answer that was cut."""
+    """The rest of an answer that was cut."""
 
     history: HistoryId
     lsn: int
@@ -87,16 +87,16 @@ class FrameAnswers:
         self._positions = positions
         # guarded by _lock
         self._lock = threading.Lock()
-        self._rests: OrderedDict[tuple[int, int, int], _Transfer] = OrderedDict()
-        """(database, generation, frame before it) → the rest."""
+        self._unsent_transfers: OrderedDict[tuple[int, int, int], _Transfer] = OrderedDict()
+        """(database, generation, last frame sent) → the rest."""
 
     def plan(self, store: PageStore, generation: int, first: int) -> FramesPlan | EndOfFrames:
-        """What a replica gets that asks for the frames from `first` on."""
+        """Plan the answer to a replica that requests the frames from `first` on."""
         if not (0 < generation <= GENERATION_MAX and 0 < first <= NUMBER_MAX):
-            raise InvalidInput("a generation and a frame number are positive", generation=generation, frame=first)
+            raise InvalidInput("a generation and a frame number must be positive", generation=generation, frame=first)
         history, frame = history_of(self._manifest, store.db_id), first - 1
         if frame and frame % STEP == 0:
-            return self._rest(store, history, generation, frame)
+            return self._resume_transfer(store, history, generation, frame)
         since = self._positions.find(history, generation, frame)
         if since is None:
             return EndOfFrames(next_generation(history, generation))
@@ -125,43 +125,43 @@ class FrameAnswers:
         order = pages.to_array()
         end = self._positions.reach(history, generation, frame + len(order), reader.lsn)
         hit("replicas.position")
-        order.extend([order[-1]] * (end - frame - len(order)))
+        order.extend([order[-1]] * (end - frame - len(order)))  # up to a free number (`positions.py`, rule 1)
         return self._cut(store, _Transfer(history, reader.lsn, order), generation, frame, reader)
 
-    def _rest(self, store: PageStore, history: HistoryId, generation: int, frame: int) -> FramesPlan:
+    def _resume_transfer(self, store: PageStore, history: HistoryId, generation: int, frame: int) -> FramesPlan:
         with self._lock:
-            rest = self._rests.get((store.db_id, generation, frame))
-        if rest is not None and rest.history == history:
-            reader = self._held.at(store, rest.lsn)
-            if reader.lsn == rest.lsn:
-                return self._cut(store, rest, generation, frame, reader)
+            unsent = self._unsent_transfers.get((store.db_id, generation, frame))
+        if unsent is not None and unsent.history == history:
+            reader = self._held.at(store, unsent.lsn)
+            if reader.lsn == unsent.lsn:
+                return self._cut(store, unsent, generation, frame, reader)
             reader.close()
         raise Conflict("the sync was interrupted", hint="sync again", generation=generation, frame=frame)
 
     def _cut(self, store: PageStore, transfer: _Transfer, generation: int, frame: int, reader: Snapshot) -> FramesPlan:
-        """As many frames as one answer has; what is left is remembered under a number of its own."""
+        """Return the frames of one answer, and remember the rest under an unused frame number."""
         pages = transfer.pages
         if len(pages) <= FRAMES_MAX:
             return FramesPlan(reader, pages, ends=True)
         with self._lock:
             cut = (frame + FRAMES_MAX) // STEP * STEP
-            while (rest := self._rests.get((store.db_id, generation, cut))) is not None:
-                if (rest.lsn, rest.pages) == (transfer.lsn, pages[cut - frame :]):
+            while (unsent := self._unsent_transfers.get((store.db_id, generation, cut))) is not None:
+                if (unsent.lsn, unsent.pages) == (transfer.lsn, pages[cut - frame :]):
                     break
                 cut -= STEP
                 if cut <= frame:
-                    raise Conflict("too many replicas sync at once", hint="sync again later")
-            here, left = pages[: cut - frame], pages[cut - frame :]
-            self._rests[store.db_id, generation, cut] = _Transfer(transfer.history, transfer.lsn, left)
-            self._rests.move_to_end((store.db_id, generation, cut))
-            while len(self._rests) > TRANSFERS_MAX:
-                self._rests.popitem(last=False)
-        self._held.at(store, transfer.lsn).close()  # held for whoever comes for the rest
+                    raise Conflict("too many replicas are syncing", hint="sync again later")
+            here, after = pages[: cut - frame], pages[cut - frame :]
+            self._unsent_transfers[store.db_id, generation, cut] = _Transfer(transfer.history, transfer.lsn, after)
+            self._unsent_transfers.move_to_end((store.db_id, generation, cut))
+            while len(self._unsent_transfers) > TRANSFERS_MAX:
+                self._unsent_transfers.popitem(last=False)
+        self._held.at(store, transfer.lsn).close()  # renews the hold for the request of the rest
         return FramesPlan(reader, here, ends=False)
 
 
 def encode_frames(plan: FramesPlan, images: dict[int, bytes], first: int, count: int) -> Iterator[bytes]:
-    """The frames `first` to `first + count` of a plan."""
+    """Yield the frames `first` to `first + count` of a plan."""
     last = len(plan.pages) - 1
     for number in range(first, first + count):
         page = plan.pages[number]
@@ -171,5 +171,5 @@ def encode_frames(plan: FramesPlan, images: dict[int, bytes], first: int, count:
 
 
 def with_log(page: bytes) -> bytes:
-    """The first page, as of a database that keeps a write-ahead log: libSQL's replicas do."""
+    """Return the first page with the header of a database in WAL mode, which libSQL's replicas use."""
     return page[:18] + b"\x02\x02" + page[20:]

@@ -1,9 +1,8 @@
 """Versions that stay readable between the requests of one sync.
 
-A replica that fetches in several requests names the version that the first one answered with. That version is held by a
-lease from the first request on, and for `HOLD_SECONDS` after the last one; a checkpoint waits for it no longer than that,
-or sets it aside (`pages/readers.py`). At most `HELD_MAX` versions are held; the one that was not asked for longest gives
-way.
+A replica that fetches in several requests names the version of the first answer. A lease holds that version from the first
+request on, and for `HOLD_SECONDS` after the last one; a checkpoint waits for it no longer than that, or sets it aside
+(`pages/readers.py`). At most `HELD_MAX` versions are held; the least recently requested one is released first.
 
 Threads: any; one lock. Raises what opening a version raises.
 """
@@ -33,14 +32,14 @@ class HeldVersions:
         return len(self._held)
 
     def newest(self, store: PageStore, *, hold: bool) -> Snapshot:
-        """A reader of the newest durable version; with `hold` the version stays for the requests that follow."""
+        """Return a reader of the newest durable version; with `hold` the version stays available to later requests."""
         reader = store.open_snapshot(tags=TAGS)
         if hold and reader.lsn:
             self._hold(store, reader.mark)
         return reader
 
     def at(self, store: PageStore, lsn: int) -> Snapshot:
-        """A reader of a version that is held, or that can be opened still; it is held from now on."""
+        """Return a reader of a version that is held or can still be opened; it is held from now on."""
         with self._lock:
             held = self._held.get((store.db_id, lsn))
         if held is not None and held.is_open:
@@ -66,7 +65,7 @@ class HeldVersions:
                 self._held.popitem(last=False)[1].close()
 
     def close(self) -> None:
-        """Let all of them go."""
+        """Release all of them."""
         with self._lock:
             for reader in self._held.values():
                 reader.close()

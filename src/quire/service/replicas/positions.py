@@ -1,22 +1,20 @@
-"""Which version a libSQL replica has: its generation and frame number, as numbers of this server.
+"""Which version a libSQL replica has, named by its generation and frame number on this server.
 
-Such a replica counts the frames that it gets, in 32 bits, and knows no other name for what it has. It comes back with
-(generation, frame), and asks for the frames behind it. So what a pair means is remembered, durably, before the replica
-hears of it:
+Such a replica counts the frames that it gets, in 32 bits, and has no other name for its version. It returns with (generation,
+frame) and requests the frames after it. So the meaning of a pair is stored durably before the replica receives it:
 
   1. One pair never means two versions. Replicas that get different pages on their way to a version reach it under different
      numbers; a number that is taken is avoided by sending the last page again.
-  2. The low `TAG_BITS` bits of a generation are a hash of the history (`revisions.py`). A pair of another history is not
-     known here, and its generation nearly always shows that.
-  3. A generation begins with an export. Frame 0 means the version that was newest when the generation was made: every
-     export of it is at least as new, and gets more pages than it needs. A generation is exported for `EXPORT_SECONDS`.
-  4. A generation with our tag that no export began is entered by a replica whose pair is not known: its frame 0 means that
-     it needs every page.
-  5. Frame numbers that are multiples of `STEP` are no positions: there long answers are cut (`frames.py`). A replica that
-     comes with one was interrupted.
+  2. The low `TAG_BITS` bits of a generation are a hash of the history (`revisions.py`). A pair of another history is not known
+     here, and its generation nearly always shows that.
+  3. A generation begins with an export. Frame 0 means the version that was newest when the generation was created: every export
+     of it is at least as new, and gets more pages than it needs. A generation is exported for `EXPORT_SECONDS`.
+  4. A generation with our tag that did not begin with an export is entered by a replica whose pair is not known: its frame 0
+     means that it needs every page.
+  5. Frame numbers that are multiples of `STEP` are not positions: long answers are cut there (`frames.py`). A replica that
+     returns with one was interrupted.
 
-Pairs are kept for `KEPT_MS`, and at most `POSITIONS_MAX` of a database. Table `replica_positions`,
-docs/formats/manifest.md.
+Pairs are kept for `KEPT_MS`, and at most `POSITIONS_MAX` of a database. Table `replica_positions`, docs/formats/manifest.md.
 
 Threads: any; one lock. Blocks for commits of the manifest.
 """
@@ -40,18 +38,18 @@ EXPORT_SECONDS = 3_600.0
 KEPT_MS = 8 * 24 * 3600 * 1000
 POSITIONS_MAX = 1 << 18
 PRUNE_EVERY = 4_096
-"""Positions that are added before old ones are looked for."""
+"""Positions that are added before old ones are pruned."""
 DROPPED_AT_ONCE = 4_096
 
 
 def tag_of(history: HistoryId) -> int:
-    """The low bits of every generation of a history."""
+    """Return the low bits of every generation of a history."""
     text = f"{history.store_id}-{history.db_id}-{history.range_start}"
     return blake2b(text.encode(), digest_size=1).digest()[0]
 
 
 def next_generation(history: HistoryId, generation: int) -> int:
-    """The next generation that a replica may enter whose own is not known: one with our tag.
+    """Return the next generation, one with our tag, for a replica whose own is not known.
 
     >>> history = HistoryId("abc", 1, 0)
     >>> [(next_generation(history, at) - tag_of(history)) % 256 for at in (1, 255, 256)]
@@ -61,7 +59,7 @@ def next_generation(history: HistoryId, generation: int) -> int:
 
 
 class Positions:
-    """The pairs of one store."""
+    """The positions of one store's replicas."""
 
     def __init__(self, manifest: ManifestStore) -> None:
         self._manifest = manifest
@@ -69,18 +67,18 @@ class Positions:
         # guarded by _lock
         self._lock = threading.Lock()
         self._exports: dict[HistoryId, tuple[int, float]] = {}
-        """The generation that is exported now, and until when."""
+        """The generation that is currently exported, and until when."""
         self._added = 0
 
     def find(self, history: HistoryId, generation: int, frame: int) -> int | None:
-        """The lsn that a replica has; 0 if it needs everything, `None` if its pair is not known (rules 2 to 5)."""
+        """Return the lsn that a replica has; 0 if it needs everything, `None` if its pair is not known (rules 2 to 5)."""
         lsn = self._known(history, generation, frame)
         if lsn is None and not frame and generation & ((1 << TAG_BITS) - 1) == tag_of(history):
             return 0
         return lsn
 
     def is_export(self, history: HistoryId, generation: int) -> bool:
-        """Whether a generation began with an export."""
+        """Return whether a generation began with an export."""
         return self._known(history, generation, 0) is not None
 
     def _known(self, history: HistoryId, generation: int, frame: int) -> int | None:
@@ -89,7 +87,7 @@ class Positions:
         return row.lsn if row is not None and row.range_start == history.range_start else None
 
     def exported(self, history: HistoryId, newest_lsn: int) -> int:
-        """The generation that a new replica begins with (rule 3)."""
+        """Return the generation that a new replica begins with (rule 3)."""
         with self._lock:
             now = self._clock.monotonic()
             known = self._exports.get(history)
@@ -106,7 +104,7 @@ class Positions:
             return generation
 
     def reach(self, history: HistoryId, generation: int, frame: int, lsn: int) -> int:
-        """Remember that a replica will have a version at this frame number, or at the next one that is free; which."""
+        """Record that a replica will have a version at this frame number, or at the next free one; return the number."""
         with self._lock:
             frame, is_known = self._free(history, generation, frame, lsn)
             if not is_known:
@@ -114,7 +112,7 @@ class Positions:
             return frame
 
     def _free(self, history: HistoryId, generation: int, frame: int, lsn: int) -> tuple[int, bool]:
-        """The first number from this one on that can mean this version, and whether it does already (rules 1 and 5)."""
+        """Return the first number from `frame` on that can mean this version, and whether it already does (rules 1 and 5)."""
         with self._manifest.read() as txn:
             while True:
                 row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, frame)
@@ -130,7 +128,7 @@ class Positions:
             self._prune(history)
 
     def _prune(self, history: HistoryId) -> None:
-        """Forget what is too old, what is of another history, and what is too many."""
+        """Drop positions that are too old, of another history, or beyond `POSITIONS_MAX`."""
         oldest = self._clock.now_ms() - KEPT_MS
         with self._manifest.read() as txn:
             rows = [(row.at_ms, key[1:], row) for key, row in txn.scan(t.REPLICA_POSITIONS, history.db_id)]

@@ -1,9 +1,9 @@
-"""As much of protobuf's wire format as one message in each direction needs.
+"""The part of protobuf's wire format that one message in each direction needs.
 
-A field is a key (number << 3 | wire type), then a varint (0), eight bytes (1), a length and so many bytes (2) or four bytes
-(5). Fields that nobody asks for are skipped, as protobuf wants it; of a field that comes twice the last one counts.
+A field is a key (number << 3 | wire type), then a varint (0), eight bytes (1), a length and that many bytes (2) or four bytes
+(5). Unknown fields are skipped, as protobuf requires; of a repeated field the last value counts.
 
-Pure functions. Raises `InvalidInput` for bytes that are no message.
+Threads: any; pure functions. Raises `InvalidInput` for bytes that are not a message.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from quire.core.errors import InvalidInput
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 VARINT_BYTES_MAX = 10
 FIELDS_MAX = 1_024
-"""Of one message: ours have eight."""
+"""The most fields of one message: ours have eight."""
 
 
 def read_message(data: bytes) -> dict[int, int | bytes]:
-    """Number → value of each field.
+    """Return number → value of each field.
 
     >>> read_message(bytes.fromhex("1a0161 2096 01".replace(" ", "")))
     {3: b'a', 4: 150}
@@ -44,7 +44,7 @@ def read_message(data: bytes) -> dict[int, int | bytes]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """(value, where the next thing begins)."""
+    """Return (value, offset after it)."""
     value = 0
     for length, byte in enumerate(data[at : at + VARINT_BYTES_MAX]):
         value |= (byte & 0x7F) << 7 * length
@@ -54,11 +54,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _damaged(what: str, offset: int) -> InvalidInput:
-    return InvalidInput(f"the request is no protobuf message: {what}", hint="was it cut short?", offset=offset)
+    return InvalidInput(
+        f"the request is not a protobuf message: {what}", hint="check that the whole request was sent", offset=offset
+    )
 
 
 def varint(value: int) -> bytes:
-    """A number.
+    """Encode a number.
 
     >>> varint(150).hex()
     '9601'
@@ -72,15 +74,15 @@ def varint(value: int) -> bytes:
 
 
 def number_field(number: int, value: int) -> bytes:
-    """A field with a number; nothing for 0, as protobuf wants it."""
+    """Encode a field with a number; nothing for 0, as protobuf requires."""
     return varint(number << 3 | VARINT) + varint(value) if value else b""
 
 
 def bytes_field(number: int, value: bytes) -> bytes:
-    """A field with bytes, text or a message; also if it is empty."""
+    """Encode a field with bytes, text or a message, even if it is empty."""
     return varint(number << 3 | LENGTH) + varint(len(value)) + value
 
 
 def delimited(message: bytes) -> bytes:
-    """A message behind its length, as it stands in a stream of messages."""
+    """Prefix a message with its length, as in a stream of messages."""
     return varint(len(message)) + message

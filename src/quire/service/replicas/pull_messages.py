@@ -1,10 +1,10 @@
-"""The messages of `POST /pull-updates`, as Turso's sync engine sends and reads them.
+"""The messages of `POST /pull-updates`, as in Turso's sync engine.
 
-A request is one message. An answer is a stream of messages, each behind its length: a header, then one for each page. The
-client takes everything it gets as one transaction; a body that ends early is an error to it because the body comes in
-chunks that say where they end. Pages are numbered from 0, as quire does.
+A request is one message. An answer is a stream of messages, each prefixed with its length: a header, then one for each page.
+The client applies everything it gets as one transaction. A body that ends early is an error to it, because the body is chunked.
+Pages are numbered from 0, as in quire.
 
-Pure functions. Raises `InvalidInput`.
+Threads: any; pure functions. Raises `InvalidInput`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from quire.service.replicas.protobuf import bytes_field, delimited, number_field
 
 CONTENT_TYPE = "application/protobuf"
 REQUEST_BYTES_MAX = 1 << 20
-"""Of a request: its bitmap of pages is the only long thing in it. 1 MiB selects any pages of a 32 GiB database."""
+"""The longest request: only its bitmap of pages is long. 1 MiB selects any pages of a 32 GiB database."""
 REVISION_BYTES_MAX = 256
 LONG_POLL_MS_MAX = 60_000
 
 SERVER_REVISION, CLIENT_REVISION, LONG_POLL_MS, PAGES, QUERY = 2, 3, 4, 5, 7
-"""Fields of a request."""
+"""Field numbers of a request."""
 PAGES_PROTOCOL = 1
-"""That we send pages and no logical log."""
+"""States that pages are sent, not a logical log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullRequest:
-    """What a replica asks for."""
+    """A replica's request."""
 
     at: str = ""
     """The revision whose pages it wants; empty: the newest."""
@@ -38,13 +38,13 @@ class PullRequest:
     """The revision it has; empty: none, or pages of `at` regardless of what it has."""
     long_poll_ms: int = 0
     pages: BitMap | None = None
-    """Only these; `None`: all that changed."""
+    """Only these pages; `None`: all that changed."""
     query: str = ""
     """Only pages that this statement reads."""
 
 
 def read_request(data: bytes) -> PullRequest:
-    """What a body asks for."""
+    """Decode the body of a request."""
     fields = read_message(data)
     selector = fields.get(PAGES, b"")
     return PullRequest(
@@ -57,40 +57,40 @@ def read_request(data: bytes) -> PullRequest:
 
 
 def header_message(revision: str, size_pages: int) -> bytes:
-    """The first message of an answer. Its field 6, "replace what you have", stays unset: clients refuse it with pages.
-    A replica that gets every page and the size has replaced what it had."""
+    """Return the first message of an answer. Its field 6, "replace what you have", stays unset: clients refuse it with pages. A
+    replica that gets every page and the size has replaced what it had."""
     return delimited(
         bytes_field(1, revision.encode())
         + number_field(2, size_pages)
-        + bytes_field(3, b"")  # pages are sent as they are: the client knows no other encoding
+        + bytes_field(3, b"")  # pages are sent unencoded: the client supports no encoding
         + number_field(8, PAGES_PROTOCOL)
     )
 
 
 def page_message(page: int, image: bytes) -> bytes:
-    """One page."""
+    """Return the message of one page."""
     return delimited(number_field(1, page) + bytes_field(2, image))
 
 
 def _number(fields: dict[int, int | bytes], number: int) -> int:
     value = fields.get(number, 0)
     if not isinstance(value, int):
-        raise InvalidInput("a field of the request has another type", hint="upgrade the client", field=number)
+        raise InvalidInput("a field of the request has the wrong type", hint="upgrade the client", field=number)
     return value
 
 
 def _text(fields: dict[int, int | bytes], number: int, bytes_max: int = REVISION_BYTES_MAX) -> str:
     value = fields.get(number, b"")
     if not isinstance(value, bytes) or len(value) > bytes_max:
-        raise InvalidInput("a field of the request has another type, or is too long", field=number)
+        raise InvalidInput("a field of the request has the wrong type or is too long", field=number)
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise InvalidInput("a field of the request is no text", field=number) from None
+        raise InvalidInput("a field of the request is not text", field=number) from None
 
 
 def _bitmap(value: int | bytes) -> BitMap:
     try:
         return BitMap.deserialize(value) if isinstance(value, bytes) else BitMap()
     except (ValueError, IndexError) as error:
-        raise InvalidInput("the selected pages are no roaring bitmap", cause=str(error)) from None
+        raise InvalidInput("the selected pages are not a roaring bitmap", cause=str(error)) from None

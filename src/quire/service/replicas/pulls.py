@@ -1,13 +1,13 @@
-"""What a replica gets for the revision that it has: which pages, of which version.
+"""Plans the answer to a replica's revision: which pages, of which version.
 
   revision of this history   the pages that may have changed since, or none
   no revision                all pages
-  another history's          all pages, too: the database was forked, rewound, restored, recreated, or its store was taken
+  of another history         all pages, too: the database was forked, rewound, restored, recreated, or its store was taken
                              over. Two histories are never mixed, because every page of the replica is replaced.
 
-Pages of an older revision (`at`) are asked for by a replica that fetches in several requests, or that has only a part of
-the pages. The version is read if it is held or kept; if not, its pages that have not changed since are the same in the
-newest version. If one of the wanted pages has changed, `SnapshotGone`: what a version held is never guessed.
+A replica that fetches in several requests, or that has only part of the pages, requests pages of an older revision (`at`). That
+version is read if it is held or kept; if not, those of its pages that have not changed since are the same in the newest
+version. If one of the requested pages has changed, `SnapshotGone` is raised: the contents of a version are never guessed.
 
 Threads: any; blocks. Raises `InvalidInput`, `Conflict`, `SnapshotGone`, and what opening a database raises.
 """
@@ -29,25 +29,25 @@ from quire.service.replicas.pull_messages import PullRequest
 from quire.service.replicas.revisions import HistoryId, Revision
 
 PAGE_SIZE = 4096
-"""Both kinds of clients know no other."""
+"""The only page size that both kinds of clients support."""
 
 QUERY_PAGES = 32
-"""What a replica gets that wants the pages of a query at first: it fetches the others when it reads them."""
+"""Pages sent first to a replica that wants the pages of a query: it fetches the others when it reads them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """What is sent: pages of the version that a reader has open."""
+    """The answer: pages of the version that a reader has open."""
 
     reader: Snapshot
     revision: str
     pages: BitMap
     is_resync: bool = False
-    """Whether the replica had a revision, of another history."""
+    """Whether the replica had a revision of another history."""
 
 
 def open_replicated(pages: PageEngine, name: str) -> PageStore:
-    """A database that replicas can follow."""
+    """Open a database that replicas can follow."""
     store = pages.open(name)
     if store.page_size != PAGE_SIZE:
         raise InvalidInput(
@@ -59,13 +59,13 @@ def open_replicated(pages: PageEngine, name: str) -> PageStore:
 
 
 def history_of(manifest: ManifestStore, db_id: int) -> HistoryId:
-    """The history that a database has now."""
+    """Return the current history of a database."""
     with manifest.read() as txn:
         return HistoryId.of(txn, db_id)
 
 
 def pages_since(store: PageStore, since: int, reader: Snapshot) -> BitMap | None:
-    """The pages that a replica at `since` needs to be at the reader's version; `None` if it needs all of them."""
+    """Return the pages that take a replica from `since` to the reader's version; `None` if it needs all of them."""
     if since >= reader.lsn:
         return BitMap() if since == reader.lsn else None
     try:
@@ -78,7 +78,7 @@ def pages_since(store: PageStore, since: int, reader: Snapshot) -> BitMap | None
 
 
 def plan_pull(store: PageStore, manifest: ManifestStore, held: HeldVersions, request: PullRequest) -> PullPlan:
-    """What answers a request of Turso's sync engine."""
+    """Plan the answer to a request of Turso's sync engine."""
     history = history_of(manifest, store.db_id)
     if request.at:
         return _plan_at(store, held, history, request)
@@ -96,7 +96,7 @@ def plan_pull(store: PageStore, manifest: ManifestStore, held: HeldVersions, req
 
 
 def _since(store: PageStore, history: HistoryId, since: str, reader: Snapshot) -> tuple[BitMap, bool]:
-    """The pages that a replica needs, and whether that is because its history is another one."""
+    """Return the pages that a replica needs, and whether it needs them because it has another history."""
     everything = BitMap(range(reader.size_pages))
     if not since:
         return everything, False
@@ -110,20 +110,21 @@ def _since(store: PageStore, history: HistoryId, since: str, reader: Snapshot) -
 
 
 def require_pages(reader: Snapshot) -> None:
-    """A replica of another history cannot be told that there are no pages: no message has that meaning."""
+    """Raise if the version has no pages: no message tells a replica of another history that there are none."""
     if not reader.size_pages:
         raise Conflict(
-            "the database is another one now, and has no pages yet", hint="write to it, or make a new replica"
+            "the database was replaced by a new one, which has no pages yet",
+            hint="write to it, or create a new replica",
         )
 
 
 def _plan_at(store: PageStore, held: HeldVersions, history: HistoryId, request: PullRequest) -> PullPlan:
-    """Pages of one version, that the replica names."""
+    """Plan pages of the version that the replica names."""
     revision = Revision.parse(request.at)
     if revision.history != history:
         raise Conflict(
             "this replica belongs to another history of the database: it was forked, restored, rewound or recreated",
-            hint="pull, or sync a new replica",
+            hint="pull again, or sync a new replica",
             revision=request.at,
         )
     wanted = request.pages
@@ -143,7 +144,7 @@ def _plan_at(store: PageStore, held: HeldVersions, history: HistoryId, request: 
         reader.close()
         raise SnapshotGone(
             "this version is no longer kept, and the pages have changed since",
-            hint="pull; maintenance.time_travel_seconds keeps versions for replicas that have a part of the pages",
+            hint="pull again; set maintenance.time_travel_seconds to keep versions for partial replicas",
             revision=request.at,
         )
     return PullPlan(reader, request.at, wanted & BitMap(range(reader.size_pages)))

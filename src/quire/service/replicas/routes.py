@@ -1,16 +1,15 @@
-"""The addresses of embedded replicas (W6): Turso's sync engine pulls, libSQL's replicas sync.
+"""The routes of embedded replicas (W6): Turso's sync engine pulls, libSQL's replicas sync.
 
   POST /pull-updates                     Turso: protobuf in, a stream of protobuf messages out
   GET  /info                             libSQL: the generation that a new replica begins with
   GET  /export/GENERATION                libSQL: the database as a file
   GET  /sync/GENERATION/FROM/TO          libSQL: frames of a write-ahead log
 
-Each also below `/db/NAME`. Reading needs a grant for the database. Both kinds of replicas write by sending SQL to the
-server (`/v2/pipeline`, `/v3/pipeline`), which needs one for writing. libSQL's offline writes (`POST /sync/…`) are refused.
+Each also exists below `/db/NAME`. Reading needs a grant for the database. Both kinds of replicas write by sending SQL to the
+server (`/v2/pipeline`, `/v3/pipeline`), which needs a grant for writing. libSQL's offline writes (`POST /sync/…`) are refused.
 
-Answers are streamed, `BATCH_PAGES` at a time, from a version that a lease holds. Their length is not announced: a body in
-chunks that ends early is an error to every client, one that is shorter than announced is not. At most `STREAMS_MAX` are
-under way.
+Answers are streamed, `BATCH_PAGES` at a time, from a version that a lease holds. Their length is not announced: a chunked body
+that ends early is an error to every client, one that is shorter than announced is not. At most `STREAMS_MAX` are in progress.
 
 Threads: the event loop's; blocking calls run in threads.
 """
@@ -26,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import InvalidInput, Overloaded
 from quire.durable.failpoints import hit
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 BATCH_PAGES = 256
-"""Read and sent at a time: 1 MiB."""
+"""Pages that are read and sent at a time: 1 MiB."""
 STREAMS_MAX = 64
 POLL_SECONDS = 0.1
 JSON, BINARY = "application/json", "application/octet-stream"
 
 Encode = Callable[[dict[int, bytes], int, int], Iterable[bytes]]
-"""(page → image, first, count) → what is sent for so many of the pages."""
+"""(page → image, first, count) → the bytes for `count` of the pages."""
 
 
 class ReplicaPart:
-    """A part of the HTTP side."""
+    """The part of the HTTP server that serves replicas."""
 
     def __init__(self, context: WebContext) -> None:
         manifest = context.store.manifest
@@ -63,14 +63,14 @@ class ReplicaPart:
         self._held = HeldVersions()
         self._positions = Positions(manifest)
         self._frames = FrameAnswers(manifest, self._held, self._positions)
-        # the event loop's
+        # used in the event loop only
         self._streams = 0
         self._resyncs = 0
         self._pages_sent = 0
         self._bytes_sent = 0
 
     def routes(self) -> list[BaseRoute]:
-        """Its addresses."""
+        """Return the routes."""
         routes: list[BaseRoute] = []
         for prefix in ("", "/db/{database}"):
             routes += [
@@ -83,32 +83,32 @@ class ReplicaPart:
         return routes
 
     async def start(self) -> None:
-        """The event loop runs."""
+        """Do nothing: there is nothing to start."""
 
     async def close(self) -> None:
-        """Let versions go."""
+        """Release the held versions."""
         await self._context.call(self._held.close)
 
     def collect(self) -> Iterable[Metric]:
-        """Its figures."""
-        yield GaugeMetricFamily("quire_replica_streams", "answers to replicas under way", value=self._streams)
+        """Yield the metrics."""
+        yield GaugeMetricFamily("quire_replica_streams", "responses to replicas in progress", value=self._streams)
         for name, text, value in (
             ("quire_replica_pages_sent", "pages sent to replicas", self._pages_sent),
             ("quire_replica_bytes_sent", "bytes sent to replicas", self._bytes_sent),
-            ("quire_replica_resyncs", "replicas of another history that got every page", self._resyncs),
+            ("quire_replica_resyncs", "replicas with another history that were sent every page", self._resyncs),
         ):
             yield CounterMetricFamily(name, text, value=value)
 
-    # ── who asks for what ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rights and databases ──────────────────────────────────────────────────────────────────────────────────────────
     async def _name(self, request: Request) -> str:
-        """The database that a request is about, which its caller may read. The default one is made for whoever may write it:
-        a replica is often opened before anything was written."""
+        """Return the database that a request names, which its caller may read. The default one is created for a caller that may
+        write it: a replica is often opened before anything was written."""
         grant = self._context.gate.grant(request)
         name = self._context.database(request)
         grant.check(base_name(name))
         if "@" in name:
             raise InvalidInput(
-                "a replica follows a database, not one of its versions", hint="leave out what is behind @"
+                "a replica follows a database, not one of its versions", hint="omit the @ and what follows it"
             )
         if name == self._context.settings.sql_default_database and grant.may(name, write=True):
             await self._context.call(find_or_create, self._context.store, name, create=True)
@@ -138,13 +138,15 @@ class ReplicaPart:
         return plan_pull(self._open(name), self._context.store.manifest, self._held, asked)
 
     async def _wait_for_more(self, name: str, asked: messages.PullRequest, plan: PullPlan) -> PullPlan:
-        """Wait until there is a newer version, the client's time is over, or the server stops."""
+        """Wait until there is a newer version, the client's time is over, or the server stops; return the new plan."""
         loop = asyncio.get_running_loop()
-        store, until = await self._context.call(self._open, name), loop.time() + asked.long_poll_ms / 1000
-        lsn = plan.reader.lsn
-        while loop.time() < until and not self._context.stopping.is_set() and store.durable_version()[0] == lsn:
-            await asyncio.sleep(POLL_SECONDS)
-        plan.reader.close()
+        try:
+            store, until = await self._context.call(self._open, name), loop.time() + asked.long_poll_ms / 1000
+            lsn = plan.reader.lsn
+            while loop.time() < until and not self._context.stopping.is_set() and store.durable_version()[0] == lsn:
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            plan.reader.close()
         return await self._context.call(self._plan_pull, name, asked)
 
     # ── libSQL ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -172,7 +174,7 @@ class ReplicaPart:
         store = self._open(name)
         history = history_of(self._context.store.manifest, store.db_id)
         if not self._positions.is_export(history, generation):
-            raise InvalidInput("this generation is not exported", hint="ask for /info again", generation=generation)
+            raise InvalidInput("this generation is not exported", hint="request /info again", generation=generation)
         return self._held.newest(store, hold=False)
 
     async def sync(self, request: Request) -> Response:
@@ -202,32 +204,34 @@ class ReplicaPart:
         *,
         patch: bool = False,
     ) -> Response:
-        """An answer with these pages of a version, which is let go at its end."""
+        """Return an answer with these pages of a version, which is released at its end."""
         if self._streams >= STREAMS_MAX:
             reader.close()
             self._context.limits.hit("replica_streams")
-            raise Overloaded("too many replicas sync at once", hint="try again later", max=STREAMS_MAX)
-        return StreamingResponse(self._send(reader, pages, encode, header, patch), media_type=media_type)
+            raise Overloaded("too many replicas are syncing", hint="try again later", max=STREAMS_MAX)
+        self._streams += 1
+
+        def ended() -> None:
+            self._streams -= 1
+            reader.close()
+
+        return _PagesAnswer(self._send(reader, pages, encode, header, patch), media_type, ended)
 
     async def _send(
         self, reader: Snapshot, pages: Sequence[int], encode: Encode, header: bytes, patch: bool
     ) -> AsyncGenerator[bytes]:
-        self._streams += 1
-        try:
-            with reader:
-                hit("replicas.header")
-                if header or not pages:
-                    yield header
-                for first in range(0, len(pages), BATCH_PAGES):
-                    wanted = pages[first : first + BATCH_PAGES]
-                    body = await self._context.call(self._batch, reader, wanted, encode, first, patch)
-                    hit("replicas.batch")
-                    self._pages_sent += len(wanted)
-                    self._bytes_sent += len(body)
-                    yield body
-                hit("replicas.sent")
-        finally:
-            self._streams -= 1
+        with reader:
+            hit("replicas.header")
+            if header or not pages:
+                yield header
+            for first in range(0, len(pages), BATCH_PAGES):
+                wanted = pages[first : first + BATCH_PAGES]
+                body = await self._context.call(self._batch, reader, wanted, encode, first, patch)
+                hit("replicas.batch")
+                self._pages_sent += len(wanted)
+                self._bytes_sent += len(body)
+                yield body
+            hit("replicas.sent")
 
     def _batch(self, reader: Snapshot, wanted: Sequence[int], encode: Encode, first: int, patch: bool) -> bytes:
         images = reader.read_pages(wanted, cold=True)
@@ -236,7 +240,23 @@ class ReplicaPart:
         return b"".join(encode(images, first, len(wanted)))
 
 
+class _PagesAnswer(StreamingResponse):
+    """A stream of pages that calls `ended` when it is over. The generator cannot do that: if the client disconnects before the
+    first byte, Starlette never starts it."""
+
+    def __init__(self, content: AsyncGenerator[bytes], media_type: str, ended: Callable[[], None]) -> None:
+        super().__init__(content, media_type=media_type)
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
 async def _refuse_push(_: Request) -> Response:
-    """libSQL's offline writes are pages of the replica's log, which say nothing of what they were made from."""
+    """Refuse libSQL's offline writes: they are pages of the replica's log, which do not state what they are based on."""
     what = "offline writes are not accepted: connect without `offline`, then writes go to this server as SQL"
     return Response(json_bytes({"error": "NotSupported", "message": what}), HTTPStatus.NOT_IMPLEMENTED, media_type=JSON)

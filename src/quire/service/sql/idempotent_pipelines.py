@@ -1,12 +1,12 @@
-"""A pipeline with an idempotency key is done once, however often it is sent, also when the server is killed in between.
+"""Pipelines with an idempotency key are executed once, however often they are sent, even if the server is killed in between.
 
-The pipeline is one transaction: key and answer are written by the very transaction that has its effects, into the table
-`quire_idempotency` of the same database. So no crash leaves one without the other, and no second log has to agree with the
-first (decision 049). A repeat finds the key and is given the first answer. A key
-belongs to its pipeline: with another one it is refused. Keys are kept for a day.
+The pipeline is one transaction: key and answer are written by the transaction that has its effects, into the table
+`quire_idempotency` of the same database. So no crash leaves one without the other, and there is no second log that must agree
+with the first (decision 049). A repeated pipeline finds the key and gets the first answer. A key belongs to its pipeline: with
+another one it is refused. Keys are kept for a day.
 
-A client's own BEGIN, COMMIT and ROLLBACK inside are savepoints of that transaction. A pipeline in which every request failed
-leaves neither effects nor a key, and may be sent again.
+BEGIN, COMMIT and ROLLBACK of the client are savepoints of that transaction. A pipeline in which every request failed leaves
+neither effects nor a key, and may be sent again.
 
 Threads: as a session.
 """
@@ -27,7 +27,7 @@ KEEP_MS = 24 * 3600 * 1000
 ANSWER_BYTES_MAX = 1 << 20
 KEY_CHARACTERS_MAX = 128
 FORGET_ROWS = 64
-"""Old keys that leave with each new one."""
+"""Expired keys that are deleted with each new one."""
 
 _CREATE = (
     f"create table if not exists {TABLE}"
@@ -42,13 +42,13 @@ _NESTED = "quire_client"
 
 
 class NestedSession(SqlSession):
-    """A session inside a transaction of ours: the client's transactions are savepoints."""
+    """A session inside a transaction of the server: the client's transactions are savepoints."""
 
     _is_nested = False
 
     @property
     def is_autocommit(self) -> bool:
-        """Whether the client is in no transaction."""
+        """Whether the client is outside a transaction."""
         return not self._is_nested
 
     def _begin(self, sql: str, bindings: Sequence[SqlValue]) -> Work[RunningStatement]:
@@ -66,7 +66,7 @@ class NestedSession(SqlSession):
         return (yield from super()._begin(sql, bindings))
 
     def close_nested(self) -> Work[None]:
-        """Roll back what the client left open."""
+        """Roll back the transaction that the client left open."""
         if self._is_nested:
             yield from self._begin("rollback", ())
 
@@ -74,9 +74,11 @@ class NestedSession(SqlSession):
 def keyed_pipeline(
     session: SqlSession, key: str, requests: Sequence[p.StreamRequest], now_ms: Callable[[], int]
 ) -> Work[bytes]:
-    """The encoded answer to a pipeline that is done once."""
+    """Execute a pipeline once and return its encoded answer."""
     if not 1 <= len(key) <= KEY_CHARACTERS_MAX:
-        raise StatementFailed(f"an idempotency key has 1 to {KEY_CHARACTERS_MAX} characters", "IDEMPOTENCY_KEY_INVALID")
+        raise StatementFailed(
+            f"an idempotency key must have 1 to {KEY_CHARACTERS_MAX} characters", "IDEMPOTENCY_KEY_INVALID"
+        )
     digest = hashlib.sha256(p.encode(requests)).digest()
     yield from session.execute("begin immediate")
     if (kept := _kept(session, key, now_ms())) is not None:
@@ -90,7 +92,7 @@ def keyed_pipeline(
         results.append((yield from nested.answer(request)) if not isinstance(request, p.CloseRequest) else _CLOSED)
         hit("sql.keyed_request")
     answer = p.encode(p.PipelineAnswer(None, None, results))
-    if session.is_autocommit:  # an error has ended the whole transaction: nothing of it is there
+    if session.is_autocommit:  # an error has rolled back the whole transaction
         return answer
     yield from nested.close_nested()
     if not any(isinstance(result, p.StreamOk) and result is not _CLOSED for result in results):
@@ -106,7 +108,7 @@ _CLOSED = p.StreamOk(p.PlainResponse("close"))
 
 
 def _kept(session: SqlSession, key: str, now_ms: int) -> tuple[bytes, bytes] | None:
-    """(digest, answer) of a pipeline that was done."""
+    """Return (digest, answer) of an executed pipeline; `None` if there is none."""
     runner = session.runner
     there = runner.run("select 1 from sqlite_schema where type = 'table' and name = ?", (TABLE,)).rows(1)
     if not there:

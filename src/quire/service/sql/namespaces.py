@@ -1,6 +1,6 @@
-"""Databases as namespaces, as libSQL's servers have them: created, forked, listed and dropped over HTTP (W4).
+"""Databases as namespaces, as in libSQL's server: created, forked, listed and dropped over HTTP (W4).
 
-Threads: the event loop's; the store's calls run in threads.
+Threads: the event loop's; calls of the store run in threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 
 class ForkBody(msgspec.Struct, frozen=True):
-    """What may stand in the body of a fork: the moment, as libSQL's servers and as quire name it."""
+    """The body of a fork: the moment, in the syntax of libSQL's server or of quire."""
 
     timestamp: str | None = None
     at: str | int | None = None
@@ -41,13 +41,13 @@ class RollbackBody(msgspec.Struct, frozen=True):
 
 
 class NamespaceRoutes:
-    """Endpoints for the administrator."""
+    """Endpoints for databases. All but the list need the admin token."""
 
     def __init__(self, context: WebContext) -> None:
         self._context = context
 
     def routes(self) -> list[BaseRoute]:
-        """Their addresses."""
+        """Return the routes."""
         return [
             Route("/v1/namespaces", self.list, methods=["GET"]),
             Route("/v1/namespaces/{name}/create", self.create, methods=["POST"]),
@@ -60,7 +60,7 @@ class NamespaceRoutes:
     async def create(self, request: Request) -> Response:
         """`POST /v1/namespaces/NAME/create`."""
         self._check_admin(request)
-        await self._context.read_body(request, BODY_BYTES_MAX)  # libSQL's options: none of them is needed
+        await self._context.read_body(request, BODY_BYTES_MAX)  # options of libSQL: none of them is needed
         info = await self._context.call(self._context.store.create, request.path_params["name"], "pages")
         return _answer(_shown(info))
 
@@ -93,7 +93,7 @@ class NamespaceRoutes:
         return store.rollback(name, to=find_version(store.manifest, name, to))
 
     async def drop(self, request: Request) -> Response:
-        """`DELETE /v1/namespaces/NAME`; one with snapshots only with `?snapshots=true`; for good with `?now=true`."""
+        """`DELETE /v1/namespaces/NAME`; with snapshots only with `?snapshots=true`; not undoable with `?now=true`."""
         self._check_admin(request)
         with_snapshots, now = (request.query_params.get(name) == "true" for name in ("snapshots", "now"))
         info = await self._context.call(self._drop, request.path_params["name"], with_snapshots, not now)
@@ -103,7 +103,7 @@ class NamespaceRoutes:
         return self._context.store.drop(name, snapshots=with_snapshots, undoable=undoable)
 
     async def undrop(self, request: Request) -> Response:
-        """`POST /v1/namespaces/NAME/undrop`: bring back what was dropped."""
+        """`POST /v1/namespaces/NAME/undrop`: restore a dropped database."""
         self._check_admin(request)
         await self._context.read_body(request, BODY_BYTES_MAX)
         return _answer(_shown(await self._context.call(self._context.store.undrop, request.path_params["name"])))
@@ -111,7 +111,7 @@ class NamespaceRoutes:
     async def list(self, request: Request) -> Response:
         """`GET /v1/namespaces?after=NAME&limit=100`: the databases that the caller may use, by name."""
         grant = self._context.gate.grant(request)
-        grant.check_somebody()
+        grant.check_any_access()
         after, limit = request.query_params.get("after", ""), _limit(request.query_params.get("limit"))
         infos = await self._context.call(self._context.store.databases)
         allowed = [info for info in infos if info.kind is DbKind.PAGES and info.name > after and grant.may(info.name)]
@@ -148,5 +148,5 @@ def _limit(text: str | None) -> int:
     if text is None:
         return PAGE_DEFAULT
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= PAGE_MAX):
-        raise InvalidInput("limit is a number", hint=f"between 1 and {PAGE_MAX}", limit=text[:20])
+        raise InvalidInput("limit must be a number", hint=f"between 1 and {PAGE_MAX}", limit=text[:20])
     return int(text)

@@ -1,8 +1,8 @@
-"""Connections of remote programs to the databases of a store, and which of them may be used again (W2).
+"""A pool of connections of remote programs to the databases of a store (W2).
 
-A connection is used again only if nothing of its last program is left on it: the policy of remote SQL has seen no temporary
-object, no ATTACH and no pragma that was set; an open transaction is rolled back, and `last_insert_rowid` is 0 again. It keeps
-its pages: a small cache, because a server has hundreds of connections where a program has a few.
+A connection is reused only if nothing of its last program is left on it: the policy of remote SQL has seen no temporary object,
+no ATTACH and no pragma that was set; an open transaction is rolled back, and `last_insert_rowid` is reset to 0. It keeps its
+cached pages. The cache is small, because a server has hundreds of connections where a program has a few.
 
 Threads: any; a connection belongs to one at a time.
 """
@@ -24,7 +24,7 @@ from quire.sqlite.remote_policy import RemotePolicy, nothing_attached, remote_ru
 from quire.sqlite.statements import StatementRunner
 
 IDLE_MAX, IDLE_SECONDS = 64, 10.0
-"""Connections that wait to be used again, over all databases, and for how long."""
+"""Idle connections that are kept, over all databases, and for how long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +35,25 @@ class SqlTarget:
     version: str = ""
     writable: bool = True
     may_attach: Callable[[str], bool] = field(default=nothing_attached, compare=False, repr=False)
-    """Which other databases its SQL may attach, for reading."""
+    """Returns whether its SQL may attach another database, for reading."""
 
     @classmethod
     def parse(
         cls, text: str, *, writable: bool = True, may_attach: Callable[[str], bool] = nothing_attached
     ) -> SqlTarget:
-        """
+        """Parse a name.
+
         >>> SqlTarget.parse("shop@monday")
         SqlTarget(name='shop', version='monday', writable=False)
         """
         name, sign, version = text.partition("@")
         if not name or (sign and not version):
-            raise InvalidInput("a database is named as in shop or shop@monday", name=text[:80])
+            raise InvalidInput("invalid database name: use NAME or NAME@VERSION, as in shop@monday", name=text[:80])
         return cls(name, version, writable and not version, may_attach)
 
 
 class SqlConnection:
-    """A connection that a stream may use. Made by the pool."""
+    """A connection for a stream. Created by the pool."""
 
     __slots__ = ("_policy", "db_id", "idle_since", "is_broken", "runner", "target")
 
@@ -63,21 +64,21 @@ class SqlConnection:
         self.db_id = db_id
         self.idle_since = 0.0
         self.is_broken = False
-        """Something went wrong with it that nobody understands."""
+        """Whether an unexpected error occurred on it."""
 
     def lend(self, target: SqlTarget, may_attach: Callable[[str], bool]) -> Self:
-        """It is used for this from now on."""
+        """Hand the connection out for a target."""
         self.target = target
         self._policy.may_attach = may_attach
         return self
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing of its last program is left on it, and its database has not failed meanwhile."""
+        """Whether nothing of its last program is left on it, and its database is still usable."""
         return not self._policy.touched and not self.is_broken and is_usable(self.runner.connection)
 
     def close(self) -> None:
-        """Close it; what was not committed is lost."""
+        """Close the connection; uncommitted changes are lost."""
         self.runner.close()
 
 
@@ -101,7 +102,7 @@ class ConnectionPool:
         self._statement_seconds = statement_seconds
         # shared: replaced as a whole
         self._ids: tuple[int, dict[str, int]] = 0, {}
-        """The last change of the manifest, and the ids of databases that were asked for since."""
+        """The last change of the manifest, and the ids of databases looked up since then."""
         # guarded by _lock
         self._lock = threading.Lock()
         self._idle: dict[tuple[int, str, bool], list[SqlConnection]] = {}
@@ -110,7 +111,7 @@ class ConnectionPool:
         self.closed = False
 
     def take(self, target: SqlTarget) -> SqlConnection:
-        """A connection for a stream; opens one if none waits."""
+        """Return a connection for a stream: an idle one that is clean, or a new one."""
         db_id = self.find(target)
         while (waiting := self._take_idle((db_id, target.version, target.writable))) is not None:
             if waiting.is_clean:
@@ -126,11 +127,11 @@ class ConnectionPool:
             return waiting.pop()
 
     def take_unsynced(self, target: SqlTarget) -> SqlConnection:
-        """A connection whose commits do not wait for the disk: whoever uses it waits for them before it answers."""
+        """Open a connection whose commits do not wait for the disk: the caller waits for them before it answers."""
         return self._open(target, self.find(target), synchronous="NORMAL")
 
     def give(self, connection: SqlConnection) -> None:
-        """A stream needs it no more."""
+        """Take a connection back from a stream."""
         if not connection.is_clean or self.closed or not self._forgets(connection):
             connection.close()
             return
@@ -146,17 +147,17 @@ class ConnectionPool:
     @staticmethod
     def _forgets(connection: SqlConnection) -> bool:
         try:
-            connection.runner.forget()
+            connection.runner.reset()
         except Exception:
-            return False  # its database was closed or lost: the next one begins anew, and is told why
+            return False  # its database was closed or lost: the next request opens a new one, and gets the error
         return True
 
     def session_on(self, connection: SqlConnection, sqls: StoredSqls | None = None) -> SqlSession:
-        """A session on a connection."""
+        """Return a session on a connection."""
         return SqlSession(connection.runner, self._limits, sqls)
 
     def sweep(self, now: float | None = None) -> None:
-        """Close what was idle for long: an idle database has no connection, and no version is held for nobody."""
+        """Close connections that were idle for too long, so that they keep no database open and hold no version."""
         before = (time.monotonic() if now is None else now) - IDLE_SECONDS
         self._ids = 0, {}
         old: list[SqlConnection] = []
@@ -172,24 +173,24 @@ class ConnectionPool:
             connection.close()
 
     def close(self) -> None:
-        """Close all that wait; those that are given back later are closed then."""
+        """Close the idle connections; others are closed when they are given back."""
         self.closed = True
         self.sweep(float("inf"))
 
     # ── opening ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def find(self, target: SqlTarget) -> int:
-        """The id of a database; the default one is made if it is not there. A name is looked up again when the manifest has
-        changed, which commits of a database do not do."""
+        """Return the id of a database; the default one is created if it does not exist. A name is looked up again when the
+        manifest has changed; commits of a page database do not change it."""
         manifest = self._store.manifest
-        head = manifest.writer.head  # before looking: what is seen is this state, or a later one
+        head = manifest.writer.head  # read before the lookup, which then sees this state or a later one
         known_at, ids = self._ids
         if head != known_at:
             ids = {}
             self._ids = head, ids
         if (db_id := ids.get(target.name)) is None:
-            is_made = target.writable and target.name == self._default  # the one that clients mean who name none
+            is_made = target.writable and target.name == self._default  # it serves clients that name none
             db_id = ids[target.name] = find_or_create(self._store, target.name, create=is_made)
-        manifest.env.check_sound("database", db_id)
+        manifest.env.require_not_refused("database", db_id)
         return db_id
 
     def _open(self, target: SqlTarget, db_id: int, *, synchronous: str = "FULL") -> SqlConnection:

@@ -1,10 +1,10 @@
 """Hrana, the protocol of libSQL's clients, in JSON: requests and answers of versions 1, 2 and 3 as values.
 
-HTTP (a pipeline of requests on one stream) and WebSocket (many streams, requests with numbers) carry the same requests; the
-versions differ in which of them exist, and every answer of an older version is a part of the newer one's. What clients send
-is decoded by type: anything else is refused with the place of the mistake. Fields may be `null` where they may be missing.
+HTTP (a pipeline of requests on one stream) and WebSocket (many streams, numbered requests) carry the same requests. The
+versions differ in which requests exist, and every answer of an older version is a subset of the newer one's. Requests are
+decoded by type: anything else is refused with the place of the mistake. Fields may be `null` where they may be missing.
 
-Executor-safe; pure.
+Threads: any; pure functions. Importable on executors.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quire.service.sql.wire_values import WireValue, encode_rows
 from quire.sqlite.statements import SqlValue, StatementFailed
 
 CONDITION_DEPTH_MAX = 64
-"""Conditions of a batch step inside each other."""
+"""The deepest nesting of a batch step's conditions."""
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class NamedArgument(msgspec.Struct, frozen=True):
-    """An argument of a parameter with a name."""
+    """The value of a named parameter."""
 
     name: str
     value: WireValue
@@ -41,7 +41,7 @@ class WireStatement(msgspec.Struct, frozen=True):
 
 
 class CondOk(msgspec.Struct, frozen=True, tag_field="type", tag="ok"):
-    """The step was executed."""
+    """The step succeeded."""
 
     step: int
 
@@ -53,32 +53,32 @@ class CondError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
 
 
 class CondNot(msgspec.Struct, frozen=True, tag_field="type", tag="not"):
-    """The opposite."""
+    """The condition does not hold."""
 
     cond: WireCondition
 
 
 class CondAnd(msgspec.Struct, frozen=True, tag_field="type", tag="and"):
-    """All of them."""
+    """All conditions hold."""
 
     conds: list[WireCondition]
 
 
 class CondOr(msgspec.Struct, frozen=True, tag_field="type", tag="or"):
-    """One of them."""
+    """At least one condition holds."""
 
     conds: list[WireCondition]
 
 
 class CondIsAutocommit(msgspec.Struct, frozen=True, tag_field="type", tag="is_autocommit"):
-    """The stream is in no transaction."""
+    """The stream is not in a transaction."""
 
 
 WireCondition = CondOk | CondError | CondNot | CondAnd | CondOr | CondIsAutocommit
 
 
 class BatchStep(msgspec.Struct, frozen=True):
-    """A statement, and when it is to be executed."""
+    """A statement, and the condition under which it is executed."""
 
     stmt: WireStatement
     condition: WireCondition | None = None
@@ -113,7 +113,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, tag_field="type", tag="sequen
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag_field="type", tag="describe"):
-    """Say what a statement is."""
+    """Describe a statement."""
 
     sql: str | None = None
     sql_id: int | None = None
@@ -121,20 +121,20 @@ class DescribeRequest(msgspec.Struct, frozen=True, tag_field="type", tag="descri
 
 
 class StoreSqlRequest(msgspec.Struct, frozen=True, tag_field="type", tag="store_sql"):
-    """Keep a text under a number."""
+    """Store a text under a number."""
 
     sql_id: int
     sql: str
 
 
 class CloseSqlRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_sql"):
-    """Forget it."""
+    """Discard a stored text."""
 
     sql_id: int
 
 
 class GetAutocommitRequest(msgspec.Struct, frozen=True, tag_field="type", tag="get_autocommit"):
-    """Whether the stream is in no transaction."""
+    """Return whether the stream is outside a transaction."""
 
     stream_id: int = 0
 
@@ -189,7 +189,7 @@ class OpenStreamRequest(msgspec.Struct, frozen=True, tag_field="type", tag="open
 
 
 class CloseStreamRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_stream"):
-    """Close it; what was not committed is rolled back."""
+    """Close a stream; uncommitted changes are rolled back."""
 
     stream_id: int
 
@@ -203,14 +203,14 @@ class OpenCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="open
 
 
 class FetchCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="fetch_cursor"):
-    """The next entries."""
+    """Fetch the next entries."""
 
     cursor_id: int
     max_count: int
 
 
 class CloseCursorRequest(msgspec.Struct, frozen=True, tag_field="type", tag="close_cursor"):
-    """End it."""
+    """Close a cursor."""
 
     cursor_id: int
 
@@ -232,7 +232,7 @@ SocketRequest = (
 
 
 class HelloMessage(msgspec.Struct, frozen=True, tag_field="type", tag="hello"):
-    """Who calls."""
+    """The client's token."""
 
     jwt: str | None = None
 
@@ -249,7 +249,7 @@ ClientMessage = HelloMessage | RequestMessage
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What went wrong."""
+    """An error."""
 
     message: str
     code: str
@@ -257,7 +257,7 @@ class WireError(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, error: StatementFailed) -> WireError:
-        """The error of a statement."""
+        """Return the error of a statement."""
         return cls(str(error), error.code, error.extended_code)
 
 
@@ -269,7 +269,7 @@ class WireColumn(msgspec.Struct, frozen=True):
 
 
 class StatementResult(msgspec.Struct, frozen=True):
-    """What a statement has done."""
+    """The result of a statement."""
 
     cols: list[WireColumn]
     rows: msgspec.Raw
@@ -295,7 +295,7 @@ class DescribedParameter(msgspec.Struct, frozen=True):
 
 
 class DescribeResult(msgspec.Struct, frozen=True):
-    """What a statement is."""
+    """The description of a statement."""
 
     params: list[DescribedParameter]
     cols: list[WireColumn]
@@ -328,7 +328,7 @@ class GetAutocommitResponse(msgspec.Struct, frozen=True, tag_field="type", tag="
 
 
 class PlainResponse(msgspec.Struct, frozen=True):
-    """Done, and nothing to tell."""
+    """Success, without a result."""
 
     type: str
 
@@ -346,13 +346,13 @@ WireResponse = (
 
 
 class StreamOk(msgspec.Struct, frozen=True, tag_field="type", tag="ok"):
-    """A request of a pipeline that was done."""
+    """A request of a pipeline that succeeded."""
 
     response: WireResponse
 
 
 class StreamError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
-    """One that failed."""
+    """A request of a pipeline that failed."""
 
     error: WireError
 
@@ -409,11 +409,11 @@ class CursorError(msgspec.Struct, frozen=True, tag_field="type", tag="error"):
 
 
 class HelloOk(msgspec.Struct, frozen=True, tag_field="type", tag="hello_ok"):
-    """Welcome."""
+    """The token was accepted."""
 
 
 class HelloError(msgspec.Struct, frozen=True, tag_field="type", tag="hello_error"):
-    """Not welcome."""
+    """The token was refused."""
 
     error: WireError
 
@@ -426,7 +426,7 @@ class ResponseOk(msgspec.Struct, frozen=True, tag_field="type", tag="response_ok
 
 
 class ResponseError(msgspec.Struct, frozen=True, tag_field="type", tag="response_error"):
-    """Its error."""
+    """The error of a request."""
 
     request_id: int
     error: WireError
@@ -447,44 +447,44 @@ def _read(decoder: msgspec.json.Decoder[Any], body: bytes | str) -> Any:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidInput(f"the request cannot be read: {error}", hint="see the specification of Hrana") from None
+        raise InvalidInput(f"the request cannot be read: {error}", hint="see the Hrana specification") from None
 
 
 def read_pipeline(body: bytes) -> PipelineBody:
-    """Raises `InvalidInput`, as the other readers do."""
+    """Decode a body. Raises `InvalidInput`, as the other readers do."""
     value: PipelineBody = _read(_pipeline, body)
     return value
 
 
 def read_cursor(body: bytes) -> CursorBody:
-    """See `read_pipeline`."""
+    """Decode a body; see `read_pipeline`."""
     value: CursorBody = _read(_cursor, body)
     return value
 
 
 def read_execute(body: bytes) -> ExecuteBody:
-    """See `read_pipeline`."""
+    """Decode a body; see `read_pipeline`."""
     value: ExecuteBody = _read(_execute, body)
     return value
 
 
 def read_batch(body: bytes) -> BatchBody:
-    """See `read_pipeline`."""
+    """Decode a body; see `read_pipeline`."""
     value: BatchBody = _read(_batch, body)
     return value
 
 
 def read_message(text: bytes | str) -> ClientMessage:
-    """See `read_pipeline`."""
+    """Decode a message; see `read_pipeline`."""
     value: ClientMessage = _read(_message, text)
     return value
 
 
 def json_rows(rows: Sequence[Sequence[SqlValue]]) -> bytes:
-    """Rows of an answer, without the brackets around them."""
+    """Return rows of an answer, without the surrounding brackets."""
     return encode(encode_rows(rows))[1:-1]
 
 
 def json_entries(rows: Sequence[Sequence[SqlValue]]) -> bytes:
-    """Rows of a cursor, a line each."""
+    """Return rows of a cursor, one line each."""
     return encode_lines([*map(RowEntry, encode_rows(rows))])

@@ -1,10 +1,10 @@
-"""The addresses of SQL over HTTP and WebSocket: Hrana 1 to 3 in JSON (W2), and databases as namespaces (W4).
+"""The routes of SQL over HTTP and WebSocket: Hrana 1 to 3 in JSON (W2), and databases as namespaces (W4).
 
-Which database: the header `x-namespace`, else the first label of the host, else the prefix `/db/NAME` of the path, else
-`service.sql_default_database`. Every address of Hrana exists with and without that prefix.
+The database is named by the header `x-namespace`, else the first label of the host, else the prefix `/db/NAME` of the path,
+else `service.sql_default_database`. Every path of Hrana exists with and without that prefix.
 
-A request's rights are looked at before its database is looked up. What a part of the protocol refuses (a baton, a stream too
-many) is told as `{"message", "code"}`, which the clients read; everything else as the HTTP side tells it.
+A request's rights are checked before its database is looked up. Refusals of the protocol (a baton, too many streams) are sent
+as `{"message", "code"}`, which the clients read; all other errors in the form of the HTTP server.
 
 Threads: the event loop's.
 """
@@ -48,14 +48,14 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class SqlPart:
-    """A part of the HTTP side."""
+    """The SQL part of the HTTP server."""
 
     def __init__(self, context: WebContext) -> None:
         self._context = context
         self._service: SqlService | None = None
 
     def routes(self) -> list[BaseRoute]:
-        """Its addresses."""
+        """Return the routes."""
         posts: dict[str, Endpoint] = {
             "/v2/pipeline": self.pipeline,
             "/v3/pipeline": self.pipeline,
@@ -71,43 +71,43 @@ class SqlPart:
             ]
             routes += [Route(prefix + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
             routes += [Route(f"{prefix}/v3-protobuf{end}", _unsupported) for end in ("", "/pipeline", "/cursor")]
-        # `@libsql/client` and `libsql-client` resolve `v2/pipeline` against http://HOST/db/shop, and the name is lost.
+        # `@libsql/client` and `libsql-client` resolve `v2/pipeline` against http://HOST/db/shop, which loses the name.
         routes += [Route(f"/db{path}", self.nameless, methods=["POST"]) for path in posts]
         routes += [WebSocketRoute(path, self.socket) for path in ("/", "/db/{database}", "/db/{database}/")]
         return [*routes, *NamespaceRoutes(self._context).routes()]
 
     async def start(self) -> None:
-        """The event loop runs."""
+        """Create the service, in the running event loop."""
         self._service = SqlService(self._context.store, lambda: self._context.limits.hit("sql_answers"))
 
     async def close(self) -> None:
-        """Roll back what is open."""
+        """Roll back open transactions and stop the service."""
         if self._service is not None:
             await self._service.close()
 
     @property
     def service(self) -> SqlService:
-        """For other protocols over the same sessions."""
+        """The service, for other protocols over the same sessions."""
         assert self._service is not None, "the event loop runs"
         return self._service
 
     def collect(self) -> Iterable[Metric]:
-        """Its figures."""
+        """Yield the metrics."""
         if self._service is None:
             return
         figures = self._service.figures()
-        yield GaugeMetricFamily("quire_sql_streams", "streams of SQL that are open", value=figures.streams_now)
+        yield GaugeMetricFamily("quire_sql_streams", "open SQL streams", value=figures.streams_now)
         for name, text, value in (
-            ("quire_sql_connections", "connections that were opened for streams", figures.connections_opened),
-            ("quire_sql_one_shots", "pipelines that closed themselves", figures.one_shots),
-            ("quire_sql_lane_writes", "of those, the ones that shared a sync with others", figures.lane_writes),
-            ("quire_sql_streams_refused", "streams too many, and batons that were not valid", figures.refused),
-            ("quire_sql_streams_expired", "streams that were closed because nobody used them", figures.expired),
-            ("quire_sql_transactions_expired", "transactions that were rolled back so", figures.rolled_back),
+            ("quire_sql_connections", "connections opened for streams", figures.connections_opened),
+            ("quire_sql_one_shots", "pipelines that closed their own stream", figures.one_shots),
+            ("quire_sql_lane_writes", "one-shot pipelines that shared a sync with others", figures.lane_writes),
+            ("quire_sql_streams_refused", "streams refused: too many streams, or an invalid baton", figures.refused),
+            ("quire_sql_streams_expired", "streams closed because they were idle", figures.expired),
+            ("quire_sql_transactions_expired", "transactions rolled back because they were idle", figures.rolled_back),
         ):
             yield CounterMetricFamily(name, text, value=value)
 
-    # ── who asks for what ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── rights and databases ──────────────────────────────────────────────────────────────────────────────────────────
     def _target(self, connection: HTTPConnection, grant: Grant) -> SqlTarget:
         text = self._context.database(connection)
         name = base_name(text)
@@ -115,8 +115,8 @@ class SqlPart:
         return SqlTarget.parse(text, writable=grant.may(name, write=True), may_attach=grant.may_attach)
 
     async def nameless(self, request: Request) -> Response:
-        """What a client asks for whose URL ends with the name of a database."""
-        self._context.gate.grant(request).check_somebody()
+        """Explain the missing slash to a client whose URL ends with the name of a database."""
+        self._context.gate.grant(request).check_any_access()
         url = f"{request.url.scheme}://{request.headers.get('host', 'HOST')}/db/NAME/"
         message = f"the URL of a database ends with a slash, or its name is lost: {url}"
         return _refusal(p.WireError(message, "DATABASE_NOT_NAMED"), HTTPStatus.NOT_FOUND)
@@ -128,7 +128,7 @@ class SqlPart:
         target = self._target(request, grant)
         body = p.read_pipeline(await self._context.read_body(request))
         if any(isinstance(step, p.CloseRequest) for step in body.requests[:-1]):
-            raise InvalidInput("`close` is the last request of a pipeline")
+            raise InvalidInput("`close` must be the last request of a pipeline")
         if is_one_shot(body):
             key = request.headers.get(KEY, "")
             return Response(await self.service.one_shot(target, body.requests, key=key), media_type=JSON)
@@ -142,7 +142,7 @@ class SqlPart:
         return Response(answer, media_type=JSON)
 
     async def _run_pipeline(self, stream: SqlStream, body: p.PipelineBody) -> bytes:
-        if stream.is_closed:  # while this request waited for a cursor of it
+        if stream.is_closed:  # while this request waited for a cursor of the stream
             raise StreamRefused("the stream is closed", EXPIRED)
         ends = bool(body.requests) and isinstance(body.requests[-1], p.CloseRequest)
         results = await self.service.run(stream, lambda session: _answers(session, body.requests))
@@ -161,7 +161,7 @@ class SqlPart:
 
     # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def cursor(self, request: Request) -> Response:
-        """`POST /v3/cursor`: lines, as they are made."""
+        """`POST /v3/cursor`: send lines as they are produced."""
         grant = self._context.gate.grant(request)
         target = self._target(request, grant)
         body = p.read_cursor(await self._context.read_body(request))
@@ -182,7 +182,7 @@ class SqlPart:
         return await self._single(target, p.BatchRequest(body.batch))
 
     async def _single(self, target: SqlTarget, request: p.ExecuteRequest | p.BatchRequest) -> Response:
-        """Version 1 answers with the result alone, and with a status for an error."""
+        """Answer as version 1 does: with the result alone, and with a status for an error."""
 
         def run(session: SqlSession) -> Work[bytes]:
             response = yield from session.respond(request)
@@ -193,7 +193,7 @@ class SqlPart:
 
     # ── WebSocket ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def socket(self, websocket: WebSocket) -> None:
-        """Many streams over one socket."""
+        """Serve a WebSocket with many streams."""
         offered = websocket.scope.get("subprotocols") or []
         chosen = next((name for name in PROTOCOLS if name in offered), None)
         if offered and chosen is None:
@@ -239,12 +239,12 @@ async def _text(websocket: WebSocket) -> str:
         raise WebSocketDisconnect(message.get("code", 1005))
     text: str | None = message.get("text")
     if text is None:
-        raise InvalidInput("a message is JSON text", hint="protobuf is not supported")
+        raise InvalidInput("a message must be JSON text", hint="protobuf is not supported")
     return text
 
 
 class CursorResponse(Response):
-    """The lines of a cursor. One bunch is in memory; the next is made when the client has taken it."""
+    """The lines of a cursor. One fetch is in memory; the next is produced when the client has taken it."""
 
     def __init__(self, service: SqlService, stream: SqlStream, batch: p.WireBatch) -> None:
         self._service = service
@@ -253,13 +253,14 @@ class CursorResponse(Response):
         super().__init__(media_type=LINES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. The stream is free when the last line is sent. A client that goes before may only be tired of the rows
-        (`libsql` does so, and goes on with the stream's baton): if it has vanished, the stream ends by being idle."""
+        """Send the lines. The stream is free when the last line is sent. A client that disconnects earlier may only have read
+        enough rows (`libsql` does so, and continues with the stream's baton): if it has vanished, the stream is closed when it
+        is idle."""
         stream, streams = self._stream, self._service.streams
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
         leaving = asyncio.ensure_future(_disconnected(receive))
         async with stream.lock:
-            if stream.is_closed:  # while this request waited for another of it
+            if stream.is_closed:  # while this request waited for another one of the stream
                 leaving.cancel()
                 await _refusal(p.WireError("the stream is closed", EXPIRED), HTTPStatus.BAD_REQUEST)(
                     scope, receive, send
@@ -296,14 +297,14 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class HranaEndpoint:
-    """An endpoint as an ASGI application, whose refusals are told as the protocol says. An object: Starlette would put layers
-    of its own, which look for handlers of exceptions, around a function."""
+    """An endpoint as an ASGI application that sends refusals in the protocol's form. It is an object because Starlette would
+    wrap a function in layers that look for exception handlers."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handle one request."""
         try:
             response = await self._endpoint(EdgeRequest(scope, receive))
         except StreamRefused as refused:
@@ -323,5 +324,5 @@ async def _supported(_: Request) -> Response:
 
 
 async def _unsupported(_: Request) -> Response:
-    """Clients that ask for protobuf fall back to JSON."""
+    """Refuse protobuf: clients then fall back to JSON."""
     return _refusal(p.WireError("protobuf is not supported: use JSON", "PROTOBUF_NOT_SUPPORTED"), HTTPStatus.NOT_FOUND)

@@ -1,15 +1,15 @@
-"""SQL for other programs, free of any protocol: streams and one-shots on the databases of a store.
+"""SQL for other programs, independent of any protocol: streams and one-shots on the databases of a store.
 
 Terms
-  one-shot   a pipeline without a baton that closes itself. It runs on a connection of the pool; one that writes runs in its
+  one-shot   a pipeline without a baton that closes its stream. It runs on a connection of the pool; one that writes runs in its
              database's lane (`write_groups.py`)
   stream     requests of one client on one connection (`streams.py`)
 
-Who may do what is decided before anything comes here: a target says whether it may be written to.
+Rights are checked before a request arrives here: a target states whether it may be written to.
 
-Threads: the event loop's in which it was made; SQL runs in `SqlThreads`.
-Raises `QuireError` for what concerns the database (it does not exist, say), `StreamRefused` for streams; errors of statements
-are parts of answers.
+Threads: those of the event loop that created it; SQL runs in `SqlThreads`.
+Raises `QuireError` for errors of a database (it does not exist, say), `StreamRefused` for streams; errors of statements are
+part of answers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 SWEEP_SECONDS = 0.5
 WRITING = frozenset({"insert", "update", "delete", "replace", "create", "drop", "alter"})
-"""How statements begin that go through the lane. A guess: one that is missed only waits for its own sync."""
+"""First words of statements that go through the lane. A heuristic: a missed statement only waits for its own sync."""
 
 
 @dataclass(frozen=True, slots=True)
 class SqlFigures:
-    """What was counted since the server started, and what is there now."""
+    """Counters since the server started, and the current number of streams."""
 
     streams_now: int
     connections_opened: int
@@ -54,10 +54,10 @@ class SqlFigures:
 
 
 class SqlService:
-    """See above. Made in the event loop that uses it."""
+    """Runs one-shots and streams. Created in the event loop that uses it."""
 
     def __init__(self, store: StoreApi, on_too_large: Callable[[], None] = lambda: None) -> None:
-        """`on_too_large` counts answers and rows that are larger than they may be."""
+        """`on_too_large` counts answers and rows that exceed their limits."""
         settings = store.settings.service
         # constant after construction
         self._store = store
@@ -79,17 +79,17 @@ class SqlService:
             roll_back=self._roll_back,
             release=self._release,
         )
-        # the loop's
+        # used in the event loop only
         self._lanes: dict[str, WriterLane] = {}
         self._queues: WeakValueDictionary[str, LockQueue] = WeakValueDictionary()
         self._recent_queues: dict[str, LockQueue] = {}
-        """Those of databases in use: a queue that nobody waits at would be made for every request."""
+        """Keeps the queues of databases in use alive: otherwise each request would create a queue that has no waiters."""
         self._sweeper = self._loop.create_task(self._sweep())
         self._one_shots = 0
         self._lane_writes = 0
 
     def figures(self) -> SqlFigures:
-        """See `SqlFigures`."""
+        """Return the counters."""
         streams = self.streams
         return SqlFigures(
             streams_now=len(streams),
@@ -103,7 +103,7 @@ class SqlService:
 
     # ── one-shots ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def one_shot(self, target: SqlTarget, requests: Sequence[p.StreamRequest], *, key: str = "") -> bytes:
-        """Run a pipeline that closes itself; its encoded answer. With a key it is done once, however often it is sent."""
+        """Run a one-shot; return its encoded answer. With a key it is executed once, however often it is sent."""
         self._one_shots += 1
         pipeline = partial(run_pipeline, requests=requests)
         if key and target.writable:
@@ -114,7 +114,7 @@ class SqlService:
         return await self._alone(target, pipeline)
 
     async def in_session(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> T:
-        """Run a work on a connection of the pool; what it leaves open is rolled back."""
+        """Run a work on a connection of the pool; a transaction that it leaves open is rolled back."""
         self._one_shots += 1
         return await self._alone(target, function)
 
@@ -144,7 +144,7 @@ class SqlService:
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     async def run(self, stream: SqlStream, function: Callable[[SqlSession], Work[T]]) -> T:
-        """Run a work on a stream; the caller holds its lock."""
+        """Run a work on a stream. REQUIRES the stream's lock."""
         queue = self.queue(stream.target.name)
         try:
             work = self._on(stream, function)
@@ -172,7 +172,7 @@ class SqlService:
         return stream.session
 
     async def cursor(self, stream: SqlStream, batch: p.WireBatch) -> AsyncGenerator[bytes]:
-        """Run a batch, a bunch of lines at a time; the caller holds the stream's lock, and closes the iterator."""
+        """Run a batch and yield its lines, a fetch at a time. REQUIRES the stream's lock; the caller closes the iterator."""
         queue = self.queue(stream.target.name)
         work = self._cursor_on(stream, batch)
         wait: LockWait | None = None
@@ -196,12 +196,12 @@ class SqlService:
     def _cursor_on(self, stream: SqlStream, batch: p.WireBatch) -> Work[None]:
         session = self._session(stream)
         try:
-            yield from session.cursor(batch)  # type: ignore[misc]  # bytes and None; `cursor` tells them apart
+            yield from session.cursor(batch)  # type: ignore[misc]  # yields bytes and None; `cursor` distinguishes them
         finally:
             stream.is_in_transaction = not session.is_autocommit
 
     def queue(self, name: str) -> LockQueue:
-        """Who waits for the lock of a database."""
+        """Return the queue for a database's lock."""
         queue = self._recent_queues.get(name)
         if queue is not None:
             return queue
@@ -229,7 +229,7 @@ class SqlService:
         if stream.session is not None:
             await self._threads.call(stream.session.runner.release)
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
@@ -242,7 +242,7 @@ class SqlService:
                     await self._threads.call(lane.close)
 
     async def close(self) -> None:
-        """Roll everything back, and end the threads."""
+        """Roll back all transactions, and stop the threads."""
         self._sweeper.cancel()
         await self.streams.close_all()
         for lane in self._lanes.values():
@@ -253,7 +253,7 @@ class SqlService:
 
 
 def run_pipeline(session: SqlSession, requests: Sequence[p.StreamRequest]) -> Work[bytes]:
-    """The encoded answer to a pipeline that closes itself."""
+    """Run a one-shot's requests and return the encoded answer."""
     results = []
     for request in requests:
         results.append((yield from session.answer(request)))
@@ -262,12 +262,12 @@ def run_pipeline(session: SqlSession, requests: Sequence[p.StreamRequest]) -> Wo
 
 
 def is_one_shot(body: p.PipelineBody) -> bool:
-    """Whether a pipeline closes the stream that it opens."""
+    """Return whether a pipeline closes the stream that it opens."""
     return body.baton is None and bool(body.requests) and isinstance(body.requests[-1], p.CloseRequest)
 
 
 def _is_write(requests: Sequence[p.StreamRequest]) -> bool:
-    """Whether a one-shot is a single statement that writes, or a batch with one."""
+    """Return whether a one-shot is a single statement that writes, or a batch with one."""
     if len(requests) != 2:
         return False
     match requests[0]:

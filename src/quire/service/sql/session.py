@@ -1,19 +1,19 @@
-"""What a stream of requests does on its connection of SQLite's; free of HTTP, so that every protocol is a translation of it.
+"""Executes the requests of a stream on its SQLite connection. It is independent of HTTP: every protocol is a translation of it.
 
 Terms
-  work      a generator that runs a request. It yields `None` where another connection holds the write lock: whoever drives
-            it waits, without a thread, and resumes it; the statement is then tried again. A driver that gives up throws
-            `LockTimeout` into it. A cursor also yields bytes to be sent
-  outcome   what a statement has done, with its rows already encoded, in bunches
+  work      a generator that runs a request. It yields `None` where another connection holds the write lock: its driver waits,
+            without a thread, and resumes it; the statement is then tried again. A driver that gives up throws `LockTimeout`
+            into it. A cursor also yields bytes to be sent
+  outcome   the result of a statement, with its rows already encoded, in bunches
 
 Rules
-  1. No thread waits for a lock (W1): a statement that finds it taken has not begun, and the work is set aside.
-  2. An answer, to all requests of a pipeline together, is bounded in rows and bytes, counted while it is made; a cursor has
-     one bunch in memory at a time.
-  3. A failed statement is an error of its request, or of its step of a batch; the work goes on with the next one.
+  1. No thread waits for a lock (W1): a statement that finds it taken has not begun, and the work is suspended.
+  2. An answer, to all requests of a pipeline together, is bounded in rows and bytes, counted while it is produced; a cursor has
+     one fetch in memory at a time.
+  3. A failed statement is an error of its request, or of its step of a batch; the work continues with the next one.
   4. For a skipped step the condition `error` holds, as for a failed one (W3).
 
-Threads: one at a time; a work may go on in another thread than the one it began in.
+Threads: one at a time; a work may be resumed in another thread than the one it began in.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ RowEncoder = Callable[[Sequence[Sequence[SqlValue]]], bytes]
 
 
 class LockTimeout(Exception):
-    """The lock was waited for long enough."""
+    """The time to wait for the lock is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerLimits:
-    """What one answer may hold."""
+    """Limits of one answer."""
 
     rows_max: int = 1_000_000
     bytes_max: int = 32 << 20
@@ -59,7 +59,7 @@ class AnswerLimits:
 
 @dataclass(slots=True, kw_only=True)
 class StatementOutcome:
-    """What a statement has done."""
+    """The result of a statement."""
 
     columns: Columns
     bunches: list[bytes] = field(default_factory=list)
@@ -69,7 +69,7 @@ class StatementOutcome:
     seconds: float = 0.0
 
     def wire(self) -> p.StatementResult:
-        """As JSON clients read it; its rows were encoded by `json_rows`."""
+        """Return the outcome as JSON clients read it; its rows were encoded by `json_rows`."""
         return p.StatementResult(
             cols=wire_columns(self.columns),
             rows=msgspec.Raw(b"[" + b",".join(self.bunches) + b"]"),
@@ -82,7 +82,7 @@ class StatementOutcome:
 
 
 class StoredSqls:
-    """Texts that a client has stored under numbers: of one stream over HTTP, of all streams of a WebSocket."""
+    """Texts that a client has stored under numbers: per stream over HTTP, per socket over WebSocket."""
 
     def __init__(self) -> None:
         self._texts: dict[int, str] = {}
@@ -92,20 +92,20 @@ class StoredSqls:
         return len(self._texts)
 
     def store(self, sql_id: int, sql: str) -> None:
-        """Keep a text under a number."""
+        """Store a text under a number."""
         if sql_id in self._texts:
-            raise StatementFailed(f"SQL text {sql_id} is stored already", "SQL_STORE_EXISTS")
+            raise StatementFailed(f"SQL text {sql_id} is already stored", "SQL_STORE_EXISTS")
         if len(self._texts) >= STORED_SQLS_MAX or self._bytes + len(sql) > STORED_BYTES_MAX:
             raise StatementFailed("too many SQL texts are stored: close some", "SQL_STORE_TOO_MANY")
         self._texts[sql_id] = sql
         self._bytes += len(sql)
 
     def close(self, sql_id: int) -> None:
-        """Forget it; one that is not there is fine."""
+        """Discard a text; do nothing if it does not exist."""
         self._bytes -= len(self._texts.pop(sql_id, ""))
 
     def get(self, sql_id: int | None) -> str:
-        """The text."""
+        """Return a stored text."""
         sql = None if sql_id is None else self._texts.get(sql_id)
         if sql is None:
             raise StatementFailed(f"SQL text {sql_id} is not stored", "SQL_STORE_NOT_FOUND")
@@ -113,30 +113,30 @@ class StoredSqls:
 
 
 class SqlSession:
-    """A connection of one stream."""
+    """The session of one stream on its connection."""
 
     def __init__(self, runner: StatementRunner, limits: AnswerLimits, sqls: StoredSqls | None = None) -> None:
         # constant after construction
         self.runner = runner
         self.sqls = sqls if sqls is not None else StoredSqls()
         self.limits = limits
-        # the stream's
+        # the limits of the current answer, used by the stream's requests
         self._answer_rows = 0
         self._answer_bytes = 0
 
     def begin_answer(self) -> None:
-        """What follows is another answer, with limits of its own (rule 2)."""
+        """Begin another answer, with fresh limits (rule 2)."""
         self._answer_rows = self._answer_bytes = 0
 
     @property
     def is_autocommit(self) -> bool:
-        """Whether it is in no transaction."""
+        """Whether it is outside a transaction."""
         return self.runner.is_autocommit()
 
     def sql_of(self, sql: str | None, sql_id: int | None) -> str:
-        """A text, or the one that is stored."""
+        """Return a text, or the stored text of a number."""
         if (sql is None) == (sql_id is None):
-            raise StatementFailed("a statement has either `sql` or `sql_id`", "SQL_NOT_GIVEN")
+            raise StatementFailed("a statement must have either `sql` or `sql_id`", "SQL_NOT_GIVEN")
         return sql if sql is not None else self.sqls.get(sql_id)
 
     # ── statements ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +169,7 @@ class SqlSession:
             self._answer_bytes += len(encoded)
             if self._answer_rows > limits.rows_max or self._answer_bytes > limits.bytes_max:
                 statement.close()
-                self._answer_rows -= outcome.row_count  # what is not sent does not count
+                self._answer_rows -= outcome.row_count  # rows that are not sent do not count
                 self._answer_bytes -= sum(map(len, outcome.bunches))
                 what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
                 raise self.runner.too_large(f"{what}: use LIMIT, or a cursor")
@@ -182,7 +182,7 @@ class SqlSession:
         outcome.seconds = time.perf_counter() - began
 
     def _begin(self, sql: str, bindings: Sequence[SqlValue]) -> Work[RunningStatement]:
-        """Begin a statement, as soon as the lock it needs is free."""
+        """Begin a statement as soon as the lock it needs is free."""
         while True:
             try:
                 return self.runner.run(sql, bindings)
@@ -193,13 +193,13 @@ class SqlSession:
                     raise StatementFailed(f"{refused}: gave up waiting for it", "SQLITE_BUSY") from None
 
     def run_statement(self, stmt: p.WireStatement) -> Work[StatementOutcome]:
-        """A statement as it came."""
+        """Run a statement of a request."""
         sql = self.sql_of(stmt.sql, stmt.sql_id)
         bindings = self.bindings(sql, stmt)
         return (yield from self.execute(sql, bindings, want_rows=stmt.want_rows is not False))
 
     def bindings(self, sql: str, stmt: p.WireStatement) -> Sequence[SqlValue]:
-        """Its arguments."""
+        """Return the arguments of a statement."""
         args = [decode_value(value) for value in stmt.args or ()]
         if not stmt.named_args:
             return args
@@ -220,7 +220,7 @@ class SqlSession:
             position += len(piece.text)
 
     def describe(self, sql: str) -> p.DescribeResult:
-        """What a statement is."""
+        """Describe a statement."""
         description = self.runner.describe(sql)
         if description.is_empty:
             raise StatementFailed("SQL string does not contain any statement", "SQL_NO_STATEMENT")
@@ -250,7 +250,7 @@ class SqlSession:
         return p.BatchResult(results, errors)
 
     def _holds(self, condition: p.WireCondition | None, done: Sequence[object | None], depth: int = 0) -> bool:
-        """Whether a step is to be executed; `done` has something for each earlier step that was executed well."""
+        """Return whether a step is to be executed; `done` is not `None` for the earlier steps that succeeded."""
         if depth > p.CONDITION_DEPTH_MAX:
             raise StatementFailed("conditions are nested too deeply", "BATCH_COND_TOO_DEEP")
         match condition:
@@ -271,7 +271,7 @@ class SqlSession:
 
     # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def cursor(self, batch: p.WireBatch) -> Generator[bytes | None, None, None]:
-        """Run a batch; yields lines of JSON, a bunch at a time, and `None` for the lock."""
+        """Run a batch; yield lines of JSON, a fetch at a time, and `None` where it waits for the lock."""
         done: list[bool | None] = []
         for number, step in enumerate(batch.steps):
             try:
@@ -296,7 +296,7 @@ class SqlSession:
             else:
                 for rows, encoded in _bunches(statement, p.json_entries):
                     outcome.row_count += rows
-                    yield ready + encoded  # the beginning goes with the first rows
+                    yield ready + encoded  # the step's beginning is sent with the first rows
                     ready = b""
                     hit("sql.cursor_bunch")
         finally:
@@ -313,14 +313,14 @@ class SqlSession:
 
     # ── pipelines ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, request: p.StreamRequest) -> Work[p.StreamOk | p.StreamError]:
-        """One request of a pipeline."""
+        """Run one request of a pipeline; return its response or its error."""
         try:
             return p.StreamOk((yield from self.respond(request)))
         except StatementFailed as failed:
             return p.StreamError(p.WireError.of(failed))
 
     def respond(self, request: p.StreamRequest) -> Work[p.WireResponse]:
-        """The response to a request; raises `StatementFailed`."""
+        """Run a request and return its response; raise `StatementFailed`."""
         match request:
             case p.ExecuteRequest(stmt=stmt):
                 return p.ExecuteResponse((yield from self.run_statement(stmt)).wire())
@@ -348,13 +348,13 @@ BAD_STEP = "BATCH_COND_BAD_STEP"
 
 
 def wire_columns(columns: Columns) -> list[p.WireColumn]:
-    """Columns as JSON clients read them."""
+    """Return columns as JSON clients read them."""
     return [p.WireColumn(name, decltype) for name, decltype in columns]
 
 
 def _bunches(statement: RunningStatement, encode: RowEncoder) -> Iterator[tuple[int, bytes]]:
-    """(rows, their bytes)."""
-    while rows := statement.bunch():
+    """Yield (number of rows, their bytes)."""
+    while rows := statement.fetch_next():
         yield len(rows), encode(rows)
         if statement.is_over:
             return

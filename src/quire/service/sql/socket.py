@@ -1,16 +1,16 @@
-"""Hrana over one WebSocket: many streams, requests with numbers, answers as they are ready.
+"""Hrana over one WebSocket: many streams, numbered requests, answers as they are ready.
 
-Requests of one stream are done in the order in which they came; those of different streams beside each other. Texts that were
-stored belong to the socket, and are put in when a request comes: closing a text does not reach requests that came before.
-When the socket goes, for whatever reason, all its streams are rolled back and given back. Each request is allowed by the token
-of the last hello, also on a stream that an earlier one has opened.
+Requests of one stream are executed in order; those of different streams concurrently. Stored texts belong to the socket and are
+resolved when a request arrives: closing a text does not affect earlier requests. When the socket ends, for whatever reason, all
+its streams are rolled back and closed. Each request is authorized by the token of the last hello, even on a stream that was
+opened under an earlier one.
 
-A cursor has its stream to itself until it is through or closed. One from which nothing is fetched for as long as a stream may
-be idle (in a transaction: as long as that may) is closed, and the next fetch hears of it: neither a lock nor a version is held
-for a client that only keeps its socket open.
+A cursor has its stream to itself until it is done or closed. A cursor from which nothing is fetched for the idle time of a
+stream (in a transaction: the idle time of a transaction) is closed, and the next fetch gets an error: neither a lock nor a
+version is held for a client that only keeps its socket open.
 
-What is bounded: streams and cursors of a socket, the requests of it that are under way (more are not read: the client waits),
-the size of a message (by the server), and what a fetch of a cursor answers with.
+Limits: the streams and cursors of a socket, its requests in progress (more are not read: the client waits), the size of a
+message (by the server), and the size of a fetch's answer.
 
 Threads: the event loop's.
 """
@@ -40,17 +40,17 @@ STREAMS_MAX = 128
 CURSORS_MAX = 128
 REQUESTS_MAX = 64
 FETCH_BYTES = 1 << 20
-"""A fetch ends with the entry that passes this, even if the client asked for more."""
+"""A fetch ends with the entry that exceeds this, even if the client asked for more."""
 PROTOCOLS = ("hrana3", "hrana2", "hrana1")
-"""In the order in which they are preferred; without any it is `hrana1`."""
+"""In order of preference; `hrana1` if the client offers none."""
 
 
 Admit = Callable[[str | None], tuple[SqlTarget, Grant]]
-"""What a caller may do: the database, with whether it may be written to. Raises `QuireError`."""
+"""Returns the database, with whether it may be written to, and the grant of a token. Raises `QuireError`."""
 
 
 class _SocketCursor:
-    """A cursor, and its stream, whose lock it holds from when it is opened until it is through."""
+    """A cursor and its stream, whose lock it holds from when it is opened until it is done."""
 
     __slots__ = ("entries", "holds_stream", "is_done", "lines", "lock", "lost", "stream", "timer")
 
@@ -58,23 +58,23 @@ class _SocketCursor:
         self.stream = stream
         self.entries = entries
         self.lock = asyncio.Lock()
-        """Held while it is opened, fetched from or closed: its requests are done one after the other."""
+        """Held while it is opened, fetched from or closed: its requests are executed one after the other."""
         self.lines: deque[bytes] = deque()
         self.holds_stream = False
         self.is_done = False
         self.lost: StatementFailed | None = None
-        """Why it was closed, if its client did not."""
+        """Why it was closed, if not by its client."""
         self.timer: asyncio.TimerHandle | None = None
 
     def stop_timer(self) -> None:
-        """Somebody uses it."""
+        """Cancel the idle timer: the cursor is in use."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
 
 class HranaSocket:
-    """One socket."""
+    """The state of one socket."""
 
     def __init__(
         self,
@@ -83,25 +83,25 @@ class HranaSocket:
         send: Callable[[str], Awaitable[None]],
         on_limit: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_limit` counts what is refused because a client has used it up, by the name of the limit."""
+        """`on_limit` counts refused requests by the name of the limit that was reached."""
         # constant after construction
         self._on_limit = on_limit
         self._service = service
         self._admit = admit
         self._send = send
         self._places = asyncio.Semaphore(REQUESTS_MAX)
-        # the loop's
+        # used in the event loop only
         self._target: SqlTarget | None = None
         self._grant = Grant.NOTHING
         self._sqls = StoredSqls()
         self._streams: dict[int, SqlStream] = {}
         self._unclosed: set[SqlStream] = set()
-        """These, and those whose closing is under way: it may be cut off with the socket."""
+        """`_streams`, and those that are being closed: the end of the socket may interrupt that."""
         self._cursors: dict[int, _SocketCursor] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def receive(self, text: str) -> None:
-        """Take a message; raises `QuireError` for one that cannot be understood: the socket is then closed."""
+        """Handle a message. Raises `QuireError` if it cannot be decoded: the socket is then closed."""
         message = p.read_message(text)
         if isinstance(message, p.HelloMessage):
             await self._hello(message)
@@ -123,7 +123,7 @@ class HranaSocket:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether its client has said hello with a token that is valid."""
+        """Whether its client has sent a hello with a valid token."""
         return self._target is not None
 
     async def _hello(self, message: p.HelloMessage) -> None:
@@ -154,16 +154,16 @@ class HranaSocket:
         await self._reply(reply)
 
     async def _reply(self, message: msgspec.Struct) -> None:
-        with suppress(Exception):  # the socket is gone: whoever reads it notices, and ends everything
+        with suppress(Exception):  # the socket is gone: its reader notices, and closes everything
             await self._send(p.encode(message).decode("utf-8"))
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def _begin(self, request: p.SocketRequest) -> Callable[[], Awaitable[p.WireResponse]]:
-        """What depends on the order of messages is done here; what is returned is called for the rest."""
+        """Do the part that depends on the order of messages; return a function for the rest."""
         if self._target is None:
-            raise StatementFailed("say hello first, with a token that is valid", "AUTH_FAILED")
+            raise StatementFailed("send hello first, with a valid token", "AUTH_FAILED")
         if self._grant.is_expired:
-            raise StatementFailed("the token has expired: say hello with a new one", "AUTH_FAILED")
+            raise StatementFailed("the token has expired: send hello with a new one", "AUTH_FAILED")
         match request:
             case p.OpenStreamRequest(stream_id=stream_id):
                 self._open_stream(stream_id, self._target)
@@ -187,10 +187,10 @@ class HranaSocket:
 
     def _open_stream(self, stream_id: int, target: SqlTarget) -> None:
         if stream_id in self._streams:
-            raise StatementFailed(f"stream {stream_id} is open already", "STREAM_EXISTS")
+            raise StatementFailed(f"stream {stream_id} is already open", "STREAM_EXISTS")
         if len(self._streams) >= STREAMS_MAX:
             self._on_limit("sql_streams")
-            raise StatementFailed(f"a socket has at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
+            raise StatementFailed(f"a socket can have at most {STREAMS_MAX} streams", "TOO_MANY_STREAMS")
         try:
             stream = self._service.streams.open(target, self._grant, is_lasting=True)
         except StreamRefused as refused:
@@ -221,12 +221,12 @@ class HranaSocket:
 
     # ── cursors ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _new_cursor(self, stream: SqlStream, cursor_id: int, batch: p.WireBatch) -> _SocketCursor:
-        """Its number is taken from now on, while it still waits for its stream."""
+        """Reserve the cursor's number at once, while the cursor still waits for its stream."""
         if cursor_id in self._cursors:
-            raise StatementFailed(f"cursor {cursor_id} is open already", "CURSOR_EXISTS")
+            raise StatementFailed(f"cursor {cursor_id} is already open", "CURSOR_EXISTS")
         if len(self._cursors) >= CURSORS_MAX:
             self._on_limit("sql_cursors")
-            raise StatementFailed(f"a socket has at most {CURSORS_MAX} cursors", "TOO_MANY_CURSORS")
+            raise StatementFailed(f"a socket can have at most {CURSORS_MAX} cursors", "TOO_MANY_CURSORS")
         cursor = self._cursors[cursor_id] = _SocketCursor(stream, self._service.cursor(stream, batch))
         return cursor
 
@@ -263,7 +263,7 @@ class HranaSocket:
         return p.FetchCursorResponse(entries, cursor.is_done and not cursor.lines)
 
     async def _read_on(self, cursor: _SocketCursor) -> bool:
-        """Whether there is another bunch."""
+        """Read the next rows; return False if there is none."""
         if cursor.is_done:
             return False
         try:
@@ -277,7 +277,7 @@ class HranaSocket:
         return True
 
     async def _end(self, cursor: _SocketCursor) -> None:
-        """Let its stream go; the caller holds the cursor's lock."""
+        """Close a cursor and release its stream. REQUIRES the cursor's lock."""
         cursor.stop_timer()
         if not cursor.is_done:
             cursor.is_done = True
@@ -288,13 +288,13 @@ class HranaSocket:
                     cursor.stream.lock.release()
 
     def _watch(self, cursor: _SocketCursor) -> None:
-        """Close it unless it is used in time."""
+        """Start the idle timer, which closes the cursor unless it is used in time."""
         session, limits = cursor.stream.session, self._service.streams.limits
         is_idle = session is None or session.is_autocommit
         seconds = limits.idle_seconds if is_idle else limits.transaction_seconds
-        cursor.timer = asyncio.get_running_loop().call_later(seconds, self._time_is_over, cursor, seconds)
+        cursor.timer = asyncio.get_running_loop().call_later(seconds, self._on_timeout, cursor, seconds)
 
-    def _time_is_over(self, cursor: _SocketCursor, seconds: float) -> None:
+    def _on_timeout(self, cursor: _SocketCursor, seconds: float) -> None:
         cursor.timer = None
         self._add_task(self._give_up(cursor, seconds))
 
@@ -324,7 +324,7 @@ class HranaSocket:
                     await self._end(cursor)
 
     async def close(self) -> None:
-        """The socket is gone: everything is rolled back."""
+        """Roll back everything: the socket is gone."""
         for task in [*self._tasks]:
             task.cancel()
         if self._tasks:
@@ -339,21 +339,21 @@ async def _plain(kind: str) -> p.WireResponse:
 
 
 def resolved_statement(stmt: p.WireStatement, sqls: StoredSqls) -> p.WireStatement:
-    """A statement with its text in place of the number that it is stored under."""
+    """Return a statement with its text instead of the number of a stored one."""
     if stmt.sql_id is None:
         return stmt
     return msgspec.structs.replace(stmt, sql=sqls.get(stmt.sql_id), sql_id=None)
 
 
 def resolved_batch(batch: p.WireBatch, sqls: StoredSqls) -> p.WireBatch:
-    """The same for a batch."""
+    """Resolve stored texts in a batch."""
     if all(step.stmt.sql_id is None for step in batch.steps):
         return batch
     return p.WireBatch([p.BatchStep(resolved_statement(step.stmt, sqls), step.condition) for step in batch.steps])
 
 
 def resolved(request: p.StreamRequest, sqls: StoredSqls) -> p.StreamRequest:
-    """The same for a request."""
+    """Resolve stored texts in a request."""
     match request:
         case p.ExecuteRequest(stmt=stmt):
             return p.ExecuteRequest(resolved_statement(stmt, sqls))

@@ -1,14 +1,13 @@
-"""Streams: each a connection of its own, from a client's first request to its last, and the batons by which HTTP clients
-come back to them.
+"""Streams: each has its own connection from a client's first request to its last; HTTP clients resume one by its baton.
 
-A *baton* is base64 of (stream, turn, signature). The signature is an HMAC with a key that is made when the server starts, so
-nobody can make one up; the turn is used once, so a repeated request is refused and not done twice. It belongs to the
-database and to the caller that it was given for. A cursor's baton is given with its first line, while the stream is still at
-work: a request that comes with it waits its turn (`libsql` sends one as soon as it has the first line).
+A *baton* is base64 of (stream, turn, signature). The signature is an HMAC with a key that is generated when the server starts,
+so a baton cannot be forged; the turn is used once, so a repeated request is refused and not executed twice. A baton belongs to
+the database and the caller for which it was issued. A cursor's baton is issued with its first line, while the stream is still
+working: a request with it waits for the cursor's end (`libsql` sends one as soon as it has the first line).
 
-What is bounded: streams in all and of each database; a stream that nobody uses is closed after `idle_seconds`; one that holds
-a transaction open, and does nothing, after `transaction_seconds`: it is rolled back, its lock is free, and its next request
-hears of it. A client that vanishes is one that does nothing, or whose socket has closed.
+Limits: streams in total and per database. An unused stream is closed after `idle_seconds`. A stream that holds a transaction
+open and does nothing is rolled back after `transaction_seconds`: its lock is free, and its next request gets an error. A client
+that has vanished is one that does nothing, or whose socket has closed.
 
 Threads: the event loop's. Raises `StreamRefused`.
 """
@@ -35,11 +34,11 @@ assert _BATON.size == 16
 
 INVALID, REUSED, EXPIRED, TOO_MANY = "BATON_INVALID", "BATON_REUSED", "STREAM_EXPIRED", "TOO_MANY_STREAMS"
 RELEASE_SECONDS = 1.0
-"""A stream that waits this long between two requests gives its cached pages back: hundreds of them may wait."""
+"""A stream that is idle for this long between two requests releases its cached pages: hundreds of streams may be idle."""
 
 
 class StreamRefused(Exception):
-    """A request that belongs to no stream of its caller, or one stream too many."""
+    """The request belongs to no stream of its caller, or there are too many streams."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -48,7 +47,7 @@ class StreamRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """What clients may use up."""
+    """Limits of the streams of a server."""
 
     streams_max: int = 512
     per_database_max: int = 256
@@ -57,7 +56,7 @@ class StreamLimits:
 
 
 class SqlStream:
-    """A stream. Made by `StreamRegistry.open`."""
+    """A stream. Created by `StreamRegistry.open`."""
 
     __slots__ = (
         "caller",
@@ -81,31 +80,31 @@ class SqlStream:
         self.target = target
         self.caller = caller
         self.is_lasting = False
-        """Of a WebSocket: it ends with that, not by being idle."""
+        """Whether it belongs to a WebSocket: it ends with that, not by being idle."""
         self.sqls = StoredSqls()
         self.lock = asyncio.Lock()
-        """Held while a request is at work."""
-        # of who holds the lock
+        """Held during a request."""
+        # guarded by the lock
         self.connection: SqlConnection | None = None
         self.session: SqlSession | None = None
         self.is_in_transaction = False
         self.has_pages = False
-        """Whether its connection may have pages in its cache."""
-        # the registry's
+        """Whether its connection may have cached pages."""
+        # used by the registry only
         self.turn = 0
-        """Of the baton that is out; 0 if none is."""
+        """The turn of the issued baton; 0 if there is none."""
         self.used_at = now
         self.is_closed = False
 
     @property
     def keeps_nothing(self) -> bool:
-        """Whether its client would not notice a new one in its place."""
+        """Whether its client would not notice if a new stream replaced it."""
         is_clean = self.connection is None or self.connection.is_clean
         return not self.lock.locked() and not self.is_in_transaction and not len(self.sqls) and is_clean
 
 
 StreamEnd = Callable[[SqlStream], Awaitable[None]]
-"""Ends something of a stream, in a thread; the stream's lock is held."""
+"""Ends a stream, or part of its state, in a thread. REQUIRES the stream's lock."""
 
 
 class StreamRegistry:
@@ -127,7 +126,7 @@ class StreamRegistry:
         self._release = release
         self._clock = clock
         self._key = secrets.token_bytes(32)
-        # the loop's
+        # used in the event loop only
         self._streams: dict[int, SqlStream] = {}
         self._of_database: dict[str, int] = {}
         self._closing: set[asyncio.Future[None]] = set()
@@ -140,7 +139,7 @@ class StreamRegistry:
 
     # ── opening and closing ───────────────────────────────────────────────────────────────────────────────────────────
     def open(self, target: SqlTarget, caller: object, *, is_lasting: bool = False) -> SqlStream:
-        """A new stream, still without a connection."""
+        """Open a stream, without a connection yet."""
         if self._of_database.get(target.name, 0) >= self.limits.per_database_max:
             self._make_room(target.name)
         elif len(self._streams) >= self.limits.streams_max:
@@ -153,8 +152,8 @@ class StreamRegistry:
         return stream
 
     def _make_room(self, database: str | None) -> None:
-        """Close the stream that was idle for longest and keeps nothing: many clients never close theirs, and need no baton of
-        a stream without a transaction."""
+        """Close the longest idle stream that keeps nothing: many clients never close theirs, and do not need the baton of a
+        stream without a transaction."""
         idle = (
             stream
             for stream in self._streams.values()
@@ -172,7 +171,7 @@ class StreamRegistry:
         task.add_done_callback(self._closing.discard)
 
     async def close(self, stream: SqlStream) -> None:
-        """Roll back, and give the connection back; the caller holds the stream's lock."""
+        """Roll back, and return the connection to the pool. REQUIRES the stream's lock."""
         if stream.is_closed:
             return
         self._forget(stream)
@@ -188,8 +187,8 @@ class StreamRegistry:
 
     # ── batons ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def baton(self, stream: SqlStream) -> str:
-        """The baton for the next request; the one before is worth nothing from now on."""
-        stream.turn = secrets.randbits(63) | 1
+        """Issue the baton for the next request; the previous one becomes invalid."""
+        stream.turn = secrets.randbits(63) | 1  # never 0, which means none
         body = _BATON.pack(stream.number, stream.turn)
         return base64.urlsafe_b64encode(body + self._signature(body)).decode("ascii").rstrip("=")
 
@@ -197,7 +196,7 @@ class StreamRegistry:
         return hmac.digest(self._key, body, "sha256")[:_SIGNATURE_BYTES]
 
     def resume(self, baton: str, target: SqlTarget, caller: object) -> SqlStream:
-        """The stream of a baton, which is used up by that. Its lock may be held: the caller waits for it."""
+        """Return the stream of a baton, which is used up. The stream's lock may be held: the caller waits for it."""
         number, turn = self._read(baton)
         stream = self._streams.get(number)
         if stream is None:
@@ -207,7 +206,7 @@ class StreamRegistry:
             raise StreamRefused(f"the stream is closed: it was idle ({idle}), or the server restarted", EXPIRED)
         if stream.turn != turn:
             self.refused += 1
-            raise StreamRefused("the baton was used before: each answer has the one for the next request", REUSED)
+            raise StreamRefused("the baton was already used: each response has the baton for the next request", REUSED)
         if stream.target != target or stream.caller != caller:
             self.refused += 1
             raise StreamRefused("the baton belongs to another database or caller", INVALID)
@@ -224,18 +223,18 @@ class StreamRegistry:
             raw[_BATON.size :], self._signature(body)
         ):
             self.refused += 1
-            raise StreamRefused("the baton is not one of this server's", INVALID)
+            raise StreamRefused("the baton was not issued by this server", INVALID)
         number, turn = _BATON.unpack(body)
         return number, turn
 
-    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── expiry ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def touch(self, stream: SqlStream) -> None:
-        """A request of it has ended: it is idle from now on."""
+        """Record the end of a request: the stream is idle from now on."""
         stream.used_at = self._clock()
         stream.has_pages = True
 
     async def sweep(self) -> None:
-        """End what was idle for too long."""
+        """Close idle streams, roll back idle transactions, and release cached pages."""
         limits, now = self.limits, self._clock()
         for stream in [*self._streams.values()]:
             if stream.lock.locked():
@@ -253,7 +252,7 @@ class StreamRegistry:
                     await self._release(stream)
 
     async def _end_transaction(self, stream: SqlStream) -> None:
-        """Roll back what holds a lock for nobody. Over HTTP the stream ends with it."""
+        """Roll back a transaction whose client does nothing. Over HTTP the stream ends with it."""
         self.rolled_back += 1
         emit("warning", "sql.transaction_timeout", database=stream.target.name)
         async with stream.lock:
@@ -265,7 +264,7 @@ class StreamRegistry:
             await self._roll_back(stream)
 
     async def close_all(self) -> None:
-        """The server ends: everything is rolled back."""
+        """Close every stream, with a rollback: the server stops."""
         for stream in [*self._streams.values()]:
             async with stream.lock:
                 await self.close(stream)

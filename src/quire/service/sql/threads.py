@@ -1,24 +1,24 @@
 """Threads that run SQL for an event loop, and the loop's side of waiting for a lock.
 
-A hand-over between threads costs more than a short statement: both need the interpreter's lock, and each of them wakes the
-other. So jobs are handed over in groups. Those of one round of the loop wake one thread, which runs them one after the other;
-the loop is called when none is left. A job that takes long costs those behind it little: a *tick* of the loop settles what is
-done and wakes another thread for the rest (decision 077).
+Handing a call over to another thread costs more than a short statement: both threads need the interpreter's lock, and each
+wakes the other. So jobs are handed over in groups. Those of one round of the loop wake one thread, which runs them one after
+the other; the loop is called when none is left. A long job delays those after it only a little: a *tick* of the loop settles
+finished jobs and wakes another thread for the rest (decision 077).
 
 Terms
   job      a call that runs in one of the threads; the loop awaits it
   share    the jobs of one database, and how many threads may run them at a time
-  queue    who waits for the write lock of one database, the longest waiting first
+  queue    the waiters for the write lock of one database, the longest waiting first
 
 Rules
-  1. A thread only works: what must wait for a lock leaves it, and comes back when the lock may be free (W1).
-  2. A job that was begun is waited for, even if whoever asked is cancelled: nobody may touch its connection before.
+  1. A thread never waits for a lock: a job that needs one leaves the thread, and returns when the lock may be free (W1).
+  2. A job that has begun is awaited even if its caller is cancelled: its connection may not be used before it ends.
   3. One database never has all threads (`service.sql_database_threads`): some SQL cannot be interrupted (`instr` on megabytes),
-     and whoever sends it keeps only users of the same database waiting.
-  4. The threads are no threads of quire's in the sense of `core/barrier.py`: they acknowledge commits, and wait for the
+     and a client that sends it delays only users of the same database.
+  4. The threads are not threads of quire's in the sense of `core/barrier.py`: they acknowledge commits, and wait for the
      archive where a call must.
-  5. While a job waits for a thread, a tick is set: within `TICK_SECONDS` it settles what is done, and wakes another thread
-     unless those that work get on with short jobs, where one more would only compete for the interpreter.
+  5. While a job waits for a thread, a tick is scheduled: within `TICK_SECONDS` it settles finished jobs, and wakes another
+     thread unless the working ones make progress with short jobs, where one more would only compete for the interpreter.
 
 Threads: `SqlThreads` belongs to one event loop; `close` is called in it.
 """
@@ -41,14 +41,14 @@ from quire.service.sql.session import LockTimeout, Work
 T = TypeVar("T")
 
 FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.001, 0.05
-"""Between two attempts to get a lock that a program in the owner holds: nobody tells when that one gives it back."""
+"""Pauses between two attempts to get a lock that a connection in the owner's process holds: its release is not signalled."""
 TICK_SECONDS = 0.002
-GATHERED_MAX = 32
-"""Jobs for which no thread is woken while each round of the loop brings more: who is answered last waits for all of them."""
+DEFERRED_JOBS_MAX = 32
+"""Jobs up to which no thread is woken while each round of the loop brings more: the last answer waits for all of them."""
 SHORT_JOBS = 8
-"""Jobs that were begun in a tick: so many are short, and most of their time is the interpreter's."""
+"""If this many jobs were begun in a tick, they are short, and take mostly the interpreter's time."""
 LONG_SECONDS = 0.001
-"""A job that has run for so long may go on for any time: who comes behind it gets another thread at once."""
+"""A job that has run for this long may take any time: the next job gets another thread at once."""
 
 
 class ThreadShare:
@@ -62,7 +62,7 @@ class ThreadShare:
         # guarded by the lock of the threads
         self.running = 0
         self.held: deque[_Job] = deque()
-        """Those that came to a thread when the database had its share of them."""
+        """Jobs that a thread took up when the database already had its share of threads."""
 
 
 class _Job:
@@ -81,39 +81,39 @@ class _Job:
 
 
 class SqlThreads:
-    """A bounded number of threads, started when they are needed."""
+    """A bounded number of threads, started on demand."""
 
     def __init__(self, count_max: int) -> None:
         # constant after construction
         self._loop = asyncio.get_running_loop()
         self._count_max = count_max
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        """One for each idle thread that is to look for jobs."""
-        # the loop's
+        """One item for each idle thread that shall look for jobs."""
+        # used in the event loop only
         self._will_wake = False
-        self._gathered = 0
-        """Jobs that were there when a thread was last going to be woken."""
+        self._jobs_at_deferral = 0
+        """The number of jobs when a wake-up was last put off."""
         self._is_urgent = False
-        """Whether a job that waits has come."""
+        """Whether a job with `waits` has been added."""
         # guarded by _lock
         self._lock = threading.Lock()
         self._closed = False
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._working = 0
-        """Threads that are awake, without those whose jobs only wait."""
+        """Threads that are awake, except those whose jobs only wait."""
         self._begun = 0
-        """Jobs since the last tick."""
+        """Jobs begun since the last tick."""
         self._begun_at = 0.0
-        # shared: single steps of a deque are atomic
+        # shared: single operations of a deque are atomic
         self._jobs: deque[_Job] = deque()
         self._done: deque[_Job] = deque()
-        self._rung = False
-        self._ticks = False
+        self._settle_scheduled = False
+        self._tick_scheduled = False
 
     async def call(self, function: Callable[[], T], share: ThreadShare | None = None, *, waits: bool = False) -> T:
-        """Run something in a thread (rule 2), within its database's share of them. `waits`: it waits for the disk, and keeps
-        nobody else from working."""
+        """Run a function in a thread (rule 2), within its database's share of them. `waits`: it waits for the disk, and leaves
+        the interpreter to others."""
         if self._closed:
             raise Unavailable("the server is closing", hint="connect again")
         job = _Job(function, self._loop.create_future(), share, waits)
@@ -122,7 +122,7 @@ class SqlThreads:
             self._is_urgent = True
         else:
             self._jobs.append(job)
-        if not self._will_wake:  # behind the other requests of this round, so that their jobs are there as well
+        if not self._will_wake:  # after the other requests of this round, so that their jobs are included
             self._will_wake = True
             self._loop.call_soon(self._wake)
         try:
@@ -142,34 +142,34 @@ class SqlThreads:
 
     # ── the event loop's thread ───────────────────────────────────────────────────────────────────────────────────────
     def _wake(self) -> None:
-        if not self._is_urgent and self._gathered < len(self._jobs) < GATHERED_MAX and not self._working:
-            self._gathered = len(self._jobs)  # more have come in the last round, and more may come in the next
+        if not self._is_urgent and self._jobs_at_deferral < len(self._jobs) < DEFERRED_JOBS_MAX and not self._working:
+            self._jobs_at_deferral = len(self._jobs)  # the last round added jobs, and the next one may
             self._loop.call_soon(self._wake)
             return
-        is_urgent, self._will_wake, self._is_urgent, self._gathered = self._is_urgent, False, False, 0
+        is_urgent, self._will_wake, self._is_urgent, self._jobs_at_deferral = self._is_urgent, False, False, 0
         with self._lock:
             if is_urgent or not self._working or time.perf_counter() - self._begun_at > LONG_SECONDS:
-                self._rouse()
+                self._wake_thread()
         self._set_tick()
 
     def _set_tick(self) -> None:
-        if not self._ticks and self._jobs:
-            self._ticks = True
+        if not self._tick_scheduled and self._jobs:
+            self._tick_scheduled = True
             self._loop.call_later(TICK_SECONDS, self._tick)
 
     def _tick(self) -> None:
-        """Settle what is done, and wake another thread for what waits (rule 5)."""
-        self._ticks = False  # before looking: who is done from here on rings
+        """Settle finished jobs, and wake another thread for those that wait (rule 5)."""
+        self._tick_scheduled = False  # cleared first: a job that ends from here on schedules a call of the loop
         self._settle()
         with self._lock:
             begun, self._begun = self._begun, 0
             if begun < SHORT_JOBS:
                 for _ in range(1 if begun else min(len(self._jobs), self._count_max)):
-                    self._rouse()
+                    self._wake_thread()
         self._set_tick()
 
     def _settle(self) -> None:
-        self._rung = False  # before looking: who is done from here on rings again
+        self._settle_scheduled = False  # cleared first: a job that ends from here on schedules it again
         done = self._done
         while done:
             job = done.popleft()
@@ -178,18 +178,18 @@ class SqlThreads:
                 job.future.set_result(None)
 
     def close(self) -> None:
-        """Take no more jobs; the threads end when those that wait are done."""
+        """Accept no more jobs; the threads end when the waiting ones are done."""
         with self._lock:
             self._closed = True
-            self._rouse()  # there may be jobs, and no thread yet
+            self._wake_thread()  # jobs may wait although no thread has been started
             self._working += self._idle
             for _ in range(self._idle):
                 self._wakes.put(None)
             self._idle = 0
 
     # ── any thread, with the lock ─────────────────────────────────────────────────────────────────────────────────────
-    def _rouse(self) -> None:
-        """Have one more thread look for jobs, if there is one and something to do."""
+    def _wake_thread(self) -> None:
+        """Have one more thread look for jobs, if there are any and a thread is available."""
         if not self._jobs:
             return
         if self._idle:
@@ -199,7 +199,7 @@ class SqlThreads:
             thread = threading.Thread(target=self._work, name=f"sql-worker-{len(self._threads)}", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no more threads: another one, or the next tick, comes to the job
+            except RuntimeError:  # the system is out of threads: another thread, or the next tick, takes the job
                 return
             self._threads.append(thread)
         else:
@@ -207,7 +207,7 @@ class SqlThreads:
         self._working += 1
 
     def _next(self, last: _Job | None) -> _Job | None:
-        """The next job of a thread that has run `last`; none: it is idle from now on."""
+        """Return the next job of a thread that has run `last`; `None`: the thread is now idle."""
         with self._lock:
             if last is not None:
                 self._working += last.waits
@@ -226,7 +226,7 @@ class SqlThreads:
                 if job.waits:
                     self._working -= 1
                     if not self._working:
-                        self._rouse()  # in its place
+                        self._wake_thread()  # to take its place
                 else:
                     self._begun_at = time.perf_counter()
                 return job
@@ -236,14 +236,14 @@ class SqlThreads:
 
     # ── its own threads ───────────────────────────────────────────────────────────────────────────────────────────────
     def _work(self) -> None:
-        self._work_off()
+        self._run_jobs()
         while not self._closed:
             self._wakes.get()
-            self._work_off()
-        self._work_off()  # what came since it last looked, before it was closed
+            self._run_jobs()
+        self._run_jobs()  # jobs that were added before the close
 
-    def _work_off(self) -> None:
-        """Run jobs for as long as there are any."""
+    def _run_jobs(self) -> None:
+        """Run jobs until there are none."""
         job = self._next(None)
         while job is not None:
             try:
@@ -252,20 +252,19 @@ class SqlThreads:
                 job.error = error
             self._done.append(job)
             job = self._next(job)
-            if not self._rung and (
-                job is None or not self._ticks
-            ):  # one call of the loop settles all that were done by then
-                self._rung = True
+            # One call of the loop settles all jobs that are done by then.
+            if not self._settle_scheduled and (job is None or not self._tick_scheduled):
+                self._settle_scheduled = True
                 self._loop.call_soon_threadsafe(self._settle)
 
 
 class LockQueue:
-    """Who waits for the write lock of a database, from this event loop; and its share of the threads."""
+    """The waiters for a database's write lock, from this event loop; and the database's share of the threads."""
 
     __slots__ = ("__weakref__", "_waiting", "share")
 
     def __init__(self, threads_max: int) -> None:
-        """Of the threads at most `threads_max` work for this database at a time (rule 3)."""
+        """At most `threads_max` of the threads work for this database at a time (rule 3)."""
         self._waiting: deque[asyncio.Future[None]] = deque()
         self.share = ThreadShare(threads_max)
 
@@ -273,7 +272,7 @@ class LockQueue:
         return len(self._waiting)
 
     def wake(self) -> None:
-        """The lock may be free: let who has waited longest try."""
+        """Wake the longest waiter: the lock may be free."""
         while self._waiting:
             waiter = self._waiting.popleft()
             if not waiter.done():
@@ -281,7 +280,7 @@ class LockQueue:
                 return
 
     async def wait(self, seconds: float) -> None:
-        """Until it may be free, or so many seconds."""
+        """Wait until the lock may be free, for at most `seconds`."""
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         self._waiting.append(waiter)
@@ -300,7 +299,7 @@ def _end(waiter: asyncio.Future[None]) -> None:
 
 
 class LockWait:
-    """One wait for a lock: pauses that get longer, up to a deadline."""
+    """One wait for a lock: growing pauses, up to a deadline."""
 
     __slots__ = ("_deadline", "_pause", "_queue")
 
@@ -310,17 +309,17 @@ class LockWait:
         self._pause = FIRST_PAUSE_SECONDS
 
     async def pause(self) -> bool:
-        """Wait for the next attempt; False if there is none left."""
-        rest = self._deadline - asyncio.get_running_loop().time()
-        if rest <= 0:
+        """Wait until the next attempt; return False if the deadline has passed."""
+        remaining = self._deadline - asyncio.get_running_loop().time()
+        if remaining <= 0:
             return False
-        await self._queue.wait(min(self._pause, rest))
+        await self._queue.wait(min(self._pause, remaining))
         self._pause = min(self._pause * 2, PAUSE_SECONDS_MAX)
         return True
 
 
 async def drive(threads: SqlThreads, work: Work[T], queue: LockQueue, wait_seconds: float) -> T:
-    """Run a work to its end, waiting for locks without a thread."""
+    """Run a `Work` to its end, waiting for locks without a thread."""
     wait: LockWait | None = None
     step: Callable[[Work[T]], tuple[bool, Any]] = advance
     while True:
@@ -333,7 +332,7 @@ async def drive(threads: SqlThreads, work: Work[T], queue: LockQueue, wait_secon
 
 
 def advance(work: Generator[Any, None, T]) -> tuple[bool, Any]:
-    """(whether it is done, its result or what it yields)."""
+    """Resume a work; return whether it is done, and its result or what it yields."""
     try:
         return False, next(work)
     except StopIteration as stop:
@@ -341,7 +340,7 @@ def advance(work: Generator[Any, None, T]) -> tuple[bool, Any]:
 
 
 def give_up(work: Generator[Any, None, T]) -> tuple[bool, Any]:
-    """The same, for a work that waited too long for its lock."""
+    """Resume a work with `LockTimeout`, because it waited too long for its lock; return the same as `advance`."""
     try:
         return False, work.throw(LockTimeout())
     except StopIteration as stop:

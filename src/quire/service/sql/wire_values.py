@@ -1,9 +1,9 @@
-"""SQLite's values as Hrana has them in JSON.
+"""SQLite's values in the JSON of Hrana.
 
-Integers travel as text, because JavaScript's numbers end at 2^53; blobs as base64, without padding, and with it if a client
-sends it; of a float that is not finite the value is null, because JSON has none (W3).
+Integers are sent as text, because JavaScript's numbers end at 2^53; blobs as base64 without padding (clients may send it); a
+float that is not finite as null, because JSON has none (W3).
 
-Pure.
+Threads: any; pure functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ NULL = WireNull()
 
 
 def decode_value(value: WireValue) -> SqlValue:
-    """A value of a client as SQLite takes it.
+    """Return a client's value as a value of SQLite.
 
     >>> decode_value(WireInteger("-5")), decode_value(WireBlob("AAE")), decode_value(WireBlob("AAE="))
     (-5, b'\\x00\\x01', b'\\x00\\x01')
@@ -71,11 +71,11 @@ def decode_value(value: WireValue) -> SqlValue:
 
 def _integer(text: str | int) -> int:
     try:
-        number = int(text) if len(str(text)) <= 20 else INTEGER_MAX + 1
+        number = int(text) if len(str(text)) <= 20 else INTEGER_MAX + 1  # -2**63 has 20 characters
     except ValueError:
-        raise StatementFailed(f"{text!r} is no integer", ARGS_INVALID) from None
+        raise StatementFailed(f"{text!r} is not an integer", ARGS_INVALID) from None
     if not INTEGER_MIN <= number <= INTEGER_MAX:
-        raise StatementFailed("an integer has 64 bits", ARGS_INVALID)
+        raise StatementFailed("an integer must fit 64 bits", ARGS_INVALID)
     return number
 
 
@@ -83,11 +83,11 @@ def _blob(text: str) -> bytes:
     try:
         return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
     except (binascii.Error, ValueError):
-        raise StatementFailed("a blob is sent as base64", ARGS_INVALID) from None
+        raise StatementFailed("a blob must be sent as base64", ARGS_INVALID) from None
 
 
 def encode_value(value: SqlValue) -> WireValue:
-    """A value of SQLite's as clients read it.
+    """Return a value of SQLite as clients read it.
 
     >>> encode_value(7), encode_value(b"1"), msgspec.json.encode(encode_value(float("inf")))
     (WireInteger(value='7'), WireBlob(base64='MQ'), b'{"type":"float","value":null}')
@@ -100,7 +100,7 @@ def _integers(column: Sequence[Any]) -> list[WireValue]:
 
 
 def _floats(column: Sequence[Any]) -> list[WireValue]:
-    return [*map(WireFloat, column)]  # msgspec writes one that is not finite as null
+    return [*map(WireFloat, column)]  # msgspec writes a float that is not finite as null
 
 
 def _blobs(column: Sequence[Any]) -> list[WireValue]:
@@ -119,7 +119,7 @@ _ENCODERS = {int: _integers, float: _floats, str: _texts, bytes: _blobs, type(No
 
 
 def encode_rows(rows: Sequence[Sequence[SqlValue]]) -> list[tuple[WireValue, ...]]:
-    """Rows as clients read them. By column: most have one type, and then no Python runs for a value (W9)."""
+    """Return rows as clients read them. By column: most have one type, and then no Python code runs per value (W9)."""
     columns: list[list[WireValue]] = []
     for column in zip(*rows):
         kinds = {*map(type, column)}

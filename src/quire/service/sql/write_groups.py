@@ -1,20 +1,20 @@
-"""One-shot pipelines that write, of many clients, to one database: one connection, one after the other, one sync for a group.
+"""A writer lane: one-shot pipelines of many clients that write to one database share a connection and one sync per group.
 
-Most programs send a single INSERT or a batch that begins and commits. Each on a connection of its own would be a thread that
-waits for the turn to write, and one more that waits for the disk. Here those that wait are run by one thread as a *group*,
-without waiting for the disk in between; then one sync makes them all durable, and only then are they answered. The next group
-runs during that sync, as the page engine allows (P7).
+Most programs send a single INSERT, or a batch that begins and commits. On separate connections, each would be a thread that
+waits for its turn to write, and one more that waits for the disk. Here one thread runs the waiting pipelines as a *group*, one
+after the other, without waiting for the disk in between; then one sync makes them all durable, and only then are they answered.
+The next group runs during that sync, as the page engine allows (P7).
 
-Each pipeline is by itself: its own transactions, its own errors; what it leaves open is rolled back before the next one. A
-pipeline that finds the database locked by somebody else waits with its group at the database's queue, and gives up when its
-own time is over.
+Each pipeline is independent: it has its own transactions and its own errors, and a transaction that it leaves open is rolled
+back before the next one. A pipeline that finds the database locked by another connection waits, with its group, in the
+database's queue, and gives up when its own time is over.
 
 What is on disk
   group is run       appended to the WAL, not synced: a crash loses some or all of its last transactions, none was answered
   group is synced    every transaction of the group is durable
-  answers            are sent after it
+  answers            are sent after the sync
 
-Threads: the event loop's, but for `_run_group` and `_sync`, which run one at a time in threads of the pool.
+Threads: the event loop's, except for `_run_group` and `_sync`, which run one at a time in threads of the pool.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, 
 from quire.sqlite.connect import take_unsynced
 
 GROUP_MAX = 64
-"""Pipelines of a group: those behind it would wait for all of them."""
+"""The most pipelines in a group: later ones wait for all of them."""
 WAITING_MAX = 4_096
-"""Pipelines of one database that may wait; more are refused."""
+"""The most pipelines of one database that may wait; more are refused."""
 SYNCS_MAX = 2
-"""Groups whose sync is under way: more would only have syncs of their own (P7)."""
+"""The most groups whose sync is in progress: more would only cause separate syncs (P7)."""
 
 Pipeline = Callable[[SqlSession], Work[bytes]]
 """What a one-shot does with a session; its result is the encoded answer."""
@@ -55,7 +55,7 @@ class _LaneJob:
 
 
 class WriterLane:
-    """The writer of one database for one-shots."""
+    """The writer of one database, for one-shots."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class WriterLane:
         self._queue = queue
         self._target = target
         self._wait_seconds = wait_seconds
-        # the loop's
+        # used in the event loop only
         self._waiting: deque[_LaneJob] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._syncs: set[asyncio.Task[None]] = set()
-        # of the thread that runs a group, and the loop's in between
+        # used by the thread that runs a group; between groups, by the event loop
         self._connection: SqlConnection | None = None
         self._work: Work[bytes] | None = None
         self._guard: PageGuard | None = None
@@ -83,26 +83,28 @@ class WriterLane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody needs it."""
+        """Whether no pipeline waits or runs."""
         return self._runner is None and not self._waiting and not self._syncs
 
     async def run(self, pipeline: Pipeline) -> bytes:
-        """Run a one-shot; its answer, once it is durable."""
+        """Run a one-shot; return its answer when it is durable."""
         if len(self._waiting) >= WAITING_MAX:
-            raise Overloaded("too many writes wait for this database", hint="send fewer at once, or larger batches")
+            raise Overloaded(
+                "too many writes to this database are queued", hint="send fewer at once, or larger batches"
+            )
         loop = asyncio.get_running_loop()
         job = _LaneJob(pipeline, loop.create_future(), loop.time() + self._wait_seconds)
         self._waiting.append(job)
         if self._runner is None:
             self._runner = loop.create_task(self._serve())
-        return await job.future  # it is run, whether or not somebody still waits for it
+        return await job.future  # the pipeline is run even if its caller has left
 
     async def _serve(self) -> None:
         try:
             while self._waiting:
-                while len(self._syncs) >= SYNCS_MAX:  # before a group is taken: it grows meanwhile
+                while len(self._syncs) >= SYNCS_MAX:  # before the group is taken: it grows meanwhile
                     await asyncio.wait(self._syncs, return_when=asyncio.FIRST_COMPLETED)
-                if len(self._queue):  # streams wait for the lock: it is their turn
+                if len(self._queue):  # streams wait for the lock: they go first
                     await self._queue.wait(0.02)
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP_MAX))]
                 await self._run(group)
@@ -118,11 +120,11 @@ class WriterLane:
             try:
                 run = partial(self._run_group, group[done:], is_over)
                 count = await self._threads.call(run, self._queue.share)
-            except BaseException as error:  # no connection: nothing of these was run
+            except BaseException as error:  # no connection: none of these was run
                 for job in group[done:]:
                     job.error = error
                 break
-            if count:  # the one at which it stopped has a time of its own
+            if count:  # the pipeline at which it stopped has its own deadline
                 done, wait = done + count, None
                 self._queue.wake()
             if done < len(group) and wait is None:
@@ -144,21 +146,21 @@ class WriterLane:
                 continue
             if (problem := job.error or failure) is not None:
                 job.future.set_exception(problem)
-                job.future.exception()  # somebody may have left
+                job.future.exception()  # marks it as retrieved: the caller may have left
             else:
                 job.future.set_result(job.answer)
 
     # ── in a thread ───────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_group(self, group: list[_LaneJob], is_over: bool) -> int:
-        """Run pipelines, one after the other, up to one that needs a lock; how many are done. With `is_over` the first one
-        has waited for long enough."""
+        """Run pipelines, one after the other, up to one that needs a lock; return how many are done. With `is_over` the first
+        one's time to wait is over."""
         step = give_up if is_over else advance
         if (
             self._connection is not None
             and self._work is None
             and self._pool.find(self._target) != self._connection.db_id
         ):
-            self.close()  # another database has its name now
+            self.close()  # the name now belongs to another database
         for number, job in enumerate(group):
             connection = self._connection or self._open()
             if self._work is None:
@@ -168,7 +170,7 @@ class WriterLane:
                 if not is_done:
                     return number
                 job.answer = value
-                connection.runner.forget()
+                connection.runner.reset()
             except Exception as error:
                 job.error = error
                 connection.is_broken = True
@@ -185,18 +187,18 @@ class WriterLane:
         return connection
 
     async def finish(self) -> None:
-        """Return when everything that was asked for is answered."""
+        """Wait until every pipeline is answered."""
         while not self.is_idle:
             await asyncio.wait([task for task in (self._runner, *self._syncs) if task is not None])
 
     def close(self) -> None:
-        """Let go of the connection; nobody may be using the lane."""
+        """Close the connection. REQUIRES that the lane is not in use."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
 
 def _sync(guard: PageGuard) -> None:
-    """Wait until a commit, and those before it, are durable here and, where a call waits for it, in the archive."""
+    """Wait until a commit, and those before it, are durable here and, where the mode requires it, in the archive."""
     guard.result()
     hit("sql.lane.synced")

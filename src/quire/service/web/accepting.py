@@ -1,9 +1,9 @@
 """Accepts connections: each gets a slot before anything is read from it, its TLS handshake included.
 
 Rules
-  1. Who finds no slot is told so in one packet, and whoever speaks TLS only that we hang up: nobody waits for it.
+  1. A client that finds no slot is refused in one packet; a TLS connection is only closed: its handshake is not awaited.
   2. A handshake has as much time as the head of a request.
-  3. What goes wrong with one connection ends that one. Where the process may open no more files, accepting pauses.
+  3. An error of one connection ends that one. If the process is out of file descriptors, accepting pauses.
 
 Threads: the event loop's.
 """
@@ -22,15 +22,15 @@ from quire.service.web.protocol import LINGER_SECONDS, ConnectionSetup, HttpConn
 
 PAUSE_SECONDS = 0.1
 HELD_MAX = 32
-"""Connections that were turned away and are not closed yet."""
+"""Refused connections that are not closed yet, at most."""
 
 
 async def accept_connections(listener: socket.socket, setup: ConnectionSetup, tls: ssl.SSLContext | None) -> None:
-    """Accept until cancelled."""
+    """Accept connections until cancelled."""
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
     beginning: set[asyncio.Task[None]] = set()
-    goodbye = _Goodbye()
+    refused = _RefusedConnections()
     try:
         while True:
             try:
@@ -41,7 +41,7 @@ async def accept_connections(listener: socket.socket, setup: ConnectionSetup, tl
                 continue
             if not setup.slots.take():
                 setup.counts.limits.hit("connections")
-                goodbye.say(connection, is_plain=tls is None)
+                refused.refuse(connection, is_plain=tls is None)
                 continue
             task = loop.create_task(_begin(connection, setup, tls))
             beginning.add(task)
@@ -49,7 +49,7 @@ async def accept_connections(listener: socket.socket, setup: ConnectionSetup, tl
     finally:
         for task in beginning:
             task.cancel()
-        goodbye.end()
+        refused.end()
 
 
 async def _begin(connection: socket.socket, setup: ConnectionSetup, tls: ssl.SSLContext | None) -> None:
@@ -68,19 +68,19 @@ async def _begin(connection: socket.socket, setup: ConnectionSetup, tls: ssl.SSL
             raise
 
 
-class _Goodbye:
-    """Connections that were turned away and may still read why: a few, for a moment. One that is closed while its client is
-    sending is reset, and the client would see only that."""
+class _RefusedConnections:
+    """Refused connections that may still read the reason: a few, for a moment. A connection that is closed while its client is
+    sending is reset, and the client would only see that."""
 
     def __init__(self) -> None:
         self._held: set[socket.socket] = set()
 
-    def say(self, connection: socket.socket, *, is_plain: bool) -> None:
-        """Tell a client that there is no slot, and hang up in a moment (rule 1)."""
+    def refuse(self, connection: socket.socket, *, is_plain: bool) -> None:
+        """Send a refusal for lack of a slot, and close the connection in a moment (rule 1)."""
         if not is_plain or len(self._held) >= HELD_MAX:
             connection.close()
             return
-        busy = Overloaded("all places for connections are taken", hint="try again later")
+        busy = Overloaded("the limit for connections is reached", hint="try again later")
         with suppress(OSError):
             connection.setblocking(False)
             connection.send(raw_answer(busy, HTTPStatus.SERVICE_UNAVAILABLE, **{"retry-after": "1"}))
@@ -93,6 +93,6 @@ class _Goodbye:
         connection.close()
 
     def end(self) -> None:
-        """Close them all."""
+        """Close all of them."""
         for connection in list(self._held):
             self._close(connection)

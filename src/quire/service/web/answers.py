@@ -1,12 +1,12 @@
-"""What the HTTP side answers: values, and their JSON.
+"""Answers of the HTTP server: values, and their JSON.
 
 Rules
-  1. JSON is what `core.plain` makes of a value, with one difference: a whole number that a browser cannot hold (beyond 2^53)
-     is text, because JavaScript would round it in silence.
-  2. An error is told as `{"error", "message", "hint"}` and a status that says what the caller may do about it; where it
-     happened inside stays inside.
+  1. JSON is what `core.plain` returns for a value, with one difference: an integer that a browser cannot represent (beyond
+     2^53) is text, because JavaScript would round it silently.
+  2. An error is sent as `{"error", "message", "hint"}` with a status that tells the caller what to do; its internal coordinates
+     are not sent.
 
-Pure functions, any thread.
+Threads: any; pure functions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "x-frame-options": "DENY",
 }
-"""Of every answer: they keep other sites, caches and type guessing out."""
+"""Headers of every answer: they keep other sites, caches and type guessing out."""
 NUMBER_MAX = 2**53 - 1
 
 _STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (
@@ -68,7 +68,7 @@ _STATUS: tuple[tuple[type[QuireError], HTTPStatus], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A whole answer: what is sent, and how."""
+    """A whole answer."""
 
     body: bytes
     content_type: str = JSON
@@ -77,7 +77,7 @@ class Response:
 
 
 class HttpError(Exception):
-    """A request that is not let in, with the status that says why. Never leaves the HTTP side."""
+    """A request that is refused, with the status that states why. Never leaves the HTTP server."""
 
     def __init__(self, status: HTTPStatus, error: QuireError) -> None:
         super().__init__(error.what)
@@ -86,12 +86,13 @@ class HttpError(Exception):
 
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Response:
-    """A value as JSON."""
+    """Return a value as a JSON answer."""
     return Response(json_bytes(value), status=status)
 
 
 def json_bytes(value: Any) -> bytes:
-    """
+    """Encode a value as JSON (rule 1).
+
     >>> json_bytes({"lsn": 7, "crc64": 2**63})
     b'{"lsn":7,"crc64":"9223372036854775808"}'
     """
@@ -99,13 +100,13 @@ def json_bytes(value: Any) -> bytes:
 
 
 def error_answer(error: QuireError, status: int | None = None) -> Response:
-    """An error as it is told (rule 2)."""
+    """Return the answer for an error (rule 2)."""
     body = {"error": type(error).__name__, "message": error.what, "hint": error.hint}
     return json_answer(body, status_of(error) if status is None else status)
 
 
 def status_of(error: QuireError) -> HTTPStatus:
-    """What the caller may do about it, as HTTP says it.
+    """Return the HTTP status of an error.
 
     >>> status_of(NotFound("no such thing")).value
     404
@@ -114,7 +115,7 @@ def status_of(error: QuireError) -> HTTPStatus:
 
 
 def _safe(value: Any) -> Any:
-    """Rule 1, for a plain value."""
+    """Replace integers that JavaScript would round by text (rule 1)."""
     if isinstance(value, dict):
         return {name: _safe(item) for name, item in value.items()}
     if isinstance(value, list):

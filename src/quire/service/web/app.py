@@ -1,7 +1,7 @@
-"""The application: the routes of every part, the dashboard behind them, and what holds for all of them around it.
+"""The application: the routes of every part, the dashboard as the fallback, and the edge around all of them.
 
-Order: versions as files, the parts (SQL, replicas, calls of quire's own clients), then the dashboard, which answers everything
-that nobody else does.
+Order: versions as files, the parts (SQL, replicas, calls of quire's own clients), then the dashboard, which answers all other
+requests.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
-from starlette.responses import Response as StarletteResponse
 from starlette.types import ASGIApp
 
 from quire.service.replicas.routes import ReplicaPart
 from quire.service.sql.routes import SqlPart
-from quire.service.web.answers import Response
 from quire.service.web.calls import CallPart
 from quire.service.web.context import WebContext, WebPart
 from quire.service.web.edge import Edge
@@ -22,12 +20,12 @@ from quire.service.web.version_files import VersionFiles
 
 
 def make_parts(context: WebContext) -> tuple[WebPart, ...]:
-    """The parts of the HTTP side; the first that has an address answers it."""
+    """Create the parts of the HTTP server; the first that has a matching route answers."""
     return VersionFiles(context), SqlPart(context), ReplicaPart(context), CallPart(context)
 
 
 class Application(Starlette):
-    """Starlette's routing with nothing but the edge around it: that answers errors, and a layer less is paid by no request."""
+    """Starlette's routing with only the edge around it: the edge answers errors, and no request pays for another layer."""
 
     def __init__(self, context: WebContext, parts: Sequence[WebPart], dashboard: ASGIApp) -> None:
         super().__init__(routes=[route for part in parts for route in part.routes()])
@@ -36,11 +34,5 @@ class Application(Starlette):
         self.router.default = dashboard
 
     def build_middleware_stack(self) -> ASGIApp:
-        """In place of Starlette's own: its layers for errors find none to answer."""
+        """Return the edge instead of Starlette's own layers, which would find no errors to handle."""
         return Edge(self.router.app, self._context)
-
-
-def starlette_answer(answer: Response) -> StarletteResponse:
-    """An answer of ours, for endpoints that return Starlette's."""
-    headers = {**answer.headers, "content-type": answer.content_type}
-    return StarletteResponse(answer.body, int(answer.status), headers)

@@ -1,8 +1,8 @@
-"""The dashboard's own files: read once, sent with a tag, so that a browser asks whether they changed and hears no.
+"""The dashboard's static files: read once, sent with an `ETag`, so that a browser revalidates them and gets 304.
 
 Rules
-  1. Only files that came with the package are served, by their exact names; there is no path to climb out of.
-  2. Nothing is fetched from elsewhere: the content policy allows this origin and no inline code.
+  1. Only files of the package are served, by their exact names, so path traversal is impossible.
+  2. Nothing is loaded from elsewhere: the content policy allows this origin and no inline code.
 
 Threads: any; constant after the first use.
 """
@@ -35,7 +35,7 @@ class Asset(NamedTuple):
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every file of the dashboard by its name."""
+    """Return every file of the dashboard by its name."""
     by_name = {}
     for file in files("quire.service.web").joinpath("static").iterdir():
         kind = file.name.rpartition(".")[2]
@@ -46,7 +46,7 @@ def assets() -> dict[str, Asset]:
 
 
 def asset_answer(name: str, known_tag: str | None) -> Response | None:
-    """A file, or that it is still the one the browser has; `None` if there is none of this name."""
+    """Return a file, or 304 if the browser has it; `None` if there is no such file."""
     asset = assets().get(name)
     if asset is None:
         return None

@@ -1,8 +1,8 @@
 """`POST /v1/call/ACTION`: the calls of quire's own clients over HTTP (W8), as docs/formats/wire.md describes them.
 
-Host, origin and token are the HTTP side's; what an action is and who may do it, the service's (`service/server.py`). A call has
-a thread while it runs, and a statement waits for its lock there: there are as many threads as connections may ask at once, so
-that whoever holds the lock always finds one for its COMMIT.
+Host, origin and token are checked by the HTTP server; actions and rights by the service (`service/server.py`). A call occupies
+a thread while it runs, and a statement waits for its lock in it. There are as many threads as concurrent requests, so that the
+holder of the lock always finds one for its COMMIT.
 
 Threads: the event loop's, and those of calls.
 """
@@ -24,7 +24,7 @@ from quire.durable.failpoints import hit
 from quire.service.admission import Admission, FlightGate, Refusals
 from quire.service.http_carrier import CALL_TYPE, PATH
 from quire.service.server import Service
-from quire.service.sockets import listens
+from quire.service.sockets import register_server
 from quire.service.values import ServiceFigures
 from quire.service.web.answers import HttpError
 from quire.service.web.context import WebContext
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 
 
 class _HttpCall:
-    """One request, as a gate and the service see a call of Flight."""
+    """One request, in the shape in which a gate and the service see a Flight call."""
 
     def __init__(self, admission: Admission, peer: str, leaving: asyncio.Future[None]) -> None:
         self._admission = admission
         self._peer = peer
         self.is_cancelled = leaving.done
-        """Whether the client has hung up."""
+        """Returns whether the client has hung up."""
 
     def get_middleware(self, _: str) -> Admission:
-        """What this caller may do."""
+        """Return the caller's admission."""
         return self._admission
 
     def peer(self) -> str:
-        """Who called, for the log."""
+        """Return the caller, for the log."""
         return self._peer
 
 
 class CallPart:
-    """A part of the HTTP side."""
+    """The part of the HTTP server that serves calls."""
 
     def __init__(self, context: WebContext) -> None:
         # constant after construction
@@ -61,35 +61,35 @@ class CallPart:
         refusals = Refusals(context.store.manifest.clock)
         self._gate = FlightGate(context.gate.tokens, refusals, copy_of=context.store.copy_of)
         self.path = context.store.path
-        # Not named "quire-…": they acknowledge what a caller asked for, and wait for the archive as a caller does (A9).
+        # Not named "quire-…": these threads acknowledge changes to a caller, so they wait for the archive (A9).
         self._threads = ThreadPoolExecutor(context.settings.http_requests_max, thread_name_prefix="http-call")
         self._service = Service(context.store, refusals, context.stopping)
 
     def routes(self) -> list[BaseRoute]:
-        """Its address."""
+        """Return the route."""
         return [Route(PATH + "{action}", self.call, methods=["POST"])]
 
     async def start(self) -> None:
-        """The event loop runs."""
-        listens(self)
+        """Register with the store's servers."""
+        register_server(self)
 
     async def close(self) -> None:
-        """What clients hold ends."""
+        """End the clients' holdings."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._service.close)
 
     def collect(self) -> Iterable[Metric]:
-        """None of its own: calls are counted with those of the other addresses."""
+        """Yield no metrics: calls are counted with those of the other addresses."""
         return ()
 
     def figures(self) -> ServiceFigures:
-        """What was counted since the server started."""
+        """Return the counters since the server started."""
         return self._service.figures()
 
     async def call(self, request: Request) -> Response:
-        """One call."""
+        """Handle one call."""
         grant = self._context.gate.grant(request)
-        grant.check_somebody()  # everybody who is let in may ask for what concerns only itself
+        grant.check_any_access()  # any admitted caller may call actions on its own resources; the service checks the rest
         if (wrong := version_error(request.headers.get(VERSION_HEADER, ""))) is not None:
             raise HttpError(HTTPStatus.BAD_REQUEST, wrong)
         body = await self._context.read_body(request)
@@ -101,7 +101,7 @@ class CallPart:
 
         def act() -> bytes:
             answer = b"".join(self._service.act(action, body, self._gate, context))
-            hit("service.answer")  # where tests lose it
+            hit("service.answer")  # tests lose the answer here
             return answer
 
         try:

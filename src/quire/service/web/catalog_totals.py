@@ -1,15 +1,14 @@
-"""A walk over the catalogs, or over what they have of one database: how much there is, where it is, and whether it was
-verified.
+"""A walk over the catalogs, of one database or of all: how much data there is, where it is, and whether it was verified.
 
 Terms
   survey   the figures of a database, or of all: of the artifacts it made, and of the WAL segments it tracks
 
 Rules
-  1. For all, each catalog is read once, and nothing is kept of a single database; who shows the sums keeps them for a moment
-     (`response_cache.py`).
+  1. For all databases, each catalog is read once, and no figures of a single database are kept; the caller caches the sums for
+     a moment (`response_cache.py`).
   2. An artifact counts for the database that made it, once, however many forks share it (M6).
 
-Pure functions of a read transaction.
+Threads: the caller's; pure functions of a read transaction.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency, VerifyState, WalState
 
 DAMAGED_MAX = 100
-"""Damaged artifacts that are listed; all are counted."""
+"""Damaged artifacts that are listed; all of them are counted."""
 
 UNABSORBED = (WalState.OPEN, WalState.SEALED, WalState.INDEXED, WalState.CHECKPOINT_READY)
 _DAMAGED = (VerifyState.MISSING, VerifyState.ALTERED)
@@ -43,27 +42,27 @@ class Survey:
     delta_bytes: int = 0
     segments: Counter[str] = field(default_factory=Counter)
     wal_bytes: int = 0
-    """Of segments that are not truncated and that it made."""
+    """Bytes of segments that the database made and that are not truncated."""
     unabsorbed_bytes: int = 0
-    """Of segments that no checkpoint has absorbed."""
+    """Bytes of segments that no checkpoint has absorbed."""
     unabsorbed_pages: int = 0
     """Page versions in those segments."""
     tiers: Counter[str] = field(default_factory=Counter)
     tier_bytes: Counter[str] = field(default_factory=Counter)
     verified: Counter[str] = field(default_factory=Counter)
     oldest_verified_ms: int = 0
-    """When the artifact that was looked at longest ago was; 0 if none was."""
+    """The oldest time of a last verification, over all artifacts; 0 if none was verified."""
 
     @property
     def size_bytes(self) -> int:
         return self.chunk_bytes + self.delta_bytes + self.wal_bytes
 
     def add_artifact(self, row: Any, size_bytes: int) -> None:
-        """Count where an artifact is and whether it was verified."""
-        tier = word(row.residency)
+        """Count an artifact by its residency and verification state."""
+        tier = state_name(row.residency)
         self.tiers[tier] += 1
         self.tier_bytes[tier] += size_bytes
-        self.verified[word(row.verify_state)] += 1
+        self.verified[state_name(row.verify_state)] += 1
         if row.verified_at_ms and not 0 < self.oldest_verified_ms <= row.verified_at_ms:
             self.oldest_verified_ms = row.verified_at_ms
 
@@ -80,8 +79,8 @@ class Damaged:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The survey of all databases, and what of it is damaged."""
+class StoreSurvey:
+    """The survey of all databases, and the damaged artifacts."""
 
     sums: Survey
     damaged: list[Damaged]
@@ -89,7 +88,7 @@ class Whole:
 
 
 def survey_of(txn: ReadTxn, db_id: int) -> Survey:
-    """The figures of one database; of one that is closed, as far as its rows can be read."""
+    """Return the figures of one database; if it is closed because of damaged rows, as far as they can be read."""
     one = Survey()
     try:
         for _, row, size_bytes in _artifacts(txn, one, db_id):
@@ -100,8 +99,8 @@ def survey_of(txn: ReadTxn, db_id: int) -> Survey:
     return one
 
 
-def survey(txn: ReadTxn) -> Whole:
-    """The figures of all databases together."""
+def survey(txn: ReadTxn) -> StoreSurvey:
+    """Return the figures of all databases together."""
     sums, count = Survey(), 0
     damaged: list[Damaged] = []
     for key, row, size_bytes in _artifacts(txn, sums):
@@ -109,9 +108,9 @@ def survey(txn: ReadTxn) -> Whole:
         if row.verify_state in _DAMAGED:
             count += 1
             if len(damaged) < DAMAGED_MAX:
-                state = word(row.verify_state)
+                state = state_name(row.verify_state)
                 damaged.append(Damaged(key.origin_db_id, object_key(key), state, size_bytes, row.verified_at_ms))
-    return Whole(sums, damaged, count)
+    return StoreSurvey(sums, damaged, count)
 
 
 def _artifacts(txn: ReadTxn, one: Survey, *database: int) -> Iterator[tuple[ArtifactKey, Any, int]]:
@@ -124,16 +123,16 @@ def _artifacts(txn: ReadTxn, one: Survey, *database: int) -> Iterator[tuple[Arti
         one.delta_bytes += delta.size_bytes
         yield ArtifactKey(origin, ArtifactKind.DELTA, slot, generation, delta_id), delta, delta.size_bytes
     for (db_id, segment_id), row in txn.scan(t.WAL_CATALOG, *database):
-        one.segments[word(row.state)] += 1
+        one.segments[state_name(row.state)] += 1
         if row.state in UNABSORBED:
             one.unabsorbed_bytes += row.used_bytes
             one.unabsorbed_pages += row.frame_count
         if row.origin_db_id == db_id and row.state is not WalState.TRUNCATED:
             one.wal_bytes += row.used_bytes
-            if row.state is not WalState.OPEN:  # what is still written is neither moved nor verified
+            if row.state is not WalState.OPEN:  # a segment that is still written is neither moved nor verified
                 yield ArtifactKey(db_id, ArtifactKind.WAL, segment_id, 0), row, row.used_bytes
 
 
-def word(state: Residency | VerifyState | WalState) -> str:
-    """A state as JSON has it."""
+def state_name(state: Residency | VerifyState | WalState) -> str:
+    """Return the name of a state as it appears in JSON."""
     return state.name.lower()

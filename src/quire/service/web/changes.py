@@ -1,10 +1,10 @@
-"""Changes of the store as a page shows them: what was done, to which database, in few words.
+"""Changes of the store in the short form of the dashboard: what was done, and to which database.
 
 Rules
-  1. Bounded: a batch may have 65,536 operations with lists in them; what is told of it is a few, each cut short.
-  2. Nothing here holds a transaction while somebody reads.
+  1. Bounded: a batch may have 65,536 operations with lists in them; only the first few are shown, each truncated.
+  2. No transaction is open while a client reads.
 
-Pure functions of a read transaction.
+Threads: the caller's; pure functions of a read transaction.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ OPERATIONS_MAX = 12
 ITEMS_MAX = 8
 TEXT_MAX = 120
 CHANGES_MAX = 200
-"""Changes in one answer."""
+"""The most changes in one answer."""
 
 
 def recent(txn: ReadTxn, limit: int, *, before: int = 0) -> list[dict[str, Any]]:
-    """The newest changes (below sequence `before`, if given), newest first."""
+    """Return the newest changes (below sequence `before`, if given), newest first."""
     limit = max(1, min(limit, CHANGES_MAX))
     oldest, head = txn.feed_bounds()
     newest = min(head, before - 1) if before else head
@@ -35,7 +35,7 @@ def recent(txn: ReadTxn, limit: int, *, before: int = 0) -> list[dict[str, Any]]
 
 
 def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
-    """The changes of a range of sequences, oldest first."""
+    """Return the changes of a range of sequences, oldest first."""
     if last < first:
         return []
     rows = islice(txn.scan(CHANGE_LOG, start=(first,)), last - first + 1)
@@ -45,7 +45,7 @@ def between(txn: ReadTxn, first: int, last: int) -> list[dict[str, Any]]:
 
 
 def _concerned(record: ChangeRecord) -> list[int]:
-    """The first databases that a change is about."""
+    """Return the first databases that a change touches."""
     concerned: dict[int, None] = {}
     for op in record.operations[:256]:
         if (touches := TOUCHES.get(type(op))) is not None:
@@ -54,7 +54,7 @@ def _concerned(record: ChangeRecord) -> list[int]:
 
 
 def _summary(record: ChangeRecord, databases: list[str]) -> dict[str, Any]:
-    """One change (rule 1)."""
+    """Return the summary of one change (rule 1)."""
     kinds = Counter(type(op).__name__ for op in record.operations)
     return {
         "sequence": record.sequence,
@@ -68,7 +68,7 @@ def _summary(record: ChangeRecord, databases: list[str]) -> dict[str, Any]:
 
 
 def cut(value: Any) -> Any:
-    """A plain value, no longer than a line or two.
+    """Truncate a plain value to a line or two.
 
     >>> cut({"pages": list(range(100)), "op": "x"})
     {'pages': [0, 1, 2, 3, 4, 5, 6, 7, '… 92 more'], 'op': 'x'}

@@ -1,9 +1,9 @@
-"""What every part of the HTTP side gets: the store, who may do what, the limits, threads for calls that block.
+"""The context of every part of the HTTP server: the store, access control, limits, threads for blocking calls.
 
-A part (`WebPart`) is a package that answers some addresses: the SQL server, the replicas. `app.py` mounts its routes before
+A part (`WebPart`) is a package that serves some addresses: the SQL server, the replicas. `app.py` mounts its routes before
 those of the dashboard, starts it with the event loop and closes it before the loop ends.
 
-An endpoint asks for its caller's rights first, then for the database:
+An endpoint checks its caller's rights first, then looks up the database:
 
     grant = context.gate.grant(request)      # Unauthenticated for a wrong token
     grant.check(name, write=True)            # AccessDenied, Unauthenticated
@@ -44,24 +44,24 @@ T = TypeVar("T")
 
 
 class WebPart(Protocol):
-    """A package that answers some addresses."""
+    """A package that serves some addresses."""
 
     def routes(self) -> list[BaseRoute]:
-        """Its addresses; asked once, before `start`."""
+        """Return the routes; called once, before `start`."""
 
     async def start(self) -> None:
-        """The event loop runs."""
+        """Start the part, in the running event loop."""
 
     async def close(self) -> None:
-        """Answer who waits and give up what is open; the loop ends after this. At most `settings.stop_seconds`."""
+        """Answer waiting requests and release resources, within `settings.stop_seconds`; the loop ends after this."""
 
     def collect(self) -> Iterable[Metric]:
-        """Its figures, for `/metrics`; called in any thread."""
+        """Yield the metrics for `/metrics`; called in any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebContext:
-    """See above."""
+    """The shared state of all parts. See above."""
 
     store: WebStore
     settings: ServiceSettings
@@ -69,17 +69,17 @@ class WebContext:
     refusals: Refusals
     counts: WebCounts
     calls: ThreadPoolExecutor
-    """Threads for calls that block; they acknowledge changes to callers, so they wait for the archive (A9)."""
+    """Threads for blocking calls; they acknowledge changes to callers, so they wait for the archive (A9)."""
     stopping: threading.Event = field(default_factory=threading.Event)
-    """Set when the server closes: what waits should end."""
+    """Set when the server closes: waiting requests should end."""
 
     @property
     def limits(self) -> Limits:
-        """Counts every refusal because something was used up: `context.limits.hit("streams")`."""
+        """The counters of refusals by limit: `context.limits.hit("streams")`."""
         return self.counts.limits
 
     def database(self, connection: HTTPConnection) -> str:
-        """The database that a request names, with its version (W4)."""
+        """Return the database that a request names, with its version (W4)."""
         name = (
             connection.headers.get(NAMESPACE)
             or self.gate.database_label(connection.headers)
@@ -92,15 +92,15 @@ class WebContext:
         return str(name)
 
     async def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run something that blocks in a thread."""
+        """Run a blocking function in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.calls, lambda: function(*args, **kwargs))
 
     async def read_body(self, request: Request, bytes_max: int | None = None) -> bytes:
-        """The whole body of a request, bounded before it is read; by default `service.body_bytes_max`."""
+        """Return the whole body of a request, of at most `bytes_max`; by default `service.body_bytes_max`."""
         largest = self.settings.body_bytes_max if bytes_max is None else bytes_max
-        said = request.headers.get("content-length", "")
-        if said.isascii() and said.isdecimal() and (len(said) > 18 or int(said) > largest):
+        length_text = request.headers.get("content-length", "")
+        if length_text.isascii() and length_text.isdecimal() and (len(length_text) > 18 or int(length_text) > largest):
             raise self._too_long(largest)
         body, more = bytearray(), True
         while more:
@@ -115,5 +115,5 @@ class WebContext:
 
     def _too_long(self, largest: int) -> HttpError:
         self.limits.hit("body_bytes")
-        wrong = InvalidInput("the body is too long", hint="send less at a time", max=largest)
+        wrong = InvalidInput("the body is too long", hint="send less data per request", max=largest)
         return HttpError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, wrong)

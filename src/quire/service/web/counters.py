@@ -1,4 +1,4 @@
-"""What the HTTP side counts: requests, and each refusal because something was used up, by the name of its limit.
+"""Counters of the HTTP server: requests, and refusals by the name of the limit that was reached.
 
 Threads: any.
 """
@@ -25,18 +25,18 @@ LIMITS = (
 
 
 class WebFigures(msgspec.Struct, frozen=True):
-    """What the HTTP side has counted since it started."""
+    """The counters of the HTTP server since it started."""
 
     calls: int
     failed: int
     refused: int
     busy: int
-    """Connections that found no place."""
+    """Connections that found no slot."""
     connections_now: int
     pages_now: int
     pages_dropped: int
     limited: dict[str, int] = {}
-    """Refusals by the name of the limit that was met."""
+    """Refusals by the name of the limit that was reached."""
 
 
 class Limits:
@@ -47,12 +47,12 @@ class Limits:
         self._hits: Counter[str] = Counter()
 
     def hit(self, limit: str) -> None:
-        """Somebody was refused because of this limit."""
+        """Count a refusal because of a limit."""
         with self._lock:
             self._hits[limit] += 1
 
     def counts(self) -> dict[str, int]:
-        """Refusals by limit."""
+        """Return the refusals by limit."""
         with self._lock:
             return dict(self._hits)
 
@@ -68,7 +68,7 @@ class WebCounts:
         self.failed = 0
 
     def add(self, *, failed: bool) -> None:
-        """One request was answered."""
+        """Count an answered request."""
         with self._lock:
             self.calls += 1
             self.failed += failed

@@ -1,9 +1,9 @@
-"""The dashboard's addresses as an ASGI application: its files, its table of routes, its live updates.
+"""The dashboard as an ASGI application: its static files, its table of routes, its live updates.
 
 Rules
-  1. The page's own files hold no secret and need no token: they must load before somebody can show one.
-  2. The token is looked at before the address: who is refused learns nothing of what is there.
-  3. A body is at most `BODY_BYTES_MAX`, of a length that is said ahead, and JSON.
+  1. The static files contain no secret and need no token: they must load before the user can enter one.
+  2. The token is checked before the address: a client that is refused does not learn what exists.
+  3. A body is JSON, of a declared length of at most `BODY_BYTES_MAX`.
 
 Threads: the event loop's; handlers run in the context's threads.
 """
@@ -35,7 +35,7 @@ METHODS = frozenset({"GET", "HEAD", "POST"})
 
 
 class Dashboard:
-    """See above."""
+    """The dashboard of one store. See the rules above."""
 
     def __init__(self, context: WebContext, routes: Routes, hub: Hub) -> None:
         self._context = context
@@ -43,11 +43,11 @@ class Dashboard:
         self._hub = hub
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; there is no WebSocket here."""
+        """Handle one request; WebSockets are refused."""
         if scope["type"] != "http":
             raise NotFound("there is no WebSocket at this address", hint="docs/sql-server.md lists the addresses")
         if scope["method"] not in METHODS:
-            raise HttpError(HTTPStatus.NOT_IMPLEMENTED, InvalidInput("this method is not allowed here"))
+            raise HttpError(HTTPStatus.NOT_IMPLEMENTED, InvalidInput("this method is not allowed at this address"))
         path = scope["raw_path"].decode("ascii", errors="replace")
         if path == EVENTS and scope["method"] == "GET":
             await self._events(scope, receive, send)
@@ -67,26 +67,26 @@ class Dashboard:
             raise
         self._check_role(grant, route.access)
         body = await self._body(request) if is_post else b""
-        asked = WebRequest(names, read_query(request.url.query), body, role_of(grant))
-        return await self._context.call(route.handler, asked)
+        web_request = WebRequest(names, read_query(request.url.query), body, role_of(grant))
+        return await self._context.call(route.handler, web_request)
 
     def _check_role(self, grant: Grant, wanted: Role | None) -> None:
-        """Refuse a request that wants more than its grant allows; `None` wants nothing."""
+        """Raise if a request needs more than its grant allows; `None` needs nothing."""
         if wanted is Role.READ:
             grant.check_read_all()
         elif wanted is Role.ADMIN:
             if not grant.is_admin and not self._context.gate.asks_readers:
-                # Nobody was asked for a token yet: a page asks for one when it is told so.
-                hint = "show the token that is in the store's admin.token"
+                # No token was required so far: the page asks the user for one on this error.
+                hint = "use the token in the store's admin.token"
                 raise Unauthenticated("this needs the admin token", hint=hint)
             grant.check_admin()
 
     async def _body(self, request: Request) -> bytes:
-        """The body: JSON of a declared, bounded length (rule 3)."""
+        """Return the body: JSON of a declared, bounded length (rule 3)."""
         headers = request.headers
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            wrong = InvalidInput("the body is not JSON", hint="Content-Type: application/json")
+            wrong = InvalidInput("the body is not JSON", hint="send `Content-Type: application/json`")
             raise HttpError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, wrong)
         if "transfer-encoding" in headers or "content-length" not in headers:
             raise HttpError(HTTPStatus.LENGTH_REQUIRED, InvalidInput("the request has no Content-Length"))
@@ -94,7 +94,7 @@ class Dashboard:
 
     # ── live updates ──────────────────────────────────────────────────────────────────────────────────────────────────
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send what the hub tells until the page, or the store, is gone."""
+        """Send the hub's events until the page is closed or the server stops."""
         self._context.gate.grant(Request(scope)).check_read_all()
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         try:
@@ -124,7 +124,7 @@ async def _tell(place: Subscriber, news: asyncio.Event, leaving: asyncio.Task[No
 
 
 async def _left(receive: Receive, news: asyncio.Event) -> None:
-    """Ends when the page is closed."""
+    """Wait until the page is closed."""
     while (await receive())["type"] != "http.disconnect":
         pass
     news.set()
@@ -143,7 +143,7 @@ def _asset(path: str, headers: Headers) -> Response | None:
 
 
 def role_of(grant: Grant) -> Role | None:
-    """What a grant allows of the dashboard, which shows the whole store."""
+    """Return the role of a grant in the dashboard, which shows the whole store."""
     if grant.is_admin:
         return Role.ADMIN
     return Role.READ if grant.everywhere else None

@@ -1,6 +1,6 @@
-"""What every view of the dashboard looks at: the store, and figures that are kept for a moment.
+"""The state behind every view of the dashboard: the store, and figures that are cached for a moment.
 
-Sums over all databases (`survey`, `info`, `space`, `damaged`) are made for all views at once and kept for ten times as long as
+Sums over all databases (`survey`, `info`, `space`, `damaged`) are computed once for all views and kept for ten times as long as
 they took (`response_cache.py`): whatever the number of databases, they take a tenth of one core at most. Everything else that a
 view shows is a page, or the largest few, and reads no more rows than that.
 
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quire.durable import names
 from quire.durable.names import lsm_home
-from quire.durable.space import Space, given_bytes, measure
+from quire.durable.space import Space, allocated_bytes, measure
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, WalStateRecord
 from quire.service.api import StoreApi
-from quire.service.web.catalog_totals import Survey, Whole, survey, survey_of
+from quire.service.web.catalog_totals import StoreSurvey, Survey, survey, survey_of
 from quire.service.web.history import DATABASES, History
 from quire.service.web.response_cache import Cached
 
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
     from quire.stream.metrics import LogFigures
 
 FILES_MAX = 20_000
-"""Files of one database whose sizes are added up; a database with more is told as `at least`."""
+"""Files of one database whose sizes are added up; the rest is left out."""
 
 STREAM_PARTS = ("hot", "warm", "manifest")
 
 
 class Explain(Protocol):
-    """`quire.store.why.why`: what keeps a subject. The store passes it in, so that nothing here looks upward."""
+    """`quire.store.why.why`: what keeps a subject. The store passes it in, so that nothing here imports upwards."""
 
     def __call__(self, txn: ReadTxn, subject: str) -> Any: ...
 
 
 class WebStore(StoreApi, Protocol):
-    """What the dashboard needs of a store beyond what the service needs."""
+    """The interface that the dashboard needs of a store beyond that of the service."""
 
     @property
     def streams(self) -> StreamEngine: ...
 
 
 class WatchedStore:
-    """A store that is being looked at."""
+    """A store and its cached figures."""
 
     def __init__(self, store: WebStore, explain: Explain) -> None:
         self.store = store
@@ -63,45 +63,45 @@ class WatchedStore:
         self.history = History()
         self.started_ms = self.clock.now_ms()
 
-    def survey(self) -> Whole:
-        """The figures of all databases together."""
+    def survey(self) -> StoreSurvey:
+        """Return the figures of all databases together."""
 
-        def make() -> Whole:
+        def make() -> StoreSurvey:
             with self.manifest.read() as txn:
                 return survey(txn)
 
         return self.cached.get("survey", make)
 
     def survey_of(self, db_id: int) -> Survey:
-        """The figures of a database."""
+        """Return the figures of a database."""
         with self.manifest.read() as txn:
             return survey_of(txn, db_id)
 
     def sample(self) -> None:
-        """Have the history remember the present."""
+        """Add the current figures to the history."""
         with self.manifest.read() as txn:
             first = islice(txn.owners(t.WAL_CATALOG), DATABASES)
             segments = {db_id: survey_of(txn, db_id).segments for db_id in first}
         self.history.sample(self.clock.now_ms(), segments)
 
     def open_figures(self) -> dict[int, DatabaseFigures]:
-        """What the page engine counts, of the databases it has open."""
+        """Return the page engine's counters, for the databases it has open."""
         return self.cached.get(
             "figures", lambda: {figures.db_id: figures for figures in self.store.pages.figures().databases}
         )
 
     def leases(self, db_id: int) -> list[Lease]:
-        """The readers of a database, lowest version first."""
+        """Return the readers of a database, lowest version first."""
         versions = self._versions().get(db_id)
         return self.store.pages.readers(db_id) if versions is None else versions[0]
 
     def readers(self) -> int:
-        """How many there are, of all databases that are open here."""
+        """Return the number of readers of all databases that are open here."""
         return sum(len(leases) for leases, _ in self._versions().values())
 
     def newest(self, db_id: int, wal: WalStateRecord | None) -> tuple[int, int]:
-        """(lsn, pages) of the newest durable version, never below a lease; of a database that is not open here, what was
-        published."""
+        """Return (lsn, pages) of the newest durable version, never below a lease; for a database that is not open here, those
+        of the published version."""
         if (versions := self._versions().get(db_id)) is not None:
             return versions[1]
         return (wal.last_applied_lsn, wal.size_pages) if wal else (0, 0)
@@ -113,19 +113,19 @@ class WatchedStore:
         return self.cached.get("versions", make)
 
     def log_figures(self) -> list[LogFigures]:
-        """Of the manifest logs of the streams that are open; without streams nothing is loaded."""
+        """Return the figures of the manifest logs of open streams; without streams, their engine is not loaded."""
         return self.store.streams.figures() if self.info().databases["stream"] else []
 
     def info(self) -> Any:
-        """The store in numbers."""
+        """Return the store's figures."""
         return self.cached.get("info", self.store.info)
 
     def space(self) -> Space:
-        """What the store's directory takes, and whose it is; where looking takes long it is kept for longer."""
+        """Return the disk usage of the store's directory, by database; kept for longer where measuring it takes long."""
         return self.cached.get("space", lambda: measure(self.store.path))
 
     def damaged(self) -> dict[int, str]:
-        """Id → name of the databases that are closed because their rows are damaged."""
+        """Return id → name of the databases that are closed because their rows are damaged."""
 
         def make() -> dict[int, str]:
             with self.manifest.read() as txn:
@@ -134,7 +134,7 @@ class WatchedStore:
         return self.cached.get("damaged", make)
 
     def largest(self) -> list[int]:
-        """The databases whose files take most, which have series of their own in `/metrics`."""
+        """Return the databases whose files take most space; they have their own series in `/metrics`."""
 
         def make() -> list[int]:
             given = self.space().databases
@@ -143,16 +143,16 @@ class WatchedStore:
         return self.cached.get("largest", make)
 
     def names(self, db_ids: Iterable[int]) -> dict[int, str]:
-        """Id → name of these databases."""
+        """Return id → name of these databases."""
         with self.manifest.read() as txn:
             return txn.database_names(db_ids)
 
     def files_bytes(self, db_id: int, kind: DbKind) -> int:
-        """The bytes of a database's own directories: streams and key-value databases keep their files there."""
+        """Return the bytes of a database's own directories, where streams and key-value databases keep their files."""
         return sum(size for _, size in self.files(db_id, kind))
 
     def files(self, db_id: int, kind: DbKind) -> list[tuple[str, int]]:
-        """(path in the store, bytes) of those files."""
+        """Return (path in the store, bytes) of those files."""
         if kind is DbKind.LSM:
             parts = [lsm_home(db_id)]
         elif kind is DbKind.STREAM:
@@ -166,5 +166,5 @@ class WatchedStore:
                     if len(files) >= FILES_MAX:
                         return files
                     path = os.path.join(folder, name)
-                    files.append((os.path.relpath(path, self.store.path), given_bytes(path)))
+                    files.append((os.path.relpath(path, self.store.path), allocated_bytes(path)))
         return files

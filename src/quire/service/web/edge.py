@@ -1,12 +1,12 @@
-"""The outermost layer of the application: what holds for every request, whichever part answers it.
+"""The outermost layer of the application: what applies to every request, whichever part answers it.
 
 Rules
-  1. Host and origin are looked at first; who is refused there learns nothing of what is there.
-  2. At most `service.http_requests_max` requests are worked on at once; more are told to come again.
+  1. Host and origin are checked first; a client that is refused there does not learn what exists.
+  2. At most `service.http_requests_max` requests are processed at once; more are refused with a hint to retry.
   3. Every answer carries the headers that keep other sites, caches and type guessing out.
-  4. What a part raises becomes an answer here, and only here. A bug is told as `InternalError`; tracebacks stay inside.
+  4. An error that a part raises becomes an answer here, and only here. A bug becomes `InternalError`; tracebacks are not sent.
   5. A request whose body was not read ends its connection.
-  6. Several slashes are one: some clients append `/info` to an address, so that `/db/shop/` becomes `/db/shop//info`, and
+  6. Several slashes count as one: some clients append `/info` to an address, so that `/db/shop/` becomes `/db/shop//info`, and
      others need the slash at its end, because they resolve `v2/pipeline` against it.
 
 Threads: the event loop's.
@@ -38,17 +38,17 @@ from quire.service.web.headers import RequestHeaders
 
 WEBSOCKET_BUG = 1011
 WITHOUT_PLACE = frozenset({"/healthz", "/readyz"})
-"""Whoever watches the server must be answered when it is busy."""
+"""Health checks must be answered even if the server is busy."""
 DEFAULTS = [
     (name.encode("latin-1"), value.encode("latin-1"))
     for name, value in (SECURITY_HEADERS | {"cache-control": "no-store"}).items()
 ]
-"""Headers of every answer that has none of that name (rule 3), as they are sent."""
+"""Headers of every answer that has none of that name (rule 3), encoded."""
 _SLASHES = re.compile("//+")
 
 
 class Edge:
-    """An ASGI application around another."""
+    """An ASGI application around another one."""
 
     def __init__(self, app: ASGIApp, context: WebContext) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class Edge:
         self._working = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one WebSocket."""
+        """Handle one request, or one WebSocket."""
         if "//" in scope.get("path", ""):
             scope = {**scope, "path": _SLASHES.sub("/", scope["path"])}
         if scope["type"] == "websocket":
@@ -71,7 +71,7 @@ class Edge:
             self._context.gate.check_site(headers)
             if self._working >= self._context.settings.http_requests_max and scope["path"] not in WITHOUT_PLACE:
                 self._context.limits.hit("requests")
-                raise Overloaded("all places for requests are taken", hint="try again later")
+                raise Overloaded("the limit for requests is reached", hint="try again later")
             self._working += 1
             try:
                 await self._app(scope, exchange.receive, exchange.send)
@@ -106,7 +106,7 @@ class Edge:
             await send({"type": "websocket.http.response.body", "body": answer.body})
 
     def _answer(self, scope: Scope, error: Exception) -> Response:
-        """What is told of an error (rule 4)."""
+        """Return the answer for an error (rule 4)."""
         peer = (scope.get("client") or ("",))[0]
         if isinstance(error, HttpError):
             self._context.refusals.add(error.error, status=int(error.status), peer=peer)
@@ -133,14 +133,14 @@ class _Exchange:
         self._started = False
 
     async def receive(self) -> Message:
-        """The next part of the body."""
+        """Return the next part of the body."""
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False):
             self._body_is_read = True
         return message
 
     async def send(self, message: Message) -> None:
-        """A part of the answer (rules 3 and 5)."""
+        """Send a part of the answer (rules 3 and 5)."""
         if message["type"] == "http.response.start":
             self._started = True
             self._context.counts.add(failed=message["status"] >= HTTPStatus.BAD_REQUEST)
@@ -155,16 +155,16 @@ class _Exchange:
         await self._send(message)
 
     async def fail(self, answer: Response) -> None:
-        """Answer with an error; of an answer that has begun only the end can be seen."""
+        """Answer with an error; if an answer has begun, abort the connection."""
         if self._started:
-            raise ConnectionAbortedError  # uvicorn hangs up
+            raise ConnectionAbortedError  # uvicorn disconnects
         await send_answer(answer, self.send)
 
 
 def _not_routed(error: HTTPException) -> Response:
-    """What Starlette refuses, told as everything else is."""
+    """Return the answer to a request that Starlette refuses, in the same form as all others."""
     headers = dict(error.headers or {})
-    wrong: QuireError = InvalidInput("this address has another method", hint=headers.get("Allow", ""))
+    wrong: QuireError = InvalidInput("this method is not allowed at this address", hint=headers.get("Allow", ""))
     if error.status_code == HTTPStatus.NOT_FOUND:
         wrong = NotFound("there is nothing at this address", hint="docs/sql-server.md lists the addresses")
     status = HTTPStatus(error.status_code)
@@ -173,7 +173,7 @@ def _not_routed(error: HTTPException) -> Response:
 
 
 async def send_answer(answer: Response, send: Send) -> None:
-    """A whole answer as ASGI messages."""
+    """Send a whole answer as ASGI messages."""
     fields = {**answer.headers, "content-type": answer.content_type}
     if answer.status != HTTPStatus.NOT_MODIFIED:
         fields["content-length"] = str(len(answer.body))

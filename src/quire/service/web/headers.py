@@ -1,7 +1,7 @@
-"""The headers of a request, made once by the edge for all who look at them.
+"""The headers of a request, parsed once by the edge for every later use.
 
-Starlette's own search the list, and raise and catch an error for each header that is absent. Most of those that are asked for
-are: a request without a body and a token is asked for nine.
+Starlette's own headers search a list, and raise and catch an error for each absent header. Most headers that are looked up are
+absent: nine of them in a request without a body and a token.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SCOPE_KEY = "quire.headers"
 
 
 class RequestHeaders(Headers):
-    """Starlette's, with a table for `get`. Of several headers with one name the first counts, as there."""
+    """Starlette's headers with a table for `get`. Of several headers with one name the first is used, as in Starlette."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__(scope=scope)
@@ -22,7 +22,7 @@ class RequestHeaders(Headers):
         scope[SCOPE_KEY] = self
 
     def get(self, name: str, default: str | None = None) -> str | None:  # type: ignore[override]  # no other types here
-        """A header by its name in lower case."""
+        """Return a header by its name in lower case."""
         return self._first.get(name, default)
 
 
@@ -31,6 +31,6 @@ class EdgeRequest(Request):
 
     @property
     def headers(self) -> Headers:
-        """Those that the edge has read."""
+        """The headers that the edge has parsed."""
         headers: Headers = self.scope[SCOPE_KEY]
         return headers

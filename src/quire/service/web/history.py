@@ -1,10 +1,10 @@
-"""How many segments were in which state, over time: the manifest knows the present, so somebody has to remember.
+"""How many segments were in which state, over time. The manifest has only the present, so samples of it are kept here.
 
 Rules
   1. Bounded: the last `SAMPLES` of at most `DATABASES` databases, in memory; a new owner starts with none.
-  2. Taking a sample reads the catalog rows of these, whatever the number of the others.
+  2. A sample reads the catalog rows of these databases, however many others there are.
 
-Threads: `sample` by one; `of` by any.
+Threads: one calls `sample`; any may call `of`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SAMPLES = 360
 DATABASES = 256
 
 Sample = tuple[int, dict[str, int]]
-"""(ms, segments by state)."""
+"""(ms, number of segments by state)."""
 
 
 class History:
@@ -28,7 +28,7 @@ class History:
         self._samples: dict[int, deque[Sample]] = {}
 
     def sample(self, at_ms: int, segments: Mapping[int, Mapping[str, int]]) -> None:
-        """Remember what was counted at a moment; databases that are not named are forgotten."""
+        """Add a sample; databases that are not in `segments` are forgotten."""
         with self._lock:
             for gone in self._samples.keys() - segments.keys():
                 del self._samples[gone]
@@ -37,6 +37,6 @@ class History:
                     self._samples.setdefault(db_id, deque(maxlen=SAMPLES)).append((at_ms, dict(counts)))
 
     def of(self, db_id: int) -> list[Sample]:
-        """The samples of a database, oldest first."""
+        """Return the samples of a database, oldest first."""
         with self._lock:
             return list(self._samples.get(db_id, ()))

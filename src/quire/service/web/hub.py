@@ -1,17 +1,17 @@
-"""Live updates: one thread follows the feed and tells every open page (Server-Sent Events).
+"""Live updates: one thread follows the feed and sends events to every open page (Server-Sent Events).
 
 Terms
   round   what the hub found since it last looked: some changes, or only that time has passed (a beat)
-  place   a page that listens; it has a short queue of rounds
+  place   the subscription of a page; it has a short queue of rounds
 
 Rules
-  1. The store is looked at once per round, however many pages listen, and not at all while none does.
-  2. A round has at most `CHANGES_MAX` changes and says how many it skipped; rounds are at least `ROUND_SECONDS` apart: a store
-     with thousands of commits a second costs no more than a busy page.
-  3. Who does not read is dropped when its queue is full. It reconnects and asks for the page anew, so nothing is lost by it.
+  1. The store is read once per round, however many pages are subscribed, and not at all while none is.
+  2. A round has at most `CHANGES_MAX` changes and the number of those it skipped; rounds are at least `ROUND_SECONDS` apart: a
+     store with thousands of commits a second costs no more than a busy page.
+  3. A page that does not read is dropped when its queue is full. It reconnects and requests its data again, so nothing is lost.
   4. There are at most `service.http_events_max` places.
 
-Threads: the hub's own tells; each place is read by the event loop.
+Threads: the hub's own thread writes to places; the event loop reads them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ CHANGES_MAX = 50
 ROUND_SECONDS = 0.2
 BEAT_SECONDS = 2.0
 PIECE_SECONDS = 0.2
-"""How long the hub waits before it looks whether it is to end."""
+"""How long the hub waits before it checks whether it is to stop."""
 QUEUE_MAX = 32
 
 
 class Subscriber:
-    """One page that listens."""
+    """The subscription of one page."""
 
     def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
-        """`notify` is called, in any thread, when there is something to take."""
+        """`notify` is called, in any thread, when there are events to take."""
         self._notify = notify
         self._lock = threading.Lock()
         # guarded by _lock
@@ -49,7 +49,7 @@ class Subscriber:
         self.dropped = False
 
     def tell(self, event: bytes) -> bool:
-        """Queue an event; whether there was room (rule 3)."""
+        """Queue an event; return False if the queue is full (rule 3)."""
         with self._lock:
             if len(self._queue) >= QUEUE_MAX:
                 self.dropped = self._over = True
@@ -59,13 +59,13 @@ class Subscriber:
         return not self.dropped
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the subscription."""
         with self._lock:
             self._over = True
         self._notify()
 
     def take(self) -> bytes | None:
-        """Everything that is queued, nothing if there is nothing yet; `None` when it is over."""
+        """Return all queued events, b"" if there are none yet; `None` when the subscription has ended."""
         with self._lock:
             if self._over:
                 return None
@@ -75,33 +75,35 @@ class Subscriber:
 
 
 class Hub:
-    """Tells the open pages what happens."""
+    """Sends events to the open pages."""
 
-    def __init__(self, sight: WatchedStore, places_max: int) -> None:
-        self._sight = sight
+    def __init__(self, watched: WatchedStore, places_max: int) -> None:
+        self._watched = watched
         self._places_max = places_max
         self._wanted = threading.Condition()
         # guarded by _wanted
         self._places: set[Subscriber] = set()
         self._from = 0
-        """What the first of them was told is the newest change; those behind it are for the thread to tell."""
+        """The head that the first subscriber was given; the thread sends the changes after it."""
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.dropped = 0
 
     @property
     def now(self) -> int:
-        """Pages that listen."""
+        """The number of subscribed pages."""
         return len(self._places)
 
     def join(self, notify: Callable[[], None] = lambda: None) -> Subscriber:
-        """A place for one more page (rule 4)."""
+        """Subscribe one more page (rule 4)."""
         with self._wanted:
             if self._stopping or len(self._places) >= self._places_max:
-                raise Overloaded("all places for live updates are taken", hint="close a page", places=self._places_max)
+                raise Overloaded(
+                    "the limit for live updates is reached", hint="close a dashboard page", places=self._places_max
+                )
             place = Subscriber(notify)
-            head = self._sight.manifest.feed.head()
-            place.tell(event("hello", {"head": head, "at_ms": self._sight.clock.now_ms()}))
+            head = self._watched.manifest.feed.head()
+            place.tell(event("hello", {"head": head, "at_ms": self._watched.clock.now_ms()}))
             if not self._places:
                 self._from = head
             self._places.add(place)
@@ -112,12 +114,12 @@ class Hub:
             return place
 
     def leave(self, place: Subscriber) -> None:
-        """The page is gone."""
+        """End the subscription of a page that is gone."""
         with self._wanted:
             self._places.discard(place)
 
     def close(self) -> None:
-        """Send everybody away and end the thread."""
+        """End all subscriptions and the thread."""
         with self._wanted:
             self._stopping = True
             for place in self._places:
@@ -132,7 +134,7 @@ class Hub:
         try:
             while self._wait_for_places():
                 self._follow()
-        except QuireError as error:  # the store is closed, or its writer has failed: pages see it when they ask
+        except QuireError as error:  # the store is closed, or its writer has failed: pages notice at their next request
             emit("info", "web.hub_ended", error=error.what)
         except Exception as error:
             emit("error", "web.bug", where="hub", error=f"{type(error).__name__}: {error}")
@@ -147,12 +149,12 @@ class Hub:
             return not self._stopping
 
     def _follow(self) -> None:
-        """Rounds until nobody listens (rules 1 and 2)."""
-        seen, clock = self._from, self._sight.clock
+        """Send rounds until no page is subscribed (rules 1 and 2)."""
+        seen, clock = self._from, self._watched.clock
         told_at = clock.monotonic()
         while self._places and not self._stopping:
             try:
-                head = self._sight.manifest.feed.wait(seen, PIECE_SECONDS)
+                head = self._watched.manifest.feed.wait(seen, PIECE_SECONDS)
             except TimedOut:
                 if clock.monotonic() - told_at >= BEAT_SECONDS:
                     self._tell("beat", {"head": seen, "at_ms": clock.now_ms()})
@@ -164,7 +166,7 @@ class Hub:
                 self._wanted.wait_for(lambda: self._stopping, ROUND_SECONDS)
 
     def _round(self, seen: int, head: int) -> dict[str, Any]:
-        with self._sight.manifest.read() as txn:
+        with self._watched.manifest.read() as txn:
             gaps = txn.gaps()
             records = changes.between(txn, max(seen, step_back(gaps, head, CHANGES_MAX)) + 1, head)
         return {"head": head, "skipped": distance(gaps, seen, head) - len(records), "changes": records}
@@ -177,11 +179,12 @@ class Hub:
                 self._places.discard(place)
                 self.dropped += 1
         for _ in full:
-            emit("info", "web.page_dropped", reason="it does not read")
+            emit("info", "web.page_dropped", reason="it does not read its updates")
 
 
 def event(name: str, value: Any) -> bytes:
-    """
+    """Return an event in the format of Server-Sent Events.
+
     >>> event("beat", {"head": 7})
     b'event: beat\\ndata: {"head":7}\\n\\n'
     """

@@ -1,7 +1,7 @@
-"""Where the HTTP side listens: an address, its socket, its certificate.
+"""Where the HTTP server listens: an address, its socket, its certificate.
 
 Addresses: `PORT` (on loopback), `HOST:PORT`, `http://HOST:PORT`, `https://HOST:PORT` (an IPv6 address in brackets; port 0 is a
-free one), and `http+unix:///PATH`, a Unix socket of mode 0600: whoever may open it may do everything.
+free one), and `http+unix:///PATH`, a Unix socket of mode 0600: a process that can open it may do everything.
 
 Raises `InvalidInput` for an address, `InvalidConfig` for certificates.
 """
@@ -25,17 +25,17 @@ TLS_MINIMUM = ssl.TLSVersion.TLSv1_2
 
 @dataclass(frozen=True, slots=True)
 class WebAddress:
-    """Where to listen."""
+    """An address to listen at."""
 
     scheme: str
     host: str = ""
     port: int = 0
     path: str = ""
-    """Of a Unix socket."""
+    """The path of a Unix socket."""
 
 
 def parse_address(address: str) -> WebAddress:
-    """What an address means.
+    """Parse an address.
 
     >>> parse_address("7448")
     WebAddress(scheme='http', host='127.0.0.1', port=7448, path='')
@@ -55,12 +55,12 @@ def parse_address(address: str) -> WebAddress:
         return WebAddress(UNIX, path=parts.path)
     if parts.scheme not in (HTTP, HTTPS) or not parts.hostname or port is None or parts.path not in ("", "/"):
         hint = "PORT, HOST:PORT, http://HOST:PORT, https://HOST:PORT or http+unix:///PATH"
-        raise InvalidInput("cannot listen there", hint=hint, address=address)
+        raise InvalidInput("cannot listen on this address", hint=hint, address=address)
     return WebAddress(parts.scheme, parts.hostname, port)
 
 
 def bind(address: WebAddress) -> tuple[socket.socket, str]:
-    """(a socket that listens, its address as clients write it)."""
+    """Bind an address; return (the listening socket, its address as clients write it)."""
     if address.scheme == UNIX:
         place = SocketPath(address.path, "")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -87,18 +87,20 @@ def _bind_tcp(address: WebAddress) -> socket.socket:
         listener.close()
         raise InvalidInput(
             f"cannot listen: {error.strerror or error}",
-            hint="choose another port; 0 takes a free one",
+            hint="choose another port; 0 picks a free one",
             address=f"{address.host}:{address.port}",
         ) from error
     return listener
 
 
 def tls_context(address: WebAddress, credentials: Credentials) -> ssl.SSLContext | None:
-    """The certificate of an https address; `None` for others."""
+    """Return the TLS context of an https address; `None` for others."""
     given = bool(credentials.tls_cert_file), bool(credentials.tls_key_file)
     if address.scheme != HTTPS:
         if any(given):
-            raise InvalidConfig("a certificate is for https://", hint="listen there, or leave the certificate out")
+            raise InvalidConfig(
+                "a certificate can only be used with https://", hint="listen on https://, or omit the certificate"
+            )
         return None
     if not all(given):
         raise InvalidConfig(

@@ -1,9 +1,9 @@
-"""Versions of databases that are being read as files, kept open for a moment: whoever reads ranges comes again.
+"""Versions of databases that are read as files. They stay open for a moment, because a reader of ranges sends several requests.
 
 Rules
-  1. A version that is open is held by a lease, so that neither a checkpoint nor a collection takes pages away in the middle,
-     whatever becomes of its snapshot; the lease is renewed by reading.
-  2. At most `OPEN_MAX` versions are open; one that nobody reads goes when another needs its place, or after `IDLE_SECONDS`.
+  1. An open version is held by a lease, so that neither a checkpoint nor the collector removes its pages, even if its snapshot
+     is dropped; reading renews the lease.
+  2. At most `OPEN_MAX` versions are open; an unused one is closed when another needs its place, or after `IDLE_SECONDS`.
   3. A reader belongs to one thread at a time: parts of the same version are read one after another.
 
 Threads: any. Raises what opening raises, and `Overloaded`.
@@ -31,21 +31,21 @@ LEASE_SECONDS = 120.0
 RENEW_SECONDS = 30.0
 TAGS = {"reader": "http file"}
 Key = tuple[int, str, int]
-"""(database, what of it, its number): two databases that had one name after another are not taken for each other."""
+"""(database, kind of version, its number): two databases that had the same name one after the other have different keys."""
 
 
 @dataclass(slots=True)
 class OpenVersion:
-    """One version, as a file."""
+    """A version that is open as a file."""
 
     key: Key
     reader: Snapshot
     lease_id: int
-    """0: the reader renews a lease of its own."""
+    """0: the reader renews its own lease."""
     is_fixed: bool
-    """Whether its address will always mean this version."""
+    """Whether its address will always name this version."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # guarded by the shelf's lock
+    # guarded by the lock of `OpenVersions`
     users: int = 0
     used_at: float = 0.0
     # guarded by `lock`
@@ -53,17 +53,17 @@ class OpenVersion:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size of the file in bytes."""
         return self.reader.size_pages * self.reader.page_size
 
     @property
     def tag(self) -> str:
-        """The version, as `ETag` says it: another database of the same name has another one."""
+        """The `ETag` of the version; another database of the same name has another one."""
         return f'"{self.reader.db_id}-{self.reader.lsn}"'
 
 
 class OpenVersions:
-    """The versions that are open."""
+    """The open versions."""
 
     def __init__(self, manifest: ManifestStore, pages: PageEngine) -> None:
         self._manifest = manifest
@@ -76,11 +76,11 @@ class OpenVersions:
 
     @property
     def now(self) -> int:
-        """How many are open."""
+        """The number of open versions."""
         return len(self._open)
 
     def take(self, wanted: DatabaseVersion) -> OpenVersion:
-        """The version, open until it is given back. Blocks for the disk."""
+        """Return a version, which is open until it is given back. Blocks for the disk."""
         key = self._key(wanted)
         with self._lock:
             if (version := self._open.get(key)) is not None:
@@ -97,20 +97,20 @@ class OpenVersions:
                 other = self._open.setdefault(key, version)
                 other.users += 1
         if other is not version:
-            self._close(version)
+            self._close(version)  # another thread opened it first, or the server closes
         if other is None:
             raise StoreClosed("the store is closed", hint="open it again")
         return other
 
     def give_back(self, version: OpenVersion) -> None:
-        """Nobody reads it any more; it stays open for a moment."""
+        """Give a version back; it stays open for a moment."""
         with self._lock:
             version.users -= 1
             version.used_at = self._clock.monotonic()
 
     def read(self, version: OpenVersion, part: range, *, cold: bool) -> bytes:
-        """Some bytes of the file; blocks for the disk. The header says that there is no log beside the file (Q3). `cold` leaves
-        the caches to others."""
+        """Read some bytes of the file; blocks for the disk. The header states that there is no log next to the file (Q3).
+        `cold` bypasses the caches."""
         with version.lock:
             now = self._clock.monotonic()
             if version.lease_id and now - version.renewed_at >= RENEW_SECONDS:
@@ -129,7 +129,7 @@ class OpenVersions:
             return db_id, "snapshot", self._manifest.snapshots.get(db_id, wanted.at).snapshot_id
         if isinstance(wanted.at, int):
             return db_id, "epoch", wanted.at
-        # What is committed later may still belong to a time that is not over.
+        # A later commit may still belong to a time that is not over, so the newest lsn is part of the key.
         moment = wanted.at.isoformat() if wanted.at is not None else ""
         return db_id, moment, self._pages.open(db_id).wal.durable.lsn
 
@@ -152,7 +152,7 @@ class OpenVersions:
         return version
 
     def _make_room(self) -> list[OpenVersion]:
-        """The version that has rested longest, if there is no other place (rule 2)."""
+        """Remove and return the longest unused version, if there is no free place (rule 2)."""
         with self._lock:
             if len(self._open) < OPEN_MAX:
                 return []
@@ -163,7 +163,7 @@ class OpenVersions:
             return [self._open.pop(oldest.key)]
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
-        """Close the versions that nobody has read for so long."""
+        """Close the versions that were not read for this long."""
         before = self._clock.monotonic() - seconds
         with self._lock:
             idle = [version for version in self._open.values() if not version.users and version.used_at <= before]
@@ -173,7 +173,7 @@ class OpenVersions:
             self._close(version)
 
     def close(self) -> None:
-        """Close everything; nothing is opened any more."""
+        """Close all versions; no more are opened."""
         with self._lock:
             self._closed = True
             versions = list(self._open.values())

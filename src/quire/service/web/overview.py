@@ -1,11 +1,11 @@
-"""The store as a whole, for the dashboard: what the JSON under `/api/overview`, `/api/lineage`, `/api/jobs`,
-`/api/verification` and `/api/feed` says. docs/dashboard.md describes the shapes.
+"""The store as a whole, for the dashboard: the JSON under `/api/overview`, `/api/lineage`, `/api/jobs`, `/api/verification` and
+`/api/feed`. docs/dashboard.md describes the shapes.
 
 Rules
-  1. Bounded: lists have a limit and say how much they leave out.
-  2. A view reads short transactions and holds none while it is sent.
+  1. Bounded: lists have a limit, and state how much they leave out.
+  2. A view uses short read transactions, and none is open while it is sent.
 
-Pure functions of a `WatchedStore`; any thread.
+Threads: any; pure functions of a `WatchedStore`.
 """
 
 from __future__ import annotations
@@ -30,69 +30,69 @@ from quire.service.web.dashboard_state import WatchedStore
 
 DATABASES_MAX = 1_000
 SNAPSHOTS_MAX = 200
-"""Snapshots of one database in the lineage: the newest."""
+"""The newest snapshots of one database in the lineage."""
 JOBS_MAX = 200
 OUTSTANDING_MAX = 500
 
 
-# ── the whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def overview(sight: WatchedStore) -> dict[str, Any]:
-    """Everything the first page shows."""
-    store, sums = sight.store, sight.survey().sums
+# ── the store ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def overview(watched: WatchedStore) -> dict[str, Any]:
+    """Return everything that the first page shows."""
+    store, sums = watched.store, watched.survey().sums
     infos = store.databases(limit=DATABASES_MAX)
     disk = shutil.disk_usage(store.path)
-    with sight.manifest.read() as txn:
-        rows = [_database_row(sight, txn, info) for info in infos]
-    opened, space = sight.open_figures(), sight.space()
-    # What the catalogs say of those that are open is older than what the engine says.
-    closed_bytes = max(sums.unabsorbed_bytes - sum(sight.survey_of(db_id).unabsorbed_bytes for db_id in opened), 0)
+    with watched.manifest.read() as txn:
+        rows = [_database_row(watched, txn, info) for info in infos]
+    opened, space = watched.open_figures(), watched.space()
+    # For open databases the engine's figures are newer than those of the catalogs.
+    closed_bytes = max(sums.unabsorbed_bytes - sum(watched.survey_of(db_id).unabsorbed_bytes for db_id in opened), 0)
     return {
-        "store": sight.info(),
+        "store": watched.info(),
         "quire": version("quire"),
-        "now_ms": sight.clock.now_ms(),
-        "started_ms": sight.started_ms,
+        "now_ms": watched.clock.now_ms(),
+        "started_ms": watched.started_ms,
         "databases": rows,
-        "databases_left_out": _left_out(sight, len(rows)),
-        "databases_damaged": [{"db_id": db_id, "name": name} for db_id, name in sight.damaged().items()],
+        "databases_left_out": _left_out(watched, len(rows)),
+        "databases_damaged": [{"db_id": db_id, "name": name} for db_id, name in watched.damaged().items()],
         "wal_bytes": closed_bytes + sum(figures.wal_bytes for figures in opened.values()),
         "segments_blocked": sum(figures.segments_blocked for figures in opened.values()),
-        "jobs": sight.cached.get("states", lambda: _states(sight)),
+        "jobs": watched.cached.get("states", lambda: _states(watched)),
         "tiers": {name: {"artifacts": count, "bytes": sums.tier_bytes[name]} for name, count in sums.tiers.items()},
         "segments": sums.segments,
         "verified": sums.verified,
-        "readers": sight.readers(),
-        "cursors": _cursors(sight),
+        "readers": watched.readers(),
+        "cursors": _cursors(watched),
         "disk_free_bytes": disk.free,
         "disk_bytes": disk.total,
         "space": {"total_bytes": space.total_bytes, "others": space.others},
     }
 
 
-def databases(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
-    """A page of the databases that are asked for; `after` begins the next one."""
-    infos, after = _page(sight, wanted)
-    with sight.manifest.read() as txn:
-        rows = [_database_row(sight, txn, info) for info in infos]
+def databases(watched: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """Return a page of the selected databases; `after` begins the next one."""
+    infos, after = _page(watched, wanted)
+    with watched.manifest.read() as txn:
+        rows = [_database_row(watched, txn, info) for info in infos]
     return {"databases": rows, "after": after}
 
 
 _STATES = {"pending": JobState.PENDING, "in_flight": JobState.IN_FLIGHT, "failed": JobState.FAILED_PERMANENT}
 
 
-def _states(sight: WatchedStore) -> dict[str, int]:
-    with sight.manifest.read() as txn:
+def _states(watched: WatchedStore) -> dict[str, int]:
+    with watched.manifest.read() as txn:
         return {word: sum(1 for _ in txn.raw_scan(t.JOBS_BY_STATE, state)) for word, state in _STATES.items()}
 
 
-def _database_row(sight: WatchedStore, txn: ReadTxn, info: Any) -> dict[str, Any]:
+def _database_row(watched: WatchedStore, txn: ReadTxn, info: Any) -> dict[str, Any]:
     one, wal = survey_of(txn, info.db_id), txn.wal_state(info.db_id)
-    figures, leases = sight.open_figures().get(info.db_id), sight.leases(info.db_id)
-    size_bytes = one.size_bytes or sight.files_bytes(info.db_id, info.kind)
-    newest, _ = sight.newest(info.db_id, wal)
+    figures, leases = watched.open_figures().get(info.db_id), watched.leases(info.db_id)
+    size_bytes = one.size_bytes or watched.files_bytes(info.db_id, info.kind)
+    newest, _ = watched.newest(info.db_id, wal)
     return {
         **plain(info),
         "size_bytes": size_bytes,
-        "disk_bytes": sight.space().databases.get(info.db_id, 0),
+        "disk_bytes": watched.space().databases.get(info.db_id, 0),
         "chunks": one.chunks,
         "deltas": one.deltas,
         "segments": one.segments,
@@ -108,33 +108,33 @@ def _database_row(sight: WatchedStore, txn: ReadTxn, info: Any) -> dict[str, Any
     }
 
 
-def _cursors(sight: WatchedStore) -> list[dict[str, Any]]:
-    return [{**plain(cursor), "lag": cursor.lag} for cursor in sight.manifest.feed.cursors()]
+def _cursors(watched: WatchedStore) -> list[dict[str, Any]]:
+    return [{**plain(cursor), "lag": cursor.lag} for cursor in watched.manifest.feed.cursors()]
 
 
 # ── lineage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def lineage(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
-    """A page of databases with their snapshots, below what they were forked from at which; `after` begins the next one."""
-    infos, after = _page(sight, wanted)
-    with sight.manifest.read() as txn:
-        found = ((info.db_id, txn.database(info.db_id)) for info in infos)
-        records, _ = with_ancestors(txn, [(db_id, record) for db_id, record in found if record is not None])
+def lineage(watched: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """Return a page of databases with their snapshots and ancestors; `after` begins the next one."""
+    infos, after = _page(watched, wanted)
+    with watched.manifest.read() as txn:
+        records_or_none = ((info.db_id, txn.database(info.db_id)) for info in infos)
+        records, _ = with_ancestors(txn, [(db_id, record) for db_id, record in records_or_none if record is not None])
         shown = [_lineage_row(txn, *item) for item in records.items()]
     live = sum(not record.is_dropped for record in records.values())
-    return {"databases": shown, "left_out": _left_out(sight, live), "after": after}
+    return {"databases": shown, "left_out": _left_out(watched, live), "after": after}
 
 
-def _page(sight: WatchedStore, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
-    """A page of the databases that are asked for, and what begins the next one."""
+def _page(watched: WatchedStore, wanted: DatabaseFilterOptions) -> tuple[list[Any], str]:
+    """Return a page of the selected databases, and the name that begins the next one."""
     limit = wanted.get("limit", DATABASES_MAX)
-    more: DatabaseFilterOptions = {**wanted, "limit": limit + 1}  # one more says whether there are any
-    infos = sight.store.databases(**more)
+    more: DatabaseFilterOptions = {**wanted, "limit": limit + 1}  # one more, to find out whether there is a next page
+    infos = watched.store.databases(**more)
     return infos[:limit], infos[limit - 1].name if len(infos) > limit else ""
 
 
-def _left_out(sight: WatchedStore, shown: int) -> int:
-    """How many live databases of the store are not shown."""
-    counts: dict[str, int] = sight.info().databases
+def _left_out(watched: WatchedStore, shown: int) -> int:
+    """Return how many live databases of the store are not shown."""
+    counts: dict[str, int] = watched.info().databases
     return max(0, sum(counts.values()) - shown)
 
 
@@ -164,9 +164,9 @@ def _lineage_row(txn: ReadTxn, db_id: int, record: DbRecord) -> dict[str, Any]:
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def jobs(sight: WatchedStore, db_id: int = 0) -> dict[str, Any]:
-    """Outstanding jobs, and the newest of all; of one database if asked for."""
-    with sight.manifest.read() as txn:
+def jobs(watched: WatchedStore, db_id: int = 0) -> dict[str, Any]:
+    """Return the outstanding jobs and the newest ones; of one database if `db_id` is given."""
+    with watched.manifest.read() as txn:
         by_id: dict[int, Job] = {}
         for state in (JobState.IN_FLIGHT, JobState.PENDING):
             for (_, job_id), _ in islice(txn.scan(t.JOBS_BY_STATE, state), OUTSTANDING_MAX):
@@ -179,14 +179,14 @@ def jobs(sight: WatchedStore, db_id: int = 0) -> dict[str, Any]:
         names = txn.database_names(job.db_id for job in by_id.values())
     shown = [by_id[job_id] for job_id in sorted(by_id, reverse=True) if not db_id or by_id[job_id].db_id == db_id]
     return {
-        "now_ms": sight.clock.now_ms(),
+        "now_ms": watched.clock.now_ms(),
         "jobs": [job_row(job, names) for job in shown],
         "left_out": 0 if db_id else total - len(by_id),
     }
 
 
 def job_row(job: Job, names: dict[int, str]) -> dict[str, Any]:
-    """One job."""
+    """Return one job as JSON."""
     record: JobRecord = job.record
     return {
         "job_id": job.job_id,
@@ -211,7 +211,7 @@ def job_row(job: Job, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _result(record: JobRecord) -> dict[str, Any]:
-    """The figures of what a job answered; lists and texts of it are left to `quire jobs show`."""
+    """Return the numbers in a job's result; its lists and texts are left to `quire jobs show`."""
     try:
         result = msgspec.msgpack.decode(record.result) if record.result else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -222,10 +222,10 @@ def _result(record: JobRecord) -> dict[str, Any]:
 
 
 # ── verification ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def verification(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
-    """What was verified, when, and what was found damaged: of a page of databases, and in total."""
-    whole, (infos, after) = sight.survey(), _page(sight, wanted)
-    with sight.manifest.read() as txn:
+def verification(watched: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -> dict[str, Any]:
+    """Return what was verified, when, and what was found damaged: of a page of databases, and in total."""
+    totals, (infos, after) = watched.survey(), _page(watched, wanted)
+    with watched.manifest.read() as txn:
         surveys = [(info, survey_of(txn, info.db_id)) for info in infos]
     rows = [
         {
@@ -236,33 +236,33 @@ def verification(sight: WatchedStore, **wanted: Unpack[DatabaseFilterOptions]) -
             "oldest_verified_ms": one.oldest_verified_ms,
         }
         for info, one in surveys
-        if info.kind is DbKind.PAGES or one.verified  # sets keep their own files, and other checks
+        if info.kind is DbKind.PAGES or one.verified  # key-value sets have their own files and checks
     ]
-    names = sight.names({artifact.db_id for artifact in whole.damaged})
-    runs = [job for job in jobs(sight)["jobs"] if job["kind"] == plain(JobKind.VERIFY)]
-    damaged = [{**plain(artifact), "database": names.get(artifact.db_id, "")} for artifact in whole.damaged]
+    names = watched.names({artifact.db_id for artifact in totals.damaged})
+    runs = [job for job in jobs(watched)["jobs"] if job["kind"] == plain(JobKind.VERIFY)]
+    damaged = [{**plain(artifact), "database": names.get(artifact.db_id, "")} for artifact in totals.damaged]
     return {
-        "now_ms": sight.clock.now_ms(),
-        "totals": whole.sums.verified,
+        "now_ms": watched.clock.now_ms(),
+        "totals": totals.sums.verified,
         "databases": rows,
-        "databases_left_out": _left_out(sight, len(infos)),
+        "databases_left_out": _left_out(watched, len(infos)),
         "after": after,
         "damaged": damaged,
-        "damaged_left_out": whole.damaged_count - len(damaged),
+        "damaged_left_out": totals.damaged_count - len(damaged),
         "jobs": runs[:20],
     }
 
 
 # ── the feed ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def feed(sight: WatchedStore, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
-    """The newest changes, and who follows them."""
-    with sight.manifest.read() as txn:
+def feed(watched: WatchedStore, *, limit: int = 50, before: int = 0) -> dict[str, Any]:
+    """Return the newest changes, and the cursors that follow them."""
+    with watched.manifest.read() as txn:
         oldest, head = txn.feed_bounds()
         records = changes.recent(txn, limit, before=before)
     return {
         "oldest_sequence": oldest,
         "head_sequence": head,
         "changes": records,
-        "cursors": _cursors(sight),
-        "now_ms": sight.clock.now_ms(),
+        "cursors": _cursors(watched),
+        "now_ms": watched.clock.now_ms(),
     }

@@ -3,16 +3,17 @@
 Terms
   slot     a place for a connection; there are `service.http_connections_max`
   head     a request's line and headers
-  linger   after an answer to a request whose body was not read, go on reading for a moment before hanging up: a connection that
-           is closed with unread bytes is reset, and the client would not see the answer
+  linger   to keep reading for a moment after answering a request whose body was not read: a connection that is closed with
+           unread bytes is reset, and the client would not see the answer
 
 Rules
-  1. A connection has a slot from when it is accepted, before TLS, until it is closed. Who finds none is told so in one packet.
+  1. A connection has a slot from when it is accepted, before TLS, until it is closed. A client that finds none is refused in
+     one packet.
   2. At every moment something limits a connection's time: the head, the body, the pause between requests, the part of an answer
      that the client does not read, or the work of the server itself.
-  3. A head is bounded while it is read, whether it comes in one header or in many. Bodies are bounded by whoever reads them;
-     what nobody has read yet is at most 64 KiB, then the connection is not read from.
-  4. Every refusal is counted by the name of its limit, and answered if the client can still be answered.
+  3. A head is bounded while it is read, in one header or in many. A body is bounded by its reader; at most 64 KiB are buffered
+     before they are read, then the connection is not read from.
+  4. Every refusal is counted by the name of its limit, and answered if the client can still receive an answer.
 
 Threads: the event loop's.
 """
@@ -42,12 +43,12 @@ LINGER_BYTES_MAX = 4 << 20
 BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 _silent = logging.getLogger("quire.web.uvicorn")
-_silent.propagate = False  # what uvicorn would log has addresses with their queries; events and counts say the rest
+_silent.propagate = False  # uvicorn would log URLs with their queries; events and counters cover the rest
 _silent.addHandler(logging.NullHandler())
 
 
 class ConnectionSlots:
-    """Places for connections (rule 1)."""
+    """Slots for connections (rule 1)."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -55,7 +56,7 @@ class ConnectionSlots:
         self.busy = 0
 
     def take(self) -> bool:
-        """Whether there was a place."""
+        """Take a slot; return False if there is none."""
         if self.now >= self._places:
             self.busy += 1
             return False
@@ -63,13 +64,13 @@ class ConnectionSlots:
         return True
 
     def give(self) -> None:
-        """The connection is closed."""
+        """Release a slot: its connection is closed."""
         self.now -= 1
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSetup:
-    """What all connections share."""
+    """The state that all connections share."""
 
     config: Config
     state: ServerState
@@ -79,7 +80,7 @@ class ConnectionSetup:
 
 
 def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:
-    """A whole answer that ends the connection, for whoever has not got as far as the application."""
+    """Return a whole answer that ends the connection, for a client that has not reached the application."""
     answer = error_answer(error, status)
     fields = {
         "server": "quire",
@@ -95,7 +96,7 @@ def raw_answer(error: QuireError, status: HTTPStatus, **headers: str) -> bytes:
 
 
 class _SendTimer(asyncio.Protocol):
-    """Hangs up on a client that does not read what it is sent (rule 2)."""
+    """Disconnects a client that does not read its answer (rule 2)."""
 
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
@@ -103,13 +104,13 @@ class _SendTimer(asyncio.Protocol):
     _send_timer: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
-        """The client does not read what it is sent."""
+        """Start the timer: the client does not read its answer."""
         super().pause_writing()
         self._stop_send_timer()
-        self._send_timer = self.loop.call_later(self._setup.settings.http_send_seconds, self._reads_nothing)
+        self._send_timer = self.loop.call_later(self._setup.settings.http_send_seconds, self._on_send_timeout)
 
     def resume_writing(self) -> None:
-        """It does."""
+        """Stop the timer: the client reads again."""
         self._stop_send_timer()
         super().resume_writing()
 
@@ -118,14 +119,14 @@ class _SendTimer(asyncio.Protocol):
             self._send_timer.cancel()
             self._send_timer = None
 
-    def _reads_nothing(self) -> None:
+    def _on_send_timeout(self) -> None:
         self._send_timer = None
         self._setup.counts.limits.hit("send_seconds")
         self.transport.abort()
 
 
 class HttpConnection(_SendTimer, HttpToolsProtocol):
-    """One connection that speaks HTTP."""
+    """One HTTP connection."""
 
     def __init__(self, setup: ConnectionSetup) -> None:
         super().__init__(setup.config, setup.state, {}, asyncio.get_running_loop())
@@ -135,70 +136,70 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
         self._setup = setup
         self._settings = setup.settings
         self.has_slot = True
-        """Given back when the connection is lost, or passed on to a WebSocket."""
+        """The slot is released when the connection is lost, or passed on to a WebSocket."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._head_bytes = 0
         self._body_is_complete = True
         self._refusal: tuple[QuireError, HTTPStatus, str] | None = None
         self._lingered = -1
-        """Bytes that were read and dropped; -1: not lingering."""
+        """Bytes that were read and discarded; -1: not lingering."""
 
-    # ── its life ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """The connection can be used: its TLS handshake is done."""
+        """Start the idle timer; the TLS handshake is done."""
         super().connection_made(transport)
         self._cycle_transport = cast(Any, _CycleTransport(self))
         self._arm(self._settings.http_head_seconds, "idle_seconds")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give everything back."""
+        """Release timers and the slot."""
         self._disarm()
         self._stop_send_timer()
         self.give_slot()
         super().connection_lost(exc)
 
     def give_slot(self) -> None:
-        """Its place is free, once."""
+        """Release the slot, once."""
         if self.has_slot:
             self.has_slot = False
             self._setup.slots.give()
 
     def handle_websocket_upgrade(self) -> None:
-        """The connection, and its slot, are the WebSocket's from now on."""
+        """Hand the connection, and its slot, over to a WebSocket."""
         self._disarm()
         self._stop_send_timer()
         self.has_slot = False
         super().handle_websocket_upgrade()
 
     def shutdown(self) -> None:
-        """The server closes: what is under way may end, what has only begun to ask may not."""
+        """Close the connection at once if it has no complete head, otherwise after the current request."""
         if self._in_head:
             self.transport.close()
         else:
             super().shutdown()
 
-    # ── time ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── timers ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _arm(self, seconds: float, limit: str) -> None:
         self._disarm()
-        self._timer = self.loop.call_later(seconds, self._time_is_over, limit)
+        self._timer = self.loop.call_later(seconds, self._on_timeout, limit)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _time_is_over(self, limit: str) -> None:
+    def _on_timeout(self, limit: str) -> None:
         self._timer = None
         if self._lingered >= 0 or (limit == "idle_seconds" and not self._head_bytes):
-            self.transport.close()  # nobody asked for anything
+            self.transport.close()  # the connection sent no request
             return
-        error = TimedOut("the request did not come in time", hint="send it whole, at once")
+        error = TimedOut("the request timed out", hint="send the whole request at once")
         self._refuse(error, HTTPStatus.REQUEST_TIMEOUT, limit)
 
-    # ── what comes in ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests (rule 3)."""
+        """Parse bytes of requests (rule 3)."""
         if self._lingered >= 0:
             self._lingered += len(data)
             if self._lingered > LINGER_BYTES_MAX:
@@ -210,16 +211,16 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             self._upgrade()
         except httptools.HttpParserError:
-            invalid = InvalidInput("this is not an HTTP request", hint="is it meant for another port, or for https?")
+            invalid = InvalidInput("this is not an HTTP request", hint="check the port, and whether it should be https")
             self._refuse(*(self._refusal or (invalid, HTTPStatus.BAD_REQUEST, "")))
         else:
             if not self.transport.is_closing():
                 self._wait_for_rest(len(data))
 
     def _wait_for_rest(self, size: int) -> None:
-        """After bytes were read: bound the rest of the request, if there is one. One that came whole needs no timer."""
+        """Bound the time of the rest of the request, if there is one. A request that arrived whole needs no timer."""
         if self._in_head:
-            self._head_bytes += size  # of a header that has not ended: the parser has not told us of it
+            self._head_bytes += size  # of a header that has not ended, which the parser has not reported yet
             if self._head_bytes > self._settings.http_head_bytes_max:
                 self._refuse(*self._head_too_long())
                 return
@@ -232,31 +233,31 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
     def _upgrade(self) -> None:
         if self._should_upgrade() and any(name in BODY_HEADERS for name, _ in self.headers):
             # The WebSocket's own parser takes no body, and would leave the client, and its slot, without an answer.
-            self._refuse(InvalidInput("an upgrade to a WebSocket has no body"), HTTPStatus.BAD_REQUEST, "")
+            self._refuse(InvalidInput("an upgrade to a WebSocket must not have a body"), HTTPStatus.BAD_REQUEST, "")
         elif self._should_upgrade():
             self.handle_websocket_upgrade()
         else:
-            wrong = InvalidInput("the connection can only become a WebSocket", hint="leave out `Upgrade`")
+            wrong = InvalidInput("the connection can only become a WebSocket", hint="omit `Upgrade`")
             self._refuse(wrong, HTTPStatus.BAD_REQUEST, "")
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start a request at its first byte."""
         super().on_message_begin()
         self._in_head, self._head_bytes, self._body_is_complete = True, 0, False
-        self._disarm()  # it was idle until now
+        self._disarm()  # the connection is no longer idle
 
     def on_url(self, url: bytes) -> None:
-        """A part of the address."""
+        """Count a part of the URL."""
         super().on_url(url)
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A whole header. Behind a body it is a trailer, which says nothing here: the request was let in without it."""
+        """Handle a complete header. After a body it is a trailer, which is ignored: the request was admitted without it."""
         if not self._in_head:
             self._count_head(len(name) + len(value) + 4)
             return
         if name.lower() == b"host" and any(known == b"host" for known, _ in self.headers):
-            error = InvalidInput("the request has two hosts", hint="send one header `Host`")
+            error = InvalidInput("the request has two hosts", hint="send one `Host` header")
             self._refusal = error, HTTPStatus.BAD_REQUEST, ""
             raise ValueError  # ends the parsing
         super().on_header(name, value)
@@ -273,29 +274,29 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
         return error, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "head_bytes"
 
     def on_headers_complete(self) -> None:
-        """The head is read; the application begins."""
+        """Start the application: the head is complete."""
         self._in_head = False
-        self._disarm()  # the body has a time of its own
+        self._disarm()  # the body has its own time limit
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = self._cycle_transport
 
     def on_message_complete(self) -> None:
-        """The body is read."""
+        """Stop the body's timer: the body is complete."""
         self._disarm()
         self._body_is_complete = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is sent; what is the next request's has its own time."""
+        """Start the idle timer: the answer is sent, and the next request has its own time limits."""
         super().on_response_complete()
         if self._body_is_complete and not self.pipeline and not self.transport.is_closing():
             self._in_head, self._head_bytes = True, 0
             self._arm(self._settings.http_idle_seconds, "idle_seconds")
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _refuse(self, error: QuireError, status: HTTPStatus, limit: str) -> None:
-        """Answer in place of the application, unless it has begun to, and hang up (rule 4)."""
+        """Answer instead of the application, unless it has begun to, and disconnect (rule 4)."""
         if limit:
             self._setup.counts.limits.hit(limit)
         self._setup.counts.add(failed=True)
@@ -308,11 +309,11 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
             self.transport.abort()
             return
         self.transport.write(raw_answer(error, status))
-        self._body_is_complete = False  # whatever comes now is no request
+        self._body_is_complete = False  # bytes that follow are not a request
         self.close_gently()
 
     def close_gently(self) -> None:
-        """Hang up, so that what was sent is read: linger if the client is still sending."""
+        """Close the connection so that the client can read the answer: linger if it is still sending."""
         if self.transport.is_closing() or self._lingered >= 0:
             return
         if self._body_is_complete or not self.transport.can_write_eof():
@@ -324,14 +325,14 @@ class HttpConnection(_SendTimer, HttpToolsProtocol):
         self._arm(LINGER_SECONDS, "")
 
     def eof_received(self) -> None:
-        """The client has sent everything: a half-open connection is closed unless an answer is under way."""
+        """Close the half-open connection, unless an answer is in progress: the client has sent everything."""
         if self._lingered >= 0 or self._in_head:
             self.transport.close()
 
 
 class _CycleTransport:
     """The transport as a request's cycle sees it: the head of an answer is sent together with the first part of its body, which
-    saves a call of the system for every request, and closing it lingers."""
+    saves a system call per request, and closing it lingers."""
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
@@ -341,13 +342,13 @@ class _CycleTransport:
         self.is_closing = connection.transport.is_closing
 
     def write(self, data: bytes) -> None:
-        """Send this, a head with what follows it at once."""
+        """Send bytes; a head is sent with the bytes that follow it at once."""
         if self._head:
             head, self._head = self._head, b""
             self._transport.writelines((head, data))
         elif data.startswith(HEAD):
             self._head = data
-            self._loop.call_soon(self._send_head)  # whoever has to wait for its body
+            self._loop.call_soon(self._send_head)  # for an answer whose body is not ready yet
         else:
             self._transport.write(data)
 
@@ -363,7 +364,7 @@ class _CycleTransport:
 
 
 class WebSocketConnection(_SendTimer, WebSocketsSansIOProtocol):
-    """One connection that has become a WebSocket; pings find out that its client is gone."""
+    """One connection that has become a WebSocket; pings detect that its client is gone."""
 
     def __init__(self, setup: ConnectionSetup) -> None:
         super().__init__(setup.config, setup.state, {}, asyncio.get_running_loop())
@@ -372,7 +373,7 @@ class WebSocketConnection(_SendTimer, WebSocketsSansIOProtocol):
         self._setup = setup
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         self._stop_send_timer()
         self._setup.slots.give()
         super().connection_lost(exc)

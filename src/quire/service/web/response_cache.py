@@ -1,10 +1,10 @@
-"""Answers that are kept for a moment, so that a hundred open pages cost what one does.
+"""A cache of responses that live for a moment, so that a hundred open pages cost as much as one.
 
 Rules
-  1. A value is kept for `KEPT_SECONDS`, or for ten times as long as it took to make, whichever is more: looking never takes
-     more than about a tenth of one core, however large the store.
-  2. Of callers who want the same value at once one makes it and the others wait for it.
-  3. What somebody has just changed is seen: `forget` drops everything, values under way included.
+  1. A value is kept for `KEPT_SECONDS`, or for ten times as long as it took to compute, whichever is more: computing values
+     takes at most about a tenth of one core, however large the store.
+  2. If several callers want a value at once, one computes it and the others wait for it.
+  3. A change is visible at once: `forget` drops everything, values that are being computed included.
 
 Threads: any.
 """
@@ -35,7 +35,7 @@ class _CachedValue:
 
 
 class Cached:
-    """Values by key."""
+    """Cached values by key."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ class Cached:
         self._epoch = 0
 
     def get(self, key: object, make: Callable[[], T]) -> T:
-        """The value under a key, made now if there is none young enough."""
+        """Return the value of a key; compute it if there is none that is fresh."""
         with self._lock:
             if key not in self._entries and len(self._entries) >= KEYS_MAX:
                 self._entries.clear()
@@ -55,11 +55,11 @@ class Cached:
                 entry.value = make()
                 ended = self._clock.monotonic()
                 entry.until = ended + max(KEPT_SECONDS, COST_FACTOR * (ended - began))
-                entry.epoch = epoch
+                entry.epoch = epoch  # the one before `make`: a `forget` meanwhile makes the value stale (rule 3)
             value: T = entry.value
             return value
 
     def forget(self) -> None:
-        """Drop everything, values under way included: what was just changed must be seen (rule 3)."""
+        """Drop everything, values that are being computed included, so that a change is visible at once (rule 3)."""
         with self._lock:
             self._epoch += 1

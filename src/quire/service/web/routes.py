@@ -1,11 +1,11 @@
-"""Every address the HTTP side answers, who may ask for it, and what it answers: the one table.
+"""The table of the dashboard's addresses: method, path, required role and handler of each.
 
 Rules
-  1. GET changes nothing. POST changes something, needs the admin token and a JSON body, and says what it did.
-  2. What is not in the table is not there; a known address with another method is told which it has.
+  1. GET changes nothing. POST changes something, needs the admin token and a JSON body, and returns what it did.
+  2. An address that is not in the table does not exist; for a known address with another method the error names the methods.
   3. Parts in braces are names, percent-encoded: a database's name may contain a slash.
 
-docs/dashboard.md lists the same addresses, and a test holds the two together.
+docs/dashboard.md lists the same addresses, and a test compares the two.
 Threads: any. Handlers raise errors of ours, which `answers.py` turns into answers.
 """
 
@@ -31,7 +31,7 @@ Method = Literal["GET", "POST"]
 
 @dataclass(frozen=True, slots=True)
 class WebRequest:
-    """One request: its names, its query, its body, and who asks."""
+    """One request: its names, query, body, and the caller's role."""
 
     names: tuple[str, ...]
     query: dict[str, str]
@@ -39,12 +39,12 @@ class WebRequest:
     role: Role | None
 
     def number(self, name: str, default: int, largest: int) -> int:
-        """A whole number of the query."""
+        """Return a whole number of the query."""
         text = self.query.get(name, "")
         if not text:
             return default
         if not (text.isascii() and text.isdecimal() and len(text) <= 18):
-            raise InvalidInput(f"`{name}` is a whole number", value=text[:40])
+            raise InvalidInput(f"`{name}` must be a whole number", value=text[:40])
         return min(int(text), largest)
 
 
@@ -58,25 +58,25 @@ class Route:
     method: Method
     path: str
     access: Role | None
-    """`None`: for everybody who gets this far."""
+    """`None`: for every caller that gets this far."""
     handler: Handler
 
 
 class NewSnapshot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a POST that makes a snapshot; without a name it is anonymous."""
+    """The body of a POST that creates a snapshot; without a name it is anonymous."""
 
     name: str = ""
 
 
 class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a POST that needs nothing more than its address."""
+    """The body of a POST that has no parameters."""
 
 
 class Routes:
-    """The table over one store."""
+    """The table, for one store."""
 
-    def __init__(self, sight: WatchedStore, metrics: Callable[[], tuple[bytes, str]], asks_readers: bool) -> None:
-        self._sight = sight
+    def __init__(self, watched: WatchedStore, metrics: Callable[[], tuple[bytes, str]], asks_readers: bool) -> None:
+        self._watched = watched
         self._metrics = metrics
         self._asks_readers = asks_readers
         read, admin = Role.READ, Role.ADMIN
@@ -99,7 +99,7 @@ class Routes:
         )
 
     def find(self, method: str, path: str) -> tuple[Route, tuple[str, ...]]:
-        """The route of a request and the names in its address (rule 2)."""
+        """Return the route of a request and the names in its address (rule 2)."""
         others = set()
         for route in self.table:
             names = match(route.path, path)
@@ -115,18 +115,18 @@ class Routes:
 
     # ── health ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def healthz(self, _: WebRequest) -> Response:
-        """The process answers."""
+        """Answer that the process is alive."""
         return json_answer({"ok": True})
 
     def readyz(self, _: WebRequest) -> Response:
-        """The store can be read and written. What is wrong is for those who may read: `GET /api/overview`, the log."""
+        """Answer whether the store can be read and written. Details are for readers: `GET /api/overview`, the log."""
         problem = self._problem()
         if problem is None:
             return json_answer({"ready": True})
         return json_answer({"ready": False, "error": type(problem).__name__}, HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _problem(self) -> QuireError | None:
-        manifest = self._sight.manifest
+        manifest = self._watched.manifest
         try:
             manifest.feed.head()
             failure = manifest.writer.failure
@@ -135,82 +135,82 @@ class Routes:
         return failure if isinstance(failure, QuireError) else StoreUnusable("it fails") if failure else None
 
     def metrics(self, _: WebRequest) -> Response:
-        """For Prometheus."""
+        """Return the metrics for Prometheus."""
         return Response(*self._metrics())
 
-    # ── looking ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def me(self, asked: WebRequest) -> Response:
-        """Who asks, and what that allows."""
-        role = asked.role.value if asked.role is not None else "none"
+    # ── views ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def me(self, request: WebRequest) -> Response:
+        """Return the caller's role, and whether reading needs a token."""
+        role = request.role.value if request.role is not None else "none"
         return json_answer({"role": role, "asks_readers": self._asks_readers})
 
     def overview(self, _: WebRequest) -> Response:
         """See `overview.overview`."""
-        return self._sight.cached.get("overview", lambda: json_answer(overview.overview(self._sight)))
+        return self._watched.cached.get("overview", lambda: json_answer(overview.overview(self._watched)))
 
-    def lineage(self, asked: WebRequest) -> Response:
+    def lineage(self, request: WebRequest) -> Response:
         """See `overview.lineage`."""
-        wanted = _chosen(asked, overview.DATABASES_MAX)
-        return self._page("lineage", asked, lambda: overview.lineage(self._sight, **wanted))
+        wanted = _chosen(request, overview.DATABASES_MAX)
+        return self._page("lineage", request, lambda: overview.lineage(self._watched, **wanted))
 
-    def databases(self, asked: WebRequest) -> Response:
+    def databases(self, request: WebRequest) -> Response:
         """See `overview.databases`."""
-        return json_answer(overview.databases(self._sight, **_chosen(asked, 100)))
+        return json_answer(overview.databases(self._watched, **_chosen(request, 100)))
 
-    def _page(self, key: str, asked: WebRequest, make: Callable[[], dict[str, Any]]) -> Response:
-        """A page of databases; the first of all is what a hundred open dashboards ask for."""
-        return json_answer(make()) if asked.query else self._sight.cached.get(key, lambda: json_answer(make()))
+    def _page(self, key: str, request: WebRequest, make: Callable[[], dict[str, Any]]) -> Response:
+        """Return a page of databases; cached without a query, which is what a hundred open dashboards request."""
+        return json_answer(make()) if request.query else self._watched.cached.get(key, lambda: json_answer(make()))
 
-    def database(self, asked: WebRequest) -> Response:
+    def database(self, request: WebRequest) -> Response:
         """See `database.database_page`."""
-        (name,) = asked.names
-        return self._sight.cached.get(("db", name), lambda: json_answer(database.database_page(self._sight, name)))
+        (name,) = request.names
+        return self._watched.cached.get(("db", name), lambda: json_answer(database.database_page(self._watched, name)))
 
     def jobs(self, _: WebRequest) -> Response:
         """See `overview.jobs`."""
-        return self._sight.cached.get("jobs", lambda: json_answer(overview.jobs(self._sight)))
+        return self._watched.cached.get("jobs", lambda: json_answer(overview.jobs(self._watched)))
 
-    def feed(self, asked: WebRequest) -> Response:
+    def feed(self, request: WebRequest) -> Response:
         """See `overview.feed`."""
-        limit, before = asked.number("limit", 50, 200), asked.number("before", 0, 2**63)
-        return json_answer(overview.feed(self._sight, limit=limit, before=before))
+        limit, before = request.number("limit", 50, 200), request.number("before", 0, 2**63)
+        return json_answer(overview.feed(self._watched, limit=limit, before=before))
 
-    def verification(self, asked: WebRequest) -> Response:
+    def verification(self, request: WebRequest) -> Response:
         """See `overview.verification`."""
-        wanted = _chosen(asked, overview.DATABASES_MAX)
-        return self._page("verification", asked, lambda: overview.verification(self._sight, **wanted))
+        wanted = _chosen(request, overview.DATABASES_MAX)
+        return self._page("verification", request, lambda: overview.verification(self._watched, **wanted))
 
-    def why(self, asked: WebRequest) -> Response:
+    def why(self, request: WebRequest) -> Response:
         """See `database.why`."""
-        subject = asked.query.get("subject", "")
+        subject = request.query.get("subject", "")
         if not subject:
-            raise InvalidInput("`subject` is missing", hint="a database, a file of the store or an object's key")
-        return json_answer(database.why(self._sight, subject))
+            raise InvalidInput("`subject` is missing", hint="name a database, a file of the store or an object's key")
+        return json_answer(database.why(self._watched, subject))
 
-    # ── doing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def make_snapshot(self, asked: WebRequest) -> Response:
-        """A snapshot of a database as it is now."""
-        wanted = _read(asked.body, NewSnapshot)
-        return self._done({"snapshot": self._sight.store.snapshot(asked.names[0], wanted.name)}, HTTPStatus.CREATED)
+    # ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def make_snapshot(self, request: WebRequest) -> Response:
+        """Create a snapshot of the current version of a database."""
+        wanted = _read(request.body, NewSnapshot)
+        return self._done({"snapshot": self._watched.store.snapshot(request.names[0], wanted.name)}, HTTPStatus.CREATED)
 
-    def retry(self, asked: WebRequest) -> Response:
-        """Enqueue a job that failed or was cancelled once more."""
-        _read(asked.body, Empty)
-        return self._done({"job_id": self._sight.manifest.jobs.retry(_job_id(asked))}, HTTPStatus.CREATED)
+    def retry(self, request: WebRequest) -> Response:
+        """Enqueue again a job that failed or was cancelled."""
+        _read(request.body, Empty)
+        return self._done({"job_id": self._watched.manifest.jobs.retry(_job_id(request))}, HTTPStatus.CREATED)
 
-    def cancel(self, asked: WebRequest) -> Response:
-        """End a job that has not ended."""
-        _read(asked.body, Empty)
-        self._sight.manifest.jobs.cancel(_job_id(asked))
-        return self._done({"job_id": _job_id(asked)})
+    def cancel(self, request: WebRequest) -> Response:
+        """Cancel a job that has not ended."""
+        _read(request.body, Empty)
+        self._watched.manifest.jobs.cancel(_job_id(request))
+        return self._done({"job_id": _job_id(request)})
 
     def _done(self, value: Any, status: int = HTTPStatus.OK) -> Response:
-        self._sight.cached.forget()
+        self._watched.cached.forget()
         return json_answer(value, status)
 
 
 def match(pattern: str, path: str) -> tuple[str, ...] | None:
-    """The names in an address that has this pattern; `None` if it has not.
+    """Return the names in an address that matches a pattern; `None` if it does not match.
 
     >>> match("/api/jobs/{id}/retry", "/api/jobs/7/retry"), match("/api/jobs", "/api/jobs/7")
     (('7',), None)
@@ -230,23 +230,23 @@ def match(pattern: str, path: str) -> tuple[str, ...] | None:
 
 
 def read_query(text: str) -> dict[str, str]:
-    """The first value of each name."""
+    """Return the first value of each name."""
     try:
         return {name: values[0] for name, values in parse_qs(text, max_num_fields=16).items()}
     except ValueError as error:
         raise InvalidInput("the query has too many fields") from error
 
 
-def _chosen(asked: WebRequest, limit: int) -> DatabaseFilterOptions:
-    """Which databases a page has; `limit` unless the query has one."""
-    query = asked.query
+def _chosen(request: WebRequest, limit: int) -> DatabaseFilterOptions:
+    """Return the filter of a page of databases; `limit` applies unless the query has one."""
+    query = request.query
     return {
         "prefix": query.get("prefix", ""),
         "kind": query.get("kind", ""),
         "tag": query.get("tag", ""),
         "after": query.get("after", ""),
         "sort": query.get("sort", "name"),
-        "limit": asked.number("limit", limit, overview.DATABASES_MAX),
+        "limit": request.number("limit", limit, overview.DATABASES_MAX),
     }
 
 
@@ -257,8 +257,8 @@ def _read(body: bytes, kind: type[Any]) -> Any:
         raise InvalidInput(f"the body cannot be read: {error}") from error
 
 
-def _job_id(asked: WebRequest) -> int:
-    text = asked.names[0]
+def _job_id(request: WebRequest) -> int:
+    text = request.names[0]
     if not (text.isascii() and text.isdecimal() and len(text) <= 19):
-        raise InvalidInput("a job is named by its number", value=text[:40])
+        raise InvalidInput("the job id must be a number", value=text[:40])
     return int(text)

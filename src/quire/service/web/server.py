@@ -1,15 +1,15 @@
-"""The HTTP side of an owner: SQL, replicas, versions as files, metrics, health and the dashboard (W1). Made by
+"""The HTTP server of an owner: SQL, replicas, versions as files, metrics, health and the dashboard (W1). Created by
 `store.serve_http()`.
 
-It is a Starlette application on uvicorn's protocols, in an event loop of its own (uvloop) in a thread of its own.
+It is a Starlette application on uvicorn's protocols, in its own event loop (uvloop) in its own thread.
 
 Rules
-  1. Loopback unless another address is given; beyond loopback everything but health and the page's own files needs a token.
-  2. Nothing blocks the event loop: what does runs in the context's threads.
-  3. Closing stops listening, ends live updates, lets requests end for `stop_seconds` and then hangs up; parts are closed last.
-  4. Figures are looked at by one thread every `http_sample_seconds`, for the history a page shows.
+  1. It listens on loopback unless another address is given; beyond loopback all but health and the static files needs a token.
+  2. Nothing blocks the event loop: blocking calls run in the context's threads.
+  3. Closing stops listening, ends live updates, lets requests end for `stop_seconds`, then disconnects; parts are closed last.
+  4. One thread samples figures every `http_sample_seconds`, for the history that a page shows.
 
-Threads: the loop's, one samples, one is the hub's, the context's for calls. `close` from any other.
+Threads: the loop's, the sampler, the hub's, the context's for calls. `close` from any other.
 Raises `InvalidInput` for an address, `InvalidConfig` for tokens and certificates, `ReadOnly` for a store opened for reading.
 """
 
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
 
 DATE_SECONDS = 1.0
 END_SECONDS = 0.02
-"""How often a closing server looks whether its connections have ended."""
+"""How often a closing server checks whether its connections have ended."""
 PING_SECONDS = 20.0
-"""Between two pings of a WebSocket, and until an answer must have come: a client that is gone is noticed."""
+"""The interval of pings of a WebSocket, and the time limit of a pong: detects a client that is gone."""
 
 
 class Web:
-    """The application over one store, and what it counts."""
+    """The application over one store, and its counters."""
 
     def __init__(self, store: WebStore, explain: Explain, gate: WebGate) -> None:
         settings = store.settings.service
-        self.sight = WatchedStore(store, explain)
-        self.hub = Hub(self.sight, settings.http_events_max)
+        self.watched = WatchedStore(store, explain)
+        self.hub = Hub(self.watched, settings.http_events_max)
         self.slots = ConnectionSlots(settings.http_connections_max)
         self.context = WebContext(
             store=store,
@@ -73,20 +73,20 @@ class Web:
             gate=gate,
             refusals=Refusals(store.manifest.clock),
             counts=WebCounts(),
-            # Not named "quire-…": they acknowledge what a caller asked for, and wait for the archive as a caller does (A9).
+            # Not named "quire-…": these threads acknowledge changes to a caller, so they wait for the archive (A9).
             calls=ThreadPoolExecutor(settings.http_threads, thread_name_prefix="web-call"),
         )
-        self.routes = Routes(self.sight, lambda: exposition(self.registry), gate.asks_readers)
+        self.routes = Routes(self.watched, lambda: exposition(self.registry), gate.asks_readers)
         self.parts = make_parts(self.context)
         self.app = Application(self.context, self.parts, Dashboard(self.context, self.routes, self.hub))
 
     @cached_property
     def registry(self) -> CollectorRegistry:
-        """Made when somebody first scrapes."""
-        return registry(self.sight, self.figures, self.parts)
+        """The registry of metrics, created by the first scrape."""
+        return registry(self.watched, self.figures, self.parts)
 
     def figures(self) -> WebFigures:
-        """See `WebServer.figures`."""
+        """Return the counters; see `WebServer.figures`."""
         counts = self.context.counts
         return WebFigures(
             calls=counts.calls,
@@ -101,13 +101,13 @@ class Web:
 
 
 class WebServer:
-    """A store's HTTP side. Use it as a context manager, or call `close`."""
+    """The HTTP server of a store. Use it as a context manager, or call `close`."""
 
     def __init__(
         self, store: WebStore, address: str, credentials: Credentials | None = None, *, explain: Explain
     ) -> None:
         if store.mode != "rw":
-            raise ReadOnly("only the owner of a store serves it", hint='open it with mode="rw"', path=store.path)
+            raise ReadOnly("only the owner can serve a store", hint='open it with mode="rw"', path=store.path)
         credentials = credentials or Credentials()
         place = parse_address(address)
         self._tls = tls_context(place, credentials)
@@ -134,11 +134,11 @@ class WebServer:
         self._wait_for_start()
         emit("info", "web.listening", address=self.address, path=store.path)
         if place.scheme == HTTP and not is_loopback(place.host):
-            hint = "tokens travel in the clear: use https://"
+            hint = "tokens are sent unencrypted: use https://"
             emit("warning", "web.plaintext", address=self.address, hint=hint)
 
     def figures(self) -> WebFigures:
-        """What was counted since the server started."""
+        """Return the counters since the server started."""
         return self._web.figures()
 
     def _wait_for_start(self) -> None:
@@ -194,9 +194,9 @@ class WebServer:
             ws_max_size=self._settings.body_bytes_max,
             ws_ping_interval=PING_SECONDS,
             ws_ping_timeout=PING_SECONDS,
-            ws_per_message_deflate=False,  # costs more than the loopback it saves, and a window per connection
+            ws_per_message_deflate=False,  # costs more than it saves on loopback, and a window per connection
             log_config=None,
-            proxy_headers=False,  # who asks is known by the token, and never by what a header claims
+            proxy_headers=False,  # callers are identified by the token, never by what a header claims
             server_header=False,
             date_header=False,
             timeout_keep_alive=max(1, int(self._settings.http_idle_seconds)),
@@ -205,7 +205,7 @@ class WebServer:
         return config
 
     async def _end_connections(self, state: ServerState) -> None:
-        """Let requests end; after `stop_seconds` hang up. Connections that ask for nothing are closed at once."""
+        """Let requests end, and disconnect after `stop_seconds`. Idle connections are closed at once."""
         for connection in list(state.connections):
             connection.shutdown()
         await asyncio.to_thread(self._web.hub.close)
@@ -218,25 +218,25 @@ class WebServer:
             connection.transport.abort()
         for task in list(state.tasks):
             task.cancel()
-        await asyncio.sleep(0)  # they notice
+        await asyncio.sleep(0)  # lets them notice
 
-    # ── the history's thread ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── the sampler's thread ──────────────────────────────────────────────────────────────────────────────────────────
     def _sample(self) -> None:
-        """Look at the figures every `http_sample_seconds`, for the history that pages show (rule 4)."""
-        sight, stopping = self._web.sight, self._web.context.stopping
+        """Sample the figures every `http_sample_seconds`, for the history that pages show (rule 4)."""
+        watched, stopping = self._web.watched, self._web.context.stopping
         while not stopping.is_set():
             try:
-                sight.sample()
+                watched.sample()
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
             stopping.wait(self._settings.http_sample_seconds)
 
-    # ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Stop listening and hang up on who stays beyond `stop_seconds`. A second time, and in a forked child:
-        nothing."""
+        """Stop listening, and disconnect clients that stay beyond `stop_seconds`. Idempotent; in a forked child it only closes
+        the child's copy of the listener."""
         if self._pid != os.getpid():
-            socket.socket.close(self._listener)  # the child's copy; connections and threads are the parent's
+            socket.socket.close(self._listener)  # connections and threads belong to the parent
             return
         with self._lock:
             if self._closed:
@@ -244,7 +244,7 @@ class WebServer:
             self._closed = True
         self._web.context.stopping.set()
         if self._loop is not None and self._stop is not None:
-            with suppress(RuntimeError):  # the loop has ended by itself
+            with suppress(RuntimeError):  # the loop has already ended
                 self._loop.call_soon_threadsafe(self._stop.set)
         for thread in self._threads:
             thread.join(3 * self._settings.stop_seconds + 10)

@@ -1,11 +1,11 @@
-"""Versions as files: `GET /db/NAME@VERSION.sqlite`, whole or in ranges, for whoever reads SQLite files over HTTP (W7).
+"""Versions as files: `GET /db/NAME@VERSION.sqlite`, whole or in ranges, for programs that read SQLite files over HTTP (W7).
 
 Rules
-  1. VERSION is a snapshot's name, an epoch or a time; without one it is the database as it is now.
-  2. `ETag` is the version. Whoever comes with one hears whether it still is the same (`If-None-Match`), and gets parts only of
-     the version it has begun with (`If-Range`).
-  3. An epoch never means another version, so it may be cached for good; what a name means is asked again each time.
-  4. An answer is read and sent in pieces of `PIECE_BYTES`; the version is held until the last is sent.
+  1. VERSION is a snapshot's name, an epoch or a time; without one it is the newest version of the database.
+  2. `ETag` identifies the version. A client can revalidate its copy (`If-None-Match`), and gets further parts only of the
+     version that it began with (`If-Range`).
+  3. An epoch always names the same version, so it may be cached forever; a name or a time is revalidated each time.
+  4. An answer is read and sent in pieces of `PIECE_BYTES`; the version is held until the last one is sent.
 
 Threads: the event loop's; reading in the context's.
 """
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 256 * 1024
 WARM_BYTES = 1 << 20
-"""Ranges up to this size are read through the caches: a program reads its index pages again and again."""
+"""Ranges up to this size are read through the caches: a program reads its index pages repeatedly."""
 SWEEP_SECONDS = 2.0
 CONTENT_TYPE = "application/vnd.sqlite3"
 FOR_GOOD = "private, max-age=31536000, immutable"
@@ -46,7 +46,7 @@ ASK_AGAIN = "private, no-cache"
 
 
 class VersionFiles:
-    """A part of the HTTP side."""
+    """The part of the HTTP server that serves versions as files."""
 
     def __init__(self, context: WebContext) -> None:
         self._context = context
@@ -54,11 +54,11 @@ class VersionFiles:
         self._sweeper: asyncio.Task[None] | None = None
 
     def routes(self) -> list[BaseRoute]:
-        """Its one address."""
+        """Return the only route."""
         return [Route("/db/{name}.sqlite", self._endpoint, methods=["GET", "HEAD"])]
 
     async def start(self) -> None:
-        """Begin to close what nobody reads any more."""
+        """Start the task that closes idle versions."""
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
     async def _sweep(self) -> None:
@@ -76,7 +76,7 @@ class VersionFiles:
         await self._context.call(self.versions.close)
 
     def collect(self) -> Iterable[Metric]:
-        """None of its own: requests are counted with all others."""
+        """Yield no metrics: requests are counted with all others."""
         return ()
 
     # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +87,7 @@ class VersionFiles:
 
 
 class _FileAnswer(StarletteResponse):
-    """Opens a version, sends what was asked for of it, and gives it back, whatever happens in between."""
+    """Opens a version, sends the requested parts, and gives it back in any case."""
 
     def __init__(self, context: WebContext, versions: OpenVersions, name: str) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _FileAnswer(StarletteResponse):
         self._name = name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The whole answer."""
+        """Send the whole answer."""
         version = await self._context.call(self._take)
         try:
             request = Request(scope, receive)
@@ -133,16 +133,16 @@ class _FileAnswer(StarletteResponse):
         }
 
     def _parts(self, request: Request, version: OpenVersion) -> list[range]:
-        """The ranges that are asked for, of this very version; none for the whole (rule 2)."""
-        asked, known = request.headers.get("range"), request.headers.get("if-range")
-        if asked is None or (known is not None and known.strip() != version.tag):
+        """Return the requested ranges of this version; none for the whole file (rule 2)."""
+        range_header, if_range = request.headers.get("range"), request.headers.get("if-range")
+        if range_header is None or (if_range is not None and if_range.strip() != version.tag):
             return []
-        return parse_ranges(asked, version.size)
+        return parse_ranges(range_header, version.size)
 
     def _plan(
         self, version: OpenVersion, parts: list[range], headers: dict[str, str]
     ) -> tuple[HTTPStatus, AsyncIterator[bytes], int]:
-        """(status, what is sent, its length)."""
+        """Return (status, pieces to send, their length)."""
         if not parts:
             return HTTPStatus.OK, self._read(version, range(version.size)), version.size
         if len(parts) == 1:
@@ -191,7 +191,7 @@ class _FileAnswer(StarletteResponse):
         async for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             if await request.is_disconnected():
-                return  # sending goes nowhere: do not read the rest
+                return  # the client is gone: do not read the rest
         await send({"type": "http.response.body"})
 
 
@@ -200,7 +200,7 @@ def _content_range(part: range, size: int) -> str:
 
 
 def _is_known(header: str | None, tag: str) -> bool:
-    """Whether a client has this version already."""
+    """Return whether a client already has this version."""
     if header is None:
         return False
-    return header.strip() == "*" or tag in (known.strip().removeprefix("W/") for known in header.split(","))
+    return header.strip() == "*" or tag in (listed_tag.strip().removeprefix("W/") for listed_tag in header.split(","))

@@ -1,6 +1,7 @@
-"""What all data sources share: options, schemas, leases, batch readers and streaming readers.
+"""Shared parts of all data sources: options, schemas, leases, batch readers and streaming readers.
 
-A source declares its name, its options and its reader; a reader says what each task reads (`plan`) and reads it (`batches`).
+A source declares its name, its options and its reader. A reader defines what each task reads (`plan`) and reads it
+(`batches`).
 
 - An unknown option is an error: a misspelt `snapshot` would otherwise read another version. Option names are
   case-insensitive.
@@ -15,8 +16,8 @@ A source declares its name, its options and its reader; a reader says what each 
     >>> given.number("limit", 1), given.text("table")
     (7, '')
 
-Threads: a lease has one of its own while a task reads; a streaming query has one process of Spark's and one thread.
-Importable on executors. Raises `InvalidInput`, `SnapshotGone`, `CursorLost`, and what a client raises.
+Threads: a lease has its own thread while a task reads; a streaming query has one process of Spark's and one thread.
+Importable on executors. Raises `InvalidInput`, `SnapshotGone`, `CursorLost`, and a client's errors.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from quire.spark.sources.error_messages import ReadableErrors
 
 COMMON = ("store", "archived_at", "path", "token", "token_file", "tls_ca_file")
 SINK_OPTIONS = ("checkpointlocation", "queryname", "outputmode")
-"""Spark's own, among the options of a sink."""
+"""Spark's own options among those of a sink."""
 
 KEEP_SECONDS = 300
-"""How long a version without a name is kept after the last read."""
+"""Seconds that a version without a name is kept after the last read."""
 
 RENEWALS = 4
-"""In the length of a lease."""
+"""Renewals within the length of a lease."""
 
 RENEW_SECONDS = 5.0
-"""How long one renewal may take."""
+"""Seconds that one renewal may take."""
 
 WAIT_SECONDS = 0.2
-"""How long a query without new rows waits at the owner: it would ask a hundred times a second otherwise."""
+"""Seconds that a query without new rows waits at the owner; it would poll a hundred times a second otherwise."""
 
 _SIGNED = {pa.uint8(): pa.int32(), pa.uint16(): pa.int32(), pa.uint32(): pa.int64(), pa.uint64(): pa.int64()}
 
@@ -75,7 +76,7 @@ Offset = dict[str, Any]
 
 # ── options ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Options:
-    """The options of a source, checked."""
+    """The checked options of a source."""
 
     def __init__(self, given: Mapping[str, str], *, source: str, known: Iterable[str]) -> None:
         self._given = {name.lower(): value for name, value in given.items()}
@@ -86,32 +87,32 @@ class Options:
             raise InvalidInput(f"{source} has no such option", hint=hint, options=unknown)
 
     def access(self) -> OwnerAddress:
-        """How to reach the owner."""
+        """Return how to reach the owner."""
         return access_of(self._given)
 
     def text(self, name: str, default: str = "") -> str:
-        """An option as it is."""
+        """Return an option as text."""
         return self._given.get(name, default)
 
     def need(self, name: str) -> str:
-        """An option that must be given."""
+        """Return an option that must be given."""
         if not (value := self.text(name)):
-            raise InvalidInput(f"{self._source} needs the option `{name}`", hint=f'.option("{name}", …)')
+            raise InvalidInput(f"{self._source} needs the option `{name}`", hint=f'add .option("{name}", …)')
         return value
 
     def names(self, name: str) -> list[str]:
-        """A list with commas; empty if it is not given."""
+        """Return a comma-separated list; empty if it is not given."""
         return [part for word in self.text(name).split(",") if (part := word.strip())]
 
     def columns(self, known: Sequence[str], *, of: str) -> list[str]:
-        """The option `columns`, checked; all columns if it is not given."""
+        """Return the option `columns`, checked; all columns if it is not given."""
         names = self.names("columns") or list(known)
         if unknown := [name for name in names if name not in known]:
             raise InvalidInput(f"{of} has no such column", hint=f"columns: {', '.join(known)}", columns=unknown[:5])
         return names
 
     def columns_of(self, name: str, schema: StructType) -> list[str]:
-        """An option that names columns of what is written, checked."""
+        """Return an option that names written columns, checked."""
         names = self.names(name)
         if unknown := [column for column in names if column not in schema.names]:
             hint = f"columns: {', '.join(schema.names)}"
@@ -121,23 +122,23 @@ class Options:
         return names
 
     def number(self, name: str, default: int, *, least: int = 0) -> int:
-        """A whole number."""
+        """Return a whole number."""
         text = self.text(name)
         if not text:
             return default
         if not text.strip().isdecimal() or int(text) < least:
-            raise InvalidInput(f"the option `{name}` is a whole number from {least} on", given=text)
+            raise InvalidInput(f"the option `{name}` must be a whole number of at least {least}", given=text)
         return int(text)
 
     def one_of(self, name: str, choices: tuple[str, ...]) -> str:
-        """One of some words; the first is the default."""
+        """Return one of the given words; the first is the default."""
         given = self.text(name, choices[0]).lower()
         if given not in choices:
-            raise InvalidInput(f"the option `{name}` is one of {', '.join(choices)}", given=given)
+            raise InvalidInput(f"the option `{name}` must be one of {', '.join(choices)}", given=given)
         return given
 
     def flag(self, name: str) -> bool:
-        """Whether an option is `true`; `false` is the default."""
+        """Return whether an option is `true`; `false` is the default."""
         return self.one_of(name, ("false", "true")) == "true"
 
     def refuse(self, names: Iterable[str], use: str, hint: str) -> None:
@@ -149,27 +150,27 @@ class Options:
     def need_schema(self, schema: StructType, expected: StructType) -> None:
         """Refuse any schema but the source's own."""
         if schema.simpleString() != expected.simpleString():
-            raise InvalidInput(f"the schema of {self._source} is fixed", hint="leave .schema(…) out, use `columns`")
+            raise InvalidInput(f"the schema of {self._source} is fixed", hint="omit .schema(…); use `columns`")
 
 
 # ── schemas ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def default_partitions() -> int:
-    """Two partitions for each core here, so that a slow one delays little."""
+    """Return two partitions per local core, so that a slow one delays little."""
     return 2 * (os.cpu_count() or 1)
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """The Spark schema of an Arrow schema."""
+    """Return the Spark schema of an Arrow schema."""
     return from_arrow_schema(pa.schema([pa.field(field.name, _SIGNED.get(field.type, field.type)) for field in schema]))
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
-    """What Spark expects a batch of this schema to have."""
+    """Return the Arrow schema that Spark expects of a batch."""
     return to_arrow_schema(schema, timezone="UTC")
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """A batch with exactly the columns, order and types that Spark expects."""
+    """Return a batch with exactly the columns, order and types that Spark expects."""
     columns = [_column(batch.column(field.name), field.type) for field in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -185,10 +186,11 @@ def _column(column: pa.Array, kind: pa.DataType) -> pa.Array:
 # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
 def kept(access: OwnerAddress, lease_id: int, keep_seconds: float) -> Iterator[None]:
-    """Renew a lease while the block runs; do nothing without one. A copy of an archive is asked even so: it ends otherwise.
+    """Renew a lease while the block runs. A copy of an archive is called even without a lease, because it would end
+    otherwise.
 
-    A read that fails after the lease has ended raises `SnapshotGone`. It never returns wrong rows: names of objects are
-    never used twice, and frames of a file's former life fail their checks.
+    A read that fails after the lease has ended raises `SnapshotGone`. It never returns wrong rows: names of objects are never
+    used twice, and frames of an earlier use of a file fail their checks.
     """
     if not lease_id and not access.is_copy:
         yield
@@ -205,7 +207,7 @@ def kept(access: OwnerAddress, lease_id: int, keep_seconds: float) -> Iterator[N
         if lease_id and has_ended(access, lease_id):
             raise SnapshotGone(
                 "the version that this DataFrame reads is no longer kept",
-                hint="load it again for the newest one; a named snapshot, or a longer `keep_seconds`, keeps one",
+                hint="load it again for the newest one; to keep one, use a named snapshot or a longer `keep_seconds`",
                 cause=str(error),
             ) from error
         raise
@@ -214,14 +216,14 @@ def kept(access: OwnerAddress, lease_id: int, keep_seconds: float) -> Iterator[N
 
 
 def has_ended(access: OwnerAddress, lease_id: int) -> bool:
-    """Whether the owner says that a lease is over; renewed if it is not."""
+    """Return whether the owner reports that a lease has ended; renew it if it has not."""
     try:
         with closing(access.channel()) as channel:
             channel.ask(LEASE_RENEW, OfLease(lease_id), timeout=RENEW_SECONDS)
     except LeaseExpired:
         return True
     except QuireError:
-        return False  # reading needs no owner: one that is away fails no task
+        return False  # reading does not need the owner: an unreachable one fails no task
     return False
 
 
@@ -234,11 +236,11 @@ def _renew(access: OwnerAddress, lease_id: int, every_seconds: float, done: thre
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class QuireSource(ReadableErrors, DataSource):
-    """A data source: its name, its options and its reader are declared."""
+    """A data source, defined by its name, its options and its reader."""
 
     NAME: ClassVar[str]
     KNOWN: ClassVar[tuple[str, ...]]
-    """The options of reading, beside `COMMON`."""
+    """The options of reading, in addition to `COMMON`."""
     READER: ClassVar[type[SourceReader]]
 
     @classmethod
@@ -247,7 +249,7 @@ class QuireSource(ReadableErrors, DataSource):
 
     @classmethod
     def parse(cls, given: Mapping[str, str]) -> Options:
-        """The options of reading, checked."""
+        """Return the options of reading, checked."""
         return Options(given, source=cls.NAME, known=cls.KNOWN)
 
     def reader(self, schema: StructType) -> SourceReader:
@@ -266,21 +268,21 @@ class SourceReader(ReadableErrors, DataSourceReader):
 
     @abstractmethod
     def plan(self) -> Iterable[Any]:
-        """What each task reads: small, picklable."""
+        """Return what each task reads: small, picklable."""
 
     @abstractmethod
     def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The rows of a task."""
+        """Yield the rows of a task."""
 
     def lease_of(self, _part: Any) -> int:
-        """The lease that keeps what a task reads; 0 if a snapshot does, or nothing has to."""
+        """Return the lease that keeps what a task reads; 0 if a snapshot does, or nothing has to."""
         return 0
 
     def partitions(self) -> Sequence[InputPartition]:
         return [InputPartition(part) for part in self.plan()]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        if partition.value is None:  # Spark makes one partition of none
+        if partition.value is None:  # Spark creates one partition if there is none
             return
         with kept(self.access, self.lease_of(partition.value), self.keep_seconds):
             yield from self.batches(partition.value, arrow_schema(self.schema))
@@ -288,7 +290,7 @@ class SourceReader(ReadableErrors, DataSourceReader):
 
 # ── streaming ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
-    """How far the next batch goes.
+    """Return the end of the next batch.
 
     >>> next_end(10, 100, ReadMaxRows(5)), next_end(10, 12, ReadMinRows(5)), next_end(10, 8, ReadAllAvailable())
     (15, 10, 10)
@@ -301,10 +303,10 @@ def next_end(position: int, end: int, limit: ReadLimit, gaps: Gaps = ()) -> int:
 
 
 class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A streaming query whose offsets are positions that somebody holds at the owner."""
+    """A streaming query whose offsets are positions that a holder keeps at the owner."""
 
     HOLDER: ClassVar[str]
-    """The option that names who holds the position; also what errors call it."""
+    """The option that names the holder of the position; errors use this word too."""
     POSITION: ClassVar[str]
     """The position's name in an offset."""
 
@@ -315,50 +317,50 @@ class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAva
         self._connection: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Executors get the reader without its connection."""
+        """Drop the connection: executors get the reader without it."""
         return {**self.__dict__, "_connection": None}
 
     @abstractmethod
     def connect(self) -> Any:
-        """A connection to the owner."""
+        """Open a connection to the owner."""
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """What an offset belongs to: a checkpoint of another store or stream is refused."""
+        """Return what an offset belongs to: a checkpoint of another store or stream is refused."""
 
     @abstractmethod
     def batches(self, part: Any, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The rows of a task."""
+        """Yield the rows of a task."""
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return self.batches(partition.value, arrow_schema(self.schema))
 
     @property
     def owner(self) -> Any:
-        """The connection, opened when it is first needed."""
+        """The connection, opened on first use."""
         if self._connection is None:
             self._connection = self.connect()
         return self._connection
 
     def offset(self, position: int) -> Offset:
-        """As Spark keeps it."""
+        """Return a position as an offset of Spark."""
         return {**self.identity(), self.POSITION: position}
 
     def position(self, offset: Offset) -> int:
-        """The position of an offset of this query."""
+        """Return the position of an offset of this query."""
         ours = self.identity()
         theirs = {name: offset.get(name) for name in ours}
         if theirs != ours:
             raise InvalidInput(
-                f"the checkpoint is of another {list(ours)[-1]}",
-                hint="use a checkpoint location of its own",
+                f"the checkpoint belongs to another {list(ours)[-1]}",
+                hint="use a separate checkpoint location for each query",
                 theirs=theirs,
                 ours=ours,
             )
         return int(offset[self.POSITION])
 
     def stop(self) -> None:
-        """The query has ended."""
+        """Close the connection when the query has ended."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -367,27 +369,27 @@ class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAva
 class QueryReader(HeldQueryReader):
     """A streaming query: Spark's offsets are positions of a cursor or consumer, its commits are acknowledgements (K4).
 
-    A restart asks for no initial offset, so the first range is checked instead: one that begins below what is acknowledged
-    belongs to an older checkpoint, and reading on would give rows twice.
+    Spark requests no initial offset after a restart, so the first range is checked instead: one that begins below what is
+    acknowledged belongs to an older checkpoint, and continuing would return rows twice.
     """
 
     def __init__(self, options: Options, schema: StructType, rows_max: int) -> None:
         super().__init__(options, schema)
         self._rows_max = rows_max
         self._target: int | None = None
-        """Where a query of what is there now ends."""
+        """Where a query with the trigger `availableNow` ends."""
 
     @abstractmethod
     def end(self) -> int:
-        """How far there is something to read now."""
+        """Return the end of what can be read now."""
 
     @abstractmethod
     def end_beyond(self, position: int) -> int:
-        """The same, after waiting a little if there is nothing beyond `position`."""
+        """Do the same, after a short wait if there is nothing beyond `position`."""
 
     @abstractmethod
     def gaps(self) -> Gaps:
-        """Positions that takeovers have left out: no batch is made of them."""
+        """Return positions that takeovers have skipped; no batch contains them."""
 
     @contextmanager
     def holder_required(self) -> Iterator[None]:
@@ -397,7 +399,7 @@ class QueryReader(HeldQueryReader):
         except UnknownCursor as error:
             raise CursorLost(
                 f"the {self.HOLDER} of this query was dropped",
-                hint=f"begin again, with another {self.HOLDER} and a new checkpoint location",
+                hint=f"start again with another {self.HOLDER} and a new checkpoint location",
                 **{self.HOLDER: self.holder},
             ) from error
 
@@ -406,7 +408,7 @@ class QueryReader(HeldQueryReader):
         if first < acknowledged:
             raise CursorLost(
                 f"the query continues from an older checkpoint than its {self.HOLDER} has acknowledged",
-                hint=f"restore the newer checkpoint, or begin again with another {self.HOLDER}",
+                hint=f"restore the newer checkpoint, or start again with another {self.HOLDER}",
                 **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
             )
 
@@ -422,5 +424,5 @@ class QueryReader(HeldQueryReader):
         return self.offset(self.end())
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """What comes from here on is not this query's."""
+        """Fix the end of this query: later positions do not belong to it."""
         self._target = self.end()

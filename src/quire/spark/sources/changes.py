@@ -1,4 +1,4 @@
-"""`quire.changes`: the change feed, a range of sequences at once or as a stream.
+"""`quire.changes`: the change feed, as a range of sequences or as a stream.
 
     spark.read.format("quire.changes").option("store", path).option("first", 1).load()
     spark.readStream.format("quire.changes").option("store", path).option("cursor", "warehouse").load()
@@ -7,16 +7,16 @@ A change is one committed batch: `sequence`, `committed_at`, `kinds` (names of i
 docs/feed.md describes it), `generations` (component → generation), `trace_id`. The owner sends records as they are on its
 disk; executors decode them.
 
-- A range is read whole or not at all: changes that are no longer kept, or are trimmed while they are read, are `CursorLost`.
-  A live cursor keeps them; a range without one is kept by nobody.
-- A streaming query's offset is {"store": id, "sequence": n}: everything up to n has been read. It begins where its cursor
-  stands; a cursor that does not exist is registered at `start`.
+- A range is read completely or not at all: changes that are no longer kept, or are trimmed during the read, raise `CursorLost`.
+  A live cursor keeps them; without a cursor nothing keeps a range.
+- A streaming query's offset is {"store": id, "sequence": n}: everything up to n has been read. It begins at the position of its
+  cursor; a cursor that does not exist is registered at `start`.
 
 Options of a range: `first` (default: the oldest kept), `last` (default: the head), both inclusive. Options of a stream:
 `cursor`; `start` for a new cursor: `oldest` (the default), `latest`, a sequence to begin after, or `snapshot` with `database`
-and `snapshot`: behind the change that published it, so that reading the snapshot and then the stream leaves no gap;
-`max_changes` in a batch. Of both: `partitions`; `columns`: the JSON of operations takes half of the time, and is made only if
-it is asked for.
+and `snapshot`: after the change that published it, so that reading the snapshot and then the stream leaves no gap;
+`max_changes` in a batch. Options of both: `partitions`; `columns`: the JSON of operations takes half of the time, and is
+built only if it is requested.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from pyspark.sql.types import (
 
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, TimedOut, UnknownCursor
 from quire.core.json_values import plain
-from quire.core.timeline import Gap, Gaps, distance, lost_start, pieces
+from quire.core.timeline import Gap, Gaps, distance, gap_of_start, pieces
 from quire.manifest.change import CHANGE_LOG, ChangeRecord, Start, decode_changes
 from quire.manifest.ops.base import Component
 from quire.manifest.ops.cursors import refuse_lost
@@ -62,7 +62,7 @@ from quire.spark.sources.base import (
     SourceReader,
     default_partitions,
 )
-from quire.sqlite.arrow_rows import gathered, numbers, texts
+from quire.sqlite.arrow_rows import coalesced, numbers, texts
 
 if TYPE_CHECKING:
     from quire.manifest.change import CursorInfo
@@ -80,10 +80,10 @@ SCHEMA = StructType(
 )
 
 PARTITION_CHANGES_MIN = 1_000
-"""Fewer changes are not worth a task of their own."""
+"""Fewer changes are not worth a separate task."""
 
 STEP_RECORDS = 4_096
-"""Decoded and turned into columns together: they share what Arrow spends on a column."""
+"""Records that are decoded and converted to columns together: they share Arrow's cost per column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class ChangeRange:
 
 # ── a range ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 class ChangesReader(SourceReader):
-    """A range of sequences."""
+    """Reads a range of sequences."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         options.need_schema(schema, _schema(options))
@@ -113,8 +113,8 @@ class ChangesReader(SourceReader):
         if first < oldest:
             raise reader_too_late(first, oldest)
         if last > head:
-            raise OutOfRange("the feed has not come this far", last=last, head_sequence=head)
-        if lost_start(gaps, first) is not None:
+            raise OutOfRange("the feed has not reached this sequence yet", last=last, head_sequence=head)
+        if gap_of_start(gaps, first) is not None:
             refuse_lost(gaps, first - 1)
         refuse_lost(gaps, last)
         return split(ChangeRange(first, last), self.partitions_max, gaps)
@@ -124,13 +124,13 @@ class ChangesReader(SourceReader):
 
 
 def gaps_of(owner: Client) -> tuple[Gap, ...]:
-    """Sequences that takeovers have left out."""
+    """Return the sequences that takeovers have skipped."""
     batches = owner.scan("timeline", columns=("first_number", "last_sequence"))
     return tuple(Gap(row["last_sequence"], row["first_number"]) for batch in batches for row in batch.to_pylist())
 
 
 def split(changes: ChangeRange, parts: int, gaps: Gaps = ()) -> list[ChangeRange]:
-    """A range in parts of about the same size; none if it is empty. No part spans a gap, so a takeover may add one part."""
+    """Return a range in parts of about the same size; none if it is empty. No part spans a gap: a takeover may add a part."""
     count = distance(gaps, changes.first - 1, changes.last)
     if count <= 0:
         return []
@@ -143,7 +143,7 @@ def split(changes: ChangeRange, parts: int, gaps: Gaps = ()) -> list[ChangeRange
 
 
 def read_changes(access: OwnerAddress, changes: ChangeRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The changes of a range, all of them, with the columns of a schema."""
+    """Yield all changes of a range, with the columns of a schema."""
     expected = changes.first
 
     def decoded() -> Iterator[pa.RecordBatch]:
@@ -155,26 +155,26 @@ def read_changes(access: OwnerAddress, changes: ChangeRange, schema: pa.Schema) 
                 for start in range(0, len(raws), STEP_RECORDS):
                     records = decode_changes(raws[start : start + STEP_RECORDS])
                     if [record.sequence for record in records] != list(range(expected, expected + len(records))):
-                        return  # some were trimmed meanwhile
+                        return  # some were trimmed during the read
                     expected += len(records)
                     yield as_batch(records, schema)
 
-    yield from gathered(decoded())
+    yield from coalesced(decoded())
     if expected != changes.last + 1:
         raise reader_too_late(expected, changes.last + 1)
 
 
 def reader_too_late(first: int, oldest: int) -> CursorLost:
-    """The error for a reader that comes too late."""
+    """Return the error for changes that have been trimmed."""
     return CursorLost(
         f"the changes from {first:,} on are no longer kept",
-        hint="begin again from a snapshot, with a cursor that keeps what you have not read",
+        hint="start again from a snapshot, with a cursor that retains unread changes",
         oldest_sequence=oldest,
     )
 
 
 class ChangesSource(QuireSource):
-    """See above."""
+    """The data source `quire.changes`."""
 
     NAME = "quire.changes"
     KNOWN = ("first", "last", "cursor", "start", "database", "snapshot", "max_changes", "partitions", "columns")
@@ -193,7 +193,7 @@ def _schema(options: Options) -> StructType:
 
 # ── a streaming query ─────────────────────────────────────────────────────────────────────────────────────────────────
 class ChangesQueryReader(QueryReader):
-    """Spark's progress is the acknowledgement of a cursor: nothing above what it has acknowledged is trimmed."""
+    """A streaming query whose progress is the acknowledgement of a cursor: nothing above it is trimmed."""
 
     HOLDER = "cursor"
     POSITION = "sequence"
@@ -212,7 +212,7 @@ class ChangesQueryReader(QueryReader):
         return {"store": self.owner.server.store_id}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
-        """Where the cursor stands."""
+        """Return the position of the cursor."""
         try:
             cursor = self.owner.feed.cursor(self.holder)
         except UnknownCursor:
@@ -252,7 +252,7 @@ class ChangesQueryReader(QueryReader):
         return read_changes(self.access, part, schema)
 
     def commit(self, end: Offset) -> None:
-        """Spark has done with everything up to `end`."""
+        """Acknowledge: Spark has processed everything up to `end`."""
         with self.holder_required():
             self.owner.feed.acknowledge(self.holder, self.position(end))
 
@@ -260,7 +260,7 @@ class ChangesQueryReader(QueryReader):
         if cursor.state is CursorState.LOST:
             raise CursorLost(
                 f"the cursor is lost: {cursor.lost_reason}",
-                hint="begin again from a snapshot, with a new cursor and checkpoint location",
+                hint="start again from a snapshot, with a new cursor and checkpoint location",
                 cursor=self.holder,
             )
 
@@ -271,7 +271,7 @@ class _Start:
     def __init__(self, options: Options) -> None:
         self.where = options.text("start", "oldest").lower()
         if self.where not in ("oldest", "latest", "snapshot") and not self.where.isdecimal():
-            raise InvalidInput("a stream starts at oldest, latest, snapshot or a sequence", start=self.where)
+            raise InvalidInput("a stream must start at oldest, latest, snapshot or a sequence", start=self.where)
         if self.where == "snapshot":
             self.database, self.snapshot = options.need("database"), options.need("snapshot")
 
@@ -280,20 +280,22 @@ class _Start:
             return owner.feed.register(Start(self.where), name=name)
         wanted = self._published(owner) if self.where == "snapshot" else int(self.where)
         cursor = owner.feed.register(wanted, name=name)
-        if cursor.acked_sequence > wanted:  # the feed clamps to what is kept: that would be a gap
+        if cursor.acked_sequence > wanted:  # the feed moves the start to the oldest kept change: that would be a gap
             owner.feed.drop(cursor.cursor_id)
             raise reader_too_late(wanted + 1, cursor.oldest_sequence)
         return cursor
 
     def _published(self, owner: Client) -> int:
-        """The sequence of the change that published a snapshot."""
+        """Return the sequence of the change that published a snapshot."""
         info = owner.get_snapshot(self.database, self.snapshot)
         for batch in owner.scan("audit", prefix=(info.db_id,), columns=("sequence", "action", "number")):
             for row in batch.to_pylist():
                 if row["action"] == AuditAction.SNAPSHOT_CREATED and row["number"] == info.snapshot_id:
                     return int(row["sequence"])
         raise CursorLost(
-            "the audit log no longer says when this snapshot was made", hint="make a new one", snapshot=self.snapshot
+            "the audit log no longer has the creation of this snapshot",
+            hint="create a new snapshot",
+            snapshot=self.snapshot,
         )
 
 
@@ -305,7 +307,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def as_batch(records: list[ChangeRecord], schema: pa.Schema) -> pa.RecordBatch:
-    """Changes as rows; of a schema with some of the columns only those are made."""
+    """Return changes as rows; only the columns of the schema are built."""
     columns = [_COLUMNS[field.name](records, field.type) for field in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
@@ -352,15 +354,15 @@ _COLUMNS: dict[str, Callable[[list[ChangeRecord], pa.DataType], pa.Array]] = {
 
 
 def _arrays(values: list[str], lists: Sequence[Sequence[Any]]) -> list[str]:
-    """The JSON of values as JSON of the lists they come from."""
-    if len(values) == len(lists) and all(lists):  # one each, as nearly always
+    """Turn the JSON of values into JSON of the lists they come from."""
+    if len(values) == len(lists) and all(lists):  # one each, the usual case
         return list(map("[%s]".__mod__, values))
     ends = list(accumulate(map(len, lists)))
     return [f"[{','.join(values[end - len(values_of) : end])}]" for end, values_of in zip(ends, lists)]
 
 
 def operations_json(ops: Sequence[msgspec.Struct]) -> list[str]:
-    """Operations as JSON, type by type and field by field: that takes a third of the time that one by one does.
+    """Return operations as JSON, built by type and field: that takes a third of the time of one by one.
 
     >>> from quire.manifest.ops.base import Counter, ReserveIds
     >>> operations_json([ReserveIds(Counter.JOB, 7)])
@@ -378,7 +380,7 @@ def operations_json(ops: Sequence[msgspec.Struct]) -> list[str]:
 
 
 def _json_of_kind(kind: type[msgspec.Struct], ops: Sequence[msgspec.Struct]) -> list[str]:
-    """The same, for operations of one type."""
+    """Do the same for operations of one type."""
     form, fields = _template(kind)
     if not fields:
         return [form] * len(ops)
@@ -388,7 +390,7 @@ def _json_of_kind(kind: type[msgspec.Struct], ops: Sequence[msgspec.Struct]) -> 
 
 @cache
 def _template(kind: type[msgspec.Struct]) -> tuple[str, list[tuple[Callable[[Any], Any], ToJson | None]]]:
-    """The JSON of a type of operations with gaps, and what gives the text for each gap; a number is its own."""
+    """Return the JSON of a type of operations with gaps, and a function that gives the text for each gap; None for numbers."""
     hints = get_type_hints(kind)
     names = kind.__struct_fields__
     form = ",".join([f'"op":"{kind.__name__}"', *(f'"{name}":%s' for name in names)])
@@ -410,7 +412,7 @@ def _json(value: Any) -> str:
 def _texts(values: list[str]) -> pa.Array:
     try:
         return texts(values)
-    except ValueError:  # none at all, or a NUL in one
+    except ValueError:  # no values, or a NUL in one
         return pa.array(values, pa.string())
 
 

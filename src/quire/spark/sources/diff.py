@@ -3,10 +3,11 @@
     options = {"store": path, "database": "shop", "from": "monday", "to": "tuesday"}
     spark.read.format("quire.diff").options(**options).load()
 
-A row is `page`, `before`, `after`: bodies, NULL where a version has no such page; with `databases` it begins with `_database`.
-Pages that both versions read from the same place are not read (`pages/view_changes.py`). Rows that differ: `quire.rows`.
+A row is `page`, `before`, `after`: bodies, NULL where a version has no such page; with `databases` it begins with
+`_database`. Pages that both versions read from the same place are not read (`pages/view_changes.py`). For rows that differ
+see `quire.rows`.
 
-Options: `from`, `to` (the newest version without it), and those of `views.py` but `snapshot`.
+Options: `from`, `to` (default: the newest version), and those of `views.py` except `snapshot`.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class PagesPiece:
 
     @property
     def size_bytes(self) -> int:
-        """Of its pages."""
+        """Size of its pages."""
         return (self.stop - self.start) * self.after.view.page_size
 
 
 class DiffReader(SourceReader):
-    """Runs of pages as long as chunks."""
+    """Reads runs of pages as long as chunks."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -82,7 +83,7 @@ class DiffReader(SourceReader):
 
 
 class DiffSource(QuireSource):
-    """See above."""
+    """The data source `quire.diff`."""
 
     NAME = "quire.diff"
     KNOWN = COMPARING

@@ -1,9 +1,9 @@
-"""Errors of quire in Spark's messages: the sentence and its hint first, Python's traceback after them.
+"""Readable quire errors in Spark's messages: the sentence and its hint first, Python's traceback after them.
 
-Spark runs data sources in workers, and shows what a worker has printed of an exception: a page of frames, with the sentence
-that says what to do at its end. An error of ours is shown the other way round: Spark is asked to leave the traceback out, as by
-its setting `spark.sql.execution.pyspark.udf.hideTraceback.enabled`, and the error carries it as a note, which is printed below
-the text. The worker ends with the error, so no other one is shown without its traceback.
+Spark runs data sources in workers and shows what a worker has printed of an exception: a page of frames, with the sentence
+that matters at its end. A quire error is shown the other way round. Spark is made to leave out the traceback, as by its
+setting `spark.sql.execution.pyspark.udf.hideTraceback.enabled`, and the error carries it as a note, which is printed below
+the text. The worker ends with the error, so no other error is shown without its traceback.
 
 Threads: any. Importable on executors.
 """
@@ -42,11 +42,11 @@ ENTRIES = frozenset(
 
 HIDE = "SPARK_HIDE_TRACEBACK"
 WORKERS = ("pyspark.", "quire.spark.daemon")
-"""What the main module of a Python worker is called."""
+"""Prefixes of the name of a Python worker's main module."""
 
 
 class ReadableErrors:
-    """Base of sources, readers and writers: methods that Spark calls explain the errors they raise."""
+    """Base of sources, readers and writers: makes the errors of methods that Spark calls readable."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -55,7 +55,7 @@ class ReadableErrors:
 
 
 def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
-    if method.__name__ == "read":  # its rows are made while Spark takes them
+    if method.__name__ == "read":  # a generator: its errors are raised while Spark iterates
 
         @wraps(method)
         def rows(*arguments: Any, **named: Any) -> Iterator[Any]:
@@ -74,7 +74,7 @@ def _explained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Have Spark print an error of ours with its traceback below; only in a worker."""
+    """Make Spark print a quire error with its traceback below; only in a worker."""
     try:
         yield
     except QuireError as error:

@@ -6,29 +6,29 @@
 
 Executors must see the directory of the store.
 
-Reading: a DataFrame reads one version, the snapshot that is asked for, or the newest one when its first query is planned,
-which is kept until `keep_seconds` after the last read. A task reads a range of keys, merged from all tables that have keys of
-it; ranges are cut at the tables' blocks, so that each has about the same number of bytes, and no key is in two of them.
+Reading: a DataFrame reads one version: the requested snapshot, or the newest version when its first query is planned, which
+is kept until `keep_seconds` after the last read. A task reads a range of keys, merged from all tables that have keys in it.
+Ranges are cut at the tables' blocks, so each has about the same number of bytes, and no key is in two of them.
 
 Writing: rows become tables, on executors, and enter the database in one step.
 
-- Columns `key` and `value`, bytes or text; a null value deletes its key. Rows may come in any order: a task sorts what it
-  gets. Range-partitioned rows (`kv_load.bulk_load`) give tables that need no compaction.
-- All of a load has one lsn, from when its first task began: older than what is written after that, newer than what was there.
-  A key that comes twice is refused: neither would be the newer one.
-- Tasks write tables beside those of the database, under ids that its manifest gave to this task alone. Spark names the tables
-  of the attempts that count, the owner takes exactly those with one event, and removes the files of all others.
-- The database remembers the load: a commit whose answer was lost is asked for again, and answered.
+- Columns `key` and `value`, bytes or text; a null value deletes its key. Rows may come in any order: a task sorts its
+  rows. Range-partitioned rows (`kv_load.bulk_load`) give tables that need no compaction.
+- A whole load has one lsn, from when its first task began: older than later writes, newer than what was there.
+  A key that occurs twice is refused: neither would be the newer one.
+- Tasks write tables next to those of the database, under ids that its manifest gave to this task alone. Spark names the tables
+  of the attempts that count; the owner takes exactly those with one event, and removes the files of all others.
+- The database records the load: a commit whose answer was lost is repeated, and gets the recorded answer.
 
-Streaming queries: each batch is sent to the owner (`writers.py`) and written as one batch of the set, together with its number,
-under a key of its own (`service/loads.py`); a batch that Spark repeats is not written again. Rows are applied in the order in
-which they come; with the option `delete`, a boolean column, those in which it is true delete their keys. Complete mode replaces
-the set. Executors need not see the store's directory.
+Streaming queries: each batch is sent to the owner (`writers.py`) and written as one batch of the set, together with its
+number, under a separate key (`service/loads.py`); a batch that Spark repeats is not written again. Rows are applied in the
+order in which they arrive; with the option `delete`, a boolean column, rows in which it is true delete their keys. Complete
+mode replaces the set. Executors need not see the store's directory.
 
 Options of reading: `database`, or `databases` and `tags` (`views.py`; rows then begin with `_database`); `snapshot`, `absent`
 (`error` or `skip`: databases without the snapshot), `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for
-bytes), `keys` and `values` (`binary` or `string`), `columns`, `partitions`. Of writing, with save mode `append`: `database`,
-`create` (the default is `true`: make the database if there is none).
+bytes), `keys` and `values` (`binary` or `string`), `columns`, `partitions`. Options of writing, with save mode `append`:
+`database`, `create` (the default is `true`: create the database if it does not exist).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end
-from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, Shelf, TakeIds
+from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, TableDestination, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
 from quire.spark.sources.error_messages import ReadableErrors
@@ -72,17 +72,17 @@ COLUMNS = ("key", "value")
 WRITING = ("database", "create")
 
 PIECE_BYTES = 4 * MIB
-"""Less than this is not cut: a task costs more."""
+"""Ranges below this size are not cut: a task costs more."""
 
 IDS_AT_ONCE = 4
-"""Asked for together: a call costs the owner a sync, an id costs nothing."""
+"""Ids that are requested together: a call costs the owner a sync, an id costs nothing."""
 
 KINDS = {"binary": BinaryType(), "string": StringType()}
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Keys in [low, high); `None` for no end."""
+    """Keys in [low, high); `None` for no upper bound."""
 
     low: bytes = b""
     high: bytes | None = None
@@ -94,19 +94,19 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class KeyRangeTask:
-    """What a task reads."""
+    """The range that a task reads."""
 
     directory: str
     sst_ids: tuple[int, ...]
     range: KeyRange
     size_bytes: int = 0
-    """About how much that is."""
+    """Approximate size of the range."""
     database: str = ""
     lease_id: int = 0
 
 
 class KvReader(SourceReader):
-    """Ranges of keys of one version of each database."""
+    """Reads ranges of keys of one version of each database."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -129,7 +129,7 @@ class KvReader(SourceReader):
         return part[0].lease_id
 
     def _versions(self) -> Iterator[tuple[str, int, KvVersion]]:
-        """(database, what keeps its version if no snapshot does, the version); one lease keeps all of them."""
+        """Yield (database, the lease that keeps its version, 0 if a snapshot does, the version); one lease keeps all."""
         lease_id = 0
         with self.access.connect() as client:
             for name in self.request.names(client):
@@ -158,16 +158,16 @@ class KvReader(SourceReader):
 
 
 def kv_request(options: Options) -> DatabaseSelection:
-    """Which key-value sets are asked for."""
+    """Return which key-value sets are requested."""
     return DatabaseSelection(options, "LSM", "key-value set")
 
 
-def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) -> Iterator[KeyRangeTask]:
-    """A range as about so many tasks."""
+def cut(directory: str, sst_ids: Sequence[int], key_range: KeyRange, wanted: int) -> Iterator[KeyRangeTask]:
+    """Yield a range as about `wanted` tasks."""
     with opened(directory, sst_ids) as tables:
-        total = sum(size for table in tables for _, size in table.marks(asked.low, asked.high))
+        total = sum(size for table in tables for _, size in table.marks(key_range.low, key_range.high))
         share = max(PIECE_BYTES, -(-total // wanted))
-        for low, high in parts(tables, asked.low, asked.high, first_bytes=share, bytes_max=share):
+        for low, high in parts(tables, key_range.low, key_range.high, first_bytes=share, bytes_max=share):
             ids = [t.meta.sst_id for t in tables if t.meta.key_max >= low and (high is None or t.meta.key_min < high)]
             if ids:
                 yield KeyRangeTask(directory, tuple(ids), KeyRange(low, high), min(total, share))
@@ -175,11 +175,11 @@ def cut(directory: str, sst_ids: Sequence[int], asked: KeyRange, wanted: int) ->
 
 @contextmanager
 def opened(directory: str, sst_ids: Sequence[int]) -> Iterator[list[SSTable]]:
-    """Tables of a snapshot, for as long as the block lasts."""
+    """Open tables of a snapshot for the duration of the block."""
     if not os.path.isdir(directory):
         raise InvalidInput(
-            "the snapshot's directory is not seen from here, or the snapshot has gone",
-            hint="executors share a disk with the owner; `keep_seconds` says how long a version stays that nobody reads",
+            "this executor cannot access the snapshot's directory, or the snapshot has expired",
+            hint="mount the owner's disk on the executors; `keep_seconds` sets how long an unread version is kept",
             path=directory,
         )
     home, tables, disk = LsmHome(directory), list[SSTable](), disk_at(directory)
@@ -202,16 +202,18 @@ def _shaped(batch: pa.RecordBatch, wanted: pa.Schema, database: str) -> pa.Recor
             columns.append(batch.column(field.name).cast(field.type))
         except pa.ArrowInvalid as error:
             raise InvalidInput(
-                f"a {field.name} is not UTF-8", hint=f"read it as binary: option {field.name}s", cause=str(error)
+                f"a {field.name} is not UTF-8",
+                hint=f"read it as binary with the option {field.name}s",
+                cause=str(error),
             ) from error
     return pa.RecordBatch.from_arrays(columns, schema=wanted)
 
 
 def asked_range(options: Options) -> KeyRange:
-    """What `prefix`, or `low` and `high`, say."""
+    """Return the range given by `prefix`, or by `low` and `high`."""
     prefix, low, high = (options.text(name) for name in ("prefix", "low", "high"))
     if prefix and (low or high):
-        raise InvalidInput("a query has a prefix or a range", hint="leave `prefix`, or `low` and `high`, out")
+        raise InvalidInput("a query takes a prefix or a range, not both", hint="omit `prefix`, or `low` and `high`")
     if prefix:
         begin = _key("prefix", prefix)
         return KeyRange(begin, prefix_end(begin))
@@ -230,46 +232,47 @@ def _key(name: str, text: str) -> bytes:
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass
 class TablesMessage(WriterCommitMessage):
-    """What a task tells the driver: the tables that its attempt has written."""
+    """A task's message to the driver: the tables that its attempt has written."""
 
     ids: tuple[int, ...]
     rows: int
 
 
 class KvWriter(ReadableErrors, DataSourceArrowWriter):
-    """See above."""
+    """Writes the rows of a job as tables, on executors."""
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidInput(
-                "a key-value database is written with mode('append')", hint="drop it first, or load into another one"
+                "a key-value database can only be written with mode('append')",
+                hint="drop it first, or load into another one",
             )
         self.access = options.access()
         self.database = options.need("database")
         self.create = options.one_of("create", ("true", "false")) == "true"
         self.load = secrets.randbits(62) | 1
-        self.places = _places(schema)
+        self.places = _key_and_value_columns(schema)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TablesMessage:
         """Write a task's rows as tables."""
         with closing(self.access.channel()) as channel:
-            shelves = _Shelves(channel, TakeIds(self.load, self.database, IDS_AT_ONCE, self.create))
+            table_ids = _TableIds(channel, TakeIds(self.load, self.database, IDS_AT_ONCE, self.create))
             writer: BulkWriter | None = None
             key, value = self.places
             for batch in iterator:
                 if writer is None:
-                    writer = BulkWriter(OsDisk(), shelves.place(), shelves.take)
+                    writer = BulkWriter(OsDisk(), table_ids.place(), table_ids.take)
                 writer.add(batch.column(key), batch.column(value))
             return TablesMessage(tuple(writer.finish()), writer.rows) if writer is not None else TablesMessage((), 0)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Have the owner take everything."""
+        """Make the owner take all tables."""
         ids = [sst_id for message in messages if isinstance(message, TablesMessage) for sst_id in message.ids]
         with self.access.connect() as client:
             client.publish_tables(self.load, self.database, ids, create=self.create)
 
     def abort(self, _: list[WriterCommitMessage | None]) -> None:
-        """Have the owner remove the tables that the tasks wrote."""
+        """Make the owner remove the tables that the tasks wrote."""
         with self.access.connect() as client:
             client.drop_tables(self.load)
 
@@ -283,7 +286,7 @@ class KvTarget(PartTarget):
         self.overwrite = overwrite
         self.delete = flag_of(options, schema)
         self.columns = tuple(schema.names)
-        _places(StructType([field for field in schema.fields if field.name != self.delete]))
+        _key_and_value_columns(StructType([field for field in schema.fields if field.name != self.delete]))
 
     def take(self, client: Client, load: int, parts: list[str], batch: BatchId | None) -> None:
         assert batch is not None, "jobs write tables"
@@ -301,65 +304,67 @@ class KvTarget(PartTarget):
         client.take_parts(LOAD_PAIRS, request)
 
 
-class _Shelves:
-    """Ids of a task, asked for as they are needed."""
+class _TableIds:
+    """Ids of a task, requested as they are needed."""
 
     def __init__(self, channel: Channel, request: TakeIds) -> None:
         self._channel = channel
         self._request = request
-        self._shelf: Shelf | None = None
-        self._left: list[int] = []
+        self._destination: TableDestination | None = None
+        self._unused_ids: list[int] = []
 
     def place(self) -> LoadTarget:
-        """Where and how to write."""
-        shelf = self._ask(IDS_AT_ONCE)
-        if not os.path.isdir(os.path.join(shelf.directory, "sst")):
+        """Return where and how to write."""
+        destination = self._request_ids(IDS_AT_ONCE)
+        if not os.path.isdir(os.path.join(destination.directory, "sst")):
             raise InvalidInput(
-                "this executor does not see the database's directory",
-                hint="a load needs a disk that the owner and the executors share",
-                path=shelf.directory,
+                "this executor cannot access the database's directory",
+                hint="mount the owner's disk on the executors: a load needs a shared disk",
+                path=destination.directory,
             )
         options = TableOptions(
-            block_bytes=shelf.block_bytes,
-            compression=shelf.compression,
-            bloom_bits_per_key=shelf.bloom_bits_per_key,
+            block_bytes=destination.block_bytes,
+            compression=destination.compression,
+            bloom_bits_per_key=destination.bloom_bits_per_key,
         )
-        return LoadTarget(directory=shelf.directory, lsn=shelf.lsn, table_bytes=shelf.table_bytes, options=options)
+        return LoadTarget(
+            directory=destination.directory, lsn=destination.lsn, table_bytes=destination.table_bytes, options=options
+        )
 
     def take(self, count: int) -> Sequence[int]:
-        """So many ids."""
-        if len(self._left) < count:
-            self._ask(max(IDS_AT_ONCE, count - len(self._left)))
-        taken, self._left = self._left[:count], self._left[count:]
+        """Return `count` ids."""
+        if len(self._unused_ids) < count:
+            self._request_ids(max(IDS_AT_ONCE, count - len(self._unused_ids)))
+        taken, self._unused_ids = self._unused_ids[:count], self._unused_ids[count:]
         return taken
 
-    def _ask(self, count: int) -> Shelf:
-        asked = TakeIds(self._request.load, self._request.database, count, self._request.create)
-        shelf: Shelf = self._channel.ask(KV_IDS, asked)
-        if self._shelf is not None and shelf.lsn != self._shelf.lsn:
-            raise InvalidInput("the owner has restarted, and knows nothing of this load", hint="run the job again")
-        self._shelf = shelf
-        self._left += shelf.ids
-        return shelf
+    def _request_ids(self, count: int) -> TableDestination:
+        request = TakeIds(self._request.load, self._request.database, count, self._request.create)
+        destination: TableDestination = self._channel.ask(KV_IDS, request)
+        if self._destination is not None and destination.lsn != self._destination.lsn:
+            raise InvalidInput("the owner has restarted and no longer has this load", hint="run the job again")
+        self._destination = destination
+        self._unused_ids += destination.ids
+        return destination
 
 
-def _places(schema: StructType) -> tuple[int, int]:
-    """Where in a batch `key` and `value` are."""
+def _key_and_value_columns(schema: StructType) -> tuple[int, int]:
+    """Return the positions of `key` and `value` in a batch."""
     if sorted(schema.names) != sorted(COLUMNS):
         hint = 'df.select(col("…").alias("key"), col("…").alias("value"))'
         raise InvalidInput("a key-value database takes the columns `key` and `value`", hint=hint, given=schema.names)
     for field in schema.fields:
         if not isinstance(field.dataType, BinaryType | StringType):
             raise InvalidInput(
-                f"keys and values are binary or string, not {field.dataType.simpleString()}",
-                hint="cast the column, or to_json(…)",
+                f"keys and values must be binary or string, not {field.dataType.simpleString()}",
+                hint="cast the column, or use to_json(…)",
                 column=field.name,
             )
     return schema.names.index("key"), schema.names.index("value")
 
 
 class KvSource(QuireSource):
-    """See above."""
+    """The data source `quire.kv`."""
 
     NAME = "quire.kv"
     KNOWN = (
@@ -376,8 +381,8 @@ class KvSource(QuireSource):
         return StructType([DATABASE_FIELD, *fields] if kv_request(options).is_many else fields)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> SinkWriter:  # noqa: N802 - Spark gives the name
-        known = (*WRITING, "delete", *SINK_OPTIONS)
-        options = Options(self.options, source="writing to quire.kv", known=known)
+        option_names = (*WRITING, "delete", *SINK_OPTIONS)
+        options = Options(self.options, source="writing to quire.kv", known=option_names)
         return SinkWriter(options.access(), KvTarget(options, schema, overwrite=overwrite))
 
     def writer(self, schema: StructType, overwrite: bool) -> KvWriter:

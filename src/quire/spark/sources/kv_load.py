@@ -2,16 +2,16 @@
 
     bulk_load(df.selectExpr("user_id AS key", "to_json(struct(*)) AS value"), store, "users")
 
-Why not the plain writer: its tasks would each have keys from everywhere, so that their tables overlap and a compaction has to
-read all of it again. Here each task has a range of its own: tables are disjoint, and stay where they are. Tasks sort with
-Arrow (`lsm/bulk.py`), which takes a fraction of what `sortWithinPartitions` does.
+Why not the plain writer: each of its tasks would have keys from the whole range, so their tables would overlap and a
+compaction would have to read everything again. Here each task has its own range: tables are disjoint and stay where they are.
+Tasks sort with Arrow (`lsm/bulk.py`), which takes a fraction of the time of `sortWithinPartitions`.
 
-Why not `repartitionByRange`: to find its ranges it runs the whole query once more, all columns of it. Here the ranges are
+Why not `repartitionByRange`: to find its ranges it runs the whole query a second time, with all columns. Here the ranges are
 found from a sample of the keys alone, and each row is sent to its range by comparisons that Spark compiles. Whatever the
-sample says, each key is in one range; a frame that gives other rows the second time loses balance and nothing else. The
+sample contains, each key is in exactly one range; a frame that returns other rows the second time loses only balance. The
 driver holds at most `2 * KEYS_MAX` keys of each task.
 
-Threads: any. Raises what Spark raises, with our errors in it.
+Threads: any. Raises Spark's errors, with quire's inside them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from quire.spark.sessions import make_active
 from quire.spark.sources.base import default_partitions
 
 RANGES_MAX = 256
-"""With more of them the expression would grow large, which was not tried; Spark finds those ranges then."""
+"""Ranges, at most. More would make the expression large, which was not tried; Spark finds the ranges in that case."""
 
 SAMPLE = 1 / 16
 KEYS_MAX = 256
-"""A task's part in the sample: between this many and twice as many, if it has them."""
+"""A task contributes between this many and twice as many keys to the sample, if it has them."""
 
 
 def bulk_load(
@@ -45,10 +45,10 @@ def bulk_load(
     partitions: int = 0,
     create: bool = True,
 ) -> None:
-    """Load two columns of a DataFrame into a key-value database, all of it in one step.
+    """Load two columns of a DataFrame into a key-value database, all in one step.
 
     `store`: one that this process owns, or the path or address of one that is served, or the options of a source.
-    `partitions`: how many tasks write; eight for each core unless told. One that has at most 128 MiB writes them once.
+    `partitions`: how many tasks write; by default eight per core. A task with at most 128 MiB writes its rows once.
     """
     pairs = frame.select(frame[key].alias("key"), frame[value].alias("value"))
     options = {**options_of(store), "database": database, "create": str(create).lower()}
@@ -58,7 +58,7 @@ def bulk_load(
 
 
 def in_ranges(pairs: DataFrame, partitions: int) -> DataFrame:
-    """The same rows, in partitions with disjoint ranges of keys of about the same size."""
+    """Return the same rows, in partitions with disjoint ranges of keys of about the same size."""
     if not 2 <= partitions <= RANGES_MAX:
         return pairs.repartitionByRange(partitions, "key")
     key = col("key").cast("binary")
@@ -72,7 +72,7 @@ def in_ranges(pairs: DataFrame, partitions: int) -> DataFrame:
 
 
 def even_cuts(sample: pa.Table, parts: int) -> list[bytes]:
-    """Where each range but the first begins.
+    """Return the first key of each range except the first range.
 
     >>> import pyarrow as pa
     >>> even_cuts(pa.table({"key": [b"d", b"a", b"b", b"c"], "stands_for": [1, 1, 1, 1]}), 2)
@@ -90,7 +90,7 @@ def even_cuts(sample: pa.Table, parts: int) -> list[bytes]:
 
 
 def _range_of(key: Column, cuts: Sequence[bytes], first: int) -> Column:
-    """The number of a key's range, from `first` on: a search by halves."""
+    """Return the number of a key's range, from `first` on, by binary search."""
     if not cuts:
         return lit(first)
     middle = len(cuts) // 2
@@ -99,7 +99,7 @@ def _range_of(key: Column, cuts: Sequence[bytes], first: int) -> Column:
 
 
 def _thinned(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Of a task's keys every n-th, n as large as must be. Runs on executors."""
+    """Yield every n-th key of a task, with n as large as necessary. Runs on executors."""
     kept, step, seen = list[pa.Array](), 1, 0
     for batch in batches:
         keys = batch.column(0).drop_null()

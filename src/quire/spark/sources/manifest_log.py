@@ -3,15 +3,15 @@
     spark.read.format("quire.manifest_log").option("store", path).option("stream", "clicks").load()
 
 A record is one row: `stream`, `stream_id`, `chunk`, `offset` (in its chunk or bundle), `ordinal`, `type`, `segment_id`,
-`logical_offset`, `timestamp`, `fields` (a JSON object, as the format page names them; bytes are hexadecimal), `tier` (`disk`
-or `object`), `last_chunk` (another than `chunk` in a bundle, whose records do not say which chunk they are from).
+`logical_offset`, `timestamp`, `fields` (a JSON object, named as on the format page; bytes are hexadecimal), `tier` (`disk` or
+`object`), `last_chunk` (differs from `chunk` in a bundle, whose records do not name the chunk they are from).
 
-- Every record comes once: a bundle stands for the chunks in it, a chunk on disk for its object.
-- Damage is an error, not fewer rows; what a live writer has not committed is not there.
-- A chunk that goes from the disk while it is read is looked for in tier 2; one that has gone into a bundle is `StalePlan`.
+- Every record occurs once: a bundle takes the place of its chunks, a chunk on disk that of its object.
+- Damage is an error, not fewer rows. Records that a live writer has not committed are not included.
+- A chunk that is removed from the disk during the read is read from tier 2; one that is now in a bundle raises `StalePlan`.
 
-Options: `stream` (names and patterns with commas; default: all), `columns`, `partitions` at most, `tier`: `disk` reads what
-is in the store's directory, seen from here; `object` what is in tier 2; `auto` both.
+Options: `stream` (names and patterns, separated by commas; default: all), `columns`, `partitions` at most, `tier`: `disk`
+reads what is in the store's directory, seen from here; `object` what is in tier 2; `auto` both.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ SCHEMA = StructType(
 )
 
 PIECES_MIN = 8
-"""Fewer chunks are not worth a task of their own: each has 256 KiB."""
+"""Fewer chunks are not worth a separate task: each has 256 KiB."""
 
 BATCH_ROWS = 8_192
 
 
 @dataclass(frozen=True, slots=True)
 class LogPlace:
-    """Where in tier 2 a log is: of the store itself, or of the namespace that its stream is in."""
+    """Where a log is in tier 2: in the store's own object store, or in the namespace of its stream."""
 
     url: str
     prefixes: tuple[str, ...]
@@ -92,14 +92,14 @@ class LogPiece:
 
 @dataclass(frozen=True, slots=True)
 class LogPieces:
-    """What one task reads."""
+    """The pieces that one task reads."""
 
     root: str
     pieces: tuple[LogPiece, ...]
 
 
 class ManifestLogTable(SourceReader):
-    """Pieces of all logs, dealt out in order."""
+    """Reads pieces of all logs, dealt to tasks in order."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -108,14 +108,14 @@ class ManifestLogTable(SourceReader):
 
     def plan(self) -> list[LogPieces]:
         with self.access.connect() as client:
-            known = {database.name: database for database in client.databases() if database.kind.name == "STREAM"}
+            streams = {database.name: database for database in client.databases() if database.kind.name == "STREAM"}
             root, server = client.path, client.server
         options = object_options(server)
         places = {place.name: (place.url, place.prefixes) for place in server.namespaces}
         pieces: list[LogPiece] = []
         with closing(StorePool(lambda url: open_store(url, options=options.get(url)))) as stores:
-            for name in matching(self.patterns, sorted(known), "stream"):
-                stream = known[name]
+            for name in matching(self.patterns, sorted(streams), "stream"):
+                stream = streams[name]
                 url, prefixes = places.get(stream.namespace, (server.objects_url, server.object_prefixes))
                 begins = begins_of(StreamFiles(OsDisk(), root, stream.db_id))
                 place = LogPlace(url, prefixes, begins, options.get(url))
@@ -124,7 +124,7 @@ class ManifestLogTable(SourceReader):
         return [LogPieces(root, tuple(pieces[start : start + step])) for start in range(0, len(pieces), step)]
 
     def _pieces(self, name: str, stream_id: int, root: str, stores: OpenStore, place: LogPlace) -> list[LogPiece]:
-        """The pieces of a log in order, each record once."""
+        """Return the pieces of a log in order, each record once."""
         local = set(LogFiles(OsDisk(), root, stream_id).chunks()) if self.tier != "object" else set()
         if self.tier == "disk":
             return [LogPiece(name, stream_id, index, index, True, place) for index in sorted(local)]
@@ -149,7 +149,7 @@ class ManifestLogTable(SourceReader):
                 yield from log_batches(piece.stream, piece.stream_id, chunk, tier, schema)
 
     def _load(self, piece: LogPiece, root: str, stores: OpenStore) -> tuple[Chunk, str]:
-        """A piece, checked."""
+        """Load and check a piece."""
         files = LogFiles(OsDisk(), root, piece.stream_id)
         if piece.on_disk and (self.tier == "disk" or os.path.exists(files.chunk(piece.first))):
             fetch = None if self.tier == "disk" else piece.place.objects(stores, piece.stream_id).get_chunk
@@ -159,7 +159,7 @@ class ManifestLogTable(SourceReader):
         chunk = objects.get_bundle(piece.first, piece.last) if is_bundle else objects.get_chunk(piece.first)
         if chunk is None:
             raise StalePlan(
-                "a chunk is gone since the query was planned; it may be in a bundle now",
+                "a chunk was removed after the query was planned; it may be in a bundle now",
                 hint="run the query again",
                 stream=piece.stream,
                 chunk=piece.first,
@@ -168,7 +168,7 @@ class ManifestLogTable(SourceReader):
 
 
 class ManifestLogSource(QuireSource):
-    """See above."""
+    """The data source `quire.manifest_log`."""
 
     NAME = "quire.manifest_log"
     KNOWN = ("stream", "tier", "columns", "partitions")
@@ -181,7 +181,7 @@ class ManifestLogSource(QuireSource):
 
 # ── records as rows ───────────────────────────────────────────────────────────────────────────────────────────────────
 def log_batches(stream: str, stream_id: int, chunk: Chunk, tier: str, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The records of a chunk or bundle, with the columns of `schema`. The marker that a bundle starts with is no record."""
+    """Yield the records of a chunk or bundle, with the columns of `schema`. A bundle's first marker is not a record."""
     ordinal, views = chunk.header.base_record, iter(chunk.records())
     while taken := list(islice(views, BATCH_ROWS)):
         described = [_described(view) for view in taken]
@@ -204,7 +204,7 @@ def log_batches(stream: str, stream_id: int, chunk: Chunk, tier: str, schema: pa
 
 
 def _described(view: RecordView) -> tuple[str, str]:
-    """(type, fields as JSON) of a record; one of an unknown type keeps its payload."""
+    """Return (type, fields as JSON) of a record; one of an unknown type keeps its payload."""
     value = view.value()
     if isinstance(value, UnknownRecord):
         return f"unknown {value.record_type}", msgspec.json.encode({"payload": value.payload.hex()}).decode()

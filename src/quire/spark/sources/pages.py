@@ -1,11 +1,11 @@
-"""`quire.pages`: the bodies of the pages of a version, as they were at a snapshot or are now.
+"""`quire.pages`: the bodies of the pages of a version, at a snapshot or the newest.
 
     spark.read.format("quire.pages").option("store", path).option("database", "shop").option("snapshot", "monday").load()
 
-A row is `_database`, `page` (from 0), `data`: every page of the version, those that were never written as zeros. Tasks are
+A row is `_database`, `page` (from 0), `data`: every page of the version; pages that were never written are zeros. Tasks are
 runs of slots: a chunk is read by one task, from its object, without the owner.
 
-Options: `start` and `end`, exclusive, are the pages that are read; and those of `views.py`.
+Options: `start` and `end`, exclusive, bound the pages to read; also those of `views.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PageRun = tuple[int, int]
 
 
 class PagesReader(PiecesReader):
-    """Runs of pages, slot by slot."""
+    """Reads runs of pages, slot by slot."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -73,7 +73,7 @@ class PagesReader(PiecesReader):
 
 
 class PagesSource(QuireSource):
-    """See above."""
+    """The data source `quire.pages`."""
 
     NAME = "quire.pages"
     KNOWN = (*views.OPTIONS, "start", "end")

@@ -1,4 +1,4 @@
-"""The data sources of quire. None of them takes Spark's filters: see docs/decisions/013-no-filter-pushdown.md."""
+"""The data sources of quire. None of them accepts Spark's filters: see docs/decisions/013-no-filter-pushdown.md."""
 
 from __future__ import annotations
 

@@ -4,31 +4,31 @@
     spark.read.format("quire.rows").options(**options).load()
     spark.readStream.format("quire.rows").options(…, databases="tenant-*", table="orders", consumer="warehouse").load()
 
-A row begins with `_database`, `_table`, `_op` (`insert`, `update`, `delete`), `_key` (the rowid, as text; of tables WITHOUT
-ROWID the primary key, as a JSON array), `_epoch` and `_committed_at` (number and time of the later version). Then the table's
-columns: the row after the change, of a delete the row that was. With `before` = `true` a struct `_before` follows: the row
-before the change, NULL of an insert.
+A row begins with `_database`, `_table`, `_op` (`insert`, `update`, `delete`), `_key` (the rowid, as text; in tables WITHOUT
+ROWID the primary key, as a JSON array), `_epoch` and `_committed_at` (number and time of the later version). The table's
+columns follow: the row after the change, for a delete the deleted row. With `before` = `true` a struct `_before` follows: the
+row before the change, NULL for an insert.
 
-- Rows are looked for where pages of the table differ, and compared as SQLite stores them (`sqlite/row_changes.py`). Executors
-  do it: small databases share tasks, a large one is planned here and cut into ranges of rowids.
+- Rows are searched where pages of the table differ, and compared as SQLite stores them (`sqlite/row_changes.py`). Executors
+  do this: small databases share tasks, a large one is planned here and cut into ranges of rowids.
 - Without `from` all rows of the later version are inserts. A table that one version does not have is empty there.
 - A column that a version does not have counts as NULL. The columns are those of the later version; if `columns` names some,
   only these are compared.
-- With `notices` = `true` there are rows that are no changes: `_op` is `compared`, and `_key` says why everything was compared
-  (`altered`, `rewritten`: more than half of its pages differ, as after VACUUM, and others); `replaced`, if another database has
-  the name now, as after a rewind; `dropped`.
-- A streaming query gives all rows first, then what changed. Its consumer holds the versions that it has read up to
+- With `notices` = `true` there are rows that are not changes: `_op` is `compared`, and `_key` gives the reason why everything
+  was compared (`altered`, `rewritten`: more than half of its pages differ, as after VACUUM, and others); `replaced`, if
+  another database has the name now, as after a rewind; `dropped`.
+- A streaming query returns all rows first, then the changes. Its consumer holds the versions that it has read up to
   (`pages/held_versions.py`): a position is the id of a lease, and the version of a database at a position is the newest one in
   a lease at or below it. A batch is the databases that have a version above its start; it is the same whenever it is planned.
-  A version is let go when the batch that replaces it is committed. A database that is dropped is all deletes; one that another
-  has replaced under its name is compared with it.
+  A version is released when the batch that replaces it is committed. A dropped database is all deletes; one that was
+  replaced by another under its name is compared with it.
 
-Options: `table`, `columns`, `types`, `merge_schema` and `misfits` as of `quire.sqlite`; `before`, `notices`; `from`, `to` (the
-newest version without it), `absent` (`error`, `skip`, or `empty`: a database without the snapshot `from` had no rows then), and
-those of `views.py` but `snapshot`. Of streams: `consumer`; `start` (`all`, or `latest`: only what changes from now on) or
-`from` (what has changed since a snapshot), `max_databases` and `max_pages` (page versions written since) in a batch,
-`keep_seconds` (a day: for how long versions are kept when the query does not run); databases without the table are skipped
-unless `absent` is `error`.
+Options: `table`, `columns`, `types`, `merge_schema` and `misfits` as for `quire.sqlite`; `before`, `notices`; `from`, `to`
+(default: the newest version), `absent` (`error`, `skip`, or `empty`: a database without the snapshot `from` had no rows
+then), and those of `views.py` except `snapshot`. For streams: `consumer`; `start` (`all`, or `latest`: only changes from now
+on) or `from` (changes since a snapshot), `max_databases` and `max_pages` (page versions written since) in a batch,
+`keep_seconds` (a day: how long versions are kept when the query does not run); databases without the table are skipped unless
+`absent` is `error`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from quire.spark.sources.views import (
     VersionRequest,
     balanced_groups,
 )
-from quire.sqlite.arrow_rows import STEP_ROWS, column, gathered
+from quire.sqlite.arrow_rows import STEP_ROWS, coalesced, column
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_changes import Candidates, ComparedVersion, RowChange, changed_rows, find_candidates
 from quire.sqlite.tables import SqliteTable, connected
@@ -87,7 +87,7 @@ FIELDS = [
     StructField("_epoch", LongType(), nullable=False),
     StructField("_committed_at", TimestampType(), nullable=False),
 ]
-"""What every row begins with."""
+"""The first fields of every row."""
 BEFORE = "_before"
 
 COMPARED, REPLACED, DROPPED = "compared", "replaced", "dropped"
@@ -97,10 +97,10 @@ OPTIONS = (*COMPARING, *SHAPING, "before", "notices")
 STREAMING = ("consumer", "start", "max_databases", "max_pages")
 
 STREAM_KEEP_SECONDS = 24 * 3_600
-"""How long the versions of a streaming query are kept after it was last heard of."""
+"""Seconds that the versions of a streaming query are kept after its last sign of life."""
 
 POLL_SECONDS = 1.0
-"""How long a query without new rows waits before it looks again."""
+"""Seconds that a query without new rows waits before it checks again."""
 
 _NAMES = [field.name for field in FIELDS]
 _MEANT = {*_NAMES, BEFORE}
@@ -108,31 +108,31 @@ _MEANT = {*_NAMES, BEFORE}
 
 @dataclass(frozen=True, slots=True)
 class RowsPiece:
-    """What a task compares of a database."""
+    """The part of a database that a task compares."""
 
     pair: VersionPair
     candidates: Candidates | None
-    """Where to look, if that is known."""
+    """Where to look, if already known."""
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class RowsQuery:
-    """What executors need to know beside their pieces."""
+    """What executors need in addition to their pieces."""
 
     table: str
     columns: tuple[str, ...]
-    """Those of the table that are compared."""
+    """The columns of the table that are compared."""
     notices: bool
     null_misfits: bool
     skip_absent: bool
 
     @classmethod
     def of(cls, options: Options, schema: StructType) -> RowsQuery:
-        """What the options say; the schema may be the user's."""
+        """Return the query that the options define; the schema may be the user's."""
         nested = schema[BEFORE].dataType if BEFORE in schema.names else StructType([])
         if not isinstance(nested, StructType):
-            raise InvalidInput(f"`{BEFORE}` is a struct of the table's columns", given=nested.simpleString())
+            raise InvalidInput(f"`{BEFORE}` must be a struct of the table's columns", given=nested.simpleString())
         columns = [name for name in schema.names if name not in _MEANT]
         return cls(
             options.need("table"),
@@ -143,12 +143,12 @@ class RowsQuery:
         )
 
     def batches(self, part: list[RowsPiece], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The rows of a task."""
+        """Yield the rows of a task."""
         with VersionReaders() as readers:
-            yield from gathered(chain.from_iterable(self._compared(piece, schema, readers) for piece in part))
+            yield from coalesced(chain.from_iterable(self._compared(piece, schema, readers) for piece in part))
 
     def _compared(self, piece: RowsPiece, schema: pa.Schema, readers: VersionReaders) -> Iterator[pa.RecordBatch]:
-        """The rows of a piece, in small batches."""
+        """Yield the rows of a piece, in small batches."""
         with ExitStack() as stack:
             sides = _Sides(stack, piece.pair, readers)
             if piece.candidates is not None:
@@ -162,7 +162,7 @@ class RowsQuery:
                 yield from (form.notice(*notice) for notice in _notices(piece.pair, candidates))
             if candidates.is_empty:
                 return
-            if candidates.whole:
+            if candidates.full_compare_reason:
                 sides.read_ahead(stack)
             versions: tuple[ComparedVersion | None, ComparedVersion | None] = sides.before, sides.after
             if piece.pair.is_dropped:
@@ -171,7 +171,7 @@ class RowsQuery:
 
 
 class _Sides:
-    """Both versions of a piece, open."""
+    """Both versions of a piece, opened."""
 
     def __init__(self, stack: ExitStack, pair: VersionPair, readers: VersionReaders) -> None:
         self.readers: list[ViewReader | None] = [
@@ -189,25 +189,27 @@ class _Sides:
         return before, after
 
     def read_ahead(self, stack: ExitStack) -> None:
-        """Read on in long runs: much is read in order."""
+        """Switch to reading in long runs: much of the database is read in order."""
         ahead = [ReadAhead(reader) if reader is not None else None for reader in self.readers]
         self.before, self.after = self._versions(stack, ahead)
 
     def tables(self, name: str) -> tuple[SqliteTable | None, SqliteTable | None]:
-        """The table in each version."""
+        """Return the table in each version."""
         return self.before.table(name) if self.before is not None else None, self.after.table(name)
 
     def candidates(self, name: str) -> tuple[tuple[SqliteTable | None, SqliteTable | None], Candidates]:
-        """The table in each version, and where its rows may differ."""
+        """Return the table in each version, and where its rows may differ."""
         if self.before is None:
             table = self.after.table(name)
-            whole = "created" if table is not None else ""
-            return (None, table), Candidates((EVERYTHING,) if table is not None and table.rowid else (), whole=whole)
+            reason = "created" if table is not None else ""
+            return (None, table), Candidates(
+                (EVERYTHING,) if table is not None and table.rowid else (), full_compare_reason=reason
+            )
         old, new, candidates = find_candidates(self.before, self.after, name, self._changed)
         return (old, new), candidates
 
     def _changed(self) -> set[int]:
-        """The pages that differ, by SQLite's numbers."""
+        """Return the pages that differ, with SQLite's numbers."""
         before, after = self.readers
         assert before is not None, "there is an earlier version"
         assert after is not None, "there is a later version"
@@ -216,7 +218,7 @@ class _Sides:
 
 
 class RowForm:
-    """Changed rows as Arrow batches."""
+    """Converts changed rows to Arrow batches."""
 
     def __init__(self, query: RowsQuery, version: LocatedVersion, schema: pa.Schema) -> None:
         self._schema = schema
@@ -230,11 +232,11 @@ class RowForm:
         }
 
     def notice(self, op: str, text: str) -> pa.RecordBatch:
-        """A row that is no change."""
+        """Return a batch with one row that is not a change."""
         return self._batch([RowChange(op, text, None, None)])
 
     def batches(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
-        """The rows, in small batches."""
+        """Yield the rows in small batches."""
         while taken := list(islice(changes, STEP_ROWS)):
             yield self._batch(taken)
 
@@ -272,7 +274,7 @@ class RowForm:
 
 
 def key_text(key: Any) -> str | None:
-    """A key as text: a rowid as it is, else a JSON array; a BLOB in it is an object with its hexadecimal digits.
+    """Return a key as text: a rowid as it is, otherwise a JSON array; a BLOB in it is an object with its hexadecimal digits.
 
     >>> key_text(7), key_text(("a", 1.5, b"z"))
     ('7', '["a",1.5,{"blob":"7a"}]')
@@ -284,33 +286,35 @@ def key_text(key: Any) -> str | None:
 
 
 def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, str]]:
-    """What is told about a piece beside its rows."""
+    """Yield the notices for a piece."""
     if pair.is_dropped:
         yield DROPPED, "the database was dropped or renamed"
     if pair.before is not None:
         if pair.before.view.db_id != pair.after.view.db_id:
             yield REPLACED, "another database has this name now"
-        if candidates.whole:
-            yield COMPARED, candidates.whole
+        if candidates.full_compare_reason:
+            yield COMPARED, candidates.full_compare_reason
 
 
 def _is_first(candidates: Candidates) -> bool:
-    """Whether these are the first of those that a table was cut into: a notice is given once."""
+    """Return whether these are the first of the candidates that a table was cut into: a notice is given once."""
     return not candidates.ranges or candidates.ranges[0][0] == EVERYTHING[0]
 
 
 def rows_schema(table: StructType, *, with_before: bool) -> StructType:
-    """The schema of changes of a table with these columns."""
+    """Return the schema of changes of a table with these columns."""
     if taken := [name for name in table.names if name in _MEANT]:
         raise InvalidInput(
-            "the table has columns with names of this source's own", hint="leave them out: `columns`", columns=taken
+            "the table has columns with names that this source reserves",
+            hint="exclude them with `columns`",
+            columns=taken,
         )
     before = [StructField(BEFORE, table)] if with_before else []
     return StructType([*FIELDS, *table.fields, *before])
 
 
 def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[RowsPiece]:
-    """Pairs as pieces: a small database is one, a large one is cut where its rows may differ."""
+    """Yield pairs as pieces: a small database is one, a large one is cut where its rows may differ."""
     for pair in pairs:
         size = pair.after.size_bytes
         if pair.before is not None and _identity(pair.before) == _identity(pair.after):
@@ -336,7 +340,7 @@ def _identity(version: LocatedVersion) -> tuple[int, int]:
 
 
 class RowsReader(SourceReader):
-    """Pieces of databases: a whole one, or ranges of its rowids."""
+    """Reads pieces of databases: a whole one, or ranges of its rowids."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         options.refuse(STREAMING, "streaming queries", "use `from` and `to`, or readStream")
@@ -359,7 +363,7 @@ class RowsReader(SourceReader):
 
 
 class RowsSource(QuireSource):
-    """See above."""
+    """The data source `quire.rows`."""
 
     NAME = "quire.rows"
     KNOWN = (*OPTIONS, *STREAMING)
@@ -377,18 +381,18 @@ class RowsSource(QuireSource):
             except NotFound:
                 if not (earlier := options.text("from")):
                     raise
-                table = described(client, VersionRequest(options, snapshot=earlier), options)  # dropped since
+                table = described(client, VersionRequest(options, snapshot=earlier), options)  # dropped since `from`
         return rows_schema(table, with_before=options.flag("before"))
 
 
 # ── a streaming query ─────────────────────────────────────────────────────────────────────────────────────────────────
 Held = dict[str, HeldVersion]
-"""The versions of databases at a position, by name; of one that was dropped, a mark."""
+"""The versions of databases at a position, by name; a marker for a dropped database."""
 
 
 class RowsQueryReader(HeldQueryReader):
-    """Spark's offsets are leases of a consumer; an offset also has the number of databases that were there, so that a position
-    whose versions are gone is noticed."""
+    """A streaming query whose offsets are leases of a consumer. An offset also has the number of databases at that position,
+    so that missing versions are detected."""
 
     HOLDER = "consumer"
     POSITION = "lease"
@@ -405,7 +409,7 @@ class RowsQueryReader(HeldQueryReader):
         self._databases_max = options.number("max_databases", 0)
         self._pages_max = options.number("max_pages", 0)
         self._target: dict[tuple[str, int], int] | None = None
-        """Of a query of what is there now: how far each database, (name, id), had been written when it began."""
+        """With the trigger `availableNow`: how far each database, (name, id), had been written when the query began."""
 
     def connect(self) -> Client:
         return self.access.connect()
@@ -414,8 +418,8 @@ class RowsQueryReader(HeldQueryReader):
         return {"store": self.owner.server.store_id, "table": self.query.table, "consumer": self.holder}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
-        """Before everything, or where databases were when the query began. Spark asks again when it plans the first batch, and
-        after a restart before that was done: then it hears the same."""
+        """Return the position before everything, or that of the databases when the query began. Spark calls this again when
+        it plans the first batch, and after a restart before that was done; the result is then the same."""
         if self._start == "all":
             return self._offset(0)
         if held := self.owner.held(self.holder):
@@ -426,20 +430,20 @@ class RowsQueryReader(HeldQueryReader):
     def latestOffset(self, start: Offset, _: ReadLimit) -> Offset:  # noqa: N802
         position, held = self.position(start), self.owner.held(self.holder)
         before = self._known(start, held)
-        # Of an offset that Spark did not write down before it ended, or of a query whose checkpoint was given up.
+        # Left by an offset that Spark did not record before it ended, or by a query whose checkpoint was abandoned.
         self._let_go([version for version in held if version.lease_id > position])
         if kept_versions := list(before.values()):
-            self.owner.renew_lease(kept_versions[0].lease_id)  # and with it all others
+            self.owner.renew_lease(kept_versions[0].lease_id)  # renews all others with it
         try:
             reached = self._hold_changed(before)
-        except UnknownDatabase:  # dropped just now: the next look will say so
+        except UnknownDatabase:  # dropped concurrently: the next call finds out
             reached = 0
         if not reached and self._target is None:
             threading.Event().wait(POLL_SECONDS)
         return self._offset(reached) if reached else start
 
     def _hold_changed(self, before: Held) -> int:
-        """Have the newest versions of databases that changed kept; the new position, 0 if there are none."""
+        """Hold the newest versions of databases that changed; return the new position, 0 if there are none."""
         newest = self._newest()
         changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
         gone = {name: version for name, version in before.items() if name not in newest}
@@ -456,8 +460,8 @@ class RowsQueryReader(HeldQueryReader):
         return reached
 
     def _limited(self, pages: Mapping[str, int], before: Held) -> list[str]:
-        """Those of the databases that a batch takes; `pages` were written to each. At least one: its changes are not cut."""
-        # Those that were read longest ago go first, so that a limit starves none.
+        """Return the databases that a batch takes; `pages` were written to each. At least one: its changes are not divided."""
+        # The databases read longest ago go first, so that a limit starves none.
         names = sorted(pages, key=lambda name: before[name].lease_id if name in before else 0)
         names = names[: self._databases_max or None]
         sums = accumulate(pages[name] for name in names)
@@ -466,14 +470,14 @@ class RowsQueryReader(HeldQueryReader):
         ]
 
     def _newest(self) -> dict[str, tuple[int, int]]:
-        """(id, newest lsn) of the databases that are asked for, by name."""
+        """Return (id, newest lsn) of the requested databases, by name."""
         databases = self.request.matching(self.owner)
         names = [database.name for database in databases]
         lsns = self.owner.newest_lsns(names)
         return {database.name: (database.db_id, lsn) for database, lsn in zip(databases, lsns, strict=True)}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """What comes from here on is not this query's."""
+        """Fix the end of this query: later versions do not belong to it."""
         self._target = {(name, db_id): lsn for name, (db_id, lsn) in self._newest().items()}
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
@@ -499,7 +503,7 @@ class RowsQueryReader(HeldQueryReader):
             yield from self.query.batches(part, schema)
 
     def commit(self, end: Offset) -> None:
-        """Spark has done with everything up to `end`: what newer versions have replaced is let go."""
+        """Release versions that newer ones have replaced: Spark has processed everything up to `end`."""
         position = self.position(end)
         reached = [version for version in self.owner.held(self.holder) if version.lease_id <= position]
         newest = {version.label: version for version in reached}
@@ -519,25 +523,25 @@ class RowsQueryReader(HeldQueryReader):
         return {**self.offset(position), "databases": len(_at(self.owner.held(self.holder), position))}
 
     def _known(self, offset: Offset, held: list[HeldVersion]) -> Held:
-        """The versions at an offset; `CursorLost` if some are not there any more."""
+        """Return the versions at an offset. Raises `CursorLost` if some are gone."""
         versions = _at(held, self.position(offset))
         if len(versions) == offset["databases"]:
             return versions
         if held:
             why = "the query continues from an older checkpoint than its consumer has committed, or another one uses it"
         else:
-            why = "the versions that the query has read up to are no longer kept"
+            why = "the versions that the query read last are no longer kept"
         raise CursorLost(
             why,
-            hint="begin again with a new checkpoint location: its first batch has all rows; `keep_seconds` keeps versions for "
-            "longer, but not over a restore of the store",
+            hint="start again with a new checkpoint location: its first batch has all rows; "
+            "`keep_seconds` keeps versions for longer, but not across a restore of the store",
             consumer=self.holder,
             databases=offset["databases"],
             held=len(versions),
         )
 
     def _versions(self, held: Held) -> dict[str, LocatedVersion]:
-        """Held versions, as executors open them."""
+        """Return held versions in the form in which executors open them."""
         names, versions = list(held), list[LocatedVersion]()
         for start in range(0, len(names), LENT_AT_ONCE):
             some = names[start : start + LENT_AT_ONCE]
@@ -552,21 +556,21 @@ class RowsQueryReader(HeldQueryReader):
 
 
 def _at(held: list[HeldVersion], position: int) -> Held:
-    """The versions of databases at a position; `held` is in the order of leases."""
+    """Return the versions of databases at a position; `held` is in the order of leases."""
     newest = {version.label: version for version in held if version.lease_id <= position}
     return {name: version for name, version in newest.items() if version.lsn}
 
 
 def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
-    """Whether a database has something that its consumer has not read."""
+    """Return whether a database has changes that its consumer has not read."""
     return lsn > 0 and (before is None or before.db_id != db_id or lsn > before.lsn)
 
 
 def _pages_since(before: HeldVersion | None, db_id: int, lsn: int) -> int:
-    """Page versions that were written since a consumer has read a database; all of one that it has not."""
+    """Return the page versions written since a consumer has read a database; all of them if it has not."""
     return lsn - before.lsn if before is not None and before.db_id == db_id else lsn
 
 
 def _is_behind(before: HeldVersion | None, target_lsn: int | None) -> bool:
-    """Whether a database was further than what its consumer has read when a query of what is there began."""
+    """Return whether a database was ahead of its consumer when a query with the trigger `availableNow` began."""
     return target_lsn is not None and (before is None or before.lsn < target_lsn)

@@ -4,21 +4,21 @@
         .option("table", "orders").option("snapshot", "monday").load())
     df.write.format("quire.sqlite").mode("append").options(store=path, database="shop", table="orders").save()
 
-Reading: executors read chunks, decode the leaves of tables (`sqlite/leaf_columns.py`), and ask SQLite's own code over a
-read-only file system (`quire.sqlite.files`) for everything that is not plain; the owner is asked when the query is planned, and
-again only by the tasks of a query over very many databases (`views.py`).
+Reading: executors read chunks, decode the leaves of tables (`sqlite/leaf_columns.py`), and use SQLite's own code over a
+read-only file system (`quire.sqlite.files`) for everything that is not plain. The owner is called when the query is planned,
+and again only by the tasks of a query over very many databases (`views.py`).
 
-- A large table is cut into ranges of rowids (`sqlite_tables.py`); a database below `PIECE_BYTES` is one piece.
-- With `databases` rows begin with `_database`, the name of theirs.
+- A large table is cut into ranges of rowids (`sqlite/trees.py`); a database below `PIECE_BYTES` is one piece.
+- With `databases` rows begin with `_database`, the name of their database.
 - `where` is a condition for SQLite, checked when the query is planned and again in each database (`sqlite/where_clause.py`).
-  Filters of Spark's stay Spark's: a reader that takes them answers later queries with them
+  Spark applies its own filters: a reader that takes them answers later queries with them
   (docs/decisions/013-no-filter-pushdown.md).
 
 Writing: `sqlite_write.py`.
 
-Options of reading: `table`, `columns`, `types` and `merge_schema` (`sqlite_tables.py`: the columns of all databases instead of
-the first one's; NULL where one has them not), `where`, `misfits` (`error` or `null`), `absent` (`error` or `skip`: databases
-without the table or the snapshot), and those of `views.py`.
+Options of reading: `table`, `columns`, `types` and `merge_schema` (`sqlite_tables.py`: the columns of all databases instead
+of the first one's; NULL where a database does not have them), `where`, `misfits` (`error` or `null`), `absent` (`error` or
+`skip`: databases without the table or the snapshot), and those of `views.py`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from quire.spark.sources.views import (
     opened,
 )
 from quire.spark.sources.writers import PartWriter, SinkWriter
-from quire.sqlite.arrow_rows import ColumnQuery, gathered, table_batches
-from quire.sqlite.column_types import SampledColumn, sampled, united
+from quire.sqlite.arrow_rows import ColumnQuery, coalesced, table_batches
+from quire.sqlite.column_types import SampledColumn, sampled, union_columns
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.tables import SqliteTable, connected, find_table
 from quire.sqlite.trees import EVERYTHING, Rowids, by_number, rowid_ranges
@@ -64,18 +64,18 @@ if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
 
 SHAPING = ("table", "columns", "types", "merge_schema", "misfits")
-"""Options that say which columns there are, and of what types."""
+"""Options that define the columns and their types."""
 
 COLUMNS_AT_ONCE = 256
-"""Databases whose columns are looked at before those of others are asked for."""
+"""Databases whose columns are read before those of others are requested."""
 
 PIECE_BYTES = 16 * MIB
-"""Of a database that is not cut."""
+"""Size of a database that is not cut, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableQuery:
-    """What executors need to know beside their pieces."""
+    """What executors need in addition to their pieces."""
 
     table: str
     where: str
@@ -86,7 +86,7 @@ class TableQuery:
 
 
 class SqliteReader(PiecesReader):
-    """Pieces of tables: one for a database, or ranges of rowids."""
+    """Reads pieces of tables: one per database, or ranges of rowids."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -109,7 +109,7 @@ class SqliteReader(PiecesReader):
         return balanced_groups(chain(pieces, ranges), self.partitions_max)
 
     def _check(self, versions: Iterable[LocatedVersion]) -> None:
-        """Check the condition in the first database that has the table: before a task runs, also where a schema was given."""
+        """Check the condition in the first database that has the table: before a task runs, and also if a schema was given."""
         with VersionReaders() as readers:
             for version in versions:
                 with connected(readers.open(version)) as connection:
@@ -118,7 +118,7 @@ class SqliteReader(PiecesReader):
                         return
 
     def _find(self, connection: Connection, version: LocatedVersion) -> SqliteTable | None:
-        """The table in a database; `None` where it is absent and that is to be passed over."""
+        """Return the table in a database; `None` if it is absent and may be skipped."""
         try:
             return find_table(connection, self.query.table, version.database)
         except NotFound:
@@ -127,7 +127,7 @@ class SqliteReader(PiecesReader):
             raise
 
     def _pieces(self, version: LocatedVersion, share: int) -> Iterator[ViewPiece[Rowids]]:
-        """A database as pieces of about a share of everything."""
+        """Yield a database as pieces of about a share of the total."""
         size = version.size_bytes
         if size <= PIECE_BYTES:
             yield ViewPiece(version, EVERYTHING, size)
@@ -142,7 +142,7 @@ class SqliteReader(PiecesReader):
             yield ViewPiece(version, rowids, size // len(ranges))
 
     def batches(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        return gathered(self._small(part, schema))
+        return coalesced(self._small(part, schema))
 
     def _small(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with VersionReaders() as readers:
@@ -164,7 +164,7 @@ class SqliteReader(PiecesReader):
     def _rows(
         self, connection: Connection, pages: ReadAhead, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema
     ) -> Iterator[pa.RecordBatch]:
-        """Read a piece: columns from leaves, what is not plain there from SQLite, with a condition everything."""
+        """Read a piece: columns from leaves, and from SQLite what is not plain; with a condition, everything from SQLite."""
         if self.query.where:  # databases of one pattern may have different columns
             check_condition(connection, table.name, self.query.where, database=piece.version.database)
         query = ColumnQuery(
@@ -176,7 +176,7 @@ class SqliteReader(PiecesReader):
 
 
 def described(client: Client, request: VersionRequest, options: Options) -> StructType:
-    """The columns of a table in the databases that are asked for: as the first one that has it says, or of all of them."""
+    """Return the columns of a table in the selected databases: those of the first one that has it, or of all of them."""
     name, where, merge = options.need("table"), options.text("where"), options.flag("merge_schema")
     missing: NotFound | None = None
 
@@ -192,18 +192,18 @@ def described(client: Client, request: VersionRequest, options: Options) -> Stru
 
     with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="quire-columns") as pool:
         names = request.each_name(client)
-        # In waves: a pool would take all names at once, and keep the columns of each until they are asked for.
+        # In waves: a pool would consume all names at once, and keep the columns of each until they are needed.
         waves = iter(lambda: list(islice(names, COLUMNS_AT_ONCE)), [])
         every = chain.from_iterable(pool.map(columns_in, wave) for wave in waves) if merge else map(columns_in, names)
         tables = (columns for columns in every if columns is not None)
-        columns = united(tables if merge else islice(tables, 1))
+        columns = union_columns(tables if merge else islice(tables, 1))
     if missing is not None and not columns:
         raise missing
     return table_schema(columns, options.names("columns"), parsed_types(options.text("types")))
 
 
 def _columns(client: Client, request: VersionRequest, database: str, name: str, where: str) -> list[SampledColumn]:
-    """The columns of a table, at the version that is asked for or as it is now; then nothing is lent for it."""
+    """Return the columns of a table, at the requested version or the newest; for the newest no version is lent."""
 
     def read(pages: Any) -> list[SampledColumn]:
         with connected(pages) as connection:
@@ -220,7 +220,7 @@ def _columns(client: Client, request: VersionRequest, database: str, name: str, 
 
 
 class SqliteSource(QuireSource):
-    """See above."""
+    """The data source `quire.sqlite`."""
 
     NAME = "quire.sqlite"
     KNOWN = (*views.OPTIONS, *SHAPING, "where")

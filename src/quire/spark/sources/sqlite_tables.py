@@ -1,8 +1,8 @@
-"""A SQLite table as Spark sees it: the schema of its columns, whose types are those of `sqlite/column_types.py`.
+"""A SQLite table as Spark sees it: the schema of its columns, with the types of `sqlite/column_types.py`.
 
-The option `types` goes before them, and a schema that the user gives before everything.
+The option `types` overrides them, and a schema that the user gives overrides everything.
 
-Importable on executors. Raises `InvalidInput` for a column or a type.
+Importable on executors. Raises `InvalidInput` for an unknown column or type.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ _TYPES = re.compile(r"\s*(?:`([^`]+)`|([^\s,]+))\s+(\w+)\s*(?:\(\s*(\d+)\s*,\s*(
 
 
 def table_schema(columns: list[SampledColumn], chosen: list[str], types: Mapping[str, DataType]) -> StructType:
-    """The schema of the chosen columns, or of all; `types` go before what was declared and seen."""
-    known = {column.name.lower(): column for column in columns}
-    if unknown := [name for name in (*chosen, *types) if name.lower() not in known and name != DATABASE]:
+    """Return the schema of the chosen columns, or of all; `types` override declared and sampled types."""
+    by_name = {column.name.lower(): column for column in columns}
+    if unknown := [name for name in (*chosen, *types) if name.lower() not in by_name and name != DATABASE]:
         hint = f"columns: {', '.join(column.name for column in columns)}"
         raise InvalidInput("the table has no such column", hint=hint, columns=unknown[:5])
     given = {name.lower(): kind for name, kind in types.items()}
-    names = [name.lower() for name in chosen if name != DATABASE] or list(known)
+    names = [name.lower() for name in chosen if name != DATABASE] or list(by_name)
     return StructType(
-        [StructField(known[name].name, given.get(name) or SPARK_TYPES[known[name].type]) for name in names]
+        [StructField(by_name[name].name, given.get(name) or SPARK_TYPES[by_name[name].type]) for name in names]
     )
 
 
 def parsed_types(text: str) -> dict[str, DataType]:
-    """The option `types`: names and types, with commas.
+    """Parse the option `types`: names and types, separated by commas.
 
     >>> parsed_types("price decimal(10,2), `odd name` bigint")
     {'price': DecimalType(10,2), 'odd name': LongType()}
@@ -83,7 +83,9 @@ def parsed_types(text: str) -> dict[str, DataType]:
         kind = match and (DecimalType(int(match[4]), int(match[5])) if match[4] else _NAMED.get(match[3].lower()))
         if not match or kind is None or (match[4] and match[3].lower() != "decimal"):
             hint = f"like `price double, day date`; types: {', '.join(_NAMED)}, decimal(p,s)"
-            raise InvalidInput("the option `types` names columns and their types", hint=hint, given=text[at : at + 40])
+            raise InvalidInput(
+                "the option `types` must list columns and their types", hint=hint, given=text[at : at + 40]
+            )
         types[match[1] or match[2]] = kind
         at = match.end()
     return types

@@ -1,20 +1,21 @@
-"""Rows into a SQLite table: of a job, or of a streaming query.
+"""Writes rows into a SQLite table: those of a job, or of a streaming query.
 
     df.write.format("quire.sqlite").mode("append").options(store=path, database="shop", table="orders").save()
     stream.writeStream.format("quire.sqlite").options(store=path, database="shop", table="orders", key="id")...
 
-- All rows of a job or a batch enter the table in one SQLite transaction of the owner's (`writers.py`, `sqlite/bulk_insert.py`).
-- The same transaction remembers it: a load in `quire_loads`, so that a commit whose answer was lost is asked for again and
-  answered; the last batch of a query in `quire_sinks`, so that a batch which Spark repeats is not written again.
+- All rows of a job or a batch enter the table in one SQLite transaction of the owner (`writers.py`, `sqlite/bulk_insert.py`).
+- The same transaction records this: a load in `quire_loads`, so that a commit whose answer was lost is repeated and gets the
+  recorded answer; the last batch of a query in `quire_sinks`, so that a batch which Spark repeats is not written again.
 - Columns are matched by name. Types of a new table follow the DataFrame's; dates, times and decimals are text, booleans 0 and
   1.
 - With `key` (columns, separated by commas) a row replaces the one with the same key; the table needs a unique index on them,
-  and a new one gets them as its primary key. With `delete`, a boolean column that is not stored, rows in which it is true are
+  and a new table gets them as its primary key. With `delete`, a boolean column that is not stored, rows in which it is true are
   deleted.
-- With `fork_of` (and `fork_at`, a snapshot) the database is made as a fork when rows are committed, if it does not exist.
+- With `fork_of` (and `fork_at`, a snapshot) the database is created as a fork when rows are committed, if it does not exist.
 
-Options: `database`, `table`, `key`, `delete`, `fork_of`, `fork_at`; `create`: `table` (the default: make a table that is not
-there), `database` (and the database), or `false`; `exists`, of a table: `append` (the default), `error` or `ignore`.
+Options: `database`, `table`, `key`, `delete`, `fork_of`, `fork_at`; `create`: `table` (the default: create the table if it
+does not exist), `database` (and the database), or `false`; `exists`, for a table: `append` (the default), `error` or
+`ignore`.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ DECLARED: dict[type[DataType], str] = {
     TimestampNTZType: "TIMESTAMP",
     DecimalType: "TEXT",
 }
-"""What a new table declares for a type of Spark's."""
+"""The declared type in a new table for each Spark type."""
 
 
 class SqliteTarget(PartTarget):
-    """See above."""
+    """A SQLite table as the target of a load."""
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
         self.database = options.need("database")
@@ -87,7 +88,9 @@ class SqliteTarget(PartTarget):
             "delete": flag_of(options, schema),
         }
         if self.how["delete"] and not self.how["keys"]:
-            raise InvalidInput("rows are deleted by their key", hint='.option("key", "id")', delete=self.how["delete"])
+            raise InvalidInput(
+                "deleting rows needs their key", hint='add .option("key", "id")', delete=self.how["delete"]
+            )
 
     def take(self, client: Client, load: int, parts: list[str], batch: BatchId | None) -> None:
         if self.fork_of:
@@ -100,13 +103,13 @@ class SqliteTarget(PartTarget):
 
 
 def flag_of(options: Options, schema: StructType) -> str:
-    """The column that the option `delete` names; it says whether a row is to be deleted."""
+    """Return the column that the option `delete` names, which marks rows to delete."""
     for name in (names := options.columns_of("delete", schema)):
         if not isinstance(schema[name].dataType, BooleanType):
             hint = f"df.withColumn({name!r}, expr(\"_op = 'delete'\"))"
-            raise InvalidInput("the column that says what is deleted is boolean", hint=hint, column=name)
+            raise InvalidInput("the column that marks deleted rows must be boolean", hint=hint, column=name)
     if len(names) > 1:
-        raise InvalidInput("one column says what is deleted", given=names)
+        raise InvalidInput("only one column can mark deleted rows", given=names)
     return names[0] if names else ""
 
 
@@ -114,6 +117,6 @@ def _declared(name: str, kind: DataType) -> str:
     declared = next((text for spark_type, text in DECLARED.items() if isinstance(kind, spark_type)), "")
     if not declared:
         raise InvalidInput(
-            f"SQLite has no place for {kind.simpleString()}", hint="to_json(…) makes it text", column=name
+            f"SQLite cannot store {kind.simpleString()}", hint="convert it to text with to_json(…)", column=name
         )
     return declared

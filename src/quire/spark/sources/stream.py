@@ -1,28 +1,28 @@
-"""`quire.stream`: the records of a stream, from whatever tier they are in; a range at once or as they come.
+"""`quire.stream`: the records of a stream, from whatever tier they are in; a range at once, or as they arrive.
 
     spark.read.format("quire.stream").option("store", path).option("stream", "clicks").load()
     spark.readStream.format("quire.stream").option("store", path).option("stream", "clicks").option("consumer", "etl").load()
 
 A record is `id`, `timestamp` (when it became durable), `payload`.
 
-- A range is read whole or not at all: records that are no longer retained, or go while they are read, are `CursorLost`.
-  Without `end` it ends with what is durable when the query is planned.
+- A range is read completely or not at all: records that are no longer retained, or are retired during the read, raise
+  `CursorLost`. Without `end` it ends with what is durable when the query is planned.
 - Tasks have about the same number of bytes, and begin with a segment where segments are small enough.
 - Executors that see the store's directory read its files; others read ranges of objects (`stream/remote_read.py`).
-- A streaming query's offset is {"store": id, "stream": id, "record": n}: everything below n has been read. It begins where
-  its consumer stands; one that does not exist is registered at `start`. Nothing from a consumer's position on is retired
-  while it holds.
+- A streaming query's offset is {"store": id, "stream": id, "record": n}: everything below n has been read. It begins at the
+  position of its consumer; a consumer that does not exist is registered at `start`. Nothing from a consumer's position on is
+  retired while it holds.
 
-Writing, of a job or of a streaming query: one column `payload`. The owner appends the records of a job, or of a batch, in one
-append that is durable as a whole, and a batch once (`writers.py`, `Stream.append_batch`). Options: `stream`, `create` (the
-default is `true`: make a stream that is not there).
+Writing, by a job or a streaming query: one column `payload`. The owner appends the records of a job, or of a batch, in one
+append that is durable as a whole, and appends a batch once (`writers.py`, `Stream.append_batch`). Options: `stream`, `create`
+(the default is `true`: create the stream if it does not exist).
 
-Options of reading: `stream`, or of a range `databases` and `tags`, as of other sources (records then begin with `_database`,
-the name of the stream; `start` and `end` are not for them); `columns`; `partitions` at most; `upload` of what is in no object
-yet: `auto` (by executors that need it), `true` (before the query runs), `false`. Of a range: `start` (default: the first record
-kept), `end`, exclusive, `since` (a time, or milliseconds since 1970: records that became durable before it are left out, whole
-segments of them without being read). Of a streaming query: `consumer`; `start` for a new consumer: `oldest` (the default),
-`latest`, or the id of the first record wanted; `max_records` in a batch.
+Options of reading: `stream`, or for a range `databases` and `tags`, as for other sources (records then begin with
+`_database`, the name of the stream; `start` and `end` cannot be used with them); `columns`; `partitions` at most; `upload` of
+records that are in no object yet: `auto` (by executors that need it), `true` (before the query runs), `false`. For a range:
+`start` (default: the first record kept), `end`, exclusive, `since` (a time, or milliseconds since 1970: records that became
+durable before it are left out, whole segments of them without being read). For a streaming query: `consumer`; `start` for a
+new consumer: `oldest` (the default), `latest`, or the id of the first record wanted; `max_records` in a batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from quire.core.clock import SystemClock
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange
 from quire.core.limits import MIB
 from quire.core.time_parsing import parse_moment
-from quire.core.timeline import Gaps, settled
+from quire.core.timeline import Gaps, skip_gap
 from quire.jobs.locations import StorePool
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -94,14 +94,14 @@ if TYPE_CHECKING:
 WRITING = ("stream", "create")
 
 PART_BYTES_MIN = MIB
-"""Fewer bytes are not worth a task of their own."""
+"""Fewer bytes are not worth a separate task."""
 UPLOAD_SECONDS = 3_600.0
-"""How long the owner may take to have records uploaded."""
+"""Seconds that the owner may take to upload records."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """Records with start ≤ id < stop: what one task reads."""
+    """Records with start ≤ id < stop: the range of one task."""
 
     start: int
     stop: int
@@ -113,12 +113,12 @@ class RecordRange:
 
     @property
     def size_bytes(self) -> int:
-        """Of its segments."""
+        """Size of its segments."""
         return sum(segment.stored_bytes for segment in self.share.segments)
 
 
 class Records:
-    """The records of one stream: found where a query is planned, read on executors. Small, picklable."""
+    """The records of one stream: located where a query is planned, read on executors. Small, picklable."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         options.need_schema(schema, shape(options))
@@ -127,47 +127,47 @@ class Records:
         self.upload = options.one_of("upload", ("auto", "true", "false"))
         self.partitions_max = options.number("partitions", default_partitions(), least=1)
         self.since_ms = 0
-        """The option `since` of a range; streaming queries begin where their consumer stands."""
+        """The option `since` of a range; streaming queries begin at the position of their consumer."""
         self._options: dict[str, StoreOptions] | None = None
-        """How object stores are reached, once that was looked up where a query is planned."""
+        """How object stores are reached, once resolved where a query is planned."""
 
     def share(self, channel: Channel, start: int | None, stop: int | None, *, upload: bool = False) -> SharedStream:
-        """Where records are; no more segments than one answer has room for."""
+        """Return where records are; no more segments than fit in one answer."""
         request = OfStream(self.stream, start, stop, upload)
         limits: dict[str, Any] = {"timeout": UPLOAD_SECONDS, "attempt_seconds": UPLOAD_SECONDS} if upload else {}
         share: SharedStream = channel.ask(STREAM_SHARE, request, **limits)
         return share
 
     def parts(self, channel: Channel, start: int | None, stop: int | None) -> list[RecordRange]:
-        """The parts of a range."""
+        """Return the parts of a range."""
         upload = self.upload == "true"
-        whole = self.share(channel, start, stop, upload=upload)
-        first = whole.first_record if start is None else start
-        last = whole.end_record if stop is None else min(stop, whole.end_record)
-        segments = list(whole.segments)
+        shared = self.share(channel, start, stop, upload=upload)
+        first = shared.first_record if start is None else start
+        last = shared.end_record if stop is None else min(stop, shared.end_record)
+        segments = list(shared.segments)
         while segments and segments[-1].end_record < last:
             more = self.share(channel, segments[-1].end_record, last, upload=upload).segments
             if not more:
-                break  # the rest is being sealed: whoever reads it asks again
+                break  # the rest is being sealed: its reader locates it again
             segments += more
-        while segments and 0 < segments[0].sealed_ms < self.since_ms:  # nothing in it is as young as that
+        while segments and 0 < segments[0].sealed_ms < self.since_ms:  # all of its records are older
             first = max(first, segments.pop(0).end_record)
         if self._options is None:
-            from quire.service.messages import Nothing  # needs lmdb, which executors have not
+            from quire.service.messages import Nothing  # needs lmdb, which executors do not have
 
             self._options = object_options(channel.call("hello", Nothing()))
-        options = self._options.get(whole.objects_url)
-        parts = split(whole, segments, first, last, self.partitions_max)
+        options = self._options.get(shared.objects_url)
+        parts = split(shared, segments, first, last, self.partitions_max)
         return [replace(part, options=options, stream=self.stream) for part in parts]
 
     def of(self, stream: str) -> Records:
-        """The same of another stream."""
+        """Return the same for another stream."""
         records = copy(self)
         records.stream = stream
         return records
 
     def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """The records of a part."""
+        """Yield the records of a part."""
         share = part.share
         stores = StorePool(lambda url: open_store(url, options=part.options))
         with closing(self.access.channel()) as channel, closing(stores):
@@ -185,26 +185,30 @@ class Records:
     def _locate(self, channel: Channel, stream_id: int, start: int, stop: int, upload: bool) -> SharedStream:
         share = self.share(channel, start, stop, upload=upload)
         if share.stream_id != stream_id:
-            raise CursorLost("the stream was dropped and created again", hint="begin again", stream=self.stream)
+            raise CursorLost(
+                "the stream was dropped and created again",
+                hint="start again with a new checkpoint location",
+                stream=self.stream,
+            )
         return share
 
 
 def split(
-    whole: SharedStream, segments: Sequence[SharedSegment], start: int, stop: int, parts: int
+    shared: SharedStream, segments: Sequence[SharedSegment], start: int, stop: int, parts: int
 ) -> list[RecordRange]:
-    """A range in at most so many parts of about the same size; none if it is empty."""
+    """Return a range in at most `parts` parts of about the same size; none if it is empty."""
     if start >= stop:
         return []
     inside = [cut for cut in _cuts(segments, parts) if start < cut < stop]
     ranges = []
     for begin, end in zip([start, *inside], [*inside, stop]):
         within = tuple(segment for segment in segments if segment.base_record < end and segment.end_record > begin)
-        ranges.append(RecordRange(begin, end, msgspec.structs.replace(whole, segments=within)))
+        ranges.append(RecordRange(begin, end, msgspec.structs.replace(shared, segments=within)))
     return ranges
 
 
 def _cuts(segments: Sequence[SharedSegment], parts: int) -> list[int]:
-    """Ids that cut segments into parts: the nearest borders of segments, or within those that are larger than a part."""
+    """Return the ids that cut segments into parts: the nearest borders, or ids within segments larger than a part."""
     ends = list(accumulate(segment.stored_bytes for segment in segments))
     count = max(min(ends[-1] // PART_BYTES_MIN, parts), 1) if ends else 1
     cuts = set()
@@ -220,19 +224,19 @@ def _cuts(segments: Sequence[SharedSegment], parts: int) -> list[int]:
 
 
 def is_many(options: Options) -> bool:
-    """Whether records of several streams are asked for."""
+    """Return whether records of several streams are requested."""
     return bool(options.text("databases") or options.text("tags"))
 
 
 def shape(options: Options) -> StructType:
-    """The schema, of the columns that are wanted."""
+    """Return the schema of the requested columns."""
     names = options.columns(SCHEMA.names, of="a record")
     schema = spark_schema(pa.schema([SCHEMA.field(name) for name in names]))
     return StructType([DATABASE_FIELD, *schema.fields]) if is_many(options) else schema
 
 
 def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
-    """The records of a batch that are at least as young as this."""
+    """Return the records of a batch that became durable at `since_ms` or later."""
     if not since_ms:
         return batch
     kind = batch.schema.field("timestamp").type
@@ -240,7 +244,7 @@ def _since(batch: pa.RecordBatch, since_ms: int) -> pa.RecordBatch:
 
 
 def moment_ms(text: str) -> int:
-    """A time in milliseconds, as `core/time_parsing.py` reads it, or milliseconds since 1970; 0 if none is given.
+    """Parse a time as `core/time_parsing.py` does, or milliseconds since 1970; return milliseconds, 0 if the text is empty.
 
     >>> moment_ms("2024-02-29T12:00:00+01:00") == moment_ms("2024-02-29 11:00") == moment_ms("1709204400000")
     True
@@ -251,7 +255,7 @@ def moment_ms(text: str) -> int:
 
 
 class RecordsReader(SourceReader):
-    """A range of records."""
+    """Reads a range of records."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         options.refuse(("consumer", "max_records"), "streaming queries", "use start and end, or readStream")
@@ -266,21 +270,21 @@ class RecordsReader(SourceReader):
 
     def plan(self) -> list[list[RecordRange]]:
         with closing(self.access.channel()) as channel:
-            if self._streams is None:  # one range for each task: rows are in the order of records
+            if self._streams is None:  # one range per task, so that rows are in the order of records
                 return [[part] for part in self._parts(channel, self.records.stream)]
             with self.access.connect() as client:
                 names = self._streams.names(client)
             return balanced_groups([part for name in names for part in self._parts(channel, name)], self.partitions_max)
 
     def _parts(self, channel: Channel, name: str) -> list[RecordRange]:
-        """The parts of a stream."""
+        """Return the parts of a stream."""
         records = self.records.of(name)
-        # Of no segments: only where the stream begins and ends.
-        whole = records.share(channel, self._start or None, 1)
-        start, stop = self._start or whole.first_record, self._end or whole.end_record
-        begin_at(whole.gaps, stop)  # one that was never reached here
-        if stop > whole.end_record:
-            raise OutOfRange("the stream has not come this far", end=stop, next=whole.end_record)
+        # A range without segments: only where the stream begins and ends.
+        shared = records.share(channel, self._start or None, 1)
+        start, stop = self._start or shared.first_record, self._end or shared.end_record
+        begin_at(shared.gaps, stop)  # raises if the end lies in lost records
+        if stop > shared.end_record:
+            raise OutOfRange("the stream has not reached this record yet", end=stop, next=shared.end_record)
         return records.parts(channel, start, stop) if start < stop else []
 
     def batches(self, part: list[RecordRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
@@ -295,7 +299,7 @@ class RecordsReader(SourceReader):
 
 
 class RecordsQueryReader(QueryReader):
-    """Spark's progress is the position of a consumer."""
+    """A streaming query whose progress is the position of a consumer."""
 
     HOLDER = "consumer"
     POSITION = "record"
@@ -319,16 +323,16 @@ class RecordsQueryReader(QueryReader):
         return self._identity
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark gives these names
-        """Where the consumer stands."""
+        """Return the position of the consumer."""
         request = RegisterConsumer(self.records.stream, self.holder, self._start)
         return self.offset(self.owner.ask(STREAM_REGISTER, request))
 
     def end(self) -> int:
-        """Behind the last durable record."""
+        """Return the position after the last durable record."""
         return self._look().end_record
 
     def _look(self) -> SharedStream:
-        """Where the stream begins and ends."""
+        """Return where the stream begins and ends."""
         share = self.records.share(self.owner, None, 1)
         self._identity = {"store": share.store_id, "stream": share.stream_id}
         return share
@@ -336,7 +340,7 @@ class RecordsQueryReader(QueryReader):
     def end_beyond(self, position: int) -> int:
         end = int(self.owner.ask(STREAM_WAIT, WaitForRecord(self.records.stream, position, WAIT_SECONDS)))
         if end <= position:
-            # A query that idles commits nothing: without a heartbeat its consumer would lose its hold.
+            # An idle query commits nothing: without a heartbeat its consumer would lose its hold.
             self._acknowledge(0)
         return end
 
@@ -345,21 +349,22 @@ class RecordsQueryReader(QueryReader):
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         gaps = self._look().gaps
-        # Of both: a batch that was planned before a takeover may end with records that are lost.
+        # Both ends: a batch that was planned before a takeover may end with records that are lost.
         first, stop = begin_at(gaps, self.position(start)), begin_at(gaps, self.position(end))
         if first >= stop:
             return []
         with self.holder_required():
             request = OfConsumer(self.records.stream, self.holder)
-            position = int(self.owner.ask(STREAM_POSITION, request))  # before the parts: what it holds stays until then
-        self.need_unacknowledged(first, settled(gaps, position))
+            # Before the parts are located: what the consumer holds is kept until then.
+            position = int(self.owner.ask(STREAM_POSITION, request))
+        self.need_unacknowledged(first, skip_gap(gaps, position))
         return [InputPartition(part) for part in self.records.parts(self.owner, first, stop)]
 
     def batches(self, part: RecordRange, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         return self.records.batches(part, schema)
 
     def commit(self, end: Offset) -> None:
-        """Spark has done with everything below `end`."""
+        """Acknowledge: Spark has processed everything below `end`."""
         self._acknowledge(self.position(end))
 
     def _acknowledge(self, position: int) -> None:
@@ -373,11 +378,11 @@ class StreamTarget(PartTarget):
 
     def __init__(self, options: Options, schema: StructType, *, overwrite: bool) -> None:
         if overwrite:
-            raise InvalidInput("a stream only grows", hint="use append mode, or a table of quire.sqlite")
+            raise InvalidInput("a stream can only be appended to", hint="use append mode, or a table of quire.sqlite")
         if schema.names != ["payload"] or not isinstance(schema[0].dataType, BinaryType | StringType):
             hint = 'df.selectExpr("to_json(struct(*)) AS payload")'
             raise InvalidInput(
-                "a stream takes one column `payload`, binary or string", hint=hint, given=schema.simpleString()
+                "a stream needs one column `payload`, binary or string", hint=hint, given=schema.simpleString()
             )
         self.stream = options.need("stream")
         self.create = options.one_of("create", ("true", "false")) == "true"
@@ -389,7 +394,7 @@ class StreamTarget(PartTarget):
 
 
 class StreamSource(QuireSource):
-    """See above."""
+    """The data source `quire.stream`."""
 
     NAME = "quire.stream"
     KNOWN = (

@@ -2,12 +2,12 @@
 
     spark.read.format("quire.table").option("store", path).option("table", "chunk_catalog").load()
 
-A table is one of docs/formats/manifest.md; its columns are the key's fields, then the record's. It is read in batches, each
-of its own moment (M4): rows committed meanwhile are seen if their keys lie ahead.
+A table is one of docs/formats/manifest.md; its columns are the fields of the key, then those of the record. It is read in
+batches, each as of its own moment (M4): rows committed in the meantime are seen if their keys lie ahead.
 
-Options: `table`; `key`: values of the first fields of the key, with commas (`"7"`, `"7,3"`), of text or bytes the beginning
-is enough; `columns` (Spark prunes none by itself, K5); `partitions` at most: cuts are keys of the table, and few rows are one
-partition.
+Options: `table`; `key`: values of the first fields of the key, separated by commas (`"7"`, `"7,3"`), for text or bytes a
+prefix is enough; `columns` (Spark does not prune columns, K5); `partitions` at most: cuts are keys of the table, and few rows
+are one partition.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KeyWindow:
 
 
 class ManifestTableReader(SourceReader):
-    """A window of a table's keys, cut at keys of the table."""
+    """Reads windows of a table's keys, cut at keys of the table."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
@@ -64,7 +64,7 @@ class ManifestTableReader(SourceReader):
 
 
 class TableSource(QuireSource):
-    """See above."""
+    """The data source `quire.table`."""
 
     NAME = "quire.table"
     KNOWN = ("table", "key", "columns", "partitions")
@@ -72,12 +72,12 @@ class TableSource(QuireSource):
 
     def schema(self) -> StructType:
         options = self.parse(self.options)
-        whole = arrow_schema_of(_table(options))
-        return spark_schema(pa.schema([whole.field(name) for name in options.columns(whole.names, of="the table")]))
+        schema = arrow_schema_of(_table(options))
+        return spark_schema(pa.schema([schema.field(name) for name in options.columns(schema.names, of="the table")]))
 
 
 def prefix_of(table: t.Table[Any], text: str) -> tuple[Any, ...]:
-    """The first fields of a key, as the option `key` has them.
+    """Parse the option `key`: the first fields of a key.
 
     >>> prefix_of(t.TABLES["wal_catalog"], "7, 3"), prefix_of(t.TABLES["db_names"], "shop, old")
     ((7, 3), ('shop, old',))

@@ -1,20 +1,21 @@
-"""Rows on their way into a store: parts that tasks send to the owner, and the one step by which it takes them (L4).
+"""Writes rows into a store: parts that tasks send to the owner, and the single step in which it takes them (L4).
 
-A part is what one attempt of one task has sent. The owner keeps parts as files until the load that they belong to ends; nothing
-is seen of them before. When all tasks are done Spark names the parts that count, and the owner takes exactly those in one
-transaction. Executors need the owner's address and nothing of its directory.
+A part is what one attempt of one task has sent. The owner keeps parts as files until the load that they belong to ends; they
+are not visible before. When all tasks are done Spark names the parts that count, and the owner takes exactly those in one
+transaction. Executors need only the owner's address, not its directory.
 
 A load is one attempt to write:
 
 - of a job (`PartWriter`): its number is drawn where the job is planned;
 - of a batch of a streaming query (`SinkWriter`): its number follows from the ids of the query, the run and the batch, which
-  tasks find among their local properties. A restarted query has another run, so it never meets the parts of the one before.
+  tasks find among their local properties. A restarted query has another run, so it never sees the parts of the previous one.
 
-A batch is taken once: the owner records the query's id and the number of the batch in the very transaction, and takes no batch
-that is not newer. `commit` is told no query id, so tasks put it in their messages. `abort`, which Spark also calls after a
-commit whose answer it has not seen, removes parts and nothing else. A new checkpoint directory is a new query, from batch 0.
+A batch is taken once: the owner records the query's id and the number of the batch in the same transaction, and takes no
+batch that is not newer. Spark does not pass the query's id to `commit`, so tasks put it in their messages. `abort`, which
+Spark also calls after a commit whose answer it has not received, removes only parts. A new checkpoint directory is a new
+query, from batch 0.
 
-Importable on executors. Raises `InvalidInput`, and what the owner raises.
+Importable on executors. Raises `InvalidInput`, and the owner's errors.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ QUERY, RUN, BATCH = "sql.streaming.queryId", "spark.jobGroup.id", "streaming.sql
 
 @dataclass
 class PartMessage(WriterCommitMessage):
-    """What a task tells the driver: the part that its attempt has sent."""
+    """A task's message to the driver: the part that its attempt has sent."""
 
     part: str
     rows: int
@@ -67,11 +68,11 @@ class BatchId:
 
 
 class PartTarget:
-    """Where the parts of a load go; small and picklable."""
+    """The target of a load's parts; small and picklable."""
 
     @abstractmethod
     def take(self, client: Client, load: int, parts: list[str], batch: BatchId | None) -> None:
-        """Have the owner take parts in one step: those of a job, or of a query's batch."""
+        """Make the owner take parts in one step: those of a job, or of a query's batch."""
 
 
 class PartWriter(ReadableErrors, DataSourceArrowWriter):
@@ -87,7 +88,7 @@ class PartWriter(ReadableErrors, DataSourceArrowWriter):
         return send_part(self.access, self.load, iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Have the owner take everything."""
+        """Make the owner take all parts."""
         with self.access.connect() as client:
             self.target.take(client, self.load, _counting(messages), None)
 
@@ -98,7 +99,7 @@ class PartWriter(ReadableErrors, DataSourceArrowWriter):
 
 
 class SinkWriter(ReadableErrors, DataSourceStreamArrowWriter):
-    """Sends the rows of a streaming query, batch by batch. Spark makes one for the tasks and another one for each commit."""
+    """Sends the rows of a streaming query, batch by batch. Spark creates one for the tasks and another one for each commit."""
 
     def __init__(self, access: OwnerAddress, target: PartTarget) -> None:
         self.access = access
@@ -110,14 +111,14 @@ class SinkWriter(ReadableErrors, DataSourceStreamArrowWriter):
         query, run, batch = (context.getLocalProperty(name) or "" for name in (QUERY, RUN, BATCH))
         if not query:
             raise InvalidInput(
-                "this task belongs to no streaming query", hint="use df.write, or writeStream with its own sink"
+                "this task does not belong to a streaming query", hint="use df.write, or writeStream with its own sink"
             )
         message = send_part(self.access, load_number(query, run, batch), iterator)
         message.query = query
         return message
 
     def commit(self, messages: list[WriterCommitMessage | None], batch: int) -> None:
-        """Have the owner take the batch, unless it has."""
+        """Make the owner take the batch, unless it already has."""
         sent = [message for message in messages if isinstance(message, PartMessage)]
         if not sent:
             return  # a batch without tasks has no rows
@@ -125,7 +126,7 @@ class SinkWriter(ReadableErrors, DataSourceStreamArrowWriter):
             self.target.take(client, sent[0].load, _counting(messages), BatchId(sent[0].query, batch))
 
     def abort(self, messages: list[WriterCommitMessage | None], _batch: int) -> None:
-        """Remove the parts of a batch that failed. One that is recorded stays."""
+        """Remove the parts of a batch that failed. A recorded batch stays."""
         loads = {message.load for message in messages if isinstance(message, PartMessage)}
         if not loads:
             return
@@ -135,7 +136,7 @@ class SinkWriter(ReadableErrors, DataSourceStreamArrowWriter):
 
 
 def load_number(query: str, run: str, batch: str) -> int:
-    """The number of the load that brings a batch in one run of its query.
+    """Return the number of the load for a batch in one run of its query.
 
     >>> load_number("q", "first", "7") == load_number("q", "second", "7")
     False
@@ -159,12 +160,12 @@ def _task() -> TaskContext:
 
 
 def _counting(messages: list[WriterCommitMessage | None]) -> list[str]:
-    """The parts that have rows."""
+    """Return the parts that have rows."""
     return [message.part for message in messages if isinstance(message, PartMessage) and message.rows]
 
 
 class _Sender:
-    """A file that the owner keeps: bytes go out in calls of `BODY_BYTES`."""
+    """A file that the owner keeps: bytes are sent in calls of `BODY_BYTES`."""
 
     closed = False
 
@@ -191,7 +192,7 @@ class _Sender:
 
 
 def _send(channel: Channel, load: int, part: str, batches: Iterator[pa.RecordBatch]) -> int:
-    """Send batches as an Arrow stream; how many rows there were."""
+    """Send batches as an Arrow stream and return the number of rows."""
     rows, sender = 0, _Sender(channel, load, part)
     writer: pa.ipc.RecordBatchStreamWriter | None = None
     for batch in batches:

@@ -1,9 +1,9 @@
-"""Values of Python's that are none of SQLite's types: adapters on the way in, converters on the way out, as in sqlite3.
+"""Python values of other than SQLite's types: adapters on the way in, converters on the way out, as in sqlite3.
 
-apsw asks `adapt_parameter` for values that it cannot bind, so adapters cost nothing where none is needed. An adapter for a
-type that can be bound, or for a subclass of one, is asked for only while such an adapter is registered (`overrides`).
+apsw calls `adapt_parameter` for values that it cannot bind, so adapters cost nothing where none is needed. Adapters for a
+type that can be bound, or for a subclass of one, are looked up only while such an adapter is registered (`overrides`).
 
-Threads: any; registering is a single step on a dict.
+Threads: any; registering is a single operation on a dict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.sqlite.pep249.errors import ProgrammingError
 
 
 class PrepareProtocol:
-    """The protocol that `__conform__` is asked for."""
+    """The protocol passed to `__conform__`."""
 
 
 Adapter = Callable[[Any], Any]
@@ -25,21 +25,21 @@ Converter = Callable[[bytes], Any]
 adapters: dict[tuple[type, type], Adapter] = {}
 converters: dict[str, Converter] = {}
 overrides: list[type] = []
-"""Types that have an adapter although SQLite, or apsw, knows what to do with them."""
+"""Types that have an adapter although SQLite or apsw can bind them."""
 _BOUND = (int, float, str, bytes, bytearray, memoryview)
 _EXACT = frozenset({int, float, str, bytearray, type(None)})
-"""Never adapted, unless an adapter is registered for one of them: as sqlite3."""
+"""Types that are never adapted unless an adapter is registered for them, as in sqlite3."""
 
 
 def register_adapter(type: type, adapter: Adapter, /) -> None:  # noqa: A002 - sqlite3's name
-    """Have values of a type become what an adapter makes of them."""
+    """Register a function that converts values of a type to one that SQLite can bind."""
     adapters[(type, PrepareProtocol)] = adapter
     if issubclass(type, _BOUND):
         overrides.append(type)
 
 
 def register_converter(typename: str, converter: Converter, /) -> None:
-    """Have values of columns declared with this type, or called `name [type]`, become what a converter makes of their bytes."""
+    """Register a function that converts the bytes of values in columns declared with this type, or named `name [type]`."""
     converters[typename.upper()] = converter
 
 
@@ -47,7 +47,7 @@ _MISSING = object()
 
 
 def adapt(value: Any, proto: Any = PrepareProtocol, alternative: Any = _MISSING, /) -> Any:
-    """What a value becomes by its type's adapter, the protocol's `__adapt__`, or its own `__conform__`."""
+    """Return what a value's adapter, the protocol's `__adapt__` or the value's own `__conform__` makes of it."""
     adapter = adapters.get((type(value), proto))
     if adapter is not None:
         return adapter(value)
@@ -57,7 +57,7 @@ def adapt(value: Any, proto: Any = PrepareProtocol, alternative: Any = _MISSING,
             continue
         try:
             adapted = ask(other)
-        except TypeError:  # it has another signature: sqlite3 goes on, too
+        except TypeError:  # it has another signature: sqlite3 ignores that too
             continue
         if adapted is not None:
             return adapted
@@ -67,7 +67,7 @@ def adapt(value: Any, proto: Any = PrepareProtocol, alternative: Any = _MISSING,
 
 
 def adapt_parameter(number: int, value: Any) -> Any:
-    """A value that cannot be bound, as one that can."""
+    """Adapt a value that cannot be bound to one that can."""
     adapted = adapt(value, PrepareProtocol, value)
     if isinstance(adapted, _BOUND) or adapted is None:
         return adapted
@@ -79,7 +79,7 @@ def adapt_parameter(number: int, value: Any) -> Any:
 
 
 def as_bindings(parameters: Any) -> Any:
-    """Parameters that are neither a tuple nor a dict, as apsw takes them: a tuple, so that no adapter changes it meanwhile."""
+    """Return parameters other than a tuple or dict as apsw accepts them: a tuple, so that no adapter can change it."""
     if isinstance(parameters, list):
         return tuple(parameters)
     if isinstance(parameters, dict):
@@ -92,7 +92,7 @@ def as_bindings(parameters: Any) -> Any:
 
 
 def adapt_all(parameters: Any) -> Any:
-    """Parameters, of which some may have an adapter although they could be bound as they are."""
+    """Adapt parameters of which some may have an adapter although they could be bound as they are."""
     if isinstance(parameters, Mapping):
         return {name: _adapt_bound(value) for name, value in parameters.items()}
     return tuple(_adapt_bound(value) for value in parameters)
@@ -105,7 +105,7 @@ def _adapt_bound(value: Any) -> Any:
 
 
 def converter_of(name: str, declared: str | None, by_name: bool, by_type: bool) -> Converter | None:
-    """The converter of a column, if it has one.
+    """Return the converter of a column, or None.
 
     >>> converter_of("at [timestamp]", None, True, False) is converters["TIMESTAMP"]
     True
@@ -122,12 +122,12 @@ def converter_of(name: str, declared: str | None, by_name: bool, by_type: bool) 
 
 
 def convert(converter: Converter, value: Any) -> Any:
-    """What a converter makes of a value. Of an empty blob, as of NULL, SQLite has no bytes to give it."""
+    """Return what a converter makes of a value. For an empty blob, as for NULL, SQLite has no bytes to convert."""
     return None if value is None or value == b"" else converter(_as_bytes(value))
 
 
 def _as_bytes(value: Any) -> bytes:
-    """A value as SQLite casts it to a blob."""
+    """Return a value as SQLite casts it to a blob."""
     if isinstance(value, bytes):
         return value
     if isinstance(value, float):
@@ -136,7 +136,7 @@ def _as_bytes(value: Any) -> bytes:
     return str(value).encode()
 
 
-# ── what is registered from the start ─────────────────────────────────────────────────────────────────────────────────
+# ── default adapters and converters ───────────────────────────────────────────────────────────────────────────────────
 def _convert_date(value: bytes) -> dt.date:
     return dt.date(*map(int, value.split(b"-")))
 

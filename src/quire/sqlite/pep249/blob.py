@@ -1,4 +1,4 @@
-"""`Blob`: reads and writes a value in place, by offset, index or slice, as sqlite3's.
+"""`Blob`: reads and writes a value in place, by offset, index or slice, like sqlite3's.
 
 Threads: as its connection.
 """
@@ -21,7 +21,7 @@ _INT_MAX = (1 << 31) - 1
 
 
 class Blob:
-    """Made by `Connection.blobopen`."""
+    """An open blob. Created by `Connection.blobopen`."""
 
     __slots__ = ("__weakref__", "_blob", "_connection", "_offset")
     _connection: Connection
@@ -29,13 +29,13 @@ class Blob:
     _offset: int
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Not by hand."""
+        """Refuse direct construction."""
         raise TypeError(f"cannot create '{cls.__module__}.{cls.__qualname__}' instances")
 
-    __iter__ = None  # so that `in` is refused, too, as sqlite3 does
+    __iter__ = None  # so that `in` is refused too, as in sqlite3
 
     def read(self, length: int = -1, /) -> bytes:
-        """So many bytes from here on, or all that are left."""
+        """Return `length` bytes from the current offset, or all that are left."""
         size = len(self)
         left = size - self._offset
         count = left if length < 0 else min(length, left)
@@ -44,7 +44,7 @@ class Blob:
         return data
 
     def write(self, data: Any, /) -> None:
-        """Overwrite from here on. The length of a blob stays."""
+        """Overwrite bytes from the current offset. The length of a blob does not change."""
         view = memoryview(data).cast("B")
         if len(self) - self._offset < len(view):
             raise ValueError("data longer than blob length")
@@ -52,7 +52,7 @@ class Blob:
         self._offset += len(view)
 
     def seek(self, offset: int, origin: int = os.SEEK_SET, /) -> None:
-        """Go to an offset from the start, from here, or from the end."""
+        """Move to an offset from the start, the current offset or the end."""
         size = len(self)
         bases = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: size}
         if origin not in bases:
@@ -65,16 +65,16 @@ class Blob:
         self._offset = wanted
 
     def tell(self) -> int:
-        """Where the next read or write is."""
+        """Return the offset of the next read or write."""
         self._open()
         return self._offset
 
     def close(self) -> None:
-        """Let go of the value."""
+        """Release the value."""
         self._connection._require()
         blob, self._blob = self._blob, None
         if blob is not None:
-            blob.close(True)  # an error of an earlier read or write has been raised already
+            blob.close(True)  # forced: an error of an earlier read or write has already been raised
 
     def __len__(self) -> int:
         return self._open().length()
@@ -142,7 +142,7 @@ class Blob:
 
 
 def open_blob(connection: Connection, blob: apsw.Blob) -> Blob:
-    """A blob of a connection's."""
+    """Return a `Blob` of a connection."""
     opened: Blob = object.__new__(Blob)
     opened._connection, opened._blob, opened._offset = connection, blob, 0
     return opened

@@ -1,7 +1,7 @@
-"""Functions of Python's that SQLite calls: their errors become what sqlite3 makes of them, and their results are checked.
+"""Python functions that SQLite calls: their errors are translated as in sqlite3, and their results are checked.
 
-An exception in a callback fails the statement with a sentence that names the callback's kind; the exception itself is shown,
-as one that nobody can catch, only after `enable_callback_tracebacks(True)`.
+An exception in a callback fails the statement with a message that names the kind of callback. The exception itself is shown,
+as an unraisable one, only after `enable_callback_tracebacks(True)`.
 
 Threads: as the connection that calls them.
 """
@@ -24,16 +24,16 @@ _SHOWN = SimpleNamespace(enabled=False)
 
 
 def enable_callback_tracebacks(enable: bool, /) -> None:
-    """Show exceptions of callbacks on stderr, or to `sys.unraisablehook`."""
+    """Show exceptions of callbacks on stderr, or pass them to `sys.unraisablehook`."""
     _SHOWN.enabled = bool(enable)
 
 
 def show(callback: object, error: BaseException) -> None:
-    """Say that a callback has failed, if somebody has asked for it."""
+    """Report that a callback has failed, if that is enabled."""
     if not _SHOWN.enabled:
         return
     hook = sys.unraisablehook
-    if hook is sys.__unraisablehook__:  # it takes nothing that Python code can make
+    if hook is sys.__unraisablehook__:  # it accepts no object that Python code can create
         sys.stderr.write(f"Exception ignored in: {callback!r}\n")
         traceback.print_exception(error)
         return
@@ -42,14 +42,14 @@ def show(callback: object, error: BaseException) -> None:
 
 
 def _failure(error: BaseException, message: str) -> BaseException:
-    """What the statement fails with."""
+    """Return the error that the statement fails with."""
     if isinstance(error, MemoryError):
         return MemoryError()
     return DataError("string or blob too big") if isinstance(error, OverflowError) else OperationalError(message)
 
 
 def _checked(value: Any) -> Any:
-    """A result that SQLite can hold; raises what sqlite3 meets with one that it cannot."""
+    """Return a result that SQLite can store; raise sqlite3's error for any other."""
     if isinstance(value, str):
         value.encode()  # surrogates
     elif isinstance(value, int):
@@ -61,7 +61,7 @@ def _checked(value: Any) -> Any:
 
 
 def scalar(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For `create_function`."""
+    """Wrap a function for `create_function`."""
 
     def call(*arguments: Any) -> Any:
         try:
@@ -74,7 +74,7 @@ def scalar(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Aggregate:
-    """One use of an aggregate or window function. Its object is made with the first row: without any the result is NULL."""
+    """One use of an aggregate or window function. Its object is created with the first row: without any the result is NULL."""
 
     def __init__(self, made_by: Callable[[], Any]) -> None:
         self._made_by = made_by
@@ -83,7 +83,7 @@ class Aggregate:
         self._slides = False
 
     def step(self, *arguments: Any) -> None:
-        """A row more."""
+        """Add a row."""
         if self._object is None and not self._failed:
             try:
                 self._object = self._made_by()
@@ -92,16 +92,16 @@ class Aggregate:
         self._call("step", *arguments)
 
     def inverse(self, *arguments: Any) -> None:
-        """A row less, at the other end of a window."""
+        """Remove a row, at the other end of a window."""
         self._call("inverse", *arguments)
 
     def value(self) -> Any:
-        """Of the rows in the window."""
+        """Return the result for the rows in the window."""
         self._slides = True
         return self._call("value")
 
     def final(self) -> Any:
-        """Of all rows. SQLite has no use for what the end of a window returns, nor for its errors."""
+        """Return the result for all rows. At the end of a window SQLite ignores the result, and errors are ignored too."""
         if self._object is None or self._failed:
             return None
         try:
@@ -128,7 +128,7 @@ class Aggregate:
 
 
 def collation(function: Callable[[str, str], int]) -> Callable[[str, str], int]:
-    """For `create_collation`: what fails, or is no number, compares as equal."""
+    """Wrap a function for `create_collation`: texts compare as equal if it fails or returns no number."""
 
     def compare(one: str, other: str) -> int:
         try:
@@ -142,7 +142,7 @@ def collation(function: Callable[[str, str], int]) -> Callable[[str, str], int]:
 
 
 def authorizer(function: Callable[..., Any]) -> Callable[..., int]:
-    """For `set_authorizer`: what fails, or is no number of SQLite's, denies."""
+    """Wrap a function for `set_authorizer`: the action is denied if it fails or returns no valid number."""
 
     def decide(*arguments: Any) -> int:
         try:
@@ -156,7 +156,7 @@ def authorizer(function: Callable[..., Any]) -> Callable[..., int]:
 
 
 def progress(function: Callable[[], Any]) -> Callable[[], bool]:
-    """For `set_progress_handler`: what fails interrupts."""
+    """Wrap a function for `set_progress_handler`: the statement is interrupted if it fails."""
 
     def go_on() -> bool:
         try:
@@ -169,7 +169,7 @@ def progress(function: Callable[[], Any]) -> Callable[[], bool]:
 
 
 def trace(function: Callable[[str], Any]) -> Callable[[Callable[[], str | None], str], None]:
-    """For `set_trace_callback`: it is given the SQL with its parameters, or, if that is too long, without."""
+    """Wrap a function for `set_trace_callback`: it gets the SQL with its parameters, or without if that is too long."""
 
     def tell(expanded: Callable[[], str | None], sql: str) -> None:
         try:

@@ -1,10 +1,11 @@
-"""`Connection`: PEP 249 as the standard library's sqlite3 does it, over a driver (`driver.py`).
+"""`Connection`: PEP 249 as the standard library's sqlite3 implements it, over a driver (`driver.py`).
 
-Transactions, as in sqlite3: with `isolation_level` ("" by default) one begins by itself before the first statement that
-writes, and ends with `commit` or `rollback`; with None none begins by itself. With `autocommit=False` (3.12's) there always
-is one; with `autocommit=True` there is none but what SQL begins.
+Transactions, as in sqlite3: with `isolation_level` ("" by default) one begins implicitly before the first statement that
+writes, and ends with `commit` or `rollback`; with None, none begins implicitly. With `autocommit=False` (3.12's) there is
+always one; with `autocommit=True` there is only one that SQL begins.
 
-Threads: the one that has opened it, unless `check_same_thread=False`; then one at a time. `interrupt` is any thread's.
+Threads: the one that opened it, unless `check_same_thread=False`; then one at a time. `interrupt` may be called from any
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def connect(database: Database, *arguments: Any, **keywords: Any) -> Connection:
     factory=Connection, cached_statements=128, uri=False, *, autocommit=LEGACY_TRANSACTION_CONTROL)`.
 
     `database` is a URL, `quire:///path/of/store/shop?at=monday`, or the same as a path, `path/of/store/shop`. The store is
-    opened once per process, and closed with the last connection to it; a database that does not exist is created.
+    opened once per process and closed with the last connection to it. A database that does not exist is created.
     """
     factory = arguments[4] if len(arguments) > 4 else keywords.get("factory", Connection)
     connection: Connection = factory(database, *arguments, **keywords)
@@ -45,20 +46,21 @@ def connect(database: Database, *arguments: Any, **keywords: Any) -> Connection:
 
 
 def wrap(connection: apsw.Connection, *, isolation_level: str | None = "") -> Connection:
-    """A connection of a store, or any other of apsw's, as PEP 249 describes it. Any thread may use it, one at a time."""
+    """Return a PEP 249 connection over a connection of a store, or any other of apsw's. Any thread may use it, one at a
+    time."""
     return Connection(connection, isolation_level=isolation_level, check_same_thread=False)
 
 
 class PreparedStatement:
-    """What calling a connection returns; of no use but to find mistakes in SQL."""
+    """The result of calling a connection; useful only to find mistakes in SQL."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Not by hand."""
+        """Refuse direct construction."""
         raise TypeError(f"cannot create '{cls.__module__}.{cls.__qualname__}' instances")
 
 
 class Connection:
-    """See above. Made by `connect`."""
+    """See above. Created by `connect`."""
 
     Warning, Error, InterfaceError, DatabaseError = (
         errors.Warning,
@@ -88,7 +90,7 @@ class Connection:
         *,
         autocommit: bool | int = LEGACY_TRANSACTION_CONTROL,
     ) -> None:
-        """As `connect`."""
+        """See `connect`."""
         self._initialised, self._driver = False, None
         level = _level(isolation_level)
         control = _control(autocommit)
@@ -98,9 +100,9 @@ class Connection:
         self._detect_types = detect_types
         self._statements: dict[str, Known] = {}
         self._schema_number = 0
-        """Another one whenever a transaction begins, and after each statement of ours that may change the schema."""
+        """Changes whenever a transaction begins, and after each statement of this connection that may change the schema."""
         self._spare: DriverCursor | None = None
-        """What the next statement runs on: cursors whose statement has ended leave theirs here."""
+        """The driver cursor for the next statement: a cursor whose statement has ended leaves its own here."""
         self._statements_max = max(cached_statements, 1)
         self._level = level
         self._control: bool | int = control
@@ -116,7 +118,7 @@ class Connection:
 
     # ── statements ────────────────────────────────────────────────────────────────────────────────────────────────────
     def cursor(self, factory: Callable[[Connection], Any] = Cursor) -> Any:
-        """A new cursor."""
+        """Return a new cursor."""
         self._require()
         cursor = factory(self)
         if factory is not Cursor:
@@ -138,7 +140,7 @@ class Connection:
         return cursor.execute(sql, parameters)
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Any:
-        """Run a statement for each of these on a new cursor."""
+        """Run a statement for each set of parameters, on a new cursor."""
         return self.cursor().executemany(sql, rows)
 
     def executescript(self, script: str, /) -> Any:
@@ -146,7 +148,7 @@ class Connection:
         return self.cursor().executescript(script)
 
     def __call__(self, *arguments: str) -> PreparedStatement:
-        """Prepare a statement, to find mistakes in it."""
+        """Prepare a statement to find mistakes in it."""
         self._require()
         (sql,) = arguments
         if not isinstance(sql, str):
@@ -156,12 +158,12 @@ class Connection:
         assert isinstance(self._driver, LocalDriver)
         with TRANSLATED:
             self._driver.prepare(sql)
-        return object.__new__(PreparedStatement)  # past its own refusal
+        return object.__new__(PreparedStatement)  # its own `__new__` refuses
 
     # ── transactions ──────────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def isolation_level(self) -> str | None:
-        """How transactions begin by themselves: "", "DEFERRED", "IMMEDIATE", "EXCLUSIVE"; None: not at all."""
+        """How transactions begin implicitly: "", "DEFERRED", "IMMEDIATE", "EXCLUSIVE"; None: they do not."""
         self._require()
         return self._level
 
@@ -178,7 +180,7 @@ class Connection:
 
     @property
     def autocommit(self) -> bool | int:
-        """Whether there is a transaction at any time: False always, True never, `LEGACY_TRANSACTION_CONTROL` by level."""
+        """Whether a transaction is always open: False always, True never, `LEGACY_TRANSACTION_CONTROL` by `isolation_level`."""
         self._require()
         return self._control
 
@@ -195,15 +197,15 @@ class Connection:
 
     @property
     def in_transaction(self) -> bool:
-        """Whether there is something to commit."""
+        """Whether a transaction is open."""
         return not self._require().get_autocommit()
 
     def commit(self) -> None:
-        """Commit; nothing without a transaction."""
+        """Commit; does nothing without a transaction."""
         self._finish("COMMIT")
 
     def rollback(self) -> None:
-        """Roll back; nothing without a transaction."""
+        """Roll back; does nothing without a transaction."""
         self._finish("ROLLBACK")
 
     def _finish(self, how: str) -> None:
@@ -229,7 +231,7 @@ class Connection:
         try:
             self.commit()
         except BaseException:
-            self.rollback()  # a commit that was refused leaves its transaction open
+            self.rollback()  # a refused commit leaves its transaction open
             raise
 
     @property
@@ -244,15 +246,15 @@ class Connection:
             self._require().script(sql)
             self._schema_number += 1
 
-    # ── facts and settings ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── state and settings ────────────────────────────────────────────────────────────────────────────────────────────
     @property
     def total_changes(self) -> int:
-        """Rows changed since it was opened."""
+        """Rows changed since the connection was opened."""
         return self._require().total_changes()
 
     @property
     def text_factory(self) -> Any:
-        """What becomes of text: `str`, or what this makes of its bytes."""
+        """How text is returned: `str`, or a function that is called with its bytes."""
         return self._text_factory
 
     @text_factory.setter
@@ -262,20 +264,20 @@ class Connection:
 
     @property
     def apsw(self) -> SqliteConnection:
-        """What is underneath, with all of SQLite. If it changes the schema inside of a transaction, descriptions of statements
-        that ran before are right again after that."""
+        """The underlying connection, with all of SQLite. If it changes the schema inside a transaction, descriptions of
+        statements that ran before are correct again only after that transaction."""
         return self._local("apsw")
 
     def interrupt(self) -> None:
-        """Have the statement that is running fail. From any thread."""
+        """Make the running statement fail. May be called from any thread."""
         self._require_open().interrupt()
 
     def getlimit(self, category: int, /) -> int:
-        """One of SQLite's limits, `SQLITE_LIMIT_…`."""
+        """Return one of SQLite's limits, `SQLITE_LIMIT_…`."""
         return self.setlimit(category, -1)
 
     def setlimit(self, category: int, limit: int, /) -> int:
-        """Set one of SQLite's limits; what it was."""
+        """Set one of SQLite's limits and return its former value."""
         local = self._local("setlimit")
         if category not in apsw.mapping_limits:
             raise ProgrammingError("'category' is out of bounds")
@@ -284,7 +286,7 @@ class Connection:
         return before
 
     def getconfig(self, op: int, /) -> bool:
-        """One of SQLite's settings of a connection, `SQLITE_DBCONFIG_…`."""
+        """Return one of SQLite's settings of a connection, `SQLITE_DBCONFIG_…`."""
         with TRANSLATED:
             return bool(self._local("getconfig").config(op, -1))
 
@@ -294,13 +296,13 @@ class Connection:
             if bool(self._local("setconfig").config(op, int(enable))) != enable:
                 raise OperationalError("Unable to set config")
 
-    # ── code of Python's in SQLite ────────────────────────────────────────────────────────────────────────────────────
+    # ── Python code in SQLite ─────────────────────────────────────────────────────────────────────────────────────────
     def create_function(
         self, name: str, narg: int, func: Callable[..., Any] | None, *, deterministic: bool = False
     ) -> None:
-        """A function of Python's for SQL."""
+        """Define a Python function for SQL."""
         if (name, narg) in getattr(self._require(), "functions", ()):
-            return  # SQLAlchemy defines these on every connection; a server has its own
+            return  # SQLAlchemy defines it on every connection; a server already has it
         local = self._local("create_function")
         call = None if func is None else callbacks.scalar(func)
         try:
@@ -309,7 +311,7 @@ class Connection:
             raise OperationalError("Error creating function") from error
 
     def create_aggregate(self, name: str, n_arg: int, aggregate_class: Callable[[], Any] | None) -> None:
-        """An aggregate function: a class with `step` and `finalize`."""
+        """Define an aggregate function: a class with `step` and `finalize`."""
         local = self._local("create_aggregate")
         factory = None if aggregate_class is None else lambda: _aggregate(aggregate_class)
         try:
@@ -318,7 +320,7 @@ class Connection:
             raise OperationalError("Error creating aggregate") from error
 
     def create_window_function(self, name: str, num_params: int, aggregate_class: Callable[[], Any] | None, /) -> None:
-        """A window function: a class with `step`, `inverse`, `value` and `finalize`."""
+        """Define a window function: a class with `step`, `inverse`, `value` and `finalize`."""
         local = self._local("create_window_function")
         factory = None if aggregate_class is None else lambda: callbacks.Aggregate(aggregate_class)
         try:
@@ -327,7 +329,7 @@ class Connection:
             raise ProgrammingError(f"Error creating window function: {error}") from error
 
     def create_collation(self, name: str, callback: Callable[[str, str], int] | None, /) -> None:
-        """A collation: a function that says which of two texts comes first."""
+        """Define a collation: a function that compares two texts."""
         local = self._local("create_collation")
         if callback is not None and not callable(callback):
             raise TypeError("parameter must be callable")
@@ -335,36 +337,36 @@ class Connection:
             local.create_collation(name, None if callback is None else callbacks.collation(callback))
 
     def set_authorizer(self, authorizer_callback: Callable[..., int] | None) -> None:
-        """A function that allows or denies what statements do, asked while they are prepared."""
+        """Set a function that allows or denies the actions of statements, called while they are prepared."""
         local = self._local("set_authorizer")
         self._statements.clear()
         local.authorizer = None if authorizer_callback is None else callbacks.authorizer(authorizer_callback)
 
     def set_progress_handler(self, progress_handler: Callable[[], Any] | None, n: int) -> None:
-        """A function that is called every `n` steps of SQLite's machine, and interrupts by returning something true."""
+        """Set a function called every `n` instructions of SQLite's virtual machine; a true result interrupts the statement."""
         local = self._local("set_progress_handler")
         call = None if progress_handler is None else callbacks.progress(progress_handler)
         local.set_progress_handler(call, n)
 
     def set_trace_callback(self, trace_callback: Callable[[str], Any] | None) -> None:
-        """A function that is given each statement that runs."""
+        """Set a function that is called with each statement that runs."""
         self._local("set_trace_callback")
         assert isinstance(self._driver, LocalDriver)
         self._driver.set_trace(None if trace_callback is None else callbacks.trace(trace_callback))
 
     def enable_load_extension(self, enable: bool, /) -> None:
-        """Allow extensions to be loaded."""
+        """Allow or forbid loading extensions."""
         with TRANSLATED:
             self._local("enable_load_extension").enable_load_extension(bool(enable))
 
     def load_extension(self, name: str, /, *, entrypoint: str | None = None) -> None:
-        """Load an extension of SQLite's."""
+        """Load an extension of SQLite."""
         with TRANSLATED:
             self._local("load_extension").load_extension(name, entrypoint)
 
     # ── whole databases and values ────────────────────────────────────────────────────────────────────────────────────
     def iterdump(self, *, filter: str | None = None) -> Iterator[str]:  # noqa: A002 - sqlite3's name
-        """The database as SQL text; of the objects whose name is LIKE `filter`."""
+        """Yield the database as SQL text; only objects whose name is LIKE `filter`, if given."""
         self._require()
         return dump(self, filter)
 
@@ -377,7 +379,7 @@ class Connection:
         name: str = "main",
         sleep: float = 0.250,
     ) -> None:
-        """Copy this database over another one, `pages` at a time; `progress` hears the status and pages left and in all."""
+        """Copy this database over another one, `pages` at a time; `progress` gets the status, the pages left and the total."""
         if not isinstance(target, Connection):
             raise TypeError(f"backup() argument 'target' must be a Connection, not {type(target).__name__}")
         if target is self:
@@ -400,18 +402,18 @@ class Connection:
                     time.sleep(sleep)
 
     def blobopen(self, table: str, column: str, row: int, /, *, readonly: bool = False, name: str = "main") -> Blob:
-        """A value, to be read and written in place."""
+        """Open a value to read and write it in place."""
         with TRANSLATED:
             return open_blob(self, self._local("blobopen").blob_open(name, table, column, row, not readonly))
 
     def serialize(self, *, name: str = "main") -> bytes:
-        """The bytes of the file that this database would be."""
+        """Return the bytes of the file that this database would be."""
         with TRANSLATED:
             data: bytes = self._local("serialize").serialize(name)
         return data
 
     def deserialize(self, data: Any, /, *, name: str = "main") -> None:
-        """Leave the database for one in memory, with these bytes."""
+        """Replace the database by one in memory with these bytes."""
         local = self._local("deserialize")
         image = memoryview(data)
         if not image.c_contiguous:
@@ -420,9 +422,9 @@ class Connection:
         with TRANSLATED:
             local.deserialize(name, bytes(image))
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Close it; what was not committed is lost."""
+        """Close the connection; uncommitted changes are lost."""
         if not self._initialised:
             raise ProgrammingError("Base Connection.__init__ not called.")
         self._require_thread()
@@ -432,7 +434,7 @@ class Connection:
                 driver.close()
 
     def _require(self) -> Driver:
-        """What is below, if this may be used now and here."""
+        """Return the driver; raise if the connection is closed or belongs to another thread."""
         driver, thread = self._driver, self._thread
         if driver is None or (thread and thread != get_ident()):
             self._require_open()
@@ -454,7 +456,7 @@ class Connection:
             )
 
     def _local(self, what: str) -> SqliteConnection:
-        """SQLite itself, for what cannot be done over a wire."""
+        """Return SQLite's own connection, for features that do not work over a wire."""
         if (local := self._require().local) is None:
             why = "needs SQLite in this process, and this connection goes to a server"
             raise NotSupportedError(f"{what} {why}; open the store in this process to use it")

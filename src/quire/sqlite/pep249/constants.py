@@ -1,6 +1,6 @@
-"""SQLite's numbers under the names that sqlite3 gives them: result codes, actions of the authorizer, limits, settings.
+"""SQLite's constants under the names that sqlite3 gives them: result codes, authorizer actions, limits, settings.
 
-They are apsw's own, which has all of SQLite's.
+They are taken from apsw, which has all of SQLite's.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ CONSTANTS: dict[str, int] = {
     for name, value in group.items()
     if isinstance(name, str) and isinstance(value, int)
 }
-"""By name."""
+"""Name → value."""

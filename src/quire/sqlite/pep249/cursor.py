@@ -1,11 +1,11 @@
 """`Cursor`: one statement at a time, and its rows.
 
-It is one row ahead: a statement is reset, and lets go of the version it reads, when its last row is fetched. A cursor that
-is dropped or closed ends its statement at once.
+A cursor is one row ahead: a statement is reset, and releases the version it reads, when its last row is fetched. A cursor
+that is dropped or closed ends its statement at once.
 
-A statement whose text is new to its connection is *examined* (`driver.py`): between preparing and running it, it is checked
-to be a single one, and a transaction begins if it writes. What was learned is kept by its text, so that the next time it
-costs a look into a dict.
+A statement whose text is new to its connection is *examined* (`driver.py`): between preparing and running it, the cursor
+checks that it is a single statement, and begins a transaction if it writes. The result is cached by text, so that the next
+time it costs a dict lookup.
 
 Threads: as its connection.
 """
@@ -37,42 +37,42 @@ Description = tuple[tuple[str, None, None, None, None, None, None], ...]
 
 PARSE_DECLTYPES, PARSE_COLNAMES = 1, 2
 _WRITING = ("insert", "update", "delete", "replace")
-"""What a transaction begins before, as in sqlite3: what begins otherwise (`with … insert`, say) is a transaction of its own."""
+"""Statements that begin a transaction implicitly, as in sqlite3. Any other (`with … insert`, for example) commits alone."""
 _BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""White space and comments. A comment that nothing ends goes to the end."""
+"""White space and comments. An unterminated comment extends to the end."""
 _PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
 _UNTYPED = (None,) * 6
-"""Of a column in `description`: only its name is told, as in sqlite3."""
+"""The other fields of a column in `description`: only its name is given, as in sqlite3."""
 
 
 @dataclass(slots=True)
 class Known:
-    """What a connection knows of a statement by its text. Columns are looked at again when there is a row and they may be other
-    ones: inside of a transaction nobody else can change the schema."""
+    """Properties of a statement that a connection caches by its text. Columns are checked again when there is a row and the
+    schema may have changed: inside a transaction no other connection can change it."""
 
     sql: str
-    """The statement alone, without the comments behind it."""
+    """The statement alone, without the comments after it."""
     writes: bool
     columns: Columns = ()
     description: Any = None
     schema_number: int = -1
-    """That of the connection (`_schema_number`) when the columns were looked at last."""
+    """The connection's `_schema_number` when the columns were last checked."""
 
 
 class _Idle:
-    """Stands for the driver's cursor while there is no statement: that of an earlier one serves the next."""
+    """A placeholder for the driver's cursor while there is no statement: the cursor of an earlier one serves the next."""
 
     def close(self, force: bool, /) -> None:
-        """Nothing is open."""
+        """Do nothing: no statement is open."""
 
 
 IDLE: DriverCursor = cast(DriverCursor, _Idle())
 
 
 class Cursor:
-    """See PEP 249. Made by `Connection.cursor`."""
+    """See PEP 249. Created by `Connection.cursor`."""
 
-    # Of a new cursor. On the class, because making one is a good part of what a small statement costs.
+    # Initial values. On the class, because creating a cursor is a good part of the cost of a small statement.
     arraysize = 1
     rowcount = -1
     lastrowid: int | None = None
@@ -85,7 +85,7 @@ class Cursor:
     row_factory: RowFactory | None = None
 
     def __init__(self, connection: Connection, /) -> None:
-        """A cursor of a connection."""
+        """Create a cursor of a connection."""
         if self._locked:
             raise ProgrammingError("Recursive use of cursors not allowed.")
         try:
@@ -98,10 +98,11 @@ class Cursor:
         self.row_factory = row_factory_of(connection)
 
     # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    # This and `fetchone`, with `Connection.execute`, are most of what a small statement costs. They check in place what `_open`
-    # checks, and read attributes of the instance, which Python finds in half the time that those of a class take.
+    # This and `fetchone`, with `Connection.execute`, are most of the cost of a small statement. They repeat the checks of
+    # `_open`
+    # inline and read attributes of the instance, which Python finds in half the time that class attributes take.
     def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
-        """Run one statement, up to its first row. What runs inside of it and uses this cursor again is refused by apsw."""
+        """Run one statement, up to its first row. If code that runs inside it uses this cursor again, apsw refuses."""
         cursor = self._cursor
         if cursor is None or self._locked:
             self._refuse()
@@ -151,15 +152,16 @@ class Cursor:
         return self
 
     def _reset(self, cursor: DriverCursor) -> DriverCursor:
-        """End the statement before where it is, as sqlite3 does first. The BEGIN that the next one may need would else begin on
-        its version, where nothing can be written any more once another connection has committed."""
+        """End the previous statement at its current row, as sqlite3 does first. Otherwise a BEGIN for the next statement
+        would start on that statement's version, where nothing can be written once another connection has committed."""
         cursor.close(True)
         self._ahead, self._writes = None, False
         self._cursor = renewed = self.connection._require().cursor()
         return renewed
 
     def _adapted(self, parameters: Any) -> Any:
-        """Parameters as apsw takes them. Somebody's sequence or adapter must not use the cursor meanwhile."""
+        """Return the parameters in a form that apsw accepts. A user's sequence or adapter must not use the cursor, so it is
+        locked."""
         self._locked = True
         try:
             if type(parameters) is not tuple and type(parameters) is not dict:
@@ -169,7 +171,7 @@ class Cursor:
             self._locked = False
 
     def executemany(self, sql: str, rows: Iterable[Parameters], /) -> Self:
-        """Run one statement that writes for each of these. Rows that it returns are dropped."""
+        """Run one statement that writes, for each set of parameters. Rows that it returns are dropped."""
         cursor = self._begin()
         many = _Many(rows, self.connection._require().changes)
         self._locked = True
@@ -178,7 +180,7 @@ class Cursor:
             for _ in cursor:
                 pass
             self.description = known.description
-            changed = getattr(cursor, "changed_by_many", many.changed)  # a wire has many of them in one call
+            changed = getattr(cursor, "changed_by_many", many.changed)  # over a wire one call runs many of them
             self.rowcount = changed if known.writes else -1
         except Exception as error:
             if error is many.error:
@@ -209,7 +211,7 @@ class Cursor:
         return self
 
     def _begin(self) -> DriverCursor:
-        """Forget the statement before."""
+        """Discard the previous statement."""
         if (cursor := self._open()) is IDLE:
             cursor = self._cursor = self.connection._require().cursor()
         elif self._ahead is not None:
@@ -234,7 +236,7 @@ class Cursor:
                 raise ProgrammingError("executemany() can only execute DML statements.")
             known.columns = _named_as_sqlite_does(statement)
             known.description = self._described(known.columns)
-            # After it was prepared, so that a mistake in SQL leaves no transaction behind.
+            # After preparing, so that a mistake in SQL leaves no transaction open.
             if known.writes and connection._begin is not None and driver.get_autocommit():
                 driver.script(connection._begin)
                 connection._schema_number += 1
@@ -244,7 +246,7 @@ class Cursor:
         return known
 
     def _describe_anew(self, cursor: DriverCursor, known: Known) -> None:
-        """The schema is another one than the last time."""
+        """Update the description: the schema has changed since the last time."""
         known.columns = _named_as_sqlite_does(Prepared(known.sql, True, cursor.get_description()))
         known.description = self.description = self._described(known.columns)
 
@@ -260,7 +262,7 @@ class Cursor:
 
     # ── fetching ──────────────────────────────────────────────────────────────────────────────────────────────────────
     def fetchone(self) -> Any:
-        """The next row, if there is one."""
+        """Return the next row, or None."""
         cursor, row, connection = self._cursor, self._ahead, self.connection
         if cursor is None or self._locked:
             self._refuse()
@@ -289,7 +291,7 @@ class Cursor:
         return self.fetchone()
 
     def fetchmany(self, size: int | None = None) -> list[Any]:
-        """So many rows, default `arraysize`, or as many as are left."""
+        """Return up to `size` rows, by default `arraysize`."""
         cursor, row = self._open(), self._ahead
         size = self.arraysize if size is None else size
         if row is None or size == 0:
@@ -299,12 +301,12 @@ class Cursor:
         return self._taken(cursor, islice(chain((row,), cursor), size))
 
     def fetchall(self) -> list[Any]:
-        """All rows that are left."""
+        """Return all remaining rows."""
         cursor, row = self._open(), self._ahead
         return [] if row is None else self._taken(cursor, chain((row,), cursor))
 
     def _taken(self, cursor: DriverCursor, rows: Iterator[Any]) -> list[Any]:
-        """These, of which the first is the one that was ahead, as the row factory wants them."""
+        """Return these rows, the first of which was the row ahead, through the row factory."""
         if self.connection._converts:
             rows = map(self._converted, rows)
         try:
@@ -318,7 +320,7 @@ class Cursor:
         return taken if factory is None else [factory(self, row) for row in taken]
 
     def _converted(self, row: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Through converters and the text factory, meanwhile the cursor must not be used."""
+        """Apply converters and the text factory. The cursor is locked in the meantime."""
         text = self.connection._text_factory
         converters = self._converters or [None] * len(row)
         self._locked = True
@@ -335,15 +337,14 @@ class Cursor:
             self._locked = False
 
     def _end(self) -> None:
-        """The statement has returned its last row: another cursor may have what it ran on."""
+        """End the statement after its last row: another cursor may use its driver cursor."""
         connection = self.connection
         if self._writes:
             self.rowcount, self._writes = connection._require().changes(), False
         connection._spare, self._cursor = self._cursor, IDLE
 
     def __iter__(self) -> Iterator[Any]:
-        """The rows that are left. A generator takes half the time of `__next__`; it looks at the same row ahead, so both may
-        be mixed."""
+        """Yield the remaining rows, in half the time of `__next__`. Both use the same row ahead, so they may be mixed."""
         self._open()
         connection = self.connection
         while (row := self._ahead) is not None:
@@ -360,9 +361,9 @@ class Cursor:
                 self._end()
             yield row
 
-    # ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def close(self) -> None:
-        """Let go of what is left."""
+        """Discard the remaining rows and close the cursor."""
         if not hasattr(self, "connection"):
             raise ProgrammingError("Base Cursor.__init__ not called.")
         if self._locked:
@@ -374,13 +375,13 @@ class Cursor:
                 cursor.close(True)
 
     def setinputsizes(self, sizes: Any, /) -> None:
-        """Nothing: SQLite needs no sizes."""
+        """Do nothing: SQLite needs no sizes."""
 
     def setoutputsize(self, size: int, column: int | None = None, /) -> None:
-        """Nothing: SQLite needs no sizes."""
+        """Do nothing: SQLite needs no sizes."""
 
     def _open(self) -> DriverCursor:
-        """What is below, if this may be used now and here."""
+        """Return the driver's cursor; raise if this cursor or its connection cannot be used now by this thread."""
         cursor = self._cursor
         if cursor is None or self._locked:
             self._refuse()
@@ -396,7 +397,7 @@ class Cursor:
         raise ProgrammingError("Cannot operate on a closed cursor.")
 
     def _fail(self, error: Exception) -> Never:
-        """Raise what sqlite3 would, and leave a cursor that can be used again."""
+        """Raise the error that sqlite3 would, and leave the cursor usable."""
         cursor, description = self._cursor, self.description
         self._ahead, self.rowcount, self._writes, self.description = None, -1, False, None
         if isinstance(error, UnicodeDecodeError):
@@ -404,7 +405,7 @@ class Cursor:
             text = bytes(error.object).decode(errors="replace")
             raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
         if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
-            self._cursor = IDLE  # the old one, dropped here, ends its statement
+            self._cursor = IDLE  # dropping the old one ends its statement
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
         if (wanted := as_sqlite3(error)) is error:
@@ -413,7 +414,7 @@ class Cursor:
 
 
 def row_factory_of(connection: Connection) -> RowFactory | None:
-    """What makes rows for the cursors of a connection. `sqlite3.Row` takes no cursor but the standard library's."""
+    """Return the row factory for cursors of a connection. `sqlite3.Row` accepts only the standard library's cursors."""
     factory = connection.row_factory
     return standard_row if factory is sqlite3.Row else factory
 
@@ -428,7 +429,7 @@ class _Many:
         self._changes = changes
 
     def bindings(self) -> Iterator[Any]:
-        """Each in its turn. Whoever runs the statement asks for the next when it is done with the one before."""
+        """Yield the parameters one by one. The next is requested when the statement has finished with the previous one."""
         changes, changed = self._changes, 0
         try:
             for row in self._rows:
@@ -444,7 +445,7 @@ class _Many:
 
 
 def as_sqlite3(error: Exception) -> Exception:
-    """What apsw reports of parameters and texts by Python's own exceptions, as sqlite3 does."""
+    """Return sqlite3's exception where apsw reports an error of parameters or texts by a Python exception."""
     text = str(error)
     if isinstance(error, KeyError) and error.args:
         return ProgrammingError(f"You did not supply a value for binding parameter :{error.args[0]}.")
@@ -458,8 +459,8 @@ def as_sqlite3(error: Exception) -> Exception:
 
 
 def _named_as_sqlite_does(statement: Prepared) -> Columns:
-    """The columns of a statement. Where the store answers a pragma in SQLite's place, SQLite calls the column as its value:
-    here it has the pragma's name, as on a file."""
+    """Return the columns of a statement. Where the store answers a pragma instead of SQLite, SQLite names the column after
+    its value; here it gets the pragma's name, as on a file."""
     if len(statement.columns) == 1 and (pragma := _PRAGMA.match(statement.text)) is not None:
         name = pragma[1].lower()
         return ((name, None),) if name in ANSWERED else statement.columns
@@ -467,7 +468,7 @@ def _named_as_sqlite_does(statement: Prepared) -> Columns:
 
 
 def _first_statement(sql: str) -> str:
-    """Without comments behind it: to apsw they are another statement. If there is one, all of the text.
+    """Return the text without comments after its statement, which apsw takes for another one; all of it if there is another.
 
     >>> _first_statement("select ';' /* one; */; -- two; three"), _first_statement("select 1; select 2")
     ("select ';' /* one; */;", 'select 1; select 2')
@@ -479,7 +480,7 @@ def _first_statement(sql: str) -> str:
 
 
 def _keyword(statement: str) -> str:
-    """How a statement begins, in lower case; "" if there is none.
+    """Return the first characters of a statement, in lower case; "" if there is none.
 
     >>> _keyword("-- hint\\n /* and\\n another */ INSERT into t values (1)")
     'insert '

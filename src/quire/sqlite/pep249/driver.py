@@ -1,14 +1,14 @@
-"""What is below a connection of PEP 249: SQLite in this process (apsw), or the server of a store.
+"""The layer below a PEP 249 connection: SQLite in this process (apsw), or the server of a store.
 
-The classes above know a `Driver` only, so that a connection over a wire is the same class as a local one. Its hot calls
-have apsw's names and meanings, so that the local driver hands out apsw's own bound methods and its own cursors, and no
-Python runs between a row and its reader. What needs SQLite's memory (functions of Python's, blobs, backups) asks for
-`local`, which is None over a wire: the classes above turn that into `NotSupportedError` with a sentence.
+The classes above use only a `Driver`, so a connection over a wire has the same class as a local one. The hot calls have
+apsw's names and meanings: the local driver hands out apsw's own bound methods and cursors, and no Python runs between a row
+and its reader. Features that need SQLite's memory (Python functions, blobs, backups) use `local`, which is None over a wire;
+the classes above turn that into `NotSupportedError` with an explanation.
 
-A driver raises apsw's errors or those of PEP 249 (`errors.error_of` makes one of SQLite's code and a message).
-Values that are none of SQLite's types go through `adapters.adapt_parameter` before they are sent.
+A driver raises apsw's errors or those of PEP 249 (`errors.error_of` builds one from SQLite's code and a message). Values of
+other than SQLite's types pass through `adapters.adapt_parameter` before they are sent.
 
-Threads: one at a time, but for `interrupt`.
+Threads: one at a time, except for `interrupt`.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from quire.sqlite.pep249.adapters import adapt_parameter
 Row = tuple[Any, ...]
 Parameters = Sequence[Any] | Mapping[str, Any]
 Columns = tuple[tuple[str, str | None], ...]
-"""Name and declared type of each."""
+"""Name and declared type of each column."""
 Trace = Callable[[Callable[[], str | None], str], None]
-"""Given how to get the text with its parameters, and the text without."""
+"""Called with a function that returns the text with its parameters, and with the text without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is known of a statement before it runs."""
+    """Properties of a statement that are known before it runs."""
 
     text: str
-    """The first statement of the SQL that was given."""
+    """The first statement of the given SQL."""
     is_readonly: bool
     columns: Columns
 
 
 class DriverCursor(Protocol):
-    """One statement at a time: what `apsw.Cursor` does of it."""
+    """Runs one statement at a time: the subset of `apsw.Cursor` that is used here."""
 
     def execute(self, sql: str, bindings: Any, /) -> Any:
-        """Run a statement that was examined before, up to its first row. What ran before is forgotten."""
+        """Run a statement that was examined before, up to its first row. An earlier statement is discarded."""
 
     def executemany(self, sql: str, bindings: Iterable[Any], /) -> Any:
-        """Run it for each of these; the next is asked for when the statement is done with the one before."""
+        """Run it for each of these bindings; the next is requested when the statement has finished with the previous one."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def __next__(self) -> Any:
-        """The next row. At the end the statement is reset, which ends its read transaction."""
+        """Return the next row. At the end the statement is reset, which ends its read transaction."""
 
     def fetchall(self) -> list[Any]:
-        """The rows that are left."""
+        """Return the remaining rows."""
 
     def get_description(self) -> Any:
-        """`Columns` of the statement that is at a row."""
+        """Return the `Columns` of the statement that is at a row."""
 
     def close(self, force: bool, /) -> None:
         """Reset the statement."""
@@ -70,27 +70,27 @@ class Driver(Protocol):
     """One connection."""
 
     local: apsw.Connection | None
-    """SQLite's connection, where there is one in this process."""
+    """SQLite's connection, if it is in this process."""
     cursor: Callable[[], DriverCursor]
     get_autocommit: Callable[[], bool]
-    """True outside of a transaction."""
+    """True outside a transaction."""
     changes: Callable[[], int]
     total_changes: Callable[[], int]
     last_insert_rowid: Callable[[], int]
     interrupt: Callable[[], None]
-    """From any thread."""
+    """May be called from any thread."""
 
     def examine(
         self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
     ) -> None:
-        """`execute` or `executemany` of a statement that is seen for the first time: `prepared` is called between preparing
-        and running it, and may raise, or begin a transaction."""
+        """Execute a statement that is seen for the first time, with `executemany` if `many`. `prepared` is called between
+        preparing and running it, and may raise or begin a transaction."""
 
     def script(self, sql: str) -> None:
-        """Run all statements, and drop their rows."""
+        """Run all statements and drop their rows."""
 
     def close(self) -> None:
-        """Give everything back; what is not committed is rolled back."""
+        """Release everything; uncommitted changes are rolled back."""
 
 
 class LocalDriver:
@@ -106,21 +106,21 @@ class LocalDriver:
         self.interrupt = connection.interrupt
         self._connection = connection
         self._trace: Trace | None = None
-        # Also when the connection is dropped and not closed, as Python programs do.
+        # Also runs when the connection is dropped without being closed, as Python programs do.
         self._release = weakref.finalize(connection, release)
         connection.convert_binding = _adapt
 
     def examine(
         self, cursor: DriverCursor, sql: str, bindings: Any, prepared: Callable[[Prepared], None], *, many: bool = False
     ) -> None:
-        """apsw calls its tracer when a statement is prepared and bound, and before it runs: the connection's, because a cursor
-        whose own was taken away ignores the connection's from then on."""
+        """See `Driver`. apsw calls its tracer after a statement is prepared and bound, and before it runs. The connection's
+        tracer is used, because a cursor whose own tracer was removed ignores the connection's from then on."""
         connection = self._connection
         tracer = None if self._trace is None else self._traced
 
         def traced(ready: apsw.Cursor, text: str, _: Any) -> bool:
-            connection.exec_trace = tracer  # once: not for what `prepared` runs, nor for the next parameters
-            # Not `get_description`, which apsw would keep: if the schema has changed, SQLite finds out when the statement runs.
+            connection.exec_trace = tracer  # once: not for statements that `prepared` runs, nor for the next parameters
+            # Not `get_description`, which apsw would cache: SQLite detects a changed schema only when the statement runs.
             columns = tuple(column[:2] for column in ready.description)
             prepared(Prepared(text, ready.is_readonly, columns))
             return self._traced(ready, text, _)
@@ -135,14 +135,14 @@ class LocalDriver:
             connection.exec_trace = tracer
 
     def prepare(self, sql: str) -> None:
-        """Find mistakes in a statement. What is wrong with its parameters, which nobody has given yet, is no mistake."""
+        """Raise if a statement has mistakes. Its parameters are not given yet, so errors of bindings are ignored."""
         cursor = self._connection.cursor()
         cursor.exec_trace = lambda *_: False
         with suppress(apsw.ExecTraceAbort, apsw.BindingsError):
             cursor.execute(sql)
 
     def set_trace(self, trace: Trace | None) -> None:
-        """Have each statement reported, with its parameters in it, before it runs."""
+        """Report each statement, with its parameters in it, before it runs."""
         self._trace = trace
         self._connection.exec_trace = None if trace is None else self._traced
 
@@ -152,12 +152,12 @@ class LocalDriver:
         return True
 
     def script(self, sql: str) -> None:
-        """Run all statements, and drop their rows."""
+        """Run all statements and drop their rows."""
         for _ in self._connection.execute(sql):
             pass
 
     def close(self) -> None:
-        """Close SQLite's connection, then let go of the store."""
+        """Close SQLite's connection, then release the store."""
         self._connection.close(True)
         self._release()
 
@@ -170,7 +170,7 @@ _load, _ = lazy_names(__name__, {"open_sqlite_path": "quire.store.sqlite_urls"})
 
 
 def open_path(database: str, *, timeout: float, uri: bool) -> Driver:
-    """The driver for what `connect` was given. Stores are a layer above this one: it is loaded when somebody opens one, as
-    the public names of quire are."""
+    """Return the driver for the argument of `connect`. Stores are a layer above this one, so that module is loaded on first
+    use, like the public names of quire."""
     driver: Driver = _load("open_sqlite_path")(database, timeout=timeout, uri=uri)
     return driver

@@ -1,4 +1,4 @@
-"""`iterdump`: a database as SQL text that makes it again, statement by statement as sqlite3 writes it.
+"""`iterdump`: a database as SQL text that recreates it, statement by statement as sqlite3 writes it.
 
 Threads: as the connection.
 """
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def dump(connection: Connection, like: str | None) -> Iterator[str]:
-    """The statements; `like` is a pattern of names."""
+    """Yield the statements; `like` is a pattern of names."""
     cursor = connection.cursor()
-    cursor.row_factory = None  # somebody's own rows need not be tuples
+    cursor.row_factory = None  # the caller's row factory need not return tuples
     where = "" if like is None else "and name like ?"
     names = () if like is None else (like,)
     schema = "select name, sql from sqlite_master where sql not null and type {} " + where
@@ -36,7 +36,7 @@ def dump(connection: Connection, like: str | None) -> Iterator[str]:
                 yield "PRAGMA writable_schema=ON;"
             values = f"'table',{_text(name)},{_text(name)},0,{_text(sql)}"
             yield f"INSERT INTO sqlite_master(type,name,tbl_name,rootpage,sql)VALUES({values});"
-            continue  # its rows are those of its shadow tables
+            continue  # its rows are in its shadow tables
         else:
             yield f"{sql};"
         yield from _rows(cursor, name)
@@ -49,7 +49,7 @@ def dump(connection: Connection, like: str | None) -> Iterator[str]:
 
 
 def _rows(cursor: Any, table: str) -> Iterator[str]:
-    """A table's rows, each written by SQLite itself."""
+    """Yield the INSERT statements of a table's rows; SQLite itself quotes the values."""
     quoted = _name(table)
     columns = [column[1] for column in cursor.execute(f"pragma table_info({quoted})").fetchall()]
     values = " || ',' || ".join(f"quote({_name(column)})" for column in columns)

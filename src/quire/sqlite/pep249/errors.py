@@ -1,4 +1,4 @@
-"""The exceptions of PEP 249, with SQLite's code and its name, and how errors of apsw and of quire become them.
+"""The exceptions of PEP 249, with SQLite's code and its name, and the translation of apsw's and quire's errors to them.
 
     >>> try:
     ...     with TRANSLATED:
@@ -7,8 +7,8 @@
     ...     print(error, error.sqlite_errorcode, error.sqlite_errorname)
     no such table: nosuch 1 SQLITE_ERROR
 
-Each is also the standard library's exception of its name, so that `except sqlite3.IntegrityError` of a program, or of a library
-that it uses, holds for these connections too.
+Each is also the standard library's exception of the same name, so `except sqlite3.IntegrityError` in a program, or in a
+library that it uses, works for these connections too.
 
 Threads: any.
 """
@@ -24,11 +24,11 @@ from quire.core.errors import QuireError
 
 
 class Warning(sqlite3.Warning):  # noqa: A001 - PEP 249 gives the name
-    """Something important to say."""
+    """An important warning."""
 
 
 class Error(sqlite3.Error):
-    """The root of everything raised here. What SQLite has reported has its extended code and the code's name."""
+    """The base class of all exceptions raised here. Errors reported by SQLite have its extended code and that code's name."""
 
     sqlite_errorcode: int
     sqlite_errorname: str
@@ -39,7 +39,7 @@ class InterfaceError(Error, sqlite3.InterfaceError):
 
 
 class DatabaseError(Error, sqlite3.DatabaseError):
-    """Something about the database."""
+    """An error of the database."""
 
 
 class DataError(DatabaseError, sqlite3.DataError):
@@ -47,11 +47,11 @@ class DataError(DatabaseError, sqlite3.DataError):
 
 
 class OperationalError(DatabaseError, sqlite3.OperationalError):
-    """Not of the programmer's making: locked, full, gone, a mistake in SQL."""
+    """An error outside the programmer's control: locked, full, gone; also a mistake in SQL."""
 
 
 class IntegrityError(DatabaseError, sqlite3.IntegrityError):
-    """A constraint."""
+    """A violated constraint."""
 
 
 class InternalError(DatabaseError, sqlite3.InternalError):
@@ -59,11 +59,11 @@ class InternalError(DatabaseError, sqlite3.InternalError):
 
 
 class ProgrammingError(DatabaseError, sqlite3.ProgrammingError):
-    """A closed connection, a wrong number of parameters."""
+    """Wrong use: a closed connection, a wrong number of parameters."""
 
 
 class NotSupportedError(DatabaseError, sqlite3.NotSupportedError):
-    """SQLite cannot, or this connection cannot."""
+    """Not supported by SQLite or by this connection."""
 
 
 _BY_CODE: dict[int, type[Error]] = {
@@ -76,7 +76,7 @@ _BY_CODE: dict[int, type[Error]] = {
     apsw.SQLITE_MISUSE: InterfaceError,
     apsw.SQLITE_RANGE: InterfaceError,
 }
-"""As sqlite3 sorts SQLite's primary codes; the next set is operational, what is in neither is a DatabaseError."""
+"""SQLite's primary codes by class, as in sqlite3. Codes of the next set are operational; any other is a DatabaseError."""
 _OPERATIONAL = {
     apsw.SQLITE_ERROR,
     apsw.SQLITE_PERM,
@@ -96,7 +96,7 @@ CLOSED = "Cannot operate on a closed database."
 
 
 def error_of(code: int, message: str) -> Error:
-    """The exception for one of SQLite's extended codes."""
+    """Return the exception for one of SQLite's extended codes."""
     primary = code & 0xFF
     kind = _BY_CODE.get(primary) or (OperationalError if primary in _OPERATIONAL else DatabaseError)
     error = kind(message)
@@ -105,7 +105,7 @@ def error_of(code: int, message: str) -> Error:
 
 
 def error_name(code: int) -> str:
-    """`SQLITE_CONSTRAINT_UNIQUE` for 2067.
+    """Return the name of a code, such as `SQLITE_CONSTRAINT_UNIQUE` for 2067.
 
     >>> error_name(2067), error_name(5), error_name(999_999)
     ('SQLITE_CONSTRAINT_UNIQUE', 'SQLITE_BUSY', 'unknown')
@@ -115,7 +115,7 @@ def error_name(code: int) -> str:
 
 
 def translated(error: Exception) -> Exception:
-    """The exception of PEP 249 for one of apsw's or ours; another one as it is."""
+    """Return the exception of PEP 249 for one of apsw's or quire's; any other is returned unchanged."""
     if isinstance(error, apsw.ConnectionClosedError):
         return ProgrammingError(CLOSED)
     if isinstance(error, apsw.CursorClosedError):
@@ -129,12 +129,12 @@ def translated(error: Exception) -> Exception:
 
 
 def _message(error: apsw.Error) -> str:
-    """Without the apsw class's name, which apsw writes where SQLite has no message."""
+    """Return the message without the name of the apsw class, which apsw prepends where SQLite has no message."""
     return str(error).removeprefix(f"{type(error).__name__}: ")
 
 
 class _Translated:
-    """A block whose errors of apsw's and ours become those of PEP 249."""
+    """A block whose apsw and quire errors become those of PEP 249."""
 
     def __enter__(self) -> None: ...
 

@@ -1,6 +1,6 @@
-"""`Row`: a row whose values are also had by the names of its columns, whatever their case, as sqlite3's.
+"""`Row`: a row whose values can also be read by column name, in any case, like sqlite3's.
 
-A program may also ask for `sqlite3.Row` itself: its rows are then the standard library's.
+A program may also use `sqlite3.Row` itself: its rows are then the standard library's.
 
 Threads: any.
 """
@@ -15,7 +15,7 @@ from typing import Any, Self, overload
 
 
 class Row:
-    """For `row_factory`. Equal to another one with equal names and values.
+    """A row for `row_factory`. Equal to another row with equal names and values.
 
     >>> class Asked:
     ...     description = (("Id",), ("name",))
@@ -29,7 +29,7 @@ class Row:
     _values: tuple[Any, ...]
 
     def __new__(cls, cursor: Any, data: tuple[Any, ...], /) -> Self:
-        """Of a cursor that has run a statement, and a tuple of its values."""
+        """Create a row from a cursor that has run a statement and a tuple of its values."""
         if not hasattr(cursor, "description"):
             raise TypeError(f"Row() argument 1 must be a Cursor, not {type(cursor).__name__}")
         if not isinstance(data, tuple):
@@ -39,7 +39,7 @@ class Row:
         return row
 
     def keys(self) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         return [column[0] for column in self._description]
 
     @overload
@@ -79,7 +79,7 @@ class Row:
 
 
 def standard_row(cursor: Any, data: tuple[Any, ...]) -> sqlite3.Row:
-    """The standard library's row of these values, for `row_factory = sqlite3.Row`.
+    """Return the standard library's row of these values, for `row_factory = sqlite3.Row`.
 
     >>> class Asked:
     ...     description = (("Id",), ('a "b"',))
@@ -92,14 +92,14 @@ def standard_row(cursor: Any, data: tuple[Any, ...]) -> sqlite3.Row:
 
 @lru_cache(maxsize=256)
 def _standard_cursor(names: tuple[str, ...]) -> sqlite3.Cursor:
-    """A cursor whose columns have these names. `sqlite3.Row` takes names from nothing else."""
+    """Return a cursor whose columns have these names. `sqlite3.Row` takes names from nothing else."""
     columns = ", ".join('0 AS "{}"'.format(name.replace('"', '""')) for name in names)
     with closing(sqlite3.connect(":memory:")) as connection:
         return connection.execute(f"SELECT {columns}")
 
 
 def _same(name: str, key: str) -> bool:
-    """ASCII letters alone have a case here, as in SQLite."""
+    """Compare names ignoring the case of ASCII letters only, as SQLite does."""
     return len(name) == len(key) and name.isascii() and key.isascii() and name.lower() == key.lower()
 
 

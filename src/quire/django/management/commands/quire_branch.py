@@ -1,4 +1,4 @@
-"""`manage.py quire_branch what_if [--at monday]`: a branch of the project's database, with the setting that uses it."""
+"""`manage.py quire_branch what_if [--at monday]`: forks the project's database and prints the setting that uses the fork."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Command(BaseCommand):
     help = "Create a branch of the database: an independent copy that takes no time and no space"
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """The branch's name, and of what."""
+        """Add the branch's name and its source."""
         parser.add_argument("name", help="the new database's name")
         parser.add_argument("--at", default=None, help="a snapshot's name; default: as it is now")
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="the alias in DATABASES")
 
     def handle(self, *_: Any, **options: Any) -> None:
-        """Fork, and say how to use it."""
+        """Fork the database and print how to use it."""
         connection = connections[options["database"]]
         if not isinstance(connection, DatabaseWrapper) or connection.is_in_memory_db():
-            raise CommandError(f"{options['database']!r} is no database of a quire store")
+            raise CommandError(f"{options['database']!r} is not a database of a quire store")
         path = database_path(connection.settings_dict["NAME"])
         try:
             with shared_store(path.root) as store:

@@ -32,7 +32,7 @@ export const database = (name) => ({
 
 function figures(data) {
   const { database: db, pages: engine, snapshots } = data;
-  const first = [["Size", bytes(db.size_bytes), `${bytes(db.disk_bytes)} on disk${db.page_size ? `, pages of ${bytes(db.page_size)}` : ""}`], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to expire`]];
+  const first = [["Size", atLeast(data, bytes(db.size_bytes)), `${bytes(db.disk_bytes)} on disk${db.page_size ? `, pages of ${bytes(db.page_size)}` : ""}`], ["Snapshots", number(db.snapshots), `${number(snapshots.filter((each) => !each.keep).length)} to expire`]];
   if (data.stream) return tiles(...first, ...streamFigures(data));
   if (!engine) return tiles(...first, ...kvFigures(data));
   const wal = engine.wal || {};
@@ -90,7 +90,7 @@ function stream(data) {
   return [
     lost.length > 0 && wide(card("Needs repair", plural(lost.length, "segment"), h("p", { class: "bad" }, `The only copy of segment ${lost.join(", ")} was an object that no longer exists: quire stream repair ${data.database.name}`))),
     card("Tiers", "segments with a whole copy", parts([tier("hot", "t-hot"), tier("warm", "t-warm"), tier("remote", "t-remote")])),
-    card("On this disk", "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
+    card("On this disk", log.files_at_least ? "at least; not all files were counted" : "", table(["part", ">files", ">bytes"], Object.entries(log.files).map(([name, each]) => [name, number(each.files), bytes(each.bytes)]))),
     consumers(data),
     wide(card("Manifest log", `${plural(log.chunks.length, "chunk")}, ${plural(log.snapshots.length, "snapshot")} on disk; newest records first`,
       log.problem && h("p", { class: "bad" }, log.problem),
@@ -108,7 +108,10 @@ const keyValue = (data) => [
 const consumers = ({ figures: open }) => open && wide(card("Consumers", "how far each has read", table(["name", ">next record", ">behind"],
   Object.entries(open.consumers).map(([name, each]) => [name, number(each.position), number(Math.max(0, open.end_record - each.position))]), "No consumers registered.")));
 
-const files = (data) => card("Files", plural(data.files.length, "file"), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No files yet."));
+// With very many files, only some are counted.
+const atLeast = (data, said) => (data.files_at_least ? `at least ${said}` : said);
+
+const files = (data) => card("Files", atLeast(data, plural(data.files.length + data.files_left_out, "file")) + (data.files_left_out ? `, the first ${number(data.files.length)}` : ""), table(["path", ">bytes"], data.files.map((each) => [h("code", {}, each.path), bytes(each.bytes)]), "No files yet."));
 
 function policy(rules) {
   if (!rules) return "no policy; everything is kept";

@@ -1,0 +1,99 @@
+"""`ThreadWakeup`: no wake-up is lost, and none ends the sleep of another process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from quire.manifest.guard import ThreadWakeup, thread_wakeup
+
+
+def test_a_wake_before_the_sleep_ends_it() -> None:
+    wakeup = ThreadWakeup()
+    wakeup.wake()
+    wakeup.wake()
+    assert wakeup.sleep(0)
+    assert not wakeup.sleep(0), "wakes are counted together, not queued"
+
+
+def test_a_sleeper_wakes_when_a_thread_wakes_it() -> None:
+    wakeup, woken = ThreadWakeup(), threading.Event()
+
+    def sleep() -> None:
+        wakeup.sleep()
+        woken.set()
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+    assert not woken.wait(0.02)
+    wakeup.wake()
+    assert woken.wait(60)
+    sleeper.join()
+
+
+def test_a_timeout_ends_the_sleep() -> None:
+    started = time.monotonic()
+    assert not ThreadWakeup().sleep(0.02)
+    assert time.monotonic() - started >= 0.02
+    assert not ThreadWakeup().sleep(-1), "a deadline in the past is no sleep at all"
+
+
+def test_a_signal_that_somebody_handles_does_not_end_the_sleep() -> None:
+    """Timers and SIGCHLD are ordinary in web workers: a commit that is awaited meanwhile must not look like one that failed."""
+    wakeup, alarm = ThreadWakeup(), threading.Event()
+    before = signal.signal(signal.SIGALRM, lambda *_: alarm.set())
+
+    def wake() -> None:
+        alarm.wait(60)
+        wakeup.wake()
+
+    waker = threading.Thread(target=wake)
+    waker.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        assert wakeup.sleep()
+        assert alarm.is_set()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        waker.join()
+
+
+def test_every_thread_has_its_own() -> None:
+    others: list[ThreadWakeup | None] = []
+    thread = threading.Thread(target=lambda: others.append(thread_wakeup()))
+    thread.start()
+    thread.join()
+    assert thread_wakeup() is thread_wakeup()
+    assert others[0] is not thread_wakeup()
+
+
+def test_a_child_does_not_swallow_the_wakes_of_its_parent() -> None:
+    """Hazard: after fork() both processes would read one counter."""
+    wakeup = thread_wakeup()
+    assert wakeup is not None
+    child = os.fork()
+    if child == 0:
+        own = thread_wakeup()
+        os._exit(0 if own is not None and own is not wakeup and not own.sleep(0) else 1)
+    wakeup.wake()
+    assert os.waitpid(child, 0)[1] == 0
+    assert wakeup.sleep(0)
+
+
+def test_a_wakeup_that_cannot_be_made_leaves_nothing_to_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: its finaliser closed a descriptor that it never had."""
+
+    def full(*_: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "eventfd", full)
+        with pytest.raises(OSError, match="open files"):
+            ThreadWakeup()
+    assert ThreadWakeup().sleep(0) is False
