@@ -55,8 +55,9 @@ bench: $(STAMP) ## list the benchmarks, or run one: make bench NAME=manifest
 	@$(BIN)/python -m bench $(NAME) $(ARGS)
 
 # hypothesis marks its tests itself, so the properties are searched again with the larger budget.
-torture: $(STAMP) ## the slow tests, more examples for the properties, the simulation and the soak for SECONDS (300)
+torture: $(STAMP) ## the slow tests, more examples for the properties, the simulation, the soak and an outage for SECONDS (300)
 	@QUIRE_HYPOTHESIS_PROFILE=torture QUIRE_SIMULATION_SECONDS=$(SECONDS) QUIRE_SOAK_SECONDS=$(SECONDS) \
+	  QUIRE_AWAY_SECONDS=$(SECONDS) \
 	  $(BIN)/python -m pytest -q -n $(JOBS) -m "slow or hypothesis" --timeout 3600 $(ARGS)
 
 # The source directory is the repository, because pages link to README and CONTRIBUTING; docs/conf.py says which files are pages.

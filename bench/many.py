@@ -34,9 +34,11 @@ def creation(report: Report, directory: Path, quick: bool) -> None:
         dropped = timed(lambda: store.drop_many(names[: count // 10]))
         files = sum(entry.stat().st_blocks * 512 for entry in (directory / "store").rglob("*") if entry.is_file())
     report.ratio("forks_together_vs_one_by_one", forks / count / one, 0.5, "lower", f"{count / forks:,.0f} forks/s")
-    report.figure("seconds_for_100000_forks", forks / count * 100_000)
+    seconds = forks / count * 100_000
+    report.ratio("forks_vs_30_seconds", seconds / 30, 1, "lower", f"{seconds:.1f} s for 100,000 forks")
     report.figure("creations_per_second", count / created)
-    report.figure("drops_per_second", count // 10 / dropped)
+    dropping = dropped / (count // 10)
+    report.ratio("drops_vs_forks", dropping / (forks / count), None, "lower", f"{1 / dropping:,.0f} drops/s")
     report.figure("disk_bytes_per_database", files / (2 * count))
     opened: list[quire.Store] = []
     report.figure("open_store_seconds", timed(lambda: opened.append(quire.open(directory / "store"))))

@@ -260,7 +260,8 @@ def cursor(report: Report, directory: Path, quick: bool) -> None:
 
 
 def idle_server(report: Report, directory: Path, quick: bool) -> None:
-    rounds, seconds = (2, 0.5) if quick else (5, 2.0)
+    # Many short rounds: the effect to be found is smaller than the disk's changes from one second to the next.
+    rounds, seconds = (2, 0.5) if quick else (21, 0.7)
 
     with RemoteOwner(directory / "idle") as owner:
 

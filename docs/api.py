@@ -29,9 +29,35 @@ without notice.
 """
 
 
+REACHED = {
+    "quire.connect(…)": "quire.service.client.Client",
+    "store.heavy": "quire.store.heavy.Heavy",
+    "store.mirrors": "quire.store.mirrors.Mirrors",
+    "store.feed": "quire.manifest.feed.ChangeFeed",
+    "store.manifest": "quire.manifest.store.ManifestStore",
+    "store.manifest.jobs": "quire.manifest.jobqueue.JobQueue",
+    "store.pages": "quire.pages.engine.PageEngine",
+    "store.kvs": "quire.lsm.engine.KvEngine",
+    "store.streams": "quire.stream.engine.StreamEngine",
+}
+"""Objects that people get from public ones, and their classes, which have no public name."""
+
+INTERNAL = frozenset({"backup_recorder", "context", "cover", "disk", "rights"})
+"""Members that the store's own parts use."""
+
+
 def page() -> str:
     """The page as it should be."""
-    return "\n".join([HEAD, *(_package(import_module(name)) for name in PACKAGES)])
+    return "\n".join([HEAD, *(_package(import_module(name)) for name in PACKAGES), _reached()])
+
+
+def _reached() -> str:
+    """The objects that a store or a client gives."""
+    entries = []
+    for name, path in REACHED.items():
+        module, _, class_name = path.rpartition(".")
+        entries.append(_entry(name, getattr(import_module(module), class_name)))
+    return "\n".join(["## Objects of a store or client\n", *entries])
 
 
 def _package(package: ModuleType) -> str:
@@ -72,7 +98,7 @@ def _members(value: type) -> list[tuple[str, str]]:
         if not parent.__module__.startswith("quire"):
             continue
         for name, member in vars(parent).items():
-            if name.startswith("_") or name in found:
+            if name.startswith("_") or name in found or name in INTERNAL:
                 continue
             function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
             if inspect.isfunction(function):
@@ -110,7 +136,7 @@ def _signature(function: Any, *, method: bool = False) -> str:
         text = str(inspect.signature(function))
     except (TypeError, ValueError):
         return "(…)"
-    text = re.sub(r"<function <lambda> at 0x\w+>|<function (\w+) at 0x\w+>", lambda match: match[1] or "…", text)
+    text = re.sub(r"<function (?:\w+\.)*(?:<lambda>|(\w+)) at 0x\w+>", lambda match: match[1] or "…", text)
     text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
     text = re.sub(r"<([\w.]+) object at 0x\w+>", r"\1()", text)
     return re.sub(r"^\((self|cls)(, )?", "(", text) if method else text

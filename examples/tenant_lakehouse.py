@@ -8,7 +8,7 @@ new column; then the table is compared with the databases, row by row.
     python examples/tenant_lakehouse.py --tenants 1000 --rows 10000         ten million rows
     python examples/tenant_lakehouse.py --runner spark --target delta:/srv/lake
 
-Needs `pip install 'quire[lakehouse]'`, and 'quire[spark]' for `--runner spark`.
+Needs `pip install '.[lakehouse]'` in the directory of quire's source, and '.[spark]' for `--runner spark`.
 """
 
 from __future__ import annotations

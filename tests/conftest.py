@@ -1,5 +1,5 @@
-"""Settings for the whole test run: where its files are, and the one Spark session that tests share, because starting a JVM
-takes ten seconds and more."""
+"""Settings of the whole test run: the location of its files, and one shared Spark session, because starting a JVM takes
+more than ten seconds."""
 
 from __future__ import annotations
 
@@ -34,53 +34,56 @@ settings.load_profile(os.environ.get("QUIRE_HYPOTHESIS_PROFILE", "default"))
 
 
 MEMORY = "/dev/shm"
-ROOM = 4 << 30
-"""Bytes that must be free there, so that tests never run into a limit of the machine."""
+FREE_BYTES_MIN = 4 << 30
+"""Bytes that must be free, so that tests never reach a limit of the machine."""
 
 
-def _work_in_memory() -> None:
-    """Put the files of tests into memory, unless TMPDIR says where they belong. On a disk most of a run is waiting for syncs,
-    of which no test can tell whether they did anything: lost writes are tested on a disk that loses them (`quire.testing`)."""
+def _use_memory_directory() -> None:
+    """Put the files of tests into memory, unless TMPDIR is set. On a disk most of a run is spent waiting for syncs,
+    whose effect no test can observe: lost writes are tested on a simulated disk (`quire.testing`)."""
     if "TMPDIR" in os.environ or not os.path.isdir(MEMORY):
         return
-    if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= ROOM:
-        # The environment, because processes that tests start, and the workers of a parallel run, are to do the same.
+    if min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) >= FREE_BYTES_MIN:
+        # In the environment, so that child processes and the workers of a parallel run use it too.
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="q", dir=MEMORY)
-        os.chmod(os.environ["TMPDIR"], 0o711)  # some tests are another user for a while
+        os.chmod(os.environ["TMPDIR"], 0o711)  # some tests switch to another user
         tempfile.tempdir = None
-        _made_here.append(os.environ["TMPDIR"])
+        _created_directories.append(os.environ["TMPDIR"])
 
 
-_made_here: list[str] = []
-"""The directory of this run, in the process that made it."""
+_created_directories: list[str] = []
+"""The directory of this run, in the process that created it."""
 
-_work_in_memory()
+_use_memory_directory()
 
 
 def pytest_sessionfinish(exitstatus: int) -> None:
-    """Give the memory back; what a failed run wrote stays for whoever looks into it."""
+    """Free the memory; the files of a failed run are kept for debugging."""
     if exitstatus == pytest.ExitCode.OK:
-        for directory in _made_here:
+        for directory in _created_directories:
             shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _interrupts_are_heard() -> None:
-    """Programs that tests start and interrupt inherit whether SIGINT is ignored, as it is in what a shell runs with `&`."""
+def _sigint_is_not_ignored() -> None:
+    """Child processes inherit whether SIGINT is ignored, as it is in processes that a shell starts with `&`."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Collecting makes millions of objects that stay: nothing is looked through for garbage meanwhile."""
+    """Collecting tests creates millions of long-lived objects: the garbage collector is off meanwhile."""
     gc.disable()
-    if _made_here and not config.option.basetemp:  # short, because sockets are in there, whose paths may have 107 bytes
-        config.option.basetemp = os.path.join(_made_here[0], "t")
+    if (
+        _created_directories and not config.option.basetemp
+    ):  # short, because it contains sockets, whose paths are limited to 107 bytes
+        config.option.basetemp = os.path.join(_created_directories[0], "t")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Doctests are looked for where there are some: looking is importing, in every worker, and one module in nine has one."""
+    """Search for doctests only in modules that contain some: the search imports the module in every worker, and one in
+    nine has a doctest."""
     collectors = yield
     if not collectors or ">>> " in file_path.read_text():
         return collectors
@@ -88,74 +91,74 @@ def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collecto
 
 
 def pytest_collection_finish() -> None:
-    """What was collected is out of the collector's sight while the tests run."""
+    """Exclude the collected tests from garbage collection."""
     gc.freeze()
     gc.enable()
 
 
-_ended = itertools.count(1)
+_tests_finished = itertools.count(1)
 
 
 def pytest_runtest_logfinish() -> None:
-    """The same with what tests have imported and cached, from time to time: otherwise late collections look through it all."""
-    if next(_ended) % 25 == 0:
+    """Exclude imported modules and caches from time to time, otherwise full collections traverse all of them."""
+    if next(_tests_finished) % 25 == 0:
         gc.collect()
         gc.freeze()
 
 
-RUNNING = ("tests/rules/test_docs_run.py", "tests/rules/test_packaging.py")
-"""Rules about programs: they parse nothing, and take long."""
+RULES_THAT_RUN_PROGRAMS = ("tests/rules/test_docs_run.py", "tests/rules/test_packaging.py")
+"""Rules that run programs: they parse no source, and take long."""
 
 
 class SparkInOneProcess(LoadScopeScheduling):  # type: ignore[misc]
-    """Tests go one by one to whoever is free, but those with "spark" in their path or name all to one process: a JVM for each
-    would be slower. So do those that look at the parsed source of everything, which would be parsed again for each process.
-    (`--dist loadgroup` is for that, but does nothing with pytest 9.2 and pytest-xdist 3.8.)"""
+    """Tests are distributed one by one, except those with "spark" in their path or name, which all run in one process:
+    a JVM per process would be slower. So do the rules that analyse the parsed source, which would be parsed again in
+    each process. (`--dist loadgroup` is meant for this, but has no effect with pytest 9.2 and pytest-xdist 3.8.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith("tests/rules/") and not nodeid.startswith(RUNNING):
+        if nodeid.startswith("tests/rules/") and not nodeid.startswith(RULES_THAT_RUN_PROGRAMS):
             return "rules"
         return "spark" if "spark" in nodeid.lower() else nodeid
 
     def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
-        """Forget the test: what a worker was given is counted after every one, and with it all that it has done."""
-        given, nodeid = self.assigned_work[node], self.registered_collections[node][item_index]
+        """Forget the test: the scheduler counts a worker's assigned tests after each one, including completed ones."""
+        assigned, nodeid = self.assigned_work[node], self.registered_collections[node][item_index]
         scope = self._split_scope(nodeid)
-        del given[scope][nodeid]
-        if not given[scope]:
-            del given[scope]
+        del assigned[scope][nodeid]
+        if not assigned[scope]:
+            del assigned[scope]
         self._reschedule(node)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SparkInOneProcess:
-    """Whatever `--dist` says."""
+    """Used whatever `--dist` says."""
     return SparkInOneProcess(config, log)
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """The session: two cores of this machine. Tests that use it have "spark" in their path or name (`SparkInOneProcess`)."""
+    """The shared session, on two cores. Tests that use it have "spark" in their path or name (`SparkInOneProcess`)."""
     from quire.spark.sessions import session, settings_of
 
-    given = settings_of("local[2]", "", None)["spark.driver.extraJavaOptions"]
-    # Most of what this JVM would compile once more, for speed later on, it never runs again.
-    quick = {"spark.driver.extraJavaOptions": f"{given} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-    made = session("local[2]", memory="1g", config=quick)
-    yield made
-    stop(made)
+    java_options = settings_of("local[2]", "", None)["spark.driver.extraJavaOptions"]
+    # The optimising compiler does not pay off: most code of this JVM runs only a few times.
+    config = {"spark.driver.extraJavaOptions": f"{java_options} -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+    spark_session = session("local[2]", memory="1g", config=config)
+    yield spark_session
+    stop(spark_session)
 
 
-def stop(made: SparkSession) -> None:
-    """End a session, with the sockets that its gateway leaves to the collector."""
+def stop(spark_session: SparkSession) -> None:
+    """Stop a session, and close the sockets that its gateway leaves to the garbage collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
-        made.stop()
+        spark_session.stop()
         gc.collect()
 
 
 @pytest.fixture
-def lent_spark(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> SparkSession:
-    """The session, for a program that makes and stops its own: it gets this one, and stopping it does nothing."""
+def shared_spark(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> SparkSession:
+    """The shared session, for a program that creates and stops its own: it gets this one, and `stop` has no effect."""
     monkeypatch.setattr(type(spark), "stop", lambda _: None)
     return spark

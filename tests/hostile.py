@@ -1,4 +1,4 @@
-"""What tests of decoders share: a bound on memory, and bytes that promise more than they hold."""
+"""Shared by tests of decoders: a memory limit, and messages with false lengths."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ EXTREMES = [
 
 
 def numbers(bits: int) -> st.SearchStrategy[int]:
-    """Numbers of a field, most of them where something overflows."""
+    """Values of a field of `bits` bits, most of them near an overflow."""
     limit = 1 << bits
     return st.sampled_from([value for value in EXTREMES if value < limit]) | st.integers(0, limit - 1)
 
 
 @contextmanager
-def memory_of_at_most(more_bytes: int) -> Iterator[None]:
-    """Whoever allocates more than this in the block gets a `MemoryError`."""
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """Allocations of more than `more_bytes` in the block raise `MemoryError`."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -46,8 +46,8 @@ def memory_of_at_most(more_bytes: int) -> Iterator[None]:
 
 
 DEEP = b"\x91" * 100_000
-"""msgpack: arrays in arrays, deeper than any stack."""
-PROMISES = [
+"""msgpack: arrays nested deeper than any stack."""
+FALSE_LENGTHS = [
     DEEP,
     b"\xdd\xff\xff\xff\xff",
     b"\xdf\xff\xff\xff\xff",
@@ -55,4 +55,4 @@ PROMISES = [
     b"\xdb\xff\xff\xff\xff",
     b"\xc9\xff\xff\xff\xff\x05",
 ]
-"""msgpack: that, and arrays, maps, bytes, texts and extensions of four billion."""
+"""msgpack: the same, and arrays, maps, bytes, strings and extensions with a length of four billion."""

@@ -1,19 +1,19 @@
-"""Python programs as processes of their own, forked within milliseconds from one that has imported quire.
+"""Python programs in separate processes, forked within milliseconds from a process that has imported quire.
 
-`Program` and `run_program` take what `subprocess.Popen` and `subprocess.run` take, but without the interpreter's name:
-`["-c", code, …]`, `["-m", module, …]` or `[file, …]`. To be used wherever a test is not about how a program starts or what
-it imports: starting Python and importing a store takes half a second of a core.
+`Program` and `run_program` take the arguments of `subprocess.Popen` and `subprocess.run`, without the interpreter:
+`["-c", code, …]`, `["-m", module, …]` or `[file, …]`. Use them in every test that is not about how a program
+starts or what it imports: starting Python and importing a store takes half a second of CPU time.
 
 Rules
   1. The process is a child of this one, as if it had been started here: it is waited for, killed and listed as usual.
-  2. It has the environment, directory, files, arguments and `sys.path` that it would have had, and ends as Python ends:
+  2. It has the environment, directory, files, arguments and `sys.path` of a started program, and ends like Python:
      `atexit`, threads and tracebacks included.
-  3. It differs in two things: modules of quire are there before they are imported, and what modules read from the environment
-     when they are imported is what it was when the first program was started. (`QUIRE_FAILPOINTS` is read again.)
-  4. The process that forks has one thread, and ends with this one: its line ends.
+  3. It differs in two ways: modules of quire are already imported, and values that modules read from the environment at
+     import are those of the time when the first program was started. (`QUIRE_FAILPOINTS` is read again.)
+  4. The forking process has one thread, and ends with this one, because its socket is closed.
 
-Threads: any may start programs.
-Raises `AssertionError` if the process that forks has ended.
+Threads: any thread may start programs.
+Raises `AssertionError` if the forking process has ended.
 
     >>> run_program(
     ...     ["-c", "import sys; print(sys.argv, 'quire' in sys.modules)", "shop"], stdout=subprocess.PIPE
@@ -54,12 +54,13 @@ IMPORTED = (
 _PROGRAM = "import sys; sys.path[:0] = sys.argv[2:]; from tests.programs import _serve; _serve(int(sys.argv[1]))"
 _NUMBER = struct.Struct("<i")
 _SUBREAPER = 36
-"""`PR_SET_CHILD_SUBREAPER`: orphans among our descendants become our children."""
+"""`PR_SET_CHILD_SUBREAPER`: orphaned descendants become children of this process."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _lock = threading.Lock()
 _started: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
-"""The process that forks, and the line to it, by the process that started it: a fork of ours starts its own."""
+"""The forking process and the socket to it, by the pid of the process that started it: a fork of this process starts
+its own."""
 
 
 class Program(subprocess.Popen[str]):
@@ -68,20 +69,22 @@ class Program(subprocess.Popen[str]):
     def __init__(self, arguments: Sequence[str], **options: Any) -> None:
         super().__init__([sys.executable, *map(os.fspath, arguments)], **{"text": True, **options})
 
-    def _execute_child(self, *given: Any) -> None:
-        args, _, preexec_fn, _, pass_fds, cwd, env = given[:7]
-        stdin, _, _, stdout, _, stderr = pipes = given[10:16]
-        assert preexec_fn is None, "the program is not forked here"
-        told = {
+    def _execute_child(self, *arguments: Any) -> None:
+        args, _, preexec_fn, _, pass_fds, cwd, env = arguments[:7]
+        stdin, _, _, stdout, _, stderr = pipes = arguments[10:16]
+        assert preexec_fn is None, "the program is forked by another process"
+        request = {
             "arguments": args[1:],
             "environment": dict(os.environ if env is None else env),
             "directory": os.path.abspath(cwd or os.curdir),
             "files": [0, 1, 2, *pass_fds],
-            "session": given[-2],
+            "session": arguments[-2],
         }
-        standard = [ours if theirs == -1 else theirs for ours, theirs in enumerate((stdin, stdout, stderr))]
+        standard = [
+            number if descriptor == -1 else descriptor for number, descriptor in enumerate((stdin, stdout, stderr))
+        ]
         with _lock:
-            self.pid = _fork(json.dumps(told).encode(), [*standard, *pass_fds])
+            self.pid = _fork(json.dumps(request).encode(), [*standard, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -89,7 +92,7 @@ class Program(subprocess.Popen[str]):
 def run_program(
     arguments: Sequence[str],
     *,
-    input: str | None = None,  # noqa: A002 — the name that `subprocess.run` has for it
+    input: str | None = None,  # noqa: A002 — the name in `subprocess.run`
     capture_output: bool = False,
     timeout: float = 250.0,
     check: bool = False,
@@ -106,37 +109,37 @@ def run_program(
         except BaseException:
             process.kill()
             raise
-    ended = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    result = subprocess.CompletedProcess(process.args, process.returncode, out, err)
     if check:
-        ended.check_returncode()
-    return ended
+        result.check_returncode()
+    return result
 
 
-def _fork(told: bytes, descriptors: list[int]) -> int:
-    """The number of a new child of this process."""
+def _fork(request: bytes, descriptors: list[int]) -> int:
+    """Fork a child of this process; returns its pid."""
     control, _ = _started.get(os.getpid()) or _start()
-    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # for these milliseconds only: other orphans are none of our business
+    _libc.prctl(_SUBREAPER, 1, 0, 0, 0)  # only for these milliseconds: other orphans must not become our children
     try:
-        socket.send_fds(control, [told], descriptors)
+        socket.send_fds(control, [request], descriptors)
         answer = control.recv(_NUMBER.size)
     finally:
         _libc.prctl(_SUBREAPER, 0, 0, 0, 0)
-    assert answer, "the process that forks programs has ended; its last words are on stderr"
+    assert answer, "the forking process has ended; see its stderr"
     return int(_NUMBER.unpack(answer)[0])
 
 
 def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     environment = {k: v for k, v in os.environ.items() if k not in (failpoints.VARIABLE, "PYTHONPATH")}
-    with theirs:
+    with server_end:
         process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), *(path or os.curdir for path in sys.path)],
-            pass_fds=(theirs.fileno(),),
+            [sys.executable, "-c", _PROGRAM, str(server_end.fileno()), *(path or os.curdir for path in sys.path)],
+            pass_fds=(server_end.fileno(),),
             stdin=subprocess.DEVNULL,
             env=environment,
         )
     atexit.register(_end, os.getpid())
-    return _started.setdefault(os.getpid(), (ours, process))
+    return _started.setdefault(os.getpid(), (client_end, process))
 
 
 def _end(starter: int) -> None:
@@ -146,24 +149,24 @@ def _end(starter: int) -> None:
         process.wait()
 
 
-# ── in the process that forks ─────────────────────────────────────────────────────────────────────────────────────────
+# ── in the forking process ────────────────────────────────────────────────────────────────────────────────────────────
 def _serve(control_fd: int) -> None:
-    """Fork for everyone who asks. Returns in a program, after that has ended."""
+    """Fork on request. Returns in a forked program, after that has ended."""
     for module in IMPORTED:
         importlib.import_module(module)
     assert threading.active_count() == 1, "fork() would lose the other threads"
     del sys.path[: len(sys.argv) - 2], sys.path[0]
-    gc.freeze()  # children share these pages for as long as nobody writes to them
+    gc.freeze()  # children share these pages until one is written
     with socket.socket(fileno=control_fd) as control:
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 64)
             if not message:
                 return
             reading, writing = os.pipe()
-            between = os.fork()
-            if between == 0:
+            intermediate_pid = os.fork()
+            if intermediate_pid == 0:
                 parent, pid = os.getpid(), os.fork()
-                if pid:  # the program becomes an orphan, and thereby a child of the process that asked
+                if pid:  # the program becomes an orphan, and thereby a child of the requesting process
                     os.write(writing, _NUMBER.pack(pid))
                     os._exit(0)
                 os.close(reading)
@@ -172,33 +175,33 @@ def _serve(control_fd: int) -> None:
                     time.sleep(0)
                 break
             os.close(writing)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate_pid, 0)
             control.send(os.read(reading, _NUMBER.size))
             os.close(reading)
             for descriptor in descriptors:
                 os.close(descriptor)
-    _become(json.loads(message), descriptors)
+    _run_requested(json.loads(message), descriptors)
 
 
-def _become(told: dict[str, Any], descriptors: list[int]) -> None:
-    """Be a program: this process was forked for it."""
-    wanted = told["files"]
-    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(wanted) + 1) for descriptor in descriptors]
-    for descriptor, number in zip(above, wanted, strict=True):
+def _run_requested(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Run the requested program in this process, which was forked for it."""
+    target_fds = request["files"]
+    moved_fds = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, max(target_fds) + 1) for descriptor in descriptors]
+    for descriptor, number in zip(moved_fds, target_fds, strict=True):
         os.dup2(descriptor, number)
-    for descriptor in {*above, *descriptors} - set(wanted):
+    for descriptor in {*moved_fds, *descriptors} - set(target_fds):
         os.close(descriptor)
-    if told["session"]:
+    if request["session"]:
         os.setsid()
-    os.chdir(told["directory"])
+    os.chdir(request["directory"])
     os.environ.clear()
-    os.environ.update(told["environment"])
+    os.environ.update(request["environment"])
     time.tzset()
     _open_streams()
     failpoints.arm_from(os.environ.get(failpoints.VARIABLE, ""))
     for action in filter(None, os.environ.get("PYTHONWARNINGS", "").split(",")):
         warnings.simplefilter(action)  # type: ignore[arg-type]
-    first, *arguments = told["arguments"]
+    first, *arguments = request["arguments"]
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if first == "-c":
         sys.path.insert(0, "")
@@ -210,20 +213,20 @@ def _become(told: dict[str, Any], descriptors: list[int]) -> None:
         sys.argv[:] = arguments
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        assert not first.startswith("-"), f"start Python itself for its option {first}"
+        assert not first.startswith("-"), f"start the interpreter itself for its option {first}"
         sys.path.insert(0, os.path.dirname(os.path.abspath(first)))
         sys.argv[:] = [first, *arguments]
         runpy.run_path(first, run_name="__main__")
 
 
 def _open_streams() -> None:
-    """Those that Python opens when it starts."""
-    at_once = bool(os.environ.get("PYTHONUNBUFFERED"))
+    """Open the streams that Python opens when it starts."""
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     encoding = os.environ.get("PYTHONIOENCODING") or "utf-8"
     for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "backslashreplace" if name == "stderr" else getattr(sys, name).errors
         lines = name == "stderr" or os.isatty(fd)
         stream = open(fd, mode, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115 — lives as long as we do
-        stream.reconfigure(line_buffering=lines, write_through=at_once)  # type: ignore[attr-defined]
+        stream.reconfigure(line_buffering=lines, write_through=is_unbuffered)  # type: ignore[attr-defined]
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.core.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from quire.archive.standbys import Promoted, StandbyStatus
     from quire.archive.status import Archive, ArchiveStatus, DrillRecord
     from quire.core.async_bridge import iterate
     from quire.core.errors import (
@@ -106,7 +107,7 @@ if TYPE_CHECKING:
     from quire.store.cloning import Cloned, clone
     from quire.store.opening import open  # noqa: A004 - the public name is `quire.open`; this module opens no files
     from quire.store.restoring import Restored, restore
-    from quire.store.standby import Promoted, Standby, StandbyStatus, promote
+    from quire.store.standby import Standby, promote
     from quire.store.store import Store
     from quire.stream.state import Retention
     from quire.stream.stream import Stream
@@ -252,9 +253,9 @@ if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts every mi
         "Cloned": "quire.store.cloning",
         "clone": "quire.store.cloning",
         "open": "quire.store.opening",
-        "Promoted": "quire.store.standby",
+        "Promoted": "quire.archive.standbys",
         "Standby": "quire.store.standby",
-        "StandbyStatus": "quire.store.standby",
+        "StandbyStatus": "quire.archive.standbys",
         "promote": "quire.store.standby",
         "Restored": "quire.store.restoring",
         "restore": "quire.store.restoring",

@@ -1,6 +1,6 @@
-"""Runs in a process of its own, to be killed: works on an archived store and says what was archived.
+"""Runs in its own process, to be killed: changes an archived store and reports what was archived.
 
-It is told, as JSON: where (`home`), which failpoint dies when (`failpoints`) and the number it begins with. It tells
+The first message is JSON: the directory (`home`), the failpoints (`failpoints`) and the first number. The process sends
 `archived N` when everything up to round N is in the bucket, and `begun N` before round N.
 """
 
@@ -10,44 +10,44 @@ import json
 from pathlib import Path
 
 from quire.durable.failpoints import arm_from
-from tests.archive.world import WAIT, World, fill, until
-from tests.nursery import Line
+from tests.archive.archived_store import WAIT, ArchivedStore, fill, until
+from tests.fork_server import Channel
 
 ROUND = 6
 
 
 def warm_up() -> None:
-    """Everything is imported by now."""
+    """Everything is already imported."""
 
 
-def work(w: World, number: int) -> None:
+def work(archived: ArchivedStore, number: int) -> None:
     """One round: changes of every kind of database, with tables, snapshots and checkpoints."""
-    fill(w.store, number * 1_000, ROUND)
-    w.store.kv("pairs").flush()
+    fill(archived.store, number * 1_000, ROUND)
+    archived.store.kv("pairs").flush()
     if number % 3 == 2:
-        w.store.kv("pairs").compact()
-    w.store.stream("events").seal()
-    w.store.stream("events").compress()
+        archived.store.kv("pairs").compact()
+    archived.store.stream("events").seal()
+    archived.store.stream("events").compress()
     if number % 2:
-        w.store.snapshot("shop", f"round-{number}")
-        w.store.checkpoint("shop")
+        archived.store.snapshot("shop", f"round-{number}")
+        archived.store.checkpoint("shop")
 
 
-def await_bases(w: World, least: int) -> None:
-    """Rounds are quicker than bases become due: wait until parts of so many are in the bucket."""
-    until(lambda: len(list(w.bucket.glob("*/archive/*/base/*"))) >= least)
+def await_bases(archived: ArchivedStore, least: int) -> None:
+    """Rounds are faster than bases become due: wait until parts of this many are in the bucket."""
+    until(lambda: len(list(archived.bucket.glob("*/archive/*/base/*"))) >= least)
 
 
-def run(line: Line) -> None:
-    """Work until death, or until the last round."""
-    told = json.loads(line.receive() or b"{}")
-    w = World(Path(told["home"]), base_seconds=0.05)
-    arm_from(told["failpoints"])
-    for number in range(told["first"], told["first"] + told["rounds"]):
-        line.send(f"begun {number}".encode())
-        work(w, number)
-        w.archiver.wait(WAIT)
-        line.send(f"archived {number}".encode())
-        await_bases(w, number - told["first"] + 1)
-    w.close()
-    line.send(b"done")
+def run(channel: Channel) -> None:
+    """Run rounds until the process is killed, or until the last round."""
+    task = json.loads(channel.receive() or b"{}")
+    archived = ArchivedStore(Path(task["home"]), base_seconds=0.05)
+    arm_from(task["failpoints"])
+    for number in range(task["first"], task["first"] + task["rounds"]):
+        channel.send(f"begun {number}".encode())
+        work(archived, number)
+        archived.archiver.wait(WAIT)
+        channel.send(f"archived {number}".encode())
+        await_bases(archived, number - task["first"] + 1)
+    archived.close()
+    channel.send(b"done")

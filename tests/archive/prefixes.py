@@ -1,10 +1,11 @@
-"""Every beginning of a recorded queue, opened as a store: the promise on which the archive rests.
+"""Every prefix of a recorded queue, opened as a store: the invariant on which the archive is based.
 
     python -m tests.archive.prefixes FIRST_SEED SEEDS [STRIDE]
 
-A life of the whole-store simulation runs on a store with an archive whose queue is written down event by event. Each beginning
-of that queue is replayed into a directory, with the base before it, and opened as its owner. Recovery must raise nothing, the
-manifest's rules must hold, and the store must equal the model before or after the change that was under way at that event.
+A run of the whole-store simulation uses a store with an archive whose queue is recorded event by event. Each prefix of
+that queue is replayed into a directory, with the base before it, and opened as its owner. Recovery must raise nothing,
+the manifest's rules must hold, and the store must equal the model before or after the change that was in progress at
+that event.
 
 Thread: one. Raises `PrefixFailed` with the seed and the event.
 """
@@ -49,7 +50,7 @@ ARCHIVED = msgspec.structs.replace(SETTINGS, archive=ArchiveSettings(mode="async
 
 @dataclass
 class _Rows:
-    """As much of a `Replay` as the corrections of a restore need."""
+    """The part of a `Replay` that the corrections of a restore need."""
 
     image: RowImage
 
@@ -58,33 +59,33 @@ class _Rows:
 
 
 class PrefixFailed(AssertionError):
-    """A beginning of the queue is no state that a killed process could have left."""
+    """A prefix of the queue is not a state that a killed process could have left."""
 
 
-class TapedQueue(EventQueue):
-    """A queue that nobody takes from, and that keeps everything."""
+class RecordedQueue(EventQueue):
+    """A queue from which nothing is taken, and that keeps everything."""
 
     def __init__(self, keep: Callable[[PendingArtifact], ArtifactEvent]) -> None:
         super().__init__()
-        self.tape: list[Entry | Slot] = []
+        self.entries: list[Entry | Slot] = []
         self._keep = keep
 
     def append(self, event: Entry) -> None:
         if isinstance(event, PendingArtifact):
             event = self._keep(event)
         with self._lock:
-            self.tape.append(event)
+            self.entries.append(event)
             self._end += 1
 
     def reserve(self) -> Slot:
         slot = Slot(self)
         with self._lock:
-            self.tape.append(slot)
+            self.entries.append(slot)
             self._end += 1
         return slot
 
     def events(self, start: int, stop: int) -> list[AnyEvent]:
-        entries = (entry.event if isinstance(entry, Slot) else entry for entry in self.tape[start:stop])
+        entries = (entry.event if isinstance(entry, Slot) else entry for entry in self.entries[start:stop])
         return [
             entry for entry in entries if entry is not None and not isinstance(entry, PendingArtifact | PendingBase)
         ]
@@ -92,16 +93,16 @@ class TapedQueue(EventQueue):
 
 @dataclass
 class Moment:
-    """From this many events on, the store holds one of these."""
+    """From this many events on, the store has one of these models."""
 
     end: int
     models: list[Model]
 
 
-class TapedSteps(Steps):
-    """Steps that note where in the queue each change began and ended."""
+class RecordedSteps(Steps):
+    """Steps that record where in the queue each change began and ended."""
 
-    queue: TapedQueue
+    queue: RecordedQueue
     moments: list[Moment]
 
     def _change(self, after: Model, act: Callable[[], object], what: str = "") -> bool:
@@ -112,33 +113,34 @@ class TapedSteps(Steps):
 
 
 @dataclass
-class Tape:
-    """A recorded life."""
+class Recording:
+    """A recorded run."""
 
     base: list[AnyEvent]
-    queue: TapedQueue
+    queue: RecordedQueue
     moments: list[Moment]
     steps: list[str]
     now_ms: list[int] = field(default_factory=list)
 
     def models_at(self, end: int) -> list[Model]:
-        """What the store may hold after so many events: changes that had ended are done, one under way is or is not."""
-        held: list[Model] = [{}]
+        """What the store may contain after this many events: completed changes are included, one in progress is or is
+        not."""
+        possible: list[Model] = [{}]
         for moment in self.moments:
             if moment.end > end:
                 break
-            # a change that begins at this very event has done nothing yet, and one that ends here is done
-            held = moment.models
-        return held
+            # a change that begins at this event has done nothing yet, and one that ends here is complete
+            possible = moment.models
+        return possible
 
 
-def record(home: Path, seed: int, steps: int) -> Tape:
-    """A life of the simulation, recorded. Objects are never deleted: how long they stay is the window's concern."""
+def record(home: Path, seed: int, steps: int) -> Recording:
+    """Record a run of the simulation. Objects are never deleted: their retention is a matter of the window."""
     root, bucket = str(home / "store"), str(home / "bucket")
     clock, draw = ManualClock(START_MS), random.Random(f"prefixes {seed}")
     log: list[str] = ["begins"]
 
-    def keep(artifact: PendingArtifact) -> ArtifactEvent:
+    def keep_artifact(artifact: PendingArtifact) -> ArtifactEvent:
         inode, size, changed = artifact.identity
         data = Path(artifact.kept).read_bytes()
         key = f"kept/{hashlib.sha256(data).hexdigest()}-{inode:x}-{changed:x}"
@@ -149,40 +151,42 @@ def record(home: Path, seed: int, steps: int) -> Tape:
         return ArtifactEvent(inode, artifact.path, key, size, sha256_of(str(target)))
 
     def begin(archiver: Archiver) -> None:
-        tape.queue = archiver.recorder.queue = archiver.queue = TapedQueue(keep)
+        recording.queue = archiver.recorder.queue = archiver.queue = RecordedQueue(keep_artifact)
         manifest = archiver._manifest
-        tape.base = list(base_records(manifest, archiver._disk, root, archiver.recorder, lambda *_: _no_artifact()))
+        recording.base = list(
+            base_records(manifest, archiver._disk, root, archiver.recorder, lambda *_: _no_artifact())
+        )
         manifest.writer.archive = archiver
         manifest.writer.record_rows()
 
     os.makedirs(bucket)
-    tape = Tape([], TapedQueue(keep), [], log)
+    recording = Recording([], RecordedQueue(keep_artifact), [], log)
     quire.open(root, settings=SETTINGS, clock=clock).close()
-    former_start, Archiver.start = Archiver.start, begin  # type: ignore[method-assign, assignment]
-    former_close, Archiver.close = Archiver.close, lambda _: True  # type: ignore[method-assign, assignment]
-    former_delete = LocalStore.delete
+    original_start, Archiver.start = Archiver.start, begin  # type: ignore[method-assign, assignment]
+    original_close, Archiver.close = Archiver.close, lambda _: True  # type: ignore[method-assign, assignment]
+    original_delete = LocalStore.delete
     LocalStore.delete = lambda *_: None  # type: ignore[method-assign]
     try:
         store = quire.open(root, settings=ARCHIVED, clock=clock)
-        life = TapedSteps(store, {}, clock, draw, log, NoReader(), 1)
-        life.queue, life.moments = tape.queue, tape.moments
-        life.run(steps)
-        if life.findings:
-            raise PrefixFailed(f"seed {seed}: the life itself: {life.findings}")
+        steps_run = RecordedSteps(store, {}, clock, draw, log, NoReader(), 1)
+        steps_run.queue, steps_run.moments = recording.queue, recording.moments
+        steps_run.run(steps)
+        if steps_run.findings:
+            raise PrefixFailed(f"seed {seed}: the run itself: {steps_run.findings}")
         store.close()
     finally:
-        Archiver.start, Archiver.close = former_start, former_close  # type: ignore[method-assign]
-        LocalStore.delete = former_delete  # type: ignore[method-assign]
-    tape.now_ms.append(clock.now_ms())
-    return tape
+        Archiver.start, Archiver.close = original_start, original_close  # type: ignore[method-assign]
+        LocalStore.delete = original_delete  # type: ignore[method-assign]
+    recording.now_ms.append(clock.now_ms())
+    return recording
 
 
 def _no_artifact() -> AnyEvent:
     raise AssertionError("a new store has no tables")
 
 
-def check_prefix(home: Path, tape: Tape, replayed: Path, end: int) -> list[str]:
-    """What is wrong with the store that so many events make."""
+def check_prefix(home: Path, recording: Recording, replayed: Path, end: int) -> list[str]:
+    """What is wrong with the store that this many events produce."""
     target = home / "prefix"
     if target.exists():
         shutil.rmtree(target)
@@ -195,8 +199,8 @@ def check_prefix(home: Path, tape: Tape, replayed: Path, end: int) -> list[str]:
         correct_rows(_Rows(rows), root, SETTINGS.object_store)  # type: ignore[arg-type]
     findings: list[str] = []
     try:
-        with quire.open(root, settings=SETTINGS, clock=ManualClock(tape.now_ms[0]), create=False) as store:
-            findings += _compare(store, tape.models_at(end))
+        with quire.open(root, settings=SETTINGS, clock=ManualClock(recording.now_ms[0]), create=False) as store:
+            findings += _compare(store, recording.models_at(end))
     except Exception:
         findings.append(traceback.format_exc()[-3_000:])
     return findings
@@ -217,40 +221,40 @@ def _store_id(home: Path) -> str:
 
 
 def run(seed: int, *, steps: int = 80, stride: int = 1, home: Path | None = None) -> int:
-    """Record a life and check its beginnings; how many."""
-    with tempfile.TemporaryDirectory(prefix="quire-prefixes-", dir=home) as place:
-        base = Path(place)
-        tape = record(base, seed, steps)
-        return check_all(base, tape, seed, stride)
+    """Record a run and check its prefixes; returns their number."""
+    with tempfile.TemporaryDirectory(prefix="quire-prefixes-", dir=home) as directory:
+        base = Path(directory)
+        recording = record(base, seed, steps)
+        return check_all(base, recording, seed, stride)
 
 
-def check_all(base: Path, tape: Tape, seed: int, stride: int) -> int:
+def check_all(base: Path, recording: Recording, seed: int, stride: int) -> int:
     replayed = base / "replayed"
     checked, last = 0, 0
-    total = len(tape.queue.tape)
+    total = len(recording.queue.entries)
     first = random.Random(f"first {seed}").randrange(stride)
     with Replay(OsDisk(), str(replayed)) as replay:
-        replay.apply(tape.base)
+        replay.apply(recording.base)
         replay.is_lenient = False
         for end in range(first, total + 1, stride):
-            replay.apply(tape.queue.events(last, end))
+            replay.apply(recording.queue.events(last, end))
             last = end
             write_atomic(OsDisk(), str(replayed / REMOTE_FILES), msgspec.json.encode(replay.remote))
-            findings = check_prefix(base, tape, replayed, end)
+            findings = check_prefix(base, recording, replayed, end)
             if findings:
-                raise PrefixFailed(_report(seed, end, tape, findings))
+                raise PrefixFailed(_report(seed, end, recording, findings))
             checked += 1
     return checked
 
 
-def _report(seed: int, end: int, tape: Tape, findings: list[str]) -> str:
+def _report(seed: int, end: int, recording: Recording, findings: list[str]) -> str:
     around = [
         f"  {number}: {_short(event)}"
-        for number in range(max(end - 12, 0), min(end + 4, len(tape.queue.tape)))
-        for event in tape.queue.events(number, number + 1)
+        for number in range(max(end - 12, 0), min(end + 4, len(recording.queue.entries)))
+        for event in recording.queue.events(number, number + 1)
     ]
-    head = f"seed {seed}, event {end} of {len(tape.queue.tape)}:"
-    return "\n".join([head, *findings, "events:", *around, "steps:", *tape.steps])
+    head = f"seed {seed}, event {end} of {len(recording.queue.entries)}:"
+    return "\n".join([head, *findings, "events:", *around, "steps:", *recording.steps])
 
 
 def _short(event: AnyEvent) -> str:
@@ -262,14 +266,14 @@ def _short(event: AnyEvent) -> str:
 def main(first: int, seeds: int, stride: int = 1) -> int:
     failed = 0
     for seed in range(first, first + seeds):
-        begun = time.monotonic()
+        started = time.monotonic()
         try:
             count = run(seed, stride=stride)
         except PrefixFailed as failure:
             failed += 1
             print(failure, flush=True)
             continue
-        print(f"seed {seed}: {count} prefixes in {time.monotonic() - begun:.1f} s", flush=True)
+        print(f"seed {seed}: {count} prefixes in {time.monotonic() - started:.1f} s", flush=True)
     return failed
 
 

@@ -1,4 +1,5 @@
-"""What the archiver promises while the bucket answers, is away, comes back, and across lives of the store."""
+"""What the archiver guarantees while the bucket is available, unavailable, available again, and across restarts of the
+store."""
 
 from __future__ import annotations
 
@@ -15,271 +16,284 @@ from quire.archive.format import Position
 from quire.core.errors import AccessDenied, NotArchived
 from quire.core.limits import MIB
 from quire.testing.clock import ManualClock
-from tests.archive.world import WAIT, Gate, World, contents, fill, kill, quiet, read, settings, until, world
+from tests.archive.archived_store import (
+    WAIT,
+    ArchivedStore,
+    Gate,
+    archived_store,
+    contents,
+    fill,
+    kill,
+    quiet,
+    read,
+    settings,
+    until,
+)
 
 
 def test_a_clean_close_continues_without_a_base(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0)
-        w.reopen()
-        bases = {header.base for header in w.headers()}
-        fill(w.store, 100)
-        w.archived()
-        assert {header.base for header in w.headers()} == bases
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.reopen()
+        bases = {header.base for header in archived.headers()}
+        fill(archived.store, 100)
+        archived.wait_archived()
+        assert {header.base for header in archived.headers()} == bases
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
 def test_a_kill_leads_to_a_base(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    last = w.headers()[-1]
-    kill(w.store)
-    w.store = w.open()
-    fill(w.store, 100)
-    w.archived()
-    assert w.headers()[-1].base > last.position.number
-    expected = contents(w.store)
-    w.close()
-    assert read(w.restore()) == expected
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    last = archived.headers()[-1]
+    kill(archived.store)
+    archived.store = archived.open()
+    fill(archived.store, 100)
+    archived.wait_archived()
+    assert archived.headers()[-1].base > last.position.number
+    expected = contents(archived.store)
+    archived.close()
+    assert read(archived.restore()) == expected
 
 
-def test_changes_of_a_life_without_an_archive_are_in_the_next_base(tmp_path: Path) -> None:
-    """A life with mode "off" left archive.json as it was; key-value writes change no row of the manifest, so the next life went
-    on without a base, and what was written between was missing in the bucket."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.close()
-    with quire.open(w.root, settings=quiet()) as store:
+def test_changes_of_a_session_without_an_archive_are_in_the_next_base(tmp_path: Path) -> None:
+    """A session with mode "off" left archive.json unchanged; key-value writes change no row of the manifest, so the
+    next session continued without a base, and what was written between was missing in the bucket."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    with quire.open(archived.root, settings=quiet()) as store:
         store.kv("pairs").put(b"between", b"lives")
-    w.store = w.open()
-    fill(w.store, 100)
-    w.archived()
-    expected = contents(w.store)
-    w.close()
-    assert read(w.restore()) == expected
+    archived.store = archived.open()
+    fill(archived.store, 100)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    archived.close()
+    assert read(archived.restore()) == expected
     assert expected["pairs"][b"between"] == b"lives"
 
 
-# ── a bucket that is away ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_work_goes_on_while_the_bucket_is_away_and_nothing_is_lost(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.is_away = True
-        fill(w.store, 100)
-        w.store.kv("pairs").flush()
-        w.store.kv("pairs").compact()
+# ── an unavailable bucket ─────────────────────────────────────────────────────────────────────────────────────────────
+def test_work_continues_while_the_bucket_is_unavailable_and_nothing_is_lost(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        fill(archived.store, 100)
+        archived.store.kv("pairs").flush()
+        archived.store.kv("pairs").compact()
         with pytest.raises(NotArchived, match="not yet in the bucket"):
-            w.archiver.wait(0.2)
-        until(lambda: w.archiver.lag_seconds() > 0.3)
-        assert w.archiver.last_error
-        gate.is_away = False
-        w.archived()
-        until(lambda: w.archiver.lag_seconds() == 0.0)
-        assert w.archiver.last_error == ""
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+            archived.archiver.wait(0.2)
+        until(lambda: archived.archiver.lag_seconds() > 0.3)
+        assert archived.archiver.last_error
+        gate.is_down = False
+        archived.wait_archived()
+        until(lambda: archived.archiver.lag_seconds() == 0.0)
+        assert archived.archiver.last_error == ""
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
-def test_the_lag_is_shown_when_the_bucket_never_answered(tmp_path: Path) -> None:
+def test_the_lag_is_reported_if_the_bucket_was_never_available(tmp_path: Path) -> None:
     """Nothing was taken from the queue yet, and the lag was 0."""
-    w = World(tmp_path)
-    w.close()
-    bucket, away = tmp_path / "bucket", tmp_path / "away"
-    (w.root / "archive.json").unlink()
-    os.rename(bucket, away)
+    archived = ArchivedStore(tmp_path)
+    archived.close()
+    bucket, moved_bucket = tmp_path / "bucket", tmp_path / "away"
+    (archived.root / "archive.json").unlink()
+    os.rename(bucket, moved_bucket)
     bucket.write_bytes(b"a file: nothing can be listed or put")
-    w.store = w.open()
-    fill(w.store, 0)
-    until(lambda: w.archiver.lag_seconds() > 0.3)
+    archived.store = archived.open()
+    fill(archived.store, 0)
+    until(lambda: archived.archiver.lag_seconds() > 0.3)
     bucket.unlink()
-    os.rename(away, bucket)
-    w.archived()
-    until(lambda: w.archiver.lag_seconds() == 0.0)
-    w.close()
+    os.rename(moved_bucket, bucket)
+    archived.wait_archived()
+    until(lambda: archived.archiver.lag_seconds() == 0.0)
+    archived.close()
 
 
-def test_a_permanent_error_is_shown(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.error, gate.is_away = AccessDenied("access denied"), True
-        fill(w.store, 100)
-        with pytest.raises(NotArchived) as refused:
-            w.archiver.wait(0.3)
-        assert "access denied" in str(refused.value)
-        assert "access denied" in w.archiver.last_error
-        gate.is_away = False
-        w.archived()
+def test_a_permanent_error_is_reported(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.error, gate.is_down = AccessDenied("access denied"), True
+        fill(archived.store, 100)
+        with pytest.raises(NotArchived) as raised:
+            archived.archiver.wait(0.3)
+        assert "access denied" in str(raised.value)
+        assert "access denied" in archived.archiver.last_error
+        gate.is_down = False
+        archived.wait_archived()
 
 
-def test_more_than_memory_waits_on_disk(tmp_path: Path) -> None:
-    with world(tmp_path, memory_bytes=MIB) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.is_away = True
-        bulk(w, 0, 24)
-        until(lambda: list((w.root / "archive").glob("*.log")))
-        gate.is_away = False
-        w.archived()
-        until(lambda: not list((w.root / "archive").iterdir()))
-        assert {header.base for header in w.headers()[-3:]} == {w.headers()[-1].base}
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+def test_a_backlog_larger_than_memory_is_kept_on_disk(tmp_path: Path) -> None:
+    with archived_store(tmp_path, memory_bytes=MIB) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        bulk(archived, 0, 24)
+        until(lambda: list((archived.root / "archive").glob("*.log")))
+        gate.is_down = False
+        archived.wait_archived()
+        until(lambda: not list((archived.root / "archive").iterdir()))
+        assert {header.base for header in archived.headers()[-3:]} == {archived.headers()[-1].base}
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
-def bulk(w: World, start: int, count: int, size: int = 200_000) -> None:
-    """Incompressible records, each in a cut of its own if the archiver is quick."""
-    stream = w.store.stream("events")
+def bulk(archived: ArchivedStore, start: int, count: int, size: int = 200_000) -> None:
+    """Append incompressible records, each in its own cut if the archiver is fast."""
+    stream = archived.store.stream("events")
     for _ in range(start, start + count):
         stream.append([os.urandom(size)]).result()
         time.sleep(0.03)
 
 
 def test_a_broken_chain_is_restorable_up_to_the_break_and_after_the_next_base(tmp_path: Path) -> None:
-    with world(tmp_path, memory_bytes=MIB, backlog_bytes=2 * MIB) as w:
-        fill(w.store, 0)
-        w.archived()
-        before = contents(w.store)
-        gate = Gate(w.archiver)
-        gate.is_away = True
-        breaks = w.archiver._breaks
-        while w.archiver._breaks == breaks:
-            bulk(w, 0, 10)
-        assert w.look("during") == before
-        fill(w.store, 100)
-        gate.is_away = False
-        w.archived()
-        numbers = [header.position.number for header in w.headers()]
+    with archived_store(tmp_path, memory_bytes=MIB, backlog_bytes=2 * MIB) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        before = contents(archived.store)
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        breaks = archived.archiver._breaks
+        while archived.archiver._breaks == breaks:
+            bulk(archived, 0, 10)
+        assert archived.restored_contents("during") == before
+        fill(archived.store, 100)
+        gate.is_down = False
+        archived.wait_archived()
+        numbers = [header.position.number for header in archived.headers()]
         assert numbers == list(range(len(numbers))), "numbers have no gaps"
-        expected = contents(w.store)
-    assert read(w.restore("after")) == expected
+        expected = contents(archived.store)
+    assert read(archived.restore("after")) == expected
 
 
-def test_nobody_is_told_that_what_a_break_dropped_is_archived(tmp_path: Path) -> None:
-    """The object that was on its way when the chain broke arrived, and the queue was empty: `wait` returned before the base."""
-    with world(tmp_path, memory_bytes=MIB, backlog_bytes=0) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.held.clear()
+def test_changes_dropped_by_a_break_are_not_reported_as_archived(tmp_path: Path) -> None:
+    """The object being uploaded when the chain broke arrived, and the queue was empty: `wait` returned before the
+    base."""
+    with archived_store(tmp_path, memory_bytes=MIB, backlog_bytes=0) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.may_put.clear()
         gate.is_waiting.clear()
-        w.store.kv("pairs").put(b"first", b"on its way")
+        archived.store.kv("pairs").put(b"first", b"on its way")
         assert gate.is_waiting.wait(WAIT)
         base_may_begin = threading.Event()
-        write_base = w.archiver._write_base
+        write_base = archived.archiver._write_base
 
-        def later() -> None:
+        def write_base_later() -> None:
             assert base_may_begin.wait(WAIT)
             write_base()
 
-        w.archiver._write_base = later  # type: ignore[method-assign]
-        breaks = w.archiver._breaks
-        while w.archiver._breaks == breaks:
-            bulk(w, 0, 4)
-        gate.held.set()
-        until(lambda: not w.archiver._outbox)
+        archived.archiver._write_base = write_base_later  # type: ignore[method-assign]
+        breaks = archived.archiver._breaks
+        while archived.archiver._breaks == breaks:
+            bulk(archived, 0, 4)
+        gate.may_put.set()
+        until(lambda: not archived.archiver._outbox)
         time.sleep(0.2)
         with pytest.raises(NotArchived):
-            w.archiver.wait(0.2)
+            archived.archiver.wait(0.2)
         base_may_begin.set()
-        w.archived()
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+        archived.wait_archived()
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
 def test_tables_that_a_break_dropped_are_uploaded_by_the_base_after_it(tmp_path: Path) -> None:
-    """They were remembered as uploaded: the base named objects that the bucket never got."""
-    with world(tmp_path, memory_bytes=MIB, backlog_bytes=0) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.is_away = True
-        w.store.kv("pairs").put(b"x", b"on its way")
-        until(lambda: w.archiver._outbox)
-        breaks = w.archiver._breaks
-        fill(w.store, 100)
-        w.store.kv("pairs").flush()  # a table in a cut that is dropped
-        until(lambda: not w.archiver.queue.size_bytes)
-        while w.archiver._breaks == breaks:
-            bulk(w, 0, 4)
-        gate.is_away = False
-        w.archived()
-        until(lambda: not list((w.root / "archive").iterdir()))  # those of tables that were dropped, too
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+    """They were recorded as uploaded: the base referred to objects that the bucket never received."""
+    with archived_store(tmp_path, memory_bytes=MIB, backlog_bytes=0) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        archived.store.kv("pairs").put(b"x", b"on its way")
+        until(lambda: archived.archiver._outbox)
+        breaks = archived.archiver._breaks
+        fill(archived.store, 100)
+        archived.store.kv("pairs").flush()  # a table in a cut that is dropped
+        until(lambda: not archived.archiver.queue.size_bytes)
+        while archived.archiver._breaks == breaks:
+            bulk(archived, 0, 4)
+        gate.is_down = False
+        archived.wait_archived()
+        until(lambda: not list((archived.root / "archive").iterdir()))  # including those of dropped tables
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
 def test_a_base_that_began_before_a_break_does_not_count(tmp_path: Path) -> None:
-    with world(tmp_path, memory_bytes=MIB, backlog_bytes=0, base_seconds=0.5) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.before = lambda key: gate.held.clear() if "/base/" in key else None
+    with archived_store(tmp_path, memory_bytes=MIB, backlog_bytes=0, base_seconds=0.5) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.before_put = lambda key: gate.may_put.clear() if "/base/" in key else None
         gate.is_waiting.clear()
         start = 1000
-        while gate.held.is_set():
-            fill(w.store, start, 1)
+        while gate.may_put.is_set():
+            fill(archived.store, start, 1)
             start += 1
-        breaks = w.archiver._breaks  # a base is being read: its parts wait
-        while w.archiver._breaks == breaks:
-            bulk(w, 0, 4)
-        gate.before = lambda _: None
-        gate.held.set()
-        w.archived()
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+        breaks = archived.archiver._breaks  # a base is being read: its parts wait
+        while archived.archiver._breaks == breaks:
+            bulk(archived, 0, 4)
+        gate.before_put = lambda _: None
+        gate.may_put.set()
+        archived.wait_archived()
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
-# ── lives ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_object_of_a_former_life_that_arrives_late_deposes_nobody(tmp_path: Path) -> None:
-    """A put whose process was killed may be carried out after the next life has looked for the end of the log."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    number = w.headers()[-1].position.number
-    late = w.log_path(Position(1, number + 1))
-    fill(w.store, 100)
-    w.archived()
-    data = late.read_bytes()
-    kill(w.store)
-    for header in w.headers():
+# ── restarts ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_late_object_of_a_killed_process_deposes_no_owner(tmp_path: Path) -> None:
+    """A put whose process was killed may take effect after the next process has looked for the end of the log."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    number = archived.headers()[-1].position.number
+    late_path = archived.log_path(Position(1, number + 1))
+    fill(archived.store, 100)
+    archived.wait_archived()
+    data = late_path.read_bytes()
+    kill(archived.store)
+    for header in archived.headers():
         if header.position.number > number:
-            w.log_path(header.position).unlink()
-    w.store = w.open()
-    until(lambda: w.archiver._next is not None)
-    if not late.exists():  # the first object of this life is written when a base has begun or something was changed
-        late.write_bytes(data)
-    fill(w.store, 200)
-    w.archived()
-    expected = contents(w.store)
-    w.close()
-    assert read(w.restore()) == expected
+            archived.log_path(header.position).unlink()
+    archived.store = archived.open()
+    until(lambda: archived.archiver._next is not None)
+    if not late_path.exists():  # this process writes its first object when a base has begun or something has changed
+        late_path.write_bytes(data)
+    fill(archived.store, 200)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    archived.close()
+    assert read(archived.restore()) == expected
 
 
-def test_moments_never_fall_when_the_clock_goes_back(tmp_path: Path) -> None:
+def test_moments_never_decrease_when_the_clock_goes_back(tmp_path: Path) -> None:
     clock = ManualClock(4_000_000_000_000)
-    w = World(tmp_path, clock=clock)
-    fill(w.store, 0)
-    w.archived()
-    expected = contents(w.store)
+    archived = ArchivedStore(tmp_path, clock=clock)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    expected = contents(archived.store)
     moment = clock.now_ms()
     clock.jump(-86_400.0)
-    fill(w.store, 100)
-    w.reopen()
-    fill(w.store, 200)
-    w.archived()
+    fill(archived.store, 100)
+    archived.reopen()
+    fill(archived.store, 200)
+    archived.wait_archived()
     clock.jump(2 * 86_400.0)
-    fill(w.store, 300)
-    w.close()
-    moments = [header.at_ms for header in w.headers()]
+    fill(archived.store, 300)
+    archived.close()
+    moments = [header.at_ms for header in archived.headers()]
     assert moments == sorted(moments)
-    assert contents_of_shop(read(w.restore("past", at_ms=moment), clock=clock)) >= contents_of_shop(expected)
+    assert contents_of_shop(read(archived.restore("past", at_ms=moment), clock=clock)) >= contents_of_shop(expected)
 
 
 def contents_of_shop(state: dict[str, object]) -> int:
@@ -288,21 +302,21 @@ def contents_of_shop(state: dict[str, object]) -> int:
     return len(shop)
 
 
-def test_what_comes_during_a_cut_waits_for_the_next_one(tmp_path: Path) -> None:
-    """Objects followed each other without a pause while somebody wrote."""
-    with world(tmp_path, interval_seconds=0.5) as w:
-        fill(w.store, 0)
-        w.archived()
-        objects, begun = len(w.headers()), time.monotonic()
-        kv = w.store.kv("pairs")
-        while time.monotonic() - begun < 2.0:
+def test_changes_during_a_cut_wait_for_the_next_one(tmp_path: Path) -> None:
+    """Objects followed each other without a pause during writes."""
+    with archived_store(tmp_path, interval_seconds=0.5) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        objects, started = len(archived.headers()), time.monotonic()
+        kv = archived.store.kv("pairs")
+        while time.monotonic() - started < 2.0:
             kv.put(b"hot", b"value")
-        intervals = (time.monotonic() - begun) / 0.5
-        assert len(w.headers()) - objects <= intervals + 2
+        intervals = (time.monotonic() - started) / 0.5
+        assert len(archived.headers()) - objects <= intervals + 2
 
 
-def test_settings_given_to_open_are_those_of_the_archive(tmp_path: Path) -> None:
-    """quire.toml says nothing of an archive; the settings that a program opens the store with do."""
+def test_the_archive_uses_the_settings_given_to_open(tmp_path: Path) -> None:
+    """quire.toml has no archive section; the settings with which a program opens the store do."""
     with quire.open(tmp_path / "store", settings=settings(tmp_path / "bucket")) as store:
         assert store.archive is not None
         fill(store, 0)
@@ -315,38 +329,38 @@ def test_settings_given_to_open_are_those_of_the_archive(tmp_path: Path) -> None
 def test_a_base_that_waits_for_the_bucket_holds_no_transaction_of_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LMDB uses no page again that an open reader may see: an outage during a base would have filled the map."""
+    """LMDB does not reuse pages that an open reader may see: an outage during a base would have filled the map."""
     monkeypatch.setattr(base_writer, "OBJECT_BYTES", 1_000)  # parts end in the middle of the manifest's rows
-    with world(tmp_path, base_seconds=0.3) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.before = lambda key: gate.held.clear() if "/base/" in key else None
+    with archived_store(tmp_path, base_seconds=0.3) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.before_put = lambda key: gate.may_put.clear() if "/base/" in key else None
         start = 1000
-        while gate.held.is_set():
-            fill(w.store, start, 1)
+        while gate.may_put.is_set():
+            fill(archived.store, start, 1)
             start += 1
-        readers = [thread for _, thread in w.store.manifest.env.gate.unreported(0.0)]
-        gate.before = lambda _: None
-        gate.held.set()
-        w.archived()
-        expected = contents(w.store)
+        readers = [thread for _, thread in archived.store.manifest.env.gate.unreported(0.0)]
+        gate.before_put = lambda _: None
+        gate.may_put.set()
+        archived.wait_archived()
+        expected = contents(archived.store)
     assert not [thread for thread in readers if "archive" in thread]
-    assert read(w.restore()) == expected
+    assert read(archived.restore()) == expected
 
 
 @pytest.mark.timeout(60)
 def test_a_base_does_not_wait_for_a_file_that_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with world(tmp_path) as w:
-        path = w.root / "lsm" / "table.sst"
+    with archived_store(tmp_path) as archived:
+        path = archived.root / "lsm" / "table.sst"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"table")
-        put = w.archiver._uploader.put_artifact
+        put = archived.archiver._uploader.put_artifact
 
-        def removed(key: str, name: str) -> None:
+        def remove_then_put(key: str, name: str) -> None:
             path.unlink()
             put(key, name)
 
-        monkeypatch.setattr(w.archiver._uploader, "put_artifact", removed)
+        monkeypatch.setattr(archived.archiver._uploader, "put_artifact", remove_then_put)
         with pytest.raises(FileNotFoundError):
-            w.archiver.artifact(Position(1, 0), str(path), "lsm/table.sst")
+            archived.archiver.artifact(Position(1, 0), str(path), "lsm/table.sst")

@@ -53,27 +53,27 @@ def test_a_call_returns_when_its_own_ordinal_has_arrived() -> None:
         arrivals.wake()
         assert first.ended() is True
         assert not second.outcome
-        assert arrivals.has_waiters(), "the second one"
+        assert arrivals.has_waiters(), "the second call still waits"
         arrivals.advance(6, is_restorable=True)
         arrivals.wake()
         assert second.ended() is True
     assert not arrivals.has_waiters()
 
 
-def test_what_cannot_be_restored_yet_has_not_arrived() -> None:
+def test_changes_that_cannot_be_restored_yet_have_not_arrived() -> None:
     arrivals = Arrivals()
     with ending(arrivals):
         call = Call(arrivals, 5)
         arrivals.advance(7, is_restorable=False)
         arrivals.wake()
-        assert arrivals.has_waiters(), "an object without a base serves nobody"
+        assert arrivals.has_waiters(), "an object without a base completes no call"
         assert not call.outcome
         arrivals.advance(8, is_restorable=True)
         arrivals.wake()
         assert call.ended() is True
 
 
-def test_an_ordinal_that_arrived_between_registration_and_the_first_look_is_not_waited_for() -> None:
+def test_an_ordinal_that_arrives_before_the_first_check_is_not_waited_for() -> None:
     arrivals = Arrivals()
     assert arrivals.wait(3, WAIT, lambda: arrivals.advance(3, is_restorable=True))
 
@@ -88,7 +88,7 @@ def test_a_failure_ends_every_call_even_if_its_ordinal_arrived() -> None:
         arrivals.wait(1, WAIT, lambda: None)
 
 
-def test_a_bucket_that_does_not_answer_in_time_is_reported() -> None:
+def test_a_timeout_of_the_bucket_is_reported() -> None:
     arrivals = Arrivals()
     assert arrivals.wait(1, 0.01, lambda: None) is False
     assert not arrivals.has_waiters()

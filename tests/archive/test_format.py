@@ -1,4 +1,4 @@
-"""Objects of an archive: what is written is read, and whatever is changed is told."""
+"""Objects of an archive: what is written is read back, and any change is detected."""
 
 from __future__ import annotations
 
@@ -46,41 +46,41 @@ HEADERS = st.builds(
 
 
 @given(HEADERS, st.lists(EVENTS, max_size=8))
-def test_an_object_is_read_as_it_was_written(header: f.Header, events: list[f.AnyEvent]) -> None:
+def test_objects_round_trip(header: f.Header, events: list[f.AnyEvent]) -> None:
     data = f.encode_object(header, events)
-    read, found = f.decode_object(data, "key")
-    assert found == events
-    assert (read.kind, read.position, read.parent, read.parent_digest) == (
+    decoded_header, decoded_events = f.decode_object(data, "key")
+    assert decoded_events == events
+    assert (decoded_header.kind, decoded_header.position, decoded_header.parent, decoded_header.parent_digest) == (
         header.kind,
         header.position,
         header.parent,
         header.parent_digest,
     )
-    assert (read.at_ms, read.restorable, read.base, read.successor) == (
+    assert (decoded_header.at_ms, decoded_header.restorable, decoded_header.base, decoded_header.successor) == (
         header.at_ms,
         header.restorable,
         header.base,
         header.successor,
     )
-    assert f.decode_header(data[: f.HEADER_BYTES], "key") == read
+    assert f.decode_header(data[: f.HEADER_BYTES], "key") == decoded_header
 
 
 @given(st.data(), st.lists(EVENTS, min_size=1, max_size=4))
-def test_a_changed_byte_is_told(data: st.DataObject, events: list[f.AnyEvent]) -> None:
+def test_a_changed_byte_is_detected(data: st.DataObject, events: list[f.AnyEvent]) -> None:
     header = f.Header(kind=f.Kind.LOG, position=f.Position(1, 2), parent=f.Position(1, 1), at_ms=3)
-    whole = bytearray(f.encode_object(header, events))
-    at = data.draw(st.integers(0, len(whole) - 1))
-    whole[at] ^= data.draw(st.integers(1, 255))
+    encoded = bytearray(f.encode_object(header, events))
+    offset = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[offset] ^= data.draw(st.integers(1, 255))
     with pytest.raises((Corruption, FormatTooNew)):
-        f.decode_object(bytes(whole), "key")
+        f.decode_object(bytes(encoded), "key")
 
 
 @given(st.data(), st.lists(EVENTS, min_size=1, max_size=4))
-def test_a_cut_object_is_told(data: st.DataObject, events: list[f.AnyEvent]) -> None:
+def test_a_truncated_object_is_detected(data: st.DataObject, events: list[f.AnyEvent]) -> None:
     header = f.Header(kind=f.Kind.LOG, position=f.Position(1, 2), parent=f.Position(1, 1), at_ms=3)
-    whole = f.encode_object(header, events)
+    encoded = f.encode_object(header, events)
     with pytest.raises(Corruption):
-        f.decode_object(whole[: data.draw(st.integers(0, len(whole) - 1))], "key")
+        f.decode_object(encoded[: data.draw(st.integers(0, len(encoded) - 1))], "key")
 
 
 def test_a_size_beyond_the_bound_is_refused_before_anything_is_decompressed() -> None:
@@ -92,7 +92,7 @@ def test_a_size_beyond_the_bound_is_refused_before_anything_is_decompressed() ->
         f.decode_object(bytes(data), "key")
 
 
-def test_a_newer_format_is_told() -> None:
+def test_a_newer_format_is_refused() -> None:
     header = f.Header(kind=f.Kind.LOG, position=f.Position(1, 2), parent=f.Position(1, 1), at_ms=3)
     data = bytearray(f.encode_object(header, []))
     struct.pack_into("<H", data, 8, f.FORMAT + 1)
@@ -102,7 +102,7 @@ def test_a_newer_format_is_told() -> None:
 
 
 @given(st.integers(1, 2**32 - 1), NUMBERS)
-def test_names_are_parsed_as_they_were_built(epoch: int, number: int) -> None:
+def test_names_round_trip(epoch: int, number: int) -> None:
     position = f.Position(epoch, number)
     assert f.parse_log_key(f.log_key(STORE, position)) == position
     assert f.parse_archive_key(f.log_key(STORE, position)) == (position, "log")
@@ -111,7 +111,7 @@ def test_names_are_parsed_as_they_were_built(epoch: int, number: int) -> None:
     assert f.parse_log_key(f"{STORE}/e/00000001/x") is None
 
 
-def test_the_page_shows_the_header_as_it_is() -> None:
+def test_the_format_page_matches_the_header() -> None:
     text = Path("docs/formats/archive.md").read_text("utf-8")
     assert f"{f.HEADER_BYTES} bytes" in text
     offsets = [int(row) for row in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]

@@ -1,4 +1,5 @@
-"""What a standby's owner removes or uses again stays readable for the leases that were there at that moment, and no longer."""
+"""Files that a standby's owner removes or recycles stay readable for the leases that existed at that time, and no
+longer."""
 
 from __future__ import annotations
 
@@ -21,19 +22,19 @@ FIRST: list[AnyEvent] = [
     WriteEvent(7, 0, b"header 2"),
     WriteEvent(7, 8, b"frames"),
 ]
-USED_AGAIN: list[AnyEvent] = [WriteEvent(7, 0, b"header 3"), RenameEvent(7, SEGMENT, NEXT), WriteEvent(7, 8, b"others")]
+RECYCLED: list[AnyEvent] = [WriteEvent(7, 0, b"header 3"), RenameEvent(7, SEGMENT, NEXT), WriteEvent(7, 8, b"others")]
 
 
-class Followed:
+class FollowedDirectory:
     """A directory that is followed, with leases by name."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.leases: set[str] = set()
-        self.replay = self.resumed()
+        self.replay = self.resume()
         self.apply(FIRST)
 
-    def resumed(self) -> Replay:
+    def resume(self) -> Replay:
         self.root.mkdir(exist_ok=True)
         (self.root / ".files").mkdir(exist_ok=True)
         return Replay.resume(
@@ -45,72 +46,76 @@ class Followed:
         self.replay.sweep()
 
     def read(self, path: str) -> bytes:
-        def nowhere() -> None:
+        def no_bucket() -> None:
             raise Unavailable("no bucket")
 
-        file = ReaderFiles(OsDisk(), str(self.root), nowhere).open(str(self.root / path), write=False)  # type: ignore[arg-type]
+        file = ReaderFiles(OsDisk(), str(self.root), no_bucket).open(str(self.root / path), write=False)  # type: ignore[arg-type]
         try:
             return file.read_at(14, 0)
         finally:
             file.close()
 
-    def kept(self) -> int:
+    def kept_count(self) -> int:
         return len(list((self.root / ".kept").iterdir())) if (self.root / ".kept").exists() else 0
 
 
 @pytest.fixture
-def followed(tmp_path: Path) -> Followed:
-    return Followed(tmp_path / "standby")
+def followed_directory(tmp_path: Path) -> FollowedDirectory:
+    return FollowedDirectory(tmp_path / "standby")
 
 
-@pytest.mark.parametrize("events", [USED_AGAIN, [RemoveEvent(7, SEGMENT)]])
-def test_a_segment_that_is_lost_stays_for_the_leases_of_that_moment(followed: Followed, events: list[AnyEvent]) -> None:
-    followed.leases = {"one", "two"}
-    followed.apply(events)
-    assert followed.read(SEGMENT) == b"header 2frames"
-    assert not (followed.root / SEGMENT).exists()
-    followed.leases = {"two", "later"}
-    followed.apply([])
-    assert followed.read(SEGMENT) == b"header 2frames"
-    followed.leases = {"later"}
-    followed.apply([])
-    assert followed.kept() == 0
+@pytest.mark.parametrize("events", [RECYCLED, [RemoveEvent(7, SEGMENT)]])
+def test_a_removed_or_recycled_segment_is_kept_for_the_leases_of_that_moment(
+    followed_directory: FollowedDirectory, events: list[AnyEvent]
+) -> None:
+    followed_directory.leases = {"one", "two"}
+    followed_directory.apply(events)
+    assert followed_directory.read(SEGMENT) == b"header 2frames"
+    assert not (followed_directory.root / SEGMENT).exists()
+    followed_directory.leases = {"two", "later"}
+    followed_directory.apply([])
+    assert followed_directory.read(SEGMENT) == b"header 2frames"
+    followed_directory.leases = {"later"}
+    followed_directory.apply([])
+    assert followed_directory.kept_count() == 0
     with pytest.raises(FileNotFoundError):
-        followed.read(SEGMENT)
+        followed_directory.read(SEGMENT)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_segment_that_is_used_again_has_both_lives_wherever_objects_are_cut(followed: Followed, cut: int) -> None:
-    followed.leases = {"one"}
-    followed.apply(USED_AGAIN[:cut])
-    followed.replay.close()
-    followed.replay = followed.resumed()
-    followed.apply([])
-    followed.apply(USED_AGAIN[cut:])
-    assert followed.read(SEGMENT) == b"header 2frames"
-    assert followed.read(NEXT) == b"header 3others"
+def test_a_recycled_segment_is_readable_in_both_uses_wherever_objects_are_split(
+    followed_directory: FollowedDirectory, cut: int
+) -> None:
+    followed_directory.leases = {"one"}
+    followed_directory.apply(RECYCLED[:cut])
+    followed_directory.replay.close()
+    followed_directory.replay = followed_directory.resume()
+    followed_directory.apply([])
+    followed_directory.apply(RECYCLED[cut:])
+    assert followed_directory.read(SEGMENT) == b"header 2frames"
+    assert followed_directory.read(NEXT) == b"header 3others"
 
 
-def test_nothing_is_kept_if_nobody_reads(followed: Followed) -> None:
-    followed.apply(USED_AGAIN)
-    assert followed.kept() == 0
-    assert followed.read(NEXT) == b"header 3others"
+def test_nothing_is_kept_without_leases(followed_directory: FollowedDirectory) -> None:
+    followed_directory.apply(RECYCLED)
+    assert followed_directory.kept_count() == 0
+    assert followed_directory.read(NEXT) == b"header 3others"
 
 
-def test_a_standby_that_is_started_again_keeps_for_who_reads_then(followed: Followed) -> None:
-    followed.leases = {"one"}
-    followed.apply([RemoveEvent(7, SEGMENT)])
-    followed.replay.close()
-    followed.replay = followed.resumed()
-    assert followed.read(SEGMENT) == b"header 2frames"
-    followed.replay.close()
-    followed.leases = set()
-    followed.replay = followed.resumed()
-    assert followed.kept() == 0
+def test_a_restarted_standby_keeps_files_for_current_leases(followed_directory: FollowedDirectory) -> None:
+    followed_directory.leases = {"one"}
+    followed_directory.apply([RemoveEvent(7, SEGMENT)])
+    followed_directory.replay.close()
+    followed_directory.replay = followed_directory.resume()
+    assert followed_directory.read(SEGMENT) == b"header 2frames"
+    followed_directory.replay.close()
+    followed_directory.leases = set()
+    followed_directory.replay = followed_directory.resume()
+    assert followed_directory.kept_count() == 0
 
 
-def test_a_name_that_gets_another_file_is_read_from_that(followed: Followed) -> None:
-    followed.leases = {"one"}
-    followed.apply([RemoveEvent(7, SEGMENT)])
-    followed.apply([CreateEvent(8, SEGMENT), WriteEvent(8, 0, b"header of another")])
-    assert followed.read(SEGMENT) == b"header of anot"
+def test_a_name_with_a_new_file_is_read_from_that_file(followed_directory: FollowedDirectory) -> None:
+    followed_directory.leases = {"one"}
+    followed_directory.apply([RemoveEvent(7, SEGMENT)])
+    followed_directory.apply([CreateEvent(8, SEGMENT), WriteEvent(8, 0, b"header of another")])
+    assert followed_directory.read(SEGMENT) == b"header of anot"

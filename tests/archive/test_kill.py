@@ -1,4 +1,4 @@
-"""A process is killed at every step of the archiver: what it was told to be archived is in the bucket, exactly."""
+"""A process is killed at every step of the archiver: what it reported as archived is in the bucket, exactly."""
 
 from __future__ import annotations
 
@@ -16,129 +16,135 @@ from quire.archive.log_reader import find, store_ids
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.durable.failpoints import armed
 from quire.objects.open import open_store
+from tests.archive.archived_store import WAIT, ArchivedStore, contents, fill, kill, quiet, read
 from tests.archive.killed import ROUND
-from tests.archive.world import WAIT, World, contents, fill, kill, quiet, read
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 
 SOURCES = Path(__file__).parents[2] / "src" / "quire" / "archive"
 HIT = re.compile(r'hit\("(archive\.[a-z.]+)"\)')
 POINTS = sorted({point for path in SOURCES.glob("*.py") for point in HIT.findall(path.read_text())})
-OF_TAKEOVERS = {"archive.seal.before", "archive.seal.put"}
-RARE = {"archive.spooled", "archive.seal.ahead"}
-"""Only reached while the bucket is away (test_archiver.py), or by a takeover from a busy owner (test_sealing.py)."""
+TAKEOVER_POINTS = {"archive.seal.before", "archive.seal.put"}
+RARE_POINTS = {"archive.spooled", "archive.seal.ahead"}
+"""Only reached while the bucket is unavailable (test_archiver.py), or by a takeover from a busy owner
+(test_sealing.py)."""
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.archive.killed:run") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.archive.killed:run") as fork_server:
+        yield fork_server
 
 
-def live(nursery: Nursery, home: Path, failpoints: str, first: int = 0, rounds: int = 6) -> tuple[int, int, bool]:
+def run_rounds(
+    fork_server: ForkServer, home: Path, failpoints: str, first: int = 0, rounds: int = 6
+) -> tuple[int, int, bool]:
     """(last round begun, last round archived, whether it ended by itself)"""
-    begun, archived, is_done = -1, -1, False
-    with nursery.spawn() as child:
-        told = {"home": str(home), "failpoints": failpoints, "first": first, "rounds": rounds}
-        child.line.send(json.dumps(told).encode())
-        while (message := child.line.receive()) is not None:
-            word, _, number = message.decode().partition(" ")
-            begun = int(number) if word == "begun" else begun
-            archived = int(number) if word == "archived" else archived
-            is_done = is_done or word == "done"
-    return begun, archived, is_done
+    begun_round, archived_round, is_done = -1, -1, False
+    with fork_server.spawn() as child:
+        task = {"home": str(home), "failpoints": failpoints, "first": first, "rounds": rounds}
+        child.channel.send(json.dumps(task).encode())
+        while (message := child.channel.receive()) is not None:
+            kind, _, number = message.decode().partition(" ")
+            begun_round = int(number) if kind == "begun" else begun_round
+            archived_round = int(number) if kind == "archived" else archived_round
+            is_done = is_done or kind == "done"
+    return begun_round, archived_round, is_done
 
 
-def check(state: dict[str, object], begun: int, archived: int, first: int = 0) -> None:
-    """Everything that was archived is there, nothing that was not begun is, and each database is a beginning of its work."""
-    expected = [number * 1_000 + step for number in range(first, begun + 1) for step in range(ROUND)]
-    certain = (archived - first + 1) * ROUND
+def check(state: dict[str, object], begun_round: int, archived_round: int, first: int = 0) -> None:
+    """Every archived change is there, none that was not begun is, and each database has a prefix of its changes."""
+    expected = [number * 1_000 + step for number in range(first, begun_round + 1) for step in range(ROUND)]
+    archived_count = (archived_round - first + 1) * ROUND
     for name, numbers in (
         ("shop", sorted(state.get("shop", {}))),  # type: ignore[call-overload]
         ("pairs", sorted(int(key) for key in state.get("pairs", {}))),  # type: ignore[attr-defined]
         ("events", [int(payload.split()[1]) for _, payload in state.get("events", [])]),  # type: ignore[attr-defined]
     ):
         assert numbers == expected[: len(numbers)], name
-        assert len(numbers) >= certain, name
-    for number in range(first, archived + 1):
+        assert len(numbers) >= archived_count, name
+    for number in range(first, archived_round + 1):
         if number % 2:
             assert f"shop@round-{number}" in state
 
 
 def is_restorable(bucket: Path) -> bool:
     with closing(open_store(str(bucket))) as store:
-        known = store_ids(store)
+        ids = store_ids(store)
         try:
-            return bool(known) and find(store, known[0]) is not None
+            return bool(ids) and find(store, ids[0]) is not None
         except QuireError:
             return False
 
 
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(
-    "point", [point for point in POINTS if point not in OF_TAKEOVERS | RARE and ".replay." not in point]
+    "point", [point for point in POINTS if point not in TAKEOVER_POINTS | RARE_POINTS and ".replay." not in point]
 )
-def test_an_owner_killed_at_a_step(nursery: Nursery, tmp_path: Path, point: str, after: int) -> None:
-    begun, archived, is_done = live(nursery, tmp_path, f"{point}={after}*off->kill" if after else f"{point}=kill")
+def test_an_owner_killed_at_a_step(fork_server: ForkServer, tmp_path: Path, point: str, after: int) -> None:
+    begun_round, archived_round, is_done = run_rounds(
+        fork_server, tmp_path, f"{point}={after}*off->kill" if after else f"{point}=kill"
+    )
     assert not is_done, f"{point} was not reached"
     bucket = tmp_path / "as it was"
-    (tmp_path / "bucket").mkdir(exist_ok=True)  # the first step comes before the first put
+    (tmp_path / "bucket").mkdir(exist_ok=True)  # the first step precedes the first put
     shutil.copytree(tmp_path / "bucket", bucket)
-    if archived >= 0 or is_restorable(bucket):  # before a base counts, nobody is told that anything is archived
+    if archived_round >= 0 or is_restorable(bucket):  # before a base counts, nothing is reported as archived
         quire.restore(str(bucket), tmp_path / "restored")
-        check(read(tmp_path / "restored"), begun, archived)
-    # the directory goes on, with a base
-    w = World(tmp_path)
-    fill(w.store, 900_000, 3)
-    w.archived()
-    state = contents(w.store)
-    w.close()
-    assert w.look("continued") == state
+        check(read(tmp_path / "restored"), begun_round, archived_round)
+    # the directory continues, with a base
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 900_000, 3)
+    archived.wait_archived()
+    state = contents(archived.store)
+    archived.close()
+    assert archived.restored_contents("continued") == state
 
 
-@pytest.mark.parametrize("point", sorted(OF_TAKEOVERS))
+@pytest.mark.parametrize("point", sorted(TAKEOVER_POINTS))
 def test_a_takeover_killed_at_a_step_leaves_one_owner(tmp_path: Path, point: str) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    expected = contents(w.store)
-    kill(w.store)
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    kill(archived.store)
     with armed(point, "raise:EIO"), pytest.raises(OSError, match="failpoint"):
-        w.restore("first", takeover=True)
-    taken = w.restore("second", takeover=True)
-    with w.open(taken) as store:
+        archived.restore("first", takeover=True)
+    successor = archived.restore("second", takeover=True)
+    with archived.open(successor) as store:
         assert contents(store) == expected
         fill(store, 100)
         assert store.archive is not None
         store.archive.wait(WAIT)
         expected = contents(store)
     with pytest.raises(StoreFenced):  # the dead owner comes back
-        came_back(w)
-    assert w.look("at last") == expected
+        write_as_old_owner(archived)
+    assert archived.restored_contents("at last") == expected
 
 
-def came_back(w: World) -> None:
-    with w.open() as store:
+def write_as_old_owner(archived: ArchivedStore) -> None:
+    with archived.open() as store:
         store.kv("pairs").put(b"too", b"late")
         assert store.archive is not None
         store.archive.wait(WAIT)
 
 
-def test_a_restore_that_was_cut_off_is_no_store(tmp_path: Path) -> None:
-    """quire.toml and the manifest were there, with some of the rows: the directory opened, and had less than was archived."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.close()
+def test_an_interrupted_restore_is_not_a_store(tmp_path: Path) -> None:
+    """quire.toml and the manifest existed, with some of the rows: the directory opened, and had less than was
+    archived."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
 
-    def dies(step: str, done: int, total: int) -> None:
+    def interrupt(step: str, done: int, total: int) -> None:
         if step == "log":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        w.restore("half", progress=dies)
+        archived.restore("half", progress=interrupt)
     for attempt in (
         lambda: quire.open(tmp_path / "half", "r"),
         lambda: quire.open(tmp_path / "half", settings=quiet()),
-        lambda: w.restore("half"),
+        lambda: archived.restore("half"),
     ):
         with pytest.raises(InvalidInput, match="did not complete"):
             attempt()

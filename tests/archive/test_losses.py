@@ -1,4 +1,4 @@
-"""The whole-store simulation with an archive: disks are lost and come back from the bucket; planted bugs are found."""
+"""The whole-store simulation with an archive: disks are lost and restored from the bucket; planted bugs are found."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ def test_runs_find_nothing(seed: int) -> None:
     simulate_losses(seed)
 
 
-# ── planted bugs: each is called in a process that ends with its life, so nothing is put back ──────────────────────────
+# ── planted bugs: each is applied in a process that ends with its run, so nothing is reset ────────────────────────────
 def writes_of_streams_are_not_handed_over() -> None:
     write_at = RecordedFile.write_at
 
-    def forgetful(self: RecordedFile, data: Any, offset: int) -> None:
+    def write_unrecorded(self: RecordedFile, data: Any, offset: int) -> None:
         if "/hot/" in self.path:
             self._inner.write_at(data, offset)
         else:
             write_at(self, data, offset)
 
-    _patch.setattr(RecordedFile, "write_at", forgetful)
-    _patch.setattr(RecordedFile, "write_synced_at", forgetful)
+    _patch.setattr(RecordedFile, "write_at", write_unrecorded)
+    _patch.setattr(RecordedFile, "write_synced_at", write_unrecorded)
 
 
 def events_come_after_the_acknowledgement() -> None:
-    """The event of a write waits for the next one."""
-    late: list[Any] = []
+    """The event of a write is delayed until the next write."""
+    delayed: list[Any] = []
 
-    def later(self: RecordedFile, data: Any, offset: int) -> None:
+    def write_delayed(self: RecordedFile, data: Any, offset: int) -> None:
         self._inner.write_at(data, offset)
         self._inner.sync()
-        late.append(write_event(self.number, offset, data))
-        if len(late) > 1:
-            self._queue.append(late.pop(0))
+        delayed.append(write_event(self.number, offset, data))
+        if len(delayed) > 1:
+            self._queue.append(delayed.pop(0))
 
-    _patch.setattr(RecordedFile, "write_at", later)
-    _patch.setattr(RecordedFile, "write_synced_at", later)
+    _patch.setattr(RecordedFile, "write_at", write_delayed)
+    _patch.setattr(RecordedFile, "write_synced_at", write_delayed)
 
 
 def bases_count_before_their_files_are_read() -> None:
-    def nothing(*_: Any) -> Iterator[str]:
+    def no_paths(*_: Any) -> Iterator[str]:
         return iter(())
 
-    _patch.setattr(base_writer, "_paths", nothing)
+    _patch.setattr(base_writer, "_paths", no_paths)
 
 
 def tables_are_not_handed_over() -> None:

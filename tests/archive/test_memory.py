@@ -22,31 +22,31 @@ def write(size: int) -> WriteEvent:
     return WriteEvent(1, 0, bytes(size))
 
 
-def test_a_full_queue_asks_for_a_cut_and_holds_up_who_writes() -> None:
-    asked: list[int] = []
-    queue = EventQueue(crowded_bytes=1_000, full_bytes=2_000, crowded=lambda: asked.append(queue.size_bytes))
+def test_a_full_queue_requests_a_cut_and_blocks_writers() -> None:
+    crowded_sizes: list[int] = []
+    queue = EventQueue(crowded_bytes=1_000, full_bytes=2_000, crowded=lambda: crowded_sizes.append(queue.size_bytes))
     queue.append(write(500))
-    assert not asked
+    assert not crowded_sizes
     queue.append(write(600))
     queue.append(write(100))
-    assert len(asked) == 1  # once, when it becomes crowded
-    went_on = threading.Event()
+    assert len(crowded_sizes) == 1  # once, when it becomes crowded
+    continued = threading.Event()
 
-    def beyond() -> None:
+    def append_more() -> None:
         queue.append(write(1_500))
-        went_on.set()
+        continued.set()
 
-    writer = threading.Thread(target=beyond)
+    writer = threading.Thread(target=append_more)
     writer.start()
-    assert not went_on.wait(0.2)
+    assert not continued.wait(0.2)
     events, end = queue.take(1_000)
     assert (len(events), end) == (2, 2)
-    assert went_on.wait(5)
+    assert continued.wait(5)
     writer.join()
-    assert len(asked) == 2
+    assert len(crowded_sizes) == 2
 
 
-def test_events_come_in_order_around_a_commit_that_is_not_settled() -> None:
+def test_events_stay_in_order_around_an_unsettled_commit() -> None:
     queue = EventQueue()
     queue.append(write(1))
     slot = queue.reserve()
@@ -62,7 +62,7 @@ def test_events_come_in_order_around_a_commit_that_is_not_settled() -> None:
     assert queue.since is None
 
 
-def test_what_is_dropped_counts_as_taken() -> None:
+def test_dropped_events_count_as_taken() -> None:
     queue = EventQueue()
     for size in (1, 2, 3):
         queue.append(write(size))
@@ -75,47 +75,48 @@ def test_what_is_dropped_counts_as_taken() -> None:
 
 
 def _write_much(folder: Path, total: int, point: str) -> tuple[int, int]:
-    """Write so many bytes while the bucket does not answer; the largest queue and the most that waited in memory."""
+    """Write this many bytes while the bucket is unavailable; returns the largest queue and the most that waited in
+    memory."""
     bucket = folder / "bucket"
     bucket.mkdir()
-    away = threading.Event()
+    is_down = threading.Event()
 
     def refuse(_: str) -> None:
-        if away.is_set():
-            raise ObjectStoreUnavailable("the bucket is away")
+        if is_down.is_set():
+            raise ObjectStoreUnavailable("the bucket is unavailable")
 
     archive = quire.ArchiveSettings(mode="async", memory_bytes=MEMORY, interval_seconds=60.0)
     settings = quire.StoreSettings(object_store=str(bucket), archive=archive)
-    queued = held = 0
+    queue_bytes = outbox_bytes = 0
     value = os.urandom(MIB)
     with armed(point, refuse), quire.open(folder / "store", settings=settings) as store:
         kv = store.kv("kv", create=True)
         archiver = store.archive
         assert archiver is not None
         archiver.wait()
-        away.set()
+        is_down.set()
         for number in range(total // MIB):
             kv.put(b"%d" % number, value, sync=False)
-            queued = max(queued, archiver.queue.size_bytes)
-            held = max(held, archiver._outbox_bytes()[0])
-        away.clear()
+            queue_bytes = max(queue_bytes, archiver.queue.size_bytes)
+            outbox_bytes = max(outbox_bytes, archiver._outbox_bytes()[0])
+        is_down.clear()
         archiver.wait(120)
         copies = total // MIB
     quire.restore(str(bucket), folder / "restored", takeover=True)
     with quire.open(folder / "restored") as store:
         assert all(store.kv("kv").get(b"%d" % number) == value for number in range(copies))
-    return queued, held
+    return queue_bytes, outbox_bytes
 
 
-def test_a_writer_does_not_fill_memory_while_the_bucket_is_away(tmp_path: Path) -> None:
-    """The interval is a minute: only its own size makes the queue shrink."""
-    queued, held = _write_much(tmp_path, 64 * MIB, "archive.log.before")
-    assert queued <= MEMORY + 2 * MIB
-    assert held <= MEMORY
+def test_a_writer_does_not_fill_memory_while_the_bucket_is_unavailable(tmp_path: Path) -> None:
+    """The interval is a minute: only its size limit makes the queue shrink."""
+    queue_bytes, outbox_bytes = _write_much(tmp_path, 64 * MIB, "archive.log.before")
+    assert queue_bytes <= MEMORY + 2 * MIB
+    assert outbox_bytes <= MEMORY
 
 
 @pytest.mark.slow
 def test_half_a_gigabyte_does_not_fill_memory(tmp_path: Path) -> None:
-    queued, held = _write_much(tmp_path, 500 * MIB, "archive.log.before")
-    assert queued <= MEMORY + 2 * MIB
-    assert held <= MEMORY
+    queue_bytes, outbox_bytes = _write_much(tmp_path, 500 * MIB, "archive.log.before")
+    assert queue_bytes <= MEMORY + 2 * MIB
+    assert outbox_bytes <= MEMORY

@@ -1,4 +1,4 @@
-"""A directory made of events equals the one that handed them over, wherever a base was read meanwhile."""
+"""A directory rebuilt from events equals the recorded one, wherever a base was read meanwhile."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def contents(root: str) -> dict[str, bytes]:
     return tree
 
 
-def taken(queue: EventQueue) -> list[AnyEvent]:
+def take_events(queue: EventQueue) -> list[AnyEvent]:
     return queue.take(1 << 62)[0]  # type: ignore[return-value]
 
 
-class Mirrored(RuleBasedStateMachine):
-    """Random work on files. A base is read in steps between which the work goes on; what was handed over since it began is
+class ReplayMachine(RuleBasedStateMachine):
+    """Random operations on files. A base is read in steps between which operations continue; events since its begin are
     replayed over it, twice."""
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class Mirrored(RuleBasedStateMachine):
         self.base: list[AnyEvent] | None = None
         self.log: list[AnyEvent] = []
         self.walk: list[str] = []
-        self.seen: set[int] = set()
-        self.held: list[File] = []
+        self.read_numbers: set[int] = set()
+        self.open_files: list[File] = []
 
     def at(self, name: str) -> str:
         return os.path.join(self.root, name)
 
     def collect(self) -> None:
-        events = taken(self.queue)
+        events = take_events(self.queue)
         if self.base is not None:
             self.log += events
 
@@ -86,19 +86,19 @@ class Mirrored(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def hold(self, name: str) -> None:
-        if os.path.exists(self.at(name)) and len(self.held) < 4:
-            self.held.append(self.disk.open(self.at(name)))
+        if os.path.exists(self.at(name)) and len(self.open_files) < 4:
+            self.open_files.append(self.disk.open(self.at(name)))
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.open_files)
     @rule(number=st.integers(0, 3), data=st.binary(min_size=1, max_size=40))
     def write_late(self, number: int, data: bytes) -> None:
-        """The file may have lost its name, or given it to another."""
-        self.held[number % len(self.held)].write_at(data, 5)
+        """The file may have lost its name, or another file may have it now."""
+        self.open_files[number % len(self.open_files)].write_at(data, 5)
 
-    @precondition(lambda self: self.held)
+    @precondition(lambda self: self.open_files)
     @rule()
-    def let_go(self) -> None:
-        self.held.pop(0).close()
+    def close_file(self) -> None:
+        self.open_files.pop(0).close()
 
     @rule(former=st.sampled_from(NAMES), name=st.sampled_from(NAMES))
     def rename(self, former: str, name: str) -> None:
@@ -126,7 +126,7 @@ class Mirrored(RuleBasedStateMachine):
         self.base = []
         self.disk.watch_renames()
         self.walk = sorted(contents(self.root))
-        self.seen = set()
+        self.read_numbers = set()
 
     @precondition(lambda self: self.base is not None and self.walk)
     @rule()
@@ -136,7 +136,7 @@ class Mirrored(RuleBasedStateMachine):
     def read(self, path: str) -> None:
         assert self.base is not None
         try:
-            self.base += whole_file(OsDisk(), path, os.path.relpath(path, self.root), self.seen)
+            self.base += whole_file(OsDisk(), path, os.path.relpath(path, self.root), self.read_numbers)
         except FileNotFoundError:
             return
 
@@ -144,7 +144,7 @@ class Mirrored(RuleBasedStateMachine):
     @rule()
     def restore(self) -> None:
         assert self.base is not None
-        while renamed := [path for path, number in self.disk.renamed().items() if number not in self.seen]:
+        while renamed := [path for path, number in self.disk.renamed().items() if number not in self.read_numbers]:
             for path in renamed:
                 self.read(path)
         self.collect()
@@ -160,17 +160,17 @@ class Mirrored(RuleBasedStateMachine):
         self.base, self.log = None, []
 
     def teardown(self) -> None:
-        while self.held:
-            self.let_go()
+        while self.open_files:
+            self.close_file()
         self.home.cleanup()
 
 
-TestMirrored = Mirrored.TestCase
+TestMirrored = ReplayMachine.TestCase
 
 
-def test_a_file_that_got_two_names_and_lost_one_is_read_by_the_other() -> None:
+def test_a_file_that_gained_two_names_and_lost_one_is_read_by_the_other() -> None:
     first, second, third = NAMES[:3]
-    machine = Mirrored()
+    machine = ReplayMachine()
     machine.create(first, 10)
     machine.begin_base()
     machine.rename(first, second)
@@ -181,17 +181,17 @@ def test_a_file_that_got_two_names_and_lost_one_is_read_by_the_other() -> None:
     machine.teardown()
 
 
-def test_a_file_that_a_vanished_one_replaced_has_lost_its_name() -> None:
-    """It was renamed over one that the base had read already, and removed before the base came to it."""
-    one, two = NAMES[:2]
-    machine = Mirrored()
-    machine.create(one, 10)
-    machine.create(two, 0)
+def test_a_file_replaced_by_a_removed_one_has_lost_its_name() -> None:
+    """It was renamed over one that the base had already read, and removed before the base reached it."""
+    first, second = NAMES[:2]
+    machine = ReplayMachine()
+    machine.create(first, 10)
+    machine.create(second, 0)
     machine.begin_base()
     machine.read_one_file()
-    machine.rename(two, one)
+    machine.rename(second, first)
     machine.read_one_file()
-    machine.remove(one)
+    machine.remove(first)
     machine.restore()
     machine.teardown()
 
@@ -203,7 +203,7 @@ def test_a_path_that_leaves_the_store_is_refused(tmp_path: Path, path: str) -> N
 
 
 @given(st.sampled_from([WriteEvent(7, 0, b"x"), RenameEvent(7, NAMES[0], NAMES[1])]))
-def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEvent) -> None:
+def test_an_unknown_file_is_ignored_only_before_the_base_counts(event: AnyEvent) -> None:
     import tempfile
 
     with tempfile.TemporaryDirectory() as home, Replay(OsDisk(), os.path.join(home, "r")) as replay:
@@ -214,9 +214,9 @@ def test_an_unknown_file_is_passed_over_only_before_the_base_counts(event: AnyEv
 
 
 @pytest.mark.parametrize("ending", ["removed", "replaced"])
-def test_what_comes_behind_the_removal_of_a_file_is_not_handed_over(tmp_path: Path, ending: str) -> None:
-    """A base that was read after the removal knows nothing of the file: a thread that still filled it with zeros made the
-    archive impossible to restore."""
+def test_writes_after_the_removal_of_a_file_are_not_archived(tmp_path: Path, ending: str) -> None:
+    """A base that was read after the removal does not contain the file: a thread that still filled it with zeros made
+    the archive impossible to restore."""
     root, queue = tmp_path / "owner", EventQueue()
     (root / FOLDER).mkdir(parents=True)
     disk, path = Recorder(OsDisk(), str(root), queue, lambda *_: None), str(root / NAMES[0])
@@ -226,30 +226,30 @@ def test_what_comes_behind_the_removal_of_a_file_is_not_handed_over(tmp_path: Pa
         disk.remove(path)
     else:
         write_atomic(disk, path, b"another")
-    taken(queue)
+    take_events(queue)
     file.write_at(bytes(1 << 18), 72)
     file.allocate(1 << 19)
     file.truncate(1)
     file.close()
-    assert taken(queue) == []
+    assert take_events(queue) == []
 
 
-def test_a_file_that_got_another_name_while_a_base_was_read_is_in_it(tmp_path: Path) -> None:
+def test_a_file_renamed_while_a_base_is_read_is_in_it(tmp_path: Path) -> None:
     """The walk had listed the first name, which was removed; the second came too late for its list."""
     root, queue = tmp_path / "owner", EventQueue()
     (root / FOLDER).mkdir(parents=True)
     disk = Recorder(OsDisk(), str(root), queue, lambda *_: None)
-    former, name = str(root / NAMES[0]), str(root / NAMES[1])
-    write_atomic(disk, former, b"content")
-    taken(queue)
+    old_name, name = str(root / NAMES[0]), str(root / NAMES[1])
+    write_atomic(disk, old_name, b"content")
+    take_events(queue)
     disk.watch_renames()
-    disk.link(former, name)
-    disk.remove(former)
+    disk.link(old_name, name)
+    disk.remove(old_name)
     assert list(disk.renamed()) == [name]
 
 
-def test_zeros_take_no_bytes_behind_the_end_and_overwrite_before_it(tmp_path: Path) -> None:
-    """Half of what a restore wrote were zeros of new segments."""
+def test_zeros_after_the_end_use_no_space_and_before_it_overwrite(tmp_path: Path) -> None:
+    """Half of what a restore wrote was zeros of new segments."""
     with Replay(OsDisk(), str(tmp_path / "store")) as replay:
         path = "pages/00000007/wal/0000000000000001.seg"
         replay.apply([CreateEvent(7, path), WriteEvent(7, 0, b"x" * 100), ZeroEvent(7, 50, 64 * 1024 * 1024)])

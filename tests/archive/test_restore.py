@@ -14,43 +14,45 @@ from quire.manifest import tables as t
 from quire.manifest.ops.local import RecordMetric
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.archive.world import Gate, World, contents, fill, quiet, read, world
+from tests.archive.archived_store import ArchivedStore, Gate, archived_store, contents, fill, quiet, read
 
 
 def test_a_restore_equals_the_live_store_with_its_snapshots_and_forks(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0, 60)
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0, 60)
         for name in ("shop", "pairs"):
-            w.store.snapshot(name, "monday")
-        fill(w.store, 100, 60)
+            archived.store.snapshot(name, "monday")
+        fill(archived.store, 100, 60)
         for name in ("shop", "pairs"):
-            w.store.fork(name, f"{name}-fork", at="monday")
-        w.archived()
-        expected = contents(w.store)
+            archived.store.fork(name, f"{name}-fork", at="monday")
+        archived.wait_archived()
+        expected = contents(archived.store)
     assert {"shop@monday", "pairs@monday", "shop-fork", "pairs-fork"} <= expected.keys()
-    assert read(w.restore()) == expected
+    assert read(archived.restore()) == expected
 
 
 def test_a_first_query_needs_none_of_the_large_objects(tmp_path: Path) -> None:
-    """Tables, compressed segments and chunks stay in the bucket, and are read from there when they are asked for."""
-    with world(tmp_path) as w:
-        fill(w.store, 0, 60)
-        w.store.checkpoint("shop")
-        kv, stream = w.store.kv("pairs"), w.store.stream("events")
+    """Tables, compressed segments and chunks stay in the bucket, and are read from there on demand."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0, 60)
+        archived.store.checkpoint("shop")
+        kv, stream = archived.store.kv("pairs"), archived.store.stream("events")
         kv.flush()
         stream.seal()
         stream.compress()
         stream.upload()
         stream.evict(warm=True)
-        w.store.kv("small", create=True).put(b"first", b"query")
-        w.archived()
-        expected = contents(w.store)
-    large = [path for path in w.bucket.rglob("*") if path.is_file() and ("/file/" in str(path) or "/e/" in str(path))]
+        archived.store.kv("small", create=True).put(b"first", b"query")
+        archived.wait_archived()
+        expected = contents(archived.store)
+    large = [
+        path for path in archived.bucket.rglob("*") if path.is_file() and ("/file/" in str(path) or "/e/" in str(path))
+    ]
     assert any("/file/" in str(path) for path in large)
     assert any("/e/" in str(path) for path in large)
     for path in large:
         path.rename(path.with_name(f"{path.name}.away"))
-    root = w.restore()
+    root = archived.restore()
     with quire.open(root, "r") as store:
         assert store.kv("small").get(b"first") == b"query"
     for path in large:
@@ -58,93 +60,94 @@ def test_a_first_query_needs_none_of_the_large_objects(tmp_path: Path) -> None:
     assert read(root) == expected
 
 
-def test_rollbacks_and_drops_that_can_be_undone_are_in_the_archive(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0, 60)
-        w.store.snapshot("shop", "monday")
-        fill(w.store, 100, 60)
-        migrated = contents(w.store)["shop"]
-        w.store.checkpoint("shop")
-        done = w.store.rollback("shop", to="monday")
-        w.store.drop("pairs", undoable=True)
-        w.archived()
-        expected = contents(w.store)
+def test_rollbacks_and_undoable_drops_are_archived(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0, 60)
+        archived.store.snapshot("shop", "monday")
+        fill(archived.store, 100, 60)
+        migrated = contents(archived.store)["shop"]
+        archived.store.checkpoint("shop")
+        rolled_back = archived.store.rollback("shop", to="monday")
+        archived.store.drop("pairs", undoable=True)
+        archived.wait_archived()
+        expected = contents(archived.store)
     assert expected["shop"] == expected["shop@monday"] != migrated
-    root = w.restore()
+    root = archived.restore()
     assert read(root) == expected
     with quire.open(root, takeover=True) as store:
         assert store.undrop("pairs").name == "pairs"
-        store.rollback("shop", to=done.snapshot)
-        found = contents(store)
-        assert found["shop"] == migrated
-        assert "pairs" in found
+        store.rollback("shop", to=rolled_back.snapshot)
+        restored = contents(store)
+        assert restored["shop"] == migrated
+        assert "pairs" in restored
 
 
 def test_each_moment_is_restored_as_it_was(tmp_path: Path) -> None:
     clock = ManualClock(4_000_000_000_000)
-    w = World(tmp_path, clock=clock)
+    archived = ArchivedStore(tmp_path, clock=clock)
     states = []
     for start in range(0, 500, 100):
-        fill(w.store, start)
-        w.archived()
-        states.append((clock.now_ms(), contents(w.store)))
+        fill(archived.store, start)
+        archived.wait_archived()
+        states.append((clock.now_ms(), contents(archived.store)))
         clock.advance(5)
-    w.close()
+    archived.close()
     for number, (moment, expected) in enumerate(states):
-        assert w.look(f"moment-{number}", at_ms=moment) == expected
+        assert archived.restored_contents(f"moment-{number}", at_ms=moment) == expected
 
 
 def test_many_synced_writes_after_a_rotation(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        kv = w.store.kv("pairs", create=True)
+    with archived_store(tmp_path) as archived:
+        kv = archived.store.kv("pairs", create=True)
         kv.put(b"first", b"x" * 10_000)
         kv.flush()
         for number in range(500):
             kv.put(b"%04d" % number, b"y")
-        w.archived()
-        expected = contents(w.store)
+        archived.wait_archived()
+        expected = contents(archived.store)
     assert len(expected["pairs"]) == 501
-    assert read(w.restore()) == expected
+    assert read(archived.restore()) == expected
 
 
-def test_a_checkpoint_that_frees_segments_and_work_that_uses_them_again(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
+def test_a_checkpoint_that_frees_segments_and_writes_that_recycle_them(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
         for start in range(0, 300, 50):
-            fill(w.store, start, 50)
-            w.store.checkpoint("shop")
-            w.store.maintain()
+            fill(archived.store, start, 50)
+            archived.store.checkpoint("shop")
+            archived.store.maintain()
             if start == 150:
-                w.archived()
-                middle = contents(w.store)
-                assert w.look("middle") == middle
-        w.archived()
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+                archived.wait_archived()
+                middle = contents(archived.store)
+                assert archived.restored_contents("middle") == middle
+        archived.wait_archived()
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
-def test_compactions_while_the_bucket_is_away(tmp_path: Path) -> None:
-    """Tables that came and went before anything could be uploaded."""
-    with world(tmp_path) as w:
-        fill(w.store, 0)
-        w.archived()
-        gate = Gate(w.archiver)
-        gate.is_away = True
+def test_compactions_while_the_bucket_is_unavailable(tmp_path: Path) -> None:
+    """Tables were created and removed before anything could be uploaded."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
         for start in range(100, 900, 100):
-            fill(w.store, start, 40)
-            w.store.kv("pairs").flush()
-            w.store.kv("pairs").compact()
-            w.store.stream("events").seal()
-            w.store.stream("events").compress()
-        gate.is_away = False
-        w.archived()
-        expected = contents(w.store)
-    assert read(w.restore()) == expected
+            fill(archived.store, start, 40)
+            archived.store.kv("pairs").flush()
+            archived.store.kv("pairs").compact()
+            archived.store.stream("events").seal()
+            archived.store.stream("events").compress()
+        gate.is_down = False
+        archived.wait_archived()
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_300_megabytes_are_compacted_while_the_bucket_is_away(tmp_path: Path) -> None:
-    """Flushes and compactions go on, what waits is bounded, and everything is there when the bucket is."""
+def test_300_megabytes_are_compacted_while_the_bucket_is_unavailable(tmp_path: Path) -> None:
+    """Flushes and compactions continue, the backlog is bounded, and everything is archived when the bucket is available
+    again."""
     draw, size, memory = random.Random(300), 64 << 10, 16 << 20
     options = StoreSettings(
         object_store=str(tmp_path / "bucket"),
@@ -157,7 +160,7 @@ def test_300_megabytes_are_compacted_while_the_bucket_is_away(tmp_path: Path) ->
         assert store.archive is not None
         store.archive.wait(60)
         gate = Gate(store.archive)
-        gate.is_away = True
+        gate.is_down = True
         expected = {b"before": hashlib.sha256(b"it went").digest()}
         for number in range(300 * 16):
             key, value = b"%04d" % (number * 7 % 3000), draw.randbytes(size)
@@ -167,24 +170,24 @@ def test_300_megabytes_are_compacted_while_the_bucket_is_away(tmp_path: Path) ->
         kv.compact()
         assert store.archive.status().state != "archived"
         assert store.archive._outbox_bytes()[0] <= memory
-        gate.is_away = False
+        gate.is_down = False
         store.archive.wait(600)
     quire.restore(str(tmp_path / "bucket"), tmp_path / "restored", takeover=True)
     with quire.open(tmp_path / "restored", settings=quiet()) as store:
         assert {key: hashlib.sha256(value).digest() for key, value in store.kv("pairs").scan()} == expected
 
 
-def test_cursors_and_answers_to_repeated_requests_come_back(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        w.store.feed.register(name="reader")
-        fill(w.store, 0)
-        w.store.feed.acknowledge("reader", 2)
-        w.store.manifest.writer.submit(
+def test_cursors_and_answers_to_repeated_requests_are_restored(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        archived.store.feed.register(name="reader")
+        fill(archived.store, 0)
+        archived.store.feed.acknowledge("reader", 2)
+        archived.store.manifest.writer.submit(
             [RecordMetric(7, 1, [1.0])], key=b"request" + bytes(9), result=b"answer"
         ).result()
-        w.archived()
-        expected = stored(w.store)
-    with quire.open(w.restore(), "r") as store:
+        archived.wait_archived()
+        expected = stored(archived.store)
+    with quire.open(archived.restore(), "r") as store:
         assert stored(store) == expected
     assert all(expected)
 

@@ -36,7 +36,7 @@ def test_a_takeover_includes_what_was_archived_while_it_was_reading(tmp_path: Pa
     written: list[bytes] = []
 
     def while_reading(step: str, done: int, total: int) -> None:
-        if step == "log" and done == total and not written:  # the restore believes that it has everything
+        if step == "log" and done == total and not written:  # the restore has read everything it knows of
             for number in range(3):
                 cart.put(b"late %d" % number, b"2")
                 store.archive.wait()  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ def put_and_wait(store: quire.Store, key: bytes) -> None:
     store.archive.wait()  # type: ignore[union-attr]
 
 
-def test_a_seal_hands_over_everything_behind_the_known_object(tmp_path: Path) -> None:
+def test_a_seal_passes_on_everything_after_the_known_object(tmp_path: Path) -> None:
     with owner(tmp_path) as store:
         store.kv("cart", create=True).put(b"a", b"1")
         store.archive.wait()  # type: ignore[union-attr]
@@ -80,7 +80,7 @@ def test_a_seal_hands_over_everything_behind_the_known_object(tmp_path: Path) ->
     bucket.close()
 
 
-# ── an owner that is quicker than the sealer ──────────────────────────────────────────────────────────────────────────
+# ── an owner that is faster than the sealer ───────────────────────────────────────────────────────────────────────────
 STORE = "11111111-2222-3333-4444-555555555555"
 
 
@@ -110,30 +110,30 @@ class BusyOwner:
             self.acknowledged.append(position)
 
 
-class Crowded:
-    """The bucket as the sealer has it: before each of its requests the owner puts some objects."""
+class CrowdedBucket:
+    """The sealer's view of the bucket: before each of its requests the owner puts some objects."""
 
     def __init__(self, owner: BusyOwner, objects: int) -> None:
         self._owner, self._objects = owner, objects
         self.requests = 0
 
     def __getattr__(self, name: str) -> Any:
-        def request(*given: Any, **more: Any) -> Any:
+        def request(*args: Any, **kwargs: Any) -> Any:
             self.requests += 1
             self._owner.put(self._objects)
-            return getattr(self._owner.bucket, name)(*given, **more)
+            return getattr(self._owner.bucket, name)(*args, **kwargs)
 
         return request
 
 
 @pytest.fixture
 def bucket() -> Iterator[DeletableStore]:
-    with closing(open_store(f"memory://{uuid4()}")) as opened:
-        yield opened
+    with closing(open_store(f"memory://{uuid4()}")) as bucket:
+        yield bucket
 
 
 def sealed_by(store: Any, successor: int, known: tuple[Header, bytes] | None = None) -> tuple[Position, list[Position]]:
-    """(last object, those that were handed over)"""
+    """(last object, objects that were passed over)"""
     passed: list[Position] = []
     last, _ = seal(
         store, STORE, 1, successor, 0, known=known, overtaken=lambda header, *_: passed.append(header.position)
@@ -142,22 +142,22 @@ def sealed_by(store: Any, successor: int, known: tuple[Header, bytes] | None = N
 
 
 @pytest.mark.parametrize("objects", [1, 2, 7, 50])
-def test_an_owner_that_puts_between_all_requests_is_sealed_soon(bucket: DeletableStore, objects: int) -> None:
+def test_an_owner_that_puts_between_all_requests_is_soon_sealed(bucket: DeletableStore, objects: int) -> None:
     owner = BusyOwner(bucket)
     owner.put(1)
     known = read_object(bucket, STORE, Position(1, 0))
-    crowded = Crowded(owner, objects)
+    crowded = CrowdedBucket(owner, objects)
     last, passed = sealed_by(crowded, 2, known[:2])
     owner.put(1)
-    assert owner.is_fenced, "before it acknowledges anything that the successor does not have"
+    assert owner.is_fenced, "fenced before it acknowledges anything that the successor lacks"
     assert passed == owner.acknowledged[1:]
     assert last == owner.acknowledged[-1]
-    # requests: two for each object that was overtaken, and the seals ahead
+    # two requests for each object that was overtaken, and the seals ahead
     assert crowded.requests <= 2 * len(passed) + 20
     log = owner_log(bucket, STORE, 1)
     assert log.positions == owner.acknowledged
     assert log.seal is not None
-    assert log.seal.position.number == len(owner.acknowledged), "the first seal is behind the last object"
+    assert log.seal.position.number == len(owner.acknowledged), "the first seal follows the last object"
 
 
 def test_an_idle_owner_is_sealed_with_one_object(bucket: DeletableStore) -> None:
@@ -167,53 +167,53 @@ def test_an_idle_owner_is_sealed_with_one_object(bucket: DeletableStore) -> None
     assert len(log_positions(bucket, STORE, 1)) == 4
 
 
-class Died(Exception):
-    """The sealer."""
+class SealerDied(Exception):
+    """The sealer's process ends."""
 
 
 @pytest.mark.parametrize("dies_at", range(1, 14))
-def test_a_sealer_that_dies_at_any_request_leaves_the_rest_to_the_next(bucket: DeletableStore, dies_at: int) -> None:
+def test_a_sealer_that_dies_at_any_request_is_completed_by_the_next(bucket: DeletableStore, dies_at: int) -> None:
     owner = BusyOwner(bucket)
     owner.put(1)
     known = read_object(bucket, STORE, Position(1, 0))[:2]
 
-    class Mortal(Crowded):
+    class DyingBucket(CrowdedBucket):
         def __getattr__(self, name: str) -> Any:
             if self.requests + 1 == dies_at:
-                raise Died
+                raise SealerDied
             return super().__getattr__(name)
 
-    with suppress(Died):
-        sealed_by(Mortal(owner, 3), 2, known)
+    with suppress(SealerDied):
+        sealed_by(DyingBucket(owner, 3), 2, known)
     acknowledged = len(owner.acknowledged)
-    last, passed = sealed_by(Crowded(owner, 3), 3, known)
+    last, passed = sealed_by(CrowdedBucket(owner, 3), 3, known)
     owner.put(1)
     assert owner.is_fenced
     assert len(owner.acknowledged) >= acknowledged
     assert last == owner.acknowledged[-1]
     assert passed == owner.acknowledged[1:]
-    line = Line(bucket, list_archive(bucket, STORE))
-    assert line.epochs == [(1, range(len(owner.acknowledged)))]
+    log_line = Line(bucket, list_archive(bucket, STORE))
+    assert log_line.epochs == [(1, range(len(owner.acknowledged)))]
 
 
 def test_of_two_sealers_the_higher_epoch_wins_and_both_agree_where_the_log_ends(bucket: DeletableStore) -> None:
     owner = BusyOwner(bucket)
     owner.put(1)
     known = read_object(bucket, STORE, Position(1, 0))[:2]
-    other: list[Position] = []
+    other_ends: list[Position] = []
 
-    class Overtaking(Crowded):
+    class OvertakingBucket(CrowdedBucket):
         def __getattr__(self, name: str) -> Any:
-            if self.requests == 5 and not other:
-                other.append(sealed_by(Crowded(owner, 2), 3, known)[0])
+            if self.requests == 5 and not other_ends:
+                other_ends.append(sealed_by(CrowdedBucket(owner, 2), 3, known)[0])
             return super().__getattr__(name)
 
     with pytest.raises(StoreFenced, match="owner epoch 3"):
-        sealed_by(Overtaking(owner, 2), 2, known)
-    assert other == owner.acknowledged[-1:]
+        sealed_by(OvertakingBucket(owner, 2), 2, known)
+    assert other_ends == owner.acknowledged[-1:]
 
 
-def test_a_takeover_from_an_owner_with_busy_writers_ends_and_has_what_they_were_told(tmp_path: Path) -> None:
+def test_a_takeover_from_a_busy_owner_ends_and_has_what_was_acknowledged(tmp_path: Path) -> None:
     store = owner(tmp_path)
     cart = store.kv("cart", create=True)
     acknowledged: list[bytes] = []
@@ -238,7 +238,7 @@ def test_a_takeover_from_an_owner_with_busy_writers_ends_and_has_what_they_were_
         writer.join(60)
         assert not writer.is_alive(), "the deposed owner still acknowledges"
     with quire.open(tmp_path / "successor") as successor:
-        there = {key for key, _ in successor.kv("cart").scan()}
-    assert set(acknowledged) <= there
+        restored_keys = {key for key, _ in successor.kv("cart").scan()}
+    assert set(acknowledged) <= restored_keys
     with suppress(QuireError):
         store.close()

@@ -1,4 +1,4 @@
-"""Mode `sync`: what changed the store is in the bucket when the call returns (A9)."""
+"""Mode `sync`: a change is in the bucket when its call returns (A9)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ SYNC_SECONDS = 0.3
 HELD = "archive.log.before"
 
 
-def settings(bucket: Path, *, sync_seconds: float = 30.0, **more: Any) -> quire.StoreSettings:
+def settings(bucket: Path, *, sync_seconds: float = 30.0, **options: Any) -> quire.StoreSettings:
     return quire.StoreSettings(
         object_store=str(bucket),
-        archive=quire.ArchiveSettings(mode="sync", sync_seconds=sync_seconds, **more),
+        archive=quire.ArchiveSettings(mode="sync", sync_seconds=sync_seconds, **options),
         maintenance=quire.MaintenanceSettings(enabled=False),
     )
 
 
-class Everything:
+class EveryKind:
     """A store with a database of each kind, and what the calls below need."""
 
     def __init__(self, folder: Path) -> None:
@@ -70,12 +70,12 @@ class Everything:
         self.numbers = iter(range(1_000_000))
         assert store.archive is not None
         self.archive = store.archive
-        self.patience(SYNC_SECONDS)
+        self.set_patience(SYNC_SECONDS)
         self.dropped = ""
-        """A database that is there, and a snapshot of `sql`, for a call that takes it away."""
+        """An existing database, and a snapshot of `sql`, for a call that removes it."""
 
-    def patience(self, seconds: float) -> None:
-        """How long calls wait from now on."""
+    def set_patience(self, seconds: float) -> None:
+        """Set how long calls wait from now on."""
         self.archive.settings = settings(Path(), sync_seconds=seconds).archive
 
     def name(self) -> str:
@@ -92,23 +92,23 @@ class Everything:
         self.store.close()
 
 
-def _with_transaction(e: Everything) -> None:
+def _with_transaction(e: EveryKind) -> None:
     with e.sql:
         e.sql.execute("INSERT INTO t VALUES (4)")
 
 
-def _rollback(e: Everything) -> None:
+def _rollback(e: EveryKind) -> None:
     if not e.store.rollback("sql", to="kept").changed_pages:
         e.store.rollback("sql", to="filled")
 
 
-def _undrop_snapshot(e: Everything) -> None:
+def _undrop_snapshot(e: EveryKind) -> None:
     with suppress(NotArchived):
         e.store.drop_snapshot("sql", e.dropped, undoable=True)
     e.store.undrop_snapshot("sql", e.dropped)
 
 
-def _bulk_load(e: Everything) -> None:
+def _bulk_load(e: EveryKind) -> None:
     load = begin_load(e.kv)
     load.publish([])
 
@@ -117,7 +117,7 @@ async def _awaited(guard: Any) -> None:
     await guard
 
 
-CALLS: dict[str, Callable[[Everything], object]] = {
+CALLS: dict[str, Callable[[EveryKind], object]] = {
     "Store.create": lambda e: e.store.create(e.name(), "pages"),
     "Store.create_many": lambda e: e.store.create_many([e.name(), e.name()]),
     "Store.fork_many": lambda e: e.store.fork_many("sql", [e.name(), e.name()]),
@@ -177,7 +177,7 @@ CALLS: dict[str, Callable[[Everything], object]] = {
     "client acknowledge": lambda e: e.client.feed.acknowledge("cursor", next(e.numbers)),
 }
 
-READS: dict[str, Callable[[Everything], object]] = {
+READS: dict[str, Callable[[EveryKind], object]] = {
     "Store.databases": lambda e: e.store.databases(),
     "Store.info": lambda e: e.store.info(),
     "Store.kv": lambda e: e.store.kv("kv"),
@@ -185,7 +185,7 @@ READS: dict[str, Callable[[Everything], object]] = {
     "Kv.put without sync": lambda e: e.kv.put(b"u", b"v", sync=False),
     "Kv.scan": lambda e: list(e.kv.scan()),
     "Stream.read": lambda e: list(e.stream.read()),
-    "Stream.append, not asked": lambda e: e.stream.append(b"z"),
+    "Stream.append, not awaited": lambda e: e.stream.append(b"z"),
     "SELECT": lambda e: e.sql.execute("SELECT count(*) FROM t").fetchall(),
     "PRAGMA": lambda e: e.sql.pragma("page_count"),
     "client databases": lambda e: e.client.databases(),
@@ -194,64 +194,64 @@ READS: dict[str, Callable[[Everything], object]] = {
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Everything]:
-    made = Everything(tmp_path_factory.mktemp("sync"))
-    yield made
-    made.close()
+def every_kind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EveryKind]:
+    everything = EveryKind(tmp_path_factory.mktemp("sync"))
+    yield everything
+    everything.close()
 
 
 @contextmanager
-def held() -> Iterator[threading.Event]:
-    """The bucket takes no log object until the event is set, or the block is over."""
-    answers = threading.Event()
+def bucket_held() -> Iterator[threading.Event]:
+    """The bucket accepts no log object until the event is set or the block ends."""
+    resume = threading.Event()
 
     def wait(_: str) -> None:
-        answers.wait(60)
+        resume.wait(60)
 
     with armed(HELD, wait):
         try:
-            yield answers
+            yield resume
         finally:
-            answers.set()
+            resume.set()
 
 
-def prepared(everything: Everything) -> Everything:
-    everything.archive.wait(60)
-    everything.dropped = everything.name()
-    everything.patience(60)  # the bucket answers, but a busy machine takes its time
-    everything.store.create(everything.dropped, "pages")
-    everything.store.snapshot("sql", everything.dropped)
-    everything.patience(SYNC_SECONDS)
-    return everything
+def prepared(every_kind: EveryKind) -> EveryKind:
+    every_kind.archive.wait(60)
+    every_kind.dropped = every_kind.name()
+    every_kind.set_patience(60)  # the bucket is available, but a busy machine may be slow
+    every_kind.store.create(every_kind.dropped, "pages")
+    every_kind.store.snapshot("sql", every_kind.dropped)
+    every_kind.set_patience(SYNC_SECONDS)
+    return every_kind
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_change_returns_when_the_bucket_has_it(everything: Everything, call: str) -> None:
-    """Neither before the bucket answers, nor later than `sync_seconds` if it does not."""
-    e = prepared(everything)
-    with held() as answers:
+def test_a_changing_call_returns_when_the_bucket_has_the_change(every_kind: EveryKind, call: str) -> None:
+    """Neither before the bucket has it, nor later than `sync_seconds` if it never does."""
+    e = prepared(every_kind)
+    with bucket_held() as resume:
         started = time.monotonic()
         with pytest.raises(NotArchived, match="committed on this disk"):
             CALLS[call](e)
         assert SYNC_SECONDS * 0.9 <= time.monotonic() - started < SYNC_SECONDS + 20
-        answers.set()
+        resume.set()
     e.archive.wait(30)
 
 
 @pytest.mark.parametrize("call", READS)
-def test_what_changes_nothing_does_not_wait(everything: Everything, call: str) -> None:
-    e = prepared(everything)
-    with held():
+def test_calls_without_a_change_do_not_wait(every_kind: EveryKind, call: str) -> None:
+    e = prepared(every_kind)
+    with bucket_held():
         with pytest.raises(NotArchived):
             e.kv.put(b"waits", b"")  # so that there is something to wait for
         READS[call](e)
 
 
-def test_a_waiting_call_returns_with_its_object(everything: Everything) -> None:
-    e = prepared(everything)
-    e.patience(60)
+def test_a_waiting_call_returns_with_its_object(every_kind: EveryKind) -> None:
+    e = prepared(every_kind)
+    e.set_patience(60)
     try:
-        with held() as answers:
+        with bucket_held() as resume:
             returned = threading.Event()
 
             def call() -> None:
@@ -261,18 +261,18 @@ def test_a_waiting_call_returns_with_its_object(everything: Everything) -> None:
             caller = threading.Thread(target=call)
             caller.start()
             assert not returned.wait(0.3)
-            answers.set()
+            resume.set()
             assert returned.wait(30)
             caller.join()
     finally:
-        e.patience(SYNC_SECONDS)
+        e.set_patience(SYNC_SECONDS)
 
 
-def test_what_was_not_archived_is_committed_all_the_same(everything: Everything) -> None:
-    e = prepared(everything)
+def test_a_change_that_was_not_archived_is_still_committed(every_kind: EveryKind) -> None:
+    e = prepared(every_kind)
     (before,) = e.sql.execute("SELECT count(*) FROM t").fetchall()[0]
     assert isinstance(before, int)
-    with held():
+    with bucket_held():
         with pytest.raises(NotArchived):
             e.sql.execute("INSERT INTO t VALUES (7)")
         with pytest.raises(NotArchived):
@@ -283,9 +283,9 @@ def test_what_was_not_archived_is_committed_all_the_same(everything: Everything)
 
 
 def test_every_marked_method_is_called_above() -> None:
-    """A method that is marked and not tried here would be believed unseen. Those of jobs and tiers are tried by the calls that
-    contain them."""
-    by_others = {
+    """A method that is marked but not called here would be trusted untested. Those of jobs and tiers are covered by the
+    calls that contain them."""
+    covered_elsewhere = {
         Heavy: {name for name, _ in marked(Heavy)} - {"verify"},
         quire.Store: {"evict", "hydrate"},
         quire.Stream: {"drop_consumer", "upload", "evict", "hydrate", "tick", "retire", "switch"},
@@ -302,13 +302,13 @@ def test_every_marked_method_is_called_above() -> None:
         Load: set(),
     }
     tried = {call.split(",")[0] for call in CALLS}
-    for kind, others in by_others.items():
+    for kind, covered in covered_elsewhere.items():
         for name, _ in marked(kind):
-            assert name in others or any(call.startswith(f"{kind.__name__}.{name}") for call in tried), (kind, name)
+            assert name in covered or any(call.startswith(f"{kind.__name__}.{name}") for call in tried), (kind, name)
 
 
 def test_everything_acknowledged_is_restored(tmp_path: Path) -> None:
-    bucket, lost = tmp_path / "bucket", tmp_path / "at the moment of the loss"
+    bucket, surviving_bucket = tmp_path / "bucket", tmp_path / "at the moment of the loss"
     bucket.mkdir()
     with quire.open(tmp_path / "store", settings=settings(bucket)) as store:
         kv, stream = store.kv("kv", create=True), store.stream("stream", create=True)
@@ -321,9 +321,9 @@ def test_everything_acknowledged_is_restored(tmp_path: Path) -> None:
         store.snapshot("sql", "named")
         store.fork("sql", "forked")
         store.feed.register(name="cursor")
-        shutil.copytree(bucket, lost)  # everything after this is lost with the disk
+        shutil.copytree(bucket, surviving_bucket)  # everything after this is lost with the disk
         sql.close()
-    quire.restore(str(lost), tmp_path / "restored", takeover=True)
+    quire.restore(str(surviving_bucket), tmp_path / "restored", takeover=True)
     with quire.open(tmp_path / "restored") as store:
         assert [store.kv("kv").get(b"%d" % number) for number in range(20)] == [b"v"] * 20
         assert [record.payload for record in store.stream("stream").read()] == [b"%d" % number for number in range(20)]
@@ -341,7 +341,7 @@ def test_a_deposed_owner_acknowledges_nothing_that_its_successor_lacks(tmp_path:
     owner = quire.open(tmp_path / "store", settings=settings(bucket))
     kv = owner.kv("kv", create=True)
     acknowledged: list[int] = []
-    ended: list[QuireError] = []
+    errors: list[QuireError] = []
 
     def write(first: int) -> None:
         try:
@@ -349,7 +349,7 @@ def test_a_deposed_owner_acknowledges_nothing_that_its_successor_lacks(tmp_path:
                 kv.put(b"%d" % number, b"v")
                 acknowledged.append(number)
         except QuireError as error:
-            ended.append(error)
+            errors.append(error)
 
     writers = [threading.Thread(target=write, args=(first,)) for first in range(4)]
     for writer in writers:
@@ -359,9 +359,9 @@ def test_a_deposed_owner_acknowledges_nothing_that_its_successor_lacks(tmp_path:
     quire.restore(str(bucket), tmp_path / "successor", takeover=True)
     for writer in writers:
         writer.join(60)
-    assert len(ended) == 4
-    assert any(isinstance(error, StoreFenced) for error in ended)
+    assert len(errors) == 4
+    assert any(isinstance(error, StoreFenced) for error in errors)
     owner.close()
     with quire.open(tmp_path / "successor") as store:
-        lacking = [number for number in acknowledged if store.kv("kv").get(b"%d" % number) is None]
-    assert not lacking
+        missing = [number for number in acknowledged if store.kv("kv").get(b"%d" % number) is None]
+    assert not missing

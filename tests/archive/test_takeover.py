@@ -1,4 +1,4 @@
-"""A takeover ends the log before it, gives up nothing in silence, and a deposed owner acknowledges nothing (A2, A10)."""
+"""A takeover ends the previous log, discards nothing silently, and a deposed owner acknowledges nothing (A2, A10)."""
 
 from __future__ import annotations
 
@@ -16,251 +16,261 @@ from quire.durable.failpoints import armed
 from quire.objects import open_store
 from quire.store import archiving, restoring
 from quire.testing.clock import ManualClock
-from tests.archive.world import WAIT, Gate, World, contents, fill, kill, quiet, read, world
+from tests.archive.archived_store import (
+    WAIT,
+    ArchivedStore,
+    Gate,
+    archived_store,
+    contents,
+    fill,
+    kill,
+    quiet,
+    read,
+    until,
+)
 
 
-def write_too_late(w: World) -> None:
-    """On this disk alone, or not at all: something of the background may have met the seal before."""
-    w.store.kv("pairs").put(b"too", b"late")
-    w.archiver.wait(WAIT)
+def write_too_late(archived: ArchivedStore) -> None:
+    """The write stays on this disk or fails: background work may have met the seal before."""
+    archived.store.kv("pairs").put(b"too", b"late")
+    archived.archiver.wait(WAIT)
 
 
 def test_a_deposed_owner_is_fenced_before_it_acknowledges_anything(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    expected = contents(w.store)
-    taken = w.restore("taken", takeover=True)
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    successor = archived.restore("taken", takeover=True)
     with pytest.raises(StoreFenced):
-        write_too_late(w)
+        write_too_late(archived)
     with pytest.raises(QuireError):
-        w.store.create("other", "lsm")
+        archived.store.create("other", "lsm")
     with suppress(QuireError):
-        w.store.close()
-    with w.open(taken) as store:
+        archived.store.close()
+    with archived.open(successor) as store:
         assert contents(store) == expected
     with pytest.raises(StoreFenced):
-        w.open()
+        archived.open()
 
 
 def test_a_seal_alone_is_remembered_by_the_directory(tmp_path: Path) -> None:
-    """A successor seals before it creates its owner object: a look at the bucket would not find it yet."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    with closing(open_store(str(w.bucket))) as bucket:
-        seal(bucket, w.store_id, 1, 2, 0)
+    """A successor seals before it creates its owner object: the bucket has no owner object to find yet."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    with closing(open_store(str(archived.bucket))) as bucket:
+        seal(bucket, archived.store_id, 1, 2, 0)
     with pytest.raises(StoreFenced):
-        write_too_late(w)
+        write_too_late(archived)
     with suppress(QuireError):
-        w.store.close()
+        archived.store.close()
     with pytest.raises(StoreFenced):
-        w.open()
+        archived.open()
 
 
-def test_an_owner_that_slept_through_a_takeover_is_fenced_when_it_wakes(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    gate = Gate(w.archiver)
-    gate.held.clear()  # suspended in the middle of an upload
+def test_an_owner_suspended_during_a_takeover_is_fenced_when_it_resumes(tmp_path: Path) -> None:
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    gate = Gate(archived.archiver)
+    gate.may_put.clear()  # suspended in the middle of an upload
     gate.is_waiting.clear()
-    w.store.kv("pairs").put(b"half", b"way")
+    archived.store.kv("pairs").put(b"half", b"way")
     assert gate.is_waiting.wait(WAIT)
-    taken = w.restore("taken", takeover=True)
-    with w.open(taken) as store:
+    successor = archived.restore("taken", takeover=True)
+    with archived.open(successor) as store:
         fill(store, 100)
         expected = contents(store)
-    gate.held.set()
+    gate.may_put.set()
     with pytest.raises(StoreFenced):
-        w.archiver.wait(WAIT)
+        archived.archiver.wait(WAIT)
     with suppress(QuireError):
-        w.store.close()
+        archived.store.close()
     assert b"half" not in expected["pairs"]
-    assert w.look() == expected
+    assert archived.restored_contents() == expected
 
 
-def test_a_restored_directory_that_another_one_overtook_is_refused(tmp_path: Path) -> None:
-    """Only the log that it was restored from was looked at: the changes of an owner after that were given up without a word."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.close()
-    one, other = w.restore("one"), w.restore("other")
-    with w.open(one, takeover=True) as store:
+def test_a_restored_directory_overtaken_by_another_is_refused(tmp_path: Path) -> None:
+    """Only the log it was restored from was checked: changes of a later owner were discarded silently."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    first, second = archived.restore("one"), archived.restore("other")
+    with archived.open(first, takeover=True) as store:
         fill(store, 100)
         expected = contents(store)
     with pytest.raises(ArchiveAhead):
-        w.open(other, takeover=True)
-    assert w.look() == expected
-    with w.open(other, takeover=True, discard=True) as store:
+        archived.open(second, takeover=True)
+    assert archived.restored_contents() == expected
+    with archived.open(second, takeover=True, discard=True) as store:
         fill(store, 200)
         expected = contents(store)
-    assert w.look("after") == expected
+    assert archived.restored_contents("after") == expected
     assert 100 not in expected["shop"]
 
 
 def test_an_old_copy_of_the_directory_is_refused(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.close()
-    shutil.copytree(w.root, tmp_path / "copy")
-    w.store = w.open()
-    fill(w.store, 100)
-    w.close()
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    shutil.copytree(archived.root, tmp_path / "copy")
+    archived.store = archived.open()
+    fill(archived.store, 100)
+    archived.close()
     with pytest.raises(ArchiveAhead):
-        w.open(tmp_path / "copy", takeover=True)
-    with w.open(tmp_path / "copy", takeover=True, discard=True) as store:
+        archived.open(tmp_path / "copy", takeover=True)
+    with archived.open(tmp_path / "copy", takeover=True, discard=True) as store:
         fill(store, 200)
         assert store.archive is not None
         store.archive.wait(WAIT)
         expected = contents(store)
-    assert w.look() == expected
+    assert archived.restored_contents() == expected
 
 
-def test_before_the_base_of_a_takeover_counts_the_former_owner_is_restorable(tmp_path: Path) -> None:
-    """The first object of an epoch that was begun in the owner's own directory named no parent: nothing could be restored."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.close()
-    expected = contents_of(w)
+def test_before_the_base_of_a_takeover_counts_the_previous_owner_is_restorable(tmp_path: Path) -> None:
+    """The first object of an epoch that began in the owner's own directory had no parent: nothing could be restored."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    expected = contents_of(archived)
     with armed("archive.base.begun", "raise:EIO"):
-        store = w.open(takeover=True)
+        store = archived.open(takeover=True)
         fill(store, 100)
-        end = store.archive
-        assert end is not None
-        while not w.headers(2):
-            pass
+        archive = store.archive
+        assert archive is not None
+        until(lambda: archived.headers(2))
         kill(store)
-    assert w.headers(2)[0].parent.epoch == 1
-    assert w.look() == expected
+    assert archived.headers(2)[0].parent.epoch == 1
+    assert archived.restored_contents() == expected
 
 
-def contents_of(w: World) -> dict[str, object]:
-    with quire.open(w.root, settings=quiet()) as store:
+def contents_of(archived: ArchivedStore) -> dict[str, object]:
+    with quire.open(archived.root, settings=quiet()) as store:
         return contents(store)
 
 
 def test_a_second_takeover_of_a_restored_directory_comes_after_the_first(tmp_path: Path) -> None:
-    """restored.json was believed for ever: the second epoch named the log that the first one came from as its parent."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    earlier = w.restore("earlier")
-    fill(w.store, 100)
-    w.close()
-    with w.open(earlier, takeover=True, discard=True) as store:
+    """restored.json was trusted forever: the second epoch had the log that the first one came from as its parent."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    earlier = archived.restore("earlier")
+    fill(archived.store, 100)
+    archived.close()
+    with archived.open(earlier, takeover=True, discard=True) as store:
         fill(store, 200)
-    with w.open(earlier, takeover=True) as store:
+    with archived.open(earlier, takeover=True) as store:
         fill(store, 300)
         expected = contents(store)
-    assert [w.headers(epoch)[0].parent.epoch for epoch in w.epochs()] == [0, 1, 2]
-    assert w.look() == expected
+    assert [archived.headers(epoch)[0].parent.epoch for epoch in archived.epochs()] == [0, 1, 2]
+    assert archived.restored_contents() == expected
 
 
-def test_a_takeover_that_died_before_its_seal_is_completed_by_the_next_opening(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    gate = Gate(w.archiver)
-    gate.held.clear()  # what the background still changes is not archived before the takeover
-    taken = w.restore("taken")
+def test_a_takeover_interrupted_before_its_seal_is_completed_by_the_next_opening(tmp_path: Path) -> None:
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    gate = Gate(archived.archiver)
+    gate.may_put.clear()  # later background changes are not archived before the takeover
+    successor = archived.restore("taken")
     with armed("archive.seal.before", "raise:EIO"), pytest.raises(OSError, match="seal"):
-        w.open(taken, takeover=True)
-    with w.open(taken) as store:  # it is the owner: its claim was made
+        archived.open(successor, takeover=True)
+    with archived.open(successor) as store:  # it is the owner: its claim was recorded
         fill(store, 100)
         assert store.archive is not None
         store.archive.wait(WAIT)
         expected = contents(store)
-    assert w.headers(1)[-1].kind is Kind.SEAL
-    gate.held.set()
+    assert archived.headers(1)[-1].kind is Kind.SEAL
+    gate.may_put.set()
     with pytest.raises(StoreFenced):
-        write_too_late(w)
+        write_too_late(archived)
     with suppress(QuireError):
-        w.store.close()
-    assert w.look() == expected
+        archived.store.close()
+    assert archived.restored_contents() == expected
 
 
 def test_two_restores_into_the_past_are_branches(tmp_path: Path) -> None:
     clock = ManualClock(4_000_000_000_000)
-    w = World(tmp_path, clock=clock)
+    archived = ArchivedStore(tmp_path, clock=clock)
     moments, states = [], []
     for start in (0, 100, 200):
-        fill(w.store, start)
-        w.archived()
+        fill(archived.store, start)
+        archived.wait_archived()
         moments.append(clock.now_ms())
-        states.append(contents(w.store))
+        states.append(contents(archived.store))
         clock.advance(10)
-    w.close()
-    first, second = w.restore("first", at_ms=moments[0]), w.restore("second", at_ms=moments[1])
+    archived.close()
+    first, second = archived.restore("first", at_ms=moments[0]), archived.restore("second", at_ms=moments[1])
     for path, start in ((first, 1_000), (second, 2_000)):
         clock.advance(10)
-        with w.open(path, takeover=True, discard=True) as store:
+        with archived.open(path, takeover=True, discard=True) as store:
             fill(store, start)
             assert store.archive is not None
             store.archive.wait(WAIT)
             moments.append(clock.now_ms())
             states.append(contents(store))
-    assert w.look("newest") == states[-1]
-    assert w.look("branch", at_ms=moments[4]) == states[4]
-    # the second branch comes after the second state: neither the third nor the first branch is a past of it
-    assert w.look("before", at_ms=moments[3]) == states[1]
+    assert archived.restored_contents("newest") == states[-1]
+    assert archived.restored_contents("branch", at_ms=moments[4]) == states[4]
+    # the second branch follows the second state: neither the third state nor the first branch is in its past
+    assert archived.restored_contents("before", at_ms=moments[3]) == states[1]
     assert sorted(states[4]["shop"]) == [*range(20), *range(100, 120), *range(2_000, 2_020)]
 
 
-def test_a_takeover_behind_a_broken_chain_gives_the_last_state_that_makes_sense(tmp_path: Path) -> None:
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    expected = contents(w.store)
-    kill(w.store)
+def test_a_takeover_after_a_broken_chain_has_the_last_consistent_state(tmp_path: Path) -> None:
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    expected = contents(archived.store)
+    kill(archived.store)
     with armed("archive.base.begun", "raise:EIO"):
-        w.store = w.open()
-        fill(w.store, 100)
-        number = w.headers()[-1].position.number
-        while w.headers()[-1].position.number < number + 2:
-            w.store.kv("pairs").put(b"more", b"of it")
-        kill(w.store)
-    taken = w.restore("taken", takeover=True)
-    with w.open(taken) as store:
+        archived.store = archived.open()
+        fill(archived.store, 100)
+        number = archived.headers()[-1].position.number
+        while archived.headers()[-1].position.number < number + 2:
+            archived.store.kv("pairs").put(b"more", b"of it")
+        kill(archived.store)
+    successor = archived.restore("taken", takeover=True)
+    with archived.open(successor) as store:
         assert contents(store) == expected
         fill(store, 500)
         expected = contents(store)
-    assert w.look() == expected
+    assert archived.restored_contents() == expected
 
 
-def test_a_restore_beside_a_live_owner_disturbs_nothing(tmp_path: Path) -> None:
-    with world(tmp_path) as w:
-        fill(w.store, 0)
-        w.archived()
-        before = {path for path in w.bucket.rglob("*") if "/owner/" in str(path)}
-        restored = w.restore()
+def test_a_restore_beside_a_live_owner_changes_nothing(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        before = {path for path in archived.bucket.rglob("*") if "/owner/" in str(path)}
+        restored = archived.restore()
         with quire.open(restored, "r") as store:
             assert len(store.databases()) == 3
         with pytest.raises(StoreFenced):
-            w.open(restored)
-        assert {path for path in w.bucket.rglob("*") if "/owner/" in str(path)} == before
-        fill(w.store, 100)
-        w.archived()
-        expected = contents(w.store)
-    assert read(w.restore("again")) == expected
+            archived.open(restored)
+        assert {path for path in archived.bucket.rglob("*") if "/owner/" in str(path)} == before
+        fill(archived.store, 100)
+        archived.wait_archived()
+        expected = contents(archived.store)
+    assert read(archived.restore("again")) == expected
 
 
-def test_without_a_seal_a_deposed_owner_would_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above would see if the seal were skipped: the owner has looked at its session less than a minute ago."""
-    w = World(tmp_path)
-    fill(w.store, 0)
-    w.archived()
-    gate = Gate(w.archiver)
-    gate.held.clear()  # what the background still changes is not archived before the takeover
-    last = w.headers()[-1]
+def test_without_a_seal_a_deposed_owner_would_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests above would show without the seal: the owner checked its session less than a minute ago."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    gate = Gate(archived.archiver)
+    gate.may_put.clear()  # later background changes are not archived before the takeover
+    last = archived.headers()[-1]
 
-    def skipped(*_: object, **__: object) -> tuple[Position, bytes]:
+    def skip_seal(*_: object, **__: object) -> tuple[Position, bytes]:
         return last.position, last.parent_digest
 
     for module in (archiving, restoring):
-        monkeypatch.setattr(module, "seal", skipped)
-    w.restore("taken", takeover=True)
-    gate.held.set()
-    w.store.kv("pairs").put(b"acknowledged", b"and lost")
-    w.archived()
-    w.close()
+        monkeypatch.setattr(module, "seal", skip_seal)
+    archived.restore("taken", takeover=True)
+    gate.may_put.set()
+    archived.store.kv("pairs").put(b"acknowledged", b"and lost")
+    archived.wait_archived()
+    archived.close()

@@ -1,4 +1,4 @@
-"""Every command of the program, by its words."""
+"""All commands of the program, by their words."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from quire.cli.declarations import CliCommand, Group
 from quire.cli.main import Program
 
 PROGRAM = Program().load_all()
-GROUPS = [name for name, found in PROGRAM.commands.items() if isinstance(found, Group)]
+GROUPS = [name for name, command in PROGRAM.commands.items() if isinstance(command, Group)]
 
 
 def _walk(group: Group, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], CliCommand]]:
     for name in group.list_commands(PROGRAM.make_context("quire", [], resilient_parsing=True)):
-        found = group.commands[name]
-        if isinstance(found, Group):
-            yield from _walk(found, (*before, name))
+        command = group.commands[name]
+        if isinstance(command, Group):
+            yield from _walk(command, (*before, name))
         else:
-            assert isinstance(found, CliCommand)
-            yield (*before, name), found
+            assert isinstance(command, CliCommand)
+            yield (*before, name), command
 
 
 COMMANDS = dict(_walk(PROGRAM))

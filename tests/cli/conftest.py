@@ -1,4 +1,4 @@
-"""Running commands in this process, on a store that is held to its rules when the test ends."""
+"""Running commands in this process, on a store whose manifest is checked when the test ends."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.rules.tree import SRC
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """What a command left: its exit code and what it said."""
+class CommandResult:
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -38,20 +38,20 @@ class Ended:
         return json.loads(self.out)
 
 
-Run = Callable[..., Ended]
-Plant = Callable[..., None]
+Run = Callable[..., CommandResult]
+Damage = Callable[..., None]
 
 GARBAGE = (t.DB, (9,), b"\x01\x00garbage")
-"""A row that does not decode: nothing can mend it."""
+"""A row that does not decode and cannot be repaired."""
 GHOST = (t.DB_NAMES, ("ghost",), t.DB_NAMES.codec.encode(IndexRecord(77)))
-"""An index row that lies: it can be recomputed."""
+"""A wrong index row, which can be recomputed."""
 ORPHAN = (t.WAL_STATE, (99, 0), t.WAL_STATE.codec.encode(WalStateRecord()))
-"""A row of a database that does not exist: nothing can mend it, and it hides no other problem."""
+"""A row of a database that does not exist: it cannot be repaired, and hides no other problem."""
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """A store with two databases; sound when the test ends."""
+    """A store with two databases. Its manifest is checked when the test ends."""
     root = tmp_path / "store"
     with quire.open(root) as store:
         store.create("shop", "pages")
@@ -63,7 +63,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def shop(path: Path) -> Path:
-    """The store, with pages in shop: snapshot monday of version a, checkpointed; then four pages of version b."""
+    """The store with pages in shop: snapshot monday of version a, checkpointed; then four pages of version b."""
     with quire.open(path) as store:
         write_pages(store, "shop", range(16), b"a")
         store.checkpoint("shop")
@@ -73,7 +73,7 @@ def shop(path: Path) -> Path:
 
 
 def write_pages(store: quire.Store, database: str, numbers: range, fill: bytes) -> None:
-    """One transaction that fills pages."""
+    """Fill pages in one transaction."""
     opened = store.pages.open(database)
     with opened.begin() as transaction:
         for number in numbers:
@@ -81,7 +81,7 @@ def write_pages(store: quire.Store, database: str, numbers: range, fill: bytes) 
 
 
 def first_byte(path: Path, database: str) -> bytes:
-    """What page 0 of a database begins with."""
+    """The first byte of page 0 of a database."""
     with quire.open(path) as store, store.pages.open(database).open_snapshot() as reader:
         return reader.read_page(0)[:1]
 
@@ -91,55 +91,57 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run `quire` with arguments, by default on the store at `path`."""
     monkeypatch.delenv("QUIRE_STORE", raising=False)
 
-    def invoke(*arguments: str, answer: str = "", at: Path | str | None = path, **env: str) -> Ended:
-        where = ["--store", str(at)] if at is not None else []
+    def invoke(*arguments: str, answer: str = "", at: Path | str | None = path, **env: str) -> CommandResult:
+        store_option = ["--store", str(at)] if at is not None else []
         out, err = io.StringIO(), io.StringIO()
         with monkeypatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "stdin", io.StringIO(answer))
             for name, value in env.items():
                 patch.setenv(name, value)
-            code = main.run([*arguments, *where])
-        return Ended(code, out.getvalue(), err.getvalue())
+            code = main.run([*arguments, *store_option])
+        return CommandResult(code, out.getvalue(), err.getvalue())
 
     return invoke
 
 
 @pytest.fixture
-def damage(path: Path) -> Iterator[Plant]:
-    """Break rules of the manifest at `path`, by hand; what was there is put back when the test ends."""
+def damage(path: Path) -> Iterator[Damage]:
+    """Writes invalid rows into the manifest at `path`; the original is restored when the test ends."""
     whole = (path / "manifest.lmdb").read_bytes()
 
-    def plant(*rows: tuple[t.Table[Any], tuple[Any, ...], bytes]) -> None:
+    def write_rows(*rows: tuple[t.Table[Any], tuple[Any, ...], bytes]) -> None:
         with quire.open(path) as store:
             env = store.manifest.env
             txn = env.begin_write()
             for table, key, body in rows:
                 txn.put(table.key.pack(*key), body, db=env.handles[table.name])
             txn.commit()
-        (path / names.MANIFEST_CHECKED).unlink()  # closed well, it was remembered as sound: the next open checks all
+        (
+            path / names.MANIFEST_CHECKED
+        ).unlink()  # a clean close recorded the manifest as valid: without the record, the next open checks everything
 
-    yield plant
+    yield write_rows
     (path / "manifest.lmdb").write_bytes(whole)
 
 
 def quire_program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python -m quire` as a process of its own."""
+    """Run `python -m quire` in a separate process."""
     env = {**os.environ, "PYTHONPATH": str(SRC), **options.pop("env", {})}
     return run_program(["-m", "quire", *arguments], capture_output=True, env=env, **options)
 
 
 def on_a_terminal(*arguments: str) -> list[str]:
     """The lines that `quire` shows on a terminal of 80 columns, without colours."""
-    ours, theirs = pty.openpty()
+    terminal_fd, program_fd = pty.openpty()
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}
-    process = Program(["-m", "quire", *arguments], stdout=theirs, stderr=theirs, env=env)
-    os.close(theirs)
+    process = Program(["-m", "quire", *arguments], stdout=program_fd, stderr=program_fd, env=env)
+    os.close(program_fd)
     shown = b""
     try:
-        while part := os.read(ours, 4096):
+        while part := os.read(terminal_fd, 4096):
             shown += part
     except OSError:
-        pass  # how a terminal says that nobody is at its other end any more
+        pass  # how a terminal reports that its other end was closed
     process.wait(60)
-    os.close(ours)
+    os.close(terminal_fd)
     return shown.decode().replace("\r", "").splitlines()

@@ -1,4 +1,4 @@
-"""`quire archive`, `quire restore-store` and `quire takeover --discard`: what a person sees, and that it holds."""
+"""`quire archive`, `quire restore-store` and `quire takeover --discard`: their output, and their effect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bucket(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shop(tmp_path: Path, bucket: Path) -> Path:
-    """A store with a bucket of its own, archiving off."""
+    """A store with its own bucket, without archiving."""
     root = tmp_path / "shop"
     root.mkdir()
     (root / "quire.toml").write_text(TOML.format(bucket=bucket))
@@ -49,9 +49,9 @@ def shop(tmp_path: Path, bucket: Path) -> Path:
 
 
 def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path, bucket: Path) -> None:
-    ended = run("archive", "on", at=shop)
-    assert ended.code == 0, ended.err
-    assert "archive.mode is async now; the whole store is in" in ended.out
+    result = run("archive", "on", at=shop)
+    assert result.code == 0, result.err
+    assert "archive.mode is async now; the whole store is in" in result.out
     text = (shop / "quire.toml").read_text()
     assert text == TOML.format(bucket=bucket).replace('# mode = "off"  # the mode', 'mode = "async"  # the mode')
     status = run("archive", "status", "--json", at=shop).data
@@ -64,21 +64,21 @@ def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path,
 
 def test_on_refuses_objects_inside_the_store(run: Run, path: Path) -> None:
     before = (path / "quire.toml").read_bytes()
-    ended = run("archive", "on")
-    assert ended.code == 2
-    assert "the object store is inside the store's directory" in ended.err
-    assert "set object_store to it" in ended.err.replace("\n       ", " ")
+    result = run("archive", "on")
+    assert result.code == 2
+    assert "the object store is inside the store's directory" in result.err
+    assert "set object_store to it" in result.err.replace("\n       ", " ")
     assert (path / "quire.toml").read_bytes() == before
 
 
 def test_on_refuses_an_unknown_mode(run: Run, shop: Path) -> None:
-    ended = run("archive", "on", "--mode", "later", at=shop)
-    assert (ended.code, "use async or sync" in ended.err) == (2, True)
+    result = run("archive", "on", "--mode", "later", at=shop)
+    assert (result.code, "use async or sync" in result.err) == (2, True)
 
 
 @contextmanager
 def owned(shop: Path, *, serving: bool) -> Iterator[None]:
-    """The store has an owner, which is another process; it is killed when the test is done with it."""
+    """The store is owned by another process, which is killed at the end of the block."""
     if serving:
         command = ["-m", "quire", "serve", "--store", str(shop)]
     else:
@@ -96,15 +96,15 @@ def owned(shop: Path, *, serving: bool) -> Iterator[None]:
 
 def test_a_running_owner_must_be_restarted(run: Run, shop: Path) -> None:
     with owned(shop, serving=False):
-        ended = run("archive", "on", "--mode", "sync", "--json", at=shop)
-        assert ended.data["restart_owner"] is True
+        result = run("archive", "on", "--mode", "sync", "--json", at=shop)
+        assert result.data["restart_owner"] is True
         assert run("archive", "status", "--json", at=shop).data["state"] == "owned"
-    ended = run("archive", "off", "--json", at=shop)
-    assert ended.data == {"mode": "off", "was": "sync", "restart_owner": False}
+    result = run("archive", "off", "--json", at=shop)
+    assert result.data == {"mode": "off", "was": "sync", "restart_owner": False}
     assert run("archive", "status", "--json", at=shop).data == {"mode": "off"}
 
 
-def test_status_of_a_store_that_was_killed(run: Run, shop: Path) -> None:
+def test_status_of_a_killed_store(run: Run, shop: Path) -> None:
     run("archive", "on", at=shop)
     program = f"import os, quire; s = quire.open({str(shop)!r}); s.kv('cart').put(b'x', b'y'); os.kill(os.getpid(), 9)"
     run_program(["-c", program], env={**os.environ, "PYTHONPATH": str(SRC)}, timeout=60)
@@ -115,11 +115,11 @@ def test_status_of_a_store_that_was_killed(run: Run, shop: Path) -> None:
 
 
 def test_drill_without_an_owner_and_without_an_archive(run: Run, shop: Path) -> None:
-    ended = run("archive", "drill", at=shop)
-    assert (ended.code, "run `quire archive on`" in ended.err) == (4, True)
+    result = run("archive", "drill", at=shop)
+    assert (result.code, "run `quire archive on`" in result.err) == (4, True)
     run("archive", "on", at=shop)
-    ended = run("archive", "drill", "--json", at=shop)
-    assert (ended.code, ended.data["passed"], ended.data["databases"]) == (0, True, 3)
+    result = run("archive", "drill", "--json", at=shop)
+    assert (result.code, result.data["passed"], result.data["databases"]) == (0, True, 3)
     status = run("archive", "status", at=shop)
     assert "passed, restored in" in status.out
     assert list((shop / "scratch").iterdir()) == []
@@ -132,8 +132,8 @@ def test_status_and_drill_ask_the_owner_that_serves(run: Run, shop: Path) -> Non
         assert eventually(lambda: run("archive", "status", "--json", at=shop).data["state"] == "archived", 60)
         status = run("archive", "status", "--json", at=shop).data
         assert status["puts"] > 0
-        ended = run("archive", "drill", "--json", at=shop)
-        assert (ended.code, ended.data["passed"]) == (0, True), ended
+        result = run("archive", "drill", "--json", at=shop)
+        assert (result.code, result.data["passed"]) == (0, True), result
 
 
 def test_restore_into_the_past_claims_nothing_and_takes_over_only_with_discard(
@@ -141,19 +141,19 @@ def test_restore_into_the_past_claims_nothing_and_takes_over_only_with_discard(
 ) -> None:
     run("archive", "on", at=shop)
     time.sleep(0.02)
-    then = time.time()
+    before_change = time.time()
     time.sleep(0.02)
     run("kv", "put", "cart", "alice", "gone", at=shop)
-    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(then)) + f"{then % 1:.3f}"[1:]
+    at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(before_change)) + f"{before_change % 1:.3f}"[1:]
     old = tmp_path / "old"
-    ended = run("restore-store", str(bucket), str(old), "--at", at, "--json", at=None)
-    assert ended.code == 0, ended.err
-    assert "quire takeover --discard" in ended.data["next"]
-    assert run("kv", "put", "cart", "carol", "x", at=old).code != 0, "it is nobody's yet"
+    result = run("restore-store", str(bucket), str(old), "--at", at, "--json", at=None)
+    assert result.code == 0, result.err
+    assert "quire takeover --discard" in result.data["next"]
+    assert run("kv", "put", "cart", "carol", "x", at=old).code != 0, "nothing is claimed yet"
     assert run("kv", "put", "cart", "dave", "x", at=shop).code == 0, "the owner continues"
     refused = run("takeover", "--yes", at=old)
     assert (refused.code, "--discard" in refused.err) == (4, True)
-    assert "archive.incomplete" not in refused.err, "nothing was opened"
+    assert "archive.incomplete" not in refused.err, "no store was opened"
     assert run("takeover", "--discard", "--yes", at=old).code == 0
     assert run("kv", "get", "cart", "alice", at=old).out == "3 apples\n"
     fenced = run("kv", "put", "cart", "erin", "x", at=shop)
@@ -161,7 +161,7 @@ def test_restore_into_the_past_claims_nothing_and_takes_over_only_with_discard(
     assert fenced.code != 0 or status.data["fenced"]
 
 
-def test_mistakes_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
+def test_errors_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
     run("archive", "on", at=shop)
     assert "is not empty" in run("restore-store", str(bucket), str(shop), at=None).err
     assert (
@@ -181,7 +181,9 @@ def test_mistakes_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path,
 def test_info_shows_the_archive(run: Run, shop: Path) -> None:
     assert "archive       off" in run("info", at=shop).out
     run("archive", "on", at=shop)
-    assert "archive       async; everything is in the bucket" in run("info", at=shop).out
+    assert (
+        "archive       async; closed after its last upload; window 24 h; last drill never" in run("info", at=shop).out
+    )
 
 
 def test_modes_are_completed() -> None:
@@ -194,16 +196,16 @@ def test_a_configuration_that_cannot_be_edited_is_refused(text: str) -> None:
         with_setting(text, "archive", "mode", "async")
 
 
-def test_values_are_quoted_and_comments_stay() -> None:
+def test_values_are_quoted_and_comments_kept() -> None:
     text = with_setting('object_store = "a#b" # here\n\n[objects]\n', "", "object_store", 'c"d\\e')
     assert text == 'object_store = "c\\"d\\\\e" # here\n\n[objects]\n'
     assert with_setting("[objects]\n", "objects", "allow_http", True) == "[objects]\nallow_http = true\n"
 
 
-def test_a_command_in_a_deposed_directory_fails_and_reads_go_on(
+def test_a_write_in_a_deposed_directory_fails_and_reads_still_work(
     run: Run, shop: Path, bucket: Path, tmp_path: Path
 ) -> None:
-    """It made its change, met the successor with its last upload, and ended with 0."""
+    """The command made its change, was fenced at its last upload, and exited with 0."""
     assert run("archive", "on", at=shop).code == 0
     new = tmp_path / "new"
     assert run("restore-store", str(bucket), str(new), "--takeover").code == 0
@@ -219,41 +221,39 @@ def test_a_command_in_a_deposed_directory_fails_and_reads_go_on(
 def test_an_abandoned_epoch_is_listed_and_removed_by_name(run: Run, shop: Path, bucket: Path, tmp_path: Path) -> None:
     assert run("archive", "on", at=shop).code == 0
     assert run("archive", "abandoned", at=shop).out.strip() == "no abandoned owner epochs"
-    then = tmp_path / "then"
-    assert run("restore-store", str(bucket), str(then)).code == 0
+    former = tmp_path / "then"
+    assert run("restore-store", str(bucket), str(former)).code == 0
     shutil.rmtree(shop)
     assert run("restore-store", str(bucket), str(shop), "--takeover").code == 0
     with quire.open(shop) as store:
         store.kv("cart").put(b"bob", b"a mistake")
-    assert run("takeover", "--discard", "--yes", at=then).code == 0
-    with quire.open(then) as store:
+    assert run("takeover", "--discard", "--yes", at=former).code == 0
+    with quire.open(former) as store:
         store.kv("cart").put(b"alice", b"4 apples")
-    (row,) = run("archive", "abandoned", "--json", at=then).data
+    (row,) = run("archive", "abandoned", "--json", at=former).data
     assert row["owner_epoch"] == 2
-    refused = run("archive", "abandoned", "--remove", "1", "--yes", at=then)
+    refused = run("archive", "abandoned", "--remove", "1", "--yes", at=former)
     assert "no such abandoned owner epoch" in refused.err
-    removed = run("archive", "abandoned", "--remove", "2", "--yes", "--json", at=then)
+    removed = run("archive", "abandoned", "--remove", "2", "--yes", "--json", at=former)
     assert removed.data == {"removed": row["objects"]}
-    assert run("archive", "abandoned", "--json", at=then).data == []
-    assert run("archive", "audit", at=then).code == 0
+    assert run("archive", "abandoned", "--json", at=former).data == []
+    assert run("archive", "audit", at=former).code == 0
 
 
-def test_a_bucket_that_was_lost_is_said_to_be_and_a_new_one_gets_the_whole_store(
-    run: Run, shop: Path, bucket: Path
-) -> None:
+def test_a_lost_bucket_is_reported_and_a_new_one_gets_the_whole_store(run: Run, shop: Path, bucket: Path) -> None:
     assert run("archive", "on", at=shop).code == 0
     shutil.rmtree(bucket)
     status = run("archive", "status", at=shop)
     assert "would lose nothing" not in status.out
     assert run("archive", "status", "--json", at=shop).data["safe"] is False
     bucket.mkdir()
-    again = run("archive", "on", "--json", at=shop)
-    assert again.data["objects"] >= 2, "a base, and the log object that names it"
+    repeated = run("archive", "on", "--json", at=shop)
+    assert repeated.data["objects"] >= 2, "a base, and the log object that refers to it"
     assert run("archive", "status", "--json", at=shop).data["safe"] is True
     assert run("archive", "audit", at=shop).code == 0
 
 
-def test_an_owner_whose_bucket_was_emptied_begins_with_a_base(
+def test_an_owner_whose_bucket_was_emptied_starts_with_a_base(
     run: Run, shop: Path, bucket: Path, tmp_path: Path
 ) -> None:
     assert run("archive", "on", at=shop).code == 0

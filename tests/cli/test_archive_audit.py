@@ -1,4 +1,4 @@
-"""`quire archive audit`: by the store's directory, or by the bucket's URL where that is lost."""
+"""`quire archive audit`, by the store's directory, or by the bucket's URL if the directory is lost."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def test_audit_by_directory_and_by_url(tmp_path: Path, capsys: pytest.CaptureFix
     assert by_url["store_id"] == bucket.store_id
     (bucket.path / "store" / "quire.toml").write_text(f'object_store = "{bucket.url}"\n')
     assert run(capsys, "archive", "audit", "--store", str(tmp_path / "store")) == (code, by_url)
-    gone = bucket.one("/file/")
-    gone.unlink()
+    missing = bucket.one("/file/")
+    missing.unlink()
     report = tmp_path / "differences.parquet"
     assert program.run(["archive", "audit", bucket.url, "--report", str(report)]) == 1
     text = capsys.readouterr().out
     assert "missing" in text
-    assert gone.name in text.replace("\n", "")
+    assert missing.name in text.replace("\n", "")
     assert parquet.read_table(report).column("state").to_pylist() == ["MISSING"]
 
 
-def test_a_bucket_without_an_archive_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bucket_without_an_archive_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bucket").mkdir()
     assert program.run(["archive", "audit", str(tmp_path / "bucket")]) != 0
     assert "this bucket contains no store" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""audit: what happened, by database and time."""
+"""audit: events by database and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cli.conftest import Run, on_a_terminal
 
 
 @pytest.fixture
-def eventful(path: Path) -> Path:
+def store_with_events(path: Path) -> Path:
     with quire.open(path) as store:
         store.snapshot("shop", "monday")
         store.snapshot("shop")
@@ -23,9 +23,9 @@ def eventful(path: Path) -> Path:
     return path
 
 
-def test_audit_tells_what_happened_in_order(run: Run, eventful: Path) -> None:
+def test_audit_lists_events_in_order(run: Run, store_with_events: Path) -> None:
     data = run("audit", "--json").data
-    assert [(each["database"], each["action"], each["subject"], each["number"]) for each in data] == [
+    assert [(row["database"], row["action"], row["subject"], row["number"]) for row in data] == [
         ("shop", "snapshot_created", "monday", 1),
         ("shop", "snapshot_created", "", 2),
         ("shop", "forked", "copy", 3),
@@ -39,7 +39,7 @@ def test_audit_tells_what_happened_in_order(run: Run, eventful: Path) -> None:
     assert lines[0].split() == ["when", "database", "what", "subject"]
     assert lines[2].endswith("snapshot created  #2")
     assert lines[3].split()[-3:] == ["forked", "as", "copy"]
-    assert max(map(width_of, on_a_terminal("audit", "--store", str(eventful)))) <= 80
+    assert max(map(width_of, on_a_terminal("audit", "--store", str(store_with_events)))) <= 80
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,19 @@ def test_audit_tells_what_happened_in_order(run: Run, eventful: Path) -> None:
         (["77"], 0),
     ],
 )
-def test_audit_chooses(run: Run, eventful: Path, arguments: list[str], expected: int) -> None:
+def test_audit_filters(run: Run, store_with_events: Path, arguments: list[str], expected: int) -> None:
     assert len(run("audit", *arguments, "--json").data) == expected
 
 
-def test_audit_of_what_is_gone_goes_by_its_id(run: Run, eventful: Path) -> None:
-    assert run("audit", "copy").code == 3, "the name is free"
+def test_a_dropped_database_is_audited_by_its_id(run: Run, store_with_events: Path) -> None:
+    assert run("audit", "copy").code == 3, "the name is unused"
     assert run("gc", "--now", "--yes").code == 0
-    assert [each["database"] for each in run("audit", "#3", "--json").data][:2] == ["", ""]
+    assert [row["database"] for row in run("audit", "#3", "--json").data][:2] == ["", ""]
     assert "#3" in run("audit", "3").out
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--since", "someday"], "`--since` takes a time"),
         (["--until", "5"], "`--until` takes a time"),
@@ -79,13 +79,13 @@ def test_audit_of_what_is_gone_goes_by_its_id(run: Run, eventful: Path) -> None:
         (["--limit", "-1"], "is less than 0"),
     ],
 )
-def test_audit_refuses(run: Run, eventful: Path, arguments: list[str], told: str) -> None:
-    ended = run("audit", *arguments)
-    assert (ended.code, ended.out) == (2, "")
-    assert told in ended.err
+def test_audit_refuses_invalid_arguments(run: Run, store_with_events: Path, arguments: list[str], message: str) -> None:
+    result = run("audit", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
 
 
-def test_nothing_happened(run: Run, path: Path) -> None:
+def test_audit_of_a_store_without_events(run: Run, path: Path) -> None:
     assert run("audit").out == "no entries yet\n"
     assert run("audit", "--since", "1h").out == "no entries in that time\n"
     assert run("audit", "nothing").code == 3

@@ -1,4 +1,4 @@
-"""What a shell offers: its script is run, with the words a person has typed so far."""
+"""Shell completion: the completion script is run with the words typed so far."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LINES = {
 
 @pytest.fixture
 def program(tmp_path: Path) -> dict[str, str]:
-    """An environment in which `quire` is a program, as it is once it is installed."""
+    """An environment in which `quire` is an installed program."""
     folder = tmp_path / "bin"
     folder.mkdir()
     file = folder / "quire"
@@ -62,7 +62,7 @@ def program(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def named(shop: Path) -> Path:
+def store_with_names(shop: Path) -> Path:
     with quire.open(shop) as store:
         store.create("my shop", "pages")
         store.create("gone", "pages")
@@ -71,31 +71,31 @@ def named(shop: Path) -> Path:
     return shop
 
 
-def test_bash_offers_commands_options_and_names(named: Path, program: dict[str, str]) -> None:
-    ended = subprocess.run(
+def test_bash_completes_commands_options_and_names(store_with_names: Path, program: dict[str, str]) -> None:
+    result = subprocess.run(
         [shutil.which("bash") or "bash", "--norc", "-c", SCRIPT],
         input="\n".join(LINES) + "\n",
         capture_output=True,
         text=True,
         timeout=120,
-        env={**program, "QUIRE_STORE": str(named)},
+        env={**program, "QUIRE_STORE": str(store_with_names)},
     )
-    assert ended.stderr == ""
-    offered = [[each for each in line.split("|") if each] for line in ended.stdout.splitlines()]
-    assert dict(zip(LINES, offered, strict=True)) == LINES
+    assert result.stderr == ""
+    completions = [[completion for completion in line.split("|") if completion] for line in result.stdout.splitlines()]
+    assert dict(zip(LINES, completions, strict=True)) == LINES
 
 
 @pytest.mark.parametrize(
     ("shell", "words"), [("zsh", "quire snapshot ls "), ("fish", "quire snapshot ls ")], ids=["zsh", "fish"]
 )
-def test_other_shells_are_offered_the_same(named: Path, shell: str, words: str) -> None:
+def test_other_shells_complete_the_same(store_with_names: Path, shell: str, words: str) -> None:
     env = {
         "_QUIRE_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": "3" if shell == "zsh" else "",
-        "QUIRE_STORE": str(named),
+        "QUIRE_STORE": str(store_with_names),
     }  # fmt: skip
-    offered = quire_program(env=env).stdout
-    assert [name for name in ("clicks", "my shop", "shop") if name not in offered] == []
-    assert "gone" not in offered
+    output = quire_program(env=env).stdout
+    assert [name for name in ("clicks", "my shop", "shop") if name not in output] == []
+    assert "gone" not in output
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -111,22 +111,22 @@ def test_another_shell_is_refused(run: Run) -> None:
     assert (refused.code, "bash, zsh or fish" in refused.err) == (2, True)
 
 
-def test_every_metavar_of_a_name_is_offered_something() -> None:
-    """A new command whose arguments are called as those of the others completes by itself."""
+def test_every_metavar_of_a_name_is_completed() -> None:
+    """A new command whose arguments are named like those of others is completed without further code."""
     parameters = [parameter for command in COMMANDS.values() for parameter in command.params]
     words = {parameter.metavar.strip("[].") for parameter in parameters if parameter.metavar}
-    mute = words - {*WORDS, *DATABASES, *SNAPSHOTS, "NAME", "CURSOR", "TABLE"}
-    assert mute <= {
+    uncompleted = words - {*WORDS, *DATABASES, *SNAPSHOTS, "NAME", "CURSOR", "TABLE"}
+    assert uncompleted <= {
         "N", "FILE", "KEY", "ID", "NEW", "WHEN", "ADDRESS", "hourly,daily", "SQL", "RECORD", "PATH", "VALUE", "URL", "TIME",
         "SECONDS", "OUT", "KEY=VALUE", "CHUNK", "AGE", "30d", "NUMBER", "DIR", "DIRECTORY", "FOR", "OBJECT",
         "TARGET", "SOURCE", "PREVIOUS", "EPOCH", "PATTERN", "PREFIX", "TAG[=VALUE", "15m",
     }  # fmt: skip
-    assert {each.name.lower() for each in DbKind} == set(WORDS["KIND"])
+    assert {kind.name.lower() for kind in DbKind} == set(WORDS["KIND"])
     assert WORDS["MOVE"] == MOVES
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_it_is_installed_by_one_command_and_once(
+def test_completion_is_installed_by_one_command_and_only_once(
     run: Run, shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = {"HOME": str(tmp_path), "SHELL": f"/bin/{shell}", "XDG_CONFIG_HOME": ""}
@@ -134,14 +134,14 @@ def test_it_is_installed_by_one_command_and_once(
     if shell != "fish":
         startup.write_text("alias ll='ls -l'", "utf-8")
     for _ in range(2):
-        ended = run("completion", "--install", "--json", **home)
-        assert ended.code == 0, ended.err
-    assert Path(ended.data["file"]).read_text("utf-8") == run("completion", shell).out
+        result = run("completion", "--install", "--json", **home)
+        assert result.code == 0, result.err
+    assert Path(result.data["file"]).read_text("utf-8") == run("completion", shell).out
     if shell == "fish":
-        assert ended.data["startup"] is None
+        assert result.data["startup"] is None
         return
     alias, line = startup.read_text("utf-8").splitlines()
-    assert (alias, ended.data["file"] in line) == ("alias ll='ls -l'", True)
+    assert (alias, result.data["file"] in line) == ("alias ll='ls -l'", True)
     if shutil.which(shell):
         ended_shell = subprocess.run([shell, "-c", f". {startup} && true"], capture_output=True, text=True, timeout=30)
         assert (ended_shell.returncode, ended_shell.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""What a command line means, by the declarations of the commands; and that a command loads little before it begins."""
+"""Parsing of command lines by the commands' declarations; and the imports of a command before it starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.cli.command import Cli
 from quire.cli.declarations import Argument, Group, Option, command, run_program
 from quire.cli.errors import OK, USAGE
 from quire.cli.main import COMMANDS as FIRST_WORDS
-from quire.cli.main import Program
+from quire.cli.main import Program, perform_command
 from quire.cli.output import Note
 from tests.cli.commands import COMMANDS
 from tests.rules.tree import SRC
@@ -41,25 +41,25 @@ def paint(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """What commands were called with, instead of being run."""
-    seen: list[Call] = []
+    """The arguments that commands were called with; they are not run."""
+    recorded: list[Call] = []
 
-    def note(_: object, cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
-        seen.append((cli, arguments, debug))
+    def note(_: object, cli: Cli, arguments: dict[str, Any], _at_owner: object, *, debug: bool) -> int:
+        recorded.append((cli, arguments, debug))
         return OK
 
     monkeypatch.delenv("QUIRE_STORE", raising=False)
     monkeypatch.setattr("quire.cli.command.perform", note)
-    return seen
+    return recorded
 
 
-def house() -> Group:
+def paint_group() -> Group:
     group = Group()
     command("paint", group, example="quire paint north red")(paint)
     return group
 
 
-BARE = {"wall": "north", "colours": [], "coats": 2, "thinned": 0.0, "tag": [], "dry": True}
+DEFAULTS = {"wall": "north", "colours": [], "coats": 2, "thinned": 0.0, "tag": [], "dry": True}
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ BARE = {"wall": "north", "colours": [], "coats": 2, "thinned": 0.0, "tag": [], "
         ("-- --json", {"wall": "--json"}),
     ],
 )
-def test_a_function_is_called_with_what_its_signature_says(
+def test_a_function_is_called_with_the_arguments_of_its_signature(
     calls: list[Call], line: str, expected: dict[str, Any]
 ) -> None:
-    assert run_program(house(), ["paint", *shlex.split(line)]) == OK
-    assert calls == [(Cli(".", False), BARE | expected, False)]
+    assert run_program(paint_group(), ["paint", *shlex.split(line)], perform_command) == OK
+    assert calls == [(Cli(".", False), DEFAULTS | expected, False)]
 
 
 @pytest.mark.parametrize(
@@ -89,66 +89,70 @@ def test_a_function_is_called_with_what_its_signature_says(
         ("north --coat 3", "no such option '--coat'"),
     ],
 )
-def test_what_cannot_be_understood_is_refused(
+def test_invalid_command_lines_are_refused(
     calls: list[Call], capsys: pytest.CaptureFixture[str], line: str, refusal: str
 ) -> None:
-    assert run_program(house(), ["paint", *shlex.split(line)]) == USAGE
+    assert run_program(paint_group(), ["paint", *shlex.split(line)], perform_command) == USAGE
     assert calls == []
     assert capsys.readouterr().err.startswith(f"error: {refusal}")
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "path"),
+    ("variable", "options", "path"),
     [(None, (), "."), ("", (), "."), ("there", (), "there"), ("there", ("-s", "here"), "here")],
 )
-def test_the_store_is_the_one_that_is_named(
-    calls: list[Call], monkeypatch: pytest.MonkeyPatch, variable: str | None, given: tuple[str, ...], path: str
+def test_the_named_store_is_used(
+    calls: list[Call], monkeypatch: pytest.MonkeyPatch, variable: str | None, options: tuple[str, ...], path: str
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("QUIRE_STORE", variable)
-    assert run_program(house(), ["paint", "north", *given, "--json", "--debug"]) == OK
+    assert run_program(paint_group(), ["paint", "north", *options, "--json", "--debug"], perform_command) == OK
     assert [(cli, debug) for cli, _, debug in calls] == [(Cli(path, True), True)]
 
 
-def test_help_has_what_is_declared(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_program(house(), ["paint", "-h"]) == OK
+def test_help_shows_the_declarations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_program(paint_group(), ["paint", "-h"], perform_command) == OK
     shown = capsys.readouterr().out
     for part in (
         "Usage: quire paint [OPTIONS] WALL [COLOUR]...", "  WALL         What to paint.  [required]",
         "-c, --coats N", "How often.  [default: 2]", "--dry / --wet", "A second paragraph.", "Example: quire paint north red",
     ):  # fmt: skip
         assert part in shown
-    assert run_program(house(), ["-h"]) == OK
-    assert capsys.readouterr().out.splitlines()[-1] == "  paint  Paint a wall."
+    assert run_program(paint_group(), ["-h"], perform_command) == OK
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "  paint  Paint a wall.",
+        "",
+        "  Example: quire paint north red",
+    ]
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_the_example_of_every_command_is_understood(calls: list[Call], words: tuple[str, ...]) -> None:
+def test_the_example_of_every_command_is_parsed(calls: list[Call], words: tuple[str, ...]) -> None:
     example = shlex.split(COMMANDS[words].example)
     assert tuple(example[: 1 + len(words)]) == ("quire", *words)
-    assert run_program(Program(), example[1:]) == OK
+    assert run_program(Program(), example[1:], perform_command) == OK
     assert len(calls) == 1
 
 
 def test_the_list_of_commands_is_what_their_modules_declare() -> None:
-    """`quire --help` loads none of them."""
+    """`quire --help` imports none of them."""
     program = Program().load_all()
     assert set(program.commands) == set(FIRST_WORDS)
     lines = {word: program.commands[word].get_short_help_str() for word in FIRST_WORDS}
     assert lines == {word: line for word, (_, line) in FIRST_WORDS.items()}
 
 
-# ── what a command loads before it begins ─────────────────────────────────────────────────────────────────────────────
+# ── imports before a command starts ───────────────────────────────────────────────────────────────────────────────────
 HEAVY = (
     "rich", "asyncio", "pandas", "pyarrow", "pyspark", "obstore", "awscrt", "structlog",
     "prometheus_client", "opentelemetry", "starlette", "uvicorn",
 )  # fmt: skip
-"""Packages that a command loads when it works, not before."""
+"""Packages that a command imports while it runs, not before."""
 
 ENGINES = ("numpy", "apsw", "zstandard")
-"""Packages that every owner of a store loads: help does without them."""
+"""Packages that every owner of a store imports: help does not need them."""
 
-STARTING = """
+PRINT_IMPORTS = """
 import sys
 from quire.cli.main import Program
 program = Program(){load_all}
@@ -159,14 +163,14 @@ print([name for name in {heavy!r} if name in sys.modules])
 @pytest.mark.parametrize(
     ("load_all", "unneeded"), [("", ("quire.manifest", *ENGINES, *HEAVY)), (".load_all()", HEAVY)], ids=["help", "all"]
 )
-def test_nothing_heavy_is_loaded_before_a_command_begins(load_all: str, unneeded: tuple[str, ...]) -> None:
-    """Start-up is a promise (`python -m bench cli` measures it)."""
-    ended = subprocess.run(
-        [sys.executable, "-c", STARTING.format(heavy=unneeded, load_all=load_all)],
+def test_no_heavy_package_is_imported_before_a_command_starts(load_all: str, unneeded: tuple[str, ...]) -> None:
+    """Start-up time is a promise (`python -m bench cli` measures it)."""
+    result = subprocess.run(
+        [sys.executable, "-c", PRINT_IMPORTS.format(heavy=unneeded, load_all=load_all)],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": str(SRC)},
     )
-    assert ended.returncode == 0, ended.stderr
-    assert ast.literal_eval(ended.stdout) == []
+    assert result.returncode == 0, result.stderr
+    assert ast.literal_eval(result.stdout) == []

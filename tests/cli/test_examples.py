@@ -1,7 +1,7 @@
-"""The example that ends each command's help is run: all of them, one after the other, in one store, as they are written there.
+"""The example at the end of each command's help is run literally: all of them, in sequence, in one store.
 
-What is not run to the letter, and why: commands that stay are told to end (`ENDING`), and what works on Spark does so in a test
-of its own, because that is where the session is.
+Exceptions: commands that run until they are interrupted get an option that ends them (`ENDING_OPTIONS`), and the
+example that uses Spark has its own test, because it needs the session.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quire.durable import quarantine
 from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind
 from tests.cli.commands import COMMANDS
-from tests.cli.conftest import Ended
+from tests.cli.conftest import CommandResult
 from tests.programs import Program
 from tests.rules.tree import SRC
 
@@ -50,31 +50,31 @@ IN_ORDER = (
     "feed tail", "feed cursors", "feed resume", "feed drop", "audit",
     "gc", "doctor", "quarantine ls", "quarantine restore", "quarantine rm", "objects moved",
     "standby", "promote", "clone", "clones ls", "clones release", "clones forget", "takeover",
-    "archive on", "archive status", "archive drill", "archive audit", "archive abandoned", "restore-db", "backup",
-    "archive off",
+    "archive on", "archive status", "archive drill", "archive base", "archive audit", "archive abandoned",
+    "restore-db", "backup", "archive off",
     "restore-store",
     "namespace create", "namespace ls", "namespace drop", "token create",
     "mirror create", "mirror run", "mirror status", "mirror ls", "mirror drop",
     "snapshot drop", "snapshot undrop", "snapshot drop",
     "db set", "db set-status", "drop", "undrop", "rename", "serve", "tour", "completion",
 )  # fmt: skip
-"""What a person would do in a new store."""
+"""The order in which a user would run them in a new store."""
 
-ENDING = {
-    "sqlite follow": " --once",  # else until Ctrl-C
+ENDING_OPTIONS = {
+    "sqlite follow": " --once",  # otherwise it runs until Ctrl-C
     "standby": " --once",
-    "serve": "",  # until SIGTERM
+    "serve": "",  # runs until SIGTERM
 }
-HERE = {
+REPLACEMENTS = {
     "--runner spark": "--runner threads",
     "s3://my-bucket/shop": "./archive",
     "/mnt/backups/shop": "./backup",
-    " --at 2h": "",  # it is younger
+    " --at 2h": "",  # the only version is younger than that
 }
-"""What an example names, and what stands for it in the test."""
+"""Names in the examples, and their replacements in the test."""
 EXPECTED: dict[str, str] = {
     "ls": "no database matches",
-    "why": "has not checkpointed it yet",
+    "why": "nothing holds it",
     "snapshot diff": "both are the same version",
     "fork": "as shop was at snapshot monday",
     "rollback": "nothing to do: shop is already as it was at snapshot monday",
@@ -92,29 +92,29 @@ EXPECTED: dict[str, str] = {
     "objects moved": "objects checked",
     "tour": "all rules hold",
 }
-"""A few words of what is shown; all of them show something."""
+"""A part of the expected output; every command prints something."""
 
 COLUMNS = 80
 
 
 def example_of(words: str) -> str:
-    """The example, taken out of the help."""
-    ended = run(*words.split(), "--help")
-    (found,) = re.findall(r"Example: (quire .*)", " ".join(ended.out.split()))
-    assert isinstance(found, str)
-    return found
+    """The example from the help of a command."""
+    result = run(*words.split(), "--help")
+    (example,) = re.findall(r"Example: (quire .*)", " ".join(result.out.split()))
+    assert isinstance(example, str)
+    return example
 
 
-def run(*arguments: str, typed: str = "") -> Ended:
+def run(*arguments: str, typed: str = "") -> CommandResult:
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "stdin", io.StringIO(typed))
         code = main.run(arguments)
-    return Ended(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty directory with a short path, on a terminal of 80 columns; the store is ./data."""
     path = Path(tempfile.mkdtemp(prefix="q"))
     monkeypatch.chdir(path)
@@ -122,14 +122,14 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.setattr(output.TerminalStyle, "of", lambda _: output.TerminalStyle(COLUMNS, False))
     for name in ("shop.db", "app.db"):
-        with closing(sqlite3.connect(name)) as made:
-            made.executescript("create table item(name); insert into item values('3 apples');")
+        with closing(sqlite3.connect(name)) as connection:
+            connection.executescript("create table item(name); insert into item values('3 apples');")
     yield path
     shutil.rmtree(path)
 
 
 def prepare(words: str) -> None:
-    """What a person would have done in between."""
+    """Create what an example expects to exist."""
     if words == "feed cursors":
         with quire.open("data") as store:
             store.feed.register(name="my-app")
@@ -170,18 +170,18 @@ def prepare(words: str) -> None:
 
 
 def served(line: str) -> str:
-    """What `quire serve` says, as a process of its own, until it is told to end."""
+    """The first lines of `quire serve`, run in a separate process and then terminated."""
     arguments = ["-m", "quire", *shlex.split(line.replace(":7448", ":0"))[1:]]
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     with Program(arguments, stdout=subprocess.PIPE, env=env) as process:
         assert process.stdout is not None
-        said = process.stdout.readline() + process.stdout.readline()
+        output = process.stdout.readline() + process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
-    return said
+    return output
 
 
-def test_every_example_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_runs(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(IN_ORDER) == {" ".join(words) for words in COMMANDS}
     for words in IN_ORDER:
         prepare(words)
@@ -190,24 +190,28 @@ def test_every_example_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert "listening on" in served(line)
             continue
         typed = "select name from item;\n" if words == "sqlite shell" else ""
-        asked = line + ENDING.get(words, "")
-        for there, here in HERE.items():
-            asked = asked.replace(there, here)
+        command_line = line + ENDING_OPTIONS.get(words, "")
+        for placeholder, replacement in REPLACEMENTS.items():
+            command_line = command_line.replace(placeholder, replacement)
         monkeypatch.setenv("QUIRE_STORE", "./vault" if words.startswith("archive") else "./data")
-        ended = run(*shlex.split(asked)[1:], typed=typed)
-        assert (ended.code, ended.err) == (0, ""), line
-        assert ended.out, line
-        assert EXPECTED.get(words, "") in " ".join(ended.out.split()), line
+        result = run(*shlex.split(command_line)[1:], typed=typed)
+        assert (result.code, result.err) == (0, ""), line
+        assert result.out, line
+        assert EXPECTED.get(words, "") in " ".join(result.out.split()), line
         if "--json" not in line and words != "completion":
-            wide = [each for each in ended.out.splitlines() if len(each) > COLUMNS and " " in each.strip()]
+            wide = [
+                output_line
+                for output_line in result.out.splitlines()
+                if len(output_line) > COLUMNS and " " in output_line.strip()
+            ]
             assert wide == [], line
     with quire.open("data") as store:
         assert store.manifest.check() == []
 
 
-def test_the_example_that_works_on_spark_runs(place: Path, lent_spark: SparkSession) -> None:
+def test_the_example_for_spark_runs(directory: Path, shared_spark: SparkSession) -> None:
     assert run("init", "data").code == 0
     assert run("sqlite", "import", "shop.db").code == 0
-    ended = run(*shlex.split(example_of("checkpoint"))[1:])
-    assert (ended.code, ended.err) == (0, "")
-    assert "1 database" in ended.out
+    result = run(*shlex.split(example_of("checkpoint"))[1:])
+    assert (result.code, result.err) == (0, "")
+    assert "1 database" in result.out

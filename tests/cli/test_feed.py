@@ -14,8 +14,8 @@ from tests.cli.conftest import Run, on_a_terminal
 
 
 @pytest.fixture
-def followed(path: Path) -> Path:
-    """A store whose feed has four kinds of followers."""
+def store_with_cursors(path: Path) -> Path:
+    """A store whose feed has four kinds of cursors."""
     with quire.open(path) as store:
         feed = store.manifest.feed
         feed.register(name="billing", ttl_seconds=90, max_lag=1_000)
@@ -29,8 +29,8 @@ def followed(path: Path) -> Path:
 
 def test_tail_shows_the_newest_or_from_a_sequence(run: Run) -> None:
     data = run("feed", "tail", "--limit", "1", "--json").data
-    assert [(each["sequence"], each["operations"][0]["op"]) for each in data] == [(2, "RegisterDb")]
-    assert [each["sequence"] for each in run("feed", "tail", "--from", "1", "--json").data] == [1, 2]
+    assert [(batch["sequence"], batch["operations"][0]["op"]) for batch in data] == [(2, "RegisterDb")]
+    assert [batch["sequence"] for batch in run("feed", "tail", "--from", "1", "--json").data] == [1, 2]
     assert "RegisterDb db_id=1 name=shop" in run("feed", "tail", "--from", "1").out
     assert run("feed", "tail", "--from", "9").out == "the feed has no changes from sequence 9 on\n"
 
@@ -55,17 +55,17 @@ def test_tail_of_an_empty_feed(run: Run, tmp_path: Path) -> None:
 def test_tail_reads_in_steps_and_0_means_no_limit(
     run: Run, path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: range
 ) -> None:
-    """As `manifest dump` has it."""
+    """Like `manifest dump`."""
     monkeypatch.setattr(commands, "STEP_RECORDS", 5)
     with quire.open(path) as store:
         for number in range(10):
             store.create(f"db-{number}", "pages")
-    assert [each["sequence"] for each in run("feed", "tail", *arguments, "--json").data] == list(expected)
+    assert [batch["sequence"] for batch in run("feed", "tail", *arguments, "--json").data] == list(expected)
 
 
-def test_cursors_shows_how_far_everybody_is(run: Run, followed: Path) -> None:
-    rows = {each["cursor_id"]: each for each in run("feed", "cursors", "--json").data}
-    assert [(each["name"], each["acked_sequence"], each["lag"], each["state"]) for each in rows.values()] == [
+def test_cursors_shows_the_position_of_every_cursor(run: Run, store_with_cursors: Path) -> None:
+    rows = {row["cursor_id"]: row for row in run("feed", "cursors", "--json").data}
+    assert [(row["name"], row["acked_sequence"], row["lag"], row["state"]) for row in rows.values()] == [
         ("billing", 1, 1, "live"),
         ("", 1, 1, "live"),
         ("dead", 0, 2, "lost"),
@@ -78,23 +78,23 @@ def test_cursors_shows_how_far_everybody_is(run: Run, followed: Path) -> None:
     assert lines[1].split()[-3:] == ["90", "s", "1,000"]
     assert " s ago " in lines[1]
     assert lines[-1] == "cursor dead (id 3) is lost: 2 changes behind, allowed are 1"
-    assert max(map(width_of, on_a_terminal("feed", "cursors", "--store", str(followed)))) <= 80
+    assert max(map(width_of, on_a_terminal("feed", "cursors", "--store", str(store_with_cursors)))) <= 80
 
 
-def test_cursors_of_a_feed_nobody_follows(run: Run) -> None:
+def test_cursors_of_a_feed_without_cursors(run: Run) -> None:
     assert run("feed", "cursors").out.startswith("the feed has no cursors")
     assert run("feed", "cursors", "--json").data == []
 
 
-def test_drop_by_name_first_then_by_id(run: Run, followed: Path) -> None:
-    """A cursor may be called 2 and not have that id."""
+def test_drop_by_name_first_then_by_id(run: Run, store_with_cursors: Path) -> None:
+    """A cursor can have the name 2 and another id."""
     assert run("feed", "drop", "2", "--yes").out == "dropped cursor 2 (id 4)\n"
     assert run("feed", "drop", "2", "--yes").out == "dropped cursor 2\n"
     assert run("feed", "drop", "dead", "--yes", "--json").data["dropped"]["state"] == "lost"
-    assert [each["name"] for each in run("feed", "cursors", "--json").data] == ["billing"]
+    assert [row["name"] for row in run("feed", "cursors", "--json").data] == ["billing"]
 
 
-def test_drop_asks(run: Run, followed: Path) -> None:
+def test_drop_asks(run: Run, store_with_cursors: Path) -> None:
     refused = run("feed", "drop", "billing", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
     assert refused.err == "drop cursor billing (id 1), 1 change behind? [y/N] "
@@ -104,16 +104,18 @@ def test_drop_asks(run: Run, followed: Path) -> None:
 
 
 @pytest.mark.parametrize("cursor", ["nobody", "77", "99999999999999999999999", "²", ""])
-def test_drop_of_nobody_says_where_to_look(run: Run, followed: Path, cursor: str) -> None:
-    ended = run("feed", "drop", cursor, "--yes")
-    assert ended.code in (2, 3)
-    assert "Traceback" not in ended.err
-    if ended.code == 3:
-        assert ended.err.splitlines()[1] == "next:  `quire feed cursors` lists them"
+def test_drop_of_an_unknown_cursor_names_the_command_that_lists_them(
+    run: Run, store_with_cursors: Path, cursor: str
+) -> None:
+    result = run("feed", "drop", cursor, "--yes")
+    assert result.code in (2, 3)
+    assert "Traceback" not in result.err
+    if result.code == 3:
+        assert result.err.splitlines()[1] == "next:  `quire feed cursors` lists them"
     assert len(run("feed", "cursors", "--json").data) == 4
 
 
-def test_resume_lets_a_lost_cursor_go_on_and_leaves_a_live_one(run: Run, path: Path) -> None:
+def test_resume_continues_a_lost_cursor_and_leaves_a_live_one(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         info = store.manifest.feed.register(name="slow")
         store.manifest.submit([LoseCursor(info.cursor_id, "too slow")]).result()

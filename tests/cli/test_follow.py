@@ -23,7 +23,7 @@ from tests.programs import Program
 from tests.rules.tree import SRC
 
 SECONDS = 60
-"""How long something may take on a busy machine before it is missing."""
+"""Seconds that an event may take on a busy machine."""
 
 WRITER = """
 import sys, quire
@@ -32,7 +32,7 @@ with quire.open(sys.argv[1]) as store:
     for line in sys.stdin:
         word = line.split()
         if word[0] == "append":
-            clicks.append([each.encode() for each in word[1:]]).result()
+            clicks.append([payload.encode() for payload in word[1:]]).result()
         elif word[0] == "create":
             store.create(word[1], "pages")
         else:
@@ -57,14 +57,14 @@ def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    """Its next line; lines are short, so that a pipe never holds part of one."""
+    """The next line of its output. Lines are short, so that a pipe never holds part of one."""
     assert process.stdout is not None
     buffered = getattr(process, "_lines", "")
     while "\n" not in buffered:
         ready, _, _ = select.select([process.stdout], [], [], SECONDS)
-        assert ready, "nothing came"
+        assert ready, "no output arrived"
         more = os.read(process.stdout.fileno(), 65_536).decode()
-        assert more, f"it has ended: {process.stderr.read() if process.stderr else ''}"
+        assert more, f"the process has ended: {process.stderr.read() if process.stderr else ''}"
         buffered += more
     line, _, rest = buffered.partition("\n")
     process._lines = rest  # type: ignore[attr-defined]
@@ -106,47 +106,47 @@ def ended_by(process: subprocess.Popen[str], number: signal.Signals) -> tuple[in
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stream_is_followed_while_another_process_writes_it(run: Run, path: Path, number: signal.Signals) -> None:
     run("stream", "append", "clicks", "a", "b", "c")
-    with started("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "2", "--json", "-s", str(path)) as following:
-        said = [json.loads(line_of(following)) for _ in range(2)]
-        assert [(each["id"], each["payload"]) for each in said] == [(2, "62"), (3, "63")]
+    with started("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "2", "--json", "-s", str(path)) as follower:
+        records = [json.loads(line_of(follower)) for _ in range(2)]
+        assert [(record["id"], record["payload"]) for record in records] == [(2, "62"), (3, "63")]
         with writing(path) as writer:
-            assert json.loads(line_of(following))["id"] == 4, "while the other one owns the store"
+            assert json.loads(line_of(follower))["id"] == 4, "while the other one owns the store"
             for record, step in enumerate(("seal", "upload", "evict", "seal"), 5):
                 writer.do(step)
                 writer.do(f"append {record}")
-                assert bytes.fromhex(json.loads(line_of(following))["payload"]) == b"%d" % record
+                assert bytes.fromhex(json.loads(line_of(follower))["payload"]) == b"%d" % record
         run("stream", "append", "clicks", "the next owner's")
-        assert json.loads(line_of(following))["id"] == 9
-        assert ended_by(following, number) == (0, "")
+        assert json.loads(line_of(follower))["id"] == 9
+        assert ended_by(follower, number) == (0, "")
 
 
 def test_the_feed_is_followed_while_another_process_commits(path: Path) -> None:
-    with started("-m", "quire", "feed", "tail", "--follow", "-n", "1", "-s", str(path)) as following:
-        assert line_of(following).split() == ["sequence", "committed", "operations"]
-        assert line_of(following).split()[0] == "2"
+    with started("-m", "quire", "feed", "tail", "--follow", "-n", "1", "-s", str(path)) as follower:
+        assert line_of(follower).split() == ["sequence", "committed", "operations"]
+        assert line_of(follower).split()[0] == "2"
         with writing(path) as writer:
             writer.do("create other")
-            while "name=other" not in (line := line_of(following)):
+            while "name=other" not in (line := line_of(follower)):
                 assert line
-        assert ended_by(following, signal.SIGTERM) == (0, "")
+        assert ended_by(follower, signal.SIGTERM) == (0, "")
 
 
-def test_none_of_the_old_ones_and_then_all_that_are_new(run: Run, path: Path) -> None:
+def test_n_0_shows_no_old_entries_and_then_every_new_one(run: Run, path: Path) -> None:
     run("stream", "append", "clicks", "old")
     stream = ("-m", "quire", "stream", "tail", "clicks", "-f", "-n", "0", "--json", "-s", str(path))
     feed = ("-m", "quire", "feed", "tail", "-f", "-n", "0", "--json", "-s", str(path))
     head = run("feed", "tail", "-n", "1", "--json").data[0]["sequence"]
     with started(*stream) as records, started(*feed) as changes, writing(path) as writer:
         waiting, deadline = {stdout(records), stdout(changes)}, time.monotonic() + SECONDS
-        while waiting:  # nobody knows when they have begun to look: what was written before is old
-            assert time.monotonic() < deadline, "nothing came"
+        while waiting:  # it is unknown when they start to follow: entries written before that are old
+            assert time.monotonic() < deadline, "no output arrived"
             writer.do("append new")
             waiting -= set(select.select(waiting, [], [], 0.1)[0])
         assert json.loads(line_of(records))["id"] > 1
         assert json.loads(line_of(changes))["sequence"] > head
 
 
-def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for(
+def test_tail_beside_a_writing_owner_shows_no_more_than_requested(
     run: Run, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.stream.file_reader import StreamContents, StreamFileReader
@@ -154,55 +154,56 @@ def test_the_last_records_beside_an_owner_that_writes_are_no_more_than_asked_for
     with writing(path) as writer:
         contents = StreamFileReader.contents
 
-        def and_one_more(reader: StreamFileReader, after_segment: int = 0) -> StreamContents:
-            seen = contents(reader, after_segment)
+        def append_after_reading(reader: StreamFileReader, after_segment: int = 0) -> StreamContents:
+            stream_contents = contents(reader, after_segment)
             writer.do("append later")
-            return seen
+            return stream_contents
 
-        monkeypatch.setattr(StreamFileReader, "contents", and_one_more)
+        monkeypatch.setattr(StreamFileReader, "contents", append_after_reading)
         writer.do("append a b c")
-        assert [each["payload"] for each in run("stream", "tail", "clicks", "-n", "2", "--json").data] == ["62", "63"]
+        assert [record["payload"] for record in run("stream", "tail", "clicks", "-n", "2", "--json").data] == [
+            "62",
+            "63",
+        ]
 
 
-def test_the_feed_from_a_sequence_on_as_lines_of_json(path: Path) -> None:
-    with started("-m", "quire", "feed", "tail", "-f", "--from", "1", "--json", "-s", str(path)) as following:
-        assert [json.loads(line_of(following))["sequence"] for _ in range(2)] == [1, 2]
-        assert ended_by(following, signal.SIGINT) == (0, "")
+def test_the_feed_is_followed_from_a_sequence_as_json_lines(path: Path) -> None:
+    with started("-m", "quire", "feed", "tail", "-f", "--from", "1", "--json", "-s", str(path)) as follower:
+        assert [json.loads(line_of(follower))["sequence"] for _ in range(2)] == [1, 2]
+        assert ended_by(follower, signal.SIGINT) == (0, "")
 
 
 @pytest.mark.parametrize("command", [["feed", "tail", "-f"], ["stream", "tail", "clicks", "-f", "--json"]])
-def test_a_reader_that_has_seen_enough_ends_it_though_nothing_new_comes(
-    run: Run, path: Path, command: list[str]
-) -> None:
+def test_a_closed_pipe_ends_it_although_nothing_new_arrives(run: Run, path: Path, command: list[str]) -> None:
     run("stream", "append", "clicks", "a")
-    with started("-m", "quire", *command, "-s", str(path)) as following:
-        assert line_of(following)
-        assert following.stdout is not None
-        following.stdout.close()
-        assert following.stderr is not None
-        assert (following.wait(SECONDS), following.stderr.read()) == (141, "")
+    with started("-m", "quire", *command, "-s", str(path)) as follower:
+        assert line_of(follower)
+        assert follower.stdout is not None
+        follower.stdout.close()
+        assert follower.stderr is not None
+        assert (follower.wait(SECONDS), follower.stderr.read()) == (141, "")
 
 
-def test_what_was_trimmed_before_it_was_seen_is_told(path: Path) -> None:
+def test_entries_that_were_trimmed_unseen_are_reported(path: Path) -> None:
     with quire.open(path) as store:
         store.feed.register(name="app")
         store.feed.acknowledge("app", 1)
-    ended = quire_program("feed", "tail", "-f", "--from", "1", "-s", str(path))
-    assert ended.returncode == 4
-    assert ended.stderr.splitlines() == [
+    result = quire_program("feed", "tail", "-f", "--from", "1", "-s", str(path))
+    assert result.returncode == 4
+    assert result.stderr.splitlines() == [
         "error: the changes 1 to 1 are no longer retained",
         "next:  `quire feed tail --from 2 --follow` continues after them",
     ]
 
 
 @pytest.mark.parametrize(("database", "code"), [("nothing", 3), ("shop", 2)])
-def test_what_cannot_be_followed_is_told_at_once(path: Path, database: str, code: int) -> None:
-    ended = quire_program("stream", "tail", database, "-f", "--json", "-s", str(path))
-    assert (ended.returncode, ended.stdout) == (code, "")
-    assert json.loads(ended.stderr)["error"]["next"].startswith("`quire ls`")
+def test_what_cannot_be_followed_is_refused_at_once(path: Path, database: str, code: int) -> None:
+    result = quire_program("stream", "tail", database, "-f", "--json", "-s", str(path))
+    assert (result.returncode, result.stdout) == (code, "")
+    assert json.loads(result.stderr)["error"]["next"].startswith("`quire ls`")
 
 
-def test_a_store_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_store_is_reported(tmp_path: Path) -> None:
     for command in (["feed", "tail"], ["stream", "tail", "x"]):
         assert quire_program(*command, "-f", "-s", str(tmp_path)).returncode == 3
 

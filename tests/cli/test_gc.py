@@ -1,4 +1,4 @@
-"""gc: a dry run, a round, and at once."""
+"""gc: dry run, normal run, and immediate deletion."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def garbage(shop: Path) -> Path:
     return shop
 
 
-def test_a_dry_run_says_what_waits_and_until_when(run: Run, garbage: Path) -> None:
+def test_a_dry_run_lists_what_waits_and_until_when(run: Run, garbage: Path) -> None:
     before = run("info", "--json").data
     data = run("gc", "--dry-run", "--json").data
     assert data["dry_run"] is True
     assert data["artifacts"] == before["unreferenced"] > 0
-    assert data["size_bytes"] == sum(each["size_bytes"] for each in data["waiting"]) > 0
-    for each in data["waiting"]:
-        assert each["due_at_ms"] >= each["zero_since_ms"]
-        assert (each["database"], each["artifact"]["origin_db_id"]) == ("shop", 1)
+    assert data["size_bytes"] == sum(artifact["size_bytes"] for artifact in data["waiting"]) > 0
+    for artifact in data["waiting"]:
+        assert artifact["due_at_ms"] >= artifact["zero_since_ms"]
+        assert (artifact["database"], artifact["artifact"]["origin_db_id"]) == ("shop", 1)
     lines = run("gc", "--dry-run").out.splitlines()
     assert lines[0].split() == ["artifact", "size", "unreferenced", "deleted"]
     assert "wal 1 of shop" in run("gc", "--dry-run").out
@@ -43,7 +43,7 @@ def test_a_dry_run_says_what_waits_and_until_when(run: Run, garbage: Path) -> No
     assert max(map(width_of, on_a_terminal("gc", "--dry-run", "--store", str(garbage)))) <= 80
 
 
-def test_a_dry_run_says_what_retention_and_jobs_would_do(run: Run, path: Path) -> None:
+def test_a_dry_run_lists_what_retention_and_jobs_would_do(run: Run, path: Path) -> None:
     assert run("gc", "--dry-run").out.splitlines()[0] == "nothing is waiting to be deleted"
     with quire.open(path) as store:
         store.snapshot("shop")
@@ -59,7 +59,7 @@ def test_a_dry_run_needs_no_owner(garbage: Path) -> None:
         assert quire_program("gc", "--store", str(garbage)).returncode == 5
 
 
-def test_a_round_leaves_what_is_too_young(run: Run, garbage: Path) -> None:
+def test_a_run_leaves_artifacts_within_the_grace_period(run: Run, garbage: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "1", "--no-keep-named", "--schedule", "hourly")
     data = run("gc", "--json").data
     assert (data["dry_run"], data["round"]["snapshots"], data["round"]["dropped"]) == (False, 1, 1)
@@ -71,7 +71,7 @@ def test_a_round_leaves_what_is_too_young(run: Run, garbage: Path) -> None:
     assert "; the first is deleted in " in text
 
 
-def test_at_once_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) -> None:
+def test_now_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) -> None:
     waiting = run("gc", "--dry-run", "--json").data
     refused = run("gc", "--now", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was done\n")
@@ -82,12 +82,12 @@ def test_at_once_asks_and_deletes_everything_at_zero(run: Run, garbage: Path) ->
     assert done["deleted"] > 0
     assert done["freed_bytes"] >= waiting["size_bytes"]
     assert (done["waiting"], run("info", "--json").data["unreferenced"]) == (0, 0)
-    assert {each["kind"] for each in done["jobs"]} >= {"delete"}
-    assert not list((garbage / "pages" / "00000001" / "wal").glob("00000001.seg")), "the bytes are gone"
+    assert {job["kind"] for job in done["jobs"]} >= {"delete"}
+    assert not list((garbage / "pages" / "00000001" / "wal").glob("00000001.seg")), "the objects are deleted"
     assert run("gc", "--now", "--yes").out == "deleted  nothing\nwaiting  nothing\n"
 
 
-def test_the_next_round_deletes_what_the_grace_was_for(run: Run, garbage: Path) -> None:
+def test_the_next_run_deletes_after_the_grace_period(run: Run, garbage: Path) -> None:
     (garbage / "quire.toml").write_text("[maintenance]\ndelete_grace_seconds = 0.0\n")
     with quire.open(garbage) as store:
         write_pages(store, "shop", range(2), b"c")
@@ -97,11 +97,11 @@ def test_the_next_round_deletes_what_the_grace_was_for(run: Run, garbage: Path) 
     done = run("gc", "--json").data
     assert done["round"]["jobs"] >= 1
     assert done["deleted"] == len(
-        [each for each in run("audit", "--limit", "0", "--json").data if each["action"] == "deleted"]
+        [entry for entry in run("audit", "--limit", "0", "--json").data if entry["action"] == "deleted"]
     )
 
 
-def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_job_is_reported(run: Run, path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from quire.manifest.records import JobKind
 
     with quire.open(path) as store:
@@ -111,8 +111,8 @@ def test_a_job_that_fails_is_told(run: Run, path: Path, capfd: pytest.CaptureFix
     assert "`quire jobs show ID` has more" in text
 
 
-def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
-    """Nothing set `purge_after_ms`."""
+def test_a_chunk_can_be_kept_and_released_again(run: Run, shop: Path) -> None:
+    """Hazard: `purge_after_ms` was never set."""
 
     def purge_after() -> set[int]:
         with quire.open(shop) as store, store.manifest.read() as txn:
@@ -121,9 +121,9 @@ def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
     with quire.open(shop) as store, store.manifest.read() as txn:
         (origin, slot, generation), _ = next(iter(txn.scan(t.CHUNK_CATALOG)))
     name = object_key(ArtifactKey(origin, ArtifactKind.BASE, slot, generation))
-    kept = run("gc", "--keep", name, "--until", "7d", "--json").data
-    assert kept["kept"] == name
-    assert kept["purge_after_ms"] in purge_after()
+    deferred = run("gc", "--keep", name, "--until", "7d", "--json").data
+    assert deferred["kept"] == name
+    assert deferred["purge_after_ms"] in purge_after()
     assert run("gc", "--keep", name, "--until", "0").out == f"{name} is deleted when nothing refers to it\n"
     assert purge_after() == {0}
     assert run("gc", "--keep", "nonsense", "--until", "7d").code == 2
@@ -131,14 +131,14 @@ def test_a_chunk_can_be_kept_and_let_go_again(run: Run, shop: Path) -> None:
     assert run("gc", "--keep", "00000001/00000000/wal:00000000", "--until", "7d").code == 2
 
 
-def test_an_owner_knows_how_long_a_lent_version_keeps_what_it_needs(garbage: Path) -> None:
-    """Due times were by the grace alone."""
+def test_leases_of_the_owner_are_part_of_due_times(garbage: Path) -> None:
+    """Due times were computed from the grace period alone."""
     with quire.open(garbage) as store:
         by_grace = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000, 0).first}
         leases = store.manifest.leases
         until_ms = store.manifest.clock.now_ms() + 10**7
         leases.kept_since = lambda _: (0, until_ms)  # type: ignore[method-assign,assignment]
-        lent = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000, 0).first}
+        due_at_ms = {zero.artifact: zero.due_at_ms for zero in at_zero(store.manifest, 60_000, 0).first}
     assert by_grace
-    assert {due for artifact, due in lent.items() if artifact.kind is not ArtifactKind.LEAF} == {until_ms}
+    assert {due for artifact, due in due_at_ms.items() if artifact.kind is not ArtifactKind.LEAF} == {until_ms}
     assert max(by_grace.values()) < until_ms

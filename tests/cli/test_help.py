@@ -1,4 +1,4 @@
-"""What help says, of every command and every group: asked for in either way, in words of people."""
+"""The help of every command and group: -h and --help, and words that a user understands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.cli.conftest import Run, quire_program
 WORDS = [(), *((name,) for name in GROUPS), *COMMANDS]
 
 RAW = re.compile(r"<[a-z ]+>|\b(INTEGER|TEXT|FLOAT|BOOLEAN|RANGE)\b|x[<>]=|\{|range")
-"""How click calls kinds of values."""
+"""Click's names of value types."""
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: " ".join(words) or "quire")
-def test_help_is_asked_for_in_two_ways_and_speaks_of_no_types(run: Run, words: tuple[str, ...]) -> None:
+def test_help_has_two_options_and_shows_no_types(run: Run, words: tuple[str, ...]) -> None:
     short, long = (run(*words, option, at=None) for option in ("-h", "--help"))
     assert (short.code, short.err) == (0, "")
     assert short == long
@@ -26,19 +26,19 @@ def test_help_is_asked_for_in_two_ways_and_speaks_of_no_types(run: Run, words: t
     assert max(map(width_of, short.out.splitlines())) <= 80
 
 
-def test_help_is_asked_for_anywhere_on_the_line(run: Run) -> None:
-    asked = run("snapshot", "create", "-h", at=None).out
-    assert run("snapshot", "create", "shop", "monday", "-h", at=None).out == asked
-    assert run("snapshot", "create", "--json", "-h", "shop", at=None).out == asked
+def test_help_can_be_requested_anywhere_on_the_line(run: Run) -> None:
+    help_text = run("snapshot", "create", "-h", at=None).out
+    assert run("snapshot", "create", "shop", "monday", "-h", at=None).out == help_text
+    assert run("snapshot", "create", "--json", "-h", "shop", at=None).out == help_text
 
 
-def test_the_program_itself_understands_it() -> None:
+def test_the_program_itself_accepts_it() -> None:
     assert quire_program("-h").stdout == quire_program("--help").stdout != ""
 
 
 @pytest.mark.parametrize("value", ["-1", "x", "1.5", ""])
-def test_a_number_that_cannot_be_is_told_in_words(run: Run, value: str) -> None:
-    ended = run("stream", "tail", "clicks", "-n", value, at=None)
-    assert ended.code == 2
-    assert "range" not in ended.err
-    assert ended.err.splitlines()[1] == "next:  see `quire stream tail --help`"
+def test_an_invalid_number_is_explained(run: Run, value: str) -> None:
+    result = run("stream", "tail", "clicks", "-n", value, at=None)
+    assert result.code == 2
+    assert "range" not in result.err
+    assert result.err.splitlines()[1] == "next:  see `quire stream tail --help`"

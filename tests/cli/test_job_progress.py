@@ -1,4 +1,4 @@
-"""Running jobs from a command: how a job's end becomes the command's."""
+"""Running jobs from a command: the end of a job determines that of the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def job(state: JobState, error: str = "") -> Job:
 
 
 @pytest.mark.parametrize(
-    ("state", "error", "code", "told"),
+    ("state", "error", "code", "message"),
     [
         (JobState.PENDING, "DiskFull: no space (path='/x'); make some", 6, "the work failed: no space (path='/x')"),
         (JobState.FAILED_PERMANENT, "UnknownDatabase: gone", 3, "the work failed: gone"),
@@ -29,19 +29,19 @@ def job(state: JobState, error: str = "") -> Job:
         (JobState.CANCELLED, "cancelled", 4, "the work was cancelled"),
     ],
 )
-def test_a_job_that_failed_is_an_error_of_its_group(state: JobState, error: str, code: int, told: str) -> None:
+def test_a_failed_job_raises_an_error_of_its_group(state: JobState, error: str, code: int, message: str) -> None:
     failure = failure_of(job(state, error), "the work")
     assert failure is not None
-    assert (failure.what, exit_of(failure).code) == (told, code)
+    assert (failure.what, exit_of(failure).code) == (message, code)
     assert failure.where == {"job_id": 7}
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.PENDING])
-def test_a_job_that_did_not_fail_is_none(state: JobState) -> None:
+def test_a_job_that_did_not_fail_raises_nothing(state: JobState) -> None:
     assert failure_of(job(state), "the work") is None
 
 
-def test_only_what_was_worked_on_since_counts_as_run(path: Path) -> None:
+def test_only_jobs_run_since_the_start_of_the_session_count(path: Path) -> None:
     with quire.open(path) as store:
         jobs = store.manifest.jobs
         jobs.enqueue(JobKind.RETENTION, 1)
@@ -52,16 +52,16 @@ def test_only_what_was_worked_on_since_counts_as_run(path: Path) -> None:
         jobs.enqueue(JobKind.RETENTION, 2)
         assert session.ran() == []
         store.worker.drain()
-        assert [each.job_id for each in session.ran()] == [2, 4]
+        assert [job.job_id for job in session.ran()] == [2, 4]
 
 
-def test_what_the_work_raises_is_raised(path: Path) -> None:
+def test_errors_of_the_work_are_raised(path: Path) -> None:
     with quire.open(path) as store, pytest.raises(quire.UnknownDatabase):
         JobSession(store).watch(lambda: store.database("nothing"))
 
 
-def test_a_command_does_what_it_was_asked_for(path: Path) -> None:
-    """Nothing in the background, unless it is there to work: then even where the owner has no workers of its own."""
+def test_a_command_starts_no_background_work_unless_it_is_a_worker(path: Path) -> None:
+    """No background work, unless the command is a worker: then even if the owner has no workers of its own."""
     (path / "quire.toml").write_text("[maintenance]\nworkers = 0\n")
     cli = Cli(str(path))
     with cli.owner() as store:
@@ -71,4 +71,4 @@ def test_a_command_does_what_it_was_asked_for(path: Path) -> None:
         assert (settings.enabled, settings.workers, settings.delete_grace_seconds) == (True, 1, 0)
     (path / "quire.toml").write_text("[maintenance]\nenabled = false\n")
     with cli.owner(upkeep=True) as store:
-        assert store.settings.maintenance.enabled is False, "the store says no"
+        assert store.settings.maintenance.enabled is False, "the store's settings disable workers"

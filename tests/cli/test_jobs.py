@@ -35,12 +35,12 @@ HANDLERS[JobKind.EVICT] = slow
 from quire.cli.main import main
 main()
 """
-"""The program, with a handler that takes its time."""
+"""The program, with a slow handler."""
 
 
 @pytest.fixture
 def queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Jobs: 1 succeeds, 2 fails for good, 3 nobody knows how to do, 4 is due in an hour."""
+    """Jobs: 1 succeeds, 2 fails permanently, 3 has no handler, 4 is due in an hour."""
     monkeypatch.delitem(HANDLERS, JobKind.EVICT)
     with quire.open(path) as store:
         jobs = store.manifest.jobs
@@ -53,13 +53,13 @@ def queue(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def warnings_are_told(capfd: pytest.CaptureFixture[str]) -> None:
-    """A job that fails is also an event on stderr."""
+def _warnings_are_expected(capfd: pytest.CaptureFixture[str]) -> None:
+    """A failing job also logs a warning to stderr."""
 
 
 def test_ls_shows_every_job(run: Run, queue: Path) -> None:
     data = run("jobs", "ls", "--json").data
-    assert [(each["job_id"], each["kind"], each["database"], each["state"]) for each in data] == [
+    assert [(job["job_id"], job["kind"], job["database"], job["state"]) for job in data] == [
         (1, "retention", "shop", "succeeded"),
         (2, "verify", "shop", "failed_permanent"),
         (3, "evict", "clicks", "pending"),
@@ -90,11 +90,11 @@ def test_ls_shows_every_job(run: Run, queue: Path) -> None:
         (["--limit", "0"], [1, 2, 3, 4]),
     ],
 )
-def test_ls_chooses(run: Run, queue: Path, arguments: list[str], expected: list[int]) -> None:
-    assert [each["job_id"] for each in run("jobs", "ls", *arguments, "--json").data] == expected
+def test_ls_filters(run: Run, queue: Path, arguments: list[str], expected: list[int]) -> None:
+    assert [job["job_id"] for job in run("jobs", "ls", *arguments, "--json").data] == expected
 
 
-def test_ls_of_nothing_and_of_nonsense(run: Run, path: Path) -> None:
+def test_ls_of_no_jobs_and_of_invalid_filters(run: Run, path: Path) -> None:
     assert run("jobs", "ls").out == "no jobs\n"
     assert run("jobs", "ls", "--state", "failed").out == "no failed jobs\n"
     refused = run("jobs", "ls", "--state", "lost")
@@ -119,18 +119,18 @@ def test_show(run: Run, queue: Path) -> None:
 @pytest.mark.parametrize(
     ("job", "code"), [("99", 3), ("0", 2), ("-1", 2), ("x", 2), (str(2**64), 2), (str(2**64 - 1), 3)]
 )
-def test_a_job_that_is_not_there(run: Run, queue: Path, command: str, job: str, code: int) -> None:
-    ended = run("jobs", command, job)
-    assert (ended.code, ended.out) == (code, "")
-    assert "bug" not in ended.err
+def test_an_unknown_job_is_reported(run: Run, queue: Path, command: str, job: str, code: int) -> None:
+    result = run("jobs", command, job)
+    assert (result.code, result.out) == (code, "")
+    assert "bug" not in result.err
     if code == 3:
-        assert ended.err.splitlines()[1] == "next:  `quire jobs ls` lists them"
+        assert result.err.splitlines()[1] == "next:  `quire jobs ls` lists them"
 
 
-def test_retry_gives_a_new_job(run: Run, queue: Path) -> None:
+def test_retry_creates_a_new_job(run: Run, queue: Path) -> None:
     data = run("jobs", "retry", "2", "--json").data
     assert (data["retried"], data["job"]["job_id"], data["job"]["state"]) == (2, 5, "pending")
-    assert run("jobs", "show", "2", "--json").data["state"] == "failed_permanent", "the old one stays as it ended"
+    assert run("jobs", "show", "2", "--json").data["state"] == "failed_permanent", "the old job keeps its state"
     for job, hint in (("1", "`quire jobs show 1` shows how it ended"), ("3", "`quire jobs work --once` runs it")):
         refused = run("jobs", "retry", job)
         assert (refused.code, refused.err.splitlines()[1]) == (4, f"next:  {hint}")
@@ -141,30 +141,32 @@ def test_cancel_ends_a_job_once(run: Run, queue: Path) -> None:
     assert run("jobs", "show", "4", "--json").data["state"] == "cancelled"
     twice = run("jobs", "cancel", "4")
     assert (twice.code, twice.err.splitlines()[1]) == (4, "next:  `quire jobs show 4` shows how")
-    again = run("jobs", "retry", "4", "--json").data["job"]["job_id"]
+    retried_id = run("jobs", "retry", "4", "--json").data["job"]["job_id"]
     assert run("jobs", "cancel", "1").code == 4
     held = run("jobs", "retry", "4")
-    assert (held.code, f"`quire jobs cancel {again}`" in held.err) == (4, True), "it says who holds the gate"
+    assert (held.code, f"`quire jobs cancel {retried_id}`" in held.err) == (4, True), (
+        "the error names the outstanding job"
+    )
 
 
-def test_work_once_runs_what_is_due_and_says_what_waits(run: Run, queue: Path) -> None:
+def test_work_once_runs_due_jobs_and_lists_waiting_ones(run: Run, queue: Path) -> None:
     run("jobs", "cancel", "4")
     run("jobs", "retry", "4")
     data = run("jobs", "work", "--once", "--json").data
     assert (data["ran"], data["succeeded"], data["failed"], data["waiting"]) == (1, 1, 0, 1)
-    assert [(each["job_id"], each["state"]) for each in data["jobs"]] == [(5, "succeeded")]
+    assert [(job["job_id"], job["state"]) for job in data["jobs"]] == [(5, "succeeded")]
     lines = run("jobs", "work", "--once").out.splitlines()
-    assert lines == ["no job was due", "", "1 job waiting, the first is due now"], "nobody knows how to evict"
+    assert lines == ["no job was due", "", "1 job waiting, the first is due now"], "there is no handler for evict"
 
 
-def test_work_once_tells_of_failures(run: Run, queue: Path) -> None:
+def test_work_once_reports_failures(run: Run, queue: Path) -> None:
     run("jobs", "retry", "2")
     data = run("jobs", "work", "--once", "--json").data
     assert (data["ran"], data["succeeded"], data["failed"]) == (1, 0, 1)
 
 
 def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
-    """The program with the slow handler, as soon as its job is running."""
+    """Start the program with the slow handler, and wait until its job runs."""
     with quire.open(path) as store:
         job_id = store.manifest.jobs.enqueue(JobKind.EVICT, 1)
     env = {**os.environ, "PYTHONPATH": str(SRC), "COLUMNS": "80", "TERM": "xterm", "NO_COLOR": "1"}
@@ -186,10 +188,8 @@ def start(path: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
         ([], signal.SIGTERM, 0),
     ],
 )
-def test_an_interrupt_puts_back_what_is_running(
-    path: Path, arguments: list[str], sent: signal.Signals, code: int
-) -> None:
-    """Without --once it is how the command ends; the next worker begins the job anew, and it has not failed."""
+def test_an_interrupt_puts_running_jobs_back(path: Path, arguments: list[str], sent: signal.Signals, code: int) -> None:
+    """Without --once this is how the command ends. The next worker restarts the job, which has not failed."""
     process = start(path, *arguments, "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.send_signal(sent)
     out, err = process.communicate(timeout=30)
@@ -200,20 +200,20 @@ def test_an_interrupt_puts_back_what_is_running(
     assert (job.state, job.record.failures, job.lease) == (JobState.PENDING, 0, None)
 
 
-def test_a_terminal_sees_progress(path: Path) -> None:
-    ours, theirs = pty.openpty()
-    process = start(path, "--once", stdout=subprocess.DEVNULL, stderr=theirs)
-    os.close(theirs)
+def test_progress_is_shown_on_a_terminal(path: Path) -> None:
+    terminal_fd, program_fd = pty.openpty()
+    process = start(path, "--once", stdout=subprocess.DEVNULL, stderr=program_fd)
+    os.close(program_fd)
     shown = b""
     while b"/1000" not in shown:
-        shown += os.read(ours, 4096)
+        shown += os.read(terminal_fd, 4096)
     process.send_signal(signal.SIGINT)
     try:
-        while part := os.read(ours, 4096):
+        while part := os.read(terminal_fd, 4096):
             shown += part
     except OSError:
-        pass  # the terminal is gone
-    os.close(ours)
+        pass  # the terminal is closed
+    os.close(terminal_fd)
     assert process.wait(30) == 130
     assert b"evict shop" in shown
     assert "stopping: running jobs return to the queue" in shown.decode()

@@ -1,4 +1,4 @@
-"""Man pages come from the declarations of commands."""
+"""Man pages are generated from the declarations of commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.cli.commands import COMMANDS
 
 
 def test_every_command_has_a_page_with_its_options_and_example() -> None:
-    found = pages()
-    assert {f"quire-{'-'.join(words)}.1" for words in COMMANDS} <= found.keys()
-    page = found["quire-rollback.1"]
+    man_pages = pages()
+    assert {f"quire-{'-'.join(words)}.1" for words in COMMANDS} <= man_pages.keys()
+    page = man_pages["quire-rollback.1"]
     assert r"quire\-rollback \- Undo everything since a version, in place" in page
     assert r".B \-\-to VERSION" in page
     assert r"quire rollback shop \-\-to monday" in page
-    assert ".SH COMMANDS" in found["quire-snapshot.1"]
-    assert found == pages(), "the same bytes every time"
+    assert ".SH COMMANDS" in man_pages["quire-snapshot.1"]
+    assert man_pages == pages(), "the output is reproducible"
 
 
 def test_pages_are_written_where_man_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,8 +30,10 @@ def test_pages_are_written_where_man_looks(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.skipif(shutil.which("groff") is None, reason="groff reads the pages")
-def test_groff_understands_them(tmp_path: Path) -> None:
+def test_groff_accepts_the_pages(tmp_path: Path) -> None:
     main([str(tmp_path)])
     files = [str(file) for file in sorted(tmp_path.iterdir())]
-    ended = subprocess.run(["groff", "-man", "-ww", "-z", "-Kutf8", *files], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    result = subprocess.run(
+        ["groff", "-man", "-ww", "-z", "-Kutf8", *files], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, "")

@@ -12,15 +12,15 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DeltaRecord, LeafRecord, Residency
-from tests.cli.conftest import Plant, Run
+from tests.cli.conftest import Damage, Run
 from tests.manifest.checkpoints import DeltaChunk, FullChunk, WalChunkUpdate, append_wal_chunk, checkpoint_apply
 
 
 def test_tables_lists_every_table(run: Run) -> None:
     data = run("manifest", "tables", "--json").data
-    assert {each["table"]: each["rows"] for each in data}["db"] == 2
-    assert [each["table"] for each in data] == list(t.TABLES)
-    assert {each["policy"] for each in data} == {"logged", "local", "derived"}
+    assert {row["table"]: row["rows"] for row in data}["db"] == 2
+    assert [row["table"] for row in data] == list(t.TABLES)
+    assert {row["policy"] for row in data} == {"logged", "local", "derived"}
 
 
 def test_dump_decodes_rows(run: Run) -> None:
@@ -37,20 +37,20 @@ def test_every_table_dumps(run: Run, name: str) -> None:
 
 
 def test_dump_of_an_unknown_table_lists_the_tables(run: Run) -> None:
-    ended = run("manifest", "dump", "nonsense")
-    assert ended.code == 2
-    assert "`quire manifest tables` describes them" in ended.err
-    assert "chunk_catalog" in ended.err
+    result = run("manifest", "dump", "nonsense")
+    assert result.code == 2
+    assert "`quire manifest tables` describes them" in result.err
+    assert "chunk_catalog" in result.err
 
 
 @pytest.mark.parametrize("limit", [0, 1, STEP_ROWS, STEP_ROWS + 1, 10 * STEP_ROWS])
-def test_dump_goes_on_where_a_step_ended(run: Run, path: Path, limit: int) -> None:
+def test_dump_continues_where_the_last_page_ended(run: Run, path: Path, limit: int) -> None:
     rows = 2 * STEP_ROWS + 5
     with quire.open(path) as store:
         ops: list[Op] = [RecordMetric(number, 1, [1.0]) for number in range(rows)]
         store.manifest.submit(ops).result()
     data = run("manifest", "dump", "metrics", "--limit", str(limit), "--json").data
-    assert [each["scope"] for each in data] == list(range(min(limit or rows, rows)))
+    assert [row["scope"] for row in data] == list(range(min(limit or rows, rows)))
 
 
 def test_slot_leaves_are_shown_as_chains(run: Run, path: Path) -> None:
@@ -70,10 +70,10 @@ def test_slot_leaves_are_shown_as_chains(run: Run, path: Path) -> None:
     (row,) = run("manifest", "dump", "slot_leaf", "--json").data
     assert [link["kind"] for link in row["chains"]["257"]] == ["base", "delta"]
     assert set(row["chains"]) == {"256", "257", "258", "300"}
-    assert row["record"]["entries"], "what was there stays there"
+    assert row["record"]["entries"], "the other rows are unchanged"
 
 
-def test_a_leaf_that_makes_no_sense_is_shown_as_it_is(run: Run, damage: Plant) -> None:
+def test_an_undecodable_leaf_is_shown_raw(run: Run, damage: Damage) -> None:
     damage((t.SLOT_LEAF, (1, 0, 1), t.SLOT_LEAF.codec.encode(LeafRecord(b"\x07"))))
-    ended = run("manifest", "dump", "slot_leaf")
-    assert (ended.code, "entries=07" in ended.out) == (0, True)
+    result = run("manifest", "dump", "slot_leaf")
+    assert (result.code, "entries=07" in result.out) == (0, True)

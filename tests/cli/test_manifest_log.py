@@ -1,4 +1,4 @@
-"""manifest inspect and verify, of the manifest logs of streams."""
+"""manifest inspect and verify, for the manifest logs of streams."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cli.conftest import Run
 
 @pytest.fixture
 def log(path: Path) -> LogFiles:
-    """The log of `clicks`: a sealed and uploaded chunk, and one with a segment that has been uploaded."""
+    """The log of `clicks`: a sealed and uploaded chunk, and one that records the upload of a segment."""
     with quire.open(path) as store:
         stream_id = store.database("clicks").db_id
     files = LogFiles(OsDisk(), str(path), stream_id)
@@ -48,7 +48,7 @@ def test_inspect_shows_every_record(run: Run, log: LogFiles) -> None:
     text = run("manifest", "inspect", "clicks").out
     assert "key=segments/1 etag=e" in text
     assert len(run("manifest", "inspect", "clicks", "--from", "1", "--limit", "1", "--json").data) == 1
-    assert run("manifest", "inspect", str(log.stream_id), "--json").data == rows, "by its id too"
+    assert run("manifest", "inspect", str(log.stream_id), "--json").data == rows, "also by its id"
     assert run("manifest", "inspect", "4000000000").code == 3
     state = run("manifest", "inspect", "clicks", "--minimal", "--json").data
     assert [row["record"] for row in state] == ["SegmentOpened", "SealSegment", "UploadStarted", "UploadDone"]
@@ -63,36 +63,36 @@ def test_inspect_highlights_objects_that_differ(run: Run, log: LogFiles, path: P
     assert rows[2]["tier2"] == "here"
 
 
-def test_a_sound_log_is_verified(run: Run, log: LogFiles) -> None:
+def test_an_intact_log_is_verified(run: Run, log: LogFiles) -> None:
     for arguments in (["clicks"], [], ["--shallow"]):
-        ended = run("manifest", "verify", *arguments)
-        assert (ended.code, ended.out) == (0, "1 manifest log checked: all rules hold\n")
+        result = run("manifest", "verify", *arguments)
+        assert (result.code, result.out) == (0, "1 manifest log checked: all rules hold\n")
     assert run("manifest", "verify", "--json").data == []
 
 
-def test_damage_is_told_with_its_rule_and_place(run: Run, log: LogFiles, path: Path) -> None:
+def test_damage_is_reported_with_its_rule_and_position(run: Run, log: LogFiles, path: Path) -> None:
     (path / "objects" / "segments" / "1").unlink()
-    ended = run("manifest", "verify", "clicks", "--json")
-    assert ended.code == 1
-    assert [(row["rule"], row["where"]["segment"]) for row in ended.data] == [("L7", 1)]
+    result = run("manifest", "verify", "clicks", "--json")
+    assert result.code == 1
+    assert [(row["rule"], row["where"]["segment"]) for row in result.data] == [("L7", 1)]
     chunk = Path(log.chunk(1))
     data = bytearray(chunk.read_bytes())
     data[70] ^= 1
     chunk.write_bytes(data)
-    ended = run("manifest", "verify")
-    assert ended.code == 1
-    assert "L1" in ended.out
+    result = run("manifest", "verify")
+    assert result.code == 1
+    assert "L1" in result.out
     assert run("manifest", "inspect", "clicks").code == 7
 
 
 def test_only_streams_have_a_manifest_log(run: Run) -> None:
     assert run("manifest", "inspect", "shop").code == 2
     assert run("manifest", "verify", "nobody").code == 3
-    ended = run("manifest", "inspect", "clicks")
-    assert (ended.code, ended.out) == (0, "clicks has no manifest log on this disk\n")
+    result = run("manifest", "inspect", "clicks")
+    assert (result.code, result.out) == (0, "clicks has no manifest log on this disk\n")
 
 
-def test_the_mode_of_manifest_logs_is_switched_for_the_whole_store_and_stays(run: Run, path: Path) -> None:
+def test_the_mode_of_manifest_logs_applies_to_the_whole_store_and_is_persistent(run: Run, path: Path) -> None:
     assert run("manifest", "mode", "--json").data["mode"] == "on"
     assert run("manifest", "mode", "shadow").out == "manifest logs are shadow\n"
     with quire.open(path) as store:
@@ -108,7 +108,7 @@ def test_the_mode_of_manifest_logs_is_switched_for_the_whole_store_and_stays(run
 
 
 def test_a_stream_is_mirrored_from_its_object_store(run: Run, path: Path, tmp_path: Path) -> None:
-    """A follower could be made by a test alone, and what it scheduled was fetched by nobody."""
+    """Only a test could create a follower, and nothing fetched what it scheduled."""
     copy = tmp_path / "copy"
 
     def upload(*records: bytes, retention: Retention | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Commands on a store with many databases: what is shown is read, whatever the size of the store (docs/scale.md)."""
+"""Commands on a store with many databases: they read what they show, whatever the size of the store (docs/scale.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FEW, MANY = 1_500, 4_500
 
 
 @pytest.fixture
-def forest(shop: Path) -> Path:
+def store_with_forks(shop: Path) -> Path:
     """A store with many forks of shop, two of them forked again."""
     with quire.open(shop) as store:
         store.fork_many("shop", [f"tenant-{number:05}" for number in range(FEW)], tags={"plan": "free"})
@@ -47,51 +47,51 @@ def forest(shop: Path) -> Path:
     ],
     ids=" ".join,
 )
-def test_a_page_costs_what_it_shows(
-    run: Run, forest: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+def test_a_page_reads_what_it_shows(
+    run: Run, store_with_forks: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     rows, read = RowsRead(monkeypatch), []
     for until in (FEW, MANY):
-        with quire.open(forest) as store:
+        with quire.open(store_with_forks) as store:
             store.fork_many("shop", [f"tenant-{number:05}" for number in range(FEW, until)])
             store.snapshot("zebra")  # the newest change
             store.checkpoint("zebra")
         rows.take()
         assert run(*command).code == 0
         read.append(rows.take())
-    assert read[1] <= read[0] + 20, "a snapshot and a job more"
+    assert read[1] <= read[0] + 20, "one more snapshot and one more job"
     assert read[0] < FEW
 
 
-def test_the_newest_entries_of_the_audit_are_all_that_is_decoded(
-    run: Run, forest: Path, monkeypatch: pytest.MonkeyPatch
+def test_audit_decodes_only_the_newest_entries(
+    run: Run, store_with_forks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, decoded = t.AUDIT.rows.decode, []
 
-    def counted(key: bytes, raw: bytes) -> AuditRecord:
+    def decode_and_count(key: bytes, raw: bytes) -> AuditRecord:
         decoded.append(key)
         return decode(key, raw)
 
     whole = run("audit", "--limit", "0", "--json").data
     assert len(whole) > FEW
-    monkeypatch.setattr(t.AUDIT.rows, "decode", counted)
+    monkeypatch.setattr(t.AUDIT.rows, "decode", decode_and_count)
     assert run("audit", "--limit", "7", "--json").data == whole[-7:]
-    assert len(decoded) == 8, "and whether there are more"
+    assert len(decoded) == 8, "and one more, to know whether there are more"
     assert run("audit").out.splitlines()[-1] == "there are earlier entries: `--limit 0` lists all"
     assert "there are earlier" not in run("audit", "zebra-2").out
 
 
-def test_completion_reads_the_names_that_it_offers(forest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_completion_reads_only_the_names_it_offers(store_with_forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = RowsRead(monkeypatch)
-    typed: Any = SimpleNamespace(command_path="quire snapshot ls", params={"store": str(forest)}, args=[])
+    typed: Any = SimpleNamespace(command_path="quire snapshot ls", params={"store": str(store_with_forks)}, args=[])
     assert [item.value for item in candidates("DB", typed, "tenant-0012")] == [f"tenant-0012{n}" for n in range(10)]
     assert rows.take() < 40
     assert len(candidates("DB", typed, "")) == 1_000
 
 
-def test_a_tree_of_many_forks_is_cut_short_and_continues(run: Run, forest: Path) -> None:
+def test_a_tree_of_many_forks_is_truncated_and_continues(run: Run, store_with_forks: Path) -> None:
     lines = run("tree").out.splitlines()
-    assert sum("tenant-" in line for line in lines) == FORKS_SHOWN + 1, "and the last line"
+    assert sum("tenant-" in line for line in lines) == FORKS_SHOWN + 1, "plus the last line"
     # A page of 1,000: clicks, shop and 998 of its forks.
     assert any(line.startswith(f"└── … and {998 - FORKS_SHOWN} more forks") for line in lines)
     assert lines[-1] == "there are more: `--after tenant-00997` continues, `--limit 0` lists all"
@@ -99,10 +99,10 @@ def test_a_tree_of_many_forks_is_cut_short_and_continues(run: Run, forest: Path)
     assert sum("tenant-" in line for line in run("tree", "--all", "--limit", "0").out.splitlines()) == FEW
 
     rest = run("tree", "--after", "tenant-01498").out.splitlines()
-    drawn = (line.lstrip("│├└─ ").split("  ")[0] for line in rest)
-    assert [name for name in drawn if not name.startswith("@")] == [
+    drawn_names = (line.lstrip("│├└─ ").split("  ")[0] for line in rest)
+    assert [name for name in drawn_names if not name.startswith("@")] == [
         "shop", "tenant-00000", "zebra", "zebra-2", "tenant-01499",
-    ], "with what they were forked from"  # fmt: skip
+    ], "with their parents"  # fmt: skip
     assert "no database matches" in run("tree", "nobody").out
     (root,) = run("tree", "zebra-2", "--json").data
     names = []
@@ -113,22 +113,22 @@ def test_a_tree_of_many_forks_is_cut_short_and_continues(run: Run, forest: Path)
     assert run("tree", "--tag", "plan=free", "--kind", "stream").out.startswith("no database matches")
 
 
-def test_pages_of_stats_say_what_all_of_it_says(run: Run, forest: Path) -> None:
+def test_pages_of_stats_add_up_to_the_whole(run: Run, store_with_forks: Path) -> None:
     whole = {(row["database"], row["snapshot"]): row for row in run("stats", "--snapshots", "--json").data}
-    assert len(whole) == FEW + 5, "databases, and a snapshot"
+    assert len(whole) == FEW + 5, "the databases and a snapshot"
     paged: dict[tuple[str, str], object] = {}
     after = ""
     while page := run("stats", "--snapshots", "--json", "-n", "600", "--after", after).data:
         paged |= {(row["database"], row["snapshot"]): row for row in page}
         after = page[-1]["database"]
     assert paged == whole
-    assert list(paged) == list(whole), "by name"
+    assert list(paged) == list(whole), "sorted by name"
     text = run("stats", "-n", "2").out
     assert "`--after shop` continues" in text
-    assert "on disk:" not in text, "that would be read from every directory"
+    assert "on disk:" not in text, "it would require reading every directory"
 
 
-def test_both_fit_a_terminal(forest: Path) -> None:
+def test_tree_and_stats_fit_a_terminal(store_with_forks: Path) -> None:
     for command in ("tree", "stats"):
-        lines = on_a_terminal(command, "-n", "30", "--store", str(forest))
+        lines = on_a_terminal(command, "-n", "30", "--store", str(store_with_forks))
         assert max(map(width_of, lines)) <= 80

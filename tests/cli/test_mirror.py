@@ -1,4 +1,4 @@
-"""`quire mirror`: from definition to end, for people and programs."""
+"""`quire mirror`: from creation to removal, as text and JSON."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import quire
 from quire.core.clock import SystemClock
 from quire.testing.clock import ManualClock
 from tests.cli.conftest import Run
-from tests.jobs.mirror_world import quiet_settings
+from tests.jobs.mirrored_store import quiet_settings
 
 
-def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path: Path) -> None:
+def test_a_mirror_from_creation_to_removal(run: Run, path: Path, tmp_path: Path) -> None:
     with quire.open(path) as store, closing(store.sqlite("shop")) as connection:
         connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, item TEXT)")
         connection.execute("INSERT INTO orders VALUES (1, 'lamp'), (2, 'desk')")
     target = f"parquet:{tmp_path}/lake"
-    made = run(
+    created = run(
         "mirror", "create", "lake", "--databases", "sh*", "--table", "orders", "--to", target, "--every", "1h", "--json"
     ).data
-    assert (made["databases"], made["target"], made["every_seconds"], made["changed"]) == (["sh*"], target, 3600, 1)
+    assert (created["databases"], created["target"], created["every_seconds"], created["changed"]) == (
+        ["sh*"],
+        target,
+        3600,
+        1,
+    )
     assert "loaded lake: 1 database of 1 written; 2 rows" in run("mirror", "run", "lake").out
     assert "up to date" in run("mirror", "run", "lake").out
     assert run("mirror", "run", "lake", "--full", "--json").data["rows_written"] == 2
@@ -37,17 +42,17 @@ def test_a_mirror_from_its_definition_to_its_end(run: Run, path: Path, tmp_path:
     assert (tmp_path / "lake" / "manifest.json").exists()
 
 
-def test_a_misspelt_table_or_pattern_is_noticed(run: Run, path: Path, tmp_path: Path) -> None:
+def test_a_misspelt_table_or_pattern_is_reported(run: Run, path: Path, tmp_path: Path) -> None:
     with quire.open(path) as store, closing(store.sqlite("shop")) as connection:
         connection.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY)")
     for name, pattern, table in (("one", "sh*", "ordres"), ("two", "tenant-*", "orders")):
-        where = f"parquet:{tmp_path}/{name}"
-        run("mirror", "create", name, "--databases", pattern, "--table", table, "--to", where)
+        destination = f"parquet:{tmp_path}/{name}"
+        run("mirror", "create", name, "--databases", pattern, "--table", table, "--to", destination)
     assert run("mirror", "run", "one").out.strip().endswith("; none of them has a row in a table ordres")
     assert "two has nothing to follow: no database matches tenant-* yet" in run("mirror", "run", "two").out
 
 
-def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> None:
+def test_a_late_or_failing_mirror_is_shown(run: Run, tmp_path: Path) -> None:
     assert "mirrors" not in {row["check"] for row in run("doctor", "--json").data}
     path, yesterday = tmp_path / "old", ManualClock(SystemClock().now_ms() - 86_400_000)
     with quire.open(path, settings=quiet_settings(), clock=yesterday) as store:
@@ -64,20 +69,20 @@ def test_people_see_that_a_mirror_is_late_or_fails(run: Run, tmp_path: Path) -> 
     assert "lake: up to date" in run("info", at=path).out
     with quire.open(path, settings=quiet_settings()) as store, closing(store.sqlite("shop")) as connection:
         connection.execute("INSERT INTO orders VALUES (1, 'no number')")
-    assert (doctor()["state"], doctor()["detail"]) == ("warn", "lake: 1 database changed, for at most 24 h")
-    assert "lake: 1 database changed, for at most 24 h" in run("info", at=path).out
-    (told,) = run("info", "--json", at=path).data["mirrors"]
-    assert told["lag_seconds"] >= 86_400
+    assert (doctor()["state"], doctor()["detail"]) == ("warn", "lake: 1 database changed in the last 24 h")
+    assert "lake: 1 database changed in the last 24 h" in run("info", at=path).out
+    (mirror,) = run("info", "--json", at=path).data["mirrors"]
+    assert mirror["lag_seconds"] >= 86_400
     assert run("mirror", "run", "lake", at=path).code != 0
     assert "1 failed run" in run("info", at=path).out
     assert doctor()["detail"].startswith("lake: 1 run failed: ")
     assert "1 run; the last: " in run("mirror", "status", "lake", at=path).out
 
 
-def test_mistakes_are_sentences(run: Run, tmp_path: Path) -> None:
+def test_errors_are_sentences(run: Run, tmp_path: Path) -> None:
     assert "needs --databases, --table and --to" in run("mirror", "create", "lake").err
-    where = ["mirror", "create", "lake", "--databases", "a*", "--table", "t"]
-    assert "not a mirror target" in run(*where, "--to", "s3://bucket").err
-    assert "an option is a key and a value" in run(*where, "--to", f"parquet:{tmp_path}/x", "--option", "red").err
+    command = ["mirror", "create", "lake", "--databases", "a*", "--table", "t"]
+    assert "not a mirror target" in run(*command, "--to", "s3://bucket").err
+    assert "an option is a key and a value" in run(*command, "--to", f"parquet:{tmp_path}/x", "--option", "red").err
     assert "`quire mirror ls` lists them" in run("mirror", "run", "lake").err
     assert run("mirror", "status", "lake").code == run("mirror", "drop", "lake", "--yes").code != 0

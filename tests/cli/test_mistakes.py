@@ -1,4 +1,4 @@
-"""What people get wrong, on every kind of command: one sentence, the next command to try, a code, and nothing was done."""
+"""Common mistakes with every kind of command: one sentence, the next command to try, an exit code, and no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.programs import Program
 from tests.rules.tree import SRC
 
 MISTAKES: list[tuple[str, int, str]] = [
-    # what is not there
+    # missing things
     ("snapshot ls nope", 3, "`quire ls`"),
     ("stream tail nope", 3, "`quire ls`"),
     ("stream ls nope", 3, "`quire ls`"),
@@ -44,7 +44,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("sqlite export clicks x.db", 2, "`quire ls`"),
     ("fork clicks x", 2, "`quire ls`"),
     ("manifest verify shop", 2, "`quire ls`"),
-    # names
+    # invalid names
     ("create ''", 2, "200 bytes"),
     ("create ' x'", 2, "remove the space"),
     ("create a/b", 2, "'-' or '.'"),
@@ -59,7 +59,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("manifest inspect ''", 2, "`quire ls`"),
     ("why ''", 2, "`quire ls`"),
     ("snapshot create shop a/b", 2, "'-' or '.'"),
-    # words that options take
+    # invalid option values
     ("create x --kind foo", 2, "pages"),
     ("jobs ls --state foo", 2, "pending"),
     ("checkpoint shop --runner foo", 2, "threads"),
@@ -70,27 +70,27 @@ MISTAKES: list[tuple[str, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("line", "code", "then"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
-def test_a_mistake_is_one_sentence_and_the_next_step(run: Run, path: Path, line: str, code: int, then: str) -> None:
+@pytest.mark.parametrize(("line", "code", "hint"), MISTAKES, ids=[line for line, _, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_and_the_next_step(run: Run, path: Path, line: str, code: int, hint: str) -> None:
     before = run("feed", "tail", "-n", "0", "--json").out
-    words = [each.replace("$a\\nb", "a\nb") for each in shlex.split(line)]
-    ended = run(*words)
-    assert (ended.code, ended.out) == (code, "")
-    what, following = ended.err.splitlines()
-    assert what.startswith("error: ")
-    assert following.startswith("next:  ")
-    assert then in following
+    words = [word.replace("$a\\nb", "a\nb") for word in shlex.split(line)]
+    result = run(*words)
+    assert (result.code, result.out) == (code, "")
+    message, hint_line = result.err.splitlines()
+    assert message.startswith("error: ")
+    assert hint_line.startswith("next:  ")
+    assert hint in hint_line
     program = run(*words, "--json")
-    told = json.loads(program.err)["error"]
-    assert (program.code, program.out, told["exit_code"]) == (code, "", code)
-    assert then in told["next"]
-    assert run("feed", "tail", "-n", "0", "--json").out == before, "nothing was done"
+    error = json.loads(program.err)["error"]
+    assert (program.code, program.out, error["exit_code"]) == (code, "", code)
+    assert hint in error["next"]
+    assert run("feed", "tail", "-n", "0", "--json").out == before, "nothing was changed"
 
 
 @pytest.mark.parametrize("name", ["größe 数据", "a b c", "my $HOME", "it's", "--json", "c:d", "#7"])
-def test_a_name_may_be_what_a_shell_can_say(run: Run, name: str) -> None:
+def test_a_name_may_contain_whatever_a_shell_can_pass(run: Run, name: str) -> None:
     assert run("create", "--kind", "pages", "--", name, at=None, QUIRE_STORE=store_of(run)).code == 0
-    assert name in [each["name"] for each in run("ls", "--json").data]
+    assert name in [row["name"] for row in run("ls", "--json").data]
     assert run("snapshot", "create", "--", name, "monday", at=None, QUIRE_STORE=store_of(run)).code == 0
     assert run("drop", "--yes", "--snapshots", "--", name, at=None, QUIRE_STORE=store_of(run)).code == 0
 
@@ -107,8 +107,8 @@ with quire.open(sys.argv[1]) as store:
 """
 
 
-def test_a_store_that_another_process_has(run: Run, path: Path) -> None:
-    """One that does not serve: what only reads works, the rest says who it is."""
+def test_a_store_owned_by_another_process(run: Run, path: Path) -> None:
+    """The owner does not serve: reading commands work, the others name the owner."""
     with quire.open(path) as store:
         store.stream("clicks").append(b"hello").result()
     env = {**os.environ, "PYTHONPATH": str(SRC)}
@@ -120,18 +120,18 @@ def test_a_store_that_another_process_has(run: Run, path: Path) -> None:
         assert "hello" in run("stream", "tail", "clicks").out
         assert run("why", "shop").code == 0
         for line in ("create x", "stream ls clicks", "checkpoint --all", "gc", "serve", "jobs work"):
-            ended = run(*line.split())
-            assert (ended.code, ended.out) == (5, ""), line
-            assert f"pid={owner.pid}" in ended.err, line
-            assert ended.err.splitlines()[1].startswith("next:  "), line
+            result = run(*line.split())
+            assert (result.code, result.out) == (5, ""), line
+            assert f"pid={owner.pid}" in result.err, line
+            assert result.err.splitlines()[1].startswith("next:  "), line
         owner.stdin.close()
 
 
-def test_who_may_not_look_has_found_no_damage(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that is for reading only: LMDB's readers leave a mark in it."""
+def test_missing_permission_is_not_reported_as_damage(run: Run, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory is read-only, but LMDB's readers write to it."""
     refused = quire.NotWritable("this user may not write the manifest's lock file", hint="`chmod +rw` it")
     monkeypatch.setattr("quire.cli.manifest.probe", lambda _: "the manifest cannot be read: Permission denied")
     monkeypatch.setattr("quire.cli.manifest.access_error", lambda _, **__: refused)
-    ended = run("manifest", "check")
-    assert (ended.code, ended.out) == (6, "")
-    assert ended.err.splitlines()[1] == "next:  `chmod +rw` it"
+    result = run("manifest", "check")
+    assert (result.code, result.out) == (6, "")
+    assert result.err.splitlines()[1] == "next:  `chmod +rw` it"

@@ -7,9 +7,9 @@ from pathlib import Path
 from tests.cli.conftest import Run
 
 
-def test_a_namespace_from_its_creation_to_its_end(run: Run, tmp_path: Path) -> None:
-    made = run("namespace", "create", "cold", str(tmp_path / "cold"), "--json").data
-    assert (made["name"], made["url"], made["databases"]) == ("cold", str(tmp_path / "cold"), [])
+def test_a_namespace_from_creation_to_removal(run: Run, tmp_path: Path) -> None:
+    created = run("namespace", "create", "cold", str(tmp_path / "cold"), "--json").data
+    assert (created["name"], created["url"], created["databases"]) == ("cold", str(tmp_path / "cold"), [])
     assert run("create", "deep", "--namespace", "cold", "--json").data["namespace"] == "cold"
     assert run("ls", "--json").data[1]["namespace"] == "cold"
     shown = run("namespace", "ls")
@@ -19,7 +19,7 @@ def test_a_namespace_from_its_creation_to_its_end(run: Run, tmp_path: Path) -> N
     assert refused.code != 0
     assert "the namespace is in use by databases" in refused.err
     run("drop", "deep", "--yes")
-    assert "--now" in run("namespace", "drop", "cold", "--yes").err  # it can be brought back for a day
+    assert "--now" in run("namespace", "drop", "cold", "--yes").err  # the database can be undropped for a day
     run("drop", "deep", "--now", "--yes")
     run("gc", "--now", "--yes")
     assert run("namespace", "drop", "cold", "--yes", "--json").data["dropped"]["name"] == "cold"
@@ -44,7 +44,7 @@ def test_backups_of_a_key_value_database_are_in_its_namespace(run: Run, tmp_path
     assert run("verify", "--json").data
 
 
-def test_a_status_is_set_and_seen(run: Run) -> None:
+def test_a_status_is_set_and_shown(run: Run) -> None:
     run("create", "cart", "--kind", "lsm")
     assert run("db", "set-status", "cart", "read_only", "--json").data["status"] == "read_only"
     refused = run("kv", "put", "cart", "k", "v")
@@ -56,7 +56,7 @@ def test_a_status_is_set_and_seen(run: Run) -> None:
 
 def test_tags_are_set_and_removed(run: Run) -> None:
     run("db", "set", "shop", "--tag", "team=sales", "--tag", "stage=live")
-    made = run("fork", "shop", "trial", "--tag", "stage=trial", "--json").data
-    assert made["tags"] == {"team": "sales", "stage": "trial"}
+    fork = run("fork", "shop", "trial", "--tag", "stage=trial", "--json").data
+    assert fork["tags"] == {"team": "sales", "stage": "trial"}
     changed = run("db", "set", "trial", "--untag", "team", "--json").data
     assert changed["tags"] == {"stage": "trial"}

@@ -1,4 +1,4 @@
-"""The program as a process: what it loads, its help, the tour."""
+"""The program as a process: its imports, its help, the tour."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HEAVY = ("numpy", "pyarrow", "obstore", "awscrt", "structlog", "prometheus_clien
 ENGINES = (
     "pyarrow", "pandas", "obstore", "apsw", "pyspark", "rich", "structlog", "prometheus_client", "opentelemetry", "asyncio",
 )  # fmt: skip
-"""What owning a small store has no use for; numpy and the codecs come with the engines."""
+"""Packages that a small store does not need; numpy and the codecs come with the engines."""
 
 
 NAMES = [" ".join(words) for words in COMMANDS]
 
 
-def test_the_commands_are_these() -> None:
+def test_the_list_of_commands() -> None:
     assert NAMES == [
         "init", "ls", "info", "create", "drop", "undrop", "rename", "tree", "why", "fork", "rollback", "checkpoint", "merge",
         "evict", "hydrate", "restore", "backup", "restore-db", "verify", "stats", "metrics", "gc", "audit", "restore-store",
@@ -48,29 +48,30 @@ def test_the_commands_are_these() -> None:
         "feed cursors", "feed resume", "feed drop", "manifest check", "manifest tables", "manifest dump",
         "manifest inspect", "manifest verify", "manifest mode", "manifest bundle", "quarantine ls",
         "quarantine restore", "quarantine rm", "archive on", "archive off", "archive status",
-        "archive drill", "archive abandoned", "archive audit", "clones ls", "clones release", "clones forget",
+        "archive drill", "archive base", "archive abandoned", "archive audit", "clones ls", "clones release",
+        "clones forget",
         "objects moved", "namespace create", "namespace ls", "namespace drop",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help_with_an_example_of_itself(run: Run, name: str) -> None:
-    ended = run(*name.split(), "--help", at=None)
-    assert ended.code == 0
-    assert ended.out.startswith(f"Usage: quire {name} [OPTIONS]")
-    assert "{" not in ended.out, "what is needed is written DB, not {DB}"
-    assert f"Example: quire {name}" in ended.out
-    assert "--json" in ended.out
-    assert "--store" in ended.out
-    assert max(map(len, ended.out.splitlines())) <= 80
+    result = run(*name.split(), "--help", at=None)
+    assert result.code == 0
+    assert result.out.startswith(f"Usage: quire {name} [OPTIONS]")
+    assert "{" not in result.out, "a required argument is written DB, not {DB}"
+    assert f"Example: quire {name}" in result.out
+    assert "--json" in result.out
+    assert "--store" in result.out
+    assert max(map(len, result.out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("group", [[], *([name] for name in GROUPS)], ids=" ".join)
-def test_a_list_of_commands_has_whole_sentences(run: Run, group: list[str]) -> None:
-    ended = run(*group, "--help", at=None)
-    listed = ended.out.partition("Commands:")[2].splitlines()
+def test_summaries_in_the_list_of_commands_are_complete_sentences(run: Run, group: list[str]) -> None:
+    result = run(*group, "--help", at=None)
+    listed = result.out.partition("Commands:" if group else "Databases:")[2].splitlines()
     assert len(listed) > 1
-    assert max(map(len, ended.out.splitlines())) <= 80
+    assert max(map(len, result.out.splitlines())) <= 80
     assert [line for line in listed if line.endswith("...")] == []
 
 
@@ -80,7 +81,7 @@ def test_every_command_is_documented() -> None:
 
 
 def loaded(path: Path, arguments: list[str], modules: tuple[str, ...]) -> list[str]:
-    """Those of the modules that running a command loads."""
+    """The given modules that running a command imports."""
     program = f"""
 import sys
 sys.argv = ["quire", *{arguments!r}]
@@ -89,14 +90,14 @@ try:
     main()
 except SystemExit as end:
     assert not end.code, end.code
-print([each for each in {modules!r} if each in sys.modules], file=sys.stderr)
+print([name for name in {modules!r} if name in sys.modules], file=sys.stderr)
 """
     env = {**os.environ, "PYTHONPATH": str(SRC), "QUIRE_STORE": str(path)}
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
-    assert ended.returncode == 0, ended.stderr
-    found = ast.literal_eval(ended.stderr.strip().splitlines()[-1])
-    assert isinstance(found, list)
-    return found
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert result.returncode == 0, result.stderr
+    imported = ast.literal_eval(result.stderr.strip().splitlines()[-1])
+    assert isinstance(imported, list)
+    return imported
 
 
 @pytest.mark.parametrize(
@@ -121,13 +122,13 @@ print([each for each in {modules!r} if each in sys.modules], file=sys.stderr)
         ["jobs", "ls", "--db", "shop"],
     ],
 )
-def test_light_commands_load_nothing_heavy(path: Path, arguments: list[str]) -> None:
-    """Start-up is a promise: what these import is most of it."""
+def test_light_commands_import_nothing_heavy(path: Path, arguments: list[str]) -> None:
+    """Start-up time is a promise, and imports are most of it."""
     with quire.open(path) as store:
         store.snapshot("shop", "monday")
     allowed = (
         {"numpy", "zstandard"} if arguments[0] == "manifest" else set()
-    )  # its group reads manifest logs of streams, too
+    )  # its group also reads manifest logs of streams
     assert set(loaded(path, arguments, (*HEAVY, *ENGINES))) <= allowed
 
 
@@ -146,7 +147,7 @@ def test_light_commands_load_nothing_heavy(path: Path, arguments: list[str]) -> 
         ["manifest", "check"],
     ],
 )
-def test_changing_a_small_store_loads_neither_arrow_nor_a_client(path: Path, arguments: list[str]) -> None:
+def test_changing_a_small_store_imports_neither_arrow_nor_a_client(path: Path, arguments: list[str]) -> None:
     """The owner checks the whole manifest, with numpy."""
     with quire.open(path) as store:
         store.feed.register(name="reader")
@@ -162,7 +163,7 @@ def test_changing_a_small_store_loads_neither_arrow_nor_a_client(path: Path, arg
         ["kv", "stats", "cart"],
     ],
 )
-def test_keys_that_are_in_the_log_need_no_arrow(path: Path, arguments: list[str]) -> None:
+def test_keys_in_the_log_need_no_arrow(path: Path, arguments: list[str]) -> None:
     with quire.open(path) as store:
         store.kv("cart", create=True).put(b"ann", b"3 apples")
     assert loaded(path, arguments, (*ENGINES, "awscrt")) == []
@@ -183,7 +184,7 @@ def test_keys_that_are_in_the_log_need_no_arrow(path: Path, arguments: list[str]
     ],
 )
 def test_a_small_stream_needs_no_arrow(path: Path, arguments: list[str]) -> None:
-    """Records are shown without Arrow while they are few, and checked without native code while they are short."""
+    """A few records are shown without Arrow, and short ones are checked without native code."""
     with quire.open(path) as store, store.stream("clicks") as clicks:
         clicks.append([b"%d" % number for number in range(200)]).result()
         clicks.seal()
@@ -192,15 +193,15 @@ def test_a_small_stream_needs_no_arrow(path: Path, arguments: list[str]) -> None
     assert loaded(path, arguments, (*ENGINES, "awscrt", "quire.stream.arrow_batches")) == []
 
 
-def test_a_manifest_log_is_looked_at_without_an_engine(path: Path) -> None:
-    """Its objects are looked for too."""
+def test_a_manifest_log_is_inspected_without_an_engine(path: Path) -> None:
+    """Also when its objects are compared."""
     with quire.open(path) as store, store.stream("clicks") as clicks:
         clicks.append([b"one"]).result()
     assert loaded(path, ["manifest", "inspect", "clicks"], (*ENGINES, "awscrt")) == []
 
 
-def test_many_records_are_worth_loading_arrow(path: Path) -> None:
-    """And checksums of many bytes the native code."""
+def test_many_records_justify_importing_arrow(path: Path) -> None:
+    """And checksums of many bytes justify the native code."""
     with quire.open(path) as store, store.stream("clicks") as clicks:
         clicks.append([b"a" * 100] * 5_000).result()
     engines = ("awscrt", "pyarrow")
@@ -209,15 +210,15 @@ def test_many_records_are_worth_loading_arrow(path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--no-objects"]])
-def test_doctor_loads_no_engine(path: Path, arguments: list[str]) -> None:
+def test_doctor_imports_no_engine(path: Path, arguments: list[str]) -> None:
     engines = ("pyarrow", "pyspark", "apsw", "awscrt", "obstore", "email", "importlib.metadata")
     assert loaded(path, arguments, engines) == []
 
 
-def test_all_tables_are_listed_whatever_is_loaded(path: Path) -> None:
-    """One of them is declared by a module that readers do not load."""
+def test_all_tables_are_listed_whatever_is_imported(path: Path) -> None:
+    """One of them is declared by a module that readers do not import."""
     listed = [
-        each["table"] for each in json.loads(quire_program("manifest", "tables", "--json", "--store", str(path)).stdout)
+        name["table"] for name in json.loads(quire_program("manifest", "tables", "--json", "--store", str(path)).stdout)
     ]
     assert listed == [*TABLES]
     assert CHANGE_LOG_NAME == CHANGE_LOG.name == listed[-1]
@@ -227,7 +228,7 @@ def test_all_tables_are_listed_whatever_is_loaded(path: Path) -> None:
     assert (refused.returncode, "change_log" in refused.stderr) == (2, True)
 
 
-def test_the_program_looks_for_garbage_seldom(path: Path) -> None:
+def test_the_garbage_collector_runs_rarely(path: Path) -> None:
     program = f"""
 import gc, sys
 sys.argv = ["quire", "ls", "--store", {str(path)!r}]
@@ -238,29 +239,29 @@ except SystemExit as end:
     print(end.code, gc.get_threshold()[0] == GARBAGE_ALLOCATIONS, gc.get_freeze_count() > 0, file=sys.stderr)
 """
     env = {**os.environ, "PYTHONPATH": str(SRC)}
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
-    assert ended.stderr.split() == ["0", "True", "True"]
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=env)
+    assert result.stderr.split() == ["0", "True", "True"]
 
 
 def test_the_program_runs_as_a_module(path: Path) -> None:
-    ended = quire_program("ls", "--json", "--store", str(path))
-    assert [each["name"] for each in json.loads(ended.stdout)] == ["clicks", "shop"]
+    result = quire_program("ls", "--json", "--store", str(path))
+    assert [row["name"] for row in json.loads(result.stdout)] == ["clicks", "shop"]
     assert quire_program("ls", "--store", str(path / "nothing")).returncode == 3
     assert quire_program("--version").stdout.startswith("quire ")
 
 
 @pytest.mark.slow
-def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
-    """As `make run` does, at 80 columns: again and again, sound each time, and the catalog does not grow."""
+def test_the_tour_can_be_repeated(tmp_path: Path) -> None:
+    """Like `make run`, at 80 columns: repeatedly, with a valid manifest each time, and without a growing catalog."""
     root = tmp_path / "quire-data"
     rows = []
     for _ in range(2):
-        ended = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"})
-        assert ended.returncode == 0, ended.stderr
-        assert ended.stderr == ""
-        assert max(map(len, ended.stdout.splitlines())) <= 80
-        assert "all rules hold" in ended.stdout
-        assert "NameTaken" in ended.stdout
+        result = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"})
+        assert result.returncode == 0, result.stderr
+        assert result.stderr == ""
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        assert "all rules hold" in result.stdout
+        assert "NameTaken" in result.stdout
         assert quire_program("gc", "--now", "--yes", cwd=tmp_path, env={"QUIRE_STORE": str(root)}).returncode == 0
         with quire.open(root) as store, store.manifest.read() as txn:
             assert store.manifest.check() == []
@@ -277,9 +278,9 @@ def test_the_tour_runs_again_and_again(tmp_path: Path) -> None:
 
 
 def test_the_tour_shows_versions(tmp_path: Path) -> None:
-    """What it says of them it has read back."""
-    told = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
-    for each in (
+    """Its output is read back from the store."""
+    output = quire_program("tour", cwd=tmp_path, env={"COLUMNS": "80"}).stdout
+    for line in (
         "20 prices raised: milk 1.32; an open reader still sees 1.2",
         "slot 0 is now base:1 + delta:2; milk is 1.32",
         "sells milk for 0.99",
@@ -287,44 +288,44 @@ def test_the_tour_shows_versions(tmp_path: Path) -> None:
         "SQL over both: 20 rows of shop are not in shop@before",
         "└── shop-experiment",
     ):
-        assert each in told
+        assert line in output
 
 
-def test_what_the_tour_suggests_works(tmp_path: Path) -> None:
+def test_the_commands_that_the_tour_suggests_work(tmp_path: Path) -> None:
     text = quire_program("tour", cwd=tmp_path).stdout
     suggested = [line.split()[1:] for line in text.splitlines() if line.startswith("  quire ")]
     assert len(suggested) == 9
     for arguments in suggested:
-        ended = quire_program(*arguments, cwd=tmp_path)
-        assert (ended.returncode, bool(ended.stdout)) == (0, True), ended.stderr
+        result = quire_program(*arguments, cwd=tmp_path)
+        assert (result.returncode, bool(result.stdout)) == (0, True), result.stderr
 
 
-def test_the_tour_says_where_it_goes(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tour_shows_its_directory(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "default: (./quire-data)" in " ".join(run("tour", "--help", at=None).out.split())
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert run("tour", "--json", at=".").data["path"] == str(tmp_path / "here"), "asked for is asked for"
+    assert run("tour", "--json", at=".").data["path"] == str(tmp_path / "here"), "an explicit path is used as given"
 
 
-def test_the_tour_leaves_databases_of_others_alone(run: Run, path: Path) -> None:
+def test_the_tour_leaves_other_databases_unchanged(run: Run, path: Path) -> None:
     before = run("ls", "--json").data
-    ended = run("tour")
-    assert ended.code == 4
-    assert "not the tour's" in ended.err
+    result = run("tour")
+    assert result.code == 4
+    assert "not the tour's" in result.err
     assert run("ls", "--json").data == before
 
 
-def test_the_tour_leaves_a_fork_of_the_same_name_alone(run: Run, tmp_path: Path) -> None:
+def test_the_tour_leaves_a_fork_of_the_same_name_unchanged(run: Run, tmp_path: Path) -> None:
     with quire.open(tmp_path / "own") as store:
         store.create("shop-experiment", "pages")
-    ended = run("tour", at=tmp_path / "own")
-    assert (ended.code, "not the tour's" in ended.err) == (4, True)
-    assert [each["name"] for each in run("ls", "--json", at=tmp_path / "own").data] == ["shop-experiment"]
+    result = run("tour", at=tmp_path / "own")
+    assert (result.code, "not the tour's" in result.err) == (4, True)
+    assert [row["name"] for row in run("ls", "--json", at=tmp_path / "own").data] == ["shop-experiment"]
 
 
-def test_the_programs_of_the_readme_can_be_run_again(tmp_path: Path) -> None:
-    """A reader who tries twice must not be met by `NameTaken`."""
+def test_the_programs_of_the_readme_can_be_repeated(tmp_path: Path) -> None:
+    """Hazard: a reader who tries twice gets `NameTaken`."""
     for _, code in test_docs_run.programs(ROOT / "README.md"):
         for _ in range(2):
-            ended = test_docs_run.run(code, tmp_path)
-            assert (ended.returncode, ended.stderr) == (0, "")
+            result = test_docs_run.run(code, tmp_path)
+            assert (result.returncode, result.stderr) == (0, "")

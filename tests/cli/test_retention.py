@@ -1,4 +1,4 @@
-"""retention show, set, clear, plan, apply: of one database, and of all."""
+"""retention show, set, clear, plan, apply: for one database and for all."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ EVERYTHING_OFF = {
 
 
 @pytest.fixture
-def kept(path: Path) -> Path:
-    """Five snapshots of shop, one of them named by a person."""
+def with_snapshots(path: Path) -> Path:
+    """Five snapshots of shop, one of them with a name."""
     with quire.open(path) as store:
         for name in ("", "", "monday", "", ""):
             store.snapshot("shop", name)
@@ -39,10 +39,10 @@ def kept(path: Path) -> Path:
 
 
 def snapshots(run: Run) -> list[int]:
-    return [each["snapshot_id"] for each in run("snapshot", "ls", "shop", "--json").data]
+    return [row["snapshot_id"] for row in run("snapshot", "ls", "shop", "--json").data]
 
 
-def test_without_a_policy_everything_stays(run: Run, kept: Path) -> None:
+def test_without_a_policy_everything_is_kept(run: Run, with_snapshots: Path) -> None:
     data = run("retention", "show", "shop", "--json").data
     assert (data["database"], data["policy"], data["snapshots"], data["would_drop"]) == ("shop", None, 5, 0)
     text = run("retention", "show", "shop").out
@@ -51,8 +51,8 @@ def test_without_a_policy_everything_stays(run: Run, kept: Path) -> None:
     assert run("retention", "apply", "shop", "--yes").out == "nothing to drop: 5 snapshots, all kept\n"
 
 
-def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> None:
-    """Nobody loses a rule, and with it snapshots, by naming another one."""
+def test_set_changes_only_the_named_rules(run: Run, with_snapshots: Path) -> None:
+    """Hazard: setting one rule removes another, and snapshots with it."""
     options = "--keep-last 2 --keep-generations 3 --hourly 24 --daily 7 --weekly 4 --keep 30d --schedule hourly,daily"
     policy = run("retention", "set", "shop", *options.split(), "--json").data["policy"]
     assert policy == {
@@ -76,7 +76,7 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["shop"], 2, "no rule was given"),
         (["shop", "--keep-last", "-1"], 2, "'--keep-last': -1 is"),
@@ -90,25 +90,27 @@ def test_set_changes_what_it_names_and_leaves_the_rest(run: Run, kept: Path) -> 
         (["nothing", "--keep-last", "1"], 3, "no database has this name"),
     ],
 )
-def test_set_refuses_and_changes_nothing(run: Run, kept: Path, arguments: list[str], code: int, told: str) -> None:
-    ended = run("retention", "set", *arguments)
-    assert (ended.code, ended.out) == (code, "")
-    assert told in ended.err
+def test_set_refuses_and_changes_nothing(
+    run: Run, with_snapshots: Path, arguments: list[str], code: int, message: str
+) -> None:
+    result = run("retention", "set", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
     assert run("retention", "show", "shop", "--json").data["policy"] is None
 
 
-def test_clear(run: Run, kept: Path) -> None:
+def test_clear(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "1")
     assert run("retention", "clear", "shop", "--json").data["cleared"]["keep_last"] == 1
     assert run("retention", "clear", "shop").out == "shop had no retention policy\n"
     assert run("retention", "clear", "nothing").code == 3
 
 
-def test_plan_says_what_goes_and_why(run: Run, kept: Path) -> None:
+def test_plan_lists_what_is_dropped_and_why(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
     before = run("info", "--json").data["newest_change"]
     data = run("retention", "plan", "shop", "--json").data
-    assert [(each["snapshot_id"], each["keep"], each["why"]) for each in data["decisions"]] == [
+    assert [(decision["snapshot_id"], decision["keep"], decision["why"]) for decision in data["decisions"]] == [
         (1, False, "no rule keeps it"),
         (2, False, "no rule keeps it"),
         (3, True, "named"),
@@ -120,25 +122,25 @@ def test_plan_says_what_goes_and_why(run: Run, kept: Path) -> None:
     assert lines[0].split() == ["id", "snapshot", "created", "verdict", "why"]
     assert lines[3].split()[-2:] == ["keep", "named"]
     assert lines[-1] == "Drop them now: `quire retention apply shop`."
-    assert run("info", "--json").data["newest_change"] == before, "a dry run"
+    assert run("info", "--json").data["newest_change"] == before, "plan is a dry run"
     run("retention", "set", "shop", "--keep", "7d")
     assert "younger than 7d" in run("retention", "plan", "shop").out
-    assert max(map(width_of, on_a_terminal("retention", "plan", "shop", "--store", str(kept)))) <= 80
+    assert max(map(width_of, on_a_terminal("retention", "plan", "shop", "--store", str(with_snapshots)))) <= 80
     assert run("retention", "plan", "clicks").out == "clicks has no snapshots\n"
 
 
-def test_apply_asks_and_drops_what_the_plan_said(run: Run, kept: Path) -> None:
+def test_apply_asks_and_drops_what_the_plan_lists(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
     refused = run("retention", "apply", "shop", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    assert refused.err == "drop 2 snapshots of shop (#1, #2), which hold nothing exclusively? [y/N] "
+    assert refused.err == "drop 2 snapshots of shop (#1, #2), which share all their chunks and segments? [y/N] "
     assert run("retention", "apply", "shop", answer="").code == 2
     assert snapshots(run) == [1, 2, 3, 4, 5]
-    ended = run("retention", "apply", "shop", "--yes", "--json").data
-    assert ended.keys() == {"database", "dropped", "share", "job_id"}
-    assert [each["snapshot_id"] for each in ended["dropped"]] == [1, 2]
+    result = run("retention", "apply", "shop", "--yes", "--json").data
+    assert result.keys() == {"database", "dropped", "share", "job_id"}
+    assert [snapshot["snapshot_id"] for snapshot in result["dropped"]] == [1, 2]
     assert snapshots(run) == [3, 4, 5]
-    job = run("jobs", "show", str(ended["job_id"]), "--json").data
+    job = run("jobs", "show", str(result["job_id"]), "--json").data
     assert (job["kind"], job["database"], job["state"], job["result"]["dropped"]) == (
         "retention",
         "shop",
@@ -148,22 +150,22 @@ def test_apply_asks_and_drops_what_the_plan_said(run: Run, kept: Path) -> None:
     assert run("retention", "apply", "shop", "--yes", "--json").data == {"database": "shop", "dropped": []}
 
 
-def test_the_last_snapshots_go_only_by_force(run: Run, kept: Path) -> None:
+def test_the_last_snapshots_are_dropped_only_with_force(run: Run, with_snapshots: Path) -> None:
     run("snapshot", "drop", "shop", "monday", "--now", "--yes")
     run("retention", "set", "shop", "--no-keep-named", "--keep", "1s")
-    time.sleep(1.1)  # now the youngest is older than that
+    time.sleep(1.1)  # now the newest is older than the rule
     refused = run("retention", "apply", "shop", "--yes")
     assert (refused.code, "use `--force`" in refused.err) == (4, True)
     assert snapshots(run) == [1, 2, 4, 5]
     assert "`quire retention apply shop --force`" in run("retention", "plan", "shop").out
-    asked = run("retention", "apply", "shop", "--force", answer="n\n").err
-    assert asked.startswith("drop EVERY snapshot of shop (#1, #2, #4, #5), ")
+    prompt = run("retention", "apply", "shop", "--force", answer="n\n").err
+    assert prompt.startswith("drop EVERY snapshot of shop (#1, #2, #4, #5), ")
     assert run("retention", "apply", "shop", "--force", "--yes").out == "dropped 4 of 4 snapshots of shop\n"
     assert snapshots(run) == []
 
 
-def test_what_is_said_to_go_is_what_goes(run: Run, shop: Path) -> None:
-    """Leaves, chunks, deltas and WAL that several snapshots share, and nobody else holds."""
+def test_the_announced_size_is_the_freed_size(run: Run, shop: Path) -> None:
+    """Leaves, chunks, deltas and WAL that several snapshots share, and nothing else holds."""
     with quire.open(shop) as store:
         for fill in (b"c", b"d", b"e"):
             store.snapshot("shop")
@@ -182,7 +184,7 @@ def test_what_is_said_to_go_is_what_goes(run: Run, shop: Path) -> None:
     assert (done["deleted"], done["freed_bytes"]) == (share["artifacts"], share["size_bytes"])
 
 
-def test_a_question_names_a_few(run: Run, path: Path) -> None:
+def test_a_confirmation_names_a_few_snapshots(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         for _ in range(9):
             store.snapshot("shop")
@@ -190,7 +192,7 @@ def test_a_question_names_a_few(run: Run, path: Path) -> None:
     assert "(#1, #2, #3, #4, #5 and 3 more)" in run("retention", "apply", "shop", answer="n\n").err
 
 
-def test_a_dry_run_is_the_plan(run: Run, kept: Path) -> None:
+def test_a_dry_run_is_the_plan(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
     planned = run("retention", "plan", "shop", "--json").data
     assert run("retention", "apply", "shop", "--dry-run", "--yes", "--json").data == planned
@@ -200,14 +202,16 @@ def test_a_dry_run_is_the_plan(run: Run, kept: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [[], ["shop", "--all"], ["--dry-run"], [""]])
-def test_apply_wants_a_database_or_all(run: Run, kept: Path, arguments: list[str]) -> None:
-    ended = run("retention", "apply", *arguments, "--yes")
-    assert (ended.code, ended.out) == (2, "")
-    assert "name a database, or use `--all`" in ended.err
+def test_apply_needs_a_database_or_all(run: Run, with_snapshots: Path, arguments: list[str]) -> None:
+    result = run("retention", "apply", *arguments, "--yes")
+    assert (result.code, result.out) == (2, "")
+    assert "name a database, or use `--all`" in result.err
 
 
-def test_what_comes_of_age_while_somebody_thinks_stays(run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer was about two snapshots."""
+def test_snapshots_that_expire_during_the_confirmation_are_kept(
+    run: Run, with_snapshots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The confirmation was for two snapshots."""
     run("retention", "set", "shop", "--keep-last", "2")
 
     real = jobs_retention.apply_many
@@ -221,16 +225,16 @@ def test_what_comes_of_age_while_somebody_thinks_stays(run: Run, kept: Path, mon
     assert snapshots(run) == [3, 4, 5]
 
 
-def test_another_job_that_is_at_it_is_told(run: Run, kept: Path) -> None:
+def test_a_concurrent_retention_job_is_reported(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
-    with quire.open(kept) as store:
+    with quire.open(with_snapshots) as store:
         job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, 1)
         store.manifest.jobs.claim_job(job_id, "remote:far-away")
-    ended = run("retention", "apply", "shop", "--yes")
-    assert (ended.code, ended.out) == (4, "")
-    assert "another job is applying" in ended.err
-    assert "remote:far-away" in ended.err
-    assert f"`quire jobs show {job_id}`" in ended.err
+    result = run("retention", "apply", "shop", "--yes")
+    assert (result.code, result.out) == (4, "")
+    assert "another job is applying" in result.err
+    assert "remote:far-away" in result.err
+    assert f"`quire jobs show {job_id}`" in result.err
     everything = run("retention", "apply", "--all", "--yes", "--json")
     assert everything.data["taken"] == [{"database": "shop", "job_id": job_id, "worker": "remote:far-away"}]
     assert (everything.code, everything.data["dropped"]) == (0, 0)
@@ -240,28 +244,29 @@ def test_another_job_that_is_at_it_is_told(run: Run, kept: Path) -> None:
     assert run("retention", "apply", "--all", "--yes", "--json").data["dropped"] == 2
 
 
-def test_a_job_that_waits_is_the_one_that_is_run(run: Run, kept: Path) -> None:
+def test_a_pending_job_is_run(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
-    with quire.open(kept) as store:
+    with quire.open(with_snapshots) as store:
         job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, 1, delay_seconds=3600)
     assert run("retention", "apply", "shop", "--yes", "--json").data["job_id"] == job_id
 
 
-def test_a_job_that_fails_is_an_error_with_its_code(run: Run, kept: Path) -> None:
+def test_a_failed_job_is_an_error_with_its_code(run: Run, with_snapshots: Path) -> None:
     run("retention", "set", "shop", "--keep-last", "2")
-    with quire.open(kept) as store:
+    with quire.open(with_snapshots) as store:
         store.manifest.jobs.enqueue(JobKind.RETENTION, 1, {"forced": True})
-    ended = run("retention", "apply", "shop", "--yes")
-    assert (ended.code, ended.out) == (2, "")
-    assert "the retention of shop failed: the job does not support this payload" in ended.err
+    result = run("retention", "apply", "shop", "--yes")
+    assert (result.code, result.out) == (2, "")
+    assert "the retention of shop failed: the job does not support this payload" in result.err
     assert snapshots(run) == [1, 2, 3, 4, 5]
 
 
-# ── all ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── --all ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
-def many(kept: Path) -> Path:
-    """Besides shop: four databases with a policy, one of which would lose all it has; and one without."""
-    with quire.open(kept) as store:
+def with_policies(with_snapshots: Path) -> Path:
+    """In addition to shop: four databases with a policy, one of which would lose all its snapshots; and one without a
+    policy."""
+    with quire.open(with_snapshots) as store:
         for name in ("a", "b", "bare", "calm", "free"):
             store.create(name, "pages")
             for _ in range(3):
@@ -270,20 +275,20 @@ def many(kept: Path) -> Path:
             store.manifest.retention.set(name, RetentionRecord(keep_last=1))
         store.manifest.retention.set("bare", RetentionRecord(keep_seconds=1))
         store.manifest.retention.set("calm", RetentionRecord(keep_last=9))
-    time.sleep(1.1)  # now the youngest of bare is older than its rule
-    return kept
+    time.sleep(1.1)  # now the newest of bare is older than its rule
+    return with_snapshots
 
 
 def counts(path: Path) -> dict[str, int]:
     with quire.open(path, mode="r") as store:
-        return {each.name: len(store.manifest.snapshots.of(each.name)) for each in store.databases()}
+        return {database.name: len(store.manifest.snapshots.of(database.name)) for database in store.databases()}
 
 
-def test_all_is_every_database_that_has_a_policy(run: Run, many: Path) -> None:
-    ended = run("retention", "apply", "--all", "--yes", "--json")
-    assert ended.code == 1, "one was refused"
-    data = ended.data
-    assert [(each["database"], each["dropped"], each["kept"]) for each in data["jobs"]] == [
+def test_all_is_every_database_that_has_a_policy(run: Run, with_policies: Path) -> None:
+    result = run("retention", "apply", "--all", "--yes", "--json")
+    assert result.code == 1, "one database was refused"
+    data = result.data
+    assert [(job["database"], job["dropped"], job["kept"]) for job in data["jobs"]] == [
         ("shop", 3, 2),
         ("a", 2, 1),
         ("b", 2, 1),
@@ -291,13 +296,13 @@ def test_all_is_every_database_that_has_a_policy(run: Run, many: Path) -> None:
     assert (data["databases"], data["dropped"], data["failed"], data["taken"]) == (5, 7, [], [])
     assert data["refused"] == [{"database": "bare", "snapshots": 3}]
     assert data["share"]["artifacts"] == 0
-    assert counts(many) == {"shop": 2, "clicks": 0, "a": 1, "b": 1, "bare": 3, "calm": 3, "free": 3}
-    rows = {each["database"]: each for each in run("jobs", "ls", "--json").data if each["kind"] == "retention"}
-    assert {name: each["job_id"] for name, each in rows.items()} == {
-        each["database"]: each["job_id"] for each in data["jobs"]
+    assert counts(with_policies) == {"shop": 2, "clicks": 0, "a": 1, "b": 1, "bare": 3, "calm": 3, "free": 3}
+    rows = {row["database"]: row for row in run("jobs", "ls", "--json").data if row["kind"] == "retention"}
+    assert {name: row["job_id"] for name, row in rows.items()} == {
+        row["database"]: row["job_id"] for row in data["jobs"]
     }
-    again = run("retention", "apply", "--all", "--yes")
-    assert (again.code, again.out.splitlines()) == (
+    repeated = run("retention", "apply", "--all", "--yes")
+    assert (repeated.code, repeated.out.splitlines()) == (
         1,
         [
             "nothing was dropped",
@@ -311,37 +316,40 @@ def test_all_is_every_database_that_has_a_policy(run: Run, many: Path) -> None:
     assert run("retention", "apply", "--all").out == "nothing to drop: 5 databases with a policy, all snapshots kept\n"
 
 
-def test_all_asks_once(run: Run, many: Path) -> None:
-    before = counts(many)
+def test_all_asks_once(run: Run, with_policies: Path) -> None:
+    before = counts(with_policies)
     refused = run("retention", "apply", "--all", answer="n\n")
     assert (refused.code, refused.out.splitlines()[0]) == (1, "nothing was dropped")
     assert refused.err == (
-        "drop 7 snapshots of 3 databases, skipping 1 that would have none left, which hold nothing exclusively? [y/N] "
+        "drop 7 snapshots of 3 databases, skipping 1 that would have none left, "
+        "which share all their chunks and segments? [y/N] "
     )
     forced = run("retention", "apply", "--all", "--force", answer="n\n").err
     assert forced.startswith("drop 10 snapshots of 4 databases (EVERY snapshot of 1 of them), ")
     assert run("retention", "apply", "--all", answer="").code == 2
-    assert counts(many) == before
+    assert counts(with_policies) == before
     assert run("jobs", "ls", "--json").data == []
 
 
-def test_a_dry_run_of_all_is_a_table(run: Run, many: Path) -> None:
+def test_a_dry_run_of_all_is_a_table(run: Run, with_policies: Path) -> None:
     before = run("info", "--json").data["newest_change"]
-    with quire.open(many):  # while it is owned by somebody
-        beside = quire_program("retention", "apply", "--all", "--dry-run", "--json", "--store", str(many))
-    ended = run("retention", "apply", "--all", "--dry-run")
+    with quire.open(with_policies):  # while another process owns the store
+        other_process = quire_program(
+            "retention", "apply", "--all", "--dry-run", "--json", "--store", str(with_policies)
+        )
+    result = run("retention", "apply", "--all", "--dry-run")
     data = run("retention", "apply", "--all", "--dry-run", "--json").data
-    assert json.loads(beside.stdout) == data
-    assert [line.split() for line in ended.out.splitlines()[:5]] == [
+    assert json.loads(other_process.stdout) == data
+    assert [line.split() for line in result.out.splitlines()[:5]] == [
         ["database", "snapshots", "would", "drop", "exclusive"],
         ["shop", "5", "3", "0", "B"],
         ["a", "3", "2", "0", "B"],
         ["b", "3", "2", "0", "B"],
         ["bare", "3", "3", "(all)", "0", "B"],
     ]
-    assert "4 of 5 databases with a policy would lose 10 snapshots." in ended.out
-    assert "1 database would have none left and need `--force`." in ended.out
-    assert [(each["database"], each["would_drop"], each["drops_everything"]) for each in data] == [
+    assert "4 of 5 databases with a policy would lose 10 snapshots." in result.out
+    assert "1 database would have none left and need `--force`." in result.out
+    assert [(row["database"], row["would_drop"], row["drops_everything"]) for row in data] == [
         ("shop", 3, False),
         ("a", 2, False),
         ("b", 2, False),
@@ -349,10 +357,13 @@ def test_a_dry_run_of_all_is_a_table(run: Run, many: Path) -> None:
     ]
     assert data[0].keys() >= {"db_id", "policy", "snapshots", "share"}
     assert run("info", "--json").data["newest_change"] == before
-    assert max(map(width_of, on_a_terminal("retention", "apply", "--all", "--dry-run", "--store", str(many)))) <= 80
+    assert (
+        max(map(width_of, on_a_terminal("retention", "apply", "--all", "--dry-run", "--store", str(with_policies))))
+        <= 80
+    )
 
 
-def test_what_only_they_hold_is_what_goes_of_all(run: Run, shop: Path) -> None:
+def test_the_announced_size_of_all_is_the_freed_size(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.create("other", "pages")
         for fill in (b"c", b"d", b"e"):
@@ -370,36 +381,36 @@ def test_what_only_they_hold_is_what_goes_of_all(run: Run, shop: Path) -> None:
             store.checkpoint(name)
     rows = run("retention", "apply", "--all", "--dry-run", "--json").data
     done = run("retention", "apply", "--all", "--yes", "--json").data
-    assert done["share"]["size_bytes"] == sum(each["share"]["size_bytes"] for each in rows) > 0
+    assert done["share"]["size_bytes"] == sum(row["share"]["size_bytes"] for row in rows) > 0
     deleted = run("gc", "--now", "--yes", "--json").data
     assert (deleted["deleted"], deleted["freed_bytes"]) == (done["share"]["artifacts"], done["share"]["size_bytes"])
 
 
-def test_one_of_all_that_fails_is_told(run: Run, many: Path) -> None:
-    with quire.open(many) as store:
+def test_a_failure_among_all_is_reported(run: Run, with_policies: Path) -> None:
+    with quire.open(with_policies) as store:
         job_id = store.manifest.jobs.enqueue(JobKind.RETENTION, store.database("a").db_id, {"forced": True})
     run("retention", "set", "bare", "--keep-last", "9")
-    ended = run("retention", "apply", "--all", "--yes")
-    assert ended.code == 1
-    first, _, _, row = ended.out.splitlines()
+    result = run("retention", "apply", "--all", "--yes")
+    assert result.code == 1
+    first, _, _, row = result.out.splitlines()
     assert first == "dropped 5 snapshots of 2 databases"
     assert row.startswith("a         failed   InvalidInput: the job does not support this payload")
     assert run("jobs", "show", str(job_id), "--json").data["state"] == "failed_permanent"
-    assert counts(many)["a"] == 3
+    assert counts(with_policies)["a"] == 3
 
 
-def test_without_a_policy_there_is_nothing_to_apply(run: Run, kept: Path) -> None:
+def test_without_a_policy_there_is_nothing_to_apply(run: Run, with_snapshots: Path) -> None:
     for more in (["--yes"], ["--dry-run"]):
-        ended = run("retention", "apply", "--all", *more)
-        assert (ended.code, ended.out) == (
+        result = run("retention", "apply", "--all", *more)
+        assert (result.code, result.out) == (
             0,
             "no database has a retention policy: set one with `quire retention set`\n",
         )
 
 
-def test_a_schedule_has_an_hour_and_a_zone(run: Run, shop: Path) -> None:
-    ended = run("retention", "set", "shop", "--schedule", "hourly, daily at 03:00 Europe/Zurich")
-    assert "daily at 03:00 Europe/Zurich" in ended.out
+def test_a_schedule_has_an_hour_and_a_time_zone(run: Run, shop: Path) -> None:
+    result = run("retention", "set", "shop", "--schedule", "hourly, daily at 03:00 Europe/Zurich")
+    assert "daily at 03:00 Europe/Zurich" in result.out
     assert run("gc").code == 0
-    made = [snapshot["tags"].get("schedule") for snapshot in run("snapshot", "ls", "shop", "--json").data]
-    assert sorted(filter(None, made)) == ["daily", "hourly"]
+    schedules = [snapshot["tags"].get("schedule") for snapshot in run("snapshot", "ls", "shop", "--json").data]
+    assert sorted(filter(None, schedules)) == ["daily", "hourly"]

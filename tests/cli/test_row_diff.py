@@ -49,7 +49,7 @@ def test_rows_between_a_snapshot_and_now(run: Run, prices: Path) -> None:
     assert [(table["inserted"], table["deleted"]) for table in back] == [(1, 1)]
 
 
-def test_text_is_bounded_and_names_what_changed(run: Run, prices: Path) -> None:
+def test_text_is_truncated_and_names_changed_columns(run: Run, prices: Path) -> None:
     out = run("snapshot", "diff", "prices", "monday", "--rows", "--limit", "1").out
     assert "item: 1 inserted, 2 updated, 1 deleted" in out
     assert "price: 1 → 1.0" in out
@@ -64,8 +64,8 @@ def test_text_is_bounded_and_names_what_changed(run: Run, prices: Path) -> None:
 def test_versions_may_be_times_epochs_and_forks(run: Run, prices: Path) -> None:
     assert "no row differs" in run("snapshot", "diff", "prices", "0s", "--rows").out
     run("fork", "prices", "trial", "--at", "monday")
-    of = run("snapshot", "diff", "prices", "now", "now", "--of", "trial", "--rows", "--json").data
-    assert {table["table"] for table in of["tables"]} == {"gone", "item", "keyed", "made"}
+    fork_diff = run("snapshot", "diff", "prices", "now", "now", "--of", "trial", "--rows", "--json").data
+    assert {table["table"] for table in fork_diff["tables"]} == {"gone", "item", "keyed", "made"}
     same = run("snapshot", "diff", "prices", "monday", "now", "--of", "trial", "--rows", "--json").data
     assert same["tables"] == []
     assert run("snapshot", "diff", "prices", "monday", "--rows", "--table", "nothing").code == 3
@@ -82,8 +82,8 @@ def test_an_altered_table_is_compared_whole(run: Run, prices: Path) -> None:
     assert same["rows"][0]["after"] == {"a": 1, "b": 5}
 
 
-def test_beside_an_owner_that_does_not_serve(prices: Path) -> None:
+def test_diff_beside_an_owner_that_does_not_serve(prices: Path) -> None:
     with quire.open(prices):
-        ended = quire_program("snapshot", "diff", "prices", "monday", "--rows", "--json", "--store", str(prices))
-    data = json.loads(ended.stdout)
+        result = quire_program("snapshot", "diff", "prices", "monday", "--rows", "--json", "--store", str(prices))
+    data = json.loads(result.stdout)
     assert [table["table"] for table in data["tables"]] == ["gone", "item", "keyed", "made"]

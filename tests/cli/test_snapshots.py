@@ -19,13 +19,18 @@ from tests.cli.conftest import Run, first_byte, on_a_terminal, write_pages
 from tests.rules.tree import SRC
 
 
-def test_create_keeps_a_database_with_or_without_a_name(run: Run, shop: Path) -> None:
-    made = run("snapshot", "create", "shop", "tuesday", "--tag", "by=ann", "--tag", "why=a=b", "--json").data
-    assert (made["database"], made["name"], made["kind"], made["snapshot_id"]) == ("shop", "tuesday", "named", 2)
-    assert made["tags"] == {"by": "ann", "why": "a=b"}
+def test_create_with_and_without_a_name(run: Run, shop: Path) -> None:
+    created = run("snapshot", "create", "shop", "tuesday", "--tag", "by=ann", "--tag", "why=a=b", "--json").data
+    assert (created["database"], created["name"], created["kind"], created["snapshot_id"]) == (
+        "shop",
+        "tuesday",
+        "named",
+        2,
+    )
+    assert created["tags"] == {"by": "ann", "why": "a=b"}
     assert run("snapshot", "create", "shop").out == "created snapshot #3 of shop\n"
     assert run("snapshot", "create", "shop", "friday").out == "created snapshot friday (id 4) of shop\n"
-    assert [each["name"] for each in run("snapshot", "ls", "shop", "--json").data] == [
+    assert [row["name"] for row in run("snapshot", "ls", "shop", "--json").data] == [
         "monday",
         "tuesday",
         "",
@@ -49,11 +54,11 @@ def test_create_refuses_and_changes_nothing(
     run: Run, shop: Path, arguments: list[str], code: int, next_step: str
 ) -> None:
     before = run("info", "--json").data["newest_change"]
-    ended = run("snapshot", "create", *arguments)
-    assert (ended.code, ended.out) == (code, "")
-    told, then = ended.err.splitlines()
-    assert told.startswith("error: ")
-    assert next_step in then
+    result = run("snapshot", "create", *arguments)
+    assert (result.code, result.out) == (code, "")
+    message, hint = result.err.splitlines()
+    assert message.startswith("error: ")
+    assert next_step in hint
     assert run("snapshot", "ls", "shop", "--json").data[-1]["name"] == "monday"
     assert run("info", "--json").data["newest_change"] == before
 
@@ -68,13 +73,13 @@ def test_ls(run: Run, shop: Path) -> None:
     assert run("snapshot", "ls", "nothing").code == 3
 
 
-def test_show_says_what_it_keeps_and_what_only_it_holds(run: Run, shop: Path) -> None:
+def test_show_lists_what_it_keeps_and_what_only_it_holds(run: Run, shop: Path) -> None:
     data = run("snapshot", "show", "shop", "monday", "--json").data
     assert (data["size_pages"], data["slots"], data["artifacts"], data["wal_bytes"], data["forks"]) == (16, 1, 1, 0, [])
-    assert data["share"] == {"chunks": 0, "deltas": 0, "wal_segments": 0, "size_bytes": 0, "artifacts": 0}
+    assert data["share"] == {"chunks": 0, "deltas": 0, "wal_segments": 0, "size_bytes": 0, "tables": 0, "artifacts": 0}
     with quire.open(shop) as store:
         write_pages(store, "shop", range(12), b"c")
-        for _ in range(9):  # until the slot is rewritten and the old base is the snapshot's alone
+        for _ in range(9):  # until the slot is rewritten and only the snapshot holds the old base
             write_pages(store, "shop", range(12), b"d")
             store.checkpoint("shop")
             store.manifest.jobs.enqueue(JobKind.MERGE, 1)
@@ -93,14 +98,14 @@ def test_show_names_the_forks(run: Run, shop: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["1", "12", "0", "007", "#3", "٣"])
-def test_a_name_that_reads_as_an_id_is_refused(run: Run, shop: Path, name: str) -> None:
-    ended = run("snapshot", "create", "shop", name)
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.splitlines()[0].startswith("error: a snapshot name cannot be a number")
+def test_a_name_that_looks_like_an_id_is_refused(run: Run, shop: Path, name: str) -> None:
+    result = run("snapshot", "create", "shop", name)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.splitlines()[0].startswith("error: a snapshot name cannot be a number")
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
 
 
-def test_a_program_may_call_a_snapshot_by_a_number_and_people_drop_it(run: Run, shop: Path) -> None:
+def test_a_numeric_name_created_by_a_program_can_be_dropped(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.snapshot("shop", "1")
         store.snapshot("shop", "#1")
@@ -114,25 +119,25 @@ def test_a_program_may_call_a_snapshot_by_a_number_and_people_drop_it(run: Run, 
 def test_a_snapshot_is_found_by_name_first_then_by_id(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.snapshot("shop", "1")
-    assert run("snapshot", "show", "shop", "1", "--json").data["snapshot_id"] == 2, "it is called so"
+    assert run("snapshot", "show", "shop", "1", "--json").data["snapshot_id"] == 2, "it has that name"
     assert run("snapshot", "show", "shop", "#1", "--json").data["snapshot_id"] == 1
     assert run("snapshot", "show", "shop", "2", "--json").data["snapshot_id"] == 2
     for text in ("3", "#0", "#", "²", "99999999999999999999", "nope", ""):
-        ended = run("snapshot", "show", "shop", text)
-        assert (ended.code, ended.err.splitlines()[1]) == (3, "next:  `quire snapshot ls shop` lists them")
+        result = run("snapshot", "show", "shop", text)
+        assert (result.code, result.err.splitlines()[1]) == (3, "next:  `quire snapshot ls shop` lists them")
 
 
-def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
+def test_drop_asks_and_lists_what_is_freed(run: Run, shop: Path) -> None:
     refused = run("snapshot", "drop", "shop", "monday", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    question = "drop snapshot monday (id 1) of shop, which holds nothing exclusively"
-    assert refused.err == f"{question}, unless it is brought back? [y/N] "
+    question = "drop snapshot monday (id 1) of shop, which shares all its chunks and segments"
+    assert refused.err == f"{question} (it can be brought back for a day)? [y/N] "
     assert run("snapshot", "drop", "shop", "monday", "--now", answer="n\n").err == f"{question}? [y/N] "
     nothing = {"dropped": None, "until_ms": None, "share": None}
     assert run("snapshot", "drop", "shop", "monday", "--json", answer="\n").data == nothing
-    nobody = run("snapshot", "drop", "shop", "monday", answer="")
-    assert (nobody.code, nobody.out) == (2, "")
-    assert "use `--yes` to confirm" in nobody.err
+    unanswered = run("snapshot", "drop", "shop", "monday", answer="")
+    assert (unanswered.code, unanswered.out) == (2, "")
+    assert "use `--yes` to confirm" in unanswered.err
     assert len(run("snapshot", "ls", "shop", "--json").data) == 1
     assert (
         run("snapshot", "drop", "shop", "monday", "--now", answer="y\n").out
@@ -142,18 +147,23 @@ def test_drop_asks_and_says_what_goes(run: Run, shop: Path) -> None:
     assert (twice.code, "`quire snapshot ls shop`" in twice.err) == (3, True)
 
 
-def test_drop_of_what_only_it_holds_names_the_bytes(run: Run, shop: Path) -> None:
-    """A pinned WAL segment that the database has absorbed is the snapshot's alone."""
+def test_drop_shows_the_bytes_that_only_it_holds(run: Run, shop: Path) -> None:
+    """Only the snapshot holds a pinned WAL segment that the database has absorbed."""
     run("snapshot", "create", "shop", "pinned")
     assert run("checkpoint", "shop").code == 0
-    asked = run("snapshot", "drop", "shop", "pinned", "--now", answer="n\n").err
-    assert "and delete 1 WAL segment (" in asked
-    assert "that only it holds? [y/N]" in asked
-    ended = run("snapshot", "drop", "shop", "pinned", "--now", "--yes", "--json").data
-    assert (ended["dropped"]["name"], ended["share"]["wal_segments"], ended["share"]["artifacts"]) == ("pinned", 1, 1)
+    prompt = run("snapshot", "drop", "shop", "pinned", "--now", answer="n\n").err
+    assert "and delete 1 WAL segment (" in prompt
+    assert "that only it holds? [y/N]" in prompt
+    result = run("snapshot", "drop", "shop", "pinned", "--now", "--yes", "--json").data
+    assert (result["dropped"]["name"], result["share"]["wal_segments"], result["share"]["artifacts"]) == (
+        "pinned",
+        1,
+        1,
+    )
     waiting = run("gc", "--dry-run", "--json").data["waiting"]
     assert (
-        sum(each["size_bytes"] for each in waiting if each["artifact"]["kind"] == "wal") >= ended["share"]["size_bytes"]
+        sum(artifact["size_bytes"] for artifact in waiting if artifact["artifact"]["kind"] == "wal")
+        >= result["share"]["size_bytes"]
     )
 
 
@@ -164,14 +174,14 @@ def test_diff_to_now_to_another_and_to_itself(run: Run, shop: Path) -> None:
     data = run("snapshot", "diff", "shop", "monday", "--json").data
     (slot,) = data["slots"]
     assert (slot["slot"], slot["pages"], data["pages"], data["pins_added"]) == (0, [0, 1, 2, 3], 4, [])
-    assert [each["kind"] for each in slot["after"]] == ["base", "delta"]
+    assert [link["kind"] for link in slot["after"]] == ["base", "delta"]
     assert (data["added"][0]["kind"], data["removed"]) == ("delta", [])
     assert (data["before"]["snapshot"], data["after"]["snapshot_id"]) == ("monday", 0)
     text = run("snapshot", "diff", "shop", "monday", "now").out
     assert "after   shop as it is now" in text
     assert "pages   at most 4 pages\n" in text
     assert "base:1@16 + delta-1:2@20" in text
-    assert "nothing: both are the same version" in run("snapshot", "diff", "shop", "monday", "1").out
+    assert "none: both are the same version" in run("snapshot", "diff", "shop", "monday", "1").out
 
 
 def test_diff_with_a_fork(run: Run, shop: Path) -> None:
@@ -191,10 +201,10 @@ def test_diff_with_a_fork(run: Run, shop: Path) -> None:
         (["shop", "monday", "--limit", "-1"], 2),
     ],
 )
-def test_diff_refuses(run: Run, shop: Path, arguments: list[str], code: int) -> None:
-    ended = run("snapshot", "diff", *arguments)
-    assert (ended.code, ended.out) == (code, "")
-    assert len(ended.err.splitlines()) == 2
+def test_diff_refuses_invalid_versions(run: Run, shop: Path, arguments: list[str], code: int) -> None:
+    result = run("snapshot", "diff", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert len(result.err.splitlines()) == 2
 
 
 def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
@@ -202,8 +212,8 @@ def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
         run("fork", "shop", "then", "--at", "monday").out
         == "created then with id 3, as shop was at snapshot monday (id 1)\n"
     )
-    made = run("fork", "shop", "copy", "--json").data
-    assert (made["name"], made["parent"], made["kind"]) == ("copy", "shop", "pages")
+    fork = run("fork", "shop", "copy", "--json").data
+    assert (fork["name"], fork["parent"], fork["kind"]) == ("copy", "shop", "pages")
     assert (first_byte(shop, "then"), first_byte(shop, "copy")) == (b"a", b"b")
 
 
@@ -219,9 +229,9 @@ def test_fork_now_and_at_a_snapshot(run: Run, shop: Path) -> None:
     ],
 )
 def test_fork_refuses_and_changes_nothing(run: Run, shop: Path, arguments: list[str], code: int) -> None:
-    ended = run("fork", *arguments)
-    assert (ended.code, ended.out) == (code, "")
-    assert [each["name"] for each in run("ls", "--json").data] == ["clicks", "shop"]
+    result = run("fork", *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert [row["name"] for row in run("ls", "--json").data] == ["clicks", "shop"]
 
 
 def crash_while_writing(path: Path) -> None:
@@ -236,13 +246,13 @@ os._exit(0)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SRC)})
 
 
-def test_a_snapshot_after_a_crash_has_the_last_commit(run: Run, shop: Path) -> None:
-    """The owner died with an open segment: what was durable is part of now, though nobody has recovered it yet."""
+def test_a_snapshot_after_a_crash_includes_the_last_commit(run: Run, shop: Path) -> None:
+    """The owner died with an open segment: durable commits count although recovery has not run yet."""
     crash_while_writing(shop)
     with quire.open(shop, "r") as store, store.manifest.read() as txn:
         assert any(row.state is WalState.OPEN for _, row in txn.scan(WAL_CATALOG, 1))
-    told = run("snapshot", "diff", "shop", "monday")
-    assert "not included  the open WAL segment of shop" in told.out
+    diff = run("snapshot", "diff", "shop", "monday")
+    assert "not included  the open WAL segment of shop" in diff.out
     run("snapshot", "create", "shop", "after")
     run("fork", "shop", "then", "--at", "after")
     assert first_byte(shop, "then") == b"z"
@@ -257,26 +267,26 @@ def test_snapshots_fit_a_terminal(run: Run, shop: Path) -> None:
         assert max(map(width_of, lines)) <= 80
 
 
-def test_names_cannot_turn_the_line_around(run: Run, shop: Path) -> None:
-    evil = "a\u202eb"
-    told = [
-        run("snapshot", "create", "shop", evil),
+def test_bidirectional_overrides_in_names_are_escaped(run: Run, shop: Path) -> None:
+    unsafe_name = "a\u202eb"
+    outputs = [
+        run("snapshot", "create", "shop", unsafe_name),
         run("snapshot", "ls", "shop"),
-        run("snapshot", "show", "shop", evil),
+        run("snapshot", "show", "shop", unsafe_name),
         run("tree"),
         run("retention", "plan", "shop"),
         run("audit"),
-        run("snapshot", "drop", "shop", evil, answer="n\n"),
-        run("snapshot", "drop", "shop", evil, "--yes"),
+        run("snapshot", "drop", "shop", unsafe_name, answer="n\n"),
+        run("snapshot", "drop", "shop", unsafe_name, "--yes"),
     ]
-    for ended in told:
-        assert "\u202e" not in ended.out + ended.err
-        assert "\\u202e" in ended.out + ended.err
+    for result in outputs:
+        assert "\u202e" not in result.out + result.err
+        assert "\\u202e" in result.out + result.err
 
 
-def test_errors_are_json_when_asked(run: Run, shop: Path) -> None:
-    told = json.loads(run("snapshot", "show", "shop", "nope", "--json").err)["error"]
-    assert (told["kind"], told["exit_code"], told["where"]) == (
+def test_errors_are_json_if_requested(run: Run, shop: Path) -> None:
+    error = json.loads(run("snapshot", "show", "shop", "nope", "--json").err)["error"]
+    assert (error["kind"], error["exit_code"], error["where"]) == (
         "UnknownSnapshot",
         3,
         {"database": "shop", "snapshot": "nope"},
@@ -290,11 +300,11 @@ def test_a_key_value_database_is_forked_too(run: Run, path: Path) -> None:
     assert run("fork", "sessions", "copy", "--at", "monday").code == 0
     with quire.open(path) as store:
         assert store.kv("copy").get(b"a") == b"1"
-    assert run("fork", "clicks", "other").code == 2, "a stream has no forks"
+    assert run("fork", "clicks", "other").code == 2, "streams cannot be forked"
 
 
-def test_a_fork_begins_at_any_version(run: Run, path: Path, tmp_path: Path) -> None:
-    """The versions of `fork --at` are those of `sqlite export --at`, and of `sqlite shell --at`: one parser."""
+def test_a_fork_starts_at_any_version(run: Run, path: Path, tmp_path: Path) -> None:
+    """`fork --at`, `sqlite export --at` and `sqlite shell --at` accept the same versions: there is one parser."""
     with quire.open(path) as store, store.sqlite("prices", create=True) as db:
         db.execute("create table item(price); insert into item values(1)")
     epoch = run("sqlite", "export", "prices", str(tmp_path / "one.db"), "--json").data["epoch"]
@@ -312,16 +322,16 @@ def test_a_fork_begins_at_any_version(run: Run, path: Path, tmp_path: Path) -> N
                 prices[name] = db.execute("select price from item").fetchall()
     assert prices == {"by-epoch": [(1,)], "by-time": [(1,)], "newest": [(2,)]}
     for text in ("1:99999999999", "2001-01-01", "9999999999:1"):
-        ended = run("fork", "prices", "nowhere", "--at", text)
-        assert (ended.code in (2, 3, 4), ended.out) == (True, ""), ended
-        assert "Traceback" not in ended.err
+        result = run("fork", "prices", "nowhere", "--at", text)
+        assert (result.code in (2, 3, 4), result.out) == (True, ""), result
+        assert "Traceback" not in result.err
     assert "no such snapshot" in run("fork", "prices", "nowhere", "--at", "3:x").err
 
 
-def test_a_rollback_says_how_to_undo_it(run: Run, shop: Path) -> None:
+def test_a_rollback_explains_how_to_undo_it(run: Run, shop: Path) -> None:
     done = run("rollback", "shop", "--to", "monday")
-    told, _, undo = done.out.splitlines()
-    assert told == "shop is again as it was at snapshot monday (id 1): 4 pages changed"
+    message, _, undo = done.out.splitlines()
+    assert message == "shop is again as it was at snapshot monday (id 1): 4 pages changed"
     assert first_byte(shop, "shop") == b"a"
     assert run(*undo.split("`")[1].split()[1:]).code == 0
     assert first_byte(shop, "shop") == b"b"
@@ -332,12 +342,12 @@ def test_a_rollback_says_how_to_undo_it(run: Run, shop: Path) -> None:
     assert "rolled back; before it" in run("audit", "shop").out
 
 
-def test_what_was_dropped_is_listed_brought_back_and_freed(run: Run, shop: Path) -> None:
+def test_a_dropped_database_is_listed_undropped_and_freed(run: Run, shop: Path) -> None:
     data = run("drop", "shop", "--snapshots", "--yes", "--json").data
     assert data["until_ms"] > 0
     assert [info["name"] for info in run("ls", "--json").data] == ["clicks"]
-    (gone,) = run("ls", "--dropped", "--json").data
-    assert (gone["name"], gone["snapshots"], gone["size_bytes"] > 0) == ("shop", 1, True)
+    (dropped,) = run("ls", "--dropped", "--json").data
+    assert (dropped["name"], dropped["snapshots"], dropped["size_bytes"] > 0) == ("shop", 1, True)
     assert "quire undrop NAME" in run("ls", "--dropped").out
     assert "can be brought back for a day" in run("why", "shop").out
     assert "shop (dropped)" in run("stats").out
@@ -357,28 +367,26 @@ def test_what_was_dropped_is_listed_brought_back_and_freed(run: Run, shop: Path)
 def test_a_key_value_database_is_forked_at_snapshots_only(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.create("sessions", "lsm")
-    ended = run("fork", "sessions", "copy", "--at", "1h")
-    assert (ended.code, "only page databases can be forked between snapshots" in ended.err) == (2, True), ended
+    result = run("fork", "sessions", "copy", "--at", "1h")
+    assert (result.code, "only page databases can be forked between snapshots" in result.err) == (2, True), result
 
 
-def test_a_snapshot_that_was_lent_says_for_whom_and_until_when(run: Run, shop: Path) -> None:
-    """As after a query on Spark."""
+def test_a_leased_snapshot_shows_its_reader_and_expiry(run: Run, shop: Path) -> None:
+    """Like the one of a query on Spark."""
     until = 1_900_000_000_000
     with quire.open(shop) as store:
-        lent = store.pages.snapshot("shop", tags={"by": "lend"}, expires_at_ms=until)
+        lease = store.pages.snapshot("shop", tags={"by": "lend"}, expires_at_ms=until)
     *_, line = run("snapshot", "ls", "shop").out.splitlines()
     assert line.endswith("held by a query (Spark or another reader), expires 2030-03-17 17:46:40Z")
-    shown = run("snapshot", "show", "shop", str(lent.snapshot_id)).out
+    shown = run("snapshot", "show", "shop", str(lease.snapshot_id)).out
     assert "purpose    held by a query" in shown
     assert "expires    2030-03-17 17:46:40Z" in shown
-    holder = next(
-        each for each in run("why", "shop", "--json").data["holders"] if each["name"] == f"#{lent.snapshot_id}"
-    )
+    holder = next(row for row in run("why", "shop", "--json").data["holders"] if row["name"] == f"#{lease.snapshot_id}")
     assert holder["what"] == "is held by a query (Spark or another reader) that keeps this version"
-    assert holder["release"] == f"by itself 2030-03-17 17:46:40Z, or quire snapshot drop shop {lent.snapshot_id} --now"
+    assert holder["release"] == f"by itself 2030-03-17 17:46:40Z, or quire snapshot drop shop {lease.snapshot_id} --now"
 
 
-def test_what_time_travel_keeps_says_so(run: Run, shop: Path) -> None:
+def test_snapshots_kept_for_time_travel_are_marked(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.pages.snapshot("shop", tags={WINDOW_TAG: "window"}, expires_at_ms=1_900_000_000_000)
     assert "for time travel, expires 2030-03-17 17:46:40Z" in run("snapshot", "ls", "shop").out
@@ -389,28 +397,28 @@ def test_a_key_value_set_is_rolled_back_to_a_snapshot(run: Run, path: Path) -> N
         store.kv("cart", create=True).put(b"ann", b"1")
         store.snapshot("cart", "monday")
         store.kv("cart").write({b"ann": b"2", b"bob": b"3"})
-    told = run("rollback", "cart", "--to", "monday")
-    assert "2 keys changed" in told.out
-    assert "undo with `quire rollback cart --to before-rollback-" in told.out
+    result = run("rollback", "cart", "--to", "monday")
+    assert "2 keys changed" in result.out
+    assert "undo with `quire rollback cart --to before-rollback-" in result.out
     assert "nothing to do" in run("rollback", "cart", "--to", "monday").out
     assert "one of its snapshots" in run("rollback", "cart", "--to", "1h").err
     with quire.open(path, "r") as store:
         assert dict(store.kv("cart").scan()) == {b"ann": b"1"}
 
 
-def test_a_dropped_snapshot_is_listed_brought_back_and_freed(run: Run, shop: Path) -> None:
-    (kept,) = run("snapshot", "ls", "shop", "--json").data
-    dropped = run("snapshot", "drop", "shop", kept["name"], "--yes")
-    assert f"`quire snapshot undrop shop {kept['name']}` brings it back until" in dropped.out
-    assert f"dropped, was {kept['name']}, expires" in run("snapshot", "ls", "shop").out
-    assert "brings it back" in run("why", f"shop@{kept['snapshot_id']}").out
-    assert run("snapshot", "undrop", "shop", kept["name"], "--json").data == kept
-    assert run("snapshot", "undrop", "shop", kept["name"]).code == 3
-    data = run("snapshot", "drop", "shop", kept["name"], "--yes", "--json").data
+def test_a_dropped_snapshot_is_listed_undropped_and_freed(run: Run, shop: Path) -> None:
+    (snapshot,) = run("snapshot", "ls", "shop", "--json").data
+    dropped = run("snapshot", "drop", "shop", snapshot["name"], "--yes")
+    assert f"`quire snapshot undrop shop {snapshot['name']}` brings it back until" in dropped.out
+    assert f"dropped, was {snapshot['name']}, expires" in run("snapshot", "ls", "shop").out
+    assert "brings it back" in run("why", f"shop@{snapshot['snapshot_id']}").out
+    assert run("snapshot", "undrop", "shop", snapshot["name"], "--json").data == snapshot
+    assert run("snapshot", "undrop", "shop", snapshot["name"]).code == 3
+    data = run("snapshot", "drop", "shop", snapshot["name"], "--yes", "--json").data
     assert data["until_ms"] > 0
-    again = run("snapshot", "drop", "shop", f"#{kept['snapshot_id']}", "--yes")
-    assert (again.code, "--now" in again.err) == (3, True)
-    data = run("snapshot", "drop", "shop", f"#{kept['snapshot_id']}", "--now", "--yes", "--json").data
+    repeated = run("snapshot", "drop", "shop", f"#{snapshot['snapshot_id']}", "--yes")
+    assert (repeated.code, "--now" in repeated.err) == (3, True)
+    data = run("snapshot", "drop", "shop", f"#{snapshot['snapshot_id']}", "--now", "--yes", "--json").data
     assert data["until_ms"] is None
     assert run("snapshot", "ls", "shop", "--json").data == []
     assert "snapshot undropped" in run("audit", "shop").out

@@ -1,4 +1,4 @@
-"""The commands standby, promote, clone and clones, from an archived store to its copies."""
+"""The commands standby, promote, clone and clones."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ def archived(tmp_path: Path) -> Path:
 
 def test_a_standby_follows_once_and_is_promoted(run: Run, archived: Path) -> None:
     bucket, path = str(archived / "bucket"), str(archived / "standby")
-    ended = run("standby", bucket, path, "--once", at=None)
-    assert ended.code == 0
-    assert "following" in ended.out
-    assert "has the state of" in ended.out
+    result = run("standby", bucket, path, "--once", at=None)
+    assert result.code == 0
+    assert "following" in result.out
+    assert "has the state of" in result.out
     refused = run("promote", path, at=None, answer="n\n")
     assert (refused.code, "nothing was promoted" in refused.out) == (1, True)
-    ended = run("promote", path, "--yes", "--json", at=None)
-    assert ended.code == 0
-    assert json.loads(ended.out)["promoted"]["owner_epoch"] == 2
-    again = run("promote", path, "--yes", at=None)
-    assert again.code == 2
-    assert "not a standby" in again.err
+    result = run("promote", path, "--yes", "--json", at=None)
+    assert result.code == 0
+    assert json.loads(result.out)["promoted"]["owner_epoch"] == 2
+    repeated = run("promote", path, "--yes", at=None)
+    assert repeated.code == 2
+    assert "not a standby" in repeated.err
     with quire.open(path) as store:
         assert store.kv("cart").get(b"alice") == b"3 apples"
         assert store.sqlite("shop").execute("select name from item").fetchall() == [("apples",)]
 
 
-def test_a_time_that_is_too_short_is_refused(run: Run, archived: Path) -> None:
-    ended = run("standby", str(archived / "bucket"), str(archived / "standby"), "--promote-after", "10", at=None)
-    assert ended.code == 2
-    assert "more than 10 seconds" in ended.err
+def test_an_interval_that_is_too_short_is_refused(run: Run, archived: Path) -> None:
+    result = run("standby", str(archived / "bucket"), str(archived / "standby"), "--promote-after", "10", at=None)
+    assert result.code == 2
+    assert "more than 10 seconds" in result.err
 
 
-def test_a_clone_is_made_listed_and_released(run: Run, archived: Path) -> None:
-    ended = run("clone", str(archived / "bucket"), str(archived / "copy"), "--json", at=None)
-    assert ended.code == 0
-    clone_id = json.loads(ended.out)["store_id"]
+def test_a_clone_is_created_listed_and_released(run: Run, archived: Path) -> None:
+    result = run("clone", str(archived / "bucket"), str(archived / "copy"), "--json", at=None)
+    assert result.code == 0
+    clone_id = json.loads(result.out)["store_id"]
     listed = run("clones", "ls", "--json", at=archived / "origin")
     assert [entry["clone_id"] for entry in json.loads(listed.out)] == [clone_id]
     with quire.open(archived / "copy") as store:
@@ -65,10 +65,10 @@ def test_a_clone_is_made_listed_and_released(run: Run, archived: Path) -> None:
     assert "quire clones ls" in unknown.err
 
 
-def test_a_parent_forgets_a_clone_that_a_person_names(run: Run, archived: Path) -> None:
+def test_a_parent_forgets_a_named_clone(run: Run, archived: Path) -> None:
     clone_id = json.loads(run("clone", str(archived / "bucket"), str(archived / "copy"), "--json", at=None).out)[
         "store_id"
     ]
-    ended = run("clones", "forget", clone_id, "--yes", at=archived / "origin")
-    assert ended.code == 0
+    result = run("clones", "forget", clone_id, "--yes", at=archived / "origin")
+    assert result.code == 0
     assert json.loads(run("clones", "ls", "--json", at=archived / "origin").out) == []

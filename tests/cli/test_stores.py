@@ -16,7 +16,7 @@ from quire.store.info import StoreReader
 from tests.cli.conftest import Run, quire_program
 
 
-def test_init_makes_a_store_once(run: Run, tmp_path: Path) -> None:
+def test_init_creates_a_store_once(run: Run, tmp_path: Path) -> None:
     new = tmp_path / "new"
     first = run("init", str(new), "--json")
     assert first.data == {"path": str(new), "created": True, "object_store": str(new / "objects")}
@@ -31,8 +31,9 @@ def test_init_remembers_the_object_store_and_refuses_another(run: Run, tmp_path:
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "S4://bucket/x", "s3:bucket", "file:/x"])
-def test_an_object_store_that_cannot_be_is_refused_at_once(run: Run, path: Path, tmp_path: Path, url: str) -> None:
-    """Not when the first object is put: by init and by every opening, in Python too, naming what is supported."""
+def test_an_unsupported_object_store_is_refused_at_once(run: Run, path: Path, tmp_path: Path, url: str) -> None:
+    """By init and whenever the store is opened, in Python too, with the supported URLs; not only when the first object
+    is written."""
     refused = run("init", str(tmp_path / "other"), "--object-store", url)
     assert refused.code == 2
     assert "s3://bucket/prefix" in refused.err
@@ -45,46 +46,46 @@ def test_an_object_store_that_cannot_be_is_refused_at_once(run: Run, path: Path,
         refused = run(*command)
         assert (refused.code, "s3://bucket/prefix" in refused.err) == (2, True)
         assert f"path='{path / 'quire.toml'}'" in refused.err
-    states = {each["check"]: each["state"] for each in run("doctor", "--json").data}
-    assert (states["store"], states["manifest"]) == ("fail", "ok"), "the doctor looks at the rest all the same"
+    states = {row["check"]: row["state"] for row in run("doctor", "--json").data}
+    assert (states["store"], states["manifest"]) == ("fail", "ok"), "the doctor runs its other checks"
     (path / "quire.toml").write_text("")
 
 
 @pytest.mark.parametrize(
     "url", ["s3://bucket/x", "gs://b", "az://c/x", "memory://m", "file:///tmp/x", "/tmp/a:b", "c:/x"]
 )
-def test_object_stores_that_can_be(path: Path, url: str) -> None:
+def test_supported_object_stores(path: Path, url: str) -> None:
     (path / "quire.toml").write_text(f'object_store = "{url}"')
     with quire.open(path, "r") as store:
         assert store.objects_url.endswith(url)
     (path / "quire.toml").write_text("")
 
 
-def test_a_wrong_configuration_says_which_file_and_how_to_compare(run: Run, path: Path) -> None:
+def test_an_invalid_configuration_names_the_file_and_how_to_compare(run: Run, path: Path) -> None:
     (path / "quire.toml").write_text("[manifest]\nops_max = 1")
-    ended = run("ls")
-    assert (ended.code, f"path='{path / 'quire.toml'}'" in ended.err) == (2, True)
-    assert "`quire init DIR` with a new DIR writes a commented example" in ended.err
+    result = run("ls")
+    assert (result.code, f"path='{path / 'quire.toml'}'" in result.err) == (2, True)
+    assert "`quire init DIR` with a new DIR writes a commented example" in result.err
     (path / "quire.toml").write_text("")
 
 
-def test_init_leaves_a_directory_with_files_alone(run: Run, tmp_path: Path) -> None:
-    ended = run("init", str(tmp_path))
-    assert ended.code == 2
-    assert ended.err.splitlines()[1] == "next:  use a new or an empty directory"
+def test_init_refuses_a_directory_with_other_files(run: Run, tmp_path: Path) -> None:
+    result = run("init", str(tmp_path))
+    assert result.code == 2
+    assert result.err.splitlines()[1] == "next:  use a new or an empty directory"
 
 
 def test_ls_lists_databases(run: Run) -> None:
     lines = run("ls").out.splitlines()
     assert lines[0].split() == ["name", "kind", "status", "snapshots", "created", "forked", "from"]
     assert [line.split()[:3] for line in lines[1:]] == [["clicks", "stream", "active"], ["shop", "pages", "active"]]
-    assert [(each["name"], each["kind"]) for each in run("ls", "--json").data] == [
+    assert [(row["name"], row["kind"]) for row in run("ls", "--json").data] == [
         ("clicks", "stream"),
         ("shop", "pages"),
     ]
 
 
-def test_ls_of_an_empty_store_says_what_to_do(run: Run, tmp_path: Path) -> None:
+def test_ls_of_an_empty_store_gives_a_hint(run: Run, tmp_path: Path) -> None:
     quire.open(tmp_path / "empty").close()
     assert "quire create NAME" in run("ls", at=tmp_path / "empty").out
     assert run("ls", "--json", at=tmp_path / "empty").data == []
@@ -98,7 +99,7 @@ def test_the_store_is_found_by_option_environment_or_directory(
     assert run("ls", at=None).code == 0
     monkeypatch.chdir(tmp_path)
     assert run("ls", at=None).code != 0
-    assert run("ls", QUIRE_STORE=str(tmp_path / "nothing")).code == 0, "the option wins"
+    assert run("ls", QUIRE_STORE=str(tmp_path / "nothing")).code == 0, "the option takes precedence"
 
 
 def test_info_shows_numbers(run: Run, path: Path) -> None:
@@ -112,49 +113,51 @@ def test_create_rename_drop(run: Run) -> None:
     assert run("create", "kv", "--kind", "lsm", "--json").data["kind"] == "lsm"
     assert run("rename", "kv", "cache").out == "renamed kv to cache\n"
     dropped = run("drop", "cache", "--yes", "--json").data["dropped"]
-    assert (dropped["name"], dropped["status"]) == ("cache", "tombstoned"), "as it is now"
-    assert [each["name"] for each in run("ls", "--json").data] == ["clicks", "shop"]
+    assert (dropped["name"], dropped["status"]) == ("cache", "tombstoned"), "the current state"
+    assert [row["name"] for row in run("ls", "--json").data] == ["clicks", "shop"]
 
 
-@pytest.mark.parametrize(("kind", "text"), [("lsm", "an lsm"), ("pages", "a pages"), ("stream", "a stream")])
-def test_what_was_made_is_said_in_english(run: Run, kind: str, text: str) -> None:
-    assert run("create", "x", "--kind", kind).out == f"created x, {text} database with id 3\n"
+@pytest.mark.parametrize(
+    ("kind", "text"), [("lsm", "a key-value set"), ("pages", "a page database"), ("stream", "a stream")]
+)
+def test_created_databases_are_reported_in_correct_english(run: Run, kind: str, text: str) -> None:
+    assert run("create", "x", "--kind", kind).out == f"created x, {text} with id 3\n"
 
 
-def test_a_fork_of_what_was_dropped_names_its_id(run: Run, path: Path) -> None:
+def test_a_fork_of_a_dropped_database_shows_its_id(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.manifest.submit([ForkDb(store.manifest.reserve_db_id(), 1, "copy")]).result()
     assert run("ls").out.splitlines()[-2].split()[-1] == "shop"
     assert run("drop", "shop", "--yes").code == 0
     assert run("ls").out.splitlines()[-1].endswith("  #1, dropped")
-    (fork,) = (each for each in run("ls", "--json").data if each["name"] == "copy")
+    (fork,) = (row for row in run("ls", "--json").data if row["name"] == "copy")
     assert (fork["parent_db_id"], fork["parent"]) == (1, "")
 
 
-def test_names_cannot_turn_the_line_around(run: Run) -> None:
-    """Right-to-left overrides and zero-width characters are shown, wherever a name is."""
-    evil = "a\u202eb\u200bc"
-    told = [
-        run("create", evil),
-        run("create", evil),
+def test_bidirectional_overrides_in_database_names_are_escaped(run: Run) -> None:
+    """Right-to-left overrides and zero-width characters are escaped wherever a name is shown."""
+    unsafe_name = "a\u202eb\u200bc"
+    outputs = [
+        run("create", unsafe_name),
+        run("create", unsafe_name),
         run("ls"),
-        run("rename", evil, evil + "d"),
-        run("drop", evil + "d", answer="n\n"),
-        run("drop", evil + "d", "--yes"),
-        run("drop", evil, "--yes"),
+        run("rename", unsafe_name, unsafe_name + "d"),
+        run("drop", unsafe_name + "d", answer="n\n"),
+        run("drop", unsafe_name + "d", "--yes"),
+        run("drop", unsafe_name, "--yes"),
     ]
-    for ended in told:
-        assert "\u202e" not in ended.out + ended.err
-        assert "\\u202e" in ended.out + ended.err
-    assert run("create", evil, "--json").data["name"] == evil, "a program gets what is there"
+    for result in outputs:
+        assert "\u202e" not in result.out + result.err
+        assert "\\u202e" in result.out + result.err
+    assert run("create", unsafe_name, "--json").data["name"] == unsafe_name, "JSON contains the name itself"
 
 
-def test_a_glance_says_what_the_store_says(path: Path) -> None:
+def test_a_reader_reports_the_same_as_the_store(path: Path) -> None:
     with quire.open(path, "r") as store:
         databases, info = store.databases(), store.info()
-    with StoreReader(str(path)) as glance:
-        assert glance.databases() == databases
-        assert glance.info() == info
+    with StoreReader(str(path)) as reader:
+        assert reader.databases() == databases
+        assert reader.info() == info
 
 
 def test_drop_asks(run: Run) -> None:
@@ -178,24 +181,24 @@ def test_drop_asks(run: Run) -> None:
         (["nonsense"], 2),
     ],
 )
-def test_what_fails_has_its_code_and_no_traceback(run: Run, arguments: list[str], code: int) -> None:
-    ended = run(*arguments)
-    assert ended.code == code
-    assert ended.out == ""
-    assert "Traceback" not in ended.err
+def test_failures_have_an_exit_code_and_no_traceback(run: Run, arguments: list[str], code: int) -> None:
+    result = run(*arguments)
+    assert result.code == code
+    assert result.out == ""
+    assert "Traceback" not in result.err
 
 
-def test_an_error_is_one_sentence_and_the_next_step(run: Run, tmp_path: Path) -> None:
-    ended = run("ls", at=tmp_path / "nothing")
-    where = tmp_path / "nothing"
-    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {where}` creates one"
-    assert ended.err == f"error: no store found (path='{where}')\nnext:  {hint}\n"
-    told = json.loads(run("ls", "--json", at=where).err)["error"]
-    assert told == {
+def test_an_error_is_one_sentence_and_a_hint(run: Run, tmp_path: Path) -> None:
+    result = run("ls", at=tmp_path / "nothing")
+    missing = tmp_path / "nothing"
+    hint = f"name one with `--store DIR` or QUIRE_STORE; `quire init {missing}` creates one"
+    assert result.err == f"error: no store found (path='{missing}')\nnext:  {hint}\n"
+    error = json.loads(run("ls", "--json", at=missing).err)["error"]
+    assert error == {
         "kind": "StoreNotFound",
         "what": "no store found",
         "next": hint,
-        "where": {"path": str(where)},
+        "where": {"path": str(missing)},
         "exit_code": 3,
     }
 
@@ -205,26 +208,26 @@ def test_debug_shows_the_traceback(run: Run, tmp_path: Path) -> None:
         run("ls", "--debug", at=tmp_path / "nothing")
 
 
-def test_while_an_owner_is_there_reading_works_and_writing_says_who(path: Path) -> None:
-    """Reading commands run in a process of their own: LMDB allows one environment per process."""
+def test_beside_an_owner_reads_work_and_writes_name_the_owner(path: Path) -> None:
+    """Reading commands run in a separate process: LMDB allows one environment per process."""
     with quire.open(path) as store:
         for command in (["ls"], ["info"], ["manifest", "check"], ["manifest", "tables"], ["feed", "tail"], ["doctor"]):
-            ended = quire_program(*command, "--store", str(path))
-            assert ended.returncode == 0, ended.stderr
+            result = quire_program(*command, "--store", str(path))
+            assert result.returncode == 0, result.stderr
         refused = quire_program("create", "x", "--store", str(path))
         assert refused.returncode == 5
-        what, then = refused.stderr.splitlines()
-        assert f"pid={os.getpid()}" in what
-        assert re.search(r"since='\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ'", what), "a time, not a number"
-        assert "_ms" not in what
-        assert then.startswith(f"next:  wait for process {os.getpid()} to end")
-        assert "mode=" not in then, "a command line has no mode"
-        told = json.loads(quire_program("create", "x", "--json", "--store", str(path)).stderr)["error"]
-        assert told["where"]["since"].endswith("Z")
-        assert [each.name for each in store.databases()] == ["clicks", "shop"]
+        message, hint = refused.stderr.splitlines()
+        assert f"pid={os.getpid()}" in message
+        assert re.search(r"since='\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ'", message), "a time instead of a number"
+        assert "_ms" not in message
+        assert hint.startswith(f"next:  wait for process {os.getpid()} to end")
+        assert "mode=" not in hint, "the hint names no Python mode"
+        error = json.loads(quire_program("create", "x", "--json", "--store", str(path)).stderr)["error"]
+        assert error["where"]["since"].endswith("Z")
+        assert [database.name for database in store.databases()] == ["clicks", "shop"]
 
 
-def test_ls_chooses_and_says_that_there_are_more(path: Path, run: Run) -> None:
+def test_ls_filters_and_shows_that_there_are_more(path: Path, run: Run) -> None:
     with quire.open(path) as store:
         store.create_many([f"tenant-{number}" for number in range(5)], tags={"plan": "free"})
     shown = run("ls", "tenant-", "--tag", "plan=free", "-n", "2")
@@ -234,7 +237,7 @@ def test_ls_chooses_and_says_that_there_are_more(path: Path, run: Run) -> None:
     assert "no database matches" in run("ls", "nobody-").out
 
 
-def test_stats_chooses_and_sorts(path: Path, run: Run) -> None:
+def test_stats_filters_and_sorts(path: Path, run: Run) -> None:
     with quire.open(path) as store:
         store.create_many(["tenant-1", "tenant-2"])
         with store.sqlite("tenant-2") as connection:

@@ -23,13 +23,13 @@ def test_append_and_read(run: Run) -> None:
     assert run("stream", "append", "shop", "x").code != 0, "shop is not a stream"
 
 
-def test_what_is_not_text_is_shown_in_hexadecimal(run: Run, path: Path) -> None:
+def test_binary_records_are_shown_in_hexadecimal(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.stream("clicks").append(b"\xff\x00").result()
     assert "0xff00" in run("stream", "read", "clicks").out
 
 
-def test_segments_move(run: Run) -> None:
+def test_segments_move_between_tiers(run: Run) -> None:
     run("stream", "append", "clicks", "a", "b")
     assert run("stream", "seal", "clicks", "--json").data["sealed"] == 1
     assert run("stream", "tier", "clicks", "upload").out == "upload: 1 segment of clicks\n"
@@ -38,12 +38,12 @@ def test_segments_move(run: Run) -> None:
     assert run("stream", "tier", "clicks", "hydrate", "--json").data["count"] == 1
     assert "hot remote" in run("stream", "ls", "clicks").out
     assert run("stream", "tier", "clicks", "fly").code == 2
-    found = run("stream", "info", "clicks", "--json").data
-    assert (found["first_record"], found["end_record"], found["remote_segments"]) == (1, 3, 1)
+    info = run("stream", "info", "clicks", "--json").data
+    assert (info["first_record"], info["end_record"], info["remote_segments"]) == (1, 3, 1)
     assert "2, ids 1 to 2" in run("stream", "info", "clicks").out
 
 
-def test_verify_says_what_is_wrong(run: Run, path: Path) -> None:
+def test_verify_reports_damage(run: Run, path: Path) -> None:
     run("stream", "append", "clicks", "a", "b")
     assert run("stream", "verify", "clicks").out == "clicks has no damage: 1 segment read\n"
     with quire.open(path) as store:
@@ -52,8 +52,8 @@ def test_verify_says_what_is_wrong(run: Run, path: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[140] ^= 1
     file.write_bytes(raw)
-    ended = run("stream", "verify", "clicks", "--json")
-    assert (ended.code, [row["rule"] for row in ended.data]) == (1, ["T1"])
+    result = run("stream", "verify", "clicks", "--json")
+    assert (result.code, [row["rule"] for row in result.data]) == (1, ["T1"])
     assert "damage" in run("stream", "verify", "clicks", "--shallow").out
 
 
@@ -70,13 +70,13 @@ def test_retention(run: Run) -> None:
 
 
 def test_a_stream_without_its_log_is_refused_and_repaired(run: Run, path: Path) -> None:
-    """Opening it removed every segment, and every verifier called that sound."""
+    """Opening it removed every segment, and every check reported it as valid."""
     assert run("stream", "append", "clicks", "a", "b", "c").code == 0
     shutil.rmtree(path / "streams/2/manifest")
     refused = run("stream", "read", "clicks")
     assert refused.code == 7
     assert "quire stream repair clicks" in refused.err
-    assert run("ls").code == 0, "the store opens"
+    assert run("ls").code == 0, "the store can be opened"
     assert run("manifest", "verify").code == 1
     whole = run("verify")
     assert whole.code == 1
@@ -84,19 +84,19 @@ def test_a_stream_without_its_log_is_refused_and_repaired(run: Run, path: Path) 
     dry = run("stream", "repair", "clicks", "--json")
     assert dry.code == 0
     assert {row["kind"] for row in dry.data} == {"to do"}
-    assert run("stream", "read", "clicks").code == 7, "nothing was done"
+    assert run("stream", "read", "clicks").code == 7, "nothing was changed"
     assert run("stream", "repair", "clicks", "--apply").code == 0
     assert [row["payload"] for row in run("stream", "read", "clicks", "--json").data] == ["61", "62", "63"]
     assert run("manifest", "verify").code == 0
     assert run("stream", "repair", "clicks").out.startswith("clicks needs no repair: 1 segment")
 
 
-def test_what_a_repair_cannot_save_is_its_exit_code(run: Run, path: Path) -> None:
+def test_the_exit_code_reports_what_a_repair_cannot_save(run: Run, path: Path) -> None:
     assert run("stream", "append", "clicks", "a", "b", "c").code == 0
     shutil.rmtree(path / "streams/2/manifest")
     (path / "streams/2/hot/0000000000000001.seg").unlink()
     for more in ((), ("--apply",)):
-        ended = run("stream", "repair", "clicks", *more)
-        assert ended.code == 1
-        assert "records 1 to 3: segment 1 has no sound copy" in ended.out
+        result = run("stream", "repair", "clicks", *more)
+        assert result.code == 1
+        assert "records 1 to 3: segment 1 has no sound copy" in result.out
     assert run("drop", "clicks", "--yes").code == 0

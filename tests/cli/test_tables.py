@@ -1,4 +1,4 @@
-"""Every listing on a terminal of 80 columns: nothing is wider, and nothing is broken within a word or a number."""
+"""Every listing on a terminal of 80 columns: no line is wider, and no word or number is broken."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ LISTINGS = [
 ]  # fmt: skip
 
 WORD = re.compile(r"[^\s;]*[a-zA-Z][^\s;]{4,}[^\s;:]")
-"""Names, keys, moments; not what changes with every second."""
+"""Names, keys and times, but not values that change every second."""
 NUMBER, UNIT = re.compile(r"(?:^|[\s(])[\d.,]*\d$"), re.compile(r"\s*(?:(?:[KMG]i)?B|s|min|h|days)\b")
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Long names, and numbers that are as large as in a store of some age."""
+    """A store with long names, and numbers as large as in an old store."""
     path = tmp_path_factory.mktemp("s") / "data"
     with quire.open(path) as opened:
         opened.create(ORDERS, "pages")
@@ -85,20 +85,24 @@ def shown(path: Path, line: str, monkeypatch: pytest.MonkeyPatch, columns: int =
 @pytest.mark.parametrize("line", LISTINGS)
 def test_every_listing_fits_80_columns(store: Path, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(store, line, monkeypatch)
-    assert [each for each in lines if width_of(each) > COLUMNS and str(store) not in each] == []
-    whole = {word for each in shown(store, line, monkeypatch, columns=0) for word in WORD.findall(each)}
-    assert whole - {word for each in lines for word in WORD.findall(each)} == set(), "words that were broken"
+    assert [
+        output_line for output_line in lines if width_of(output_line) > COLUMNS and str(store) not in output_line
+    ] == []
+    whole = {word for output_line in shown(store, line, monkeypatch, columns=0) for word in WORD.findall(output_line)}
+    assert whole - {word for output_line in lines for word in WORD.findall(output_line)} == set(), (
+        "words that were broken"
+    )
     for before, after in pairwise(lines):
         assert not (NUMBER.search(before) and UNIT.match(after)), (before, after)
 
 
-def test_what_has_no_room_stands_below_with_its_title(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_that_do_not_fit_are_shown_below_with_their_title(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(store, "stats", monkeypatch)
     assert lines[0].split() == ["database", "size", "alone", "shared", "WAL"]
-    assert [each for each in lines if each.startswith("    compression: ")]
+    assert [output_line for output_line in lines if output_line.startswith("    compression: ")]
 
 
-def test_segments_of_a_stream_are_a_line_each(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_segment_of_a_stream_is_one_line(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = shown(store, f"stream ls {CLICKS}", monkeypatch)
     assert len(lines) == 14
     assert lines[0].split() == ["id", "first", "records", "size", "compressed", "sealed", "tiers"]
@@ -111,7 +115,7 @@ def table(columns: list[str], *rows: list[str], width: int) -> list[str]:
     return "".join(text_parts(listing, TerminalStyle(width, False))).splitlines()
 
 
-def test_where_there_is_no_terminal_every_row_is_a_line() -> None:
+def test_without_a_terminal_every_row_is_one_line() -> None:
     assert table(["a", "b"], ["x " * 100, "y " * 100], width=0)[1:] == [f"{'x ' * 100}  {'y ' * 100}".rstrip()]
 
 
@@ -120,7 +124,7 @@ def test_the_last_column_is_wrapped_first() -> None:
     assert lines == ["n  text", "7  one two three four", "   five"]
 
 
-def test_then_long_texts_are() -> None:
+def test_long_texts_are_wrapped_next() -> None:
     lines = table(["text", "other"], ["one two three four five six seven", "eight nine ten eleven twelve"], width=40)
     assert lines == [
         "text                 other",
@@ -129,7 +133,7 @@ def test_then_long_texts_are() -> None:
     ]
 
 
-def test_then_columns_go_below() -> None:
+def test_columns_are_moved_below_last() -> None:
     lines = table(["name", ">number", "what"], ["a" * 20, "1,000", "b" * 12], ["c", "7", "-"], width=30)
     assert lines == ["name                  number", f"{'a' * 20}   1,000", f"    what: {'b' * 12}", f"c{' ' * 26}7"]
 
@@ -156,10 +160,10 @@ def cells() -> Iterator[str]:
 def test_every_table_fits_and_loses_nothing(rows: list[list[str]], width: int) -> None:
     lines = table(["a", ">number", "some text", "rest"], *rows, width=width)
     assert max(map(width_of, lines)) <= width
-    told = sorted(word for each in rows for cell in each if cell != "-" for word in cell.split())
-    found = sorted(word.rstrip(";") for line in lines for word in line.split())
-    for word in set(told):
-        assert found.count(word) >= told.count(word)
+    printed = sorted(word for row in rows for cell in row if cell != "-" for word in cell.split())
+    expected = sorted(word.rstrip(";") for line in lines for word in line.split())
+    for word in set(printed):
+        assert expected.count(word) >= printed.count(word)
 
 
 @given(st.text(st.sampled_from("ab 1KiBs-:数ö"), max_size=60), st.integers(1, 30))

@@ -1,4 +1,4 @@
-"""`quire token create`: what it prints is a token that the server believes, for what it says."""
+"""`quire token create`: the server accepts the printed token, with the requested permissions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from quire.service.signed_tokens import verifier
 from tests.cli.conftest import Run
 
 
-def test_a_token_is_for_what_was_asked_and_for_no_longer(run: Run, path: Path) -> None:
-    ended = run("token", "create", "--db", "shop", "--ro", "--ttl", "1h")
-    assert ended.code == 0, ended.err
-    token, rest = ended.out.split("\n", 1)
+def test_a_token_has_the_requested_permissions_and_lifetime(run: Run, path: Path) -> None:
+    result = run("token", "create", "--db", "shop", "--ro", "--ttl", "1h")
+    assert result.code == 0, result.err
+    token, rest = result.out.split("\n", 1)
     assert "read shop for 1h" in rest
     assert "http://HOST:PORT/db/shop" in rest
     grant = verifier(str(path), (), SystemClock()).grant(token)
@@ -22,12 +22,12 @@ def test_a_token_is_for_what_was_asked_and_for_no_longer(run: Run, path: Path) -
     assert not grant.is_expired
 
 
-def test_programs_get_json(run: Run, path: Path) -> None:
-    told = json.loads(run("token", "create", "--json").out)
-    assert (told["databases"], told["read_only"], told["ttl_seconds"]) == ([], False, None)
-    assert verifier(str(path), (), SystemClock()).grant(told["token"]).may("anything", write=True)
+def test_json_contains_the_token(run: Run, path: Path) -> None:
+    created = json.loads(run("token", "create", "--json").out)
+    assert (created["databases"], created["read_only"], created["ttl_seconds"]) == ([], False, None)
+    assert verifier(str(path), (), SystemClock()).grant(created["token"]).may("anything", write=True)
 
 
-def test_mistakes_are_found_before_a_token_is_made(run: Run) -> None:
+def test_mistakes_are_found_before_a_token_is_created(run: Run) -> None:
     assert run("token", "create", "--db", "nobody").code == 3
     assert run("token", "create", "--ttl", "soon").code == 2

@@ -1,4 +1,4 @@
-"""tree: who came from whom, for people and for programs."""
+"""tree: the lineage of databases, as text and JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ")
 
 
 @pytest.fixture
-def family(shop: Path) -> Path:
-    """Forks of snapshots, of what is now, and of forks; one in the middle is dropped."""
+def store_with_forks(shop: Path) -> Path:
+    """Forks of snapshots, of the current version, and of forks; one in the middle is dropped."""
     with quire.open(shop) as store:
         store.fork("shop", "then", at="monday")
         store.fork("then", "grandchild")
@@ -31,12 +31,12 @@ def family(shop: Path) -> Path:
     return shop
 
 
-def drawn(text: str) -> list[str]:
+def lines_of_tree(text: str) -> list[str]:
     return TIME.sub("WHEN", text).splitlines()
 
 
-def test_forks_stand_below_what_they_were_made_of(run: Run, family: Path) -> None:
-    assert drawn(run("tree").out) == [
+def test_forks_are_shown_below_their_parent(run: Run, store_with_forks: Path) -> None:
+    assert lines_of_tree(run("tree").out) == [
         "shop  pages",
         "├── @monday  WHEN, by=ann",
         "│   └── then  id 3, dropped, forked WHEN",
@@ -44,71 +44,71 @@ def test_forks_stand_below_what_they_were_made_of(run: Run, family: Path) -> Non
         "├── #2  WHEN",
         "└── copy  pages, forked WHEN",
         "clicks  stream",
-    ], "a dropped database is there only for its forks"
+    ], "a dropped database is shown only because of its forks"
 
 
-def test_snapshots_that_nobody_has_made_say_what_they_are_for(run: Run, shop: Path) -> None:
+def test_snapshots_created_by_the_system_show_their_purpose(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.snapshot("shop", tags={"by": "lend"})
         store.snapshot("shop", tags={"time-travel": "1", "why": "test"})
-    assert drawn(run("tree").out)[1:4] == [
+    assert lines_of_tree(run("tree").out)[1:4] == [
         "├── @monday  WHEN, by=ann",
         "├── #2  WHEN, held by a query (Spark or another reader)",
         "└── #3  WHEN, for time travel, why=test",
     ]
-    assert [each["tags"] for each in run("tree", "--json").data[0]["snapshots"]][1] == {"by": "lend"}
-    told = run("tree", "--sizes").out
-    assert "held by a query" in told
-    assert "by=lend" not in told
+    assert [snapshot["tags"] for snapshot in run("tree", "--json").data[0]["snapshots"]][1] == {"by": "lend"}
+    output = run("tree", "--sizes").out
+    assert "held by a query" in output
+    assert "by=lend" not in output
 
 
-def test_a_fork_of_a_snapshot_that_is_gone(run: Run, family: Path) -> None:
+def test_a_fork_of_a_dropped_snapshot(run: Run, store_with_forks: Path) -> None:
     run("snapshot", "drop", "shop", "monday", "--now", "--yes")
-    assert "├── then  id 3, dropped, forked WHEN from snapshot #1, dropped" in drawn(run("tree").out)
+    assert "├── then  id 3, dropped, forked WHEN from a snapshot since dropped (#1)" in lines_of_tree(run("tree").out)
 
 
-def test_programs_get_it_nested(run: Run, family: Path) -> None:
+def test_json_is_nested(run: Run, store_with_forks: Path) -> None:
     shop, clicks = run("tree", "--json").data
     assert (shop["name"], shop["kind"], shop["status"], shop["parent_db_id"]) == ("shop", "pages", "active", 0)
-    assert [each["name"] for each in shop["snapshots"]] == ["monday", ""]
-    assert [(each["name"], each["status"], each["parent_snapshot"]) for each in shop["forks"]] == [
+    assert [snapshot["name"] for snapshot in shop["snapshots"]] == ["monday", ""]
+    assert [(fork["name"], fork["status"], fork["parent_snapshot"]) for fork in shop["forks"]] == [
         ("then", "tombstoned", "monday"),
         ("copy", "active", ""),
         ("gone", "tombstoned", ""),
     ]
-    assert [each["name"] for each in shop["forks"][0]["forks"]] == ["grandchild"]
+    assert [fork["name"] for fork in shop["forks"][0]["forks"]] == ["grandchild"]
     assert (clicks["forks"], clicks["snapshots"]) == ([], [])
     assert "share" not in shop
 
 
-def test_a_parent_of_which_nothing_is_left(run: Run, path: Path) -> None:
+def test_a_parent_that_was_removed_completely(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.fork("shop", "copy")
         store.drop("shop")
-    assert drawn(run("tree").out)[:2] == ["shop  id 1, dropped", "└── copy  pages, forked WHEN"]
+    assert lines_of_tree(run("tree").out)[:2] == ["shop  id 1, dropped", "└── copy  pages, forked WHEN"]
     assert run("gc", "--now", "--yes").code == 0
-    assert drawn(run("tree").out) == ["clicks  stream", "#1  dropped", "└── copy  pages, forked WHEN"]
-    _, gone = run("tree", "--json").data
-    assert (gone["db_id"], gone["name"], gone["kind"], gone["status"]) == (1, "", None, "gone")
-    assert [each["name"] for each in gone["forks"]] == ["copy"]
+    assert lines_of_tree(run("tree").out) == ["clicks  stream", "#1  dropped", "└── copy  pages, forked WHEN"]
+    _, tombstoned = run("tree", "--json").data
+    assert (tombstoned["db_id"], tombstoned["name"], tombstoned["kind"], tombstoned["status"]) == (1, "", None, "gone")
+    assert [fork["name"] for fork in tombstoned["forks"]] == ["copy"]
 
 
-def test_sizes_are_what_dropping_would_free(run: Run, family: Path) -> None:
+def test_sizes_are_what_dropping_would_free(run: Run, store_with_forks: Path) -> None:
     shop, _ = run("tree", "--sizes", "--json").data
     assert shop["share"]["artifacts"] >= 0
     assert shop["snapshots"][0]["share"] == run("snapshot", "show", "shop", "monday", "--json").data["share"]
     assert " exclusive" in run("tree", "--sizes").out
 
 
-def test_many_snapshots_are_cut_short_for_people(run: Run, family: Path) -> None:
-    with quire.open(family) as store:
+def test_many_snapshots_are_truncated_in_text(run: Run, store_with_forks: Path) -> None:
+    with quire.open(store_with_forks) as store:
         for number in range(20):
             store.snapshot("shop", f"s{number}")
-    lines = drawn(run("tree").out)
+    lines = lines_of_tree(run("tree").out)
     assert lines[1] == "├── … 16 older snapshots  use `--all` to show"
-    assert lines[2].startswith("├── @monday"), "it has forks"
+    assert lines[2].startswith("├── @monday"), "it is shown because it has forks"
     assert sum("@s" in line for line in lines) == SNAPSHOTS_SHOWN
-    assert len(drawn(run("tree", "--all").out)) == 27
+    assert len(lines_of_tree(run("tree", "--all").out)) == 27
     assert len(run("tree", "--json").data[0]["snapshots"]) == 22
 
 
@@ -119,16 +119,16 @@ def test_an_empty_store(run: Run, tmp_path: Path) -> None:
     assert run("tree", at=tmp_path / "nothing").code == 3
 
 
-def test_a_tree_fits_a_terminal_and_has_no_colours_elsewhere(run: Run, family: Path) -> None:
+def test_a_tree_fits_a_terminal_and_has_no_colours_without_one(run: Run, store_with_forks: Path) -> None:
     run("snapshot", "create", "shop", "long", "--tag", "why=" + "words " * 30)
-    lines = on_a_terminal("tree", "--sizes", "--store", str(family))
+    lines = on_a_terminal("tree", "--sizes", "--store", str(store_with_forks))
     assert max(map(width_of, lines)) <= 80
     assert "\x1b" not in "".join(lines), "NO_COLOR"
     assert "\x1b" not in run("tree").out
-    assert max(map(len, run("tree").out.splitlines())) > 150, "where there is no terminal lines stay whole"
+    assert max(map(len, run("tree").out.splitlines())) > 150, "without a terminal lines are not wrapped"
 
 
-def test_forks_of_forks_may_be_many_deep(run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_can_be_nested_deeply(run: Run, shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with quire.open(shop) as store:
         before = "shop"
         for number in range(60):
@@ -141,6 +141,6 @@ def test_forks_of_forks_may_be_many_deep(run: Run, shop: Path, monkeypatch: pyte
     assert (refused.code, "`quire ls --json` names every parent" in refused.err) == (2, True)
 
 
-def test_a_terminal_without_unicode(family: Path) -> None:
-    shown = quire_program("tree", "--store", str(family), env={"PYTHONIOENCODING": "ascii"}).stdout
+def test_a_terminal_without_unicode(store_with_forks: Path) -> None:
+    shown = quire_program("tree", "--store", str(store_with_forks), env={"PYTHONIOENCODING": "ascii"}).stdout
     assert "+-- @monday" in shown

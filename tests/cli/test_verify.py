@@ -1,4 +1,4 @@
-"""verify, restore and stats: for people, for programs, for cron."""
+"""verify, restore and stats: text, JSON and exit codes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.cli.conftest import Run
 
 
 def _checkpointed(run: Run, shop: Path) -> Path:
-    """A store with a chunk; where its object is."""
+    """A store with a chunk, and the path of its object."""
     run("checkpoint", "shop")
     with quire.open(shop, "r") as store:
         return next(Path(store.objects_url).rglob("base:*"))
 
 
-def test_all_is_well(run: Run, shop: Path) -> None:
+def test_an_intact_store_is_verified(run: Run, shop: Path) -> None:
     _checkpointed(run, shop)
     assert run("verify", "--dry-run", "--json").data["left"] > 0
-    ended = run("verify", "--orphans")
-    assert ended.code == 0
-    assert "no damage found" in ended.out
-    assert "orphaned objects" in ended.out
+    result = run("verify", "--orphans")
+    assert result.code == 0
+    assert "no damage found" in result.out
+    assert "orphaned objects" in result.out
     data = run("verify", "--max-age", "7d", "--json").data
     assert (data["verified"], data["left"], data["complete"]) == (0, 0, True)
     assert run("verify", "--max-age", "7d", "--dry-run", "--json").data["left"] == 0
@@ -35,11 +35,11 @@ def test_damage_is_an_exit_code_and_a_report(run: Run, shop: Path, tmp_path: Pat
     body = chunk.read_bytes()
     chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
     report = tmp_path / "report.parquet"
-    ended = run("verify", "--report", str(report))
-    assert ended.code == 1
-    assert "altered" in ended.out
+    result = run("verify", "--report", str(report))
+    assert result.code == 1
+    assert "altered" in result.out
     assert parquet.read_table(report).column("state").to_pylist() == ["ALTERED"]
-    assert run("verify", "--max-age", "7d").code == 1, "it was found out earlier, and is so still"
+    assert run("verify", "--max-age", "7d").code == 1, "it is still damaged since the last verification"
     chunk.write_bytes(body)
     assert run("verify").code == 0
 
@@ -48,14 +48,14 @@ def test_orphans_are_swept(run: Run, shop: Path) -> None:
     chunk = _checkpointed(run, shop)
     with quire.open(shop) as store:
         generation = store.manifest.reserve_generation(1)
-        stray = chunk.with_name(f"base:{generation:08x}")
-        store.objects.put(str(stray.relative_to(store.objects_url)), b"left by a driver that died")
-    stray_is_old(stray)
+        orphan = chunk.with_name(f"base:{generation:08x}")
+        store.objects.put(str(orphan.relative_to(store.objects_url)), b"left by a driver that died")
+    stray_is_old(orphan)
     assert run("verify", "--orphans", "--json").data["orphaned"] == 1
-    assert stray.exists()
+    assert orphan.exists()
     data = run("verify", "--sweep", "--json").data
     assert (data["orphaned"], data["deleted"]) == (1, 1)
-    assert not stray.exists()
+    assert not orphan.exists()
 
 
 def stray_is_old(path: Path) -> None:
@@ -65,7 +65,7 @@ def stray_is_old(path: Path) -> None:
     os.utime(path, (time.time() - 7_200,) * 2)
 
 
-def test_a_snapshot_becomes_a_file(run: Run, shop: Path, tmp_path: Path) -> None:
+def test_a_snapshot_is_restored_to_a_file(run: Run, shop: Path, tmp_path: Path) -> None:
     assert run("snapshot", "create", "shop", "today").code == 0
     target = tmp_path / "today.pages"
     data = run("restore", "shop", "today", str(target), "--json").data
@@ -76,18 +76,18 @@ def test_a_snapshot_becomes_a_file(run: Run, shop: Path, tmp_path: Path) -> None
     assert run("restore", "shop", "tomorrow", str(target)).code == 3
 
 
-def test_where_the_bytes_are(run: Run, shop: Path) -> None:
+def test_stats_shows_where_the_bytes_are(run: Run, shop: Path) -> None:
     _checkpointed(run, shop)
     run("snapshot", "create", "shop", "monday")
     rows = run("stats", "--json").data
-    (row,) = [each for each in rows if each["database"] == "shop"]
+    (row,) = [line for line in rows if line["database"] == "shop"]
     assert row["size_bytes"] == row["exclusive_bytes"] + row["shared_bytes"] > 0
     assert row["tiers"]["remote_archived"] == row["chunk_bytes"]
     assert "monday" in run("stats", "--snapshots").out
 
 
-def test_damage_of_a_file_that_is_no_artifact_is_told_by_verify_and_by_doctor(run: Run, path: Path) -> None:
-    """Verify did not look at key-value tables, and doctor said that all is well about what was recorded."""
+def test_a_damaged_file_without_an_artifact_is_reported_by_verify_and_doctor(run: Run, path: Path) -> None:
+    """Verify did not read key-value tables, and doctor reported recorded damage as healthy."""
     with quire.open(path) as store:
         cart = store.kv("cart", create=True)
         cart.put(b"key", b"value")
@@ -95,27 +95,29 @@ def test_damage_of_a_file_that_is_no_artifact_is_told_by_verify_and_by_doctor(ru
     (table,) = path.glob("lsm/*/sst/*.sst")
     body = table.read_bytes()
     assert run("verify").code == 0
-    assert "no damage found" in {each["check"]: each for each in run("doctor", "--json").data}["verification"]["detail"]
+    assert (
+        "no damage found" in {check["check"]: check for check in run("doctor", "--json").data}["verification"]["detail"]
+    )
     wrong = bytearray(body)
     wrong[len(body) // 2] ^= 1
     table.write_bytes(wrong)
-    ended = run("verify")
-    assert ended.code == 1
-    assert table.name in ended.out.replace("\n", "")
+    result = run("verify")
+    assert result.code == 1
+    assert table.name in result.out.replace("\n", "")
     data = run("verify", "--json").data
-    assert [each["path"] for each in data["problems"]] == [str(table.relative_to(path))]
+    assert [problem["path"] for problem in data["problems"]] == [str(table.relative_to(path))]
     assert data["kinds"]["key-value table"] == {"files": 1, "bytes": len(body), "problems": 1}
-    ended = run("doctor", "--json")
-    assert ended.code == 1
-    told = {each["check"]: each for each in ended.data}["verification"]
-    assert (told["state"], table.name in told["detail"]) == ("fail", True)
+    result = run("doctor", "--json")
+    assert result.code == 1
+    check = {row["check"]: row for row in result.data}["verification"]
+    assert (check["state"], table.name in check["detail"]) == ("fail", True)
     table.write_bytes(body)
     assert run("verify").code == 0
     assert run("doctor").code == 0
 
 
-def test_doctor_tells_of_damaged_artifacts_and_of_failed_jobs(run: Run, shop: Path) -> None:
-    """Doctor tells what is recorded."""
+def test_doctor_reports_damaged_artifacts_and_failed_jobs(run: Run, shop: Path) -> None:
+    """Doctor reports what is recorded."""
     chunk = _checkpointed(run, shop)
     body = chunk.read_bytes()
     chunk.write_bytes(body[:-1] + bytes([body[-1] ^ 1]))
@@ -124,14 +126,14 @@ def test_doctor_tells_of_damaged_artifacts_and_of_failed_jobs(run: Run, shop: Pa
         job = store.manifest.jobs.claim_job(store.manifest.jobs.enqueue(JobKind.STATS), "test")
         assert job is not None
         store.manifest.jobs.fail(job, "as if", permanent=True)
-    told = {each["check"]: each for each in run("doctor", "--json").data}
-    assert told["verification"]["state"] == "fail"
-    assert "base:" in told["verification"]["detail"]
-    assert told["jobs"]["state"] == "warn"
-    assert "as if" in told["jobs"]["detail"]
+    checks = {row["check"]: row for row in run("doctor", "--json").data}
+    assert checks["verification"]["state"] == "fail"
+    assert "base:" in checks["verification"]["detail"]
+    assert checks["jobs"]["state"] == "warn"
+    assert "as if" in checks["jobs"]["detail"]
     chunk.write_bytes(body)
     assert run("verify").code == 0
-    assert {each["check"]: each["state"] for each in run("doctor", "--json").data}["verification"] == "ok"
+    assert {row["check"]: row["state"] for row in run("doctor", "--json").data}["verification"] == "ok"
 
 
 def test_metrics_are_shown_and_exported(run: Run, shop: Path) -> None:
@@ -142,5 +144,5 @@ def test_metrics_are_shown_and_exported(run: Run, shop: Path) -> None:
     assert 'quire_rolling_snapshots_last{db="1",name="shop"} 1.0' in run("metrics", "--prometheus").out.splitlines()
 
 
-def test_a_store_without_observations_says_so(run: Run) -> None:
+def test_a_store_without_observations_is_reported(run: Run) -> None:
     assert run("metrics").out == "no metrics yet\n"

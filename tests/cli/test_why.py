@@ -1,4 +1,4 @@
-"""why: what keeps something, and what would release it — and that doing so does release it."""
+"""why: what holds something, and which command releases it; the tests run that command."""
 
 from __future__ import annotations
 
@@ -18,94 +18,94 @@ from tests.cli.conftest import Run, on_a_terminal, write_pages
 from tests.programs import run_program
 
 
-def held(run: Run, subject: str) -> list[tuple[str, str]]:
-    return [(each["kind"], each["name"]) for each in answer(run, subject)["holders"]]
+def holders_of(run: Run, subject: str) -> list[tuple[str, str]]:
+    return [(holder["kind"], holder["name"]) for holder in explain(run, subject)["holders"]]
 
 
-def answer(run: Run, subject: str) -> Any:
+def explain(run: Run, subject: str) -> Any:
     return run("why", subject, "--json").data
 
 
 def objects(path: Path, database: str = "shop") -> list[str]:
-    """Keys of the chunks a database has made."""
+    """Keys of the base chunks of a database."""
     with quire.open(path, "r") as store, store.manifest.read() as txn:
         db_id = txn.database_id(database)
         below, rows = txn.object_prefixes()[0], txn.scan(t.CHUNK_CATALOG, db_id)
-        return [f"{below}/{db:08x}/{slot:08x}/base:{made:08x}" for (db, slot, made), _ in rows]
+        return [f"{below}/{db:08x}/{slot:08x}/base:{generation:08x}" for (db, slot, generation), _ in rows]
 
 
 def segments(path: Path) -> list[str]:
-    """Paths of the segments that the databases track."""
+    """Paths of the WAL segments in the catalog."""
     with quire.open(path, "r") as store, store.manifest.read() as txn:
         return [f"pages/{row.origin_db_id:08x}/wal/{number:08x}.seg" for (_, number), row in txn.scan(t.WAL_CATALOG)]
 
 
-def test_a_database_is_kept_by_its_snapshots_and_forks(run: Run, shop: Path) -> None:
+def test_a_database_is_held_by_its_snapshots_and_forks(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.fork("shop", "branch")
-    *others, (kind, _) = held(run, "shop")
+    *others, (kind, _) = holders_of(run, "shop")
     assert others == [("snapshot", "monday"), ("fork", "branch")]
-    assert kind == "job", "what the checkpoint has absorbed is to be truncated"
-    assert answer(run, "shop")["size_bytes"] > 0
-    assert held(run, "branch") == []
+    assert kind == "job", "a job truncates what the checkpoint absorbed"
+    assert explain(run, "shop")["size_bytes"] > 0
+    assert holders_of(run, "branch") == []
     assert run("why", "branch").out.splitlines()[-1] == "nothing holds it"
 
 
-def test_a_query_that_reads_is_a_reader_and_no_snapshot(run: Run, shop: Path) -> None:
-    """People saw what was lent to Spark as snapshots of theirs, in every list."""
+def test_a_running_query_is_shown_as_a_reader_not_as_a_snapshot(run: Run, shop: Path) -> None:
+    """Versions leased to Spark were listed among the users' snapshots."""
     before = [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
     with quire.open(shop) as store:
         lend(store.pages, ["shop"], 300)
-    (reader,) = [holder for holder in answer(run, "shop")["holders"] if holder["kind"] == "reader"]
-    assert reader["what"].startswith("is a query (Spark, for instance) that reads at lsn ")
+    (reader,) = [holder for holder in explain(run, "shop")["holders"] if holder["kind"] == "reader"]
+    assert reader["what"].startswith("is a query (Spark, for instance) that has read version ")
     assert "quire." not in reader["what"]
     assert before == [run(*words).out for words in (("snapshot", "ls", "shop"), ("tree",), ("ls",))]
 
 
-def test_a_chunk_is_kept_by_whoever_has_its_slot(run: Run, shop: Path) -> None:
+def test_a_chunk_is_held_by_everything_that_has_its_slot(run: Run, shop: Path) -> None:
     (first,) = objects(shop)
     with quire.open(shop) as store:
         store.fork("shop", "branch", at="monday")
-    assert held(run, first) == [("database", "shop"), ("database", "branch"), ("snapshot", "shop@monday")]
-    assert answer(run, first)["references"] == 1, "all of them share one leaf"
+    assert holders_of(run, first) == [("database", "shop"), ("database", "branch"), ("snapshot", "shop@monday")]
+    assert explain(run, first)["references"] == 1, "all of them share one leaf"
 
 
-def test_what_it_says_to_do_releases_it(run: Run, shop: Path) -> None:
+def test_the_suggested_command_releases_it(run: Run, shop: Path) -> None:
     (first,) = objects(shop)
     with quire.open(shop) as store:
         write = store.pages.open("shop").begin()
         write.write_pages(dict.fromkeys(range(16), b"c" * 4096))
         write.commit().result()
         store.checkpoint("shop")
-    (holder,) = answer(run, first)["holders"]
+    (holder,) = explain(run, first)["holders"]
     assert (holder["kind"], holder["name"]) == ("snapshot", "shop@monday")
     _, *command = holder["release"].split()
     assert run(*command, "--yes").code == 0
-    assert [each["kind"] for each in answer(run, first)["holders"]] == ["time"]
+    assert [holder["kind"] for holder in explain(run, first)["holders"]] == ["time"]
     assert run("gc", "--now", "--yes").code == 0
     assert run("why", first).code == 3
 
 
 def test_a_segment_waits_for_a_checkpoint(run: Run, shop: Path) -> None:
-    (segment,) = [each for each in segments(shop) if answer(run, each)["state"].startswith("indexed")]
-    (holder,) = answer(run, segment)["holders"]
+    (segment,) = [file for file in segments(shop) if explain(run, file)["state"].startswith("indexed")]
+    (holder,) = explain(run, segment)["holders"]
     assert (holder["kind"], holder["name"], holder["release"]) == ("database", "shop", "quire checkpoint shop")
     assert run("checkpoint", "shop").code == 0
-    assert not any(each["release"] == "quire checkpoint shop" for each in answer_or_none(run, segment))
+    assert not any(holder["release"] == "quire checkpoint shop" for holder in holders_or_none(run, segment))
 
 
-def answer_or_none(run: Run, subject: str) -> list[dict[str, str]]:
-    ended = run("why", subject, "--json")
-    return list(ended.data["holders"]) if ended.code == 0 else []
+def holders_or_none(run: Run, subject: str) -> list[dict[str, str]]:
+    result = run("why", subject, "--json")
+    return list(result.data["holders"]) if result.code == 0 else []
 
 
 def test_a_fork_and_a_snapshot_pin_a_segment(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.snapshot("shop", "tuesday")
         store.fork("shop", "branch", at="tuesday")
-    pinned = [each for each in segments(shop) if ("snapshot", "shop@tuesday") in held(run, each)]
+    pinned = [segment for segment in segments(shop) if ("snapshot", "shop@tuesday") in holders_of(run, segment)]
     assert pinned
-    assert ("database", "branch") in held(run, pinned[0])
+    assert ("database", "branch") in holders_of(run, pinned[0])
 
 
 @pytest.mark.parametrize(
@@ -118,22 +118,22 @@ def test_a_fork_and_a_snapshot_pin_a_segment(run: Run, shop: Path) -> None:
         ("/etc/passwd", 2),
     ],
 )
-def test_what_is_not_there(run: Run, shop: Path, subject: str, code: int) -> None:
-    ended = run("why", subject)
-    assert ended.code == code
-    assert ended.err.count("\n") == 2
+def test_unknown_things_are_refused(run: Run, shop: Path, subject: str, code: int) -> None:
+    result = run("why", subject)
+    assert result.code == code
+    assert result.err.count("\n") == 2
 
 
-def test_it_fits_a_terminal(run: Run, shop: Path) -> None:
+def test_why_fits_a_terminal(run: Run, shop: Path) -> None:
     lines = on_a_terminal("why", "shop", "--store", str(shop))
     assert max(map(width_of, lines)) <= 80
     assert lines[0].split() == ["what", "database", "shop"]
 
 
-# ── files and objects as they lie there ───────────────────────────────────────────────────────────────────────────────
+# ── files and objects by their path ───────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
-def everything(run: Run, shop: Path) -> Path:
-    """The store with a stream that has moved on, and a key-value database with a backup and a snapshot."""
+def full_store(run: Run, shop: Path) -> Path:
+    """The store with a stream in several tiers, and a key-value set with a backup and a snapshot."""
     with quire.open(shop) as store:
         clicks = store.stream("clicks")
         for word in (b"a", b"b"):
@@ -146,70 +146,70 @@ def everything(run: Run, shop: Path) -> Path:
     assert run("kv", "backup", "cart").code == 0
     assert run("snapshot", "create", "cart", "full").code == 0
     assert run("stream", "retention", "clicks", "--days", "30").code == 0
-    with quire.open(shop) as store:  # an open segment, as a crash leaves one
+    with quire.open(shop) as store:  # an open segment, as after a crash
         store.stream("clicks").append(b"c").result()
     return shop
 
 
-def test_every_file_of_a_store_is_explained(run: Run, everything: Path) -> None:
-    """Whatever a person finds in the directory: by its path there, and as the shell completes it."""
-    files = [each for each in sorted(everything.rglob("*")) if each.is_file()]
-    paths = [str(each.relative_to(everything)) for each in files]
+def test_every_file_of_a_store_is_explained(run: Run, full_store: Path) -> None:
+    """Every file in the directory, by its relative path and as a shell completes it."""
+    files = [file for file in sorted(full_store.rglob("*")) if file.is_file()]
+    paths = [str(file.relative_to(full_store)) for file in files]
     kinds = {}
     for path, file in zip(paths, files):
-        ended = run("why", path, "--json")
-        assert ended.code == 0, (path, ended.err)
-        kinds[path] = ended.data["kind"]
-        assert ended.data["holders"], path
-        assert run("why", str(file), "--json").out == ended.out
-        assert run("why", f"./{path}", "--json").out == ended.out
+        result = run("why", path, "--json")
+        assert result.code == 0, (path, result.err)
+        kinds[path] = result.data["kind"]
+        assert result.data["holders"], path
+        assert run("why", str(file), "--json").out == result.out
+        assert run("why", f"./{path}", "--json").out == result.out
     assert set(kinds.values()) >= {"base", "segment", "log", "backup", "file", "table"}
     assert [path for path in paths if path.startswith("objects/") and "/manifest/" in path]
 
 
-def test_an_object_is_found_with_and_without_the_directory_before_it(run: Run, everything: Path) -> None:
-    (first,) = objects(everything)
-    assert answer(run, f"objects/{first}") == answer(run, first)
-    assert run("why", f"{everything}/objects/{first}", "--json").data == answer(run, first)
+def test_an_object_is_found_with_and_without_its_directory(run: Run, full_store: Path) -> None:
+    (first,) = objects(full_store)
+    assert explain(run, f"objects/{first}") == explain(run, first)
+    assert run("why", f"{full_store}/objects/{first}", "--json").data == explain(run, first)
 
 
-def test_a_manifest_log_is_kept_by_its_stream(run: Run, everything: Path) -> None:
-    with quire.open(everything, "r") as store:
+def test_a_manifest_log_is_held_by_its_stream(run: Run, full_store: Path) -> None:
+    with quire.open(full_store, "r") as store:
         number = store.database("clicks").db_id
         with store.manifest.read() as txn:
             log = f"{txn.object_prefixes()[0]}/manifest/{number}/0.mlog"
     for path in (log, f"objects/{log}", f"streams/{number}/manifest/0.mlog"):
-        found = answer(run, path)
-        assert (found["kind"], found["size_bytes"] > 0) == ("log", True)
-        (holder,) = found["holders"]
+        explanation = explain(run, path)
+        assert (explanation["kind"], explanation["size_bytes"] > 0) == ("log", True)
+        (holder,) = explanation["holders"]
         assert (holder["kind"], holder["name"]) == ("database", "clicks")
         assert holder["what"].startswith("has chunk 0 of its manifest log in it")
-    assert "quire manifest bundle clicks" in answer(run, log)["holders"][0]["release"]
+    assert "quire manifest bundle clicks" in explain(run, log)["holders"][0]["release"]
     assert run("drop", "clicks", "--now", "--yes").code == 0
-    left = everything / f"streams/{number}/manifest/0.mlog"  # as an owner leaves it that was killed before it swept
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.write_bytes(b"left")
-    (holder,) = answer(run, f"streams/{number}/manifest/0.mlog")["holders"]
+    leftover = full_store / f"streams/{number}/manifest/0.mlog"  # left by an owner that was killed before it swept
+    leftover.parent.mkdir(parents=True, exist_ok=True)
+    leftover.write_bytes(b"left")
+    (holder,) = explain(run, f"streams/{number}/manifest/0.mlog")["holders"]
     assert (holder["kind"], holder["what"]) == ("time", "clicks was dropped")
 
 
-def test_a_segment_of_a_stream_is_kept_by_its_retention(run: Run, everything: Path) -> None:
-    with quire.open(everything, "r") as store:
+def test_a_segment_of_a_stream_is_held_by_its_retention(run: Run, full_store: Path) -> None:
+    with quire.open(full_store, "r") as store:
         number = store.database("clicks").db_id
-    (holder,) = answer(run, f"streams/{number}/hot/{1:016x}.seg")["holders"]
+    (holder,) = explain(run, f"streams/{number}/hot/{1:016x}.seg")["holders"]
     assert holder["what"] == "has its records 1 to 1 in it, until its retention drops them"
     retention = "quire stream retention clicks --days N --apply"
     assert holder["release"] == f"quire stream tier clicks evict, when it is in another tier too; or {retention}"
-    (of_object,) = answer(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"]
-    assert of_object == {**holder, "release": retention}, "no copy of it is given up with the one here"
-    for tier, more in (("hot", ()), ("warm", ("--warm",))):  # and doing what it says does release it
+    (of_object,) = explain(run, f"{number:08x}/{1:08x}/wal:{0:08x}")["holders"]
+    assert of_object == {**holder, "release": retention}, "evicting the local copy does not release the object"
+    for tier, more in (("hot", ()), ("warm", ("--warm",))):  # the suggested command releases it
         path = f"streams/{number}/{tier}/{1:016x}.seg"
-        (copy,) = answer(run, path)["holders"]
+        (copy,) = explain(run, path)["holders"]
         command = " ".join(["quire", "stream", "tier", "clicks", "evict", *more])
         assert copy["release"].startswith(f"{command}, when it is in ")
-        assert (everything / path).exists()
+        assert (full_store / path).exists()
         assert run(*command.split()[1:]).code == 0
-        assert not (everything / path).exists()
+        assert not (full_store / path).exists()
 
 
 @pytest.mark.parametrize(
@@ -225,131 +225,131 @@ def test_a_segment_of_a_stream_is_kept_by_its_retention(run: Run, everything: Pa
         "lsm/00000009/sst/000001.sst",
     ],
 )
-def test_what_could_be_a_file_and_is_none(run: Run, everything: Path, subject: str) -> None:
-    for asked in (subject, f"objects/{subject}"):
-        ended = run("why", asked)
-        assert ended.code in ((3,) if asked == subject else (2, 3)), asked
-        assert ended.err.count("\n") == 2
+def test_a_path_of_a_file_that_does_not_exist(run: Run, full_store: Path, subject: str) -> None:
+    for name in (subject, f"objects/{subject}"):
+        result = run("why", name)
+        assert result.code in ((3,) if name == subject else (2, 3)), name
+        assert result.err.count("\n") == 2
 
 
-def test_commands_that_release_quote_what_the_shell_would_split(run: Run, path: Path) -> None:
+def test_suggested_commands_quote_arguments(run: Run, path: Path) -> None:
     run("create", "my shop")
     run("snapshot", "create", "my shop", "last monday")
-    (holder,) = answer(run, "my shop")["holders"]
+    (holder,) = explain(run, "my shop")["holders"]
     assert holder["release"] == "quire snapshot drop 'my shop' 'last monday' --now"
 
 
-def test_every_file_of_a_store_in_use_is_explained(run: Run, everything: Path, tmp_path: Path) -> None:
-    """What a killed owner leaves, its readers' leases and spares, and each kind of file that is being written."""
-    left = tmp_path / "left"
-    with quire.open(everything) as store:
+def test_every_file_of_a_store_in_use_is_explained(run: Run, full_store: Path, tmp_path: Path) -> None:
+    """Files that a killed owner leaves, readers' leases and spare segments, and each kind of temporary file."""
+    copy = tmp_path / "left"
+    with quire.open(full_store) as store:
         store.stream("clicks").append(b"d").result()
         store.kv("cart")
         write_pages(store, "shop", range(2), b"d")
-        shutil.copytree(everything, left)
+        shutil.copytree(full_store, copy)
         stream, kv = store.database("clicks").db_id, store.database("cart").db_id
     home = f"lsm/{kv:08x}"
-    (table,) = [str(each.relative_to(left)) for each in left.glob(f"{home}/sst/*.sst")]
-    made = {
+    (table,) = [str(file.relative_to(copy)) for file in copy.glob(f"{home}/sst/*.sst")]
+    created = {
         *(f"readers/{uuid.uuid4()}.lease{end}" for end in ("", ".tmp")),
         *("quire.toml.tmp", "manifest.lmdb.tmp", "manifest.lmdb.tmp-lock", "quire.sock.at.tmp", "quire.sock"),
         *("admin.token", "read.token", "scratch/12", "scratch/13/part-0.arrow", "objects/.tmp/1f.part"),
-        *(f"pages/00000001/{each}" for each in ("follow.json", "follow.json.tmp", "wal/00000007.seg.tmp")),
-        *(f"pages/00000001/cache/{objects(everything)[0].partition('/e/00000001/')[2]}{end}" for end in ("", ".tmp")),
-        *(f"streams/{stream}/{each}" for each in ("stream.json.tmp", "hot/spare-4.seg.tmp", f"warm/{1:016x}.seg.tmp")),
-        *(f"streams/{stream}/manifest/{each}" for each in ("7.mlog.tmp", "snapshot_9.bin.tmp")),
-        *(f"{home}/{each}" for each in (f"loads/{3:016x}.json", f"loads/{3:016x}.json.tmp", "wal/000009.log.tmp")),
-        *(f"{home}/manifest/{each}.tmp" for each in ("000000.log", "MANIFEST-000001")),
+        *(f"pages/00000001/{name}" for name in ("follow.json", "follow.json.tmp", "wal/00000007.seg.tmp")),
+        *(f"pages/00000001/cache/{objects(full_store)[0].partition('/e/00000001/')[2]}{end}" for end in ("", ".tmp")),
+        *(f"streams/{stream}/{name}" for name in ("stream.json.tmp", "hot/spare-4.seg.tmp", f"warm/{1:016x}.seg.tmp")),
+        *(f"streams/{stream}/manifest/{name}" for name in ("7.mlog.tmp", "snapshot_9.bin.tmp")),
+        *(f"{home}/{name}" for name in (f"loads/{3:016x}.json", f"loads/{3:016x}.json.tmp", "wal/000009.log.tmp")),
+        *(f"{home}/manifest/{name}.tmp" for name in ("000000.log", "MANIFEST-000001")),
         *(f"{table}.0a1b2c3d.tmp", f"{home}/snapshots/000099/wal/000001.log", f"objects/doctor/{'0' * 16}"),
     }
-    for each in made:
-        (left / each).parent.mkdir(parents=True, exist_ok=True)
-        (left / each).write_bytes(b"some")
-    found = {str(each.relative_to(left)) for each in left.rglob("*") if each.is_file()}
-    assert found >= made | {f"streams/{stream}/stream.json"}
-    assert any("/snapshots/" in each for each in found - made), "a real one"
-    for path in sorted(found):
-        ended = run("why", path, "--json", at=left)
-        assert ended.code == 0, (path, ended.err)
-        assert ended.data["holders"], path
+    for name in created:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(b"some")
+    existing = {str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()}
+    assert existing >= created | {f"streams/{stream}/stream.json"}
+    assert any("/snapshots/" in name for name in existing - created), "there is a real snapshot too"
+    for path in sorted(existing):
+        result = run("why", path, "--json", at=copy)
+        assert result.code == 0, (path, result.err)
+        assert result.data["holders"], path
 
 
-def test_a_stream_remembers_beside_its_log(run: Run, everything: Path) -> None:
-    with quire.open(everything, "r") as store:
+def test_stream_json_is_held_by_its_stream(run: Run, full_store: Path) -> None:
+    with quire.open(full_store, "r") as store:
         path = f"streams/{store.database('clicks').db_id}/stream.json"
-    found = answer(run, path)
-    assert (found["kind"], found["size_bytes"]) == ("file", (everything / path).stat().st_size)
-    (holder,) = found["holders"]
+    explanation = explain(run, path)
+    assert (explanation["kind"], explanation["size_bytes"]) == ("file", (full_store / path).stat().st_size)
+    (holder,) = explanation["holders"]
     assert (holder["name"], holder["release"]) == ("clicks", "quire drop clicks")
     assert "its consumers" in holder["what"]
 
 
-def test_files_of_a_key_value_snapshot_are_kept_by_it(run: Run, everything: Path) -> None:
-    paths = [each for each in everything.glob("lsm/*/snapshots/*/**/*") if each.is_file()]
+def test_files_of_a_key_value_snapshot_are_held_by_it(run: Run, full_store: Path) -> None:
+    paths = [file for file in full_store.glob("lsm/*/snapshots/*/**/*") if file.is_file()]
     assert paths
     for path in paths:
-        assert held(run, str(path)) == [("snapshot", "cart@full")]
+        assert holders_of(run, str(path)) == [("snapshot", "cart@full")]
     assert run("snapshot", "drop", "cart", "full", "--now", "--yes").code == 0
-    left = Path(str(paths[0]))  # as an owner leaves it that was killed before it swept
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.write_bytes(b"left")
-    (holder,) = answer(run, str(left))["holders"]
+    leftover = Path(str(paths[0]))  # left by an owner that was killed before it swept
+    leftover.parent.mkdir(parents=True, exist_ok=True)
+    leftover.write_bytes(b"left")
+    (holder,) = explain(run, str(leftover))["holders"]
     assert "a dropped snapshot" in holder["what"]
     assert run("kv", "get", "cart", "ann").code == 0
-    assert not left.exists(), "as it said"
+    assert not leftover.exists(), "removed, as announced"
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_snapshot_as_it_is_printed(run: Run, shop: Path) -> None:
+def test_a_snapshot_in_the_form_that_is_printed(run: Run, shop: Path) -> None:
     (first,) = objects(shop)
-    names = [each["name"] for each in answer(run, first)["holders"] if each["kind"] == "snapshot"]
+    names = [holder["name"] for holder in explain(run, first)["holders"] if holder["kind"] == "snapshot"]
     assert names == ["shop@monday"]
-    found = answer(run, "shop@monday")
-    assert (found["subject"], found["kind"], found["state"]) == ("shop@monday", "snapshot", "named")
+    explanation = explain(run, "shop@monday")
+    assert (explanation["subject"], explanation["kind"], explanation["state"]) == ("shop@monday", "snapshot", "named")
     shown = run("snapshot", "show", "shop", "monday", "--json").data
-    assert found["size_bytes"] == shown["chunk_bytes"] + shown["wal_bytes"] > 0
-    assert answer(run, "shop@#1") == answer(run, "shop@1") == found
-    (holder,) = found["holders"]
+    assert explanation["size_bytes"] == shown["chunk_bytes"] + shown["wal_bytes"] > 0
+    assert explain(run, "shop@#1") == explain(run, "shop@1") == explanation
+    (holder,) = explanation["holders"]
     assert holder["release"] == "quire snapshot drop shop monday --now"
     assert run(*holder["release"].split()[1:], "--yes").code == 0
-    gone = run("why", "shop@monday")
-    assert (gone.code, "quire snapshot ls shop" in gone.err) == (3, True)
+    dropped = run("why", "shop@monday")
+    assert (dropped.code, "quire snapshot ls shop" in dropped.err) == (3, True)
 
 
-def test_a_snapshot_that_nobody_has_made_and_names_with_an_at(run: Run, shop: Path) -> None:
+def test_an_unnamed_snapshot_and_names_that_contain_an_at(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.create("a@b", "pages")
         store.snapshot("a@b", "c@d")
         store.snapshot("a@b", tags={"by": "lend"})
         store.snapshot("a@b", tags={"time-travel": "1"})
         store.snapshot("a@b", "hourly", tags={"schedule": "hour"})
-    assert answer(run, "a@b")["kind"] == "database"
-    assert answer(run, "a@b@c@d")["subject"] == "a@b@c@d"
-    kinds = [answer(run, f"a@b@{each}")["holders"][0]["kind"] for each in ("#2", "#3", "hourly")]
+    assert explain(run, "a@b")["kind"] == "database"
+    assert explain(run, "a@b@c@d")["subject"] == "a@b@c@d"
+    kinds = [explain(run, f"a@b@{version}")["holders"][0]["kind"] for version in ("#2", "#3", "hourly")]
     assert kinds == ["reader", "time", "database"]
-    for asked in ("a@b@", "a@b@never", "a@b@#99", "a@b@99999999999"):
-        assert run("why", asked).code == 3
+    for name in ("a@b@", "a@b@never", "a@b@#99", "a@b@99999999999"):
+        assert run("why", name).code == 3
     assert "no such snapshot" not in run("why", "@monday").err
 
 
-# ── what nothing speaks of ────────────────────────────────────────────────────────────────────────────────────────────
-def test_who_finds_or_removes_what_nothing_names(run: Run, everything: Path) -> None:
+# ── unreferenced files ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_why_says_what_removes_an_unreferenced_file(run: Run, full_store: Path) -> None:
     assert "quire verify --orphans" in run("why", "00000001/00000077/base:00000001").err
-    with quire.open(everything, "r") as store:
+    with quire.open(full_store, "r") as store:
         stream = store.database("clicks").db_id
-    stray = everything / "pages/00000001/wal/000000f0.seg"
+    stray = full_store / "pages/00000001/wal/000000f0.seg"
     stray.write_bytes(b"stray")
-    ended = run("why", str(stray))
-    assert (ended.code, "when it next opens the database" in ended.err) == (3, True)
-    assert "shop, id 1 (0x1)" in ended.err
-    with quire.open(everything) as store:
+    result = run("why", str(stray))
+    assert (result.code, "when it next opens the database" in result.err) == (3, True)
+    assert "shop, id 1 (0x1)" in result.err
+    with quire.open(full_store) as store:
         store.pages.open("shop")
-    assert not stray.exists(), "as it said"
+    assert not stray.exists(), "removed, as announced"
     for path in ("pages/00000099/wal/00000001.seg", "lsm/00000099/sst/000001.sst"):
-        (everything / path).parent.mkdir(parents=True)
-        (everything / path).write_bytes(b"foreign")
-        ended = run("why", path)
-        assert (ended.code, "153 (0x99)" in ended.err, "quire neither reads nor removes it" in ended.err) == (
+        (full_store / path).parent.mkdir(parents=True)
+        (full_store / path).write_bytes(b"foreign")
+        result = run("why", path)
+        assert (result.code, "153 (0x99)" in result.err, "quire neither reads nor removes it" in result.err) == (
             3,
             True,
             True,
@@ -357,61 +357,61 @@ def test_who_finds_or_removes_what_nothing_names(run: Run, everything: Path) -> 
     assert "gc --dry-run" not in run("why", f"streams/{stream}/hot/00000000000000ff.seg").err
 
 
-def test_what_a_dropped_stream_left_goes_with_the_next(run: Run, everything: Path) -> None:
-    with quire.open(everything) as store:
+def test_leftovers_of_a_dropped_stream_are_removed_with_the_next(run: Run, full_store: Path) -> None:
+    with quire.open(full_store) as store:
         first = store.database("clicks").db_id
         store.create("next", "stream")
         store.stream("next")
     assert run("drop", "clicks", "--now", "--yes").code == 0
-    left = everything / f"streams/{first}/stream.json"
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.write_bytes(b"left")
-    (holder,) = answer(run, str(left))["holders"]
+    leftover = full_store / f"streams/{first}/stream.json"
+    leftover.parent.mkdir(parents=True, exist_ok=True)
+    leftover.write_bytes(b"left")
+    (holder,) = explain(run, str(leftover))["holders"]
     assert (holder["what"], holder["release"]) == (
         "clicks was dropped",
         "maintenance, or when the next stream is dropped",
     )
     assert run("drop", "next", "--now", "--yes").code == 0
-    assert not left.exists(), "as it said"
+    assert not leftover.exists(), "removed, as announced"
 
 
-def test_a_namespace_is_kept_by_its_databases_and_by_whoever_made_it(run: Run, path: Path, tmp_path: Path) -> None:
+def test_a_namespace_is_held_by_its_databases_and_its_creator(run: Run, path: Path, tmp_path: Path) -> None:
     with quire.open(path) as store:
         store.namespaces.create("cold", str(tmp_path / "cold"))
         store.create("old", "pages", namespace="cold")
-    assert answer(run, "cold")["kind"] == "namespace"
-    assert held(run, "cold") == [("database", "old"), ("store", "the store")]
+    assert explain(run, "cold")["kind"] == "namespace"
+    assert holders_of(run, "cold") == [("database", "old"), ("store", "the store")]
     with quire.open(path) as store:
         store.drop("old")
         store.maintain()
         store.namespaces.drop("cold")
-    assert held(run, "cold") == [("time", "grace")]
+    assert holders_of(run, "cold") == [("time", "grace")]
 
 
-def test_the_mode_of_all_manifest_logs_is_a_file_that_is_explained(run: Run, path: Path) -> None:
+def test_the_file_with_the_mode_of_manifest_logs_is_explained(run: Run, path: Path) -> None:
     with quire.open(path) as store:
         store.streams.switch("shadow")
-    (holder,) = answer(run, "streams/manifest_log.json")["holders"]
+    (holder,) = explain(run, "streams/manifest_log.json")["holders"]
     assert "quire manifest mode" in holder["release"]
 
 
-def test_a_reader_in_the_memory_of_a_running_server_is_named(run: Run, shop: Path) -> None:
-    """It has no lease file: only the owner knows of it."""
+def test_a_reader_known_only_to_the_running_server_is_named(run: Run, shop: Path) -> None:
+    """It has no lease file: only the owner knows it."""
     with quire.open(shop) as store, store.serve():
         reader = store.pages.open("shop").open_snapshot(tags={"by": "report"})
-        found = [each for each in _beside(shop)["holders"] if each["kind"] == "reader"]
-        assert [each for each in found if "by=report" in each["what"]], found
+        readers = [holder for holder in _beside(shop)["holders"] if holder["kind"] == "reader"]
+        assert [holder for holder in readers if "by=report" in holder["what"]], readers
         reader.close()
 
 
 def _beside(path: Path) -> Any:
-    """What another process says."""
+    """The answer of another process."""
     command = ["-m", "quire", "why", "shop", "--json", "--store", str(path)]
     return json.loads(run_program(command, capture_output=True, check=True).stdout)
 
 
-def test_the_versions_of_a_page_are_listed_with_who_needs_each(run: Run, shop: Path) -> None:
-    changed, same = answer(run, "shop:0"), answer(run, "shop:9")
+def test_the_versions_of_a_page_are_listed_with_their_holders(run: Run, shop: Path) -> None:
+    changed, same = explain(run, "shop:0"), explain(run, "shop:9")
     assert (changed["kind"], changed["state"]) == ("page", "2 versions")
     now, monday = changed["holders"]
     assert (now["kind"], now["name"]) == ("database", "shop")
@@ -420,26 +420,26 @@ def test_the_versions_of_a_page_are_listed_with_who_needs_each(run: Run, shop: P
     assert (monday["kind"], monday["name"]) == ("snapshot", "shop@monday")
     assert "in chunks, as of lsn " in monday["what"]
     assert same["state"] == "1 version"
-    assert [holder["name"] for holder in same["holders"]] == ["shop", "shop@monday"], "both share what is unchanged"
+    assert [holder["name"] for holder in same["holders"]] == ["shop", "shop@monday"], "both share the unchanged part"
 
 
-def test_an_older_version_in_the_wal_waits_for_a_checkpoint_and_links_to_the_one_before(run: Run, shop: Path) -> None:
+def test_an_older_version_in_the_wal_waits_for_a_checkpoint_and_links_to_its_predecessor(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         write_pages(store, "shop", range(1), b"c")
-    newest, older, _ = answer(run, "shop:0")["holders"]
+    newest, older, _ = explain(run, "shop:0")["holders"]
     assert ", follows lsn " in newest["what"]
     assert older["what"].endswith("until a checkpoint absorbs it")
     assert older["release"] == "quire checkpoint shop"
 
 
 @pytest.mark.parametrize("subject", ["shop:16", "shop:x", "nope:1"])
-def test_what_is_no_page_is_refused(run: Run, shop: Path, subject: str) -> None:
+def test_an_invalid_page_is_refused(run: Run, shop: Path, subject: str) -> None:
     assert run("why", subject).code != 0
 
 
-def test_the_first_forks_of_a_template_are_named_and_the_others_counted(run: Run, shop: Path) -> None:
+def test_the_first_forks_of_a_template_are_named_and_the_rest_counted(run: Run, shop: Path) -> None:
     with quire.open(shop) as store:
         store.fork_many("shop", [f"tenant-{number:02d}" for number in range(30)])
-    forks = [holder for holder in answer(run, "shop")["holders"] if holder["kind"].startswith("fork")]
+    forks = [holder for holder in explain(run, "shop")["holders"] if holder["kind"].startswith("fork")]
     assert [holder["name"] for holder in forks] == [*(f"tenant-{number:02d}" for number in range(20)), "10 more"]
-    assert run("tree", "--all", "--limit", "0").out.count("tenant-") == 30, "what the last one says"
+    assert run("tree", "--all", "--limit", "0").out.count("tenant-") == 30, "the text of the last holder"

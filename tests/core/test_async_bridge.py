@@ -1,4 +1,4 @@
-"""Blocking iterators in an event loop: one at a time, one thread, closed whatever happens."""
+"""Blocking iterators in an event loop: one item at a time, in one thread, always closed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.core.async_bridge import iterate
 
 
 class Source:
-    """A blocking iterator that notes what is done to it, and can be held."""
+    """A blocking iterator that records its use and can be made to wait."""
 
     def __init__(self, items: int = 1_000, hold_at: int = -1) -> None:
-        self.given = 0
+        self.yielded = 0
         self.closed = threading.Event()
         self.holding = threading.Event()
         self.release = threading.Event()
@@ -31,14 +31,14 @@ class Source:
                 if number == self._hold_at:
                     self.holding.set()
                     assert self.release.wait(30)
-                self.given += 1
+                self.yielded += 1
                 yield number
         finally:
             self.threads.add(threading.get_ident())
             self.closed.set()
 
 
-def test_it_gives_every_item_in_order_in_one_thread_that_is_not_the_loops() -> None:
+def test_every_item_is_yielded_in_order_in_one_thread_outside_the_loop() -> None:
     source = Source(50)
 
     async def work() -> list[int]:
@@ -50,22 +50,22 @@ def test_it_gives_every_item_in_order_in_one_thread_that_is_not_the_loops() -> N
     assert threading.get_ident() not in source.threads
 
 
-def test_nothing_is_asked_for_ahead_of_the_loop() -> None:
+def test_no_item_is_requested_ahead_of_the_loop() -> None:
     source = Source()
 
     async def work() -> None:
         async with aclosing(iterate(source)) as items:
             async for item in items:
                 await asyncio.sleep(0.002)
-                assert source.given == item + 1
+                assert source.yielded == item + 1
                 if item == 5:
                     break
 
     asyncio.run(work())
-    assert source.given == 6
+    assert source.yielded == 6
 
 
-def test_the_loop_goes_on_while_the_iterator_blocks() -> None:
+def test_the_loop_continues_while_the_iterator_blocks() -> None:
     source = Source(hold_at=0)
 
     async def work() -> int:
@@ -79,7 +79,7 @@ def test_the_loop_goes_on_while_the_iterator_blocks() -> None:
     assert asyncio.run(work()) == 0
 
 
-def test_leaving_early_waits_until_it_is_closed() -> None:
+def test_leaving_early_waits_until_the_iterator_is_closed() -> None:
     source = Source()
 
     async def work() -> None:
@@ -91,7 +91,7 @@ def test_leaving_early_waits_until_it_is_closed() -> None:
     asyncio.run(work())
 
 
-def test_a_body_that_raises_closes_it() -> None:
+def test_a_body_that_raises_closes_the_iterator() -> None:
     source = Source()
 
     async def work() -> None:
@@ -106,12 +106,12 @@ def test_a_body_that_raises_closes_it() -> None:
 
 def test_cancelling_does_not_wait_for_a_blocked_iterator_which_is_closed_when_it_returns() -> None:
     source = Source(hold_at=3)
-    seen: list[int] = []
+    received: list[int] = []
 
     async def follow() -> None:
         async with aclosing(iterate(source)) as items:
             async for item in items:
-                seen.append(item)
+                received.append(item)
 
     async def work() -> None:
         task = asyncio.ensure_future(follow())
@@ -126,7 +126,7 @@ def test_cancelling_does_not_wait_for_a_blocked_iterator_which_is_closed_when_it
     asyncio.run(work())  # ends, although the iterator is still blocked
     source.release.set()
     assert source.closed.wait(30)
-    assert seen == [0, 1, 2], "what the last call returned was dropped"
+    assert received == [0, 1, 2], "the item of the last call was dropped"
     assert len(source.threads) == 1
 
 
@@ -145,21 +145,21 @@ def test_an_error_of_the_iterator_reaches_the_loop() -> None:
 
 
 def test_an_error_of_closing_reaches_the_loop() -> None:
-    def stubborn() -> Iterator[int]:
+    def failing_to_close() -> Iterator[int]:
         try:
             yield 1
         finally:
             raise LookupError("cannot close")
 
     async def work() -> None:
-        async with aclosing(iterate(stubborn())) as items:
+        async with aclosing(iterate(failing_to_close())) as items:
             await anext(items)
 
     with pytest.raises(LookupError, match="cannot close"):
         asyncio.run(work())
 
 
-def test_an_iterator_that_cannot_be_closed_is_fine() -> None:
+def test_an_iterator_without_close_is_accepted() -> None:
     async def work() -> list[str]:
         return [item async for item in iterate("abc")]
 

@@ -1,4 +1,4 @@
-"""Who waits behind a barrier, and when."""
+"""Which calls wait for a barrier, and when."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def part(waits: list[bool]) -> Part:
     return part
 
 
-def test_methods_that_are_not_covered_are_the_methods_themselves() -> None:
-    """Nothing is paid where nobody waits."""
+def test_methods_that_are_not_covered_are_not_wrapped() -> None:
+    """There is no overhead if no call waits."""
     assert not vars(Part()).keys() & {"put", "open"}
     assert Part.put.__name__ == "put"
     assert dict(marked(Part)) == {"put": True, "put_twice": True, "open": False, "fail": True}
 
 
-def test_the_outermost_call_waits_once_and_holds_nothing(part: Part, waits: list[bool]) -> None:
+def test_the_outermost_call_waits_once_without_holding_a_lock(part: Part, waits: list[bool]) -> None:
     assert part.put_twice() == 2
     assert waits == [False]
 
 
-def test_reads_and_calls_that_promise_nothing_do_not_wait(part: Part, waits: list[bool]) -> None:
+def test_reads_and_calls_without_sync_do_not_wait(part: Part, waits: list[bool]) -> None:
     part.read()
     part.put(sync=False)
     part.open()
@@ -72,7 +72,7 @@ def test_reads_and_calls_that_promise_nothing_do_not_wait(part: Part, waits: lis
     assert len(waits) == 1
 
 
-def test_a_call_that_raises_leaves_nothing_to_wait_for(part: Part, waits: list[bool]) -> None:
+def test_a_call_that_raises_does_not_wait(part: Part, waits: list[bool]) -> None:
     with pytest.raises(KeyError):
         part.fail()
     part.open()
@@ -87,7 +87,7 @@ def test_threads_of_quire_do_not_wait(part: Part, waits: list[bool]) -> None:
         assert len(waits) == expected
 
 
-def test_a_note_is_settled_outside_of_calls_only(waits: list[bool]) -> None:
+def test_a_note_is_settled_only_outside_of_calls(waits: list[bool]) -> None:
     barrier = Barrier(lambda: waits.append(True))
     with barrier.call():
         barrier.note()

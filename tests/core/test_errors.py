@@ -1,4 +1,4 @@
-"""Errors: one root, groups by what to do, and every one crosses process borders with all it knows."""
+"""Errors: one root, groups by what the caller does, and every error can be pickled with all its fields."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from quire.core.errors import QuireError
 from quire.core.ids import ArtifactKey, ArtifactKind
 
 
-def family(root: type[QuireError]) -> Iterator[type[QuireError]]:
+def subclasses(root: type[QuireError]) -> Iterator[type[QuireError]]:
     yield root
     for child in root.__subclasses__():
-        yield from family(child)
+        yield from subclasses(child)
 
 
-ALL = sorted({error for error in family(QuireError) if error.__module__ == errors.__name__}, key=lambda e: e.__name__)
+ALL = sorted(
+    {error for error in subclasses(QuireError) if error.__module__ == errors.__name__}, key=lambda e: e.__name__
+)
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_every_error_pickles_with_its_coordinates(kind: type[QuireError], protocol: int) -> None:
+def test_every_error_pickles_with_its_fields(kind: type[QuireError], protocol: int) -> None:
     where = {"path": Path("x"), "offset": 7, "artifact": ArtifactKey(1, ArtifactKind.WAL, 2, 0)}
     error = kind("it broke", hint="mend it", **where)
-    again = pickle.loads(pickle.dumps(error, protocol))
-    assert type(again) is kind
-    assert (again.what, again.hint, again.where) == (error.what, error.hint, error.where)
-    assert str(again) == str(error)
-    assert again.args == error.args
+    unpickled = pickle.loads(pickle.dumps(error, protocol))
+    assert type(unpickled) is kind
+    assert (unpickled.what, unpickled.hint, unpickled.where) == (error.what, error.hint, error.where)
+    assert str(unpickled) == str(error)
+    assert unpickled.args == error.args
 
 
 @pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_every_error_says_what_it_is_for(kind: type[QuireError]) -> None:
+def test_every_error_has_a_docstring(kind: type[QuireError]) -> None:
     assert kind.__doc__
 
 
-def test_the_text_is_what_where_and_what_to_do() -> None:
+def test_the_text_consists_of_what_where_and_hint() -> None:
     assert str(QuireError("it broke")) == "it broke"
     assert str(QuireError("it broke", offset=7)) == "it broke (offset=7)"
     assert str(QuireError("it broke", hint="mend it")) == "it broke; mend it"
@@ -57,4 +59,4 @@ def test_groups_are_direct_children_of_the_root() -> None:
         "Corruption",
         "Incompatible",
     } <= groups
-    assert all(len(kind.__mro__) <= 6 for kind in ALL), "leaf, group, root: no deeper"
+    assert all(len(kind.__mro__) <= 6 for kind in ALL), "no deeper than leaf, group, root"

@@ -1,4 +1,4 @@
-"""Events: a library is quiet until somebody listens."""
+"""Events: a library prints nothing until a listener is configured."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_a_listener_gets_every_event_with_its_fields() -> None:
     assert logs == [{"event": "part.step", "log_level": "debug", "n": 1}]
 
 
-def test_an_event_nobody_listens_to_does_not_import_structlog() -> None:
+def test_an_event_without_a_listener_does_not_import_structlog() -> None:
     code = "import sys; from quire.core.events import emit; emit('debug', 'x'); sys.exit('structlog' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

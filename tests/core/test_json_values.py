@@ -1,4 +1,4 @@
-"""Values in JSON and back: nothing lost, nothing guessed."""
+"""Conversion of values to JSON and back: nothing is lost and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_every_kind_of_value_has_a_plain_form() -> None:
 
 
 @pytest.mark.parametrize("value", [FULL, Put(Inner(0)), Put(Inner(2**64 - 1))])
-def test_what_was_plain_is_restored(value: Put) -> None:
+def test_values_round_trip_through_their_plain_form(value: Put) -> None:
     assert from_plain(Put, plain(value)) == value
     assert from_plain(Put, msgspec.json.decode(msgspec.json.encode(plain(value)))) == value
     assert from_plain(Batch, plain(Batch((value, Drop("x"))))) == Batch((value, Drop("x")))
@@ -95,31 +95,31 @@ def test_missing_fields_get_defaults_and_unknown_ones_are_ignored() -> None:
         ({"inner": {"number": 1}, "flag": 1}, "flag"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_place(value: Any, where: str) -> None:
+def test_an_invalid_value_is_rejected_with_its_position(value: Any, where: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         from_plain(Put, value)
     assert caught.value.where["at"] == where
 
 
-def test_an_unknown_operation_is_refused_with_a_hint() -> None:
+def test_an_unknown_operation_is_rejected_with_a_hint() -> None:
     with pytest.raises(InvalidInput, match=r"'Later'.*upgrade") as caught:
         from_plain(Batch, {"ops": [{"op": "Later"}]})
     assert caught.value.where["at"] == "ops[0]"
 
 
 @pytest.mark.parametrize("kind", [complex, int | str, dict[int, str], object])
-def test_a_type_without_a_plain_form_is_the_programmers_mistake(kind: Any) -> None:
+def test_a_type_without_a_plain_form_raises_a_type_error(kind: Any) -> None:
     with pytest.raises(TypeError):
         from_plain(kind, 1)
 
 
-def test_a_union_of_plain_types_is_refused_with_the_reason() -> None:
+def test_a_union_of_plain_types_is_rejected_with_the_reason() -> None:
     kind: Any = int | str
     with pytest.raises(TypeError, match="cannot be distinguished in JSON"):
         from_plain(kind, 1)
 
 
-def test_names_that_differ_only_in_case_could_not_be_told_apart() -> None:
+def test_an_enum_with_names_that_differ_only_in_case_is_rejected() -> None:
     twins = Enum("twins", ["A", "a"])
     with pytest.raises(AssertionError):
         from_plain(twins, "a")

@@ -1,4 +1,4 @@
-"""Settings: the defaults hold together, the example is the default, a wrong value is refused by name."""
+"""Settings: the defaults are consistent, the example contains the defaults, a wrong value is rejected by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_commented_lines_of_the_example_are_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "name"),
     [
         ("[manifest]\nmap_bytes = 1000", "map_bytes"),
         ("[objects]\nendpoint = '127.0.0.1:9000'", "objects.endpoint"),
@@ -45,16 +45,16 @@ def test_the_commented_lines_of_the_example_are_the_defaults() -> None:
         ("[manifest", "quire.toml"),
     ],
 )
-def test_a_wrong_value_is_refused_by_name(text: str, named: str) -> None:
-    with pytest.raises(InvalidConfig, match=named):
+def test_a_wrong_value_is_rejected_by_name(text: str, name: str) -> None:
+    with pytest.raises(InvalidConfig, match=name):
         load(text.encode())
 
 
-def test_bytes_that_are_no_text_are_refused() -> None:
+def test_bytes_that_are_not_text_are_rejected() -> None:
     with pytest.raises(InvalidConfig):
         load(b"\xff\xfe")
 
 
-def test_a_wrong_value_in_code_is_refused_too() -> None:
+def test_a_wrong_value_in_code_is_rejected_too() -> None:
     with pytest.raises(InvalidConfig, match="map_bytes"):
         ManifestSettings(map_bytes=1)

@@ -1,4 +1,4 @@
-"""Distances over numbers with gaps: each function against a plain list of the numbers there are."""
+"""Distances over numbers with gaps: each function is compared with a plain list of the existing numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ runs = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9)), min_size=1, max
 
 
 def numbers_of(first: int, lengths: list[tuple[int, int]]) -> tuple[list[int], tuple[Gap, ...]]:
-    """Numbers in runs, and the gaps between those."""
+    """Numbers in runs, and the gaps between the runs."""
     numbers: list[int] = []
     gaps: list[Gap] = []
     for length, width in lengths:
@@ -47,9 +47,9 @@ def test_every_function_agrees_with_a_list_of_the_numbers(
     if low < high:
         assert following(gaps, positions[low]) == positions[low + 1]
         assert preceding(gaps, positions[low + 1]) == positions[low]
-        wanted = positions[low + 1 : high + 1]
-        parts = list(pieces(gaps, wanted[0], wanted[-1]))
-        assert [number for start, end in parts for number in range(start, end + 1)] == wanted
+        expected = positions[low + 1 : high + 1]
+        parts = list(pieces(gaps, expected[0], expected[-1]))
+        assert [number for start, end in parts for number in range(start, end + 1)] == expected
     position = data.draw(st.integers(first - 1, numbers[-1]))
     assert (gap_at(gaps, position) is None) == (position in positions)
     begins = {following(gaps, known) for known in positions} | {known + 1 for known in positions}
@@ -62,7 +62,7 @@ def test_without_takeovers_everything_is_plain_arithmetic() -> None:
     assert list(pieces((), 4, 3)) == []
 
 
-def test_a_range_begins_above_everything_that_was_given_and_is_exact_in_json() -> None:
+def test_a_range_begins_above_every_used_number_and_is_exact_in_json() -> None:
     assert range_start(2, 7) == 2 << 40
     assert range_start(2, (2 << 40) + 7) == 3 << 40
     assert range_start(8191, 0) + (1 << 40) <= 2**53

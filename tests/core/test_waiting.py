@@ -1,4 +1,4 @@
-"""Rings and waiters: no wake-up is lost, and nobody who leaves is left behind."""
+"""Rings and waiters: no wake-up is lost, and a waiter that leaves is removed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.core.waiting import Ring, Waiters
 from tests.manifest.helpers import eventually
 
 
-def test_a_ring_that_is_rung_early_ends_the_next_sleep() -> None:
+def test_a_wakeup_before_the_sleep_ends_it() -> None:
     ring = Ring()
     assert not ring.sleep(0)
     ring.wake()
@@ -19,7 +19,7 @@ def test_a_ring_that_is_rung_early_ends_the_next_sleep() -> None:
     assert not ring.sleep(0.01)
 
 
-def test_the_one_that_has_waited_longest_is_woken_first_and_alone() -> None:
+def test_the_longest_waiter_is_woken_first_and_alone() -> None:
     waiters, woken = Waiters(), list[int]()
 
     def wait(number: int) -> None:
@@ -29,18 +29,18 @@ def test_the_one_that_has_waited_longest_is_woken_first_and_alone() -> None:
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
     for count, thread in enumerate(threads, 1):
         thread.start()
-        assert eventually(lambda: len(waiters) == count)  # noqa: B023 - asked before the next round
+        assert eventually(lambda: len(waiters) == count)  # noqa: B023 - evaluated before the next iteration
     for number, thread in enumerate(threads):
         waiters.wake_first()
         thread.join(30)
         assert woken == list(range(number + 1))
     waiters.wake_first()
-    assert not waiters.sleep_unless(lambda: False, 0.01), "a wake-up that met nobody is lost"
+    assert not waiters.sleep_unless(lambda: False, 0.01), "a wake-up without a waiter has no effect"
     assert waiters.sleep_unless(lambda: True, 0)
     assert not waiters
 
 
-def test_all_waiters_look_again_when_they_are_woken() -> None:
+def test_all_waiters_check_their_condition_when_they_are_woken() -> None:
     waiters, happened, results = Waiters(), threading.Event(), []
     threads = [
         threading.Thread(target=lambda: results.append(waiters.sleep_until(happened.is_set, 30))) for _ in range(4)
@@ -50,7 +50,7 @@ def test_all_waiters_look_again_when_they_are_woken() -> None:
     assert eventually(lambda: len(waiters) == 4)
     waiters.wake()
     time.sleep(0.02)
-    assert not results, "woken for nothing, they sleep on"
+    assert not results, "their condition is false, so they continue to sleep"
     happened.set()
     waiters.wake()
     for thread in threads:
@@ -59,13 +59,13 @@ def test_all_waiters_look_again_when_they_are_woken() -> None:
     assert not waiters
 
 
-def test_what_happened_before_is_not_waited_for() -> None:
+def test_a_condition_that_is_already_true_is_not_waited_for() -> None:
     assert Waiters().sleep_until(lambda: True, None)
     assert Waiters().sleep_until(lambda: True, 0)
     assert Waiters().sleep_until(lambda: True, -1)
 
 
-def test_a_waiters_patience_ends() -> None:
+def test_a_wait_times_out() -> None:
     waiters, started = Waiters(), time.monotonic()
     assert not waiters.sleep_until(lambda: False, 0.02)
     assert time.monotonic() - started >= 0.02
@@ -73,7 +73,7 @@ def test_a_waiters_patience_ends() -> None:
     assert not waiters
 
 
-def test_a_patience_beyond_all_clocks_is_no_error() -> None:
+def test_an_infinite_timeout_is_accepted() -> None:
     waiters, happened, results = Waiters(), threading.Event(), []
     thread = threading.Thread(target=lambda: results.append(waiters.sleep_until(happened.is_set, float("inf"))))
     thread.start()
@@ -84,7 +84,7 @@ def test_a_patience_beyond_all_clocks_is_no_error() -> None:
     assert results == [True]
 
 
-def test_a_waiter_whose_question_fails_leaves_no_trace() -> None:
+def test_a_waiter_whose_condition_raises_is_removed() -> None:
     waiters = Waiters()
     with pytest.raises(ZeroDivisionError):
         waiters.sleep_until(lambda: 1 // 0 == 0, 1)

@@ -1,4 +1,5 @@
-"""A Django project on a store: migrations, the ORM, the test runner and the command, in a process of its own each."""
+"""A Django project on a store: migrations, the ORM, the test runner and the management command, each in a separate
+process."""
 
 from __future__ import annotations
 
@@ -90,11 +91,11 @@ def project(tmp_path: Path) -> Path:
 
 def manage(project: Path, *arguments: str) -> str:
     command = [sys.executable, "manage.py", *arguments]
-    ended = subprocess.run(
+    result = subprocess.run(
         command, cwd=project, env={**os.environ}, capture_output=True, text=True, timeout=250, check=False
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout + ended.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 CREATE = "from shop.models import Item; Item.objects.create(name='tea', price=4)"
@@ -112,12 +113,12 @@ print("digest:", Item.objects.values_list(SHA256("name"), flat=True).get()[:8], 
 
 
 @pytest.mark.slow
-def test_functions_of_django_work_at_the_owner(project: Path) -> None:
+def test_functions_of_django_work_through_the_owner(project: Path) -> None:
     with quire.open(project / "store") as store, store.serve():
         manage(project, "shell", "-c", CREATE)
-        said = manage(project, "shell", "-c", MONTHS)
-    assert "months: [1] 1" in said
-    assert f"digest: {hashlib.sha256(b'tea').hexdigest()[:8]} 1" in said
+        output = manage(project, "shell", "-c", MONTHS)
+    assert "months: [1] 1" in output
+    assert f"digest: {hashlib.sha256(b'tea').hexdigest()[:8]} 1" in output
 
 
 @pytest.mark.slow
@@ -131,9 +132,9 @@ def test_a_project_uses_a_store_that_another_process_serves(project: Path) -> No
 def test_a_project_migrates_tests_and_branches(project: Path) -> None:
     manage(project, "shell", "-c", CREATE)
     assert "items: 1" in manage(project, "shell", "-c", COUNT)
-    said = manage(project, "test", "-v", "2")
-    assert "Ran 3 tests" in said
-    assert "OK" in said
+    output = manage(project, "test", "-v", "2")
+    assert "Ran 3 tests" in output
+    assert "OK" in output
     assert '"NAME": "store/what_if"' in manage(project, "quire_branch", "what_if")
     with quire.open(project / "store") as store:
         assert sorted(info.name for info in store.databases()) == ["shop", "what_if"]
@@ -141,7 +142,7 @@ def test_a_project_migrates_tests_and_branches(project: Path) -> None:
 
 # ── Django's own tests ────────────────────────────────────────────────────────────────────────────────────────────────
 SOURCES = "QUIRE_DJANGO_SOURCES"
-"""Environment variable: a directory with Django's sources, which have its tests. Otherwise they are downloaded."""
+"""Environment variable: a directory with Django's sources, which contain its tests. Without it they are downloaded."""
 LABELS = ["basic", "lookup", "aggregation", "transactions", "schema", "introspection", "datetimes", "bulk_create"]
 OWN_SETTINGS = """
 DATABASES = {{
@@ -156,14 +157,14 @@ USE_TZ = False
 
 
 def django_sources(directory: Path) -> Path:
-    """Django as it is released, with its tests; skips where it cannot be had."""
+    """The sources of the installed release of Django; skips the test if they are not available."""
     if SOURCES in os.environ:
         return Path(os.environ[SOURCES])
     options = ["--no-deps", "--no-binary", ":all:", "--quiet", "--dest", str(directory)]
     command = [sys.executable, "-m", "pip", "download", *options, f"django=={version('django')}"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    if ended.returncode:
-        pytest.skip(f"Django's sources cannot be had: set {SOURCES}")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    if result.returncode:
+        pytest.skip(f"Django's sources are not available: set {SOURCES}")
     (archive,) = directory.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         packed.extractall(directory, filter="data")
@@ -178,7 +179,7 @@ def test_a_slice_of_djangos_own_tests_passes(tmp_path: Path) -> None:
     (tmp_path / "settings" / "quire_settings.py").write_text(OWN_SETTINGS.format(store=tmp_path / "store"))
     command = [sys.executable, "runtests.py", "--settings=quire_settings", "--parallel=1", *LABELS]
     path = os.pathsep.join([str(tmp_path / "settings"), str(sources)])
-    ended = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=sources / "tests",
         env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
@@ -187,7 +188,7 @@ def test_a_slice_of_djangos_own_tests_passes(tmp_path: Path) -> None:
         timeout=1700,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-5000:]
-    ran = re.search(r"Ran (\d+) tests", ended.stderr)
+    assert result.returncode == 0, result.stderr[-5000:]
+    ran = re.search(r"Ran (\d+) tests", result.stderr)
     assert ran is not None
     assert int(ran[1]) > 600

@@ -1,4 +1,4 @@
-"""These tests ask a disk, wherever the others have their files: they are about what a file system does."""
+"""These tests use a disk, even if other tests keep their files in memory: they test what a file system does."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ import pytest
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory that outlives the machine being switched off."""
+    """A directory on a persistent file system."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         yield Path(name)

@@ -33,29 +33,29 @@ def test_a_running_value_continues(crc: Checksum, a: bytes, b: bytes, seed: int)
 
 @BOTH
 @given(data=st.binary(), one=st.integers(0, 2**32 - 1), other=st.integers(0, 2**32 - 1))
-def test_another_seed_always_gives_another_value(crc: Checksum, data: bytes, one: int, other: int) -> None:
+def test_different_seeds_always_give_different_values(crc: Checksum, data: bytes, one: int, other: int) -> None:
     assert (crc(data, one) == crc(data, other)) is (one == other)
 
 
 @BOTH
-def test_any_buffer_will_do(crc: Checksum) -> None:
+def test_every_kind_of_buffer_is_accepted(crc: Checksum) -> None:
     data = b"some bytes"
     assert crc(data) == crc(bytearray(data)) == crc(memoryview(data)) == crc(memoryview(b"x" + data)[1:])
 
 
 @given(data=st.binary(max_size=300), seed=st.integers(0, 2**64 - 1), skip=st.integers(0, 9))
-def test_the_table_gives_what_the_native_code_gives(data: bytes, seed: int, skip: int) -> None:
-    """For every buffer, and whatever is before it."""
+def test_the_table_and_the_native_code_agree(data: bytes, seed: int, skip: int) -> None:
+    """For every buffer, and for every value before it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksums, "_table_bytes", 0)
         view = memoryview(data)[skip:]
         assert checksums._crc64_until_loaded(view, seed) == crc64nvme(view, seed) == checksums._native()(view, seed)
-        assert checksums._table_bytes == len(view), "it was the table"
+        assert checksums._table_bytes == len(view), "the table was used"
         words = memoryview(data[: len(data) // 4 * 4]).cast("I")
         assert checksums._crc64_until_loaded(words, seed) == crc64nvme(words, seed)
 
 
-def test_the_native_code_is_loaded_with_the_byte_that_is_one_too_many() -> None:
+def test_the_native_code_is_loaded_when_the_limit_of_the_table_is_exceeded() -> None:
     program = """
 import sys
 from quire.durable import checksums as c
@@ -72,7 +72,7 @@ assert c.crc64(b"y", 7) == crc64nvme(b"y", 7)
 
 
 @pytest.mark.parametrize(("data", "value"), [(b"bytes", "1"), (memoryview(b"bytes")[::2], 0)])
-def test_what_is_no_buffer_or_no_number_is_refused_by_both(data: Any, value: Any) -> None:
+def test_invalid_arguments_are_rejected_by_both(data: Any, value: Any) -> None:
     for crc in (checksums._crc64_until_loaded, checksums._native()):
         with pytest.raises((TypeError, BufferError, ValueError)):
             crc(data, value)
@@ -83,24 +83,24 @@ def test_checksums_are_joined(a: bytes, b: bytes) -> None:
     assert checksums.crc64_joined(crc64(a), crc64(b), len(b)) == crc64(a + b)
 
 
-# Around each border: one row at a time or all at once, one block or two, whole words or a rest.
+# Around each limit: one row at a time or all at once, one block or two, whole words or a remainder.
 COUNTS = [0, 1, ROWS_BY_ONE - 1, ROWS_BY_ONE, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1]
 
 
 @given(count=st.sampled_from(COUNTS), width=st.integers(0, 70), gap=st.integers(0, 9), seed=st.integers(0, 99))
 def test_rows_have_the_checksums_of_their_bytes(count: int, width: int, gap: int, seed: int) -> None:
-    numbers = random.Random(seed)
-    data = numbers.randbytes(count * (width + gap))
-    seeds = np.frombuffer(numbers.randbytes(8 * count), "<u8")
+    rng = random.Random(seed)
+    data = rng.randbytes(count * (width + gap))
+    seeds = np.frombuffer(rng.randbytes(8 * count), "<u8")
     rows = np.frombuffer(data, np.uint8).reshape(count, width + gap)[:, :width]
-    found = crc64_rows(rows, seeds)
-    assert found.dtype == np.uint64
+    actual = crc64_rows(rows, seeds)
+    assert actual.dtype == np.uint64
     starts = range(0, count * (width + gap), width + gap) if width + gap else [0] * count
-    assert found.tolist() == [crc64(data[start : start + width], int(value)) for start, value in zip(starts, seeds)]
+    assert actual.tolist() == [crc64(data[start : start + width], int(value)) for start, value in zip(starts, seeds)]
 
 
 @given(rows=st.lists(st.tuples(st.binary(min_size=11, max_size=11), st.integers(0, 2**64 - 1)), max_size=20))
-def test_few_rows_are_the_same_taken_at_once(rows: list[tuple[bytes, int]]) -> None:
+def test_few_rows_have_the_same_checksums_at_once(rows: list[tuple[bytes, int]]) -> None:
     array = np.frombuffer(b"".join(data for data, _ in rows), np.uint8).reshape(len(rows), 11)
     seeds = np.array([seed for _, seed in rows], np.uint64)
     with pytest.MonkeyPatch.context() as patch:
@@ -109,7 +109,7 @@ def test_few_rows_are_the_same_taken_at_once(rows: list[tuple[bytes, int]]) -> N
     assert at_once.tolist() == crc64_rows(array, seeds).tolist() == [crc64(data, seed) for data, seed in rows]
 
 
-def test_rows_leave_their_input_alone_and_refuse_what_does_not_fit() -> None:
+def test_rows_are_not_changed_and_invalid_arrays_are_rejected() -> None:
     rows, seeds = np.ones((300, 10), np.uint8), np.ones(300, np.uint64)
     crc64_rows(rows, seeds)
     assert rows.min() == rows.max() == seeds.min() == seeds.max() == 1
@@ -119,11 +119,11 @@ def test_rows_leave_their_input_alone_and_refuse_what_does_not_fit() -> None:
         crc64_rows(rows.astype(np.int64), seeds)
 
 
-def test_numpy_is_loaded_by_nobody_who_does_not_ask_for_it() -> None:
+def test_importing_checksums_does_not_load_numpy() -> None:
     code = "import sys; import quire.durable.checksums; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_nothing_else_of_quire_is_needed() -> None:
+def test_checksums_need_no_lmdb() -> None:
     code = "import sys; sys.modules['lmdb'] = None; import quire.durable.checksums"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Failpoints: silent when nothing is armed, exact when something is."""
+"""Failpoints: no effect when nothing is armed, exact when something is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.durable.failpoints import armed, hit, hits, recording
 
 
 def failing_hits(name: str, times: int) -> list[int]:
-    """Which of so many hits raised."""
+    """The numbers of the hits that raised."""
     failed = []
     for number in range(1, times + 1):
         try:
@@ -46,21 +46,21 @@ def test_an_armed_point_raises_its_errno_and_names_itself() -> None:
     hit("a")
 
 
-def test_a_script_serves_hit_after_hit() -> None:
+def test_a_script_applies_to_successive_hits() -> None:
     with armed("a", "2*off->1*raise:EIO->1*off->2*raise:EIO"):
         assert failing_hits("a", 10) == [3, 5, 6]
     with armed("a", "3*off->raise:EIO"):
         assert failing_hits("a", 6) == [4, 5, 6]
 
 
-def test_a_callable_gets_the_name_and_an_outer_arming_comes_back() -> None:
-    seen: list[str] = []
+def test_a_callable_gets_the_name_and_an_outer_arming_is_restored() -> None:
+    names: list[str] = []
     with armed("a", "raise:EIO"):
-        with armed("a", seen.append):
+        with armed("a", names.append):
             hit("a")
         with pytest.raises(OSError, match="failpoint a"):
             hit("a")
-    assert seen == ["a"]
+    assert names == ["a"]
 
 
 def test_sleep_waits() -> None:
@@ -99,7 +99,7 @@ def test_threads_share_one_count() -> None:
 @pytest.mark.parametrize(
     "script", ["", "boom", "raise", "raise:ENOTHING", "sleep", "sleep:x", "kill:1", "2*", "-1*off"]
 )
-def test_what_does_not_parse_is_refused(script: str) -> None:
+def test_an_invalid_script_is_rejected(script: str) -> None:
     with pytest.raises(InvalidConfig), armed("a", script):
         pass
 
@@ -124,8 +124,8 @@ for number in range(5):
     hit("child.step")
 """
     environment = os.environ | {"QUIRE_FAILPOINTS": " other=raise:EIO ; child.step = 2*off -> kill"}
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
-    assert ended.returncode == -signal.SIGKILL
-    assert ended.stdout.split() == ["0", "1", "2"]
+    assert result.returncode == -signal.SIGKILL
+    assert result.stdout.split() == ["0", "1", "2"]

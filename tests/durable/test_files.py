@@ -1,4 +1,4 @@
-"""The file seam: atomic replacement and preallocation under every crash and every fault, and typed errors."""
+"""The file layer: atomic replacement and preallocation under every crash and every fault, and typed errors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def crash_disk_of(disk: FaultyDisk) -> CrashDisk:
     return disk.inner
 
 
-def test_write_atomic_leaves_the_old_or_the_new_over_every_outcome_of_every_power_loss(tmp_path: Path) -> None:
-    """The power goes off before each step, and each unsynced sector, size and name is kept, dropped and garbled."""
+def test_write_atomic_leaves_the_old_or_the_new_content_after_every_power_loss(tmp_path: Path) -> None:
+    """The power fails before each step, and each unsynced sector, size and name is kept, dropped or garbled."""
     count = itertools.count()
     outcomes = set()
     for disk in each_fault(lambda: disk_with_old(str(tmp_path / f"disk{next(count)}")), Fault.POWER_CUT):
@@ -42,16 +42,16 @@ def test_write_atomic_leaves_the_old_or_the_new_over_every_outcome_of_every_powe
         except PowerCut:
             acknowledged = False
         for choose in every_chooser():
-            after = inner.crash(str(tmp_path / f"after{next(count)}"), choose)
-            found = read_all(after, after.path("config"))
-            assert found == NEW if acknowledged else found in (OLD, NEW)
-            assert set(after.names(after.root)) <= {"config", "config.tmp"}
-            outcomes.add((acknowledged, found))
-    assert outcomes == {(False, OLD), (False, NEW), (True, NEW)}, "the harness should see each ending"
+            crashed = inner.crash(str(tmp_path / f"after{next(count)}"), choose)
+            content = read_all(crashed, crashed.path("config"))
+            assert content == NEW if acknowledged else content in (OLD, NEW)
+            assert set(crashed.names(crashed.root)) <= {"config", "config.tmp"}
+            outcomes.add((acknowledged, content))
+    assert outcomes == {(False, OLD), (False, NEW), (True, NEW)}, "every outcome should occur"
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
-def test_write_atomic_fails_with_a_typed_error_and_can_be_tried_again(tmp_path: Path, fault: Fault) -> None:
+def test_write_atomic_fails_with_a_typed_error_and_can_be_repeated(tmp_path: Path, fault: Fault) -> None:
     expected = DiskFull if fault in (Fault.ENOSPC, Fault.SHORT_WRITE) else StorageFault
     count = itertools.count()
     for disk in each_fault(lambda: disk_with_old(str(tmp_path / f"disk{next(count)}")), fault):
@@ -67,7 +67,7 @@ def test_write_atomic_fails_with_a_typed_error_and_can_be_tried_again(tmp_path: 
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE])
-def test_preallocate_makes_a_whole_file_or_none(tmp_path: Path, fault: Fault) -> None:
+def test_preallocate_creates_a_complete_file_or_none(tmp_path: Path, fault: Fault) -> None:
     count = itertools.count()
     for disk in each_fault(lambda: CrashDisk(str(tmp_path / f"disk{next(count)}")), fault):
         inner = crash_disk_of(disk)
@@ -78,21 +78,21 @@ def test_preallocate_makes_a_whole_file_or_none(tmp_path: Path, fault: Fault) ->
         except StorageFault:
             assert not inner.exists(path)
             preallocate(inner, path, 3000).close()
-        after = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(1).choice)
-        assert read_all(after, after.path("segment")) == bytes(3000)
+        crashed = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(1).choice)
+        assert read_all(crashed, crashed.path("segment")) == bytes(3000)
 
 
 def test_preallocate_reports_the_first_fault_even_if_cleaning_up_fails_too(tmp_path: Path) -> None:
-    class Stubborn(OsDisk):
+    class DiskThatCannotRemove(OsDisk):
         def remove(self, path: str) -> None:
             raise StorageFault("input/output error while removing", path=path)
 
-    disk = FaultyDisk(Stubborn(), Fault.ENOSPC, fail_at=1, operation="allocate")
+    disk = FaultyDisk(DiskThatCannotRemove(), Fault.ENOSPC, fail_at=1, operation="allocate")
     with pytest.raises(DiskFull):
         preallocate(disk, str(tmp_path / "segment"), 3000)
 
 
-def test_write_new_refuses_to_overwrite(tmp_path: Path) -> None:
+def test_write_new_does_not_overwrite(tmp_path: Path) -> None:
     disk, path = OsDisk(), str(tmp_path / "a")
     write_new(disk, path, b"one")
     with pytest.raises(FileExistsError):
@@ -105,14 +105,12 @@ def test_make_dirs_is_durable_step_by_step(tmp_path: Path) -> None:
     disk = CrashDisk(str(tmp_path / "disk"))
     disk.make_dirs(disk.path("a", "b", "c"))
     for number, choose in enumerate(every_chooser()):
-        after = disk.crash(str(tmp_path / f"after{number}"), choose)
-        assert os.path.isdir(after.path("a", "b", "c"))
+        crashed = disk.crash(str(tmp_path / f"after{number}"), choose)
+        assert os.path.isdir(crashed.path("a", "b", "c"))
 
 
 @given(data=st.binary(max_size=3000), offset=st.integers(0, 3000))
-def test_every_disk_reads_back_what_it_wrote(
-    data: bytes, offset: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_disk_reads_what_it_wrote(data: bytes, offset: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = str(tmp_path_factory.mktemp("disk"))
     disks: list[Disk] = [OsDisk(), CrashDisk(root), FaultyDisk(OsDisk())]
     for number, disk in enumerate(disks):

@@ -1,4 +1,4 @@
-"""The lock: one holder, named to the others, gone with its process, untouched by forks."""
+"""The lock: one holder, which is reported to others, released with its process, unaffected by forks."""
 
 from __future__ import annotations
 
@@ -43,23 +43,21 @@ def in_child(work: Callable[[], bool]) -> bool:
     """Run `work` in a forked child; whether it returned true."""
     pid = os.fork()
     if pid == 0:
-        verdict = 1
+        status = 1
         try:
-            verdict = 0 if work() else 1
+            status = 0 if work() else 1
         finally:
-            os._exit(verdict)
+            os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_second_taker_learns_who_was_first(tmp_path: Path) -> None:
+def test_a_second_process_gets_an_error_that_names_the_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "store.lock")
     with held_elsewhere(path) as process:
         with pytest.raises(StoreLocked) as caught:
             FileLock.acquire(path)
         assert caught.value.where["pid"] == process.pid
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", str(caught.value.where["since"])), (
-            "a time, as people read it"
-        )
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ", str(caught.value.where["since"])), "a readable time"
         assert str(process.pid) in caught.value.hint
         assert is_held(path)
 
@@ -71,18 +69,18 @@ def test_the_lock_ends_with_a_killed_holder(tmp_path: Path) -> None:
         process.wait()
         assert not is_held(path)
         with FileLock.acquire(path):
-            found = holder(path)
-            assert found is not None
-            assert found.pid == os.getpid()
+            current = holder(path)
+            assert current is not None
+            assert current.pid == os.getpid()
 
 
-def test_one_process_cannot_take_it_twice_but_again(tmp_path: Path) -> None:
+def test_a_process_can_take_the_lock_again_but_not_twice_at_once(tmp_path: Path) -> None:
     path = str(tmp_path / "store.lock")
     with FileLock.acquire(path, ManualClock(now_ms=42)) as lock:
         lock.check()
-        found = holder(path)
-        assert found is not None
-        assert (found.pid, found.since_ms) == (os.getpid(), 42)
+        current = holder(path)
+        assert current is not None
+        assert (current.pid, current.since_ms) == (os.getpid(), 42)
         with pytest.raises(StoreLocked, match="already open in this process"):
             FileLock.acquire(path)
     assert not is_held(path)
@@ -95,7 +93,7 @@ def test_one_process_cannot_take_it_twice_but_again(tmp_path: Path) -> None:
     FileLock.acquire(path).close()
 
 
-def test_a_forked_child_neither_has_nor_drops_the_parents_lock(tmp_path: Path) -> None:
+def test_a_forked_child_neither_holds_nor_releases_the_parents_lock(tmp_path: Path) -> None:
     path = str(tmp_path / "store.lock")
     lock = FileLock.acquire(path)
 
@@ -137,7 +135,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"pid": "x"}', b"\xff" * 5000, b"[" * 4096])
-def test_unreadable_contents_decide_nothing(tmp_path: Path, contents: bytes) -> None:
+def test_unreadable_contents_have_no_effect(tmp_path: Path, contents: bytes) -> None:
     path = tmp_path / "store.lock"
     path.write_bytes(contents)
     assert holder(str(path)) is None
@@ -149,18 +147,18 @@ def test_unreadable_contents_decide_nothing(tmp_path: Path, contents: bytes) -> 
         assert caught.value.where["pid"] is None
 
 
-def test_a_missing_file_is_held_by_nobody(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_holder(tmp_path: Path) -> None:
     assert not is_held(str(tmp_path / "none"))
     assert holder(str(tmp_path / "none")) is None
 
 
-def test_a_place_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_opened_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises((StorageFault, NotWritable)):
         FileLock.acquire(str(tmp_path))
 
 
-def test_a_lock_says_when_its_path_names_another_file(tmp_path: Path) -> None:
-    """A lock file that is renamed leaves its holder with a lock that nobody else looks at."""
+def test_a_lock_detects_that_its_path_names_another_file(tmp_path: Path) -> None:
+    """A lock file that is renamed leaves its holder with a lock that no other process checks."""
     path = str(tmp_path / "store.lock")
     with FileLock.acquire(path) as lock:
         lock.verify()
@@ -175,20 +173,20 @@ def test_a_lock_says_when_its_path_names_another_file(tmp_path: Path) -> None:
         lock.verify()
 
 
-def test_a_file_that_is_moved_between_opening_and_locking_is_no_lock(
+def test_a_file_that_is_moved_between_opening_and_locking_is_not_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "store.lock")
     moved: list[str] = []
 
-    def lock_late(fd: int) -> bool:
+    def rename_and_lock(fd: int) -> bool:
         if not moved:
             os.rename(path, path + ".old")
             moved.append(path)
         return try_lock(fd)
 
     try_lock = locks._try_lock
-    monkeypatch.setattr(locks, "_try_lock", lock_late)
+    monkeypatch.setattr(locks, "_try_lock", rename_and_lock)
     with FileLock.acquire(path) as lock:
         lock.verify()
         with pytest.raises(StoreLocked):

@@ -1,4 +1,4 @@
-"""The framed log's page and its code agree, byte for byte and number for number."""
+"""The page about the framed log agrees with the code, byte for byte and number for number."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def example() -> bytes:
     return bytes.fromhex("".join(re.findall(r"^[0-9a-f]{4}  ((?:[0-9a-f]{2} ?)+)$", PAGE, re.MULTILINE)))
 
 
-def test_the_pages_header_table_is_the_struct() -> None:
+def test_the_header_table_of_the_page_matches_the_struct() -> None:
     offset = 0
     for _, start, size in fields("header field"):
         assert int(start) == offset
@@ -45,7 +45,7 @@ def test_the_pages_header_table_is_the_struct() -> None:
     assert [name for name, _, _ in fields("header field")] == ["magic", "version", "reserved", "kind", "salt", "link"]
 
 
-def test_the_pages_name_table_is_the_struct() -> None:
+def test_the_name_table_of_the_page_matches_the_struct() -> None:
     offset = HEADER_BYTES
     for _, start, size in fields("name field"):
         assert int(start) == offset
@@ -54,7 +54,7 @@ def test_the_pages_name_table_is_the_struct() -> None:
     assert [name for name, _, _ in fields("name field")] == ["store", "database", "reserved", "number", "link"]
 
 
-def test_the_pages_frame_table_is_the_struct() -> None:
+def test_the_frame_table_of_the_page_matches_the_struct() -> None:
     rows = {name: (start, size) for name, start, size in fields("frame field")}
     assert rows == {
         "length": ("0", "4"),
@@ -65,7 +65,7 @@ def test_the_pages_frame_table_is_the_struct() -> None:
     }
 
 
-def test_the_pages_numbers_are_the_codes() -> None:
+def test_the_numbers_of_the_page_match_the_code() -> None:
     assert PAGE.count(str(log_format.PAYLOAD_BYTES_MAX)) == 2
     assert f"`{log_format.MAGIC.decode()}`" in PAGE
     assert f"The version is {log_format.VERSION}." in PAGE
@@ -73,7 +73,7 @@ def test_the_pages_numbers_are_the_codes() -> None:
     assert f"{crc64(b'123456789'):x}" in PAGE
 
 
-def test_the_pages_example_is_what_the_code_writes_and_reads() -> None:
+def test_the_example_of_the_page_is_what_the_code_writes_and_reads() -> None:
     header = encode_header(b"demo", 0x0123456789ABCDEF)
     decoded = decode_header(header, "example")
     frame, link = encode_frames([b"hello"], tag=decoded.tag, link=decoded.link, synced=HEADER_BYTES)
@@ -101,7 +101,7 @@ IDENTITIES = st.builds(
 
 
 @given(identity=IDENTITIES, salt=st.integers(0, 2**64 - 1))
-def test_headers_say_whose_log_it_is(identity: LogIdentity, salt: int) -> None:
+def test_headers_identify_their_log(identity: LogIdentity, salt: int) -> None:
     data = encode_header(b"demo", salt, identity)
     header = decode_header(data, "x", b"demo")
     assert (header.identity, header.salt, header.size) == (identity, salt, len(data))
@@ -109,7 +109,7 @@ def test_headers_say_whose_log_it_is(identity: LogIdentity, salt: int) -> None:
 
 
 @given(identity=IDENTITIES, position=st.integers(0, log_format.NAMED_HEADER_BYTES - 1), flip=st.integers(1, 255))
-def test_any_changed_byte_of_a_named_header_is_noticed(identity: LogIdentity, position: int, flip: int) -> None:
+def test_any_changed_byte_of_a_named_header_is_detected(identity: LogIdentity, position: int, flip: int) -> None:
     header = bytearray(encode_header(b"demo", 99, identity))
     header[position] ^= flip
     with pytest.raises(Corruption):
@@ -117,31 +117,31 @@ def test_any_changed_byte_of_a_named_header_is_noticed(identity: LogIdentity, po
 
 
 @given(data=st.binary(max_size=100))
-def test_any_bytes_are_refused_as_a_header_without_a_crash(data: bytes) -> None:
+def test_arbitrary_bytes_are_rejected_as_a_header(data: bytes) -> None:
     with pytest.raises(Corruption):
         decode_header(data, "x")
 
 
 @given(position=st.integers(0, HEADER_BYTES - 1), flip=st.integers(1, 255))
-def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> None:
+def test_any_changed_byte_of_a_header_is_detected(position: int, flip: int) -> None:
     header = bytearray(encode_header(b"demo", 99))
     header[position] ^= flip
     with pytest.raises(Corruption):
         decode_header(bytes(header), "x")
 
 
-def test_a_newer_version_is_refused_as_such() -> None:
+def test_a_newer_version_is_rejected_as_such() -> None:
     body = log_format.HEADER.pack(log_format.MAGIC, log_format.VERSION + 1, 0, b"demo", 1, 0)[:-8]
     with pytest.raises(FormatTooNew):
         decode_header(body + LINK.pack(crc64(body)), "x")
 
 
-def test_a_log_of_another_kind_is_refused_as_such() -> None:
+def test_a_log_of_another_kind_is_rejected_as_such() -> None:
     with pytest.raises(WrongKind):
         decode_header(encode_header(b"demo", 1), "x", b"data")
 
 
-def test_what_cannot_be_framed_is_refused() -> None:
+def test_records_that_cannot_be_framed_are_rejected() -> None:
     with pytest.raises(OutOfRange):
         encode_frames([b"fine", b""], tag=1, link=1, synced=32)
     with pytest.raises(OutOfRange):

@@ -1,4 +1,4 @@
-"""Framed logs whose checksums are right and whose numbers are not: refused or read, within bounds."""
+"""Framed logs with correct checksums and wrong numbers are rejected or read, with bounded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.core.limits import MIB
 from quire.durable.checksums import crc64
 from quire.durable.log_format import HEAD, HEADER_BYTES, LINK, LogIdentity, decode_header, encode_header
 from quire.durable.log_reader import LogEnd, find_frames, scan
-from tests.hostile import memory_of_at_most, numbers
+from tests.hostile import memory_limit, numbers
 
 BOUND = 64 * MIB
 
@@ -22,14 +22,14 @@ BOUND = 64 * MIB
     named=st.booleans(),
     tail=st.binary(max_size=40),
 )
-def test_a_log_with_right_links_is_refused_or_read_within_bounds(
+def test_a_log_with_correct_links_is_rejected_or_read_within_bounds(
     frames: list[tuple[int | None, int, bytes]],
     start: int,
     vouched: tuple[int, int] | None,
     named: bool,
     tail: bytes,
 ) -> None:
-    """Lengths that go beyond the file, places before its beginning and after its end."""
+    """With lengths beyond the end of the file, and positions before its beginning and after its end."""
     data = encode_header(b"demo", 7, LogIdentity(store=bytes(16), database=1, number=1) if named else None)
     header = decode_header(data, "demo")
     link = header.link
@@ -38,7 +38,7 @@ def test_a_log_with_right_links_is_refused_or_read_within_bounds(
         link = crc64(payload, crc64(head, link))
         data += head + payload + LINK.pack(link)
     data += tail
-    with memory_of_at_most(BOUND):
+    with memory_limit(BOUND):
         for frame in find_frames(data, header):
             assert HEADER_BYTES <= frame.offset < frame.end <= len(data)
         try:

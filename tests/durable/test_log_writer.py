@@ -1,4 +1,4 @@
-"""The writer: what it acknowledged survives every crash and every fault, and doubt stops it."""
+"""The writer: acknowledged records survive every crash and every fault, and a doubtful write stops it."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def new_path(tmp_path: Path) -> str:
     return str(tmp_path / "a.log")
 
 
-def reopened(disk: Disk, path: str) -> list[bytes]:
+def payloads_after_reopening(disk: Disk, path: str) -> list[bytes]:
     writer, contents = LogWriter.open(disk, path, kind=KIND)
     writer.close()
     return contents.payloads
 
 
-def test_what_was_appended_is_there_after_reopening(tmp_path: Path) -> None:
+def test_appended_records_are_there_after_reopening(tmp_path: Path) -> None:
     disk, path = OsDisk(), new_path(tmp_path)
     with LogWriter.create(disk, path, kind=KIND) as writer:
         writer.append(b"one")
@@ -67,16 +67,16 @@ def test_an_empty_batch_writes_nothing(tmp_path: Path) -> None:
         assert writer.append_many([]) == HEADER_BYTES
 
 
-def test_a_refused_record_does_not_poison(tmp_path: Path) -> None:
+def test_a_rejected_record_does_not_stop_the_writer(tmp_path: Path) -> None:
     path = new_path(tmp_path)
     with LogWriter.create(OsDisk(), path, kind=KIND) as writer:
         with pytest.raises(OutOfRange):
             writer.append_many([b"fine", b""])
         writer.append(b"good")
-    assert reopened(OsDisk(), path) == [b"good"]
+    assert payloads_after_reopening(OsDisk(), path) == [b"good"]
 
 
-def test_create_keeps_an_existing_log_unless_told_to_replace_it(tmp_path: Path) -> None:
+def test_create_keeps_an_existing_log_unless_replace_is_given(tmp_path: Path) -> None:
     disk, path = OsDisk(), new_path(tmp_path)
     with LogWriter.create(disk, path, kind=KIND) as writer:
         writer.append(b"one")
@@ -85,10 +85,10 @@ def test_create_keeps_an_existing_log_unless_told_to_replace_it(tmp_path: Path) 
     with pytest.raises(WrongKind):
         LogWriter.open(disk, path, kind=b"othr")
     LogWriter.create(disk, path, kind=KIND, replace=True).close()
-    assert reopened(disk, path) == []
+    assert payloads_after_reopening(disk, path) == []
 
 
-def test_a_torn_tail_is_cut_off_before_anything_is_appended(tmp_path: Path) -> None:
+def test_a_torn_tail_is_truncated_before_anything_is_appended(tmp_path: Path) -> None:
     disk, path = OsDisk(), new_path(tmp_path)
     with LogWriter.create(disk, path, kind=KIND) as writer:
         writer.append(b"one")
@@ -99,10 +99,10 @@ def test_a_torn_tail_is_cut_off_before_anything_is_appended(tmp_path: Path) -> N
     assert disk.size(path) == contents.end == writer.end
     writer.append(b"two")
     writer.close()
-    assert reopened(disk, path) == [b"one", b"two"]
+    assert payloads_after_reopening(disk, path) == [b"one", b"two"]
 
 
-def test_damage_at_rest_behind_a_clean_close_is_corruption(tmp_path: Path) -> None:
+def test_damage_after_a_clean_close_is_corruption(tmp_path: Path) -> None:
     disk, path = OsDisk(), new_path(tmp_path)
     with LogWriter.create(disk, path, kind=KIND) as writer:
         end = writer.append(b"the last record")
@@ -114,7 +114,7 @@ def test_damage_at_rest_behind_a_clean_close_is_corruption(tmp_path: Path) -> No
     assert caught.value.where == {"path": path, "offset": HEADER_BYTES, "bytes_lost": end - HEADER_BYTES}
 
 
-def test_a_closed_writer_says_so(tmp_path: Path) -> None:
+def test_a_closed_writer_rejects_use(tmp_path: Path) -> None:
     writer = LogWriter.create(OsDisk(), new_path(tmp_path), kind=KIND)
     writer.close()
     writer.close()
@@ -143,33 +143,34 @@ def test_after_a_doubtful_append_or_sync_nothing_more_is_accepted(tmp_path: Path
     writer.close()
     with pytest.raises(StoreClosed):
         writer.append(b"x")
-    assert reopened(OsDisk(), path) in ([], [b"doubtful"])
+    assert payloads_after_reopening(OsDisk(), path) in ([], [b"doubtful"])
 
 
 @pytest.mark.parametrize("fault", LOUD)
-def test_whatever_call_fails_nothing_acknowledged_is_lost(tmp_path: Path, fault: Fault) -> None:
-    """Fail the first, second, … last call of a small history, reopen, and compare."""
+def test_acknowledged_records_survive_a_failure_of_any_call(tmp_path: Path, fault: Fault) -> None:
+    """Fail the first, second, … last call of a short history, reopen, and compare."""
     count = itertools.count()
     for disk in each_fault(lambda: CrashDisk(str(tmp_path / f"disk{next(count)}")), fault):
         inner = disk.inner
         assert isinstance(inner, CrashDisk)
         path = inner.path("a.log")
-        tried, acknowledged = _history(disk, path)
-        assert disk.fired or acknowledged == len(tried) == 5
-        for turn in range(3):
-            after = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(turn).choice)
-            if not after.exists(after.path("a.log")):
+        appended, acknowledged = _history(disk, path)
+        assert disk.fired or acknowledged == len(appended) == 5
+        for seed in range(3):
+            crashed = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(seed).choice)
+            if not crashed.exists(crashed.path("a.log")):
                 assert acknowledged == 0
                 continue
-            found = reopened(after, after.path("a.log"))
-            assert found == tried[: len(found)]
-            assert len(found) >= acknowledged
+            payloads = payloads_after_reopening(crashed, crashed.path("a.log"))
+            assert payloads == appended[: len(payloads)]
+            assert len(payloads) >= acknowledged
 
 
 def _history(disk: Disk, path: str) -> tuple[list[bytes], int]:
-    """Appends in groups with a sync behind each, a reopening in between; (all tried, how many were acknowledged)."""
+    """Append groups with a sync after each, and reopen in between; returns all records and the number of acknowledged
+    ones."""
     groups = [[b"one"], [b"two", b"three" * 300], [b"four"], [b"five" * 10]]
-    tried: list[bytes] = []
+    appended: list[bytes] = []
     acknowledged = 0
     try:
         writer = LogWriter.create(disk, path, kind=KIND)
@@ -177,14 +178,14 @@ def _history(disk: Disk, path: str) -> tuple[list[bytes], int]:
             if number == 2:
                 writer.close()
                 writer, _ = LogWriter.open(disk, path, kind=KIND)
-            tried += group
+            appended += group
             writer.append_many(group)
             writer.sync()
-            acknowledged = len(tried)
+            acknowledged = len(appended)
         writer.close()
     except (QuireError, PowerCut):
         pass
-    return tried, acknowledged
+    return appended, acknowledged
 
 
 STEPS = st.lists(
@@ -200,7 +201,7 @@ STEPS = st.lists(
 def test_synced_records_survive_any_number_of_power_losses(
     steps: list[list[bytes] | str], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """After each crash: every synced record, in order, then a prefix of what was appended; nothing else."""
+    """After each crash: every synced record, in order, then a prefix of the other records; nothing else."""
     base = tmp_path_factory.mktemp("crash")
     choose = random.Random(seed).choice
     disk = CrashDisk(str(base / "0"))
@@ -223,15 +224,15 @@ def test_synced_records_survive_any_number_of_power_losses(
             if step == "crash":
                 disk = disk.crash(str(base / str(number)), choose)
             writer, contents = LogWriter.open(disk, disk.path("a.log"), kind=KIND)
-            found = contents.payloads
-            assert found == appended[: len(found)]
-            assert len(found) >= synced
-            # Opening syncs what it found, also what a killed process left in the cache.
-            appended, synced = found, len(found)
+            payloads = contents.payloads
+            assert payloads == appended[: len(payloads)]
+            assert len(payloads) >= synced
+            # Opening syncs the records that it reads, including those that a killed process left in the cache.
+            appended, synced = payloads, len(payloads)
     writer.abandon()
 
 
-def test_creation_is_all_or_nothing_over_every_power_loss(tmp_path: Path) -> None:
+def test_creation_is_atomic_over_every_power_loss(tmp_path: Path) -> None:
     count = itertools.count()
     for disk in each_fault(lambda: CrashDisk(str(tmp_path / f"disk{next(count)}")), Fault.POWER_CUT):
         inner = disk.inner
@@ -240,13 +241,13 @@ def test_creation_is_all_or_nothing_over_every_power_loss(tmp_path: Path) -> Non
             LogWriter.create(disk, inner.path("a.log"), kind=KIND).abandon()
         except PowerCut:
             pass
-        for turn in range(4):
-            after = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(turn).choice)
-            if after.exists(after.path("a.log")):
-                assert reopened(after, after.path("a.log")) == []
+        for seed in range(4):
+            crashed = inner.crash(str(tmp_path / f"after{next(count)}"), random.Random(seed).choice)
+            if crashed.exists(crashed.path("a.log")):
+                assert payloads_after_reopening(crashed, crashed.path("a.log")) == []
             else:
                 assert disk.fired
-                LogWriter.create(after, after.path("a.log"), kind=KIND).close()
+                LogWriter.create(crashed, crashed.path("a.log"), kind=KIND).close()
 
 
 def test_threads_share_syncs_and_all_their_records_are_there(tmp_path: Path) -> None:
@@ -264,15 +265,15 @@ def test_threads_share_syncs_and_all_their_records_are_there(tmp_path: Path) -> 
     for thread in threads:
         thread.join()
     writer.close()
-    found = reopened(OsDisk(), path)
-    assert sorted(found) == sorted(f"{name}:{number}".encode() for name in range(8) for number in range(25))
+    payloads = payloads_after_reopening(OsDisk(), path)
+    assert sorted(payloads) == sorted(f"{name}:{number}".encode() for name in range(8) for number in range(25))
     for name in range(8):
-        mine = [each for each in found if each.startswith(b"%d:" % name)]
-        assert mine == [f"{name}:{number}".encode() for number in range(25)]
+        of_thread = [payload for payload in payloads if payload.startswith(b"%d:" % name)]
+        assert of_thread == [f"{name}:{number}".encode() for number in range(25)]
     assert len(disk.calls) <= 200 + 5
 
 
-def test_a_killed_process_leaves_what_it_acknowledged(tmp_path: Path) -> None:
+def test_acknowledged_records_of_a_killed_process_are_there(tmp_path: Path) -> None:
     code = """
 import sys
 from quire.durable.files import OsDisk
@@ -293,15 +294,15 @@ for number in range(10**9):
     last = max([last, *(int(line) for line in process.stdout.read().split("\n")[:-1])])
     process.stdout.close()
     process.wait()
-    found = reopened(OsDisk(), path)
-    assert found == [b"%d" % number for number in range(len(found))]
-    assert len(found) > last
+    payloads = payloads_after_reopening(OsDisk(), path)
+    assert payloads == [b"%d" % number for number in range(len(payloads))]
+    assert len(payloads) > last
 
 
 def test_a_crash_that_keeps_everything_is_a_clean_end(tmp_path: Path) -> None:
     disk = CrashDisk(str(tmp_path / "disk"))
     writer = LogWriter.create(disk, disk.path("a.log"), kind=KIND)
     writer.append_many([b"one", b"two"])
-    after = disk.crash(str(tmp_path / "after"), keep_all)
-    assert reopened(after, after.path("a.log")) == [b"one", b"two"]
+    crashed = disk.crash(str(tmp_path / "after"), keep_all)
+    assert payloads_after_reopening(crashed, crashed.path("a.log")) == [b"one", b"two"]
     writer.abandon()

@@ -1,4 +1,4 @@
-"""Names: build and parse are inverse, foreign texts are foreign, and people's names obey one rule."""
+"""Names: build and parse are inverse, other texts are rejected, and users' names follow one rule."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ NAMES = st.one_of(
         (names.ScratchDir(job_id=99), "scratch/99"),
     ],
 )
-def test_paths_look_as_the_layout_says(name: names.StoreName, path: str) -> None:
+def test_paths_match_the_documented_layout(name: names.StoreName, path: str) -> None:
     assert name.path == path
     assert parse_path(path) == name
 
@@ -95,7 +95,7 @@ def test_every_manifest_log_key_parses_to_what_built_it(stream_id: int, chunk_in
     assert parse_manifest_log_key(manifest_log_key(stream_id, chunk_index)) == (stream_id, chunk_index)
 
 
-NEARLY = st.one_of(NAMES.map(lambda name: name.path), KEYS.map(object_key), st.just("manifest/1/2.mlog"))
+VALID_TEXTS = st.one_of(NAMES.map(lambda name: name.path), KEYS.map(object_key), st.just("manifest/1/2.mlog"))
 
 
 @given(text=st.text() | st.from_regex(r"[a-z]+/[0-9a-f]{8}/[a-z]+/[0-9a-fA-F]{1,9}\.(seg|log|sst)\n?", fullmatch=True))
@@ -104,7 +104,7 @@ NEARLY = st.one_of(NAMES.map(lambda name: name.path), KEYS.map(object_key), st.j
 @example("streams/99999999999999999999/manifest/1.mlog")
 @example("streams/٣/manifest/1.mlog")
 @example("lsm/00000001/sst/0000001.sst")
-def test_a_text_that_parses_is_exactly_what_its_name_builds(text: str) -> None:
+def test_a_text_that_parses_is_exactly_the_text_of_its_name(text: str) -> None:
     name = parse_path(text)
     assert name is None or name.path == text
     key = parse_object_key(text)
@@ -113,8 +113,8 @@ def test_a_text_that_parses_is_exactly_what_its_name_builds(text: str) -> None:
     assert pair is None or manifest_log_key(*pair) == text
 
 
-@given(text=NEARLY, position=st.integers(0, 80), extra=st.sampled_from("0/aA.\n ٣:-"))
-def test_one_wrong_character_makes_it_foreign_or_another_name(text: str, position: int, extra: str) -> None:
+@given(text=VALID_TEXTS, position=st.integers(0, 80), extra=st.sampled_from("0/aA.\n ٣:-"))
+def test_one_inserted_character_makes_an_invalid_or_a_different_name(text: str, position: int, extra: str) -> None:
     changed = text[:position] + extra + text[position:]
     name, key, pair = parse_path(changed), parse_object_key(changed), parse_manifest_log_key(changed)
     assert name is None or name.path == changed
@@ -136,7 +136,7 @@ def test_ids_are_checked_when_a_name_is_built() -> None:
 
 
 @pytest.mark.parametrize("kind", [ArtifactKind.LEAF, ArtifactKind.NAMESPACE])
-def test_what_has_no_object_has_no_key(kind: ArtifactKind) -> None:
+def test_an_artifact_without_an_object_has_no_key(kind: ArtifactKind) -> None:
     with pytest.raises(InvalidInput):
         object_key(ArtifactKey(1, kind, 1, 1))
     with pytest.raises(InvalidInput):
@@ -144,7 +144,7 @@ def test_what_has_no_object_has_no_key(kind: ArtifactKind) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "größe", "x" * 200, "a b", "a.b", "...", "日本", "C:\\x", "-", "🙂" * 50])
-def test_names_people_may_use(name: str) -> None:
+def test_valid_names(name: str) -> None:
     assert check_name("database", name) == name
 
 
@@ -168,7 +168,7 @@ def test_names_people_may_use(name: str) -> None:
         "\ud800",
     ],
 )
-def test_names_people_may_not_use(name: str) -> None:
+def test_invalid_names(name: str) -> None:
     with pytest.raises(InvalidName) as caught:
         check_name("database", name)
     assert caught.value.hint

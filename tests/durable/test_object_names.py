@@ -1,4 +1,4 @@
-"""Object keys of snapshots and bundles: build and parse are inverse, foreign texts are foreign."""
+"""Object keys of snapshots and bundles: build and parse are inverse, other texts are rejected."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_every_key_parses_to_what_built_it(stream_id: int, number: int, more: in
 
 
 @given(text=st.from_regex(r"manifest/[0-9]{1,21}/(snapshot_[0-9]{1,21}\.bin|bundle_[0-9]{1,3}_[0-9]{1,3}\.mlog)\n?"))
-def test_a_text_that_parses_is_exactly_what_its_numbers_build(text: str) -> None:
+def test_a_text_that_parses_is_exactly_the_text_of_its_numbers(text: str) -> None:
     snapshot, bundle = object_names.parse_snapshot_key(text), object_names.parse_bundle_key(text)
     assert snapshot is None or object_names.snapshot_key(*snapshot) == text
     assert bundle is None or object_names.bundle_key(*bundle) == text
 
 
 @pytest.mark.parametrize("text", ["", "manifest/7/bundle_3_2.mlog", "manifest/07/snapshot_1.bin", "manifest/7/1.mlog"])
-def test_foreign_texts_are_foreign(text: str) -> None:
+def test_other_texts_are_rejected(text: str) -> None:
     assert object_names.parse_snapshot_key(text) is None
     assert object_names.parse_bundle_key(text) is None
 

@@ -1,4 +1,4 @@
-"""Files within a bound: descriptors come and go, what was written stays, and no news of a failed sync is lost."""
+"""A bounded pool of open files: descriptors are closed and reopened, written data stays, and no failed sync is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _descriptors(folder: Path) -> int:
         try:
             count += os.readlink(f"/proc/self/fd/{name}").startswith(str(folder))
         except FileNotFoundError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
     return count
 
 
@@ -45,13 +45,13 @@ def _pool(limit: int = 4) -> OpenFiles:
     return OpenFiles(OsDisk(), limit, ticking=False)
 
 
-def test_a_file_that_is_not_used_has_no_descriptor_and_goes_on_when_it_is(tmp_path: Path) -> None:
-    """Every database that was written kept a file open."""
+def test_an_unused_file_has_no_descriptor_and_is_reopened_when_used(tmp_path: Path) -> None:
+    """Hazard: every database that was written kept a file open."""
     pool = _pool()
     file = pool.open(str(tmp_path / "a"), create=True)
     file.write_at(b"one", 0)
     file.sync()
-    assert pool.close_idle() == 0, "it was used since the last look"
+    assert pool.close_idle() == 0, "it was used since the last call"
     assert pool.close_idle() == 1
     assert _descriptors(tmp_path) == 0
     file.write_at(b"two", 3)
@@ -62,8 +62,8 @@ def test_a_file_that_is_not_used_has_no_descriptor_and_goes_on_when_it_is(tmp_pa
     assert _descriptors(tmp_path) == 0
 
 
-def test_a_file_with_writes_that_no_sync_has_covered_stays_open(tmp_path: Path) -> None:
-    """Its next sync must hear of a write-back that failed: a handle opened later would not."""
+def test_a_file_with_unsynced_writes_stays_open(tmp_path: Path) -> None:
+    """Its next sync must get the error of a failed write-back, which a handle opened later would not get."""
     pool = _pool()
     file = pool.open(str(tmp_path / "a"), create=True)
     file.write_at(b"one", 0)
@@ -74,7 +74,7 @@ def test_a_file_with_writes_that_no_sync_has_covered_stays_open(tmp_path: Path) 
     file.close()
 
 
-def test_at_most_so_many_files_are_open(tmp_path: Path) -> None:
+def test_the_number_of_open_files_is_limited(tmp_path: Path) -> None:
     pool = _pool(limit=4)
     files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(20)]
     for number, file in enumerate(files):
@@ -87,8 +87,8 @@ def test_at_most_so_many_files_are_open(tmp_path: Path) -> None:
     assert _descriptors(tmp_path) == 0
 
 
-def test_a_few_more_files_in_turn_than_the_bound_are_seldom_opened_again(tmp_path: Path) -> None:
-    """If the one opened longest ago were closed, each use would close the one that is used next."""
+def test_cycling_through_slightly_more_files_than_the_limit_seldom_reopens_them(tmp_path: Path) -> None:
+    """If the file opened longest ago were closed, each use would close the file that is used next."""
     disk = _CountingDisk(OsDisk())
     pool = OpenFiles(disk, 200, ticking=False)
     files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(210)]
@@ -101,7 +101,7 @@ def test_a_few_more_files_in_turn_than_the_bound_are_seldom_opened_again(tmp_pat
         file.close()
 
 
-def test_beyond_the_bound_dirty_files_are_synced_and_closed(tmp_path: Path) -> None:
+def test_beyond_the_limit_dirty_files_are_synced_and_closed(tmp_path: Path) -> None:
     pool = _pool(limit=4)
     files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(12)]
     for number, file in enumerate(files):
@@ -112,13 +112,13 @@ def test_beyond_the_bound_dirty_files_are_synced_and_closed(tmp_path: Path) -> N
     assert [file.read_at(1, 0)[0] for file in files] == list(range(12))
 
 
-def test_a_sync_that_failed_on_behalf_of_a_writer_is_told_to_it(tmp_path: Path) -> None:
+def test_a_sync_that_failed_on_behalf_of_a_writer_is_reported_to_it(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, fail_at=1, operation="sync", path="*first")
     pool = OpenFiles(disk, 4, ticking=False)
     first = pool.open(str(tmp_path / "first"), create=True)
     first.write_at(b"x", 0)
     others: list[File] = []
-    while not disk.fired:  # which one is closed is chance
+    while not disk.fired:  # the pool closes a random file
         others.append(pool.open(str(tmp_path / str(len(others))), create=True))
         others[-1].write_at(b"x", 0)
         assert len(others) < 1_000
@@ -131,8 +131,9 @@ def test_a_sync_that_failed_on_behalf_of_a_writer_is_told_to_it(tmp_path: Path) 
         file.close()
 
 
-class _FailsOnce(FileLayer):
-    """A file whose first sync fails and whose later syncs succeed, as on Linux. `meanwhile` is called during the first."""
+class _FileFailingOnce(FileLayer):
+    """A file whose first sync fails and whose later syncs succeed, as on Linux. `meanwhile` is called during the
+    first."""
 
     def __init__(self, inner: File) -> None:
         super().__init__(inner)
@@ -146,22 +147,22 @@ class _FailsOnce(FileLayer):
             raise StorageFault("syncing failed: EIO", path=self.path)
 
 
-class _FirstFails(DiskLayer):
+class _DiskWithFailingFile(DiskLayer):
     """A disk that opens `first` as such a file."""
 
-    made: _FailsOnce
+    failing_file: _FileFailingOnce
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
         if not path.endswith("first"):
             return file
-        self.made = _FailsOnce(file)
-        return self.made
+        self.failing_file = _FileFailingOnce(file)
+        return self.failing_file
 
 
-def test_a_sync_that_runs_beside_the_pools_own_reports_its_failure(tmp_path: Path) -> None:
+def test_a_sync_that_is_concurrent_with_the_pools_own_reports_its_failure(tmp_path: Path) -> None:
     """Hazard: the pool's sync took the error, and the writer's concurrent sync of the same handle succeeded."""
-    disk = _FirstFails(OsDisk())
+    disk = _DiskWithFailingFile(OsDisk())
     pool = OpenFiles(disk, 1, ticking=False)
     first = pool.open(str(tmp_path / "first"), create=True)
     first.write_at(b"x", 0)
@@ -178,9 +179,9 @@ def test_a_sync_that_runs_beside_the_pools_own_reports_its_failure(tmp_path: Pat
 
     def meanwhile() -> None:
         writer.start()
-        writer.join(0.5)  # by then it has succeeded, or waits for this sync to end
+        writer.join(0.5)  # long enough for it to succeed, or to wait for this sync
 
-    disk.made.meanwhile = meanwhile
+    disk.failing_file.meanwhile = meanwhile
     other = pool.open(str(tmp_path / "other"), create=True)
     writer.join(60)
     assert outcomes == ["failed"]
@@ -188,8 +189,9 @@ def test_a_sync_that_runs_beside_the_pools_own_reports_its_failure(tmp_path: Pat
         file.close()
 
 
-def test_handles_on_one_file_come_and_go_together(tmp_path: Path) -> None:
-    """Two handles are there so that two syncs each hear the news: one that is opened behind a write would not."""
+def test_handles_of_one_file_are_closed_and_reopened_together(tmp_path: Path) -> None:
+    """There are two handles so that each of two syncs gets the error: a handle that is opened after a write would
+    not."""
     pool = _pool()
     first = pool.open(str(tmp_path / "a"), create=True)
     second = pool.open(str(tmp_path / "a"))
@@ -204,7 +206,7 @@ def test_handles_on_one_file_come_and_go_together(tmp_path: Path) -> None:
     second.close()
 
 
-def test_another_file_under_the_path_is_not_taken_for_the_same(tmp_path: Path) -> None:
+def test_another_file_at_the_path_is_detected(tmp_path: Path) -> None:
     pool = _pool()
     file = pool.open(str(tmp_path / "a"), create=True)
     write_synced(file, b"mine", 0)
@@ -217,7 +219,7 @@ def test_another_file_under_the_path_is_not_taken_for_the_same(tmp_path: Path) -
     assert (tmp_path / "a").read_bytes() == b"theirs"
 
 
-def test_a_file_that_is_renamed_takes_its_handles_with_it(tmp_path: Path) -> None:
+def test_handles_follow_a_renamed_file(tmp_path: Path) -> None:
     pool = _pool()
     file = preallocate(pool, str(tmp_path / "spare"), 64)
     pool.close_idle()
@@ -229,8 +231,8 @@ def test_a_file_that_is_renamed_takes_its_handles_with_it(tmp_path: Path) -> Non
     file.close()
 
 
-def test_a_file_whose_descriptor_was_asked_for_stays_open(tmp_path: Path) -> None:
-    """A lock or a map hangs on it."""
+def test_a_file_whose_descriptor_is_used_stays_open(tmp_path: Path) -> None:
+    """A lock or a memory map depends on it."""
     pool = _pool()
     file = pool.open(str(tmp_path / "a"), create=True)
     descriptor = file.fileno()
@@ -239,27 +241,27 @@ def test_a_file_whose_descriptor_was_asked_for_stays_open(tmp_path: Path) -> Non
     file.close()
 
 
-def test_files_to_read_are_held_only_if_they_are_asked_for_so(tmp_path: Path) -> None:
+def test_files_to_read_are_pooled_only_on_request(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"table")
     pool = _pool()
-    kept, plain = open_to_read(pool, str(tmp_path / "a")), pool.open(str(tmp_path / "a"), write=False)
+    pooled, plain = open_to_read(pool, str(tmp_path / "a")), pool.open(str(tmp_path / "a"), write=False)
     pool.close_idle()
     assert pool.close_idle() == 1
     assert _descriptors(tmp_path) == 1
-    assert kept.read_at(5, 0) == plain.read_at(5, 0) == b"table"
+    assert pooled.read_at(5, 0) == plain.read_at(5, 0) == b"table"
     with pytest.raises(StorageFault):
-        kept.write_at(b"x", 0)
-    kept.close()
+        pooled.write_at(b"x", 0)
+    pooled.close()
     plain.close()
 
 
-def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
-    """A descriptor that is closed under its user may be another file's by then."""
+def test_many_threads_use_files_that_are_closed_and_reopened(tmp_path: Path) -> None:
+    """Hazard: a descriptor that is closed while in use may belong to another file by then."""
     pool = _pool(limit=4)
     files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(8)]
-    stopping, wrong = threading.Event(), []
+    stopping, mismatches = threading.Event(), []
 
-    def close_all_the_time() -> None:
+    def close_continuously() -> None:
         while not stopping.is_set():
             pool.close_idle()
 
@@ -271,9 +273,9 @@ def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
             if rng.random() < 0.5:
                 file.sync()
             if file.read_at(6, 0) != f"{number}:{count:4}".encode():
-                wrong.append((number, count))
+                mismatches.append((number, count))
 
-    closer = threading.Thread(target=close_all_the_time)
+    closer = threading.Thread(target=close_continuously)
     closer.start()
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -282,14 +284,14 @@ def test_many_threads_use_files_that_come_and_go(tmp_path: Path) -> None:
         thread.join()
     stopping.set()
     closer.join()
-    assert wrong == []
+    assert mismatches == []
     for number, file in enumerate(files):
         assert file.read_at(6, 0) == f"{number}: 299".encode()
         file.close()
 
 
 class _SlowToOpen(DiskLayer):
-    """A disk whose opens of one file wait until they are let go."""
+    """A disk on which opening one file waits until the test permits it."""
 
     def __init__(self, inner: Disk, path: str) -> None:
         super().__init__(inner)
@@ -304,8 +306,8 @@ class _SlowToOpen(DiskLayer):
         return self._inner.open(path, create=create, exclusive=exclusive, write=write)
 
 
-def test_a_file_that_is_opened_again_holds_up_no_other(tmp_path: Path) -> None:
-    """With more files in use than the bound each use opens one; threads waited for each other's opens."""
+def test_reopening_a_file_does_not_block_others(tmp_path: Path) -> None:
+    """Hazard: with more files in use than the limit, each use opens one; threads waited for each other's opens."""
     slow = str(tmp_path / "slow")
     disk = _SlowToOpen(OsDisk(), slow)
     pool = OpenFiles(disk, 4, ticking=False)
@@ -319,11 +321,11 @@ def test_a_file_that_is_opened_again_holds_up_no_other(tmp_path: Path) -> None:
     other = threading.Thread(target=second.write_at, args=(b"other", 0))
     other.start()
     other.join(10)
-    was_held_up = other.is_alive()
+    was_blocked = other.is_alive()
     disk.may_open.set()
     writer.join()
     other.join()
-    assert not was_held_up
+    assert not was_blocked
     assert (first.read_at(4, 0), second.read_at(5, 0)) == (b"slow", b"other")
     first.close()
     second.close()
@@ -350,8 +352,8 @@ def test_a_handle_that_is_closed_while_its_file_is_opened_again_leaves_no_descri
 
 
 # ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_process_without_descriptors_is_told_its_limit(tmp_path: Path) -> None:
-    """The hint was to check the disk."""
+def test_the_error_of_a_process_without_descriptors_names_its_limit(tmp_path: Path) -> None:
+    """Hazard: the hint was to check the disk."""
     error = translate(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "x", "opening")
     assert isinstance(error, TooManyOpenFiles)
     assert str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) in error.what
@@ -362,8 +364,8 @@ def test_a_process_without_descriptors_is_told_its_limit(tmp_path: Path) -> None
     assert "machine" in of_machine.what
 
 
-def test_every_seam_says_what_it_is(tmp_path: Path) -> None:
-    """Disk, locks and LMDB of a process that has used up its descriptors."""
+def test_disk_locks_and_lmdb_report_missing_descriptors(tmp_path: Path) -> None:
+    """The disk, locks and LMDB in a process that has used up its descriptors."""
     program = f"""
 import os, resource
 import quire
@@ -394,5 +396,5 @@ for attempt in tries:
 os.closerange(min(taken), max(taken) + 1)
 print(said)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "4", done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout.strip() == "4", result.stderr

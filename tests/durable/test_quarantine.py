@@ -1,4 +1,4 @@
-"""The quarantine: what is moved there is never lost, says where it was, and can be put back."""
+"""The quarantine: a file that is moved there is never lost, has a note of its former path, and can be restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def put(root: Path, path: str, data: bytes = b"records") -> Path:
     return file
 
 
-def test_what_is_moved_says_where_it_was_and_why(tmp_path: Path) -> None:
+def test_a_moved_file_has_a_note_with_its_path_and_the_reason(tmp_path: Path) -> None:
     file = put(tmp_path, HOT)
     entry = quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5, database=7)
     assert not file.exists()
@@ -39,17 +39,17 @@ def test_the_same_path_may_be_moved_again(tmp_path: Path) -> None:
     for number, data in ((1, b"a"), (2, b"bb")):
         put(tmp_path, HOT, data)
         assert quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5).number == number
-    assert [each.size_bytes for each in quarantine.entries(OsDisk(), str(tmp_path))] == [1, 2]
+    assert [entry.size_bytes for entry in quarantine.entries(OsDisk(), str(tmp_path))] == [1, 2]
 
 
-def test_a_directory_moves_as_one(tmp_path: Path) -> None:
+def test_a_directory_is_moved_as_a_whole(tmp_path: Path) -> None:
     put(tmp_path, HOT)
     quarantine.move(OsDisk(), str(tmp_path), "streams/7", why=WHY, at_ms=5)
     quarantine.restore(OsDisk(), str(tmp_path), 1)
     assert (tmp_path / HOT).read_bytes() == b"records"
 
 
-def test_restoring_puts_it_back_and_replaces_nothing(tmp_path: Path) -> None:
+def test_restoring_moves_the_file_back_and_replaces_nothing(tmp_path: Path) -> None:
     put(tmp_path, HOT)
     quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5)
     other = put(tmp_path, HOT, b"other")
@@ -65,7 +65,7 @@ def test_restoring_puts_it_back_and_replaces_nothing(tmp_path: Path) -> None:
         quarantine.restore(OsDisk(), str(tmp_path), 1)
 
 
-def test_removing_removes_for_good(tmp_path: Path) -> None:
+def test_removing_deletes_the_file_and_its_note(tmp_path: Path) -> None:
     put(tmp_path, HOT)
     quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5)
     quarantine.remove(OsDisk(), str(tmp_path), 1)
@@ -75,8 +75,8 @@ def test_removing_removes_for_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../outside", "a/../../b", "", "quarantine/00000001.json", "a//b"])
-def test_a_note_that_leads_elsewhere_is_not_followed(tmp_path: Path, path: str) -> None:
-    """Notes are files that anybody may have written: restoring must not move a file out of the store."""
+def test_a_note_with_a_path_outside_the_store_is_rejected(tmp_path: Path, path: str) -> None:
+    """Anyone may have written a note: restoring must not move a file out of the store."""
     put(tmp_path, HOT)
     quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5)
     note = tmp_path / "quarantine/00000001.json"
@@ -88,18 +88,18 @@ def test_a_note_that_leads_elsewhere_is_not_followed(tmp_path: Path, path: str) 
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"x" * (quarantine.NOTE_BYTES_MAX + 1)])
-def test_a_damaged_note_is_told_and_hides_nothing(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_note_is_reported_and_hides_no_other(tmp_path: Path, data: bytes) -> None:
     for name in "12":
         put(tmp_path, HOT[:-5] + f"{name}.seg")
         quarantine.move(OsDisk(), str(tmp_path), HOT[:-5] + f"{name}.seg", why=WHY, at_ms=5)
     (tmp_path / "quarantine/00000001.json").write_bytes(data)
-    damaged, sound = quarantine.entries(OsDisk(), str(tmp_path))
-    assert (damaged.path, sound.why) == ("", WHY)
+    damaged, intact = quarantine.entries(OsDisk(), str(tmp_path))
+    assert (damaged.path, intact.why) == ("", WHY)
     quarantine.remove(OsDisk(), str(tmp_path), 1)
-    assert quarantine.entries(OsDisk(), str(tmp_path)) == [sound]
+    assert quarantine.entries(OsDisk(), str(tmp_path)) == [intact]
 
 
-def test_a_note_of_a_move_that_did_not_happen_is_no_entry(tmp_path: Path) -> None:
+def test_a_note_of_a_move_that_did_not_happen_is_not_an_entry(tmp_path: Path) -> None:
     put(tmp_path, HOT)
     with armed("quarantine.noted", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
         quarantine.move(OsDisk(), str(tmp_path), HOT, why=WHY, at_ms=5)
@@ -111,7 +111,7 @@ def test_a_note_of_a_move_that_did_not_happen_is_no_entry(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("point", ["quarantine.noted", "quarantine.renamed", "quarantine.moved"])
 def test_power_loss_at_any_step_loses_nothing(tmp_path: Path, point: str) -> None:
-    """The file is at its old path, or in quarantine with a note that says where it was."""
+    """The file is at its old path, or in quarantine with a note of that path."""
     disk = CrashDisk(str(tmp_path / "before"))
     root = disk.path()
     disk.make_dirs(disk.path("streams", "7", "hot"))
@@ -122,8 +122,8 @@ def test_power_loss_at_any_step_loses_nothing(tmp_path: Path, point: str) -> Non
     with armed(point, "raise:EIO"), pytest.raises(OSError, match="failpoint"):
         quarantine.move(disk, root, HOT, why=WHY, at_ms=5)
     for number, choose in enumerate(every_chooser()):
-        after = disk.crash(str(tmp_path / str(number)), choose)
-        held = quarantine.entries(after, after.path())
-        places = [path for path in (HOT, *(entry.place for entry in held)) if after.exists(after.path(path))]
-        assert places
-        assert all(read_all(after, after.path(path)) == b"records" for path in places)
+        crashed = disk.crash(str(tmp_path / str(number)), choose)
+        entries = quarantine.entries(crashed, crashed.path())
+        paths = [path for path in (HOT, *(entry.place for entry in entries)) if crashed.exists(crashed.path(path))]
+        assert paths
+        assert all(read_all(crashed, crashed.path(path)) == b"records" for path in paths)

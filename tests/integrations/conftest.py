@@ -1,4 +1,4 @@
-"""A store with a database and a snapshot of it, for the tools that show both."""
+"""A store with a database and a snapshot of it, for tools that show both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.sqlite import dbapi
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """The path of a store: `shop` has two orders, and had one on `monday`. Nobody owns it."""
+    """The path of a store without an owner: `shop` has two orders, and had one on `monday`."""
     root = tmp_path / "store"
     with quire.open(root) as store:
         connection = dbapi.connect(root / "shop")

@@ -1,4 +1,4 @@
-"""Datasette with the plugin: a store's databases and snapshots are databases there."""
+"""Datasette with the plugin: databases and snapshots of a store are databases in it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def rows(datasette: Datasette, address: str) -> Any:
 
 def test_databases_and_snapshots_are_databases(shop: Path) -> None:
     async def use(datasette: Datasette) -> None:
-        shown = {one["name"]: one for one in await rows(datasette, "/-/databases.json")}
+        shown = {row["name"]: row for row in await rows(datasette, "/-/databases.json")}
         assert set(shown) == {"_memory", "shop", "shop@monday"}
         assert (shown["shop"]["is_mutable"], shown["shop@monday"]["is_mutable"]) == (True, False)
         assert shown["shop"]["size"] == shown["shop@monday"]["size"] > 0
@@ -55,31 +55,33 @@ def test_databases_and_snapshots_are_databases(shop: Path) -> None:
         assert slow.status_code == 400
         assert "took too long" in slow.text
         write = f"from quire.sqlite import dbapi; dbapi.connect('{shop}/shop').executescript('delete from orders')"
-        subprocess.run([sys.executable, "-c", write], timeout=250, check=True)  # the plugin has not taken the store
+        subprocess.run([sys.executable, "-c", write], timeout=250, check=True)  # the plugin does not own the store
         assert await rows(datasette, "/shop/orders.json?_shape=array") == []
 
     run(use, store=str(shop))
 
 
-def test_what_is_created_and_dropped_meanwhile_comes_and_goes(shop: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_databases_created_and_dropped_meanwhile_appear_and_disappear(
+    shop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.integrations.datasette_databases.REFRESH_SECONDS", 0.0)
 
     async def use(datasette: Datasette) -> None:
-        assert "shop@monday" in {one["name"] for one in await rows(datasette, "/-/databases.json")}
+        assert "shop@monday" in {row["name"] for row in await rows(datasette, "/-/databases.json")}
         assert len(await rows(datasette, "/shop~40monday/orders.json?_shape=array")) == 1
         store.manifest.snapshots.drop("shop", "monday")
         store.snapshot("shop", "monday")
         store.fork("shop", "what-if")
-        assert "what-if" in {one["name"] for one in await rows(datasette, "/-/databases.json")}
+        assert "what-if" in {row["name"] for row in await rows(datasette, "/-/databases.json")}
         assert len(await rows(datasette, "/shop~40monday/orders.json?_shape=array")) == 2
         store.drop("what-if")
-        assert "what-if" not in {one["name"] for one in await rows(datasette, "/-/databases.json")}
+        assert "what-if" not in {row["name"] for row in await rows(datasette, "/-/databases.json")}
 
     with quire.open(shop) as store:
         run(use, store=[str(shop)])
 
 
-def test_plugins_that_write_may_where_it_is_allowed(shop: Path) -> None:
+def test_plugins_can_write_if_allowed(shop: Path) -> None:
     async def insert(datasette: Datasette) -> None:
         await datasette.get_database("shop").execute_write("insert into orders(item) values ('rum')")
 
@@ -90,7 +92,7 @@ def test_plugins_that_write_may_where_it_is_allowed(shop: Path) -> None:
         assert store.sqlite("shop").execute("select count(*) from orders").get == 3
 
 
-def test_what_needs_a_file_is_refused_and_harms_nothing(shop: Path) -> None:
+def test_operations_that_need_a_file_are_refused_without_damage(shop: Path) -> None:
     async def use(datasette: Datasette) -> None:
         assert (await datasette.client.get("/shop~40monday.db")).status_code in (403, 404)
         answer = await rows(datasette, "/_memory.json?sql=select+1+as+one&_shape=array")
@@ -99,14 +101,14 @@ def test_what_needs_a_file_is_refused_and_harms_nothing(shop: Path) -> None:
     run(use, crossdb=True, store=str(shop))
 
 
-def test_settings_that_do_not_exist_are_refused(shop: Path) -> None:
+def test_unknown_settings_are_refused(shop: Path) -> None:
     with pytest.raises(InvalidInput, match="no such setting"):
         StoreDatabases(None, {"stores": str(shop)})
     with pytest.raises(InvalidInput, match="path of a store"):
         StoreDatabases(None, {"databases": "*"})
 
     async def names(datasette: Datasette) -> set[str]:
-        return {one["name"] for one in await rows(datasette, "/-/databases.json")}
+        return {row["name"] for row in await rows(datasette, "/-/databases.json")}
 
     assert run(names, store=str(shop), databases="s*", snapshots=False) == {"_memory", "shop"}
 
@@ -118,5 +120,5 @@ def test_without_configuration_nothing_is_loaded() -> None:
         "asyncio.run(Datasette([]).invoke_startup())\n"
         "print({'quire.store', 'quire.sqlite.dbapi', 'apsw', 'lmdb'} & set(sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
-    assert ended.stdout == "set()\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    assert result.stdout == "set()\n"

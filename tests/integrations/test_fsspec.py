@@ -1,4 +1,4 @@
-"""The fsspec file system: versions as files, for whatever reads files."""
+"""The fsspec file system: versions as files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ranges_and_seeking(shop: Path, files: QuireFileSystem) -> None:
         files.open(path, "wb")
 
 
-def test_a_file_that_is_open_stays_the_version_that_it_was(shop: Path, files: QuireFileSystem, tmp_path: Path) -> None:
+def test_an_open_file_keeps_its_version(shop: Path, files: QuireFileSystem, tmp_path: Path) -> None:
     with quire.open(shop), closing(dbapi.connect(shop / "shop")) as connection:
         before = files.ukey(f"{shop}/shop.sqlite")
         with files.open(f"{shop}/shop.sqlite") as file:
@@ -79,6 +79,6 @@ def test_duckdb_reads_it(shop: Path) -> None:
         "connection = duckdb.connect(); connection.register_filesystem(QuireFileSystem())\n"
         f"print(connection.execute(\"select size from read_blob('quire://{shop}/*.sqlite')\").fetchall())"
     )
-    # A process of its own: DuckDB complains at exit when it was imported by pytest.
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
-    assert ended.stdout == "[(8192,), (8192,)]\n"
+    # In a separate process: DuckDB prints an error at exit when it was imported by pytest.
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    assert result.stdout == "[(8192,), (8192,)]\n"

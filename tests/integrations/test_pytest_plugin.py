@@ -1,4 +1,4 @@
-"""The fixtures of the pytest plugin, used by a small project in a pytest of its own."""
+"""The fixtures of the pytest plugin, used by a small project in a separate pytest run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def test_a_url(quire_branch):
 """
 
 
-def test_branches_are_of_one_test_also_under_xdist(tmp_path: Path) -> None:
+def test_branches_belong_to_one_test_also_under_xdist(tmp_path: Path) -> None:
     (tmp_path / "test_project.py").write_text(PROJECT)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "."]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
-    assert "8 passed" in ended.stdout, ended.stdout + ended.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert "8 passed" in result.stdout, result.stdout + result.stderr
 
 
-def test_a_project_without_these_fixtures_loads_nothing_of_quire(tmp_path: Path) -> None:
+def test_a_project_without_these_fixtures_imports_nothing_of_quire(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
         "import sys\ndef test_it():\n    assert not {'quire.store', 'apsw', 'lmdb'} & set(sys.modules)\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
-    assert "1 passed" in ended.stdout, ended.stdout + ended.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert "1 passed" in result.stdout, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""SQLAlchemy, Alembic, SQLModel and aiosqlite on a store, each by its one line of configuration."""
+"""SQLAlchemy, Alembic, SQLModel and aiosqlite on a store, each with its one line of configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 import quire
 from quire.integrations import aio
-from tests.service.world import served
+from tests.service.owners import served
 
 ITEMS = sa.Table(
     "items", sa.MetaData(), sa.Column("id", sa.Integer, primary_key=True), sa.Column("name", sa.String(20))
@@ -49,8 +49,8 @@ def test_an_engine_is_one_url_and_a_snapshot_another(tmp_path: Path, monkeypatch
     assert engine.dialect.name == "sqlite"
     fill(engine, "tea", "milk")
     with engine.begin() as connection:
-        again = insert(ITEMS).values(id=1, name="coffee")
-        connection.execute(again.on_conflict_do_update(index_elements=["id"], set_={"name": again.excluded.name}))
+        upsert = insert(ITEMS).values(id=1, name="coffee")
+        connection.execute(upsert.on_conflict_do_update(index_elements=["id"], set_={"name": upsert.excluded.name}))
     engine.dispose()
     with quire.open("store") as store:
         store.snapshot("shop", "monday")
@@ -163,7 +163,7 @@ def test_an_engine_over_the_network_uses_a_client(tmp_path: Path) -> None:
             engine.dispose()
 
 
-def test_a_url_with_a_host_says_what_to_do() -> None:
+def test_a_url_with_a_host_gets_a_hint() -> None:
     with pytest.raises(sa.exc.ArgumentError, match=r"quire\+http://host"):
         sa.create_engine("quire://host:7448/shop")
 
@@ -197,7 +197,7 @@ profile_file = profiles.txt
 
 
 def failures(directory: Path, url: str) -> set[str]:
-    """The tests of SQLAlchemy's suite that fail, by names without the dialect's."""
+    """The failed tests of SQLAlchemy's suite, by their names without the dialect."""
     (directory / "test").mkdir(parents=True)
     files = {
         "conftest.py": CONFIG,
@@ -208,7 +208,7 @@ def failures(directory: Path, url: str) -> set[str]:
     for name, text in files.items():
         (directory / name).write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "test"]
-    ended = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(directory)},
@@ -217,19 +217,19 @@ def failures(directory: Path, url: str) -> set[str]:
         timeout=1500,
         check=False,
     )
-    passed = re.search(r"(\d+) passed", ended.stdout)
-    assert passed is not None, ended.stdout[-3000:] + ended.stderr
-    assert int(passed[1]) > 600, ended.stdout[-3000:]
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed is not None, result.stdout[-3000:] + result.stderr
+    assert int(passed[1]) > 600, result.stdout[-3000:]
     return {
         re.sub(r"_sqlite\+\w+", "", test)
-        for test in re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.M)
+        for test in re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", result.stdout, re.M)
     }
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3300)
-def test_nothing_of_sqlalchemys_suite_for_dialects_fails_that_passes_on_sqlite3(tmp_path: Path) -> None:
-    """Without SQLAlchemy's own list of what SQLite cannot do, some tests fail for both."""
-    theirs = failures(tmp_path / "sqlite", f"sqlite:///{tmp_path}/plain.db")
-    ours = failures(tmp_path / "quire", f"quire:///{tmp_path}/store/test")
-    assert not ours - theirs
+def test_sqlalchemys_dialect_suite_fails_only_where_it_fails_on_sqlite3(tmp_path: Path) -> None:
+    """Some tests fail for both, because SQLAlchemy's own list of SQLite's limitations is not used."""
+    sqlite_failures = failures(tmp_path / "sqlite", f"sqlite:///{tmp_path}/plain.db")
+    quire_failures = failures(tmp_path / "quire", f"quire:///{tmp_path}/store/test")
+    assert not quire_failures - sqlite_failures

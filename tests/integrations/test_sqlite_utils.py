@@ -1,4 +1,4 @@
-"""sqlite-utils with the plugin: its commands, and its library, on databases of a store."""
+"""sqlite-utils with the plugin: its commands and its library, on databases of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import quire
 from quire.integrations import sqlite_utils as plugin
 from quire.sqlite import dbapi
 
-if "quire" not in cli.commands:  # its entry point has
+if "quire" not in cli.commands:  # as its entry point does
     plugin.register_commands(cli)
 
 
@@ -24,7 +24,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, arguments, catch_exceptions=False)
 
 
-def test_commands_take_databases_and_snapshots(shop: Path, tmp_path: Path) -> None:
+def test_commands_accept_databases_and_snapshots(shop: Path, tmp_path: Path) -> None:
     url = f"quire:///{shop}/shop"
     assert run("quire", str(shop)).output.split() == [url, f"{url}?at=monday"]
     assert json.loads(run("tables", url, "--counts").output) == [{"table": "orders", "count": 2}]
@@ -39,19 +39,19 @@ def test_commands_take_databases_and_snapshots(shop: Path, tmp_path: Path) -> No
     assert refused.exit_code == 1
 
 
-def test_errors_say_what_is_wrong(shop: Path, tmp_path: Path) -> None:
+def test_errors_are_explained(shop: Path, tmp_path: Path) -> None:
     assert "no such snapshot" in run("tables", f"quire:///{shop}/shop?at=tuesday").output.lower()
     assert "no store found" in run("quire", str(tmp_path)).output
     assert run("tables", str(tmp_path / "nosuch.db")).exit_code == 2
 
 
-def test_paths_of_files_mean_what_they_did(tmp_path: Path) -> None:
+def test_file_paths_keep_their_meaning(tmp_path: Path) -> None:
     path = str(tmp_path / "plain.db")
     assert run("create-database", path).exit_code == 0
     assert run("tables", path).output == "[]\n"
 
 
-def test_the_library_takes_a_connection(shop: Path) -> None:
+def test_the_library_accepts_a_connection(shop: Path) -> None:
     with quire.open(shop) as store:
         connection: Any = dbapi.connect(shop / "shop")
         database = sqlite_utils.Database(connection)
@@ -66,10 +66,10 @@ def test_the_library_takes_a_connection(shop: Path) -> None:
         assert store.sqlite("shop", at="monday").execute("select item from orders").fetchall() == [("tea",)]
 
 
-def test_the_plugin_alone_loads_nothing() -> None:
+def test_the_plugin_alone_imports_nothing() -> None:
     code = (
         "import sys; import quire.integrations.sqlite_utils\n"
         "print({'quire.store', 'quire.sqlite.dbapi', 'apsw', 'lmdb'} & set(sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
-    assert ended.stdout == "set()\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
+    assert result.stdout == "set()\n"

@@ -1,11 +1,11 @@
-"""Runs in a process of its own, to be killed: compacts the key-value database of a store. It is told `PATH FAILPOINTS`."""
+"""A child process that is killed: it compacts the key-value database of a store. Its message is `PATH FAILPOINTS`."""
 
 from __future__ import annotations
 
 import quire
 from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import arm_from
-from tests.nursery import Line
+from tests.fork_server import Channel
 
 SETTINGS = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False), lsm=LsmSettings(level0_tables=20, table_bytes=8 << 10)
@@ -13,7 +13,7 @@ SETTINGS = StoreSettings(
 
 
 def warm_up() -> None:
-    """Import what a compaction imports."""
+    """Import the modules that a compaction needs."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory, quire.open(f"{directory}/store", settings=SETTINGS) as store:
@@ -24,9 +24,9 @@ def warm_up() -> None:
         store.heavy.compact("warm")
 
 
-def run(line: Line) -> None:
-    path, points = (line.receive() or b"").decode().split(" ", 1)
+def run(channel: Channel) -> None:
+    path, failpoints = (channel.receive() or b"").decode().split(" ", 1)
     with quire.open(path, settings=SETTINGS) as store:
         store.kv("cart")
-        arm_from(points)
+        arm_from(failpoints)
         store.heavy.compact("cart")

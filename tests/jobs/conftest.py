@@ -1,4 +1,4 @@
-"""A store per test; afterwards its manifest must be clean, its feed must replay, and every promised copy must be there."""
+"""A store per test. Afterwards its manifest must be clean, its feed must replay, and every promised copy must exist."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from pathlib import Path
 import pytest
 
 from quire.testing.manifest import assert_clean
-from tests.jobs.world import World
+from tests.jobs.job_store import JobStore
 
 _names = itertools.count(1)
 
 
 @pytest.fixture(params=["path", "memory"])
-def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
-    """A store with its objects in a directory, and one with them in memory: another store than the file system."""
+def job_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[JobStore]:
+    """A store whose objects are in a directory, and one whose objects are in memory."""
     url = str(tmp_path / "objects") if request.param == "path" else f"memory://jobs-{next(_names)}"
-    yield from _life(tmp_path, url)
+    yield from _checked_store(tmp_path, url)
 
 
 @pytest.fixture
-def local(tmp_path: Path) -> Iterator[World]:
-    """The same, with its objects in a directory."""
-    yield from _life(tmp_path, str(tmp_path / "objects"))
+def local_store(tmp_path: Path) -> Iterator[JobStore]:
+    """A store whose objects are in a directory."""
+    yield from _checked_store(tmp_path, str(tmp_path / "objects"))
 
 
-def _life(tmp_path: Path, url: str) -> Iterator[World]:
-    made = World(str(tmp_path), url)
+def _checked_store(tmp_path: Path, url: str) -> Iterator[JobStore]:
+    job_store = JobStore(str(tmp_path), url)
     try:
-        yield made
-        if made.manifest.writer.failure is None:
-            assert_clean(made.manifest, leaks=True)
-            if not made.is_damaged:
-                made.assert_sound()
-            made.assert_replays()
+        yield job_store
+        if job_store.manifest.writer.failure is None:
+            assert_clean(job_store.manifest, leaks=True)
+            if not job_store.is_damaged:
+                job_store.assert_sound()
+            job_store.assert_replays()
     finally:
-        made.close()
+        job_store.close()

@@ -1,6 +1,6 @@
-"""The owner of a store that is killed: opens it, does rounds of maintenance, and dies at the failpoint it was told.
+"""An owner that is killed: it opens the store, runs maintenance rounds, and dies at its failpoint.
 
-Messages are pickles: first what to do, at the end (if it lives to see it) how often each failpoint was hit.
+Messages are pickles: first a `ChildTask`; at the end, if the process survives, the number of hits of each failpoint.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from dataclasses import dataclass
 from quire.core.ids import ArtifactKey
 from quire.durable.failpoints import arm_from, hits, recording
 from quire.testing.clock import ManualClock
-from tests.jobs.world import World
-from tests.nursery import Line
+from tests.fork_server import Channel
+from tests.jobs.job_store import JobStore
 
 ROUNDS = 5
 SECONDS_BETWEEN = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What a child is told."""
+class ChildTask:
+    """What a child process does."""
 
     root: str
     now_ms: int
     failpoints: str
-    """As in QUIRE_FAILPOINTS."""
+    """In the syntax of QUIRE_FAILPOINTS."""
     bodies: dict[ArtifactKey, bytes]
-    """What the artifacts are made of: the first thing it does is to look whether all promises are kept."""
+    """The expected content of the artifacts; the child first checks that every promised copy exists."""
 
 
-def live(line: Line) -> None:
-    """The target of the nursery."""
-    message = line.receive()
+def run_child(channel: Channel) -> None:
+    """Entry point of the child process."""
+    message = channel.receive()
     assert message is not None
-    told: Life = pickle.loads(message)
+    task: ChildTask = pickle.loads(message)
     with recording():
-        arm_from(told.failpoints)
-        world = World(told.root, told.root + "/objects", clock=ManualClock(told.now_ms), bodies=told.bodies)
-        world.assert_sound()
-        world.manifest.jobs.recover()
-        world.clock.advance(30)  # what the last life was working on is due again, before everything else
+        arm_from(task.failpoints)
+        job_store = JobStore(task.root, task.root + "/objects", clock=ManualClock(task.now_ms), bodies=task.bodies)
+        job_store.assert_sound()
+        job_store.manifest.jobs.recover()
+        job_store.clock.advance(30)  # the previous process's jobs are due again, before all others
         for _ in range(ROUNDS):
-            world.upkeep.run_once()
-            world.clock.advance(SECONDS_BETWEEN)
-        world.close()
-    line.send(pickle.dumps(hits()))
+            job_store.upkeep.run_once()
+            job_store.clock.advance(SECONDS_BETWEEN)
+        job_store.close()
+    channel.send(pickle.dumps(hits()))

@@ -1,4 +1,4 @@
-"""Handlers and workers that tests of the worker share."""
+"""Handlers and workers shared by the tests of the worker."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from quire.jobs.handler import Completed, Handler, Outcome, Progress
 from quire.jobs.worker import Worker
 from quire.manifest.jobqueue import ATTEMPTS, LEASE_SECONDS, Job
 from quire.manifest.records import JobKind, JobState
-from tests.jobs.world import World
+from tests.jobs.job_store import JobStore
 
 KIND = JobKind.SWEEP
 
 
-def worker_with(world: World, handler: Handler, *, threads: int = 1, lease_seconds: float = LEASE_SECONDS) -> Worker:
-    return Worker(world.ctx, {KIND: handler}, threads=threads, lease_seconds=lease_seconds)
+def worker_with(
+    job_store: JobStore, handler: Handler, *, threads: int = 1, lease_seconds: float = LEASE_SECONDS
+) -> Worker:
+    return Worker(job_store.ctx, {KIND: handler}, threads=threads, lease_seconds=lease_seconds)
 
 
-def at_once(_ctx: JobContext, _job: Job, _progress: Progress) -> Outcome:
-    """A handler with nothing to do."""
+def complete_at_once(_ctx: JobContext, _job: Job, _progress: Progress) -> Outcome:
+    """A handler that does nothing."""
     return Completed()
 
 
 @contextmanager
-def started(worker: Worker) -> Iterator[Worker]:
+def running(worker: Worker) -> Iterator[Worker]:
     worker.start()
     try:
         yield worker
@@ -35,16 +37,16 @@ def started(worker: Worker) -> Iterator[Worker]:
         worker.stop()
 
 
-def enqueue(world: World, *, max_attempts: int = ATTEMPTS) -> int:
-    return world.manifest.jobs.enqueue(KIND, max_attempts=max_attempts)
+def enqueue(job_store: JobStore, *, max_attempts: int = ATTEMPTS) -> int:
+    return job_store.manifest.jobs.enqueue(KIND, max_attempts=max_attempts)
 
 
-def state(world: World, job_id: int) -> JobState:
-    return world.job(job_id).state
+def state(job_store: JobStore, job_id: int) -> JobState:
+    return job_store.job(job_id).state
 
 
-class Slow:
-    """A handler that goes on until it is told to end, step by step."""
+class BlockingHandler:
+    """A handler that reports progress in steps until `end` is set."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()

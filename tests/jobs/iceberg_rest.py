@@ -1,4 +1,4 @@
-"""Iceberg's REST catalog, as much of it as a mirror asks for, over pyiceberg's SQL catalog."""
+"""The part of Iceberg's REST catalog that a mirror uses, on top of pyiceberg's SQL catalog."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pyiceberg.exceptions import (
 from pyiceberg.schema import Schema
 from pyiceberg.table import CommitTableRequest, Table
 
-ANSWERS: dict[type[Exception], int] = {
+STATUS_CODES: dict[type[Exception], int] = {
     NoSuchNamespaceError: 404,
     NoSuchTableError: 404,
     NamespaceAlreadyExistsError: 409,
@@ -33,17 +33,17 @@ ANSWERS: dict[type[Exception], int] = {
 
 @dataclass
 class RestCatalogServer:
-    """A catalog behind HTTP."""
+    """A catalog served over HTTP."""
 
     catalog: SqlCatalog
     url: str = ""
-    lose_answers: int = 0
-    """How many of the next commits are done and answered with 504."""
-    asked: list[str] = field(default_factory=list)
+    lose_responses: int = 0
+    """How many of the next commits are applied but answered with 504."""
+    requests: list[str] = field(default_factory=list)
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-        """(status, document) of a request."""
-        self.asked.append(f"{method} {path}")
+        """The status and document of a response."""
+        self.requests.append(f"{method} {path}")
         parts = path.partition("?")[0].removeprefix("/v1/").split("/")
         if parts == ["config"]:
             return 200, {"defaults": {}, "overrides": {}}
@@ -56,17 +56,17 @@ class RestCatalogServer:
             self.catalog.load_namespace_properties(namespace)
             return 204 if method == "HEAD" else 200, {"namespace": [namespace], "properties": {}}
         if len(parts) == 3:
-            wanted = json.loads(body)
-            schema = Schema.model_validate(wanted["schema"])
-            made = self.catalog.create_table((namespace, wanted["name"]), schema, properties=wanted["properties"])
-            return 200, _described(made)
+            request = json.loads(body)
+            schema = Schema.model_validate(request["schema"])
+            created = self.catalog.create_table((namespace, request["name"]), schema, properties=request["properties"])
+            return 200, _described(created)
         table = self.catalog.load_table((namespace, parts[3]))
         if method == "POST":
             commit = CommitTableRequest.model_validate_json(body)
             self.catalog.commit_table(table, commit.requirements, commit.updates)
             table = self.catalog.load_table((namespace, parts[3]))
-            if self.lose_answers:
-                self.lose_answers -= 1
+            if self.lose_responses:
+                self.lose_responses -= 1
                 return 504, {"error": {"message": "the gateway gave up", "type": "GatewayTimeout", "code": 504}}
         return 200, _described(table)
 
@@ -90,8 +90,8 @@ def rest_catalog(root: Path) -> Iterator[RestCatalogServer]:
             with lock:
                 try:
                     status, document = server.answer(self.command, self.path, body)
-                except tuple(ANSWERS) as error:
-                    status = ANSWERS[type(error)]
+                except tuple(STATUS_CODES) as error:
+                    status = STATUS_CODES[type(error)]
                     document = {"error": {"message": str(error), "type": type(error).__name__, "code": status}}
             data = b"" if self.command == "HEAD" else json.dumps(document).encode()
             self.send_response(status)

@@ -1,4 +1,4 @@
-"""A driver that is killed: opens the store and runs its mirror, and dies at the failpoint it was told."""
+"""A driver that is killed: it opens the store, runs its mirror, and dies at its failpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pickle
 
 import quire
 from quire.durable.failpoints import arm_from
-from tests.jobs.mirror_world import quiet_settings
-from tests.nursery import Line
+from tests.fork_server import Channel
+from tests.jobs.mirrored_store import quiet_settings
 
 
-def live(line: Line) -> None:
-    """The target of the nursery."""
-    message = line.receive()
+def run_child(channel: Channel) -> None:
+    """Entry point of the child process."""
+    message = channel.receive()
     assert message is not None
     root, failpoints = pickle.loads(message)
     arm_from(failpoints)
     with quire.open(root, settings=quiet_settings()) as store:
         store.mirrors.run("lake", runner="threads")
-    line.send(b"it lives")
+    channel.send(b"it lives")

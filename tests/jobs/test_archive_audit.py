@@ -1,4 +1,4 @@
-"""The audit of an archive finds what is missing, what was altered and what nothing names; and nothing in a sound one (A8)."""
+"""The audit of an archive reports missing, altered and unreferenced objects, and nothing for a sound archive (A8)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOUR = 3_600.0
 
 
 class Bucket:
-    """A bucket with the archive of a store that has a bit of everything."""
+    """A bucket with the archive of a store that has databases of every kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,11 +57,11 @@ class Bucket:
         )
         return opening.open(str(path), settings=settings, clock=self.clock)
 
-    def audit(self, **more: object) -> ArchiveAudit:
-        return audit_bucket(self.url, now_ms=self.now_ms(), **more)  # type: ignore[arg-type]
+    def audit(self, **options: object) -> ArchiveAudit:
+        return audit_bucket(self.url, now_ms=self.now_ms(), **options)  # type: ignore[arg-type]
 
     def now_ms(self) -> int:
-        """An hour after every object was put, by the clock of the machine: that is whose they have."""
+        """An hour after the last object was written, by the machine's clock, which sets their modification times."""
         return max(int(path.stat().st_mtime * 1000) for path in self.files()) + GRACE_MS + 1_000
 
     def files(self, part: str = "") -> list[Path]:
@@ -80,7 +80,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Bucket:
 
 @pytest.fixture
 def bucket(original: Bucket, tmp_path: Path) -> Bucket:
-    """A copy, to be damaged."""
+    """A copy that tests can damage."""
     copy = object.__new__(Bucket)
     copy.path, copy.store_id, copy.clock = tmp_path, original.store_id, original.clock
     copy.url = str(tmp_path / "bucket")
@@ -89,7 +89,7 @@ def bucket(original: Bucket, tmp_path: Path) -> Bucket:
 
 
 PARTS = ["/log/", "/base/", "/file/", "/base:", "/wal:"]
-"""Of the names of: log objects, parts of bases, tables, chunks, segments of streams."""
+"""Parts of object names: of log objects, parts of bases, tables, chunks, stream segments."""
 
 
 def test_a_sound_archive_has_no_differences_and_everything_was_read(original: Bucket) -> None:
@@ -99,31 +99,31 @@ def test_a_sound_archive_has_no_differences_and_everything_was_read(original: Bu
     assert (audit.problems, audit.orphans, audit.abandoned) == ([], [], {})
     assert 0 < audit.oldest_at_ms <= audit.newest_at_ms
     named = [path for part in ("/archive/", "/e/") for path in original.files(part) if "/manifest/" not in str(path)]
-    assert audit.objects == len(named), "log, base, files, chunks and segments, each once"
+    assert audit.objects == len(named), "log, base, files, chunks and segments, each read once"
     assert ticks == sorted(ticks)
     assert ticks[-1][0] == ticks[-1][1]
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_missing_object_is_named(bucket: Bucket, part: str) -> None:
+def test_a_missing_object_is_reported(bucket: Bucket, part: str) -> None:
     files = bucket.files(part)
     assert files, [str(path) for path in bucket.files()]
-    gone = files[len(files) // 2]
-    gone.unlink()
+    missing = files[len(files) // 2]
+    missing.unlink()
     audit = bucket.audit()
     assert not audit.is_sound
-    named = [row for row in audit.problems if row["state"] == "MISSING"]
-    assert named
+    reported = [row for row in audit.problems if row["state"] == "MISSING"]
+    assert reported
     if part != "/base/":
-        assert str(gone).endswith(named[0]["artifact"])
+        assert str(missing).endswith(reported[0]["artifact"])
 
 
-@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("byte", ["first", "last"])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_flipped_byte_is_found(bucket: Bucket, part: str, place: str) -> None:
+def test_a_flipped_byte_is_reported(bucket: Bucket, part: str, byte: str) -> None:
     altered = bucket.one(part)
     data = bytearray(altered.read_bytes())
-    data[0 if place == "first" else -1] ^= 1
+    data[0 if byte == "first" else -1] ^= 1
     altered.write_bytes(data)
     audit = bucket.audit()
     assert [row["state"] for row in audit.problems][:1] == ["ALTERED"], audit.problems
@@ -132,17 +132,17 @@ def test_a_flipped_byte_is_found(bucket: Bucket, part: str, place: str) -> None:
 
 @pytest.mark.parametrize("keep", [0, 100])
 @pytest.mark.parametrize("part", PARTS)
-def test_an_object_that_was_cut_is_found(bucket: Bucket, part: str, keep: int) -> None:
-    """One that is shorter than a header ended the audit with `OutOfRange`."""
-    for cut in {bucket.files(part)[0], bucket.files(part)[-1]}:
-        data = cut.read_bytes()
-        cut.write_bytes(data[:keep])
+def test_a_truncated_object_is_reported(bucket: Bucket, part: str, keep: int) -> None:
+    """An object shorter than its header made the audit fail with `OutOfRange`."""
+    for truncated in {bucket.files(part)[0], bucket.files(part)[-1]}:
+        data = truncated.read_bytes()
+        truncated.write_bytes(data[:keep])
         audit = bucket.audit()
-        assert "ALTERED" in [row["state"] for row in audit.problems if str(cut).endswith(row["artifact"])], (
-            cut,
+        assert "ALTERED" in [row["state"] for row in audit.problems if str(truncated).endswith(row["artifact"])], (
+            truncated,
             audit.problems,
         )
-        cut.write_bytes(data)
+        truncated.write_bytes(data)
 
 
 def _beside(part: str, name: str) -> Callable[[Bucket], Path]:
@@ -150,7 +150,7 @@ def _beside(part: str, name: str) -> Callable[[Bucket], Path]:
 
 
 @pytest.mark.parametrize(
-    "place",
+    "path_in",
     [
         _beside("/base:", "base:000000ff"),
         _beside("/log/", "notes.txt"),
@@ -158,10 +158,8 @@ def _beside(part: str, name: str) -> Callable[[Bucket], Path]:
     ],
     ids=["chunk", "archive", "prefix"],
 )
-def test_an_object_that_nothing_names_is_an_orphan_and_no_damage(
-    bucket: Bucket, place: Callable[[Bucket], Path]
-) -> None:
-    path = place(bucket)
+def test_an_unreferenced_object_is_an_orphan_and_not_damage(bucket: Bucket, path_in: Callable[[Bucket], Path]) -> None:
+    path = path_in(bucket)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"nobody's")
     audit = bucket.audit()
@@ -171,7 +169,7 @@ def test_an_object_that_nothing_names_is_an_orphan_and_no_damage(
     assert audit.table().column("state").to_pylist() == ["ORPHANED"]
 
 
-def test_an_object_that_may_be_on_its_way_is_no_orphan(bucket: Bucket) -> None:
+def test_a_recent_object_is_not_an_orphan(bucket: Bucket) -> None:
     path = bucket.one("/base:").parent / "base:000000ff"
     now_ms = bucket.now_ms()
     path.write_bytes(b"soon")
@@ -179,7 +177,7 @@ def test_an_object_that_may_be_on_its_way_is_no_orphan(bucket: Bucket) -> None:
     assert not audit_bucket(bucket.url, now_ms=now_ms).orphans
 
 
-def test_a_gap_in_the_log_is_found(bucket: Bucket) -> None:
+def test_a_gap_in_the_log_is_reported(bucket: Bucket) -> None:
     files = bucket.files("/log/")
     assert len(files) > 3
     files[-2].unlink()
@@ -187,34 +185,35 @@ def test_a_gap_in_the_log_is_found(bucket: Bucket) -> None:
     assert any(str(files[-2]).endswith(row["artifact"]) for row in audit.problems)
 
 
-def _sold(store: Store, value: int) -> None:
+def _insert_rows(store: Store, value: int) -> None:
     with store.sqlite("shop") as connection:
         connection.executemany("insert into t values(?, ?)", ((value, os.urandom(64)) for _ in range(300)))
     store.heavy.checkpoint_all()
 
 
-def test_what_an_owner_wrote_after_a_takeover_is_read_and_its_epoch_is_not_abandoned(
+def test_objects_written_after_a_takeover_are_read_and_their_epoch_is_not_abandoned(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    """Rows of the takeover itself are in the new owner's base alone: its chunks were not read, its epoch called abandoned."""
+    """The rows of the takeover itself are only in the new owner's base. Its chunks were not read, and its epoch was
+    reported as abandoned."""
     quire.restore(bucket.url, tmp_path / "restored", takeover=True, clock=bucket.clock)
     with bucket.open(tmp_path / "restored") as store:
-        _sold(store, 3)
+        _insert_rows(store, 3)
     audit = bucket.audit()
     assert (audit.problems, audit.orphans, audit.abandoned) == ([], [], {})
-    gone = bucket.files("/e/00000002/")[0]
-    gone.unlink()
-    assert [row["state"] for row in bucket.audit().problems] == ["MISSING"], gone
+    missing = bucket.files("/e/00000002/")[0]
+    missing.unlink()
+    assert [row["state"] for row in bucket.audit().problems] == ["MISSING"], missing
 
 
-def test_what_an_owner_made_before_it_was_killed_is_no_orphan(bucket: Bucket, tmp_path: Path) -> None:
-    """The rows of its last chunks were not in the log: the next life's base has them."""
+def test_objects_written_before_an_owner_was_killed_are_not_orphans(bucket: Bucket, tmp_path: Path) -> None:
+    """The rows of its last chunks were not in the log; the base of the next owner process contains them."""
     quire.restore(bucket.url, tmp_path / "restored", takeover=True, clock=bucket.clock)
     with bucket.open(tmp_path / "restored") as store:
         assert store.archive is not None
         store.archive.wait(30)
-        store.archive.queue.close()  # what comes now is not handed over
-        _sold(store, 3)
+        store.archive.queue.close()  # later changes are not archived
+        _insert_rows(store, 3)
     (tmp_path / "restored" / "archive.json").unlink(missing_ok=True)  # as after a kill
     with bucket.open(tmp_path / "restored") as store:
         assert store.archive is not None

@@ -1,4 +1,5 @@
-"""Audits: reference counts, heads and floors computed again from rows; every difference that is planted is found, and named."""
+"""The audit recomputes reference counts, heads and floors from rows; every planted difference is reported with its
+name."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from quire.manifest.records import JobKind, JobState, LeafRecord, RefcountRecord
 from quire.manifest.store import ManifestStore
 from tests.jobs.checkpoint_child import Owner, images
 from tests.manifest.test_check import Vandal
-from tests.pages.world import Model, write
+from tests.pages.engine_harness import Model, write
 
 Damage = Callable[[Vandal], None]
 
@@ -33,21 +34,21 @@ Damage = Callable[[Vandal], None]
 @pytest.fixture
 def owner(tmp_path: Path) -> Owner:
     """Two databases with chunks, a snapshot, a fork, and versions that are only in the WAL."""
-    made = Owner(tmp_path)
+    owner = Owner(tmp_path)
     for name in ("shop", "blog"):
-        store, model = made.database(name), Model()
+        store, model = owner.database(name), Model()
         write(store, model, images(*range(20)))
-        made.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
-        made.worker(JobKind.CHECKPOINT).drain()
-    made.engine.snapshot("shop", "early")
-    made.engine.fork("shop", "fork")
-    write(made.database("blog"), Model(), images(3, 4))
-    made.engine.flush(2)
-    return made
+        owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
+        owner.worker(JobKind.CHECKPOINT).drain()
+    owner.engine.snapshot("shop", "early")
+    owner.engine.fork("shop", "fork")
+    write(owner.database("blog"), Model(), images(3, 4))
+    owner.engine.flush(2)
+    return owner
 
 
 def audit(owner: Owner) -> dict[str, Any]:
-    """Run an audit now; its result."""
+    """Run an audit now; returns its result."""
     job_id = owner.manifest.jobs.enqueue(JobKind.AUDIT)
     Worker(owner.context(), {JobKind.AUDIT: audit_job}).drain()
     job = owner.job(job_id)
@@ -61,67 +62,69 @@ def test_a_sound_store_has_no_differences(owner: Owner, monkeypatch: pytest.Monk
     assert (result["differences"], result["found"]) == (0, [])
     assert result["rows"] > 40
     monkeypatch.setattr(audit_module, "STEP_ROWS", 3)
-    assert audit(owner)["differences"] == 0, "however rows are cut"
+    assert audit(owner)["differences"] == 0, "for any step size"
     owner.stop()
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1_000])
-def test_versions_and_heads_of_a_page_are_compared_together_however_waves_are_cut(
+def test_versions_and_heads_of_a_page_are_compared_together_for_any_wave_size(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """Pages of several databases, far apart; a wave ends between two pieces, wherever its rows run out."""
+    """Pages of several databases, far apart. A wave ends between two pieces, wherever it has enough rows."""
     for name, pages in (("blog", (0, 1, 9, 10, 30, 31, 32)), ("more", (2, 3, 17)), ("shop", (5, 40, 41))):
         store = owner.database(name)
         for _ in range(3):
             write(store, Model(), images(*pages))
         owner.engine.flush(store.db_id)
-    whole = audit(owner)
-    assert (whole["differences"], whole["found"]) == (0, [])
+    complete = audit(owner)
+    assert (complete["differences"], complete["found"]) == (0, [])
     monkeypatch.setattr(audit_module, "STEP_ROWS", 4)
     monkeypatch.setattr(audit_module, "WAVE_ROWS", rows)
     for module in (audit_module, run):
         monkeypatch.setattr(module, "PIECE_BITS", 3)
     result = audit(owner)
-    assert (result["differences"], result["rows"]) == (0, whole["rows"])
+    assert (result["differences"], result["rows"]) == (0, complete["rows"])
     with owner.manifest.read() as txn:
-        cut = list(audit_module.waves(txn))
-    assert (len(cut) > 5) == (rows < 10)
-    assert [wave.done for wave in cut] == sorted(wave.done for wave in cut)
-    assert rows > 10 or max(sum(len(block.rows) for block in wave.blocks) for wave in cut) <= 60
+        waves = list(audit_module.waves(txn))
+    assert (len(waves) > 5) == (rows < 10)
+    assert [wave.done for wave in waves] == sorted(wave.done for wave in waves)
+    assert rows > 10 or max(sum(len(block.rows) for block in wave.blocks) for wave in waves) <= 60
     owner.stop()
 
 
-def test_references_are_compared_in_waves_with_all_of_a_piece_in_one(
+def test_references_are_compared_in_waves_that_keep_a_piece_together(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the driver has of them at a time is what it was told, however much there is."""
+    """The driver holds a bounded number of references at a time, however many exist."""
     for number in range(6):
         owner.engine.snapshot("shop", f"at {number}")
-    whole = audit(owner)
+    complete = audit(owner)
     monkeypatch.setattr(audit_module, "REFERENCE_ROWS", 10)
     monkeypatch.setattr(run, "ID_BITS", 0)
-    sent: list[int] = []
+    batch_rows: list[int] = []
     regroup = ThreadRunner.regroup
 
-    def counted(self: Any, split: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
-        sent.append(sum(len(each.rows) for each in inputs))
-        return regroup(self, split, inputs, *rest, **more)
+    def count_rows(self: Any, split: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        batch_rows.append(sum(len(part.rows) for part in inputs))
+        return regroup(self, split, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(ThreadRunner, "regroup", counted)
+    monkeypatch.setattr(ThreadRunner, "regroup", count_rows)
     result = audit(owner)
-    assert (result["differences"], result["rows"]) == (0, whole["rows"])
+    assert (result["differences"], result["rows"]) == (0, complete["rows"])
     with owner.manifest.read() as txn:
-        cut = [
+        waves = [
             wave for wave in audit_module.waves(txn) if wave.blocks and wave.blocks[0].sort not in ("version", "head")
         ]
-    assert len(cut) > 3
-    assert len(sent) >= len(cut)
-    assert max(len(block.rows) for wave in cut for block in wave.blocks) <= 10
-    assert max(sum(len(block.rows) for block in wave.blocks) for wave in cut) <= 14, "an id with its kinds is one piece"
+    assert len(waves) > 3
+    assert len(batch_rows) >= len(waves)
+    assert max(len(block.rows) for wave in waves for block in wave.blocks) <= 10
+    assert max(sum(len(block.rows) for block in wave.blocks) for wave in waves) <= 14, (
+        "all kinds of an id are in one piece"
+    )
     owner.stop()
 
 
-def test_what_cannot_be_read_is_a_difference_and_the_rest_is_compared(owner: Owner) -> None:
+def test_unreadable_rows_are_differences_and_the_rest_is_compared(owner: Owner) -> None:
     path = str(owner.base / "manifest.lmdb")
     owner.stop()
     vandal = Vandal(path)
@@ -131,20 +134,20 @@ def test_what_cannot_be_read_is_a_difference_and_the_rest_is_compared(owner: Own
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
         (unread,) = (wave.unread for wave in audit_module.waves(txn) if wave.unread)
         assert unread.startswith("references cannot be compared")
-        assert [each.rule for each in _differences(txn)] == ["P1"]
+        assert [difference.rule for difference in _differences(txn)] == ["P1"]
     vandal = Vandal(path)
     vandal.put(t.PAGE_VERSION_HEAD, b"\x01\x00", 2, 3)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        told = [audit_module.described_unread(wave) for wave in audit_module.waves(txn) if wave.unread]
-    assert [(each["state"], each["what"].split()[0]) for each in told] == [("K1", "references"), ("K1", "pages")]
+        descriptions = [audit_module.described_unread(wave) for wave in audit_module.waves(txn) if wave.unread]
+    assert [(row["state"], row["what"].split()[0]) for row in descriptions] == [("K1", "references"), ("K1", "pages")]
 
 
 def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner has done that; the other rules are looked at, chains among them."""
+    """The runner counts; the driver only checks the other rules, such as those of chains."""
 
-    def counting(*_: Any) -> Any:
-        raise AssertionError("somebody counts")
+    def fail(*_: Any) -> Any:
+        raise AssertionError("the driver counted")
 
     with quire.open(tmp_path / "store") as store:
         store.create("shop", "pages")
@@ -152,7 +155,7 @@ def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pyte
             txn.write_pages({page: bytes([page]) * 4_096 for page in range(8)})
         store.checkpoint("shop", runner="threads")
         for module, name in ((holders, "count_holders"), (check, "_newest_versions")):
-            monkeypatch.setattr(module, name, counting)
+            monkeypatch.setattr(module, name, fail)
         assert store.heavy.audit(runner="threads").num_rows == 0
         env = store.manifest.env
         damage: Any = env.begin_write()
@@ -169,15 +172,15 @@ def test_an_audit_counts_nothing_on_the_driver(tmp_path: Path, monkeypatch: pyte
         damage.commit()
 
 
-def test_an_audit_without_its_listing_is_an_error_and_no_empty_table(
+def test_an_audit_without_a_listing_is_an_error_not_an_empty_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*_: Any) -> Any:
-        raise ObjectStoreUnavailable("the store is away", url="test")
+    def unavailable(*_: Any) -> Any:
+        raise ObjectStoreUnavailable("the store is unavailable", url="test")
 
     with quire.open(tmp_path / "store") as store:
         store.create("shop", "pages")
-        monkeypatch.setattr(sweep_module, "list_range", away)
+        monkeypatch.setattr(sweep_module, "list_range", unavailable)
         with pytest.raises(ObjectStoreUnavailable):
             store.heavy.audit(runner="threads")
         assert [job.state for job in store.manifest.jobs.jobs() if job.kind is JobKind.SWEEP] == [JobState.CANCELLED]
@@ -217,34 +220,36 @@ DAMAGES: dict[str, tuple[str, str, Damage]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_every_difference_is_found_by_its_rule(owner: Owner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule, words, damage = DAMAGES[name]
+    rule, text, damage = DAMAGES[name]
     path = str(owner.base / "manifest.lmdb")
     owner.stop()
     vandal = Vandal(path)
     damage(vandal)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        found = [audit_module.described(each) for each in (*_differences(txn), *audit_module.floors(txn))]
+        described = [
+            audit_module.described(difference) for difference in (*_differences(txn), *audit_module.floors(txn))
+        ]
         for setting, small in (("STEP_ROWS", 2), ("WAVE_ROWS", 1), ("REFERENCE_ROWS", 1), ("PIECE_BITS", 1)):
             monkeypatch.setattr(audit_module, setting, small)
         for setting in ("PIECE_BITS", "ID_BITS"):
             monkeypatch.setattr(run, setting, 1)
-        again = [audit_module.described(each) for each in (*_differences(txn), *audit_module.floors(txn))]
-    assert sorted(map(str, again)) == sorted(map(str, found)), "however waves are cut"
-    if rule == "S2":  # the row was a holder, too: of the namespace that its object is in, which has no object itself
-        (space,) = (each for each in found if "NAMESPACE" in each.get("artifact", ""))
-        assert space["state"] == "R1"
-        found.remove(space)
-    assert [each["state"] for each in found] == [rule]
-    assert words in found[0]["what"]
-    assert rule in ("P1", "L1") or found[0]["artifact"]
+        again = [audit_module.described(difference) for difference in (*_differences(txn), *audit_module.floors(txn))]
+    assert sorted(map(str, again)) == sorted(map(str, described)), "for any wave size"
+    if rule == "S2":  # the row also held its object's namespace, which has no object itself
+        (namespace_row,) = (row for row in described if "NAMESPACE" in row.get("artifact", ""))
+        assert namespace_row["state"] == "R1"
+        described.remove(namespace_row)
+    assert [row["state"] for row in described] == [rule]
+    assert text in described[0]["what"]
+    assert rule in ("P1", "L1") or described[0]["artifact"]
 
 
 def _differences(txn: Any) -> Iterator[Any]:
-    nothing: Any = None
+    unused: Any = None
     for wave in audit_module.waves(txn):
         grouped: dict[Any, list[Any]] = {}
-        for key, part in chain.from_iterable(split_block(block, nothing) for block in wave.blocks):
+        for key, part in chain.from_iterable(split_block(block, unused) for block in wave.blocks):
             grouped.setdefault(key, []).append(part)
         for key, parts in grouped.items():
-            yield from join_blocks(key, None, parts, nothing)
+            yield from join_blocks(key, None, parts, unused)

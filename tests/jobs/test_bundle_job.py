@@ -1,4 +1,5 @@
-"""The bundle job: manifest logs of many streams, by the runner; what a bundle holds is retired by records."""
+"""The bundle job: the runner bundles the manifest logs of many streams; records retire the chunks that a bundle
+contains."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.manifest.records import JobKind, JobState
 from quire.stream.mlog_index import ManifestIndex
 from quire.stream.mlog_tier2 import LogListing, LogObjects
 from quire.stream.stream import Stream
-from tests.jobs.stream_world import SETTINGS, check, fill
+from tests.jobs.small_stream import SETTINGS, check, fill
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ TWO_WEEKS = 14 * 86_400
 
 
 def with_chunks(stream: Stream, chunks: int = 6) -> None:
-    """Sealed chunks in tier 2 that are two weeks old, and a snapshot behind them."""
+    """Create sealed chunks in tier 2 that are two weeks old, and a snapshot after them."""
     log = stream.ledger.log
     for _ in range(chunks):
         fill(stream, 1, records=2)
@@ -38,22 +39,22 @@ def with_chunks(stream: Stream, chunks: int = 6) -> None:
 
 
 def age(root: str) -> None:
-    """Have all log objects be two weeks old."""
+    """Make all log objects two weeks old."""
     for path in Path(root, "objects").rglob("*.mlog"):
         os.utime(path, (time.time() - TWO_WEEKS,) * 2)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[quire.Store]:
-    with quire.open(tmp_path / "store", settings=SETTINGS) as made:
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         for name in ("clicks", "taps", "empty"):
-            stream = made.stream(name, create=True)
+            stream = store.stream(name, create=True)
             if name != "empty":
                 with_chunks(stream)
-        yield made
+        yield store
         for name in ("clicks", "taps"):
-            made.stream(name)
-        check(made)
+            store.stream(name)
+        check(store)
 
 
 def listing(store: quire.Store, name: str) -> LogListing:
@@ -66,13 +67,13 @@ def objects_of(store: quire.Store, name: str) -> LogObjects:
 
 
 def superseded(store: quire.Store, name: str) -> list[int]:
-    """Chunks that are still there although a bundle holds them."""
-    found = listing(store, name)
-    return [index for index in found.chunks if found.bundle_of(index) is not None]
+    """Chunks that still exist although a bundle contains them."""
+    log_objects = listing(store, name)
+    return [index for index in log_objects.chunks if log_objects.bundle_of(index) is not None]
 
 
 def state_of(index: ManifestIndex) -> dict[int, object]:
-    return {each.segment_id: (each.state, each.key) for each in index.segments()}
+    return {segment.segment_id: (segment.state, segment.key) for segment in index.segments()}
 
 
 def test_old_chunks_of_all_streams_become_bundles(store: quire.Store) -> None:
@@ -85,10 +86,10 @@ def test_old_chunks_of_all_streams_become_bundles(store: quire.Store) -> None:
     assert (result["streams"], result["failed"]) == (3, [])
     assert result["bundles"] >= 2
     for name in ("clicks", "taps"):
-        found = listing(store, name)
-        assert found.bundles, name
+        log_objects = listing(store, name)
+        assert log_objects.bundles, name
         assert superseded(store, name) == []
-        assert not store.stream(name).ledger.log.index.own_deletes, "told as deleted"
+        assert not store.stream(name).ledger.log.index.own_deletes, "recorded as deleted"
         store.streams.close_stream(name)
         assert state_of(store.stream(name).ledger.index) == before[name]
     assert store.heavy.bundle(runner="threads").result["retired"] == 0
@@ -97,15 +98,15 @@ def test_old_chunks_of_all_streams_become_bundles(store: quire.Store) -> None:
 def test_streams_that_are_not_open_are_closed_again(store: quire.Store) -> None:
     store.streams.close_stream("clicks")
     clicks = store.database("clicks").db_id
-    before = {each.stream_id for each in store.streams.streams()}
+    before = {stream.stream_id for stream in store.streams.streams()}
     assert store.heavy.bundle("clicks", runner="threads").result["retired"] > 0
-    assert {each.stream_id for each in store.streams.streams()} == before
+    assert {stream.stream_id for stream in store.streams.streams()} == before
     assert clicks not in before
-    assert listing(store, "taps").bundles == {}, "only the one that was named"
+    assert listing(store, "taps").bundles == {}, "only the named stream is bundled"
     assert superseded(store, "clicks") == []
 
 
-def test_a_log_that_is_damaged_keeps_no_other_from_being_bundled(store: quire.Store) -> None:
+def test_a_damaged_log_does_not_prevent_bundling_of_others(store: quire.Store) -> None:
     store.streams.close_stream("clicks")
     objects = objects_of(store, "clicks")
     data = store.objects.get(objects.chunk_key(1))
@@ -121,20 +122,20 @@ def test_a_log_that_is_damaged_keeps_no_other_from_being_bundled(store: quire.St
 
 
 def test_chunks_that_a_killed_job_left_are_retired_by_the_next(store: quire.Store) -> None:
-    def stop(_: str) -> None:
+    def interrupt(_: str) -> None:
         raise StalePlan("stopped for the test")
 
-    with armed("jobs.bundle.queued", stop):
+    with armed("jobs.bundle.queued", interrupt):
         job = store.heavy.bundle(runner="threads")
     assert job.record.state is not JobState.SUCCEEDED
     bundles = listing(store, "taps").bundles.keys()
     store.manifest.jobs.cancel(job.job_id)
     result = store.heavy.bundle(runner="threads").result
-    assert (result["bundles"], result["retired"] > 0) == (0, True), "nothing is bundled twice"
+    assert (result["bundles"], result["retired"] > 0) == (0, True), "no chunk is bundled twice"
     assert listing(store, "taps").bundles.keys() == bundles
 
 
-def test_upkeep_asks_once_a_day(store: quire.Store) -> None:
+def test_upkeep_enqueues_a_bundle_once_a_day(store: quire.Store) -> None:
     done = store.upkeep.round(everything=True)
     assert done.bundles == 1
     assert store.upkeep.round(everything=True).bundles == 0
@@ -151,10 +152,10 @@ def test_every_step_is_hit(store: quire.Store) -> None:
     assert {"jobs.bundle.made", "jobs.bundle.queued", "jobs.bundle.deleted"} <= hits().keys()
 
 
-LIFE = """
+PROGRAM = """
 import sys, quire
 from pathlib import Path
-from tests.jobs.stream_world import SETTINGS
+from tests.jobs.small_stream import SETTINGS
 from tests.jobs.test_bundle_job import with_chunks
 with quire.open(Path(sys.argv[1]), settings=SETTINGS) as store:
     if not store.databases():
@@ -168,22 +169,22 @@ with quire.open(Path(sys.argv[1]), settings=SETTINGS) as store:
 @pytest.mark.parametrize(
     "point", ["jobs.bundle.made", "jobs.bundle.queued", "jobs.bundle.deleted", "stream.mlog.own_deleted"]
 )
-def test_a_crash_at_any_step_is_gone_on_with(tmp_path: Path, point: str) -> None:
-    def live(failpoints: str) -> int:
+def test_work_continues_after_a_crash_at_any_step(tmp_path: Path, point: str) -> None:
+    def run(failpoints: str) -> int:
         environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": str(ROOT)}
-        arguments = ["-c", LIFE, str(tmp_path / "store")]
-        ended = run_program(arguments, env=environment, cwd=ROOT, capture_output=True, timeout=120)
-        assert ended.returncode in (0, -9), ended.stderr
-        return ended.returncode
+        arguments = ["-c", PROGRAM, str(tmp_path / "store")]
+        process = run_program(arguments, env=environment, cwd=ROOT, capture_output=True, timeout=120)
+        assert process.returncode in (0, -9), process.stderr
+        return process.returncode
 
-    assert live(f"{point}=kill") == -9
+    assert run(f"{point}=kill") == -9
     with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         before = state_of(store.stream("clicks").ledger.index)
-    assert live("") == 0
+    assert run("") == 0
     with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         assert state_of(store.stream("clicks").ledger.index) == before
         store.stream("clicks").ledger.log.tick()
-        found = listing(store, "clicks")
-        assert found.bundles
+        log_objects = listing(store, "clicks")
+        assert log_objects.bundles
         assert superseded(store, "clicks") == []
         check(store)

@@ -1,4 +1,4 @@
-"""Plans of checkpoints: who may store, run and publish one, and what becomes of one that nobody runs (P10)."""
+"""Checkpoint plans: which attempt may store, run and publish one, and what happens to a plan that is not run (P10)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from quire.manifest.jobqueue import Job
 from quire.manifest.ops.plans import BeginPlan, FinishPlan
 from quire.manifest.records import JobKind, JobState, LeafRef, WalState
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.world import epoch_name
-from tests.pages.world import GRACE_SECONDS, PAGES_PER_CHUNK, Model, assert_reads, write
+from tests.jobs.job_store import epoch_name
+from tests.pages.engine_harness import GRACE_SECONDS, PAGES_PER_CHUNK, Model, assert_reads, write
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path)
+    yield owner
+    owner.stop()
 
 
 # ── plans that are not run ────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_that_comes_out_differently_is_abandoned_and_what_it_wrote_is_deleted(
+def test_a_plan_that_cannot_be_reproduced_is_abandoned_and_its_objects_are_deleted(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another version of quire, say, which makes deltas where the one that died rewrote."""
+    """Another version of quire, for example, writes deltas where the crashed one wrote full chunks."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
     owner.checkpoint(store)
     write(store, model, images(0, 1, 8))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().drain()
     ((generation, record),) = owner.plans().items()
@@ -66,10 +66,10 @@ def test_a_plan_that_comes_out_differently_is_abandoned_and_what_it_wrote_is_del
     owner.assert_newest(model)
 
 
-def test_the_plan_of_a_job_that_was_cancelled_is_abandoned_by_the_next(owner: Owner) -> None:
+def test_the_plan_of_a_cancelled_job_is_abandoned_by_the_next_job(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.stored", "1*raise:EIO"):
         owner.worker().drain()
     assert owner.segments()[0] is WalState.CHECKPOINT_READY
@@ -81,11 +81,12 @@ def test_the_plan_of_a_job_that_was_cancelled_is_abandoned_by_the_next(owner: Ow
     owner.assert_newest(model)
 
 
-def test_the_upkeep_asks_again_for_a_checkpoint_that_failed_for_good(owner: Owner) -> None:
-    """Its segments are CHECKPOINT_READY and nobody's: without another job a writer at its budget would wait for ever."""
+def test_upkeep_enqueues_another_checkpoint_after_a_permanent_failure(owner: Owner) -> None:
+    """Its segments are CHECKPOINT_READY and belong to no job: without another job a writer at its budget would wait
+    forever."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.stored", "1*raise:EIO"):
         owner.worker().drain()
     owner.manifest.jobs.cancel(job_id)
@@ -97,21 +98,21 @@ def test_the_upkeep_asks_again_for_a_checkpoint_that_failed_for_good(owner: Owne
 
 
 def test_a_job_that_waits_for_its_next_attempt_keeps_its_plan(owner: Owner) -> None:
-    """Only its own job may touch it, whatever number the attempt has by then."""
+    """Only the plan's own job may change it, whatever the number of the current attempt."""
     store, model = owner.database(), Model()
     for _ in range(2):
         write(store, model, images(*range(0, 12, 5)))
         owner.checkpoint(store)
     write(store, model, images(1))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.written", "2*raise:EIO"):
         owner.worker().drain()
         owner.retry()
     (generation,) = owner.plans()
     assert owner.job(job_id).record.attempt == 2
-    merge = owner.ask(JobKind.MERGE)
+    merge = owner.enqueue(JobKind.MERGE)
     owner.worker(JobKind.MERGE).drain()
-    assert owner.state(merge) is JobState.PENDING, "it waits"
+    assert owner.state(merge) is JobState.PENDING, "the merge waits"
     assert list(owner.plans()) == [generation]
     owner.retry()
     assert owner.job(job_id).result["generation"] == generation
@@ -121,23 +122,23 @@ def test_a_job_that_waits_for_its_next_attempt_keeps_its_plan(owner: Owner) -> N
 
 
 def test_a_merge_does_not_abandon_the_plan_that_a_second_attempt_is_running(owner: Owner) -> None:
-    """The stored plan has the number of the attempt that made it: a later one runs it all the same."""
+    """The stored plan contains the number of the attempt that made it; a later attempt still runs it."""
     store, model = owner.database(), Model()
     for _ in range(2):
         write(store, model, images(*range(0, 12, 5)))
         owner.checkpoint(store)
     write(store, model, images(1))
-    job_id, merge = owner.ask(), 0
+    job_id, merge = owner.enqueue(), 0
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().drain()
 
-    def meddle(_: str) -> None:
+    def enqueue_merge(_: str) -> None:
         nonlocal merge
         if not merge:
-            merge = owner.ask(JobKind.MERGE)
+            merge = owner.enqueue(JobKind.MERGE)
             owner.worker(JobKind.MERGE).drain()
 
-    with armed("jobs.checkpoint.written", meddle):
+    with armed("jobs.checkpoint.written", enqueue_merge):
         owner.retry()
     assert merge
     assert owner.state(job_id) is JobState.SUCCEEDED, owner.job(job_id).record.error
@@ -146,28 +147,28 @@ def test_a_merge_does_not_abandon_the_plan_that_a_second_attempt_is_running(owne
     owner.assert_newest(model)
 
 
-def test_a_plan_that_is_stored_while_another_is_made_is_waited_for(owner: Owner) -> None:
+def test_a_job_waits_for_a_plan_stored_while_it_was_planning(owner: Owner) -> None:
     store, model = owner.database(), Model()
     for _ in range(2):
         write(store, model, images(*range(0, 12, 5)))
         owner.checkpoint(store)
     write(store, model, images(1))
-    real, merge = handler.commit_step, 0
+    commit_step, merge = handler.commit_step, 0
 
     def commit(ctx: Any, job: Job, ops: Any) -> None:
         nonlocal merge
         if job.kind is JobKind.CHECKPOINT and isinstance(ops[0], BeginPlan) and not merge:
-            merge = owner.ask(JobKind.MERGE)
+            merge = owner.enqueue(JobKind.MERGE)
             with armed("jobs.checkpoint.written", "1*raise:EIO"):
                 owner.worker(JobKind.MERGE).drain()
-        real(ctx, job, ops)
+        commit_step(ctx, job, ops)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_module, "commit_step", commit)
-        job_id = owner.ask()
+        job_id = owner.enqueue()
         owner.worker(JobKind.CHECKPOINT).drain()
     job = owner.job(job_id)
-    assert (job.state, job.record.failures) == (JobState.PENDING, 0), "waiting is no failure"
+    assert (job.state, job.record.failures) == (JobState.PENDING, 0), "waiting does not count as a failure"
     owner.retry()
     owner.retry()
     assert {owner.state(job_id), owner.state(merge)} == {JobState.SUCCEEDED}
@@ -179,7 +180,7 @@ def test_a_plan_that_is_stored_while_another_is_made_is_waited_for(owner: Owner)
 def test_an_attempt_that_wakes_up_after_a_newer_one_has_published_publishes_nothing(owner: Owner, point: str) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
-    job_id, asleep, wake = owner.ask(), threading.Event(), threading.Event()
+    job_id, asleep, wake = owner.enqueue(), threading.Event(), threading.Event()
     sleeper = threading.Thread(target=lambda: owner.worker(name="owner:sleeper").run(job_id))
 
     def sleep(_: str) -> None:
@@ -208,14 +209,14 @@ def test_an_attempt_that_wakes_up_after_a_newer_one_has_published_publishes_noth
 
 
 def test_a_plan_is_finished_by_the_running_attempt_only(owner: Owner) -> None:
-    """The operation itself, whatever else would stop a zombie."""
+    """The operation itself refuses, independent of other protection against zombies."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().drain()
     (generation,) = owner.plans()
-    for attempt in (1, 2):  # the job waits; nobody runs it
+    for attempt in (1, 2):  # the job is pending; no attempt runs
         with pytest.raises(StalePlan):
             owner.manifest.submit([FinishPlan(1, generation, attempt)]).result()
     owner.clock.advance(60)
@@ -228,20 +229,20 @@ def test_a_plan_is_finished_by_the_running_attempt_only(owner: Owner) -> None:
     owner.assert_newest(model)
 
 
-def test_an_attempt_whose_job_was_taken_stores_no_plan(owner: Owner) -> None:
+def test_an_attempt_that_lost_its_lease_stores_no_plan(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(0))
-    real = plan.select_segments
+    select_segments = plan.select_segments
 
-    def lose(ctx: Any, db_id: int, **more: Any) -> Any:
-        found = real(ctx, db_id, **more)
+    def lose_lease(ctx: Any, db_id: int, **options: Any) -> Any:
+        selection = select_segments(ctx, db_id, **options)
         owner.clock.advance(60)
         owner.manifest.jobs.expire()
-        return found
+        return selection
 
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "select_segments", lose)
+        patch.setattr(checkpoint_module, "select_segments", lose_lease)
         assert owner.worker().run(job_id)
     assert not owner.plans()
     owner.retry()
@@ -249,19 +250,20 @@ def test_an_attempt_whose_job_was_taken_stores_no_plan(owner: Owner) -> None:
     owner.assert_newest(model)
 
 
-def test_publishing_needs_the_leaves_that_the_plan_saw(owner: Owner) -> None:
-    """Nobody but a plan changes leaves, and there is one plan at a time; if that ever fails, the batch does (P10)."""
+def test_publishing_requires_the_leaves_that_the_plan_was_based_on(owner: Owner) -> None:
+    """Only plans change leaves, and a database has one plan at a time; if that is ever violated, the batch must fail
+    (P10)."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
     owner.checkpoint(store)
     write(store, model, images(*range(12)))
-    real, job_id = checkpoint_module._begin, owner.ask()
+    begin_plan, job_id = checkpoint_module._begin, owner.enqueue()
 
-    def begin(ctx: Any, job: Job, *more: Any) -> Any:
-        made = real(ctx, job, *more)
-        assert made is not None
-        (leaf,) = made.leaves
-        return replace(made, leaves={leaf: LeafRef(1, 999)})
+    def begin(ctx: Any, job: Job, *args: Any) -> Any:
+        checkpoint_plan = begin_plan(ctx, job, *args)
+        assert checkpoint_plan is not None
+        (leaf,) = checkpoint_plan.leaves
+        return replace(checkpoint_plan, leaves={leaf: LeafRef(1, 999)})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_module, "_begin", begin)
@@ -272,21 +274,21 @@ def test_publishing_needs_the_leaves_that_the_plan_saw(owner: Owner) -> None:
     owner.assert_newest(model)
 
 
-# ── while others work ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_snapshots_and_forks_that_come_and_go_meanwhile_show_what_they_kept(owner: Owner) -> None:
+# ── concurrent work ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_snapshots_and_forks_made_during_a_checkpoint_keep_their_versions(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
     owner.engine.snapshot("shop", "early")
     early = model.newest
     write(store, model, images(3, 9))
-    kept: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
 
-    def come_and_go(point: str) -> None:
-        if point in kept:
+    def change_meanwhile(point: str) -> None:
+        if point in versions:
             return
         write(store, model, images(1, 17))
         owner.engine.snapshot("shop", point)
-        kept[point] = model.newest
+        versions[point] = model.newest
         fork = owner.engine.fork("shop", f"of-{point}")
         with owner.engine.open(fork).open_snapshot() as reader:
             assert_reads(reader, model.newest)
@@ -296,43 +298,43 @@ def test_snapshots_and_forks_that_come_and_go_meanwhile_show_what_they_kept(owne
 
     names = ("begun", "encoded", "stored", "written")
     assert_reads(owner.engine.open_view("shop", "early"), early)
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with (
-        armed("jobs.checkpoint.begun", come_and_go),
-        armed("jobs.checkpoint.encoded", come_and_go),
-        armed("jobs.checkpoint.stored", come_and_go),
-        armed("jobs.checkpoint.written", come_and_go),
+        armed("jobs.checkpoint.begun", change_meanwhile),
+        armed("jobs.checkpoint.encoded", change_meanwhile),
+        armed("jobs.checkpoint.stored", change_meanwhile),
+        armed("jobs.checkpoint.written", change_meanwhile),
     ):
         owner.worker().run(job_id)
     assert owner.state(job_id) is JobState.SUCCEEDED, owner.job(job_id).record.error
-    assert len(kept) == len(names)
+    assert len(versions) == len(names)
     for _ in range(2):
-        for name, version in kept.items():
+        for name, version in versions.items():
             assert_reads(owner.engine.open_view("shop", name), version)
         for name in ("begun", "encoded", "written"):
             with owner.database(f"of-jobs.checkpoint.{name}").open_snapshot() as reader:
-                assert_reads(reader, kept[f"jobs.checkpoint.{name}"])
+                assert_reads(reader, versions[f"jobs.checkpoint.{name}"])
         owner.checkpoint(store)
         owner.checkpoint(owner.database("of-jobs.checkpoint.begun"))
         owner.settle()
     owner.assert_newest(model)
 
 
-def test_two_at_once_are_one(owner: Owner) -> None:
-    """A second job is refused, and two workers do not both get the first."""
+def test_a_second_checkpoint_at_the_same_time_is_refused(owner: Owner) -> None:
+    """A second job is refused, and only one of several workers claims the first."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(40)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with pytest.raises(JobAlreadyPending):
-        owner.ask()
-    taken: list[bool] = []
-    threads = [threading.Thread(target=lambda: taken.append(owner.worker().run(job_id))) for _ in range(4)]
+        owner.enqueue()
+    claimed: list[bool] = []
+    threads = [threading.Thread(target=lambda: claimed.append(owner.worker().run(job_id))) for _ in range(4)]
     with armed("jobs.checkpoint.stored", "sleep:5"):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert sorted(taken) == [False, False, False, True]
+    assert sorted(claimed) == [False, False, False, True]
     assert owner.job(job_id).record.attempt == 1
     owner.settle()
     owner.assert_newest(model)
@@ -343,7 +345,7 @@ def test_slots_are_written_by_several_threads(tmp_path: Path) -> None:
     owner = Owner(tmp_path, maintenance=settings)
     store, model = owner.database(), Model()
     write(store, model, images(*range(80)))
-    job_id, names = owner.ask(), set[str]()
+    job_id, names = owner.enqueue(), set[str]()
 
     def slow(_: str) -> None:
         names.add(threading.current_thread().name)
@@ -362,7 +364,7 @@ def test_slots_are_written_by_several_threads(tmp_path: Path) -> None:
 def test_a_database_that_is_dropped_meanwhile_leaves_nothing_behind(owner: Owner, point: str) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed(f"jobs.checkpoint.{point}", lambda _: _drop(owner)):
         owner.worker().run(job_id)
     assert owner.state(job_id) is JobState.FAILED_PERMANENT
@@ -380,10 +382,10 @@ def _drop(owner: Owner) -> None:
         owner.manifest.drop_db(1, snapshots=True).result()
 
 
-def test_a_checkpoint_that_is_told_to_stop_starts_no_more_slots(owner: Owner) -> None:
+def test_a_checkpoint_that_is_stopped_starts_no_more_slots(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(0, 80, PAGES_PER_CHUNK)))
-    job_id, worker = owner.ask(), owner.worker()
+    job_id, worker = owner.enqueue(), owner.worker()
     written: list[str] = []
 
     def stop(point: str) -> None:
@@ -396,7 +398,7 @@ def test_a_checkpoint_that_is_told_to_stop_starts_no_more_slots(owner: Owner) ->
         worker.run(job_id)
     job = owner.job(job_id)
     assert (job.state, job.record.failures) == (JobState.PENDING, 0), "it was put back"
-    assert len(written) <= 4, "ten were planned"
+    assert len(written) <= 4, "fewer than the ten that were planned"
     owner.retry()
     assert owner.state(job_id) is JobState.SUCCEEDED
     owner.assert_newest(model)

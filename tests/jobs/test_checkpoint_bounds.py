@@ -1,4 +1,4 @@
-"""Checkpoints: what a plan covers and how large it may be, what is fixed for a database, and what they tell."""
+"""Checkpoints: what a plan covers and its maximum size, what is fixed for a database, and what is logged."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from quire.manifest.records import Compression, DbKind, JobKind, JobState, WalSt
 from quire.objects.open import open_store
 from quire.pages.chunk_format import load_footer
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.world import epoch_name
-from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, small_segments, write
+from tests.jobs.job_store import epoch_name
+from tests.pages.engine_harness import PAGE, PAGES_PER_CHUNK, Model, small_segments, write
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path)
+    yield owner
+    owner.stop()
 
 
-def test_a_plan_takes_so_many_frames_and_the_next_job_takes_the_rest(
+def test_a_plan_takes_a_bounded_number_of_frames_and_the_next_job_takes_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_segments(monkeypatch, frames=6)
@@ -44,13 +44,13 @@ def test_a_plan_takes_so_many_frames_and_the_next_job_takes_the_rest(
     store, model = owner.database(), Model()
     for number in range(10):
         write(store, model, images(*range(number, number + 5)), truncate=12 if number == 6 else None)
-    owner.ask()
+    owner.enqueue()
     owner.worker().drain()
     jobs = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.CHECKPOINT]
     assert len(jobs) > 3
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
     assert max(job.result["segments"] for job in jobs) == 2
-    assert not [state for state in owner.segments() if state is WalState.INDEXED], "all of it is absorbed"
+    assert not [state for state in owner.segments() if state is WalState.INDEXED], "every segment is absorbed"
     owner.assert_newest(model)
     owner.settle()
     owner.stop()
@@ -67,11 +67,11 @@ def test_a_transaction_larger_than_a_plan_is_absorbed_in_pieces_and_never_seen_i
     write(store, model, images(*range(26)))
     write(store, model, images(*range(20)), truncate=5)
 
-    def look(_: str) -> None:
+    def assert_newest(_: str) -> None:
         owner.assert_newest(model)
 
-    with armed("jobs.worker.completed", look):
-        owner.ask()
+    with armed("jobs.worker.completed", assert_newest):
+        owner.enqueue()
         owner.worker().drain()
     owner.assert_newest(model)
     owner.settle()
@@ -83,7 +83,7 @@ def test_a_hot_page_is_written_once(owner: Owner) -> None:
     for _ in range(300):
         write(store, model, images(3))
     write(store, model, images(11))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     owner.worker().drain()
     result = owner.job(job_id).result
     assert (result["slots"], result["pages"]) == (2, 12), "the pages below them exist too, as zeros"
@@ -95,7 +95,7 @@ def test_one_dirty_slot_among_many_is_the_only_one_that_is_written(owner: Owner)
     write(store, model, images(*range(80)))
     owner.checkpoint(store)
     write(store, model, images(17))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     owner.worker().drain()
     assert owner.job(job_id).result["slots"] == 1
     assert [len(owner.chain(slot)) for slot in range(10)] == [1, 1, 2, *[1] * 7]
@@ -124,23 +124,23 @@ def test_frames_are_read_a_few_megabytes_at_a_time(owner: Owner, monkeypatch: py
     monkeypatch.setattr(run, "RUN_BYTES", 2 * (PAGE + 64))
     store, model = owner.database(), Model()
     write(store, model, images(*range(8)))
-    asked: list[int] = []
-    real = ReadSegment.read_raw
+    frame_counts: list[int] = []
+    original = ReadSegment.read_raw
 
     def read_raw(segment: Any, first: int, count: int) -> bytes:
-        asked.append(count)
-        return real(segment, first, count)
+        frame_counts.append(count)
+        return original(segment, first, count)
 
     monkeypatch.setattr(ReadSegment, "read_raw", read_raw)
     owner.checkpoint(store)
-    assert asked == [2, 2, 2, 2]
+    assert frame_counts == [2, 2, 2, 2]
     monkeypatch.undo()
     owner.assert_newest(model)
 
 
 # ── the digest ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_another_answer_to_anything_is_another_digest(owner: Owner) -> None:
-    """What two plans of one name could differ in (P10, P11)."""
+def test_a_difference_in_any_input_changes_the_digest(owner: Owner) -> None:
+    """Everything in which two plans of one name could differ (P10, P11)."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
     owner.checkpoint(store)
@@ -150,31 +150,31 @@ def test_another_answer_to_anything_is_another_digest(owner: Owner) -> None:
         shape = plan.shape_of(txn, 1, owner.objects_url)
         chosen = plan.candidates(txn, 1, store.wal.durable.lsn)
         dirty = {0: Dirty(1, 1), 1: Dirty(1, 1)}
-        made = plan.plan_checkpoint(txn, 1, chosen, shape, dirty)
+        first = plan.plan_checkpoint(txn, 1, chosen, shape, dirty)
         again = plan.plan_checkpoint(txn, 1, chosen, shape, dirty)
-        held = plan._slots(txn, 1)
-    assert again.digest == made.digest
-    task, other = made.tasks
+        slots_state = plan._slots(txn, 1)
+    assert again.digest == first.digest
+    task, other = first.tasks
     as_base = replace(task, key=msgspec.structs.replace(task.key, kind=ArtifactKind.BASE, delta_id=0))
-    longer = replace(held, chains={**held.chains, 0: held.chains[0] * 2})
+    longer = replace(slots_state, chains={**slots_state.chains, 0: slots_state.chains[0] * 2})
     ((segment_id, row),) = chosen
-    usual: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "db_id": 1,
         "shape": shape,
-        "covered": made.covered_lsn,
-        "size_pages": made.size_pages,
+        "covered": first.covered_lsn,
+        "size_pages": first.size_pages,
         "segments": chosen,
-        "tasks": made.tasks,
+        "tasks": first.tasks,
         "cleared": (),
-        "held": held,
+        "held": slots_state,
     }
     changes: list[dict[str, Any]] = [
         {"db_id": 2},
         {"shape": replace(shape, generation=99)},
         {"shape": replace(shape, compression=Compression.NONE)},
         {"shape": replace(shape, pages_per_chunk=16)},
-        {"covered": made.covered_lsn + 1},
-        {"size_pages": made.size_pages + 1},
+        {"covered": first.covered_lsn + 1},
+        {"size_pages": first.size_pages + 1},
         {"tasks": [task]},
         {"tasks": [as_base, other]},
         {"tasks": [replace(task, dirty=2), other]},
@@ -186,13 +186,13 @@ def test_another_answer_to_anything_is_another_digest(owner: Owner) -> None:
         {"cleared": (7,)},
         {"held": longer},
     ]
-    digests = {plan._digest(**{**usual, **change}) for change in changes}
-    assert plan._digest(**usual) == made.digest
-    assert len(digests - {made.digest}) == len(changes)
+    digests = {plan._digest(**{**arguments, **change}) for change in changes}
+    assert plan._digest(**arguments) == first.digest
+    assert len(digests - {first.digest}) == len(changes)
 
 
 # ── what is fixed for a database ──────────────────────────────────────────────────────────────────────────────────────
-def test_a_database_without_compression_gets_chunks_without(owner: Owner) -> None:
+def test_a_database_without_compression_gets_uncompressed_chunks(owner: Owner) -> None:
     owner.manifest.register_db(
         "shop", DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK, compression=Compression.NONE
     )
@@ -212,7 +212,7 @@ def test_a_database_without_compression_gets_chunks_without(owner: Owner) -> Non
     owner.assert_newest(model)
 
 
-def test_a_shape_that_no_longer_fits_its_hash_is_not_checkpointed(owner: Owner) -> None:
+def test_a_shape_that_does_not_match_its_hash_is_not_checkpointed(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(0))
     owner.engine.close_database("shop")
@@ -222,7 +222,7 @@ def test_a_shape_that_no_longer_fits_its_hash_is_not_checkpointed(owner: Owner) 
     owner.manifest.submit([SetDbPageSize(1, PAGE, 2 * PAGES_PER_CHUNK, record.config_hash)]).result()
     with pytest.raises(ConfigMismatch):
         owner.engine.open("shop")
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     for _ in range(5):
         owner.retry()
     assert owner.state(job_id) is JobState.FAILED_PERMANENT
@@ -232,22 +232,26 @@ def test_a_shape_that_no_longer_fits_its_hash_is_not_checkpointed(owner: Owner) 
     owner.assert_newest(model)
 
 
-# ── what it says ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_each_step_of_a_segment_is_told(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, str, Any]] = []
+# ── what is logged ────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_each_step_of_a_segment_is_logged(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str, Any]] = []
 
-    def emit(level: str, event: str, /, **fields: Any) -> None:
-        told.append((level, event, fields.get("segment_id")))
+    def record(level: str, event: str, /, **fields: Any) -> None:
+        events.append((level, event, fields.get("segment_id")))
 
-    monkeypatch.setattr(checkpoint_module, "emit", emit)
-    monkeypatch.setattr(done, "emit", emit)
+    monkeypatch.setattr(checkpoint_module, "emit", record)
+    monkeypatch.setattr(done, "emit", record)
     store, model = owner.database(), Model()
     write(store, model, images(0))
     owner.checkpoint(store)
-    assert told == [("info", "wal.checkpoint_ready", 1), ("info", "wal.checkpointed", 1), ("info", "wal.truncated", 1)]
+    assert events == [
+        ("info", "wal.checkpoint_ready", 1),
+        ("info", "wal.checkpointed", 1),
+        ("info", "wal.truncated", 1),
+    ]
 
 
-def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
+def test_the_planner_span_has_the_segments_and_the_blocking_readers(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spans: list[tuple[str, dict[str, Any]]] = []
@@ -271,10 +275,10 @@ def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
         owner.engine.flush(1)
         write(store, model, images(1))
         owner.checkpoint(store)
-        ((name, said),) = spans
+        ((name, attributes),) = spans
         assert name == "CheckpointPlanner.select_mvcc_segments"
-        assert (said["floor_lsn"], said["segments"], said["waiting"]) == (first.lsn, [1], 1)
-        assert said["blocking_readers"] == [owner.engine.readers(1)[0].who]
+        assert (attributes["floor_lsn"], attributes["segments"], attributes["waiting"]) == (first.lsn, [1], 1)
+        assert attributes["blocking_readers"] == [owner.engine.readers(1)[0].who]
         owner.clock.advance(2)
         owner.checkpoint(store)
         owner.clock.advance(3)
@@ -283,9 +287,9 @@ def test_the_planner_is_a_span_with_its_segments_and_who_blocks_the_rest(
     assert spans[-1][1]["blocking_readers"] == []
 
 
-def test_a_payload_that_the_job_does_not_know_is_refused(owner: Owner) -> None:
+def test_an_unknown_payload_is_refused(owner: Owner) -> None:
     owner.database()
     for kind, payload in ((JobKind.CHECKPOINT, {"seal_only": True}), (JobKind.MERGE, {"chain_min": "two"})):
-        job_id = owner.ask(kind, payload)
+        job_id = owner.enqueue(kind, payload)
         owner.worker().drain()
         assert owner.state(job_id) is JobState.FAILED_PERMANENT

@@ -1,4 +1,5 @@
-"""A checkpoint or merge that fails, or is killed, at each of its steps: the stored plan is run again, to its end (P10, P11)."""
+"""A checkpoint or merge that fails or is killed at any of its steps: the stored plan is run again, to its end (P10,
+P11)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ import pytest
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.durable.failpoints import armed, hits, recording
 from quire.manifest.records import JobState
-from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, Life, Owner, Scene
-from tests.jobs.world import epoch_name
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
+from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, ChildTask, Owner, Scene
+from tests.jobs.job_store import epoch_name
 
 STEPS = (
     "jobs.worker.claimed",
@@ -53,19 +54,19 @@ PRODUCT = [
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.jobs.checkpoint_child:live") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.jobs.checkpoint_child:run_child") as fork_server:
+        yield fork_server
 
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Scene]]:
-    """A store of each kind, to be copied."""
-    made = {}
+    """A store of each kind, which tests copy."""
+    stores_by_kind = {}
     for kind in KINDS:
         base = tmp_path_factory.mktemp(kind)
-        made[kind] = (base, Scene.make(base, kind))
-    return made
+        stores_by_kind[kind] = (base, Scene.make(base, kind))
+    return stores_by_kind
 
 
 def _copy(scenes: dict[str, tuple[Path, Scene]], kind: str, target: Path) -> Scene:
@@ -74,18 +75,18 @@ def _copy(scenes: dict[str, tuple[Path, Scene]], kind: str, target: Path) -> Sce
     return scene
 
 
-def _die(nursery: Nursery, base: Path, scene: Scene, failpoints: str, later_seconds: float = 0.0) -> None:
-    with nursery.spawn() as child:
-        child.line.send(pickle.dumps(Life(str(base), scene, failpoints, later_seconds)))
-        assert child.line.receive() is None
-        assert child.wait() == -signal.SIGKILL, nursery.errors()
+def _kill_owner(fork_server: ForkServer, base: Path, scene: Scene, failpoints: str, later_seconds: float = 0.0) -> None:
+    with fork_server.spawn() as child:
+        child.channel.send(pickle.dumps(ChildTask(str(base), scene, failpoints, later_seconds)))
+        assert child.channel.receive() is None
+        assert child.wait() == -signal.SIGKILL, fork_server.errors()
 
 
 def _finish(base: Path, scene: Scene, later_seconds: float) -> None:
-    """The next owner: nothing is lost, the plan that was stored is the one that is published, nothing is left over."""
+    """The next owner: nothing is lost, the stored plan is the one that is published, and no objects are left over."""
     owner = scene.open(base, later_seconds)
     scene.assert_readable(owner)
-    plans, there, job = owner.plans(), owner.objects(), owner.job(scene.job_id)
+    plans, objects_before, job = owner.plans(), owner.objects(), owner.job(scene.job_id)
     assert len(plans) <= (job.state is not JobState.SUCCEEDED), "a job that has ended has no plan"
     owner.clock.advance(RETRY_SECONDS)
     owner.worker().drain()
@@ -97,8 +98,8 @@ def _finish(base: Path, scene: Scene, later_seconds: float) -> None:
         for slot, delta_id, is_delta in record.artifacts:
             kind = ArtifactKind.DELTA if is_delta else ArtifactKind.BASE
             name = epoch_name(owner.manifest, ArtifactKey(1, kind, slot, generation, delta_id))
-            if name in there:
-                assert owner.objects()[name] == there[name], "what was written was adopted, not written again"
+            if name in objects_before:
+                assert owner.objects()[name] == objects_before[name], "existing objects are adopted, not written again"
     owner.settle()
     scene.assert_readable(owner)
     _assert_outcome(owner, scene.kind, job.result["generation"])
@@ -117,11 +118,17 @@ def _assert_outcome(owner: Owner, kind: str, generation: int) -> None:
 
 
 def _interrupt(
-    scenes: dict[str, tuple[Path, Scene]], nursery: Nursery, base: Path, kind: str, step: str, way: str, skip: int
+    scenes: dict[str, tuple[Path, Scene]],
+    fork_server: ForkServer,
+    base: Path,
+    kind: str,
+    step: str,
+    way: str,
+    skip: int,
 ) -> None:
     scene = _copy(scenes, kind, base)
     if way == "kill":
-        _die(nursery, base, scene, f"{step}={skip}*off->kill")
+        _kill_owner(fork_server, base, scene, f"{step}={skip}*off->kill")
         _finish(base, scene, RETRY_SECONDS)
         return
     owner = scene.open(base)
@@ -134,21 +141,33 @@ def _interrupt(
 
 @pytest.mark.parametrize(("kind", "step", "way", "skip"), sorted(SAMPLE))
 def test_interrupted_at_a_step_the_stored_plan_is_run_to_its_end(
-    scenes: dict[str, tuple[Path, Scene]], nursery: Nursery, tmp_path: Path, kind: str, step: str, way: str, skip: int
+    scenes: dict[str, tuple[Path, Scene]],
+    fork_server: ForkServer,
+    tmp_path: Path,
+    kind: str,
+    step: str,
+    way: str,
+    skip: int,
 ) -> None:
-    _interrupt(scenes, nursery, tmp_path, kind, step, way, skip)
+    _interrupt(scenes, fork_server, tmp_path, kind, step, way, skip)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "step", "way", "skip"), [each for each in PRODUCT if each not in SAMPLE])
+@pytest.mark.parametrize(("kind", "step", "way", "skip"), [case for case in PRODUCT if case not in SAMPLE])
 def test_long_interrupted_at_every_step_in_every_way(
-    scenes: dict[str, tuple[Path, Scene]], nursery: Nursery, tmp_path: Path, kind: str, step: str, way: str, skip: int
+    scenes: dict[str, tuple[Path, Scene]],
+    fork_server: ForkServer,
+    tmp_path: Path,
+    kind: str,
+    step: str,
+    way: str,
+    skip: int,
 ) -> None:
-    _interrupt(scenes, nursery, tmp_path, kind, step, way, skip)
+    _interrupt(scenes, fork_server, tmp_path, kind, step, way, skip)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_there_is_no_step_of_a_job_that_the_product_does_not_know(
+def test_the_crash_tests_cover_every_step_of_a_job(
     scenes: dict[str, tuple[Path, Scene]], tmp_path: Path, kind: str
 ) -> None:
     scene = _copy(scenes, kind, tmp_path)
@@ -156,32 +175,32 @@ def test_there_is_no_step_of_a_job_that_the_product_does_not_know(
     owner.database()
     with recording():
         assert owner.worker().run(scene.job_id)
-        seen = {name for name in hits() if name.startswith("jobs.")}
-    assert seen == ({*STEPS, KEEPING} if kind == "window" else set(STEPS))
+        steps = {name for name in hits() if name.startswith("jobs.")}
+    assert steps == ({*STEPS, KEEPING} if kind == "window" else set(STEPS))
     owner.stop()
 
 
-def test_killed_twice_on_the_same_plan_it_is_still_that_plan(
-    scenes: dict[str, tuple[Path, Scene]], nursery: Nursery, tmp_path: Path
+def test_a_job_killed_twice_still_runs_the_same_plan(
+    scenes: dict[str, tuple[Path, Scene]], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     scene = _copy(scenes, "full", tmp_path)
-    _die(nursery, tmp_path, scene, "jobs.checkpoint.stored=kill")
-    _die(nursery, tmp_path, scene, "jobs.checkpoint.written=kill", RETRY_SECONDS)
+    _kill_owner(fork_server, tmp_path, scene, "jobs.checkpoint.stored=kill")
+    _kill_owner(fork_server, tmp_path, scene, "jobs.checkpoint.written=kill", RETRY_SECONDS)
     _finish(tmp_path, scene, 2 * RETRY_SECONDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_long_killed_at_any_commit_or_step(
-    scenes: dict[str, tuple[Path, Scene]], nursery: Nursery, tmp_path: Path, seed: int
+    scenes: dict[str, tuple[Path, Scene]], fork_server: ForkServer, tmp_path: Path, seed: int
 ) -> None:
-    """Commits of the manifest and syncs of the WAL included; three deaths in a row."""
+    """Kills at commits of the manifest and syncs of the WAL too, three times in a row."""
     rng = random.Random(seed)
     scene = _copy(scenes, rng.choice(KINDS), tmp_path)
-    for life in range(3):
-        with nursery.spawn() as child:
-            life_told = Life(str(tmp_path), scene, f"*={rng.randint(0, 60)}*off->kill", life * RETRY_SECONDS)
-            child.line.send(pickle.dumps(life_told))
-            assert child.line.receive() is None
-            assert child.wait() in (0, -signal.SIGKILL), nursery.errors()
+    for attempt in range(3):
+        with fork_server.spawn() as child:
+            task = ChildTask(str(tmp_path), scene, f"*={rng.randint(0, 60)}*off->kill", attempt * RETRY_SECONDS)
+            child.channel.send(pickle.dumps(task))
+            assert child.channel.receive() is None
+            assert child.wait() in (0, -signal.SIGKILL), fork_server.errors()
     _finish(tmp_path, scene, 4 * RETRY_SECONDS)

@@ -1,4 +1,5 @@
-"""Checkpoints and merges of many databases in one run: each ends as it would alone, whatever becomes of the others (K1)."""
+"""Checkpoints and merges of many databases in one run: each ends as it would alone, whatever happens to the others
+(K1)."""
 
 from __future__ import annotations
 
@@ -24,21 +25,21 @@ from quire.manifest.records import JobKind, JobState, Residency
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.world import is_renewed
-from tests.pages.world import Model, assert_reads, write
+from tests.jobs.job_store import is_renewed
+from tests.pages.engine_harness import Model, assert_reads, write
 
 COUNT = 12
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path)
+    yield owner
+    owner.stop()
 
 
 def fill(owner: Owner, count: int = COUNT) -> dict[int, Model]:
-    """Databases with something to absorb, of one to three slots; db_id → what it holds."""
+    """Create databases of one to three slots with versions to absorb; returns db_id → model."""
     models = {}
     for number in range(count):
         store, model = owner.database(f"db-{number:03}"), Model()
@@ -49,17 +50,17 @@ def fill(owner: Owner, count: int = COUNT) -> dict[int, Model]:
 
 
 def run(
-    owner: Owner, kind: JobKind = JobKind.CHECKPOINT, runners: Runners | None = None, **more: Any
+    owner: Owner, kind: JobKind = JobKind.CHECKPOINT, runners: Runners | None = None, **options: Any
 ) -> dict[int, Job]:
-    """All databases, in one run; db_id → its job."""
+    """Run the job for all databases at once; returns db_id → job."""
     with owner.manifest.read() as txn:
         db_ids = [db_id for db_id, _ in txn.databases()]
-    jobs = run_many(replace(owner.context(), runners=runners or Runners()), kind, db_ids, **more)
+    jobs = run_many(replace(owner.context(), runners=runners or Runners()), kind, db_ids, **options)
     return {job.db_id: job for job in jobs}
 
 
 def drop(owner: Owner, db_id: int) -> None:
-    """Drop a database, in a failpoint."""
+    """Drop a database; called from a failpoint."""
     owner.manifest.drop_db(db_id).result()
 
 
@@ -73,24 +74,24 @@ def states(jobs: dict[int, Job]) -> set[JobState]:
     return {job.state for job in jobs.values()}
 
 
-def test_all_are_absorbed_each_by_a_job_of_its_own(owner: Owner) -> None:
+def test_all_databases_are_absorbed_each_by_its_own_job(owner: Owner) -> None:
     models = fill(owner)
-    heard: list[tuple[int, int]] = []
-    jobs = run(owner, progress=lambda *each: heard.append(each))
+    progress: list[tuple[int, int]] = []
+    jobs = run(owner, progress=lambda *counts: progress.append(counts))
     assert jobs.keys() == models.keys()
     assert states(jobs) == {JobState.SUCCEEDED}
     slots = sum(job.result["slots"] for job in jobs.values())
-    assert heard[-1] == (slots, slots)
+    assert progress[-1] == (slots, slots)
     assert all(owner.chain(0, db_id) for db_id in models)
     assert_all(owner, models)
     owner.settle()
     assert_all(owner, models)
     again = run(owner)
     assert states(again) == {JobState.SUCCEEDED}
-    assert all(job.result == {"slots": 0} for job in again.values()), "there is nothing more to absorb"
+    assert all(job.result == {"slots": 0} for job in again.values()), "nothing is left to absorb"
 
 
-def test_merges_go_the_same_way(owner: Owner) -> None:
+def test_merges_of_many_databases_run_together(owner: Owner) -> None:
     models = fill(owner)
     run(owner)
     for db_id, model in models.items():
@@ -107,30 +108,30 @@ def test_merges_go_the_same_way(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("point", ["planned", "written"])
-def test_one_that_is_dropped_meanwhile_fails_alone(owner: Owner, point: str) -> None:
+def test_a_database_dropped_meanwhile_fails_alone(owner: Owner, point: str) -> None:
     models = fill(owner)
-    gone = 3
-    with armed(f"jobs.checkpoint.{point}", lambda _: drop(owner, gone)):
+    dropped_id = 3
+    with armed(f"jobs.checkpoint.{point}", lambda _: drop(owner, dropped_id)):
         jobs = run(owner)
-    assert jobs[gone].state is JobState.FAILED_PERMANENT
-    assert states({db_id: job for db_id, job in jobs.items() if db_id != gone}) == {JobState.SUCCEEDED}
-    del models[gone]
+    assert jobs[dropped_id].state is JobState.FAILED_PERMANENT
+    assert states({db_id: job for db_id, job in jobs.items() if db_id != dropped_id}) == {JobState.SUCCEEDED}
+    del models[dropped_id]
     assert_all(owner, models)
-    owner.engine.close_database(gone)
+    owner.engine.close_database(dropped_id)
     owner.settle()
     with owner.manifest.read() as txn:
-        assert txn.database(gone) is None
+        assert txn.database(dropped_id) is None
 
 
 @pytest.mark.parametrize("part", ["index", "body"])
-def test_one_that_is_damaged_fails_alone(owner: Owner, part: str) -> None:
+def test_a_damaged_database_fails_alone(owner: Owner, part: str) -> None:
     models = fill(owner)
     owner.engine.flush(2)
     owner.engine.close_database(2)
     (path,) = Path(owner.root, "pages", "00000002", "wal").glob("*.seg")
     data = bytearray(path.read_bytes())
-    at = 70 if part == "index" else data.index(models[2].newest.pages[1])
-    data[at] ^= 1
+    offset = 70 if part == "index" else data.index(models[2].newest.pages[1])
+    data[offset] ^= 1
     path.write_bytes(data)
     jobs = run(owner)
     assert jobs[2].state is JobState.FAILED_PERMANENT
@@ -140,7 +141,7 @@ def test_one_that_is_damaged_fails_alone(owner: Owner, part: str) -> None:
     assert_all(owner, models)
 
 
-def test_a_run_that_is_interrupted_puts_its_jobs_back_and_the_next_goes_on(owner: Owner) -> None:
+def test_an_interrupted_run_puts_its_jobs_back_and_the_next_continues(owner: Owner) -> None:
     models = fill(owner)
 
     def interrupt(done: int, total: int) -> None:
@@ -153,16 +154,20 @@ def test_a_run_that_is_interrupted_puts_its_jobs_back_and_the_next_goes_on(owner
     assert {(job.state, job.record.failures) for job in jobs} == {(JobState.PENDING, 0)}
     before, plans = owner.objects(), {db_id: set(owner.plans(db_id)) for db_id in models}
     assert before
-    ended = run(owner)
-    assert {job_id: job.state for job_id, job in ended.items()} == dict.fromkeys(models, JobState.SUCCEEDED)
-    assert all({job.result["generation"]} == plans[db_id] for db_id, job in ended.items()), "another plan was made"
+    jobs_after = run(owner)
+    assert {job_id: job.state for job_id, job in jobs_after.items()} == dict.fromkeys(models, JobState.SUCCEEDED)
+    assert all({job.result["generation"]} == plans[db_id] for db_id, job in jobs_after.items()), (
+        "the stored plan was not used"
+    )
     after = owner.objects()
-    assert all(after[name] == what for name, what in before.items()), "what was there was written again"
+    assert all(after[name] == stamp for name, stamp in before.items()), "an existing object was written again"
     assert_all(owner, models)
     owner.settle()
 
 
-def test_a_stored_plan_that_comes_out_differently_is_given_up(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_plan_that_can_no_longer_be_reproduced_is_abandoned(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models = fill(owner, 3)
     for db_id, model in models.items():
         write(owner.engine.open(db_id), model, images(*range(8)))
@@ -181,16 +186,16 @@ def test_a_stored_plan_that_comes_out_differently_is_given_up(owner: Owner, monk
     owner.settle()
 
 
-def test_what_somebody_else_works_on_is_left_to_them(owner: Owner) -> None:
+def test_jobs_claimed_by_another_worker_are_left_to_it(owner: Owner) -> None:
     models = fill(owner, 3)
-    owner.manifest.jobs.claim_job(owner.ask(), "somebody")
+    owner.manifest.jobs.claim_job(owner.enqueue(), "somebody")
     jobs = run(owner)
     assert jobs.keys() == {2, 3}
     assert states(jobs) == {JobState.SUCCEEDED}
     assert_all(owner, models)
 
 
-def test_leases_are_renewed_as_long_as_it_lasts(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_renewed_while_a_run_lasts(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     models = fill(owner, 3)
     monkeypatch.setattr(many, "LEASE_SECONDS", 0.3)
     renewed = threading.Event()
@@ -206,40 +211,41 @@ def test_leases_are_renewed_as_long_as_it_lasts(owner: Owner, monkeypatch: pytes
     assert_all(owner, models)
 
 
-def test_a_slot_is_not_written_from_less_than_all_of_its_parts(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name would be believed by the next attempt, and an old version of a page with it."""
+def test_a_slot_is_only_written_from_all_of_its_parts(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt would adopt the object by its name, and with it an old version of a page."""
     fill(owner, 1)
     store = owner.engine.open(1)
     owner.engine.flush(1)
     model = Model()
     write(store, model, images(0))
-    real = newest_frames
+    original = newest_frames
 
-    def lose(parts: Any, covered: int) -> Any:
-        parts.pop()  # the newest version of page 0 is in it, and an older one in the other: the count stays
-        return real(parts, covered)
+    def drop_newest(parts: Any, covered: int) -> Any:
+        # its newest version of page 0 is lost; an older one is in the other part, so the page count stays the same
+        parts.pop()
+        return original(parts, covered)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "newest_frames", lose)
+        patch.setattr(writing, "newest_frames", drop_newest)
         jobs = run(owner)
     assert jobs[1].state is JobState.PENDING
     assert InternalError.__name__ in jobs[1].record.error
-    assert owner.objects() == {}, "an object of half a slot"
+    assert owner.objects() == {}, "an object of an incomplete slot was written"
 
 
-# ── executors with a disk of their own ────────────────────────────────────────────────────────────────────────────────
-class Elsewhere(ThreadRunner):
-    """Threads that see no file of the store."""
+# ── executors with their own disk ─────────────────────────────────────────────────────────────────────────────────────
+class RemoteRunner(ThreadRunner):
+    """Threads that cannot see the store's files."""
 
     shares_disk = False
 
 
-def test_where_files_are_not_seen_segments_are_uploaded_first(owner: Owner, tmp_path: Path) -> None:
+def test_segments_are_uploaded_first_for_executors_without_the_files(owner: Owner, tmp_path: Path) -> None:
     models = fill(owner, 4)
     owner.engine.fork("db-003", "fork")
     models[5] = models[4]
     sources = Sources(root=str(tmp_path / "elsewhere"), disk=OsDisk(), open_store=owner.stores, cache=PageCache(0))
-    runner = Elsewhere(Tools(sources, owner.stores, OsDisk(), ""), 2)
+    runner = RemoteRunner(Tools(sources, owner.stores, OsDisk(), ""), 2)
     jobs = run(owner, runners=Runners(lambda: runner, "spark"))
     assert states(jobs) == {JobState.SUCCEEDED}
     with owner.manifest.read() as txn:

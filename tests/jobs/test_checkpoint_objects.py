@@ -1,4 +1,4 @@
-"""Checkpoints over an object store that fails, forgets to answer, or has something else under a name (P11)."""
+"""Checkpoints over an object store that fails, loses responses, or has a different object under a name (P11)."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ from quire.manifest.records import JobKind, JobState
 from quire.objects.api import ObjectStore
 from quire.testing.faults import Fault, FaultyDisk
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.world import epoch_name
-from tests.pages.world import Model, write
+from tests.jobs.job_store import epoch_name
+from tests.pages.engine_harness import Model, write
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path)
+    yield owner
+    owner.stop()
 
 
-class Doubtful:
-    """An object store whose next puts fail: before anything happened, or after everything did."""
+class FailingStore:
+    """An object store whose next puts fail, before or after they take effect."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
-        self.before = 0
-        self.after = 0
+        self.failures_before = 0
+        self.failures_after = 0
 
-    def put(self, key: str, data: Any, **more: Any) -> Any:
-        if self.before:
-            self.before -= 1
-            raise ObjectStoreUnavailable("no answer", key=key)
-        result = self.inner.put(key, data, **more)
-        if self.after:
-            self.after -= 1
-            raise ObjectStoreUnavailable("the answer was lost", key=key)
+    def put(self, key: str, data: Any, **options: Any) -> Any:
+        if self.failures_before:
+            self.failures_before -= 1
+            raise ObjectStoreUnavailable("no response", key=key)
+        result = self.inner.put(key, data, **options)
+        if self.failures_after:
+            self.failures_after -= 1
+            raise ObjectStoreUnavailable("the response was lost", key=key)
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
 
-def _doubtful(owner: Owner) -> Doubtful:
-    made = Doubtful(owner.stores(owner.objects_url))
-    owner.stores = lambda _: made
-    return made
+def _failing_store(owner: Owner) -> FailingStore:
+    failing = FailingStore(owner.stores(owner.objects_url))
+    owner.stores = lambda _: failing
+    return failing
 
 
-def test_an_object_store_that_fails_for_a_while_delays_the_checkpoint_and_no_more(owner: Owner) -> None:
+def test_an_object_store_that_fails_for_a_while_only_delays_the_checkpoint(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
-    objects = _doubtful(owner)
-    objects.before = 3
-    job_id = owner.ask()
+    objects = _failing_store(owner)
+    objects.failures_before = 3
+    job_id = owner.enqueue()
     for _ in range(4):
         owner.retry()
         owner.assert_newest(model)
@@ -71,18 +71,18 @@ def test_an_object_store_that_fails_for_a_while_delays_the_checkpoint_and_no_mor
     owner.settle()
 
 
-def test_a_put_whose_answer_is_lost_is_adopted(owner: Owner) -> None:
+def test_a_put_whose_response_is_lost_is_adopted(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
-    objects = _doubtful(owner)
-    objects.after = 1
-    job_id = owner.ask()
+    objects = _failing_store(owner)
+    objects.failures_after = 1
+    job_id = owner.enqueue()
     owner.worker().drain()
-    there, (generation,) = owner.objects(), owner.plans()
-    assert there
+    objects_before, (generation,) = owner.objects(), owner.plans()
+    assert objects_before
     owner.retry()
     assert owner.job(job_id).result["generation"] == generation
-    assert {key: owner.objects()[key] for key in there} == there, "not written again"
+    assert {key: owner.objects()[key] for key in objects_before} == objects_before, "not written again"
     owner.settle()
     owner.assert_newest(model)
 
@@ -105,9 +105,9 @@ def test_a_disk_that_fails_at_any_call_of_a_put_leaves_a_checkpoint_that_can_be_
         owner = Owner(base, disk=disk)
         store, model = owner.database(), Model()
         write(store, model, images(*range(12)))
-        job_id = owner.ask()
+        job_id = owner.enqueue()
         owner.worker(JobKind.CHECKPOINT).drain()
-        clean = not disk.fired
+        is_clean = not disk.fired
         disk.fired, disk._fail_at = True, 0
         owner.assert_newest(model)
         owner.retry()
@@ -115,7 +115,7 @@ def test_a_disk_that_fails_at_any_call_of_a_put_leaves_a_checkpoint_that_can_be_
         owner.settle()
         owner.assert_newest(model)
         owner.stop()
-        if clean:
+        if is_clean:
             assert fail_at > 10
             return
     raise AssertionError("there was no clean pass")
@@ -137,13 +137,11 @@ def test_segments_that_are_only_in_the_object_store_are_absorbed_from_there(owne
     owner.assert_newest(model)
 
 
-@pytest.mark.parametrize("how", ["another's chunk", "no chunk at all", "damaged"])
-def test_an_object_of_the_plans_name_that_is_not_the_plans_is_neither_taken_nor_overwritten(
-    owner: Owner, how: str
-) -> None:
+@pytest.mark.parametrize("content", ["another's chunk", "no chunk at all", "damaged"])
+def test_a_foreign_object_under_a_planned_name_is_neither_adopted_nor_overwritten(owner: Owner, content: str) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().drain()
     (generation,) = owner.plans()
@@ -151,9 +149,9 @@ def test_an_object_of_the_plans_name_that_is_not_the_plans_is_neither_taken_nor_
     first, second = (epoch_name(owner.manifest, key) for key in keys)
     path = Path(owner.objects_url) / first
     body = bytearray(path.read_bytes())
-    if how == "another's chunk":
+    if content == "another's chunk":
         body = bytearray((Path(owner.objects_url) / second).read_bytes())
-    elif how == "no chunk at all":
+    elif content == "no chunk at all":
         body = bytearray(b"hello" * 100)
     else:
         body[-40] ^= 1
@@ -165,7 +163,7 @@ def test_an_object_of_the_plans_name_that_is_not_the_plans_is_neither_taken_nor_
     assert owner.state(job_id) is JobState.FAILED_PERMANENT
     assert owner.chain(0) == []
     assert path.read_bytes() == body
-    owner.checkpoint(store)  # plans anew, under another name
+    owner.checkpoint(store)  # makes a new plan, with another name
     assert owner.chain(0) == [("BASE", generation + 1)]
     owner.settle()
     owner.assert_newest(model)

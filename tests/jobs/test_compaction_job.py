@@ -1,4 +1,5 @@
-"""Compactions of key-value databases are jobs: those of the background, those a person starts, and those a crash leaves."""
+"""Compactions of key-value databases are jobs: those of the background, those a user starts, and those left by a
+crash."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from quire.lsm.verify import problems
 from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState
 from quire.store.store import Store
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 
 SMALL = LsmSettings(memtable_bytes=16 << 10, table_bytes=8 << 10, level0_tables=2, level_bytes=32 << 10)
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False), lsm=SMALL)
 BY_HAND = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False), lsm=LsmSettings(level0_tables=20, table_bytes=8 << 10)
 )
-"""Nothing is compacted unless somebody asks."""
+"""Compactions only run when a test starts them."""
 EAGER = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False),
     lsm=LsmSettings(level0_tables=20, table_bytes=8 << 10, manifest_log_bytes=1),
@@ -42,18 +43,18 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Store]:
-    with quire.open(path, settings=BY_HAND) as made:
-        yield made
-        assert made.manifest.check() == []
-        for kv in made.kvs.databases().values():
+    with quire.open(path, settings=BY_HAND) as store:
+        yield store
+        assert store.manifest.check() == []
+        for kv in store.kvs.databases().values():
             assert list(problems(kv)) == []
 
 
 def filled(store: Store, tables: int = 4) -> tuple[Kv, dict[bytes, bytes]]:
-    """A database of so many tables that overlap, and what is in it."""
+    """A database of this many overlapping tables, and its expected contents."""
     kv, model = store.kv("cart", create=True), dict[bytes, bytes]()
     for number in range(tables):
-        batch = {b"%05d" % (each * 3 + number): b"v%d" % number * 20 for each in range(500)}
+        batch = {b"%05d" % (i * 3 + number): b"v%d" % number * 20 for i in range(500)}
         kv.write({**batch, b"gone": None if number else b"x"})
         model.update(batch)
         kv.flush()
@@ -64,7 +65,7 @@ def compactions(store: Store) -> list[Job]:
     return [job for job in store.manifest.jobs.jobs() if job.kind is JobKind.COMPACTION]
 
 
-def test_a_compaction_that_a_person_starts_is_a_job(store: Store) -> None:
+def test_a_compaction_that_a_user_starts_is_a_job(store: Store) -> None:
     kv, model = filled(store)
     job = store.heavy.compact("cart")
     assert job.state is JobState.SUCCEEDED
@@ -85,14 +86,14 @@ def test_the_ranges_of_a_major_compaction_are_merged_apart(store: Store, monkeyp
     assert dict(kv.scan()) == model
 
 
-def test_what_the_background_merges_is_in_the_queue(path: Path) -> None:
+def test_background_compactions_are_jobs_in_the_queue(path: Path) -> None:
     with quire.open(path, settings=QUIET) as store:
         kv = store.kv("cart", create=True)
         for number in range(60):
-            kv.write({b"%05d" % (number * 7 % 50 + each): bytes(100) for each in range(50)})
+            kv.write({b"%05d" % (number * 7 % 50 + i): bytes(100) for i in range(50)})
         deadline = time.monotonic() + 30
         while not (done := [job for job in compactions(store) if job.state is JobState.SUCCEEDED]):
-            assert time.monotonic() < deadline, "no compaction was written down"
+            assert time.monotonic() < deadline, "no compaction was recorded"
             time.sleep(0.02)
         assert done[0].db_id == store.database("cart").db_id
         assert done[0].payload["inputs"] >= 2
@@ -115,7 +116,7 @@ def test_a_compaction_that_fails_keeps_its_row_until_it_succeeds(store: Store) -
     assert dict(kv.scan()) == model
 
 
-def test_a_compaction_that_was_given_up_is_the_next_workers(path: Path) -> None:
+def test_an_abandoned_compaction_is_run_by_the_next_worker(path: Path) -> None:
     with quire.open(path, settings=BY_HAND) as store:
         kv, model = filled(store)
         with failpoints.armed("lsm.compaction.begun", "raise:ENOSPC"), pytest.raises((StorageFault, OSError)):
@@ -130,21 +131,21 @@ def test_a_compaction_that_was_given_up_is_the_next_workers(path: Path) -> None:
         assert dict(store.kv("cart").scan()) == model
 
 
-def test_damage_fails_the_job_for_good_and_changes_nothing(store: Store) -> None:
+def test_damage_fails_the_job_permanently_and_changes_nothing(store: Store) -> None:
     kv, _ = filled(store)
-    victim = Path(kv.view.levels.level0[0].path)
-    data = bytearray(victim.read_bytes())
+    table_path = Path(kv.view.levels.level0[0].path)
+    data = bytearray(table_path.read_bytes())
     data[600] ^= 1
-    victim.write_bytes(data)
+    table_path.write_bytes(data)
     job = store.heavy.compact("cart")
     assert job.state is JobState.FAILED_PERMANENT
     assert "ChecksumMismatch" in job.record.error
     assert kv.stats().tables == 4
     data[600] ^= 1
-    victim.write_bytes(data)
+    table_path.write_bytes(data)
 
 
-def test_compacting_what_is_no_key_value_database_is_refused(store: Store) -> None:
+def test_compacting_a_database_of_another_kind_is_refused(store: Store) -> None:
     store.create("shop", "pages")
     with pytest.raises(quire.WrongKind):
         store.heavy.compact("shop")
@@ -174,7 +175,8 @@ def test_a_job_that_is_repeated_after_its_event_finds_nothing_to_do(store: Store
 
 
 def test_a_task_that_runs_twice_at_a_time_writes_the_same_tables(store: Store) -> None:
-    """A speculative copy, or one whose executor was only believed dead: it must not touch what is already live."""
+    """A speculative copy, or a task of an executor that was wrongly presumed dead, must not change tables that are
+    already live."""
     from quire.lsm.remote_compaction import plan_major, run_task
 
     kv, model = filled(store)
@@ -182,7 +184,7 @@ def test_a_task_that_runs_twice_at_a_time_writes_the_same_tables(store: Store) -
         written = [sst_id for task in plan.tasks for sst_id in run_task(task)]
         plan.publish(written)
         for task in plan.tasks:
-            assert set(run_task(task)) <= set(written), "a zombie, after the event"
+            assert set(run_task(task)) <= set(written), "a late copy of a task wrote other tables"
     assert dict(kv.scan()) == model
     kv.close()
     assert dict(store.kv("cart").scan()) == model
@@ -190,7 +192,7 @@ def test_a_task_that_runs_twice_at_a_time_writes_the_same_tables(store: Store) -
 
 @pytest.mark.parametrize("point", ["lsm.compaction.recorded", "lsm.checkpoint.begun", "lsm.manifest.appended"])
 def test_a_compaction_that_fails_after_its_event_loses_nothing(path: Path, point: str) -> None:
-    """What it has written is the database then: nobody may take it for a leftover."""
+    """Its output is already part of the database and must not be removed as a leftover."""
     with quire.open(path, settings=EAGER) as store:
         kv, model = filled(store)
         with failpoints.armed(point, "1*off->raise:EIO" if point == "lsm.manifest.appended" else "raise:EIO"):
@@ -205,9 +207,9 @@ def test_a_compaction_that_fails_after_its_event_loses_nothing(path: Path, point
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.jobs.compaction_child:run", warm_up="tests.jobs.compaction_child:warm_up") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.jobs.compaction_child:run", warm_up="tests.jobs.compaction_child:warm_up") as fork_server:
+        yield fork_server
 
 
 @pytest.mark.parametrize(
@@ -220,12 +222,14 @@ def nursery() -> Iterator[Nursery]:
         "jobs.worker.worked",
     ],
 )
-def test_killed_anywhere_in_a_compaction_job_the_next_owner_ends_it(nursery: Nursery, path: Path, point: str) -> None:
+def test_killed_anywhere_in_a_compaction_job_the_next_owner_completes_it(
+    fork_server: ForkServer, path: Path, point: str
+) -> None:
     with quire.open(path, settings=BY_HAND) as store:
         _, model = filled(store)
-    with nursery.spawn() as child:
-        child.line.send(f"{path} {point}=kill".encode())
-        assert child.wait() == -9, nursery.errors()
+    with fork_server.spawn() as child:
+        child.channel.send(f"{path} {point}=kill".encode())
+        assert child.wait() == -9, fork_server.errors()
     with quire.open(path, settings=BY_HAND) as store:
         (row,) = compactions(store)
         assert row.state is JobState.PENDING
@@ -239,5 +243,5 @@ def test_killed_anywhere_in_a_compaction_job_the_next_owner_ends_it(nursery: Nur
         assert store.manifest.check() == []
 
 
-def test_how_many_tasks() -> None:
+def test_number_of_tasks() -> None:
     assert tasks_for(0, 8) == 1

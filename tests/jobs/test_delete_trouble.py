@@ -1,4 +1,4 @@
-"""Deletion under way: work that comes in, jobs that were given up, and what cannot be deleted."""
+"""Deletion while work arrives, after jobs were abandoned, and of what cannot be deleted."""
 
 from __future__ import annotations
 
@@ -13,124 +13,126 @@ from quire.manifest.records import JobState
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
 from quire.testing.faults import Fault, FaultyDisk
-from tests.jobs.world import ARCHIVED, GRACE_SECONDS, World, delete_job, drop, is_known
+from tests.jobs.job_store import ARCHIVED, GRACE_SECONDS, JobStore, delete_job, drop, is_known
 
 
-def test_what_comes_in_while_the_job_runs_is_its_work_too(local: World) -> None:
-    """M8: the job ends when nothing is left, in its completing transaction."""
-    db_id = local.database()
-    first, second = local.chunks(db_id, 1, 2)
-    local.chunks(db_id, 1)
-    job_id = delete_job(local, db_id)
-    local.worker.drain()
-    local.clock.advance(GRACE_SECONDS)
-    once = iter([True])
+def test_work_that_arrives_while_the_job_runs_is_done_by_it(local_store: JobStore) -> None:
+    """M8: the job ends in the transaction that finds nothing left to do."""
+    db_id = local_store.database()
+    first, second = local_store.chunks(db_id, 1, 2)
+    local_store.chunks(db_id, 1)
+    job_id = delete_job(local_store, db_id)
+    local_store.worker.drain()
+    local_store.clock.advance(GRACE_SECONDS)
+    first_call = iter([True])
 
-    def more(_: str) -> None:
-        if next(once, False):
-            local.chunks(db_id, 2)
+    def add_work(_: str) -> None:
+        if next(first_call, False):
+            local_store.chunks(db_id, 2)
 
-    with armed("jobs.worker.worked", more):
-        local.worker.drain()
-    assert local.row(first) is None
-    assert local.job(job_id).state is JobState.PENDING, "it waits for what came in"
-    assert delete_job(local, db_id) == job_id
-    local.settle()
-    assert local.job(job_id).state is JobState.SUCCEEDED
-    assert local.row(second) is None
-    local.assert_settled()
-
-
-def test_work_without_a_job_is_found_by_upkeep(local: World) -> None:
-    db_id = local.database()
-    local.chunks(db_id, 1)
-    snapshot = local.manifest.snapshots.publish(db_id)
-    local.chunks(db_id, 1)
-    local.manifest.submit([DropSnapshot(db_id, snapshot.snapshot_id)]).result()  # by hand, without the delete job
-    assert delete_job(local, db_id) == 0
-    assert local.upkeep.round().delete_jobs == 1
-    local.manifest.jobs.cancel(delete_job(local, db_id))
-    assert local.upkeep.round().delete_jobs == 1, "cancelling it does not make the work go away"
-    local.settle()
-    local.assert_settled()
+    with armed("jobs.worker.worked", add_work):
+        local_store.worker.drain()
+    assert local_store.row(first) is None
+    assert local_store.job(job_id).state is JobState.PENDING, "it waits for the new work"
+    assert delete_job(local_store, db_id) == job_id
+    local_store.settle()
+    assert local_store.job(job_id).state is JobState.SUCCEEDED
+    assert local_store.row(second) is None
+    local_store.assert_settled()
 
 
-def test_two_delete_jobs_at_once_lose_nothing(local: World) -> None:
-    """One of them was given up, and goes on regardless."""
-    db_id = local.database()
-    local.chunks(db_id, 1, 2, 3)
-    kept = local.chunks(db_id, 1, 2)
-    local.worker.drain()
-    local.clock.advance(GRACE_SECONDS)
-    reached, go_on = threading.Event(), threading.Event()
+def test_work_without_a_job_is_found_by_upkeep(local_store: JobStore) -> None:
+    db_id = local_store.database()
+    local_store.chunks(db_id, 1)
+    snapshot = local_store.manifest.snapshots.publish(db_id)
+    local_store.chunks(db_id, 1)
+    local_store.manifest.submit([DropSnapshot(db_id, snapshot.snapshot_id)]).result()  # directly, without a delete job
+    assert delete_job(local_store, db_id) == 0
+    assert local_store.upkeep.round().delete_jobs == 1
+    local_store.manifest.jobs.cancel(delete_job(local_store, db_id))
+    assert local_store.upkeep.round().delete_jobs == 1, "the work remains after a cancellation"
+    local_store.settle()
+    local_store.assert_settled()
 
-    def hold(_: str) -> None:
+
+def test_two_delete_jobs_at_once_lose_nothing(local_store: JobStore) -> None:
+    """One of them has lost its lease and continues nevertheless."""
+    db_id = local_store.database()
+    local_store.chunks(db_id, 1, 2, 3)
+    newest = local_store.chunks(db_id, 1, 2)
+    local_store.worker.drain()
+    local_store.clock.advance(GRACE_SECONDS)
+    reached, resume = threading.Event(), threading.Event()
+
+    def wait_once(_: str) -> None:
         if not reached.is_set():
             reached.set()
-            assert go_on.wait(30)
+            assert resume.wait(30)
 
-    with armed("jobs.delete.files_gone", hold):
-        zombie = threading.Thread(target=local.worker.drain)
+    with armed("jobs.delete.files_gone", wait_once):
+        zombie = threading.Thread(target=local_store.worker.drain)
         zombie.start()
         assert reached.wait(30)
-        local.clock.advance(60)
-        assert local.manifest.jobs.expire() == 1
-        local.clock.advance(60)
-        assert local.worker_of().drain() >= 1
-        go_on.set()
+        local_store.clock.advance(60)
+        assert local_store.manifest.jobs.expire() == 1
+        local_store.clock.advance(60)
+        assert local_store.worker_of().drain() >= 1
+        resume.set()
         zombie.join()
-    local.settle()
-    assert local.artifacts().keys() >= set(kept)
-    local.assert_settled()
+    local_store.settle()
+    assert local_store.artifacts().keys() >= set(newest)
+    local_store.assert_settled()
 
 
 # ── what cannot be deleted ────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_bucket_that_does_not_answer_keeps_nothing_else_from_going(local: World) -> None:
-    bucket = f"memory://away-{id(local)}"
-    space = local.manifest.put_namespace(bucket)
-    db_id = local.database()
-    far = local.chunks(db_id, 1, 2, residency=ARCHIVED, namespace_id=space)
-    near = [*local.chunks(db_id, 3, 4), local.segment(db_id)]
-    asked: list[str] = []
+def test_an_unavailable_bucket_does_not_prevent_other_deletions(local_store: JobStore) -> None:
+    bucket = f"memory://away-{id(local_store)}"
+    namespace_id = local_store.manifest.put_namespace(bucket)
+    db_id = local_store.database()
+    remote_keys = local_store.chunks(db_id, 1, 2, residency=ARCHIVED, namespace_id=namespace_id)
+    local_keys = [*local_store.chunks(db_id, 3, 4), local_store.segment(db_id)]
+    opened_urls: list[str] = []
 
     def opener(url: str) -> ObjectStore:
-        asked.append(url)
+        opened_urls.append(url)
         if url == bucket:
-            raise ObjectStoreUnavailable("no answer", store=url)
+            raise ObjectStoreUnavailable("no response", store=url)
         return open_store(url)
 
-    local.opener = opener
-    drop(local, db_id)
+    local_store.opener = opener
+    drop(local_store, db_id)
     for _ in range(3):
-        local.upkeep.run_once()
-        local.clock.advance(600)
-    assert local.artifacts() == {}
-    assert [local.row(key) for key in near] == [None] * 3
-    assert all(local.row(key) is not None for key in far)
-    job = local.job(delete_job(local, db_id))
-    assert job.record.failures == asked.count(bucket) > 0, "each attempt asks once, not once per artifact"
-    assert "no answer" in job.record.error
-    local.opener = open_store
-    local.settle()
-    assert not is_known(local, db_id)
-    local.assert_settled(bucket)
+        local_store.upkeep.run_once()
+        local_store.clock.advance(600)
+    assert local_store.artifacts() == {}
+    assert [local_store.row(key) for key in local_keys] == [None] * 3
+    assert all(local_store.row(key) is not None for key in remote_keys)
+    job = local_store.job(delete_job(local_store, db_id))
+    assert job.record.failures == opened_urls.count(bucket) > 0, (
+        "each attempt opens the bucket once, not once per artifact"
+    )
+    assert "no response" in job.record.error
+    local_store.opener = open_store
+    local_store.settle()
+    assert not is_known(local_store, db_id)
+    local_store.assert_settled(bucket)
 
 
-def test_a_file_that_cannot_be_removed_keeps_nothing_else_from_going(tmp_path: Path) -> None:
-    world = World(str(tmp_path), str(tmp_path / "objects"))
-    db_id = world.database()
-    stuck, other = world.chunks(db_id, 1, 2)
-    faulty = FaultyDisk(world.disk, Fault.EIO, fail_at=1, operation="remove", path=world.place(stuck).local)
-    world.ctx = replace(world.ctx, disk=faulty)
-    world.worker = world.worker_of()
-    world.upkeep._worker = world.worker
-    world.chunks(db_id, 1, 2)
-    world.worker.drain()
-    world.clock.advance(GRACE_SECONDS)
-    world.worker.drain()
-    assert world.row(other) is None
-    assert world.file(stuck) == world.bodies[stuck]
-    world.settle()
-    assert world.row(stuck) is None
-    world.assert_settled()
-    world.close()
+def test_a_file_that_cannot_be_removed_does_not_prevent_other_deletions(tmp_path: Path) -> None:
+    job_store = JobStore(str(tmp_path), str(tmp_path / "objects"))
+    db_id = job_store.database()
+    stuck, other = job_store.chunks(db_id, 1, 2)
+    faulty = FaultyDisk(job_store.disk, Fault.EIO, fail_at=1, operation="remove", path=job_store.location(stuck).local)
+    job_store.ctx = replace(job_store.ctx, disk=faulty)
+    job_store.worker = job_store.worker_of()
+    job_store.upkeep._worker = job_store.worker
+    job_store.chunks(db_id, 1, 2)
+    job_store.worker.drain()
+    job_store.clock.advance(GRACE_SECONDS)
+    job_store.worker.drain()
+    assert job_store.row(other) is None
+    assert job_store.file(stuck) == job_store.bodies[stuck]
+    job_store.settle()
+    assert job_store.row(stuck) is None
+    job_store.assert_settled()
+    job_store.close()

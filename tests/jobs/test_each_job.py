@@ -1,4 +1,4 @@
-"""What every heavy job has: a dry run that changes nothing, a summary for programs, progress, and a row in the queue."""
+"""What every heavy job provides: a dry run that changes nothing, a JSON summary, progress, and a row in the queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.manifest.records import JobKind, JobState, RetentionRecord
 
 @pytest.fixture
 def store_path(tmp_path: Path) -> Path:
-    """A page database with pages in its WAL, a snapshot and a policy that would drop it."""
+    """A page database with pages in its WAL, a snapshot, and a policy that would drop it."""
     path = tmp_path / "store"
     with quire.open(path) as store:
         store.create("shop", "pages")
@@ -28,38 +28,36 @@ def store_path(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_dry_run_tells_programs_and_changes_nothing(store_path: Path, tmp_path: Path) -> None:
+def test_every_dry_run_prints_json_and_changes_nothing(store_path: Path, tmp_path: Path) -> None:
     def newest() -> int:
         with quire.open(store_path, mode="r") as store:
             return store.info().newest_change
 
-    def dry(*words: str) -> Any:
+    def dry_run(*arguments: str) -> Any:
         out = io.StringIO()
         with redirect_stdout(out):
-            assert main.run([*words, "--dry-run", "--json", "--store", str(store_path)]) == 0
+            assert main.run([*arguments, "--dry-run", "--json", "--store", str(store_path)]) == 0
         return json.loads(out.getvalue())
 
     before = newest()
-    assert [each["database"] for each in dry("checkpoint", "--all")] == ["shop"]
-    assert dry("merge", "--all") == []
-    assert dry("verify")["left"] >= 1
-    assert dry("gc")["dry_run"] is True
-    assert dry("retention", "apply", "--all") == []
-    assert dry("retention", "apply", "shop")["would_drop"] == 0
-    assert dry("restore", "shop", "monday", str(tmp_path / "file"))["pages"] == 8
-    assert dry("stats")["references"] >= dry("stats")["artifacts"] >= 1
+    assert [row["database"] for row in dry_run("checkpoint", "--all")] == ["shop"]
+    assert dry_run("merge", "--all") == []
+    assert dry_run("verify")["left"] >= 1
+    assert dry_run("gc")["dry_run"] is True
+    assert dry_run("retention", "apply", "--all") == []
+    assert dry_run("retention", "apply", "shop")["would_drop"] == 0
+    assert dry_run("restore", "shop", "monday", str(tmp_path / "file"))["pages"] == 8
+    assert dry_run("stats")["references"] >= dry_run("stats")["artifacts"] >= 1
     assert newest() == before
     assert not (tmp_path / "file").exists()
 
 
-def test_every_job_is_a_row_of_the_queue_with_a_result_and_tells_how_far_it_is(
-    store_path: Path, tmp_path: Path
-) -> None:
-    told: dict[str, list[tuple[int, int]]] = {}
+def test_every_job_is_a_row_of_the_queue_with_a_result_and_reports_progress(store_path: Path, tmp_path: Path) -> None:
+    reports: dict[str, list[tuple[int, int]]] = {}
 
     def progress(name: str) -> Any:
-        heard = told[name] = []
-        return lambda done, total: heard.append((done, total))
+        counts = reports[name] = []
+        return lambda done, total: counts.append((done, total))
 
     with quire.open(store_path) as store:
         heavy = store.heavy
@@ -78,25 +76,25 @@ def test_every_job_is_a_row_of_the_queue_with_a_result_and_tells_how_far_it_is(
         assert rows[kind].state is JobState.SUCCEEDED, rows[kind].record.error
         assert isinstance(rows[kind].result, dict), kind
     of_jobs = {"checkpoint", "merge", "retention", "sweep", "audit", "verify", "restore", "stats"}
-    assert told.keys() == of_jobs | {"whole audit"}
-    for name, heard in told.items():
-        need_steady(name, heard)
+    assert reports.keys() == of_jobs | {"whole audit"}
+    for name, counts in reports.items():
+        assert_monotonic(name, counts)
 
 
-def need_steady(name: str, heard: list[tuple[int, int]]) -> None:
-    """It begins at nothing, never goes back, and ends where everything is done."""
-    assert heard[0][0] == 0, name
-    assert heard[-1][0] == heard[-1][1] > 0, (name, heard)
-    assert heard == sorted(heard), (name, heard)
-    assert all(0 <= done <= total for done, total in heard), (name, heard)
+def assert_monotonic(name: str, counts: list[tuple[int, int]]) -> None:
+    """Progress begins at zero, never decreases, and ends at its total."""
+    assert counts[0][0] == 0, name
+    assert counts[-1][0] == counts[-1][1] > 0, (name, counts)
+    assert counts == sorted(counts), (name, counts)
+    assert all(0 <= done <= total for done, total in counts), (name, counts)
 
 
-def test_a_store_without_databases_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:
-    told: dict[str, list[tuple[int, int]]] = {}
+def test_jobs_of_a_store_without_databases_do_nothing_and_report_progress(tmp_path: Path) -> None:
+    reports: dict[str, list[tuple[int, int]]] = {}
 
     def progress(name: str) -> Any:
-        heard = told[name] = []
-        return lambda done, total: heard.append((done, total))
+        counts = reports[name] = []
+        return lambda done, total: counts.append((done, total))
 
     with quire.open(tmp_path / "store") as store:
         heavy = store.heavy
@@ -108,5 +106,5 @@ def test_a_store_without_databases_has_nothing_to_do_and_says_so(tmp_path: Path)
         assert heavy.stats(runner="threads", progress=progress("stats")) == []
         assert heavy.audit(runner="threads", progress=progress("whole audit")).num_rows == 0
         assert heavy.recount(runner="threads", progress=progress("audit")) == []
-    for name, heard in told.items():
-        need_steady(name, heard)
+    for name, counts in reports.items():
+        assert_monotonic(name, counts)

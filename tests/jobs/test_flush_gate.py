@@ -1,4 +1,4 @@
-"""The flush gate in `wal_state` (active job, last success, errored since) is in step with the checkpoint job."""
+"""The flush gate in `wal_state` (active job, last success, errored since) stays consistent with the checkpoint job."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def manifest(tmp_path: Path, clock: ManualClock) -> Iterator[ManifestStore]:
-    with ManifestStore.open(str(tmp_path / "manifest.lmdb"), clock=clock) as opened:
-        opened.register_db("shop", DbKind.PAGES)
-        yield opened
-        assert_clean(opened)
-        assert_replays(opened)
+    with ManifestStore.open(str(tmp_path / "manifest.lmdb"), clock=clock) as manifest:
+        manifest.register_db("shop", DbKind.PAGES)
+        yield manifest
+        assert_clean(manifest)
+        assert_replays(manifest)
 
 
 def claim(manifest: ManifestStore) -> Job:
@@ -43,10 +43,10 @@ def gate(manifest: ManifestStore) -> tuple[int, int, int]:
 
 
 def test_the_flush_gate_follows_the_checkpoint_job(manifest: ManifestStore, clock: ManualClock) -> None:
-    """Start, fail, start, succeed: each in the job's own transaction."""
+    """Start, fail, start, succeed: each changes the gate in the job's own transaction."""
     jobs = manifest.jobs
     job_id = jobs.enqueue(JobKind.CHECKPOINT, 1)
-    assert gate(manifest) == (0, 0, 0), "waiting is not working"
+    assert gate(manifest) == (0, 0, 0), "a pending job does not hold the gate"
     clock.advance(1)
     job = claim(manifest)
     assert gate(manifest) == (job_id, 0, 0)
@@ -58,13 +58,13 @@ def test_the_flush_gate_follows_the_checkpoint_job(manifest: ManifestStore, cloc
     job = claim(manifest)
     clock.advance(1)
     jobs.fail(job, "still")
-    assert gate(manifest) == (0, 0, failed_at), "since when, not when last"
+    assert gate(manifest) == (0, 0, failed_at), "the time of the first failure, not of the last"
     clock.advance(10)
     jobs.complete(claim(manifest))
     assert gate(manifest) == (0, clock.now_ms(), 0)
 
 
-def test_putting_off_a_checkpoint_is_no_error_and_cancelling_one_is(
+def test_deferring_a_checkpoint_is_not_an_error_and_cancelling_one_is(
     manifest: ManifestStore, clock: ManualClock
 ) -> None:
     jobs = manifest.jobs
@@ -78,10 +78,10 @@ def test_putting_off_a_checkpoint_is_no_error_and_cancelling_one_is(
     claim(manifest)
     clock.advance(LEASE_SECONDS)
     jobs.expire()
-    assert gate(manifest)[0] == 0, "a lease that ran out frees the gate too"
+    assert gate(manifest)[0] == 0, "an expired lease also frees the gate"
 
 
-def test_the_flush_gate_is_the_checkpoint_s_alone(manifest: ManifestStore) -> None:
+def test_only_checkpoints_change_the_flush_gate(manifest: ManifestStore) -> None:
     manifest.jobs.enqueue(JobKind.MERGE, 1)
     job = claim(manifest)
     assert gate(manifest) == (0, 0, 0)
@@ -90,9 +90,9 @@ def test_the_flush_gate_is_the_checkpoint_s_alone(manifest: ManifestStore) -> No
 
 
 def test_gate_and_job_change_in_one_transaction(manifest: ManifestStore) -> None:
-    """Whenever one looks, they agree."""
+    """A reader never sees them disagree."""
     job_id = manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
-    seen: set[tuple[JobState, bool]] = set()
+    observed: set[tuple[JobState, bool]] = set()
     stop = threading.Event()
 
     def watch() -> None:
@@ -101,7 +101,7 @@ def test_gate_and_job_change_in_one_transaction(manifest: ManifestStore) -> None
                 job, state = txn.job(job_id), txn.wal_state(1)
             assert job is not None
             assert state is not None
-            seen.add((job.state, state.active_job_id == job_id))
+            observed.add((job.state, state.active_job_id == job_id))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -110,4 +110,4 @@ def test_gate_and_job_change_in_one_transaction(manifest: ManifestStore) -> None
     manifest.jobs.complete(claim(manifest))
     stop.set()
     watcher.join()
-    assert seen <= {(JobState.PENDING, False), (JobState.IN_FLIGHT, True), (JobState.SUCCEEDED, False)}
+    assert observed <= {(JobState.PENDING, False), (JobState.IN_FLIGHT, True), (JobState.SUCCEEDED, False)}

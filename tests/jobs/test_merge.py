@@ -1,4 +1,4 @@
-"""Merges: which chains are due, how many at a time, and that nothing of what they replace is lost to those who hold it."""
+"""Merges: which chains are due, how many at a time, and that holders of the replaced chains can still read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.manifest.jobqueue import Job
 from quire.manifest.records import JobKind, JobState
 from quire.pages.pagestore import PageStore
 from tests.jobs.checkpoint_child import Owner
-from tests.pages.world import GRACE_SECONDS, Model, assert_reads, image, write
+from tests.pages.engine_harness import GRACE_SECONDS, Model, assert_reads, image, write
 
 CHAIN = 4
 LIGHT = MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS, merge_chain=CHAIN, merge_ratio=100.0)
@@ -24,13 +24,13 @@ HEAVY = MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS, merge_chain=100,
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path, maintenance=LIGHT)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path, maintenance=LIGHT)
+    yield owner
+    owner.stop()
 
 
 def _checkpoint(owner: Owner, *pages: int, model: Model) -> PageStore:
-    """Change these pages and checkpoint them; what follows from it waits."""
+    """Change these pages and checkpoint them, without the jobs that follow."""
     store = owner.database()
     write(store, model, {page: image() for page in pages})
     owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
@@ -46,7 +46,7 @@ def _lengths(owner: Owner, slots: int) -> list[int]:
     return [len(owner.chain(slot)) for slot in range(slots)]
 
 
-def _reads(owner: Owner, model: Model) -> None:
+def _assert_newest(owner: Owner, model: Model) -> None:
     with owner.database().open_snapshot() as reader:
         assert_reads(reader, model.newest)
 
@@ -57,16 +57,16 @@ def test_a_chain_of_the_configured_length_is_merged_and_shorter_ones_are_left(ow
     _checkpoint(owner, 1, 9, model=model)
     _checkpoint(owner, 1, model=model)
     assert _lengths(owner, 3) == [3, 2, 1]
-    assert not _merges(owner), "it is not long enough yet"
+    assert not _merges(owner), "the chain is not long enough yet"
     _checkpoint(owner, 1, model=model)
     (job,) = _merges(owner)
     assert job.state is JobState.PENDING
     owner.worker().drain()
     assert _lengths(owner, 3) == [1, 2, 1]
     assert owner.job(job.job_id).result["slots"] == 1
-    _reads(owner, model)
+    _assert_newest(owner, model)
     owner.settle()
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
 def test_a_chain_that_was_just_rewritten_schedules_nothing(owner: Owner) -> None:
@@ -78,23 +78,23 @@ def test_a_chain_that_was_just_rewritten_schedules_nothing(owner: Owner) -> None
     _checkpoint(owner, *range(8), model=model)
     assert _lengths(owner, 1) == [1]
     assert not _merges(owner)
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-def test_deltas_that_are_heavy_for_their_base_are_merged_though_they_are_few(tmp_path: Path) -> None:
+def test_deltas_that_are_large_for_their_base_are_merged_even_if_they_are_few(tmp_path: Path) -> None:
     owner, model = Owner(tmp_path, maintenance=HEAVY), Model()
     _checkpoint(owner, *range(16), model=model)
     _checkpoint(owner, 1, 9, model=model)
-    assert not _merges(owner), "an eighth is not heavy"
+    assert not _merges(owner), "an eighth of the base is below the ratio"
     _checkpoint(owner, 1, 2, model=model)
     assert len(_merges(owner)) == 1
     owner.worker().drain()
     assert _lengths(owner, 2) == [1, 2]
-    _reads(owner, model)
+    _assert_newest(owner, model)
     owner.stop()
 
 
-def test_a_merge_that_a_person_asks_for_takes_every_chain(owner: Owner) -> None:
+def test_a_merge_that_a_user_starts_takes_every_chain(owner: Owner) -> None:
     model = Model()
     _checkpoint(owner, *range(24), model=model)
     _checkpoint(owner, 1, 9, model=model)
@@ -102,10 +102,10 @@ def test_a_merge_that_a_person_asks_for_takes_every_chain(owner: Owner) -> None:
     assert _lengths(owner, 3) == [1, 1, 1]
     owner.run(JobKind.MERGE, 1)
     assert _merges(owner)[-1].result == {"slots": 0}
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-def test_a_merge_takes_so_many_slots_longest_first_and_the_next_takes_the_rest(
+def test_a_merge_takes_a_bounded_number_of_slots_longest_first_and_the_next_takes_the_rest(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "MERGE_SLOTS_MAX", 2)
@@ -113,12 +113,12 @@ def test_a_merge_takes_so_many_slots_longest_first_and_the_next_takes_the_rest(
     _checkpoint(owner, *range(40), model=model)
     _checkpoint(owner, 1, 9, 17, 25, 33, model=model)
     _checkpoint(owner, 25, model=model)
-    seen: list[list[int]] = []
+    chain_lengths: list[list[int]] = []
     owner.manifest.jobs.enqueue(JobKind.MERGE, 1)
     while owner.worker(JobKind.MERGE).run(owner.manifest.jobs.outstanding(1, JobKind.MERGE)):
-        seen.append(_lengths(owner, 5))
-    assert seen == [[1, 2, 2, 1, 2], [1, 1, 1, 1, 2], [1, 1, 1, 1, 1]]
-    _reads(owner, model)
+        chain_lengths.append(_lengths(owner, 5))
+    assert chain_lengths == [[1, 2, 2, 1, 2], [1, 1, 1, 1, 2], [1, 1, 1, 1, 1]]
+    _assert_newest(owner, model)
     owner.settle()
 
 
@@ -127,28 +127,28 @@ def test_snapshots_and_forks_keep_the_chain_that_a_merge_replaced(owner: Owner) 
     _checkpoint(owner, *range(24), model=model)
     _checkpoint(owner, 1, 9, model=model)
     owner.engine.snapshot("shop", "kept")
-    kept = model.newest
+    snapshot_version = model.newest
     owner.engine.fork("shop", "branch")
     _checkpoint(owner, 2, 10, model=model)
     owner.run(JobKind.MERGE, 1)
     owner.settle()
-    assert_reads(owner.engine.open_view("shop", "kept"), kept)
+    assert_reads(owner.engine.open_view("shop", "kept"), snapshot_version)
     with owner.database("branch").open_snapshot() as reader:
-        assert_reads(reader, kept)
+        assert_reads(reader, snapshot_version)
     owner.manifest.snapshots.drop("shop", "kept")
     owner.settle()
     with owner.database("branch").open_snapshot() as reader:
-        assert_reads(reader, kept)
+        assert_reads(reader, snapshot_version)
     branch = owner.database("branch").db_id
     owner.run(JobKind.MERGE, branch)
     assert [name for name, _ in owner.chain(0, branch)] == ["BASE"]
     owner.settle()
     with owner.database("branch").open_snapshot() as reader:
-        assert_reads(reader, kept)
-    _reads(owner, model)
+        assert_reads(reader, snapshot_version)
+    _assert_newest(owner, model)
 
 
-def test_readers_that_are_at_the_chain_read_on(owner: Owner) -> None:
+def test_readers_of_a_merged_chain_continue_reading(owner: Owner) -> None:
     model = Model()
     store = _checkpoint(owner, *range(24), model=model)
     _checkpoint(owner, 1, 9, model=model)
@@ -158,10 +158,10 @@ def test_readers_that_are_at_the_chain_read_on(owner: Owner) -> None:
         _checkpoint(owner, 1, 2, 3, model=model)
         owner.engine.cache.forget(1)
         assert_reads(reader, version)
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-@pytest.mark.parametrize("wrong", [{"merge_chain": 1}, {"merge_ratio": 0.0}, {"time_travel_seconds": -1.0}])
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+@pytest.mark.parametrize("invalid", [{"merge_chain": 1}, {"merge_ratio": 0.0}, {"time_travel_seconds": -1.0}])
+def test_invalid_merge_settings_are_refused(invalid: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
-        MaintenanceSettings(**wrong)
+        MaintenanceSettings(**invalid)

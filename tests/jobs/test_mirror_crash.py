@@ -1,4 +1,4 @@
-"""The process that runs a mirror is killed at every step; the next one finds nothing doubled and nothing missing."""
+"""The process that runs a mirror is killed at every step; the next run duplicates no rows and loses none."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from quire.testing.manifest import assert_clean
-from tests.jobs.mirror_world import POINTS, World, fill
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
+from tests.jobs.mirrored_store import POINTS, MirroredStore, fill
 
 
 @pytest.mark.parametrize("kind", ["parquet", pytest.param("delta", marks=pytest.mark.slow)])
-def test_a_process_that_is_killed_at_any_step_is_not_noticed(tmp_path: Path, kind: str) -> None:
-    world = World(tmp_path, kind)
-    with world.open() as store:
+def test_a_kill_at_any_step_has_no_effect_on_the_target(tmp_path: Path, kind: str) -> None:
+    mirror = MirroredStore(tmp_path, kind)
+    with mirror.open() as store:
         fill(store, "tenant-1")
-        world.define(store)
-    with Nursery("tests.jobs.mirror_child:live") as nursery:
+        mirror.define(store)
+    with ForkServer("tests.jobs.mirror_child:run_child") as fork_server:
         for number, point in enumerate(POINTS):
-            with nursery.spawn() as child:
-                child.line.send(pickle.dumps((str(tmp_path / "store"), f"{point}=kill")))
-                assert child.line.receive() is None
+            with fork_server.spawn() as child:
+                child.channel.send(pickle.dumps((str(tmp_path / "store"), f"{point}=kill")))
+                assert child.channel.receive() is None
                 assert child.wait() == -signal.SIGKILL, point
-            with world.open() as store:
-                world.run(store)
+            with mirror.open() as store:
+                mirror.run(store)
                 assert_clean(store.manifest)
                 fill(store, f"tenant-{number + 2}")
                 if point == "jobs.mirror.created":

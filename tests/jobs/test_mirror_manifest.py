@@ -1,4 +1,4 @@
-"""The manifest of a mirror in Parquet: its page, its round trip, and what damage does to it."""
+"""The manifest of a Parquet mirror: its documentation page, its round trip, and the detection of damage."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ MANIFESTS = st.builds(
 
 
 @given(MANIFESTS)
-def test_what_is_written_is_read(manifest: TableManifest) -> None:
-    found = decode(encode(manifest), "name")
-    assert encode(found) == encode(manifest)
-    assert (found.version, found.columns, found.files) == (manifest.version, manifest.columns, manifest.files)
+def test_what_is_encoded_is_decoded(manifest: TableManifest) -> None:
+    decoded = decode(encode(manifest), "name")
+    assert encode(decoded) == encode(manifest)
+    assert (decoded.version, decoded.columns, decoded.files) == (manifest.version, manifest.columns, manifest.files)
 
 
 def test_the_page_has_the_fields_and_a_real_example() -> None:
@@ -53,7 +53,7 @@ def test_the_page_has_the_fields_and_a_real_example() -> None:
     assert encode(decode(example.encode(), "example")).decode() == example
 
 
-def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
+def test_every_truncation_and_every_flipped_bit_is_detected() -> None:
     files = [ManifestFile("data/a.parquet", 7, 3)]
     manifest = TableManifest(
         format=1, version=2, app_id="app", batch_id=1, committed_at_ms=5, columns=[("id", "bigint")], files=files
@@ -62,12 +62,12 @@ def test_every_cut_and_every_flipped_bit_is_noticed() -> None:
     for end in range(len(data)):
         with pytest.raises(Corruption):
             decode(data[:end], "cut")
-    for place in range(len(data)):
+    for offset in range(len(data)):
         for bit in range(8):
-            changed = bytearray(data)
-            changed[place] ^= 1 << bit
+            damaged = bytearray(data)
+            damaged[offset] ^= 1 << bit
             with pytest.raises(QuireError):
-                decode(bytes(changed), "flipped")
+                decode(bytes(damaged), "flipped")
 
 
 def test_newer_fields_are_ignored_and_newer_formats_refused() -> None:

@@ -1,4 +1,4 @@
-"""Mirrors whose targets are in a bucket, reached as the environment says."""
+"""Mirrors whose targets are in a bucket that the environment configures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 
 from quire.jobs.mirror.parquet_target import newest
 from quire.objects import open_store
-from tests.jobs.mirror_world import Rows, World, fill, read_databases, sorted_rows
+from tests.jobs.mirrored_store import MirroredStore, Rows, fill, read_databases, sorted_rows
 from tests.objects.conftest import fresh_url, s3_server
 
 __all__ = ["s3_server"]  # a fixture
@@ -38,8 +38,8 @@ def test_a_table_in_a_bucket_follows_its_databases(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")  # no TLS in a test
-    world, url = World(tmp_path, kind), fresh_url()
-    with world.open() as store:
+    mirror, url = MirroredStore(tmp_path, kind), fresh_url()
+    with mirror.open() as store:
         fill(store, "tenant-1")
         fill(store, "tenant-2")
         store.mirrors.create("lake", "tenant-*", "orders", f"{kind}:{url}")

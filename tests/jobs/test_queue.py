@@ -1,4 +1,4 @@
-"""The durable queue: gates, tokens, backoff, giving up, leases that run out."""
+"""The durable queue: gates, tokens, backoff, permanent failure, expired leases."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, assert_replays
 
-ME = "owner:1:test"
-THERE = "far-away:7"
+LOCAL_WORKER = "owner:1:test"
+REMOTE_WORKER = "far-away:7"
 
 
 @pytest.fixture
@@ -50,38 +50,38 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def manifest(path: str, clock: ManualClock) -> Iterator[ManifestStore]:
-    with ManifestStore.open(path, clock=clock) as opened:
-        opened.register_db("shop", DbKind.PAGES)
-        yield opened
-        assert_clean(opened)
-        assert_replays(opened)
+    with ManifestStore.open(path, clock=clock) as manifest:
+        manifest.register_db("shop", DbKind.PAGES)
+        yield manifest
+        assert_clean(manifest)
+        assert_replays(manifest)
 
 
-def claim(manifest: ManifestStore, worker: str = ME) -> Job:
+def claim(manifest: ManifestStore, worker: str = LOCAL_WORKER) -> Job:
     job = manifest.jobs.claim(worker)
     assert job is not None
     return job
 
 
 # ── enqueuing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_oldest_job_that_is_due_comes_first(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_the_oldest_due_job_is_claimed_first(manifest: ManifestStore, clock: ManualClock) -> None:
     jobs = manifest.jobs
     later = jobs.enqueue(JobKind.VERIFY, delay_seconds=60)
     first, second = jobs.enqueue(JobKind.VERIFY, payload={"n": 1}), jobs.enqueue(JobKind.SWEEP)
-    assert (claim(manifest).job_id, claim(manifest).job_id, jobs.claim(ME)) == (first, second, None)
+    assert (claim(manifest).job_id, claim(manifest).job_id, jobs.claim(LOCAL_WORKER)) == (first, second, None)
     assert jobs.get(first).payload == {"n": 1}
     clock.advance(59.9)
-    assert jobs.claim(ME) is None
+    assert jobs.claim(LOCAL_WORKER) is None
     clock.advance(0.1)
     assert claim(manifest).job_id == later
 
 
 def test_a_worker_gets_only_kinds_that_it_knows(manifest: ManifestStore) -> None:
-    wanted = [manifest.jobs.enqueue(kind) for kind in (JobKind.SWEEP, JobKind.VERIFY)]
-    assert manifest.jobs.claim(ME, {JobKind.BUNDLE}) is None
-    job = manifest.jobs.claim(ME, {JobKind.VERIFY})
+    job_ids = [manifest.jobs.enqueue(kind) for kind in (JobKind.SWEEP, JobKind.VERIFY)]
+    assert manifest.jobs.claim(LOCAL_WORKER, {JobKind.BUNDLE}) is None
+    job = manifest.jobs.claim(LOCAL_WORKER, {JobKind.VERIFY})
     assert job is not None
-    assert job.job_id == wanted[1]
+    assert job.job_id == job_ids[1]
 
 
 def test_the_gate_of_an_exclusive_kind_names_the_job_that_holds_it(manifest: ManifestStore) -> None:
@@ -107,9 +107,7 @@ def test_another_database_has_another_gate(manifest: ManifestStore) -> None:
 def test_a_token_makes_enqueuing_safe_to_repeat(manifest: ManifestStore, path: str, clock: ManualClock) -> None:
     token = uuid4().bytes
     first = manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, {"a": 1}, token=token)
-    assert manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, {"a": 1}, token=token) == first, (
-        "its gate is closed, but by itself"
-    )
+    assert manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, {"a": 1}, token=token) == first, "the job itself holds its gate"
     manifest.jobs.complete(claim(manifest), "done")
     assert manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, {"a": 1}, token=token) == first
     assert len(manifest.jobs.jobs()) == 1
@@ -119,7 +117,7 @@ def test_a_token_makes_enqueuing_safe_to_repeat(manifest: ManifestStore, path: s
         manifest.jobs.enqueue(JobKind.VERIFY, 1, token=b"short")
 
 
-def test_a_job_of_a_database_that_is_not_there_is_refused(manifest: ManifestStore) -> None:
+def test_a_job_of_an_unknown_database_is_refused(manifest: ManifestStore) -> None:
     with pytest.raises(UnknownDatabase):
         manifest.jobs.enqueue(JobKind.VERIFY, 99)
     with pytest.raises(UnknownJob):
@@ -138,13 +136,13 @@ def test_the_wait_after_a_failure_doubles_up_to_a_limit(manifest: ManifestStore,
         record = manifest.jobs.get(job_id).record
         waits.append((record.not_before_ms - clock.now_ms()) / 1000)
         clock.advance(waits[-1] - 0.001)
-        assert manifest.jobs.claim(ME) is None, "not a moment too soon"
+        assert manifest.jobs.claim(LOCAL_WORKER) is None, "not before its time"
         clock.advance(0.001)
     assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, BACKOFF_SECONDS_MAX, BACKOFF_SECONDS_MAX]
     assert manifest.jobs.get(job_id).record.failures == 11
 
 
-def test_after_its_last_attempt_a_job_has_failed_for_good_and_keeps_the_error(
+def test_after_its_last_attempt_a_job_has_failed_permanently_and_keeps_the_error(
     manifest: ManifestStore, clock: ManualClock
 ) -> None:
     job_id = manifest.jobs.enqueue(JobKind.MERGE, 1)
@@ -157,17 +155,17 @@ def test_after_its_last_attempt_a_job_has_failed_for_good_and_keeps_the_error(
     assert job.state is state is JobState.FAILED_PERMANENT
     assert job.record.error == ("attempt 5: " + "x" * 5_000)[:ERROR_CHARS_MAX]
     assert job.record.finished_at_ms > 0
-    assert manifest.jobs.claim(ME) is None
+    assert manifest.jobs.claim(LOCAL_WORKER) is None
     assert manifest.jobs.outstanding(1, JobKind.MERGE) == 0, "it no longer holds the gate"
 
 
-def test_what_is_hopeless_fails_at_once(manifest: ManifestStore) -> None:
+def test_a_permanent_error_fails_at_once(manifest: ManifestStore) -> None:
     job_id = manifest.jobs.enqueue(JobKind.VERIFY, 1)
     assert manifest.jobs.fail(claim(manifest), "never", permanent=True) is JobState.FAILED_PERMANENT
     assert manifest.jobs.get(job_id).record.error == "never"
 
 
-def test_being_put_off_is_no_failure(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_deferring_is_not_a_failure(manifest: ManifestStore, clock: ManualClock) -> None:
     job_id = manifest.jobs.enqueue(JobKind.VERIFY, max_attempts=2)
     for _ in range(5):
         manifest.jobs.defer(claim(manifest), clock.now_ms())
@@ -178,23 +176,23 @@ def test_being_put_off_is_no_failure(manifest: ManifestStore, clock: ManualClock
     assert manifest.jobs.fail(claim(manifest), "two") is JobState.FAILED_PERMANENT
 
 
-# ── from outside ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── control by users ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_job_that_has_not_ended_can_be_cancelled(manifest: ManifestStore) -> None:
     waiting, running = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
     manifest.jobs.cancel(waiting)
     job = claim(manifest)
     assert job.job_id == running
     manifest.jobs.cancel(running)
-    for end in (
+    for transition in (
         lambda: manifest.jobs.complete(job),
         lambda: manifest.jobs.fail(job, "x"),
         lambda: manifest.jobs.defer(job, 0),
-        lambda: manifest.jobs.renew(job, ME),
+        lambda: manifest.jobs.renew(job, LOCAL_WORKER),
         lambda: manifest.jobs.cancel(running),
     ):
         with pytest.raises(IllegalTransition):
-            end()
-    assert [each.state for each in manifest.jobs.jobs()] == [JobState.CANCELLED] * 2
+            transition()
+    assert [listed.state for listed in manifest.jobs.jobs()] == [JobState.CANCELLED] * 2
 
 
 def test_a_job_that_failed_or_was_cancelled_can_be_retried(manifest: ManifestStore) -> None:
@@ -212,48 +210,48 @@ def test_a_job_that_failed_or_was_cancelled_can_be_retried(manifest: ManifestSto
     manifest.jobs.complete(claim(manifest))
     with pytest.raises(IllegalTransition):
         manifest.jobs.retry(third)
-    assert manifest.jobs.get(cancelled).state is JobState.CANCELLED, "it stays as it ended"
+    assert manifest.jobs.get(cancelled).state is JobState.CANCELLED, "a retried job keeps its final state"
 
 
-def test_old_jobs_are_forgotten_young_and_living_ones_are_not(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_old_jobs_are_forgotten_recent_and_unfinished_ones_are_not(manifest: ManifestStore, clock: ManualClock) -> None:
     old, failed = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
     manifest.jobs.complete(claim(manifest))
     manifest.jobs.fail(claim(manifest), "x", permanent=True)
     clock.advance(100)
-    young, living = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
+    young, pending = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
     manifest.jobs.complete(claim(manifest))
     assert manifest.jobs.forget(older_than_seconds=100) == 0
-    assert [job.job_id for job in manifest.jobs.jobs(newest=3)] == [failed, young, living]
+    assert [job.job_id for job in manifest.jobs.jobs(newest=3)] == [failed, young, pending]
     assert [job.job_id for job in manifest.jobs.jobs(JobState.SUCCEEDED, newest=1)] == [young]
     assert [job.job_id for job in manifest.jobs.jobs(JobState.SUCCEEDED, newest=9)] == [old, young]
     assert manifest.jobs.jobs(db_id=1, newest=9) == manifest.jobs.jobs(db_id=1) == []
     assert manifest.jobs.jobs(db_id=0, newest=9) == manifest.jobs.jobs()
     clock.advance(1)
     assert manifest.jobs.forget(older_than_seconds=100) == 2
-    assert [job.job_id for job in manifest.jobs.jobs()] == [young, living]
+    assert [job.job_id for job in manifest.jobs.jobs()] == [young, pending]
     for job_id in (old, failed):
         with pytest.raises(UnknownJob):
             manifest.jobs.get(job_id)
 
 
 # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_renewed_lease_does_not_run_out_and_carries_progress(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_a_renewed_lease_does_not_expire_and_carries_progress(manifest: ManifestStore, clock: ManualClock) -> None:
     manifest.jobs.enqueue(JobKind.VERIFY)
     job = claim(manifest)
     assert job.lease is not None
     assert job.lease.expires_at_ms == clock.now_ms() + LEASE_SECONDS * 1000
     clock.advance(LEASE_SECONDS - 1)
-    manifest.jobs.renew(job, ME, done=3, total=9)
+    manifest.jobs.renew(job, LOCAL_WORKER, done=3, total=9)
     clock.advance(LEASE_SECONDS - 1)
     assert manifest.jobs.expire() == 0
     lease = manifest.jobs.get(job.job_id).lease
     assert lease is not None
-    assert (lease.worker, lease.done, lease.total) == (ME, 3, 9)
+    assert (lease.worker, lease.done, lease.total) == (LOCAL_WORKER, 3, 9)
     with pytest.raises(IllegalTransition):
         manifest.jobs.renew(job, "somebody else")
 
 
-def test_a_lease_that_ran_out_makes_the_job_pending_exactly_once(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_an_expired_lease_makes_the_job_pending_exactly_once(manifest: ManifestStore, clock: ManualClock) -> None:
     job_id = manifest.jobs.enqueue(JobKind.VERIFY)
     job = claim(manifest)
     clock.advance(LEASE_SECONDS)
@@ -290,23 +288,23 @@ def test_two_expirers_at_once_requeue_each_job_once(manifest: ManifestStore, clo
     assert {manifest.jobs.get(job_id).record.failures for job_id in ids} == {1}
 
 
-def test_many_workers_at_once_take_each_job_once(manifest: ManifestStore) -> None:
+def test_many_workers_at_once_claim_each_job_once(manifest: ManifestStore) -> None:
     ids = {manifest.jobs.enqueue(JobKind.VERIFY) for _ in range(30)}
-    taken: list[int] = []
+    claimed: list[int] = []
 
     def work(name: str) -> None:
         while (job := manifest.jobs.claim(name)) is not None:
-            taken.append(job.job_id)
+            claimed.append(job.job_id)
 
     threads = [threading.Thread(target=work, args=(f"w{n}",)) for n in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(taken) == sorted(ids)
+    assert sorted(claimed) == sorted(ids)
 
 
-def test_the_last_lease_that_runs_out_is_the_last_attempt(manifest: ManifestStore, clock: ManualClock) -> None:
+def test_an_expired_lease_of_the_last_attempt_fails_the_job(manifest: ManifestStore, clock: ManualClock) -> None:
     job_id = manifest.jobs.enqueue(JobKind.VERIFY, max_attempts=2)
     for _ in range(2):
         clock.advance(10)
@@ -323,29 +321,29 @@ def test_at_open_jobs_of_the_dead_owner_are_pending_and_those_of_others_get_a_le
     with ManifestStore.open(path, clock=clock) as manifest:
         mine, theirs = manifest.jobs.enqueue(JobKind.VERIFY), manifest.jobs.enqueue(JobKind.VERIFY)
         assert manifest.jobs.claim(worker_name("worker")) is not None
-        remote = claim(manifest, THERE)
-        manifest.jobs.renew(remote, THERE, done=1, total=2)
-    clock.advance(3600)  # the owner was away for longer than any lease
+        remote = claim(manifest, REMOTE_WORKER)
+        manifest.jobs.renew(remote, REMOTE_WORKER, done=1, total=2)
+    clock.advance(3600)  # longer than any lease
     with ManifestStore.open(path, clock=clock) as manifest:
         assert manifest.jobs.recover() == 1
         assert manifest.jobs.get(mine).state is JobState.PENDING
         assert "process ended" in manifest.jobs.get(mine).record.error
-        again = manifest.jobs.get(theirs)
-        assert again.state is JobState.IN_FLIGHT
-        assert again.lease is not None
-        assert again.lease.expires_at_ms == clock.now_ms() + LEASE_SECONDS * 1000
-        assert (again.lease.done, again.lease.total) == (1, 2)
+        recovered = manifest.jobs.get(theirs)
+        assert recovered.state is JobState.IN_FLIGHT
+        assert recovered.lease is not None
+        assert recovered.lease.expires_at_ms == clock.now_ms() + LEASE_SECONDS * 1000
+        assert (recovered.lease.done, recovered.lease.total) == (1, 2)
         assert (manifest.jobs.recover(), manifest.jobs.expire()) == (0, 0)
         manifest.jobs.complete(remote)
         assert manifest.jobs.get(theirs).state is JobState.SUCCEEDED
         assert_clean(manifest)
 
 
-def test_a_remote_worker_that_does_not_come_back_loses_its_job_after_that_lease(path: str) -> None:
+def test_a_remote_worker_that_does_not_return_loses_its_job_when_its_lease_expires(path: str) -> None:
     clock = ManualClock()
     with ManifestStore.open(path, clock=clock) as manifest:
         job_id = manifest.jobs.enqueue(JobKind.VERIFY)
-        claim(manifest, THERE)
+        claim(manifest, REMOTE_WORKER)
     with ManifestStore.open(path, clock=clock) as manifest:
         manifest.jobs.recover()
         clock.advance(LEASE_SECONDS)
@@ -358,8 +356,8 @@ def test_workers_of_the_owner_carry_its_process_in_their_names() -> None:
     assert worker_name("x") == f"owner:{os.getpid()}:x"
 
 
-# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_only_the_running_attempt_ends_a_job(manifest: ManifestStore) -> None:
+# ── completion ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_only_the_running_attempt_completes_a_job(manifest: ManifestStore) -> None:
     manifest.jobs.enqueue(JobKind.VERIFY)
     job = claim(manifest)
     with pytest.raises(IllegalTransition):
@@ -381,7 +379,7 @@ def test_a_job_s_effects_commit_with_its_end_or_not_at_all(manifest: ManifestSto
     assert manifest.jobs.get(job.job_id).state is JobState.IN_FLIGHT
 
 
-def test_a_record_that_nobody_has_enqueued_does_not_wait_for_the_archive(manifest: ManifestStore) -> None:
+def test_a_job_record_that_is_not_enqueued_does_not_wait_for_the_archive(manifest: ManifestStore) -> None:
     waits: list[str] = []
     Barrier(lambda: waits.append("waited")).cover(manifest.jobs)
     record = manifest.jobs.record(JobKind.CHECKPOINT, 1)

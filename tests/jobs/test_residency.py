@@ -1,4 +1,4 @@
-"""Evict and hydrate a whole page database: what moves, what stays, and that everything is read meanwhile."""
+"""Evict and hydrate a whole page database: what moves, what stays local, and that all versions stay readable."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from quire.jobs.residency import evict_database, hydrate_database
 from quire.manifest import tables as t
 from quire.manifest.records import JobState, Residency, WalState
 from tests.jobs.checkpoint_child import Owner
-from tests.pages.world import GRACE_SECONDS, Model, Version, assert_reads, image, write
+from tests.pages.engine_harness import GRACE_SECONDS, Model, Version, assert_reads, image, write
 
 EVICTING = MaintenanceSettings(delete_grace_seconds=GRACE_SECONDS, evict_seconds=100.0)
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path, maintenance=EVICTING)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path, maintenance=EVICTING)
+    yield owner
+    owner.stop()
 
 
-def kept(owner: Owner) -> Version:
-    """A snapshot of WAL that its database has absorbed, and one segment that it has not."""
+def snapshot_with_wal(owner: Owner) -> Version:
+    """A snapshot of WAL that its database has absorbed, and one segment that is not absorbed; returns the snapshot's
+    version."""
     store, model = owner.database(), Model()
     version = write(store, model, {page: image() for page in range(20)})
     owner.engine.snapshot("shop", "kept")
@@ -37,7 +38,7 @@ def kept(owner: Owner) -> Version:
 
 
 def residencies(owner: Owner) -> tuple[list[Residency], list[Residency]]:
-    """Of the segment that only the snapshot needs, and of the chunks."""
+    """Residencies of the segment that only the snapshot needs, and of the chunks."""
     with owner.manifest.read() as txn:
         segments = [row.residency for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is WalState.TRUNCATED]
         return segments, [row.residency for _, row in txn.scan(t.CHUNK_CATALOG, 1)]
@@ -49,9 +50,9 @@ def run(owner: Owner, jobs: list[int]) -> int:
     return len(jobs)
 
 
-def test_what_only_a_snapshot_needs_is_evicted_and_comes_back(owner: Owner) -> None:
-    version = kept(owner)
-    assert run(owner, evict_database(owner.manifest, 1)) == 2, "an upload, and then the eviction"
+def test_segments_that_only_a_snapshot_needs_are_evicted_and_hydrated(owner: Owner) -> None:
+    version = snapshot_with_wal(owner)
+    assert run(owner, evict_database(owner.manifest, 1)) == 2, "an upload, then an eviction"
     assert residencies(owner)[0] == [Residency.EVICTED]
     assert_reads(owner.engine.open_view("shop", "kept"), version)
     chunks = len(residencies(owner)[1])
@@ -64,23 +65,23 @@ def test_what_only_a_snapshot_needs_is_evicted_and_comes_back(owner: Owner) -> N
 
 
 def test_the_policy_evicts_old_segments_and_leaves_young_ones_and_the_wal(owner: Owner) -> None:
-    version = kept(owner)
+    version = snapshot_with_wal(owner)
     upkeep = Upkeep(owner.context(), owner.worker())
     upkeep.run_once()
-    assert residencies(owner)[0] == [Residency.LOCAL], "it is young"
+    assert residencies(owner)[0] == [Residency.LOCAL], "it is recent"
     owner.clock.advance(EVICTING.evict_seconds + 1)
     for _ in range(2):
         upkeep.run_once()
     assert residencies(owner)[0] == [Residency.EVICTED]
     with owner.manifest.read() as txn:
         waiting = [row.residency for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state < WalState.CHECKPOINTED]
-    assert waiting == [Residency.LOCAL], "what no checkpoint has absorbed stays"
+    assert waiting == [Residency.LOCAL], "segments not yet absorbed stay local"
     assert_reads(owner.engine.open_view("shop", "kept"), version)
 
 
 def test_the_policy_evicts_hydrated_copies_when_they_are_old_and_not_before(owner: Owner) -> None:
-    """Hazard: with the policy, a segment that somebody had fetched was evicted in the next round, and a chunk never."""
-    version = kept(owner)
+    """The policy evicted a hydrated segment in the next round, and never evicted a hydrated chunk."""
+    version = snapshot_with_wal(owner)
     chunks = len(residencies(owner)[1])
     upkeep = Upkeep(owner.context(), owner.worker())
     owner.clock.advance(EVICTING.evict_seconds + 1)
@@ -91,7 +92,7 @@ def test_the_policy_evicts_hydrated_copies_when_they_are_old_and_not_before(owne
     for _ in range(2):
         owner.clock.advance(EVICTING.evict_seconds / 3)
         upkeep.run_once()
-        assert residencies(owner) == hydrated, "they were fetched to stay for a while"
+        assert residencies(owner) == hydrated, "hydrated copies stay until they are old"
     owner.clock.advance(EVICTING.evict_seconds)
     upkeep.run_once()
     assert residencies(owner) == ([Residency.EVICTED], [Residency.EVICTED] * chunks)

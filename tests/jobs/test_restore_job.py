@@ -1,4 +1,5 @@
-"""Restores and stats as jobs: a row in the queue, an end; what a crash leaves is gone on with, and nobody loses a file."""
+"""Restores and stats as jobs: each has a row in the queue, continues after a crash, and overwrites no file of the
+user."""
 
 from __future__ import annotations
 
@@ -11,24 +12,24 @@ import pytest
 from quire.durable.failpoints import armed
 from quire.manifest.records import JobKind, JobState
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner, images
-from tests.pages.world import Model, write
+from tests.pages.engine_harness import Model, write
 
 PAGES = 20
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    store, model = made.database(), Model()
+    owner = Owner(tmp_path)
+    store, model = owner.database(), Model()
     write(store, model, images(*range(PAGES)))
-    made.checkpoint(store)
-    made.engine.snapshot("shop", "early")
-    yield made
-    made.stop()
+    owner.checkpoint(store)
+    owner.engine.snapshot("shop", "early")
+    yield owner
+    owner.stop()
 
 
-def ask(owner: Owner, path: Path, **more: Any) -> int:
-    payload = {"snapshot": 1, "path": str(path), **more}
+def run_restore(owner: Owner, path: Path, **options: Any) -> int:
+    payload = {"snapshot": 1, "path": str(path), **options}
     job_id: int = owner.manifest.jobs.enqueue(JobKind.RESTORE, 1, payload)
     owner.worker(JobKind.RESTORE).drain()
     return job_id
@@ -40,8 +41,8 @@ def content(owner: Owner) -> bytes:
     return b"".join(pages[page] for page in range(PAGES))
 
 
-def test_a_snapshot_becomes_a_file_and_the_job_says_so(owner: Owner, tmp_path: Path) -> None:
-    job = owner.job(ask(owner, tmp_path / "early.db"))
+def test_a_snapshot_is_restored_to_a_file_and_the_job_reports_it(owner: Owner, tmp_path: Path) -> None:
+    job = owner.job(run_restore(owner, tmp_path / "early.db"))
     assert job.state is JobState.SUCCEEDED, job.record.error
     assert job.result["pages"] == PAGES
     assert (tmp_path / "early.db").read_bytes() == content(owner)
@@ -49,19 +50,19 @@ def test_a_snapshot_becomes_a_file_and_the_job_says_so(owner: Owner, tmp_path: P
 
 def test_an_existing_file_is_left_and_the_job_is_not_tried_again(owner: Owner, tmp_path: Path) -> None:
     (tmp_path / "mine").write_bytes(b"precious")
-    job = owner.job(ask(owner, tmp_path / "mine"))
+    job = owner.job(run_restore(owner, tmp_path / "mine"))
     assert job.state is JobState.FAILED_PERMANENT
     assert "already" in job.record.error
     assert (tmp_path / "mine").read_bytes() == b"precious"
-    assert owner.state(ask(owner, tmp_path / "mine", replace=True)) is JobState.SUCCEEDED
+    assert owner.state(run_restore(owner, tmp_path / "mine", replace=True)) is JobState.SUCCEEDED
     assert (tmp_path / "mine").read_bytes() == content(owner)
 
 
 @pytest.mark.parametrize("point", ["jobs.restore.written", "jobs.worker.worked"])
-def test_an_attempt_that_dies_is_gone_on_with(owner: Owner, tmp_path: Path, point: str) -> None:
-    """Before the file has its name, and after: the second attempt finds its own file, and adopts it."""
+def test_a_later_attempt_completes_a_failed_one(owner: Owner, tmp_path: Path, point: str) -> None:
+    """The attempt fails before or after the file gets its name; the second attempt adopts its own file."""
     with armed(point, "1*raise:EIO"):
-        job_id = ask(owner, tmp_path / "early.db")
+        job_id = run_restore(owner, tmp_path / "early.db")
     assert owner.state(job_id) is JobState.PENDING
     assert (tmp_path / "early.db").exists() is (point == "jobs.worker.worked")
     owner.clock.advance(RETRY_SECONDS)
@@ -71,9 +72,9 @@ def test_an_attempt_that_dies_is_gone_on_with(owner: Owner, tmp_path: Path, poin
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_later_attempt_does_not_take_a_file_that_somebody_else_made(owner: Owner, tmp_path: Path) -> None:
+def test_a_later_attempt_does_not_adopt_a_foreign_file(owner: Owner, tmp_path: Path) -> None:
     with armed("jobs.restore.written", "1*raise:EIO"):
-        job_id = ask(owner, tmp_path / "early.db")
+        job_id = run_restore(owner, tmp_path / "early.db")
     (tmp_path / "early.db").write_bytes(bytes(len(content(owner))))
     owner.clock.advance(RETRY_SECONDS)
     owner.worker(JobKind.RESTORE).drain()
@@ -86,5 +87,5 @@ def test_stats_are_a_job_with_a_result(owner: Owner) -> None:
     owner.worker(JobKind.STATS).drain()
     job = owner.job(job_id)
     assert job.state is JobState.SUCCEEDED, job.record.error
-    assert [each["snapshot"] for each in job.result["usage"]] == ["", "early"]
+    assert [row["snapshot"] for row in job.result["usage"]] == ["", "early"]
     assert job.result["usage"][0]["size_bytes"] > 0

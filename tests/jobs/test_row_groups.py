@@ -1,4 +1,4 @@
-"""Rows in waves: nothing is lost or doubled, what belongs together comes together, and memory is what was promised."""
+"""Rows in waves: none is lost or duplicated, the rows of a piece stay together, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.jobs.row_groups import MonotonicProgress, cut, part
 
 
 @dataclass(frozen=True)
-class Some:
-    """A block."""
+class RowBlock:
+    """A block of rows."""
 
     rows: NDArray[np.uint64]
 
@@ -31,50 +31,54 @@ def piece_of(rows: NDArray[np.uint64]) -> NDArray[np.uint64]:
     st.integers(1, 30),
     st.integers(1, 8),
 )
-def test_every_row_is_in_one_wave_with_all_of_its_piece(blocks: list[list[int]], wave_rows: int, at_once: int) -> None:
-    numbered, number = list[Some](), 0
+def test_every_row_is_in_one_wave_with_all_of_its_piece(
+    blocks: list[list[int]], wave_rows: int, pieces_at_once: int
+) -> None:
+    numbered, number = list[RowBlock](), 0
     for block in blocks:
-        rows = np.array([(piece, number + place) for place, piece in enumerate(block)], np.uint64).reshape(-1, 2)
-        numbered.append(Some(rows))
+        rows = np.array([(piece, number + offset) for offset, piece in enumerate(block)], np.uint64).reshape(-1, 2)
+        numbered.append(RowBlock(rows))
         number += len(block)
     readings = 0
 
-    def read() -> Iterator[Some]:
+    def read() -> Iterator[RowBlock]:
         nonlocal readings
         readings += 1
         yield from numbered
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_groups, "PIECES_AT_ONCE", at_once)
-        found = cut(read, piece_of, wave_rows)
-        seen = [np.concatenate([np.zeros((0, 2), np.uint64), *(each.rows for each in wave)]) for wave in found]
-    assert (found.rows, found.count) == (number, len(seen))
-    assert sorted(np.concatenate(seen)[:, 1].tolist()) == list(range(number))
-    pieces = [set(wave[:, 0].tolist()) for wave in seen]
-    assert sum(map(len, pieces)) == len(set().union(*pieces)), "a piece is in one wave"
-    assert readings == (1 if number <= wave_rows else 1 + len(seen))
-    for wave, of in zip(seen, pieces):
-        assert len(wave) <= wave_rows or len(of) == 1
+        patch.setattr(row_groups, "PIECES_AT_ONCE", pieces_at_once)
+        waves = cut(read, piece_of, wave_rows)
+        wave_rows_read = [
+            np.concatenate([np.zeros((0, 2), np.uint64), *(block.rows for block in wave)]) for wave in waves
+        ]
+    assert (waves.rows, waves.count) == (number, len(wave_rows_read))
+    assert sorted(np.concatenate(wave_rows_read)[:, 1].tolist()) == list(range(number))
+    pieces = [set(wave[:, 0].tolist()) for wave in wave_rows_read]
+    assert sum(map(len, pieces)) == len(set().union(*pieces)), "a piece is split across waves"
+    assert readings == (1 if number <= wave_rows else 1 + len(wave_rows_read))
+    for wave, wave_pieces in zip(wave_rows_read, pieces):
+        assert len(wave) <= wave_rows or len(wave_pieces) == 1
     if number > wave_rows:
-        assert all(map(len, seen)), "none is empty"
+        assert all(map(len, wave_rows_read)), "a wave is empty"
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=20))
-def test_progress_is_steady_whatever_is_told(told: list[tuple[int, int]]) -> None:
-    heard: list[tuple[int, int]] = []
-    steady = MonotonicProgress(lambda done, total: heard.append((done, total)))
-    for done, total in told:
-        steady(done, total)
-    steady.over()
-    assert heard == sorted(heard)
-    assert heard[0][0] == 0
-    assert all(0 <= done <= total for done, total in heard)
-    assert heard[-1][0] == heard[-1][1] > 0
+def test_progress_is_monotonic_for_any_reports(reports: list[tuple[int, int]]) -> None:
+    progress: list[tuple[int, int]] = []
+    monotonic = MonotonicProgress(lambda done, total: progress.append((done, total)))
+    for done, total in reports:
+        monotonic(done, total)
+    monotonic.over()
+    assert progress == sorted(progress)
+    assert progress[0][0] == 0
+    assert all(0 <= done <= total for done, total in progress)
+    assert progress[-1][0] == progress[-1][1] > 0
 
 
-def test_a_part_stays_in_its_part() -> None:
-    heard: list[tuple[int, int]] = []
-    tick = part(lambda done, total: heard.append((done, total)), 30, 50, 90)
-    for done, of in ((0, 0), (1, 2), (0, 3), (9, 3)):
-        tick(done, of)
-    assert heard == [(30, 90), (40, 90), (40, 90), (50, 90)]
+def test_a_part_reports_within_its_range() -> None:
+    progress: list[tuple[int, int]] = []
+    tick = part(lambda done, total: progress.append((done, total)), 30, 50, 90)
+    for done, total in ((0, 0), (1, 2), (0, 3), (9, 3)):
+        tick(done, total)
+    assert progress == [(30, 90), (40, 90), (40, 90), (50, 90)]

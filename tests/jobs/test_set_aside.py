@@ -1,4 +1,5 @@
-"""A reader that stays: named where it holds a checkpoint back, set aside when half of the WAL budget is used."""
+"""A long-running reader: it is reported when it blocks a checkpoint, and set aside when half of the WAL budget is
+used."""
 
 from __future__ import annotations
 
@@ -20,7 +21,16 @@ from quire.pages.readers import HOST
 from quire.pages.view_build import reader_snapshots
 from quire.testing.manifest import assert_clean
 from tests.jobs.checkpoint_child import Owner
-from tests.pages.world import SETTINGS, Model, Version, assert_reads, image, segment_bytes, small_segments, write
+from tests.pages.engine_harness import (
+    SETTINGS,
+    Model,
+    Version,
+    assert_reads,
+    image,
+    segment_bytes,
+    small_segments,
+    write,
+)
 
 FRAMES = 6
 
@@ -28,16 +38,16 @@ FRAMES = 6
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     small_segments(monkeypatch, FRAMES)
-    # Eight segments are the budget: four of them are half of it.
+    # The budget is eight segments; half of it is four.
     settings = with_fields(SETTINGS)
-    force_setattr(settings, "wal_bytes_max", 8 * segment_bytes(FRAMES))  # as a setting it is at least 16 MiB
-    made = Owner(tmp_path, settings=settings)
-    yield made
-    made.stop()
+    force_setattr(settings, "wal_bytes_max", 8 * segment_bytes(FRAMES))  # the setting itself is at least 16 MiB
+    owner = Owner(tmp_path, settings=settings)
+    yield owner
+    owner.stop()
 
 
 def checkpoint(owner: Owner) -> Any:
-    """A checkpoint of what is sealed, and what follows from it; its result."""
+    """Checkpoint the sealed segments and run the jobs that follow; returns its result."""
     job_id = owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, None)
     owner.worker().drain()
     return owner.manifest.jobs.get(job_id).result
@@ -48,17 +58,17 @@ def fill(owner: Owner, model: Model, segments: int) -> None:
         write(owner.database(), model, {page: image() for page in range(FRAMES)})
 
 
-def kept(owner: Owner) -> list[int]:
+def snapshots_for_readers(owner: Owner) -> list[int]:
     with owner.manifest.read() as txn:
         return [snapshot_id for snapshot_id, _ in reader_snapshots(txn, 1)]
 
 
-def waiting(owner: Owner) -> int:
+def unabsorbed_segments(owner: Owner) -> int:
     with owner.manifest.read() as txn:
         return sum(row.state < WalState.CHECKPOINTED for _, row in txn.scan(t.WAL_CATALOG, 1))
 
 
-def test_below_half_of_the_budget_a_checkpoint_waits_and_names_the_reader(owner: Owner) -> None:
+def test_below_half_of_the_budget_a_checkpoint_waits_and_reports_the_reader(owner: Owner) -> None:
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -71,11 +81,11 @@ def test_below_half_of_the_budget_a_checkpoint_waits_and_names_the_reader(owner:
         assert (reader["host"], reader["tags"], reader["set_aside"]) == (HOST, {"who": "report"}, False)
         assert reader["pid"] > 0
         assert reader["since_ms"] > 0
-        assert kept(owner) == []
+        assert snapshots_for_readers(owner) == []
     assert checkpoint(owner)["slots"] > 0
 
 
-def test_at_half_of_the_budget_readers_are_set_aside_and_the_checkpoint_goes_on(owner: Owner) -> None:
+def test_at_half_of_the_budget_readers_are_set_aside_and_the_checkpoint_continues(owner: Owner) -> None:
     store, model = owner.database(), Model()
     fill(owner, model, 1)
     version = model.newest
@@ -83,17 +93,17 @@ def test_at_half_of_the_budget_readers_are_set_aside_and_the_checkpoint_goes_on(
         for _ in range(3):  # three times the budget, which used to end in QuotaExceeded
             fill(owner, model, 7)
             assert checkpoint(owner)["slots"] > 0
-        assert waiting(owner) == 0
-        assert len(kept(owner)) == 1, "one snapshot is enough for a reader"
+        assert unabsorbed_segments(owner) == 0
+        assert len(snapshots_for_readers(owner)) == 1, "a reader needs only one snapshot"
         assert_reads(reader, version)
     Upkeep(owner.context(), owner.worker()).run_once()
-    assert kept(owner) == [], "nobody reads it any more"
+    assert snapshots_for_readers(owner) == [], "it has no reader any more"
     assert_clean(owner.manifest)
 
 
 @pytest.mark.parametrize("from_the_start", [True, False])
 def test_a_reader_in_another_process_is_set_aside_too(owner: Owner, from_the_start: bool) -> None:
-    """Its lease is a file: the next owner knows from the snapshot's row that it holds nothing."""
+    """Its lease is a file: the next owner learns from the snapshot's row that the reader holds no WAL."""
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -103,16 +113,16 @@ def test_a_reader_in_another_process_is_set_aside_too(owner: Owner, from_the_sta
         assert_reads(reader, version)
     fill(owner, model, 7)
     assert checkpoint(owner)["slots"] > 0
-    assert waiting(owner) == 0
+    assert unabsorbed_segments(owner) == 0
     assert_reads(reader, version)
     assert [lease.set_aside for lease in owner.engine.readers(1)] == [True]
     fill(owner, model, 2)
-    assert "readers" not in checkpoint(owner), "it holds nothing any more"
+    assert "readers" not in checkpoint(owner), "the reader holds no WAL any more"
     assert_reads(reader, version)
     reader.close()
 
 
-def test_what_is_read_is_extended_until_its_reader_ends(owner: Owner) -> None:
+def test_the_snapshot_of_a_reader_is_extended_until_the_reader_ends(owner: Owner) -> None:
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -128,10 +138,10 @@ def test_what_is_read_is_extended_until_its_reader_ends(owner: Owner) -> None:
     assert_reads(reader, version)
     reader.close()
     upkeep.run_once()
-    assert kept(owner) == []
+    assert snapshots_for_readers(owner) == []
 
 
-def test_a_crash_after_the_snapshot_leaves_a_reader_that_reads_on(owner: Owner) -> None:
+def test_after_a_crash_following_the_snapshot_the_reader_continues(owner: Owner) -> None:
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -141,22 +151,22 @@ def test_a_crash_after_the_snapshot_leaves_a_reader_that_reads_on(owner: Owner) 
     with armed("jobs.checkpoint.set_aside", "raise:EIO"):
         owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, None)
         owner.worker().drain()
-    assert len(kept(owner)) == 1
+    assert len(snapshots_for_readers(owner)) == 1
     assert_reads(reader, version)
     owner.retry()
-    assert waiting(owner) == 0
-    assert len(kept(owner)) == 1, "the next attempt makes no second one"
+    assert unabsorbed_segments(owner) == 0
+    assert len(snapshots_for_readers(owner)) == 1, "the next attempt creates no second snapshot"
     assert_reads(reader, version)
     reader.close()
 
 
-def test_without_the_snapshot_the_reader_is_told_and_reads_nothing_wrong(owner: Owner) -> None:
+def test_without_the_snapshot_the_reader_gets_an_error_and_no_wrong_pages(owner: Owner) -> None:
     store, model = owner.database(), Model()
     fill(owner, model, 1)
     reader = store.open_snapshot()
     fill(owner, model, 7)
     checkpoint(owner)
-    (snapshot_id,) = kept(owner)
+    (snapshot_id,) = snapshots_for_readers(owner)
     owner.manifest.snapshots.drop(1, snapshot_id)
     with pytest.raises(SnapshotGone):
         reader.read_page(0)

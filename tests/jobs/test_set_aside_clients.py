@@ -1,4 +1,5 @@
-"""Readers with a lease of their own kind are set aside at half of the WAL budget, too: SQLite's, and clients of the service."""
+"""Readers with other kinds of leases are also set aside at half of the WAL budget: those of SQLite, and clients of the
+service."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from quire.manifest.records import JobKind
 from quire.pages.view_build import reader_snapshots
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
+from tests.fork_server import Channel, ForkServer
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
-from tests.jobs.test_set_aside import FRAMES, checkpoint, fill, kept, waiting
+from tests.jobs.test_set_aside import FRAMES, checkpoint, fill, snapshots_for_readers, unabsorbed_segments
 from tests.jobs.test_set_aside import owner as owner  # the fixture
-from tests.nursery import Line, Nursery
-from tests.pages.world import SETTINGS, Model, assert_reads, segment_bytes, small_segments
+from tests.pages.engine_harness import SETTINGS, Model, assert_reads, segment_bytes, small_segments
 
 PAGE = 4096
 RETRIES = 40
-"""Steps in which time passes until a job is tried again, each shorter than a lease."""
+"""Steps in which time advances until a job is retried, each shorter than a lease."""
 
 
 # ── SQLite ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -36,14 +37,14 @@ RETRIES = 40
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     small_segments(monkeypatch, FRAMES, PAGE)
     pages = with_fields(PagesSettings(page_size=PAGE))
-    force_setattr(pages, "wal_bytes_max", 8 * segment_bytes(FRAMES, PAGE))  # as a setting it is at least 16 MiB
+    force_setattr(pages, "wal_bytes_max", 8 * segment_bytes(FRAMES, PAGE))  # the setting itself is at least 16 MiB
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False), pages=pages)
     with quire.open(tmp_path / "store", settings=settings) as store:
         yield store
 
 
 def grow(store: Store, rows: int) -> None:
-    """So many transactions, each of a page or more."""
+    """Commit this many transactions of at least one page each."""
     with closing(store.sqlite("shop")) as connection:
         for _ in range(rows):
             connection.execute("insert into t values (randomblob(3000))")
@@ -53,7 +54,7 @@ def set_aside(store: Store) -> list[bool]:
     return [lease.set_aside for lease in store.pages.readers(store.database("shop").db_id)]
 
 
-def test_a_sqlite_transaction_is_set_aside_and_reads_on(store: Store) -> None:
+def test_a_sqlite_transaction_is_set_aside_and_continues_reading(store: Store) -> None:
     with closing(store.sqlite("shop", create=True)) as connection:
         connection.execute("create table t (x)")
         connection.execute("insert into t values (randomblob(3000))")
@@ -77,7 +78,7 @@ def test_a_sqlite_transaction_is_set_aside_and_reads_on(store: Store) -> None:
 
 
 # ── clients of the service ────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_client_of_the_service_is_set_aside_and_reads_on(store: Store) -> None:
+def test_a_client_of_the_service_is_set_aside_and_continues_reading(store: Store) -> None:
     with closing(store.sqlite("shop", create=True)) as connection:
         connection.execute("create table t (x)")
         connection.execute("insert into t values (randomblob(3000))")
@@ -94,7 +95,7 @@ def test_a_client_of_the_service_is_set_aside_and_reads_on(store: Store) -> None
 
 @pytest.mark.parametrize("adopted", [True, False])
 def test_the_row_of_a_client_is_set_aside_after_a_restart(owner: Owner, adopted: bool) -> None:
-    """The next owner has the row alone, until the client renews its lease: before or after it was set aside."""
+    """The next owner has only the row until the client renews its lease, before or after it was set aside."""
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -106,16 +107,16 @@ def test_the_row_of_a_client_is_set_aside_after_a_restart(owner: Owner, adopted:
         owner.engine.renew_reader("shop", reader.reader_id)
     fill(owner, model, 7)
     assert checkpoint(owner)["slots"] > 0
-    assert waiting(owner) == 0
+    assert unabsorbed_segments(owner) == 0
     assert [lease.set_aside for lease in owner.engine.readers(1) if lease.tags.get("who") == "report"] == [True]
-    assert len(kept(owner)) == 1
+    assert len(snapshots_for_readers(owner)) == 1
     owner.engine.renew_reader("shop", reader.reader_id)
     assert_reads(owner.engine.read_leased("shop", reader.reader_id), version)
     Upkeep(owner.context(), owner.worker()).run_once()
-    assert len(kept(owner)) == 1, "it is still read"
+    assert len(snapshots_for_readers(owner)) == 1, "it still has a reader"
     owner.engine.close_reader("shop", reader.reader_id)
     Upkeep(owner.context(), owner.worker()).run_once()
-    assert kept(owner) == []
+    assert snapshots_for_readers(owner) == []
 
 
 # ── a process that is killed ──────────────────────────────────────────────────────────────────────────────────────────
@@ -129,9 +130,9 @@ def reopened(base: Path, now_ms: int) -> Owner:
     return owner
 
 
-def die_at(line: Line) -> None:
-    """The target of the nursery: an owner that does the checkpoint, and dies where it is told to."""
-    message = line.receive()
+def run_child(channel: Channel) -> None:
+    """Entry point of the child process: an owner that runs the checkpoint, and dies at its failpoint."""
+    message = channel.receive()
     assert message is not None
     base, now_ms, failpoints = pickle.loads(message)
     arm_from(failpoints)
@@ -141,16 +142,16 @@ def die_at(line: Line) -> None:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.jobs.test_set_aside_clients:die_at") as nursery:
-        yield nursery
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.jobs.test_set_aside_clients:run_child") as fork_server:
+        yield fork_server
 
 
 @pytest.mark.parametrize("step", ["jobs.checkpoint.set_aside", "jobs.checkpoint.begun", "jobs.checkpoint.written"])
-def test_a_kill_between_the_snapshot_and_the_checkpoint_leaves_a_reader_that_reads_on(
-    owner: Owner, nursery: Nursery, step: str
+def test_after_a_kill_between_snapshot_and_checkpoint_the_reader_continues(
+    owner: Owner, fork_server: ForkServer, step: str
 ) -> None:
-    """The first commit keeps the version, the second one begins the checkpoint that passes it."""
+    """The first commit keeps the version; the second begins the checkpoint that passes it."""
     model = Model()
     fill(owner, model, 1)
     owner.engine.flush(1)
@@ -161,26 +162,28 @@ def test_a_kill_between_the_snapshot_and_the_checkpoint_leaves_a_reader_that_rea
     owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1, None)
     base, now_ms = owner.base, owner.clock.now_ms()
     owner.stop()
-    with nursery.spawn() as child:
-        child.line.send(pickle.dumps((str(base), now_ms, f"{step}=kill")))
-        assert child.line.receive() is None
-        assert child.wait() == -signal.SIGKILL, nursery.errors()
-    following = reopened(base, now_ms)
+    with fork_server.spawn() as child:
+        child.channel.send(pickle.dumps((str(base), now_ms, f"{step}=kill")))
+        assert child.channel.receive() is None
+        assert child.wait() == -signal.SIGKILL, fork_server.errors()
+    next_owner = reopened(base, now_ms)
     try:
-        assert len(kept(following)) == 1, "the snapshot was committed before anything passes the version"
-        following.engine.renew_reader("shop", reader.reader_id)
-        assert_reads(following.engine.read_leased("shop", reader.reader_id), version)
+        assert len(snapshots_for_readers(next_owner)) == 1, (
+            "the snapshot is committed before a checkpoint passes the version"
+        )
+        next_owner.engine.renew_reader("shop", reader.reader_id)
+        assert_reads(next_owner.engine.read_leased("shop", reader.reader_id), version)
         for _ in range(RETRIES):
-            following.clock.advance(RETRY_SECONDS / RETRIES)
-            following.engine.renew_reader("shop", reader.reader_id)
-            following.worker().drain()
-        assert waiting(following) == 0
-        assert len(kept(following)) == 1, "the next attempt makes no second one"
-        assert_reads(following.engine.read_leased("shop", reader.reader_id), version)
-        following.engine.close_reader("shop", reader.reader_id)
-        Upkeep(following.context(), following.worker()).run_once()
-        assert kept(following) == []
-        following.assert_newest(model)
+            next_owner.clock.advance(RETRY_SECONDS / RETRIES)
+            next_owner.engine.renew_reader("shop", reader.reader_id)
+            next_owner.worker().drain()
+        assert unabsorbed_segments(next_owner) == 0
+        assert len(snapshots_for_readers(next_owner)) == 1, "the next attempt creates no second snapshot"
+        assert_reads(next_owner.engine.read_leased("shop", reader.reader_id), version)
+        next_owner.engine.close_reader("shop", reader.reader_id)
+        Upkeep(next_owner.context(), next_owner.worker()).run_once()
+        assert snapshots_for_readers(next_owner) == []
+        next_owner.assert_newest(model)
     finally:
-        following.stop()
+        next_owner.stop()
     owner.start()  # the fixture stops it

@@ -1,4 +1,4 @@
-"""The checkpoint of a stream: sealed segments become chunks that borrow their bytes (decision 009)."""
+"""The checkpoint of a stream: sealed segments become chunks that share their bytes (decision 009)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.manifest.records import ChunkRecord, JobKind, JobState, Residency, Wa
 from quire.manifest.verification import shares_bytes
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
-from tests.jobs.stream_world import SETTINGS, check, fill
+from tests.jobs.small_stream import SETTINGS, check, fill
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -32,9 +32,9 @@ POINTS = ("planned", "seen", "reserved")
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[quire.Store]:
-    with quire.open(tmp_path / "store", settings=SETTINGS) as made:
-        yield made
-        check(made)
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        yield store
+        check(store)
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def clicks(store: quire.Store) -> Stream:
 
 
 def chunks(store: quire.Store) -> dict[int, ChunkRecord]:
-    """Segment → chunk row, of those in the live set."""
+    """Segment → chunk row, of the chunks in the live set."""
     with store.manifest.read() as txn:
-        found = {}
+        live_chunks = {}
         for (origin, slot, generation), row in txn.scan(t.CHUNK_CATALOG):
             chain = txn.chain(origin, slot)
             if chain and chain[0].generation == generation:
-                found[slot] = row
-        return found
+                live_chunks[slot] = row
+        return live_chunks
 
 
 def chunk_rows(store: quire.Store) -> list[tuple[int, ...]]:
@@ -74,7 +74,7 @@ def test_sealed_segments_become_chunks_and_no_byte_is_written(store: quire.Store
     job = store.checkpoint("clicks")
     assert job.result == {
         "chunks": 4,
-        "bytes": sum(each.durable_bytes for each in clicks.ledger.view.sealed),
+        "bytes": sum(item.durable_bytes for item in clicks.ledger.view.sealed),
         "missing": 0,
     }
     after = {path: path.stat().st_mtime_ns for path in Path(store.path, "objects").rglob("*") if path.is_file()}
@@ -88,7 +88,7 @@ def test_sealed_segments_become_chunks_and_no_byte_is_written(store: quire.Store
     assert set(states(store).values()) == {WalState.INDEXED}
 
 
-def test_a_second_checkpoint_publishes_what_is_new(store: quire.Store, clicks: Stream) -> None:
+def test_a_second_checkpoint_publishes_new_segments(store: quire.Store, clicks: Stream) -> None:
     assert store.checkpoint("clicks").result["chunks"] == 4
     rows = chunk_rows(store)
     assert store.checkpoint("clicks").result == {"chunks": 0, "bytes": 0, "missing": 0}
@@ -96,13 +96,13 @@ def test_a_second_checkpoint_publishes_what_is_new(store: quire.Store, clicks: S
     fill(clicks, 1)
     assert store.checkpoint("clicks").result["chunks"] == 1
     assert sorted(chunks(store)) == [1, 2, 3, 4, 5]
-    clicks.upload()  # moves go on as ever, and change nothing about chunks
+    clicks.upload()  # moves continue as before, and do not change chunks
     clicks.evict(warm=True)
     clicks.hydrate()
     assert len(list(clicks.read())) == 100
 
 
-def test_more_than_one_job_takes_follow_each_other(
+def test_segments_beyond_one_job_are_published_by_the_next(
     store: quire.Store, clicks: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.jobs.stream_checkpoint.job.SEGMENTS_MAX", 3)
@@ -114,8 +114,8 @@ def test_more_than_one_job_takes_follow_each_other(
 def test_upkeep_publishes_by_size_and_age(tmp_path: Path) -> None:
     import msgspec
 
-    soon = msgspec.structs.replace(SETTINGS.maintenance, checkpoint_bytes=1 << 40, checkpoint_seconds=0.0)
-    with quire.open(tmp_path / "store", settings=msgspec.structs.replace(SETTINGS, maintenance=soon)) as store:
+    eager = msgspec.structs.replace(SETTINGS.maintenance, checkpoint_bytes=1 << 40, checkpoint_seconds=0.0)
+    with quire.open(tmp_path / "store", settings=msgspec.structs.replace(SETTINGS, maintenance=eager)) as store:
         fill(store.stream("clicks", create=True), 2)
         store.streams.tick()
         assert store.maintain().checkpoints == 1
@@ -124,7 +124,7 @@ def test_upkeep_publishes_by_size_and_age(tmp_path: Path) -> None:
         check(store)
 
 
-def test_a_segment_without_a_copy_is_told_and_not_published(store: quire.Store, clicks: Stream) -> None:
+def test_a_segment_without_a_copy_is_reported_and_not_published(store: quire.Store, clicks: Stream) -> None:
     path = Path(clicks.files.segment(Tier.HOT, 4))
     path.rename(path.with_suffix(".away"))
     assert store.checkpoint("clicks").result["missing"] == 1
@@ -133,7 +133,7 @@ def test_a_segment_without_a_copy_is_told_and_not_published(store: quire.Store, 
     assert store.checkpoint("clicks").result["chunks"] == 1
 
 
-# ── who owns the bytes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── ownership of the bytes ────────────────────────────────────────────────────────────────────────────────────────────
 def test_retention_clears_slots_in_the_same_fold_and_the_object_is_deleted_once(
     store: quire.Store, clicks: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,34 +141,39 @@ def test_retention_clears_slots_in_the_same_fold_and_the_object_is_deleted_once(
     head = store.feed.head()
     deleted: list[str] = []
     backend: Any = type(store.objects)
-    many = backend.delete_many
+    original = backend.delete_many
 
     def delete_many(self: Any, keys: Any) -> Any:
         deleted.extend(keys)
-        return many(self, keys)
+        return original(self, keys)
 
-    monkeypatch.setattr(backend, "delete_many", delete_many)  # which `delete` calls
+    monkeypatch.setattr(backend, "delete_many", delete_many)  # also called by `delete`
     clicks.retain(Retention(bytes=1))
     assert clicks.retire() == 4
     assert chunks(store) == {}
     with store.manifest.read() as txn:
-        changes = [each.operations for _, each in txn.scan(CHANGE_LOG, start=(head + 1,))]
+        changes = [record.operations for _, record in txn.scan(CHANGE_LOG, start=(head + 1,))]
     folds = [{type(op).__name__ for op in ops} for ops in changes]
-    assert [each - {"UpdateArtifact"} for each in folds if "SetSlots" in each] == [{"MoveWalState", "SetSlots"}] * 4
+    assert [fold - {"UpdateArtifact"} for fold in folds if "SetSlots" in fold] == [{"MoveWalState", "SetSlots"}] * 4
     store.maintain()
     assert chunk_rows(store) == []
     assert states(store) == {}
     with store.manifest.read() as txn:
-        below = txn.object_prefixes()[0]
-    keys = [f"{below}/{object_key(ArtifactKey(clicks.stream_id, ArtifactKind.WAL, each, 0))}" for each in (2, 3)]
-    assert sorted(key for key in deleted if not key.startswith("manifest/")) == keys, "each once, by the stream"
+        prefix = txn.object_prefixes()[0]
+    keys = [
+        f"{prefix}/{object_key(ArtifactKey(clicks.stream_id, ArtifactKind.WAL, segment_id, 0))}"
+        for segment_id in (2, 3)
+    ]
+    assert sorted(key for key in deleted if not key.startswith("manifest/")) == keys, (
+        "each is deleted once, by the stream"
+    )
 
 
 def test_a_snapshot_keeps_segments_and_chunks(store: quire.Store, clicks: Stream) -> None:
     store.checkpoint("clicks")
     store.snapshot("clicks", "monday")
     clicks.retain(Retention(bytes=1))
-    assert clicks.retire() == 0, "what a snapshot pins stays"
+    assert clicks.retire() == 0, "pinned segments are kept"
     assert len(list(clicks.read())) == 80
     store.manifest.snapshots.drop("clicks", "monday")
     store.maintain()
@@ -178,9 +183,9 @@ def test_a_snapshot_keeps_segments_and_chunks(store: quire.Store, clicks: Stream
 
 
 def test_audit_sweep_verify_and_figures_accept_chunks(store: quire.Store, clicks: Stream) -> None:
-    sizes = {each.database: each.size_bytes for each in store.heavy.stats()}
+    sizes = {row.database: row.size_bytes for row in store.heavy.stats()}
     store.checkpoint("clicks")
-    assert {each.database: each.size_bytes for each in store.heavy.stats()} == sizes, "counted once"
+    assert {row.database: row.size_bytes for row in store.heavy.stats()} == sizes, "shared bytes are counted once"
     swept = store.heavy.sweep(delete=True, grace_seconds=0.0).result
     assert (swept["orphaned"], swept["missing"]) == (0, [])
     assert store.heavy.audit().num_rows == 0
@@ -188,7 +193,7 @@ def test_audit_sweep_verify_and_figures_accept_chunks(store: quire.Store, clicks
     assert len(list(clicks.read())) == 80
 
 
-def test_dropping_a_stream_takes_everything(store: quire.Store, clicks: Stream) -> None:
+def test_dropping_a_stream_removes_everything(store: quire.Store, clicks: Stream) -> None:
     store.checkpoint("clicks")
     assert clicks.stream_id
     store.drop("clicks")
@@ -202,22 +207,22 @@ def test_dropping_a_stream_takes_everything(store: quire.Store, clicks: Stream) 
 def test_generic_moves_refuse_segments_and_chunks(
     store: quire.Store, clicks: Stream, request_move: Callable[..., int]
 ) -> None:
-    """An upload would send the raw file under the name of the compressed object."""
+    """An upload would store the uncompressed file under the name of the compressed object."""
     store.checkpoint("clicks")
     with store.manifest.read() as txn:
         (link,) = txn.chain(clicks.stream_id, 1)
     for key in (ArtifactKey(clicks.stream_id, ArtifactKind.WAL, 1, 0), link.artifact(1)):
         job = request_move(store.manifest, key)
         store.worker.run(job)
-        found = store.manifest.jobs.get(job)
-        assert found.record.state is JobState.FAILED_PERMANENT
-        assert "moved by their stream" in found.record.error
+        failed_job = store.manifest.jobs.get(job)
+        assert failed_job.record.state is JobState.FAILED_PERMANENT
+        assert "moved by their stream" in failed_job.record.error
     segment = clicks.ledger.view.get(1)
     assert segment is not None
     assert not segment.is_remote
 
 
-def test_what_borrows_is_known_by_its_name() -> None:
+def test_a_chunk_that_shares_bytes_is_recognized_by_its_name() -> None:
     row = row_of(7, 3, first_lsn=1, last_lsn=9, at_ms=5)
     key = ArtifactKey(7, ArtifactKind.BASE, 3, 1)
     assert shares_bytes(key, row)
@@ -226,7 +231,7 @@ def test_what_borrows_is_known_by_its_name() -> None:
 
 
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_retention_that_comes_between_plan_and_publication_wins(store: quire.Store, clicks: Stream) -> None:
+def test_retention_between_plan_and_publication_wins(store: quire.Store, clicks: Stream) -> None:
     def retire(_: str) -> None:
         clicks.retain(Retention(bytes=clicks.ledger.view.sealed[-1].durable_bytes))
         assert clicks.retire() == 3
@@ -240,31 +245,31 @@ def test_retention_that_comes_between_plan_and_publication_wins(store: quire.Sto
     assert sorted(chunks(store)) == [4]
 
 
-def live(root: Path, failpoints: str = "") -> int:
+def run_stream_program(root: Path, failpoints: str = "") -> int:
     environment = {**os.environ, VARIABLE: failpoints, "PYTHONPATH": str(ROOT)}
-    ended = run_program(["-m", "tests.jobs.stream_world", str(root)],
+    process = run_program(["-m", "tests.jobs.small_stream", str(root)],
         env=environment, cwd=ROOT, capture_output=True, timeout=120,
     )  # fmt: skip
-    assert ended.returncode in (0, -9), ended.stderr
-    return ended.returncode
+    assert process.returncode in (0, -9), process.stderr
+    return process.returncode
 
 
-def after_a_crash(root: Path) -> None:
-    """What is there is sound; another life ends as an undisturbed one."""
+def assert_recovers(root: Path) -> None:
+    """What exists is sound; another run ends like one without a crash."""
     with quire.open(root, settings=SETTINGS) as store:
         stream = store.stream("clicks")
         check(store)
         first = stream.first_record
-        assert [each.id for each in stream.read()] == list(range(first, 81))
+        assert [record.id for record in stream.read()] == list(range(first, 81))
         swept = store.heavy.sweep(grace_seconds=0.0).result
         assert swept["missing"] == []
         due_ms = max((job.record.not_before_ms for job in store.manifest.jobs.jobs(JobState.PENDING)), default=0)
-    time.sleep(max(0.0, due_ms / 1000 - time.time()))  # a job whose worker died is tried again after a moment
-    assert live(root) == 0
+    time.sleep(max(0.0, due_ms / 1000 - time.time()))  # the job of a dead worker is retried after its backoff
+    assert run_stream_program(root) == 0
     with quire.open(root, settings=SETTINGS) as store:
         stream = store.stream("clicks")
         check(store)
-        assert [each.id for each in stream.read()] == list(range(41, 81))
+        assert [record.id for record in stream.read()] == list(range(41, 81))
         assert sorted(chunks(store)) == [3, 4]
         assert len(chunk_rows(store)) == 2
         swept = store.heavy.sweep(grace_seconds=0.0).result
@@ -273,15 +278,15 @@ def after_a_crash(root: Path) -> None:
 
 @pytest.mark.parametrize("point", ["jobs.stream_checkpoint.reserved", "stream.retire.told"])
 def test_a_crash_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
-    assert live(tmp_path / "store", f"{point}=kill") == -9
-    after_a_crash(tmp_path / "store")
+    assert run_stream_program(tmp_path / "store", f"{point}=kill") == -9
+    assert_recovers(tmp_path / "store")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "point",
     [
-        *(f"jobs.stream_checkpoint.{each}" for each in ("planned", "seen")),
+        *(f"jobs.stream_checkpoint.{step}" for step in ("planned", "seen")),
         "jobs.worker.completed",
         "stream.retire.queued",
         "stream.retire.deleted",
@@ -291,11 +296,11 @@ def test_a_crash_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
     ],
 )
 def test_a_crash_at_any_step_leaves_nothing_half_done(tmp_path: Path, point: str) -> None:
-    assert live(tmp_path / "store", f"{point}=kill") == -9
-    after_a_crash(tmp_path / "store")
+    assert run_stream_program(tmp_path / "store", f"{point}=kill") == -9
+    assert_recovers(tmp_path / "store")
 
 
 def test_every_step_is_hit(store: quire.Store, clicks: Stream) -> None:
     with recording():
         store.checkpoint("clicks")
-    assert {f"jobs.stream_checkpoint.{each}" for each in POINTS} <= set(hits())
+    assert {f"jobs.stream_checkpoint.{step}" for step in POINTS} <= set(hits())

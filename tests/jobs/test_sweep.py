@@ -1,4 +1,5 @@
-"""Sweeps: what no row speaks of is found and deleted, what somebody may be writing is spared, what is gone is told (O3)."""
+"""Sweeps: unreferenced objects are found and deleted, objects that may still be in use are spared, missing ones are
+reported (O3)."""
 
 from __future__ import annotations
 
@@ -26,29 +27,30 @@ from quire.manifest.records import JobKind, JobState
 from quire.objects.api import TEMPORARY_SEGMENT
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
-from tests.pages.world import Model, write
+from tests.pages.engine_harness import Model, write
 
 HOUR = 3_600.0
 BURNED = 2
-"""A generation that nothing was published under: as a driver leaves it that died for good."""
+"""A generation under which nothing was published: what a driver leaves that died permanently."""
 
 
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path)
-    store, model = made.database(), Model()
+    owner = Owner(tmp_path)
+    store, model = owner.database(), Model()
     write(store, model, images(*range(80)))
-    made.checkpoint(store)
-    made.settle()
-    assert made.manifest.reserve_generation(1) == BURNED
-    yield made
-    made.stop()
+    owner.checkpoint(store)
+    owner.settle()
+    assert owner.manifest.reserve_generation(1) == BURNED
+    yield owner
+    owner.stop()
 
 
 def sweep(owner: Owner, **payload: Any) -> dict[str, Any]:
-    """Run a sweep now; its result. The test's clock stands still in 2025, files are of today: they count as old."""
-    given = {"grace_seconds": -10 * 365 * 86_400.0, **payload}
-    job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, given)
+    """Run a sweep now; returns its result. The test's clock stands still in 2025 and files are newer, so they count as
+    old."""
+    options = {"grace_seconds": -10 * 365 * 86_400.0, **payload}
+    job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, options)
     Worker(owner.context(), {JobKind.SWEEP: partial(sweep_job)}).drain()
     job = owner.job(job_id)
     assert job.state is JobState.SUCCEEDED, job.record.error
@@ -56,14 +58,14 @@ def sweep(owner: Owner, **payload: Any) -> dict[str, Any]:
     return result
 
 
-def put(owner: Owner, key: str, body: bytes = b"stray", place: str = "") -> str:
-    """An object of this name in the current owner epoch, in the store's own place or one below that."""
-    key = f"{place}{below(owner)}/{key}"
+def put(owner: Owner, key: str, body: bytes = b"stray", prefix: str = "") -> str:
+    """Put an object of this name in the current owner epoch, in the store's own namespace or below a prefix."""
+    key = f"{prefix}{epoch_prefix(owner)}/{key}"
     open_store(owner.objects_url).put(key, body)
     return key
 
 
-def below(owner: Owner) -> str:
+def epoch_prefix(owner: Owner) -> str:
     with owner.manifest.read() as txn:
         return txn.object_prefixes()[0]
 
@@ -79,24 +81,24 @@ def test_a_clean_store_has_no_differences(owner: Owner) -> None:
 
 
 @pytest.mark.parametrize("names", [1, 3, 100])
-def test_orphans_anywhere_are_found_and_only_deleted_if_asked(
+def test_orphans_anywhere_are_found_and_only_deleted_on_request(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, names: int
 ) -> None:
-    """Whatever the ranges: before the first name, between two, of a database that nobody knows, behind the last."""
+    """For any split into ranges: before the first name, between two, of an unknown database, after the last."""
     monkeypatch.setattr(sweep_module, "RANGE_NAMES", names)
-    put_there = {put(owner, orphan(slot)) for slot in (0, 4, 9, 5_000)} | {put(owner, orphan(3, db_id=77))}
+    strays = {put(owner, orphan(slot)) for slot in (0, 4, 9, 5_000)} | {put(owner, orphan(3, db_id=77))}
     before = owner.objects()
     result = sweep(owner)
-    assert {each["object"] for each in result["orphans"]} == put_there
+    assert {row["object"] for row in result["orphans"]} == strays
     assert (result["orphaned"], result["deleted"], result["bytes"]) == (5, 0, 25)
     assert owner.objects() == before
     result = sweep(owner, delete=True)
     assert result["deleted"] == 5
-    assert owner.objects().keys() == before.keys() - put_there
+    assert owner.objects().keys() == before.keys() - strays
     assert sweep(owner)["orphaned"] == 0
 
 
-def test_what_is_no_artifact_or_too_young_or_of_the_future_is_left_alone(owner: Owner) -> None:
+def test_foreign_recent_and_future_objects_are_kept(owner: Owner) -> None:
     foreign = [put(owner, "README"), put(owner, manifest_log_key(1, 0)), put(owner, "00000001/other/thing")]
     with owner.manifest.read() as txn:
         record = txn.database(1)
@@ -106,11 +108,11 @@ def test_what_is_no_artifact_or_too_young_or_of_the_future_is_left_alone(owner: 
     result = sweep(owner, delete=True, grace_seconds=HOUR)
     assert result["orphaned"] == 0
     result = sweep(owner, delete=True)
-    assert [each["object"] for each in result["orphans"]] == [young]
+    assert [row["object"] for row in result["orphans"]] == [young]
     assert {*foreign, future} <= owner.objects().keys()
 
 
-def test_what_crashed_puts_left_goes_if_it_is_old_and_deleting_was_asked_for(owner: Owner) -> None:
+def test_old_staging_files_of_crashed_puts_are_removed_if_deletion_is_requested(owner: Owner) -> None:
     staging = Path(owner.objects_url, TEMPORARY_SEGMENT)
     staging.mkdir(exist_ok=True)
     now_ms = time.time_ns() // 1_000_000
@@ -124,33 +126,33 @@ def test_what_crashed_puts_left_goes_if_it_is_old_and_deleting_was_asked_for(own
     assert young.exists()
 
 
-def test_the_names_of_a_plan_that_runs_are_spared(owner: Owner) -> None:
-    """The objects are there, the rows are not: a sweep in the middle of a checkpoint must not take them."""
+def test_the_objects_of_a_running_plan_are_spared(owner: Owner) -> None:
+    """The objects exist but the rows do not: a sweep during a checkpoint must not delete them."""
     store, model = owner.database(), Model()
     write(store, model, images(*range(80)))
-    owner.ask()
-    seen: list[dict[str, Any]] = []
+    owner.enqueue()
+    results: list[dict[str, Any]] = []
 
-    def look(_: str) -> None:
-        if not seen:
-            seen.append({})  # the sweep hits points, too
-            seen[0] = sweep(owner, delete=True)
+    def sweep_once(_: str) -> None:
+        if not results:
+            results.append({})  # the sweep hits failpoints too
+            results[0] = sweep(owner, delete=True)
 
-    with armed("jobs.checkpoint.written", look):
+    with armed("jobs.checkpoint.written", sweep_once):
         owner.worker(JobKind.CHECKPOINT).drain()
-    assert seen[0]["objects"] == 20
-    assert seen[0]["orphaned"] == 0
+    assert results[0]["objects"] == 20
+    assert results[0]["orphaned"] == 0
     with store.open_snapshot() as reader:
         assert reader.read_pages(range(80)) == dict(model.newest.pages)
     owner.settle()
 
 
-def test_rows_that_are_made_while_it_lists_are_read_after_the_listing(owner: Owner) -> None:
+def test_rows_created_during_the_listing_are_read_after_it(owner: Owner) -> None:
     store, model = owner.database(), Model()
 
     def checkpoint(_: str) -> None:
         write(store, model, images(*range(8)))
-        owner.ask()
+        owner.enqueue()
         owner.worker(JobKind.CHECKPOINT).drain()
 
     with armed("jobs.sweep.listed", checkpoint):
@@ -158,57 +160,58 @@ def test_rows_that_are_made_while_it_lists_are_read_after_the_listing(owner: Own
     owner.settle()
 
 
-def test_ranges_go_on_where_the_last_wave_ended_and_none_is_read_twice(
+def test_ranges_continue_where_the_last_wave_ended_and_none_is_listed_twice(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wave for each range, a range for each name and for groups of databases: the same is found, nothing is listed twice."""
+    """One range per wave, per name and per group of databases: the results are the same, and nothing is listed
+    twice."""
     for name in ("blog", "more"):
         store = owner.database(name)
         write(store, Model(), images(*range(24)))
         owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id, None)
         owner.worker(JobKind.CHECKPOINT).drain()
     strays = {put(owner, orphan(slot)) for slot in (0, 5, 5_000)} | {put(owner, orphan(3, db_id=7))}
-    kept = sorted(owner.objects().keys() - strays)
-    gone = [kept[2], kept[-1]]
-    for name in gone:
+    referenced = sorted(owner.objects().keys() - strays)
+    removed = [referenced[2], referenced[-1]]
+    for name in removed:
         os.rename(os.path.join(owner.objects_url, name), owner.base / name.replace("/", "-"))
-    seen = []
+    results = []
     for waves, names, databases in ((256, 16_384, 256), (1, 1, 1), (2, 3, 2), (1, 2, 3)):
         monkeypatch.setattr(sweep_module, "WAVE_RANGES", waves)
         monkeypatch.setattr(sweep_module, "RANGE_NAMES", names)
         monkeypatch.setattr(sweep_module, "RANGE_DATABASES", databases)
-        seen.append(sweep(owner))
-    assert seen[0]["objects"] == len(kept) + len(strays) - len(gone)
-    assert {each["object"] for each in seen[0]["orphans"]} == strays
-    assert sorted(each["object"] for each in seen[0]["missing"]) == sorted(gone)
-    assert all(each == seen[0] for each in seen)
-    for name in gone:
+        results.append(sweep(owner))
+    assert results[0]["objects"] == len(referenced) + len(strays) - len(removed)
+    assert {row["object"] for row in results[0]["orphans"]} == strays
+    assert sorted(row["object"] for row in results[0]["missing"]) == sorted(removed)
+    assert all(result == results[0] for result in results)
+    for name in removed:
         os.rename(owner.base / name.replace("/", "-"), os.path.join(owner.objects_url, name))
 
 
-def test_other_peoples_names_are_counted_where_they_are_listed(owner: Owner) -> None:
-    """They do not come to the driver: a bucket may have millions of them."""
+def test_foreign_names_are_counted_by_the_executor_that_lists_them(owner: Owner) -> None:
+    """They are not sent to the driver: a bucket may have millions of them."""
     for number in range(20):
         put(owner, f"tables/{number:04}.sst")
-    task = ListTask(url=owner.objects_url, prefix=below(owner))
-    told = list(list_range(task, owner.context().thread_runner()._tools))
-    assert len(told) == 10 + 1, "ten chunks, and how much there was"
-    assert told[-1][1] == Listed(30, sweep(owner)["bytes_listed"])
+    task = ListTask(url=owner.objects_url, prefix=epoch_prefix(owner))
+    listed = list(list_range(task, owner.context().thread_runner()._tools))
+    assert len(listed) == 10 + 1, "ten chunks, and the totals"
+    assert listed[-1][1] == Listed(30, sweep(owner)["bytes_listed"])
 
 
-def test_a_space_that_has_two_numbers_is_listed_once(owner: Owner) -> None:
-    """And one below another is not taken for a part of it: an orphan there is one orphan."""
+def test_a_namespace_with_two_ids_is_listed_once(owner: Owner) -> None:
+    """A namespace below another one is not treated as a part of it: an orphan there is counted once."""
     for prefix in ("", "backup"):
         owner.manifest.put_namespace(owner.objects_url, prefix)
-    strays = {put(owner, orphan(0)), put(owner, orphan(1), place="backup/")}
+    strays = {put(owner, orphan(0)), put(owner, orphan(1), prefix="backup/")}
     assert sweep(owner)["orphaned"] == 2
     result = sweep(owner, delete=True)
-    assert {each["object"] for each in result["orphans"]} == strays
+    assert {row["object"] for row in result["orphans"]} == strays
     assert (result["orphaned"], result["deleted"], result["lost"]) == (2, 2, 0)
 
 
 class Failing:
-    """An object store that fails in the middle of its listing, or at its n-th deletion."""
+    """An object store that fails in the middle of its listing, or at a deletion."""
 
     def __init__(self, store: Any, failures: list[str]) -> None:
         self._store, self._failures = store, failures
@@ -221,36 +224,36 @@ class Failing:
         yield next(pages)
         if "list" in self._failures:
             self._failures.remove("list")
-            raise ObjectStoreUnavailable("the store is away", url="test")
+            raise ObjectStoreUnavailable("the store is unavailable", url="test")
         yield from pages
 
     def delete_many(self, keys: Iterable[str]) -> None:
         if "delete" in self._failures:
             self._failures.remove("delete")
             self._store.delete_many(list(keys)[:1])
-            raise ObjectStoreUnavailable("the store is away", url="test")
+            raise ObjectStoreUnavailable("the store is unavailable", url="test")
         self._store.delete_many(keys)
 
 
-@pytest.mark.parametrize("where", ["list", "delete"])
-def test_a_store_that_goes_away_ends_the_attempt_and_the_next_finds_what_is_left(owner: Owner, where: str) -> None:
+@pytest.mark.parametrize("call", ["list", "delete"])
+def test_an_unavailable_store_ends_the_attempt_and_the_next_finds_the_rest(owner: Owner, call: str) -> None:
     strays = [put(owner, orphan(slot)) for slot in (0, 4, 900)]
-    before, failures = owner.objects(), [where]
-    away: Any = lambda url: Failing(owner.stores(url), failures)  # noqa: E731
-    collector = collector_of(owner.manifest, owner.objects_url, away)
-    context = replace(owner.context(), open_store=away, collector=collector)
+    before, failures = owner.objects(), [call]
+    open_failing: Any = lambda url: Failing(owner.stores(url), failures)  # noqa: E731
+    collector = collector_of(owner.manifest, owner.objects_url, open_failing)
+    context = replace(owner.context(), open_store=open_failing, collector=collector)
     job_id = owner.manifest.jobs.enqueue(JobKind.SWEEP, 0, {"delete": True, "grace_seconds": -10 * 365 * 86_400.0})
     worker = Worker(context, {JobKind.SWEEP: sweep_job})
     worker.drain()
     assert owner.state(job_id) is JobState.PENDING
-    assert "the store is away" in owner.job(job_id).record.error
-    left = 3 if where == "list" else 2
-    assert len(owner.objects().keys() & set(strays)) == left, "half a listing is no reason to delete anything"
+    assert "the store is unavailable" in owner.job(job_id).record.error
+    remaining = 3 if call == "list" else 2
+    assert len(owner.objects().keys() & set(strays)) == remaining, "an incomplete listing deletes nothing"
     owner.clock.advance(400)
     worker.drain()
     assert owner.state(job_id) is JobState.SUCCEEDED
     result = owner.job(job_id).result
-    assert (result["deleted"], result["lost"]) == (left, 0)
+    assert (result["deleted"], result["lost"]) == (remaining, 0)
     assert owner.objects().keys() == before.keys() - set(strays)
 
 
@@ -259,45 +262,45 @@ def test_two_sweeps_at_once_delete_the_same_and_nothing_else(owner: Owner) -> No
     before = owner.objects().keys()
     second: list[dict[str, Any]] = []
 
-    def other(_: str) -> None:
+    def second_sweep(_: str) -> None:
         if not second:
             second.append({})
             second[0] = sweep(owner, delete=True)
 
-    with armed("jobs.sweep.listed", other):
+    with armed("jobs.sweep.listed", second_sweep):
         first = sweep(owner, delete=True)
     assert second[0]["deleted"] == first["deleted"] == 40
     assert (first["lost"], second[0]["lost"]) == (0, 0)
     assert owner.objects().keys() == before - strays
 
 
-def test_when_everything_is_gone_rows_are_read_once_more_and_not_for_each(
+def test_when_every_object_is_missing_rows_are_read_once_more_not_once_per_object(
     owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_module, "SETTLED_AT_ONCE", 2)
     monkeypatch.setattr(sweep_module, "LOOKED_UP", 3)
-    away = owner.base / "away"
+    moved_objects = owner.base / "away"
     names = sorted(owner.objects())
-    os.rename(owner.objects_url, away)
+    os.rename(owner.objects_url, moved_objects)
     os.mkdir(owner.objects_url)
-    walk, walks = sweep_module._names, list[Any]()
+    original, calls = sweep_module._names, list[Any]()
 
-    def counted(*given: Any) -> Iterator[Any]:
-        walks.append(given)
-        return walk(*given)
+    def count_calls(*args: Any) -> Iterator[Any]:
+        calls.append(args)
+        return original(*args)
 
-    monkeypatch.setattr(sweep_module, "_names", counted)
+    monkeypatch.setattr(sweep_module, "_names", count_calls)
     result = sweep(owner)
     os.rmdir(owner.objects_url)
-    os.rename(away, owner.objects_url)
-    assert sorted(each["object"] for each in result["missing"]) == names
-    assert (result["lost"], result["objects"], len(walks)) == (len(names), 0, 2)
+    os.rename(moved_objects, owner.objects_url)
+    assert sorted(row["object"] for row in result["missing"]) == names
+    assert (result["lost"], result["objects"], len(calls)) == (len(names), 0, 2)
 
 
-def test_an_object_that_is_gone_is_told(owner: Owner) -> None:
+def test_a_missing_object_is_in_the_result(owner: Owner) -> None:
     name = sorted(owner.objects())[3]
     os.rename(os.path.join(owner.objects_url, name), os.path.join(owner.objects_url, "kept"))
     result = sweep(owner)
-    assert [each["object"] for each in result["missing"]] == [name]
+    assert [row["object"] for row in result["missing"]] == [name]
     os.rename(os.path.join(owner.objects_url, "kept"), os.path.join(owner.objects_url, name))
     assert sweep(owner)["missing"] == []

@@ -1,4 +1,5 @@
-"""Truncation: absorbed rows leave the index in steps, segments are let go, and whoever still holds them reads on."""
+"""Truncation: absorbed rows are removed from the index in steps, segments are released, and their holders can still
+read them."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ from quire.manifest.records import JobKind, JobState, WalState
 from quire.store.why import why
 from quire.testing.manifest import assert_clean
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
-from tests.pages.world import Model, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
 def owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     small_segments(monkeypatch, frames=6)
-    made = Owner(tmp_path)
-    yield made
-    made.stop()
+    owner = Owner(tmp_path)
+    yield owner
+    owner.stop()
 
 
 def _fill(owner: Owner, model: Model, commits: int = 10) -> int:
-    """Commits in many segments, absorbed; the truncate job that waits."""
+    """Write and absorb commits in many segments; returns the pending truncate job."""
     store = owner.database()
     for number in range(commits):
         write(store, model, {page: image() for page in (number % 4, 7, 20)})
@@ -52,20 +53,20 @@ def _states(owner: Owner) -> set[WalState]:
         return {row.state for _, row in txn.scan(t.WAL_CATALOG, 1)}
 
 
-def _reads(owner: Owner, model: Model) -> None:
+def _assert_newest(owner: Owner, model: Model) -> None:
     owner.engine.cache.forget(1)
     with owner.database().open_snapshot() as reader:
         assert_reads(reader, model.newest)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
-@pytest.mark.parametrize("looked", [2, 1000])
-def test_absorbed_rows_go_in_steps_and_others_stay(
-    owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int, looked: int
+@pytest.mark.parametrize("scan_rows", [2, 1000])
+def test_absorbed_rows_are_removed_in_steps_and_others_are_kept(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch, rows: int, scan_rows: int
 ) -> None:
-    """Also if one transaction looks at fewer rows than a page has versions."""
+    """Also if one transaction scans fewer rows than a page has versions."""
     monkeypatch.setattr(truncate_module, "STEP_ROWS", rows)
-    monkeypatch.setattr(truncate_module, "SCAN_ROWS_MAX", looked)
+    monkeypatch.setattr(truncate_module, "SCAN_ROWS_MAX", scan_rows)
     model = Model()
     job_id = _fill(owner, model)
     absorbed = len(_rows(owner))
@@ -76,10 +77,10 @@ def test_absorbed_rows_go_in_steps_and_others_stay(
     assert {page for page, _ in _rows(owner)} == {0, 7, 21}
     assert min(lsn for _, lsn in _rows(owner)) > later.lsn - 3
     assert _heads(owner) == 3
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-def test_segments_go_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_truncated_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncate_module, "STEP_SEGMENTS", 2)
     model, moved = Model(), list[str]()
     job_id = _fill(owner, model)
@@ -90,11 +91,11 @@ def test_segments_go_a_few_at_a_time(owner: Owner, monkeypatch: pytest.MonkeyPat
     assert result["segments"] > 2 * len(moved)
     assert _states(owner) == {WalState.TRUNCATED}
     owner.settle()
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
 @pytest.mark.parametrize("point", ["jobs.truncate.dropped", "jobs.truncate.moved", "jobs.worker.worked"])
-def test_a_truncation_that_failed_is_repeated_from_where_it_was(
+def test_a_failed_truncation_continues_where_it_stopped(
     owner: Owner, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     monkeypatch.setattr(truncate_module, "STEP_ROWS", 5)
@@ -105,66 +106,66 @@ def test_a_truncation_that_failed_is_repeated_from_where_it_was(
         with armed(point, f"{skip}*off->1*raise:EIO"):
             owner.worker(JobKind.TRUNCATE).drain()
         assert_clean(owner.manifest)
-        _reads(owner, model)
+        _assert_newest(owner, model)
         owner.reopen()
         owner.clock.advance(RETRY_SECONDS)
     owner.worker().drain()
     assert owner.job(job_id).state is JobState.SUCCEEDED
     assert _rows(owner) == []
     owner.settle()
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
 def test_a_worker_that_lost_the_job_drops_nothing_more(owner: Owner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truncate_module, "STEP_ROWS", 5)
     model = Model()
     job_id = _fill(owner, model)
-    left: list[int] = []
+    remaining: list[int] = []
 
-    def lose(_: str) -> None:
-        if not left:
+    def lose_lease(_: str) -> None:
+        if not remaining:
             owner.clock.advance(60)
             owner.manifest.jobs.expire()
-            left.append(len(_rows(owner)))
+            remaining.append(len(_rows(owner)))
 
-    with armed("jobs.truncate.dropped", lose):
+    with armed("jobs.truncate.dropped", lose_lease):
         owner.worker(JobKind.TRUNCATE).run(job_id)
-    assert [len(_rows(owner))] == left
-    assert left[0] > 0
+    assert [len(_rows(owner))] == remaining
+    assert remaining[0] > 0
     owner.clock.advance(RETRY_SECONDS)
     owner.worker().drain()
     assert _rows(owner) == []
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-def test_what_readers_snapshots_and_forks_hold_is_read_on(owner: Owner) -> None:
+def test_readers_snapshots_and_forks_read_truncated_segments(owner: Owner) -> None:
     store, model = owner.database(), Model()
     write(store, model, {page: image() for page in range(12)})
     owner.engine.snapshot("shop", "kept")
-    kept = model.newest
+    snapshot_version = model.newest
     branch = owner.engine.fork("shop", "branch")
     reader = store.open_snapshot(ttl_seconds=None)
-    held = model.newest
+    reader_version = model.newest
     for _ in range(3):
         write(store, model, {page: image() for page in range(0, 12, 2)})
         owner.checkpoint(store)
         owner.settle()
         owner.engine.cache.forget(1)
-        assert_reads(reader, held)
-        assert_reads(owner.engine.open_view("shop", "kept"), kept)
+        assert_reads(reader, reader_version)
+        assert_reads(owner.engine.open_view("shop", "kept"), snapshot_version)
     reader.close()
     owner.checkpoint(store)
     owner.settle()
     assert _rows(owner) == []
-    assert_reads(owner.engine.open_view("shop", "kept"), kept)
+    assert_reads(owner.engine.open_view("shop", "kept"), snapshot_version)
     with owner.engine.open(branch).open_snapshot() as forked:
-        assert_reads(forked, kept)
+        assert_reads(forked, snapshot_version)
     owner.manifest.snapshots.drop("shop", "kept")
     owner.checkpoint(owner.engine.open(branch))
     owner.settle()
     with owner.manifest.read() as txn:
         assert [row for _, row in txn.scan(t.WAL_CATALOG, 1) if row.state is not WalState.TRUNCATED] == []
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
 def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
@@ -175,10 +176,10 @@ def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
     owner.worker().drain()
     last = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.TRUNCATE][-1]
     assert last.result == {"rows": 0, "segments": 0, "bytes": 0}
-    _reads(owner, model)
+    _assert_newest(owner, model)
 
 
-def test_a_segment_says_who_read_when_it_was_planned_and_which_job_truncated_it(owner: Owner) -> None:
+def test_a_segment_records_its_newest_reader_when_planned_and_the_job_that_truncated_it(owner: Owner) -> None:
     model = Model()
     store = owner.database()
     for number in range(6):

@@ -1,4 +1,4 @@
-"""Verification: what is missing, altered or truncated is found, wherever it is, and what was verified is written down."""
+"""Verification: missing, altered and truncated copies are found in every tier, and what was verified is recorded."""
 
 from __future__ import annotations
 
@@ -24,297 +24,303 @@ from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
 from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
-from tests.jobs.world import ARCHIVED, BOTH, EVICTED, LOCAL, World, unlike
+from tests.jobs.job_store import ARCHIVED, BOTH, EVICTED, LOCAL, JobStore, altered
 
 VERIFIED, MISSING, ALTERED = VerifyState.VERIFIED, VerifyState.MISSING, VerifyState.ALTERED
 
 
-def damage(world: World, key: ArtifactKey, copy: str, how: str) -> None:
-    """Do something to the file or the object of an artifact."""
-    world.is_damaged = True
-    place, data = world.place(key), world.bodies[key]
-    bad = {"missing": None, "altered": unlike(data), "truncated": data[:-1], "longer": data + b"x", "empty": b""}[how]
-    store = open_store(place.url)
-    if copy == "file" and bad is None:
-        os.remove(place.local)
+def damage(job_store: JobStore, key: ArtifactKey, copy: str, kind: str) -> None:
+    """Damage the file or the object of an artifact."""
+    job_store.is_damaged = True
+    location, data = job_store.location(key), job_store.bodies[key]
+    content = {"missing": None, "altered": altered(data), "truncated": data[:-1], "longer": data + b"x", "empty": b""}[
+        kind
+    ]
+    store = open_store(location.url)
+    if copy == "file" and content is None:
+        os.remove(location.local)
     elif copy == "file":
-        Path(place.local).write_bytes(bad or b"")
-    elif bad is None:
-        store.delete(place.object_key)
+        Path(location.local).write_bytes(content or b"")
+    elif content is None:
+        store.delete(location.object_key)
     else:
-        store.put(place.object_key, bad)
+        store.put(location.object_key, content)
 
 
-def ask(world: World, **payload: Any) -> int:
-    return world.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store", **payload})
+def request_verification(job_store: JobStore, **payload: Any) -> int:
+    return job_store.manifest.jobs.enqueue(JobKind.VERIFY, 0, {"scope": "store", **payload})
 
 
-def finding(world: World, key: ArtifactKey) -> ArtifactFinding:
-    """What looking at one artifact gives."""
-    (found,) = verify(VerifyTask((world.place(key),)), disk=world.ctx.disk, open_store=world.ctx.open_store)
-    return found
+def finding(job_store: JobStore, key: ArtifactKey) -> ArtifactFinding:
+    """The finding of a verification of one artifact."""
+    (artifact_finding,) = verify(
+        VerifyTask((job_store.location(key),)), disk=job_store.ctx.disk, open_store=job_store.ctx.open_store
+    )
+    return artifact_finding
 
 
-def states(world: World, *keys: ArtifactKey) -> list[VerifyState]:
-    return [world.row(key).verify_state for key in keys]
+def states(job_store: JobStore, *keys: ArtifactKey) -> list[VerifyState]:
+    return [job_store.row(key).verify_state for key in keys]
 
 
 # ── one artifact ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("residency", [LOCAL, BOTH, ARCHIVED, EVICTED], ids=lambda residency: residency.name)
-def test_a_good_artifact_is_verified_and_the_moment_recorded(world: World, residency: Residency) -> None:
-    key = world.artifact(residency)
-    world.clock.advance(77)
-    assert world.done(ask(world))["verified"] == 1
-    row = world.row(key)
-    assert (row.verify_state, row.verified_at_ms) == (VERIFIED, world.clock.now_ms())
-    assert row.sha256 == sha256(world.bodies[key]), "if it was not known it is now"
+def test_a_good_artifact_is_verified_and_the_time_recorded(job_store: JobStore, residency: Residency) -> None:
+    key = job_store.artifact(residency)
+    job_store.clock.advance(77)
+    assert job_store.succeed(request_verification(job_store))["verified"] == 1
+    row = job_store.row(key)
+    assert (row.verify_state, row.verified_at_ms) == (VERIFIED, job_store.clock.now_ms())
+    assert row.sha256 == sha256(job_store.bodies[key]), "an unknown digest is recorded"
     assert row.residency is residency
-    world.assert_settled()
+    job_store.assert_settled()
 
 
-@pytest.mark.parametrize("how", ["missing", "altered", "truncated", "longer", "empty"])
+@pytest.mark.parametrize("kind", ["missing", "altered", "truncated", "longer", "empty"])
 @pytest.mark.parametrize(
     ("residency", "copy"), [(LOCAL, "file"), (BOTH, "file"), (BOTH, "object"), (EVICTED, "object")]
 )
-def test_damage_is_found_wherever_it_is(local: World, residency: Residency, copy: str, how: str) -> None:
-    key = local.artifact(residency)
-    local.done(ask(local))
-    damage(local, key, copy, how)
-    local.clock.advance(1)
-    result = local.done(ask(local))
-    expected = MISSING if how == "missing" else ALTERED
+def test_damage_of_any_copy_is_found(local_store: JobStore, residency: Residency, copy: str, kind: str) -> None:
+    key = local_store.artifact(residency)
+    local_store.succeed(request_verification(local_store))
+    damage(local_store, key, copy, kind)
+    local_store.clock.advance(1)
+    result = local_store.succeed(request_verification(local_store))
+    expected = MISSING if kind == "missing" else ALTERED
     assert result[expected.name.lower()] == 1
-    assert [copy in problem for problem in finding(local, key).problems] == [True]
-    assert local.row(key).verify_state is expected
-    assert local.row(key).sha256 == sha256(local.bodies[key]), "what was known is not unlearned"
-    assert local.manifest.audit(key.origin_db_id)[-1].action is AuditAction.FOUND_DAMAGED
+    assert [copy in problem for problem in finding(local_store, key).problems] == [True]
+    assert local_store.row(key).verify_state is expected
+    assert local_store.row(key).sha256 == sha256(local_store.bodies[key]), "a known digest is kept"
+    assert local_store.manifest.audit(key.origin_db_id)[-1].action is AuditAction.FOUND_DAMAGED
 
 
-def test_what_was_repaired_is_verified_again(local: World) -> None:
-    key = local.artifact(BOTH)
-    damage(local, key, "object", "missing")
-    local.done(ask(local))
-    assert states(local, key) == [MISSING]
-    local.done(request_upload(local.manifest, key))
-    local.clock.advance(1)
-    local.done(ask(local))
-    assert states(local, key) == [VERIFIED]
-    local.is_damaged = False
+def test_a_repaired_artifact_is_verified_again(local_store: JobStore) -> None:
+    key = local_store.artifact(BOTH)
+    damage(local_store, key, "object", "missing")
+    local_store.succeed(request_verification(local_store))
+    assert states(local_store, key) == [MISSING]
+    local_store.succeed(request_upload(local_store.manifest, key))
+    local_store.clock.advance(1)
+    local_store.succeed(request_verification(local_store))
+    assert states(local_store, key) == [VERIFIED]
+    local_store.is_damaged = False
 
 
-def test_a_segment_is_compared_by_its_crc64_and_may_be_preallocated(local: World) -> None:
-    db_id = local.database()
-    key = local.segment(db_id, file_bytes=4096)
-    local.done(ask(local))
-    assert states(local, key) == [VERIFIED]
-    local.bodies[wrong := local.segment(db_id, crc64=crc64(b"?"))] = b""
-    local.is_damaged = True
-    local.clock.advance(1)
-    assert "crc64" in finding(local, wrong).problems[0]
-    assert local.done(ask(local))["altered"] == 1
-    data = local.bodies[key]
-    Path(local.place(key).local).write_bytes(unlike(data).ljust(4096, b"\0"))
-    local.clock.advance(1)
-    assert local.done(ask(local))["altered"] == 2
+def test_a_segment_is_compared_by_its_crc64_and_may_be_preallocated(local_store: JobStore) -> None:
+    db_id = local_store.database()
+    key = local_store.segment(db_id, file_bytes=4096)
+    local_store.succeed(request_verification(local_store))
+    assert states(local_store, key) == [VERIFIED]
+    local_store.bodies[mismatched := local_store.segment(db_id, crc64=crc64(b"?"))] = b""
+    local_store.is_damaged = True
+    local_store.clock.advance(1)
+    assert "crc64" in finding(local_store, mismatched).problems[0]
+    assert local_store.succeed(request_verification(local_store))["altered"] == 1
+    data = local_store.bodies[key]
+    Path(local_store.location(key).local).write_bytes(altered(data).ljust(4096, b"\0"))
+    local_store.clock.advance(1)
+    assert local_store.succeed(request_verification(local_store))["altered"] == 2
 
 
-def test_copies_that_differ_are_both_suspect_if_no_digest_says_which_is_right(local: World) -> None:
-    key = local.artifact(BOTH)
-    local.manifest.submit([update(key, sha256=b"")]).result()
-    damage(local, key, "file", "altered")
-    result = local.done(ask(local))
+def test_copies_that_differ_are_both_suspect_if_no_digest_says_which_is_right(local_store: JobStore) -> None:
+    key = local_store.artifact(BOTH)
+    local_store.manifest.submit([update(key, sha256=b"")]).result()
+    damage(local_store, key, "file", "altered")
+    result = local_store.succeed(request_verification(local_store))
     assert result["altered"] == 1
-    assert "no digest says which" in finding(local, key).problems[0]
-    assert local.row(key).sha256 == b"", "nothing is learned from bad copies"
+    assert "no digest says which" in finding(local_store, key).problems[0]
+    assert local_store.row(key).sha256 == b"", "no digest is recorded from differing copies"
 
 
-def test_anything_but_the_whole_store_is_refused(local: World) -> None:
-    db_id, enqueue = local.database(), local.manifest.jobs.enqueue
-    assert "covers the whole store" in local.failed(enqueue(JobKind.VERIFY, db_id))
-    assert "scope" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": "everything"}))
-    assert "payload" in local.failed(enqueue(JobKind.VERIFY, 0, {"scope": 1}))
+def test_anything_but_the_whole_store_is_refused(local_store: JobStore) -> None:
+    db_id, enqueue = local_store.database(), local_store.manifest.jobs.enqueue
+    assert "covers the whole store" in local_store.fail(enqueue(JobKind.VERIFY, db_id))
+    assert "scope" in local_store.fail(enqueue(JobKind.VERIFY, 0, {"scope": "everything"}))
+    assert "payload" in local_store.fail(enqueue(JobKind.VERIFY, 0, {"scope": 1}))
 
 
 # ── all of them ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_result_counts_and_names_what_is_damaged(local: World) -> None:
-    keys = local.chunks(local.database(), 1, 2, 3)
-    damage(local, keys[0], "file", "missing")
-    damage(local, keys[2], "file", "truncated")
-    result = local.done(ask(local))
+def test_the_result_counts_and_lists_damaged_artifacts(local_store: JobStore) -> None:
+    keys = local_store.chunks(local_store.database(), 1, 2, 3)
+    damage(local_store, keys[0], "file", "missing")
+    damage(local_store, keys[2], "file", "truncated")
+    result = local_store.succeed(request_verification(local_store))
     assert (result["verified"], result["missing"], result["altered"]) == (1, 1, 1)
     assert result["damaged"] == [f"{object_key(keys[0])} MISSING", f"{object_key(keys[2])} ALTERED"]
 
 
-def test_what_was_verified_longest_ago_comes_first(local: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_verified_artifacts_come_first(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(verify_module, "WAVE_BYTES", 1)
-    keys = local.chunks(local.database(), 1, 2, 3, 4)
-    for moment, key in ((30, keys[0]), (10, keys[2]), (20, keys[3])):
-        local.manifest.submit([update(key, verified_at_ms=moment)]).result()
+    keys = local_store.chunks(local_store.database(), 1, 2, 3, 4)
+    for verified_at, key in ((30, keys[0]), (10, keys[2]), (20, keys[3])):
+        local_store.manifest.submit([update(key, verified_at_ms=verified_at)]).result()
     order: list[ArtifactKey] = []
 
-    def look(_: str) -> None:
-        done = {key for key in keys if local.row(key).verified_at_ms > 1_000}
-        order.extend(done - set(order))
+    def record_order(_: str) -> None:
+        verified = {key for key in keys if local_store.row(key).verified_at_ms > 1_000}
+        order.extend(verified - set(order))
 
-    with armed("jobs.verify.published", look):
-        local.done(ask(local))
-    assert order == [keys[1], keys[2], keys[3], keys[0]], "never verified, then the oldest"
+    with armed("jobs.verify.published", record_order):
+        local_store.succeed(request_verification(local_store))
+    assert order == [keys[1], keys[2], keys[3], keys[0]], "those never verified first, then the oldest"
 
 
 def test_an_interrupted_verification_repeats_only_what_was_not_committed(
-    local: World, monkeypatch: pytest.MonkeyPatch
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_module, "WAVE_ARTIFACTS", 2)
-    keys = local.chunks(local.database(), *range(6))
-    job_id = ask(local)
-    looked: list[str] = []
-    with armed("jobs.verify.published", "1*off->raise:EIO"), armed("jobs.verify.looked", looked.append):
-        local.worker.drain()
-        local.clock.advance(5)
-    with armed("jobs.verify.looked", looked.append):
-        assert local.done(job_id)["complete"]
-    assert len(looked) == 6
-    assert set(states(local, *keys)) == {VERIFIED}
+    keys = local_store.chunks(local_store.database(), *range(6))
+    job_id = request_verification(local_store)
+    steps: list[str] = []
+    with armed("jobs.verify.published", "1*off->raise:EIO"), armed("jobs.verify.looked", steps.append):
+        local_store.worker.drain()
+        local_store.clock.advance(5)
+    with armed("jobs.verify.looked", steps.append):
+        assert local_store.succeed(job_id)["complete"]
+    assert len(steps) == 6
+    assert set(states(local_store, *keys)) == {VERIFIED}
 
 
-def test_a_new_verification_looks_at_everything_again(local: World) -> None:
-    local.chunks(local.database(), 1, 2)
+def test_a_new_verification_checks_everything_again(local_store: JobStore) -> None:
+    local_store.chunks(local_store.database(), 1, 2)
     for _ in range(2):
-        looked: list[str] = []
-        local.clock.advance(1)
-        with armed("jobs.verify.looked", looked.append):
-            local.done(ask(local))
-        assert len(looked) == 2
+        steps: list[str] = []
+        local_store.clock.advance(1)
+        with armed("jobs.verify.looked", steps.append):
+            local_store.succeed(request_verification(local_store))
+        assert len(steps) == 2
 
 
-def test_a_clock_that_goes_back_does_not_make_it_endless(local: World) -> None:
-    local.chunks(local.database(), 1, 2)
-    job_id = ask(local)
-    before = local.clock.now_ms()
-    local.clock.jump(-3600)
-    assert local.done(job_id)["verified"] == 2
-    local.clock.jump(3600)
-    assert local.job(job_id).record.created_at_ms == before
+def test_a_verification_ends_although_the_clock_goes_back(local_store: JobStore) -> None:
+    local_store.chunks(local_store.database(), 1, 2)
+    job_id = request_verification(local_store)
+    before = local_store.clock.now_ms()
+    local_store.clock.jump(-3600)
+    assert local_store.succeed(job_id)["verified"] == 2
+    local_store.clock.jump(3600)
+    assert local_store.job(job_id).record.created_at_ms == before
 
 
-def test_what_comes_after_the_request_is_not_its_business(local: World) -> None:
-    db_id = local.database()
-    local.chunks(db_id, 1)
-    job_id = ask(local)
-    local.clock.advance(1)
-    (new,) = local.chunks(db_id, 2)
-    local.segment(db_id)
-    local.manifest.submit([OpenSegment(db_id, 9, WalFormat.PAGER, 4096, b"salt", 9)]).result()
-    assert local.done(job_id)["verified"] == 1
-    assert states(local, new) == [VerifyState.UNVERIFIED]
-    local.is_damaged = True  # the open segment has no file
+def test_artifacts_created_after_the_request_are_not_verified(local_store: JobStore) -> None:
+    db_id = local_store.database()
+    local_store.chunks(db_id, 1)
+    job_id = request_verification(local_store)
+    local_store.clock.advance(1)
+    (new,) = local_store.chunks(db_id, 2)
+    local_store.segment(db_id)
+    local_store.manifest.submit([OpenSegment(db_id, 9, WalFormat.PAGER, 4096, b"salt", 9)]).result()
+    assert local_store.succeed(job_id)["verified"] == 1
+    assert states(local_store, new) == [VerifyState.UNVERIFIED]
+    local_store.is_damaged = True  # the open segment has no file
 
 
-def test_what_is_being_deleted_is_left_alone(local: World) -> None:
-    db_id = local.database()
-    (old,) = local.chunks(db_id, 1)
-    local.chunks(db_id, 1)
-    os.remove(local.place(old).local)  # as the delete job does before the row goes
-    result = local.done(ask(local))
+def test_artifacts_being_deleted_are_not_verified(local_store: JobStore) -> None:
+    db_id = local_store.database()
+    (old,) = local_store.chunks(db_id, 1)
+    local_store.chunks(db_id, 1)
+    os.remove(local_store.location(old).local)  # as the delete job does before it removes the row
+    result = local_store.succeed(request_verification(local_store))
     assert (result["verified"], result["missing"], result["altered"], result["damaged"]) == (1, 0, 0, [])
 
 
-def test_an_artifact_that_is_evicted_meanwhile_is_not_called_missing(local: World) -> None:
-    key = local.artifact(BOTH)
-    job_id = ask(local)
-    once = iter([True])
+def test_an_artifact_evicted_meanwhile_is_not_reported_missing(local_store: JobStore) -> None:
+    key = local_store.artifact(BOTH)
+    job_id = request_verification(local_store)
+    first_call = iter([True])
 
     def evict(_: str) -> None:
-        if next(once, False):
-            request_evict(local.manifest, key)
-            local.worker_of().drain()
+        if next(first_call, False):
+            request_evict(local_store.manifest, key)
+            local_store.worker_of().drain()
 
     with armed("jobs.verify.looked", evict):
-        local.worker.drain()
-    assert local.row(key).residency is EVICTED
-    local.clock.advance(5)
-    assert local.done(job_id)["verified"] == 1
-    local.assert_settled()
+        local_store.worker.drain()
+    assert local_store.row(key).residency is EVICTED
+    local_store.clock.advance(5)
+    assert local_store.succeed(job_id)["verified"] == 1
+    local_store.assert_settled()
 
 
-class Eventful(OsDisk):
-    """A disk on which something happens before a file is opened."""
+class EventDisk(OsDisk):
+    """A disk that runs a callback before it opens a file."""
 
     def __init__(self, *events: Callable[[], None]) -> None:
         self._events = iter(events)
 
-    def open(self, path: str, **more: bool) -> OsFile:
+    def open(self, path: str, **options: bool) -> OsFile:
         next(self._events, lambda: None)()
-        return super().open(path, **more)
+        return super().open(path, **options)
 
 
-def test_a_verdict_on_what_was_moved_under_the_second_look_too_does_not_count(local: World) -> None:
-    key = local.artifact(BOTH)
-    path = Path(local.place(key).local)
-    job_id = ask(local)
-    mover = local.worker_of()
+def test_a_verdict_on_an_artifact_moved_during_the_second_check_does_not_count(local_store: JobStore) -> None:
+    key = local_store.artifact(BOTH)
+    path = Path(local_store.location(key).local)
+    job_id = request_verification(local_store)
+    mover = local_store.worker_of()
 
-    def away() -> None:
+    def hide_file() -> None:
         path.rename(path.with_suffix(".away"))
 
     def evict() -> None:
         path.with_suffix(".away").rename(path)
-        request_evict(local.manifest, key)
+        request_evict(local_store.manifest, key)
         mover.drain()
 
-    local.ctx = replace(local.ctx, disk=Eventful(away, evict))
-    local.worker_of().drain()
-    assert local.row(key).residency is EVICTED
-    assert states(local, key) == [VerifyState.UNVERIFIED], "it was called missing, and it is not"
-    assert local.job(job_id).result["missing"] == 0
-    assert local.done(ask(local))["verified"] == 1
-    local.assert_settled()
+    local_store.ctx = replace(local_store.ctx, disk=EventDisk(hide_file, evict))
+    local_store.worker_of().drain()
+    assert local_store.row(key).residency is EVICTED
+    assert states(local_store, key) == [VerifyState.UNVERIFIED], "the verdict that it is missing does not count"
+    assert local_store.job(job_id).result["missing"] == 0
+    assert local_store.succeed(request_verification(local_store))["verified"] == 1
+    local_store.assert_settled()
 
 
-def test_bytes_garbled_on_their_way_are_read_again(local: World) -> None:
-    """The second look decides."""
-    key = local.artifact(BOTH)
-    path, data = Path(local.place(key).local), local.bodies[key]
-    path.write_bytes(unlike(data))
-    once = iter([True])
+def test_bytes_garbled_in_transit_are_read_again(local_store: JobStore) -> None:
+    """The second check decides."""
+    key = local_store.artifact(BOTH)
+    path, data = Path(local_store.location(key).local), local_store.bodies[key]
+    path.write_bytes(altered(data))
+    first_call = iter([True])
 
     def restore(_: str) -> None:
-        if next(once, False):
+        if next(first_call, False):
             path.write_bytes(data)
 
     with armed("jobs.verify.looked", restore):
-        assert local.done(ask(local))["verified"] == 1
+        assert local_store.succeed(request_verification(local_store))["verified"] == 1
 
 
-def test_a_bucket_that_does_not_answer_keeps_nothing_else_from_being_verified(local: World) -> None:
-    bucket = f"memory://mute-{id(local)}"
-    space = local.manifest.put_namespace(bucket)
-    db_id = local.database()
-    far = local.chunks(db_id, *range(5), residency=ARCHIVED, namespace_id=space)
-    near = local.chunks(db_id, 8, 9)
-    asked: list[str] = []
+def test_an_unavailable_bucket_does_not_prevent_other_verifications(local_store: JobStore) -> None:
+    bucket = f"memory://mute-{id(local_store)}"
+    namespace_id = local_store.manifest.put_namespace(bucket)
+    db_id = local_store.database()
+    remote_keys = local_store.chunks(db_id, *range(5), residency=ARCHIVED, namespace_id=namespace_id)
+    local_keys = local_store.chunks(db_id, 8, 9)
+    opened_urls: list[str] = []
 
     def opener(url: str) -> ObjectStore:
-        asked.append(url)
+        opened_urls.append(url)
         if url == bucket:
-            raise ObjectStoreUnavailable("no answer", store=url)
+            raise ObjectStoreUnavailable("no response", store=url)
         return open_store(url)
 
-    local.opener = opener
-    job_id = ask(local)
-    local.worker.drain()
-    assert states(local, *near) == [VERIFIED] * 2
-    assert states(local, *far) == [VerifyState.UNVERIFIED] * 5
-    job = local.job(job_id)
+    local_store.opener = opener
+    job_id = request_verification(local_store)
+    local_store.worker.drain()
+    assert states(local_store, *local_keys) == [VERIFIED] * 2
+    assert states(local_store, *remote_keys) == [VerifyState.UNVERIFIED] * 5
+    job = local_store.job(job_id)
     assert (job.state, job.record.failures) == (JobState.PENDING, 1)
-    assert "no answer" in job.record.error
-    assert asked.count(bucket) == 1, "once, not for each artifact"
-    local.opener = open_store
-    local.clock.advance(5)
-    assert local.done(job_id)["verified"] == 5, "the others were recorded"
-    assert states(local, *near, *far) == [VERIFIED] * 7
+    assert "no response" in job.record.error
+    assert opened_urls.count(bucket) == 1, "opened once, not once per artifact"
+    local_store.opener = open_store
+    local_store.clock.advance(5)
+    assert local_store.succeed(job_id)["verified"] == 5, "the others were recorded before"
+    assert states(local_store, *local_keys, *remote_keys) == [VERIFIED] * 7
 
 
-def test_an_empty_store_is_verified_at_once(local: World) -> None:
-    local.database()
-    assert local.done(ask(local))["verified"] == 0
+def test_an_empty_store_is_verified_at_once(local_store: JobStore) -> None:
+    local_store.database()
+    assert local_store.succeed(request_verification(local_store))["verified"] == 0

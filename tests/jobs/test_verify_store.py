@@ -1,4 +1,4 @@
-"""Verifying a whole store, a bit at a time: oldest first, within its time, what was seen is not looked at again."""
+"""Verification of a whole store in parts: oldest first, within its time limit, without repeating recent checks."""
 
 from __future__ import annotations
 
@@ -21,93 +21,93 @@ from quire.manifest.verification import artifacts
 from quire.objects.api import ObjectStore, list_objects
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import Owner, images
-from tests.jobs.test_verify import ask, damage
-from tests.jobs.world import ARCHIVED, BOTH, LOCAL, World
-from tests.pages.world import Model, write
+from tests.jobs.job_store import ARCHIVED, BOTH, LOCAL, JobStore
+from tests.jobs.test_verify import damage, request_verification
+from tests.pages.engine_harness import Model, write
 
 
-def fill(world: World) -> list[ArtifactKey]:
+def fill(job_store: JobStore) -> list[ArtifactKey]:
     """Artifacts of two databases, of all residencies."""
-    return [world.artifact(residency) for residency in (LOCAL, BOTH, ARCHIVED)] + [world.segment(1)]
+    return [job_store.artifact(residency) for residency in (LOCAL, BOTH, ARCHIVED)] + [job_store.segment(1)]
 
 
-def times(world: World, keys: list[ArtifactKey]) -> list[int]:
-    return [world.row(key).verified_at_ms for key in keys]
+def verified_times(job_store: JobStore, keys: list[ArtifactKey]) -> list[int]:
+    return [job_store.row(key).verified_at_ms for key in keys]
 
 
-def test_everything_is_looked_at_once(world: World) -> None:
-    keys = fill(world)
-    result = world.done(ask(world))
+def test_every_artifact_is_verified_once(job_store: JobStore) -> None:
+    keys = fill(job_store)
+    result = job_store.succeed(request_verification(job_store))
     assert (result["verified"], result["missing"], result["altered"], result["left"]) == (4, 0, 0, 0)
     assert result["complete"]
-    assert result["bytes"] == sum(world.place(key).size_bytes for key in keys)
-    assert {world.row(key).verify_state for key in keys} == {VerifyState.VERIFIED}
+    assert result["bytes"] == sum(job_store.location(key).size_bytes for key in keys)
+    assert {job_store.row(key).verify_state for key in keys} == {VerifyState.VERIFIED}
 
 
-def test_damage_of_any_tier_is_found_and_named(world: World) -> None:
-    local, both, archived, segment = fill(world)
-    damage(world, local, "file", "truncated")
-    damage(world, both, "object", "missing")
-    damage(world, archived, "object", "truncated")
-    result = world.done(ask(world))
+def test_damage_of_any_tier_is_found_and_reported(job_store: JobStore) -> None:
+    local_store, both, archived, segment = fill(job_store)
+    damage(job_store, local_store, "file", "truncated")
+    damage(job_store, both, "object", "missing")
+    damage(job_store, archived, "object", "truncated")
+    result = job_store.succeed(request_verification(job_store))
     assert (result["verified"], result["missing"], result["altered"]) == (1, 1, 2)
     assert len(result["damaged"]) == 3
-    assert world.row(segment).verify_state is VerifyState.VERIFIED
+    assert job_store.row(segment).verify_state is VerifyState.VERIFIED
 
 
-def test_what_is_younger_than_the_age_is_left_alone(world: World) -> None:
-    keys = fill(world)
-    world.done(ask(world))
-    before = times(world, keys)
-    world.clock.advance(3_600)
-    later = world.artifact(LOCAL)
-    result = world.done(ask(world, max_age_seconds=7_200.0))
+def test_recently_verified_artifacts_are_skipped(job_store: JobStore) -> None:
+    keys = fill(job_store)
+    job_store.succeed(request_verification(job_store))
+    before = verified_times(job_store, keys)
+    job_store.clock.advance(3_600)
+    later = job_store.artifact(LOCAL)
+    result = job_store.succeed(request_verification(job_store, max_age_seconds=7_200.0))
     assert result["verified"] == 1, "only what was never verified"
-    assert times(world, keys) == before
-    assert world.row(later).verified_at_ms
-    world.clock.advance(3_700)
-    assert world.done(ask(world, max_age_seconds=7_200.0))["verified"] == len(keys)
+    assert verified_times(job_store, keys) == before
+    assert job_store.row(later).verified_at_ms
+    job_store.clock.advance(3_700)
+    assert job_store.succeed(request_verification(job_store, max_age_seconds=7_200.0))["verified"] == len(keys)
 
 
-def test_when_its_time_is_over_the_next_one_goes_on_with_the_oldest(
-    world: World, monkeypatch: pytest.MonkeyPatch
+def test_after_its_time_limit_the_next_job_continues_with_the_oldest(
+    job_store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify_module, "WAVE_BYTES", 1)
-    keys = fill(world)
-    real = verify_module.describe_artifacts
+    keys = fill(job_store)
+    original = verify_module.describe_artifacts
 
     def slow(*arguments: Any) -> Any:
-        world.clock.advance(10)
-        return real(*arguments)
+        job_store.clock.advance(10)
+        return original(*arguments)
 
     monkeypatch.setattr(verify_module, "describe_artifacts", slow)
-    result = world.done(ask(world, max_duration_seconds=15.0))
+    result = job_store.succeed(request_verification(job_store, max_duration_seconds=15.0))
     assert (result["verified"], result["left"], result["complete"]) == (2, 2, False)
-    seen = {key for key in keys if world.row(key).verified_at_ms}
-    world.done(ask(world, max_age_seconds=1e6, max_duration_seconds=15.0))
-    assert len([key for key in keys if world.row(key).verified_at_ms]) == 4
-    assert len(seen) == 2
+    verified_first = {key for key in keys if job_store.row(key).verified_at_ms}
+    job_store.succeed(request_verification(job_store, max_age_seconds=1e6, max_duration_seconds=15.0))
+    assert len([key for key in keys if job_store.row(key).verified_at_ms]) == 4
+    assert len(verified_first) == 2
 
 
-def test_an_object_store_that_does_not_answer_fails_the_attempt_and_nothing_is_called_missing(
-    local: World, monkeypatch: pytest.MonkeyPatch
+def test_an_unavailable_object_store_fails_the_attempt_and_nothing_is_reported_missing(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = fill(local)
+    keys = fill(local_store)
 
     def refuse(*_: object, **__: object) -> Any:
-        raise ObjectStoreUnavailable("it does not answer", hint="wait")
+        raise ObjectStoreUnavailable("it does not respond", hint="wait")
 
-    store: ObjectStore = local.stores(local.objects_url)
+    store: ObjectStore = local_store.stores(local_store.objects_url)
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "head", refuse)
-        job_id = ask(local)
-        local.worker.drain()
-    job = local.job(job_id)
+        job_id = request_verification(local_store)
+        local_store.worker.drain()
+    job = local_store.job(job_id)
     assert job.state is JobState.PENDING
     assert "ObjectStoreUnavailable" in job.record.error
-    assert {local.row(key).verify_state for key in keys} == {VerifyState.UNVERIFIED, VerifyState.VERIFIED}
-    local.clock.advance(100)
-    assert local.done(job_id)["unreadable"] == 0
+    assert {local_store.row(key).verify_state for key in keys} == {VerifyState.UNVERIFIED, VerifyState.VERIFIED}
+    local_store.clock.advance(100)
+    assert local_store.succeed(job_id)["unreadable"] == 0
 
 
 @pytest.mark.parametrize(
@@ -122,49 +122,51 @@ def test_an_object_store_that_does_not_answer_fails_the_attempt_and_nothing_is_c
         ([], 2, []),
     ],
 )
-def test_a_wave_is_cut_into_few_tasks_and_cores_are_done_at_the_same_time(
-    sizes: list[int], width: int, weights: list[int]
-) -> None:
-    place = ArtifactLocation(
+def test_a_wave_is_split_into_few_balanced_tasks(sizes: list[int], width: int, weights: list[int]) -> None:
+    location = ArtifactLocation(
         key=ArtifactKey(1, ArtifactKind.BASE, 0, 1), residency=ARCHIVED, local="", url="", object_key="", size_bytes=0,
         sha256=b"",
     )  # fmt: skip
-    wave = [(replace(place, size_bytes=size), number) for number, size in enumerate(sizes)]
-    made = verify_module.tasks(wave, width)
-    assert sorted(bitmap for task in made for bitmap in task.bitmaps) == list(range(len(sizes))), "each once"
-    assert all(wave[bitmap][0] is place for task in made for place, bitmap in zip(task.places, task.bitmaps))
-    assert [sum(each.size_bytes for each in task.places) for task in made] == weights
+    wave = [(replace(location, size_bytes=size), number) for number, size in enumerate(sizes)]
+    tasks = verify_module.tasks(wave, width)
+    assert sorted(bitmap for task in tasks for bitmap in task.bitmaps) == list(range(len(sizes))), (
+        "each artifact is in one task"
+    )
+    assert all(wave[bitmap][0] is location for task in tasks for location, bitmap in zip(task.places, task.bitmaps))
+    assert [sum(item.size_bytes for item in task.places) for task in tasks] == weights
 
 
-class Elsewhere(ThreadRunner):
-    """Threads that see no file of the store."""
+class RemoteRunner(ThreadRunner):
+    """Threads that cannot see the store's files."""
 
     shares_disk = False
 
 
-def test_files_are_looked_at_here_where_executors_do_not_see_them(local: World) -> None:
-    keys = fill(local)
-    asked: list[ArtifactKey] = []
-    real = run_task
+def test_files_that_executors_cannot_see_are_verified_locally(local_store: JobStore) -> None:
+    keys = fill(local_store)
+    verified_keys: list[ArtifactKey] = []
+    original = run_task
 
-    def told(task: Any, tools: Any) -> Any:
-        asked.extend(place.key for place in task.places)
-        return real(task, tools)
+    def record_keys(task: Any, tools: Any) -> Any:
+        verified_keys.extend(location.key for location in task.places)
+        return original(task, tools)
 
-    class Far(Elsewhere):
-        def map(self, run: Any, tasks: Any, **more: Any) -> Any:
-            return super().map(told, tasks, **more)
+    class RecordingRunner(RemoteRunner):
+        def map(self, run: Any, tasks: Any, **options: Any) -> Any:
+            return super().map(record_keys, tasks, **options)
 
-    made = local.ctx.thread_runner()
-    far = Far(made._tools, 1)
-    job_id = ask(local)
+    local_runner = local_store.ctx.thread_runner()
+    remote_runner = RecordingRunner(local_runner._tools, 1)
+    job_id = request_verification(local_store)
 
-    Worker(replace(local.ctx, runners=Runners(lambda: far, "spark")), {JobKind.VERIFY: verify_job}).drain()
-    assert local.job(job_id).result["verified"] == 4
-    assert asked == [keys[2]], "only what has no file"
+    Worker(
+        replace(local_store.ctx, runners=Runners(lambda: remote_runner, "spark")), {JobKind.VERIFY: verify_job}
+    ).drain()
+    assert local_store.job(job_id).result["verified"] == 4
+    assert verified_keys == [keys[2]], "only the artifact without a file"
 
 
-def test_a_bitmap_that_its_row_does_not_describe_is_found(tmp_path: Any) -> None:
+def test_a_bitmap_that_differs_from_its_row_is_found(tmp_path: Any) -> None:
     from quire.jobs.handler import update
     from quire.manifest import tables as t
 

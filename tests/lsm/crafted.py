@@ -1,7 +1,8 @@
-"""Tables with right checksums and wrong contents: what a program that is hostile, or broken, could hand in.
+"""Tables with valid checksums and invalid contents, as a hostile or broken program could write them.
 
-Run as a program it reads crafted tables under a limit of memory: `python -m tests.lsm.crafted DIRECTORY SEED COUNT`. It ends
-with 0 if every one of them was read or refused; a signal or a `MemoryError` shows in how it ends.
+As a program, it reads crafted tables with limited memory: `python -m tests.lsm.crafted DIRECTORY SEED COUNT`. The exit
+status is
+0 if each of them was read or refused; a signal or a `MemoryError` changes it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from quire.lsm.sst_reader import SSTable
 from tests.lsm.tables import Row, make_table
 
 MEMORY_BYTES = 512 << 20
-"""What reading crafted tables of a few KiB may take beyond what the interpreter has."""
+"""The memory that reading crafted tables of a few KiB may use, in addition to the interpreter's."""
 
 ROWS: list[Row] = [(b"key-%04d" % n, n + 1, None if n % 9 == 4 else b"value %d" % n * 4) for n in range(120)]
 
 
 class Parts(msgspec.Struct):
-    """A table taken apart."""
+    """The parts of a table file."""
 
     blocks: bytearray
     meta: fmt.TableMeta
@@ -51,20 +52,20 @@ def parts_of(path: Path, compression: str) -> Parts:
     return parts
 
 
-def put_together(parts: Parts, path: Path) -> Path:
-    """A file of the parts, every checksum as it should be."""
-    places = []
-    for place in parts.meta.blocks:
-        inside = place.offset >= 0 and place.size >= 0 and place.offset + place.size <= len(parts.blocks)
-        crc = crc64(parts.blocks[place.offset : place.offset + place.size]) if inside else place.crc64
-        places.append(msgspec.structs.replace(place, crc64=crc))
-    meta = msgspec.structs.replace(parts.meta, blocks=places)
+def assemble(parts: Parts, path: Path) -> Path:
+    """Write a file with these parts and valid checksums."""
+    blocks = []
+    for block in parts.meta.blocks:
+        is_inside = block.offset >= 0 and block.size >= 0 and block.offset + block.size <= len(parts.blocks)
+        crc = crc64(parts.blocks[block.offset : block.offset + block.size]) if is_inside else block.crc64
+        blocks.append(msgspec.structs.replace(block, crc64=crc))
+    meta = msgspec.structs.replace(parts.meta, blocks=blocks)
     path.write_bytes(bytes(parts.blocks) + fmt.encode_section(meta, parts.bloom, len(parts.blocks)) + parts.rest)
     return path
 
 
 def read_every_way(path: Path) -> str:
-    """Open a table and read all of it; what it was refused with, else nothing."""
+    """Open a table and read all of it. Returns the name of the error, or an empty string."""
     try:
         table = SSTable.open(OsDisk(), str(path), 1)
     except QuireError as error:
@@ -105,58 +106,56 @@ NUMBERS = (
 )
 
 
-def crafted(parts: Parts, chance: random.Random) -> Parts:
-    """A table with one to three things wrong."""
+def crafted(parts: Parts, rng: random.Random) -> Parts:
+    """A table with one to three invalid values."""
     blocks, meta, bloom = bytearray(parts.blocks), parts.meta, parts.bloom
-    for _ in range(chance.randint(1, 3)):
-        kind = chance.randrange(6)
+    for _ in range(rng.randint(1, 3)):
+        kind = rng.randrange(6)
         if kind == 0:  # a number in a message: sizes, offsets, counts, bits
-            place = chance.choice(parts.meta.blocks)
-            at = place.offset + chance.randrange(place.size - 8)
-            layout, number = chance.choice((("<I", 32), ("<Q", 64), ("<B", 8)))
-            struct.pack_into(layout, blocks, at, chance.choice(NUMBERS) % (1 << number))
+            block = rng.choice(parts.meta.blocks)
+            at = block.offset + rng.randrange(block.size - 8)
+            layout, number = rng.choice((("<I", 32), ("<Q", 64), ("<B", 8)))
+            struct.pack_into(layout, blocks, at, rng.choice(NUMBERS) % (1 << number))
         elif kind == 1:
-            place = chance.choice(parts.meta.blocks)
-            blocks[place.offset + chance.randrange(place.size)] ^= 1 << chance.randrange(8)
-        elif kind == 2:  # a number of the index
-            field = chance.choice(
+            block = rng.choice(parts.meta.blocks)
+            blocks[block.offset + rng.randrange(block.size)] ^= 1 << rng.randrange(8)
+        elif kind == 2:  # a number in the metadata
+            field = rng.choice(
                 ("sst_id", "level", "rows", "tombstones", "lsn_min", "lsn_max", "raw_bytes", "bloom_bits")
             )
-            meta = msgspec.structs.replace(meta, **{field: _number(chance)})
-        elif kind == 3:  # a number of a block's place
-            field = chance.choice(("offset", "size", "rows"))
-            places: list[Any] = list(meta.blocks)
-            at = chance.randrange(len(places)) if places else 0
-            if places:
-                places[at] = msgspec.structs.replace(places[at], **{field: _number(chance)})
-            meta = msgspec.structs.replace(meta, blocks=places)
+            meta = msgspec.structs.replace(meta, **{field: _number(rng)})
+        elif kind == 3:  # a number in the index entry of a block
+            field = rng.choice(("offset", "size", "rows"))
+            index: list[Any] = list(meta.blocks)
+            at = rng.randrange(len(index)) if index else 0
+            if index:
+                index[at] = msgspec.structs.replace(index[at], **{field: _number(rng)})
+            meta = msgspec.structs.replace(meta, blocks=index)
         elif kind == 4:
-            data = bloom.data[: chance.choice((0, 1, len(bloom.data) // 2, len(bloom.data)))]
-            bloom = Bloom(bloom.bits, chance.choice((0, 1, 7, 64, 2**31)), data)
+            data = bloom.data[: rng.choice((0, 1, len(bloom.data) // 2, len(bloom.data)))]
+            bloom = Bloom(bloom.bits, rng.choice((0, 1, 7, 64, 2**31)), data)
         else:
-            keys = {"key_min": b"", "key_max": b"\xff" * chance.choice((1, 70_000)), "compression": "gzip"}
-            name = chance.choice(sorted(keys))
-            meta = msgspec.structs.replace(
-                meta, **{name: keys[name], **({"blocks": []} if chance.random() < 0.2 else {})}
-            )
+            keys = {"key_min": b"", "key_max": b"\xff" * rng.choice((1, 70_000)), "compression": "gzip"}
+            name = rng.choice(sorted(keys))
+            meta = msgspec.structs.replace(meta, **{name: keys[name], **({"blocks": []} if rng.random() < 0.2 else {})})
     return Parts(blocks, meta, bloom, parts.rest)
 
 
-def _number(chance: random.Random) -> int:
-    return min(chance.choice(NUMBERS), 2**64 - 1) * chance.choice((1, 1, 1, -1)) if chance.random() < 0.8 else 3
+def _number(rng: random.Random) -> int:
+    return min(rng.choice(NUMBERS), 2**64 - 1) * rng.choice((1, 1, 1, -1)) if rng.random() < 0.8 else 3
 
 
-def many(directory: Path, seed: int, count: int) -> Iterator[str]:
-    """What becomes of so many crafted tables."""
-    chance = random.Random(seed)
+def read_crafted_tables(directory: Path, seed: int, count: int) -> Iterator[str]:
+    """Read `count` crafted tables, and yield the outcome of each."""
+    rng = random.Random(seed)
     kinds = [parts_of(directory, compression) for compression in ("lz4", "zstd", "none")]
     for number in range(count):
-        made = crafted(chance.choice(kinds), chance)
-        yield read_every_way(put_together(made, directory / f"{number % 8}.sst"))
+        parts = crafted(rng.choice(kinds), rng)
+        yield read_every_way(assemble(parts, directory / f"{number % 8}.sst"))
 
 
 if __name__ == "__main__":
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
-    answers = list(many(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
-    print({answer: answers.count(answer) for answer in sorted(set(answers))})
+    outcomes = list(read_crafted_tables(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})

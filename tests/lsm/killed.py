@@ -1,7 +1,8 @@
-"""Runs in a process of its own, to be killed: writes to a key-value database and tells over its line what was acknowledged.
+"""Runs in a child process that tests kill: writes to a key-value database and reports what was acknowledged.
 
-It is told, as JSON: where (`path`), which failpoint dies when (`failpoints`), the number of the first batch, and how many.
-It tells `try N` before a batch and `ack N` when it returned.
+Its options are JSON: the database (`path`), the failpoints to arm (`failpoints`), the number of the first batch
+(`first`) and how
+many to write (`count`). It sends `try N` before a batch and `ack N` after it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from random import Random
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
 from quire.lsm.kv import Kv
-from tests.lsm.worlds import TINY
-from tests.nursery import Line
+from tests.fork_server import Channel
+from tests.lsm.kv_helpers import TINY
 
 
 def batch(number: int) -> dict[bytes, bytes | None]:
-    """The changes of batch `number`: everyone can work them out."""
+    """The changes of batch `number`, which the test can compute as well."""
     rng = Random(number)
     return {b"k%03d" % rng.randrange(200): rng.choice([None, rng.randbytes(50), rng.randbytes(5)]) for _ in range(6)}
 
 
 def warm_up() -> None:
-    """Import what a database imports when it works."""
+    """Import everything that a working database imports."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as directory, Kv.open(OsDisk(), directory, TINY, background=False) as kv:
@@ -34,15 +35,15 @@ def warm_up() -> None:
         list(kv.scan())
 
 
-def run(line: Line) -> None:
-    told = json.loads(line.receive() or b"{}")
-    arm_from(told["failpoints"])
-    with Kv.open(OsDisk(), told["path"], TINY) as kv:
-        line.send(b"open 0")
-        for number in range(told["first"], told["first"] + told["count"]):
-            line.send(b"try %d" % number)
+def run(channel: Channel) -> None:
+    options = json.loads(channel.receive() or b"{}")
+    arm_from(options["failpoints"])
+    with Kv.open(OsDisk(), options["path"], TINY) as kv:
+        channel.send(b"open 0")
+        for number in range(options["first"], options["first"] + options["count"]):
+            channel.send(b"try %d" % number)
             kv.write(batch(number), sync=number % 3 != 0)
-            line.send(b"ack %d" % number)
+            channel.send(b"ack %d" % number)
             if number % 40 == 39:
                 kv.compact()
             if number % 25 == 24:

@@ -1,4 +1,4 @@
-"""Runs in a process of its own, to be killed at a step of a rollback."""
+"""Runs in a child process that is killed at a step of a rollback."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 
 import quire
 from quire.durable.failpoints import arm_from
-from tests.nursery import Line
+from tests.fork_server import Channel
 from tests.sqlite.killed import SETTINGS
 
 
-def run(line: Line) -> None:
-    """Roll `cart` back to `monday`, and say so."""
-    told = json.loads(line.receive() or b"{}")
-    with quire.open(told["root"], settings=SETTINGS) as store:
+def run(channel: Channel) -> None:
+    """Roll `cart` back to `monday`, and send the name of the new snapshot."""
+    options = json.loads(channel.receive() or b"{}")
+    with quire.open(options["root"], settings=SETTINGS) as store:
         store.kv("cart")
-        arm_from(told["failpoints"])
-        line.send(store.rollback("cart", to="monday").snapshot.encode())
+        arm_from(options["failpoints"])
+        channel.send(store.rollback("cart", to="monday").snapshot.encode())

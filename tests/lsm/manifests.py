@@ -1,4 +1,4 @@
-"""What tests of the manifest share: a home, strategies for events, and reading a manifest back."""
+"""Shared by the tests of the manifest: a home, strategies for events, and reading a manifest back."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def entry(number: int) -> ManifestSstEntry:
 
 
 def read_back(home: LsmHome, disk: Disk | None = None) -> ManifestData:
-    """What an open finds."""
+    """The state that an open finds."""
     with Manifest.open(disk or OsDisk(), home) as manifest:
         return manifest.state()
 
 
 def fill(manifest: Manifest) -> None:
-    """A bit of everything."""
+    """Apply one operation of each kind."""
     manifest.set_version(1)
     manifest.set_active_wal(1)
     ids = manifest.allocate_sst_ids(3)

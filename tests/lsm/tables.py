@@ -1,4 +1,4 @@
-"""What tests of tables share: rows, and tables made of them."""
+"""Shared by the tests of tables: rows, and tables made of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def make_table(
     pieces: int = 1,
     cache: BlockCache | None = None,
 ) -> SSTable:
-    """A table of these rows, added in some pieces."""
+    """A table with these rows, added in `pieces` batches."""
     writer = TableWriter(sst_id, level, options)
     step = max(1, len(rows) // pieces)
     for start in range(0, len(rows), step):
@@ -70,6 +70,6 @@ def make_table(
 
 
 def newest(rows: Iterable[Row], key: bytes, lsn: int) -> tuple[int, bytes | None] | None:
-    """What a read at an lsn finds, looked up the slow way."""
-    found = [(at, value) for name, at, value in rows if name == key and at <= lsn]
-    return max(found, key=lambda each: each[0], default=None)
+    """The result of a read at an lsn, by linear search."""
+    versions = [(at, value) for name, at, value in rows if name == key and at <= lsn]
+    return max(versions, key=lambda version: version[0], default=None)

@@ -1,4 +1,4 @@
-"""Backups that are superseded go, and nothing that a backup needs."""
+"""Superseded backups are pruned, and nothing that a remaining backup needs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quire.lsm.backup import UNDER_WAY_MS, back_up, backups, decode_list, prune,
 from quire.objects.api import list_objects
 from quire.objects.open import open_store
 from quire.store.store import Store
-from tests.lsm.worlds import assert_same
+from tests.lsm.kv_helpers import assert_same
 
 SETTINGS = StoreSettings(
     lsm=LsmSettings(level0_tables=50, level0_stop=60), maintenance=MaintenanceSettings(enabled=False)
 )
 LATER = 1 << 50
-"""A moment at which nothing is under way any more."""
+"""A time at which no backup can be in progress any more."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def filled(store: Store, count: int) -> list[dict[bytes, bytes]]:
-    """So many backups, each after a compaction: tables of the older ones are no longer needed."""
+    """Create `count` backups, each after a compaction, so that tables of older ones are no longer needed."""
     kv, states = store.kv("cart", create=True), []
     for n in range(count):
         kv.put(b"k%d" % n, b"v")
@@ -47,56 +47,56 @@ def tables(store: Store) -> set[str]:
     return {info.key for info in list_objects(store.objects) if info.key.endswith(".sst")}
 
 
-def restored(store: Store, name: str, lsn: int) -> None:
+def restore_as(store: Store, name: str, lsn: int) -> None:
     backup = read_backup(store.objects, "cart", lsn)
     store.kvs.adopt(name, lambda target: restore(store.objects, backup, store._disk, target))
 
 
-def test_all_but_the_newest_go_and_those_can_be_restored(store: Store) -> None:
+def test_all_but_the_newest_backups_are_pruned_and_those_can_be_restored(store: Store) -> None:
     states = filled(store, 5)
-    there = backups(store.objects, "cart")
+    lsns = backups(store.objects, "cart")
     dry = prune(store.objects, "cart", 2, now_ms=LATER, dry_run=True, delete=open_store(store.objects_url).delete_many)
-    assert backups(store.objects, "cart") == there
-    done = prune(store.objects, "cart", 2, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
-    assert dry == done
-    assert (done.backups, done.kept, done.tables) == (tuple(there[:3]), 2, 3)
-    assert backups(store.objects, "cart") == there[3:]
+    assert backups(store.objects, "cart") == lsns
+    pruned = prune(store.objects, "cart", 2, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
+    assert dry == pruned
+    assert (pruned.backups, pruned.kept, pruned.tables) == (tuple(lsns[:3]), 2, 3)
+    assert backups(store.objects, "cart") == lsns[3:]
     assert len(tables(store)) == 2
     for number in (3, 4):
-        restored(store, f"again{number}", there[number])
+        restore_as(store, f"again{number}", lsns[number])
         assert_same(store.kv(f"again{number}"), states[number])
 
 
-def test_a_table_that_a_kept_backup_shares_stays(store: Store) -> None:
+def test_a_table_that_a_remaining_backup_shares_is_kept(store: Store) -> None:
     kv = store.kv("cart", create=True)
     for n in range(3):
         kv.put(b"k%d" % n, b"v")
         back_up(kv, store.objects, "cart")
-    done = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
-    assert (len(done.backups), done.tables) == (2, 0)
+    pruned = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
+    assert (len(pruned.backups), pruned.tables) == (2, 0)
     assert len(tables(store)) == 3
 
 
-def test_tables_of_a_backup_under_way_stay(store: Store) -> None:
+def test_tables_of_a_backup_in_progress_are_kept(store: Store) -> None:
     filled(store, 2)
     oldest = min(info.modified_ms for info in list_objects(store.objects) if info.key.endswith(".sst"))
-    done = prune(
+    pruned = prune(
         store.objects, "cart", 0, now_ms=oldest + UNDER_WAY_MS - 1, delete=open_store(store.objects_url).delete_many
     )
-    assert (len(done.backups), done.tables, len(tables(store))) == (2, 0, 2)
+    assert (len(pruned.backups), pruned.tables, len(tables(store))) == (2, 0, 2)
     assert prune(store.objects, "cart", 0, now_ms=LATER, delete=open_store(store.objects_url).delete_many).tables == 2
     assert tables(store) == set()
 
 
-def test_no_table_goes_while_a_list_cannot_be_read(store: Store) -> None:
+def test_no_table_is_deleted_while_a_list_is_unreadable(store: Store) -> None:
     filled(store, 3)
     key = max(info.key for info in list_objects(store.objects) if info.key.endswith(".json"))
     store.objects.put(key, b"{")
-    done = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
-    assert (len(done.backups), done.tables, len(tables(store))) == (2, 0, 3)
+    pruned = prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
+    assert (len(pruned.backups), pruned.tables, len(tables(store))) == (2, 0, 3)
 
 
-def test_a_pruning_that_was_cut_off_goes_on_the_next_time(store: Store) -> None:
+def test_an_interrupted_pruning_is_resumed_by_the_next_one(store: Store) -> None:
     filled(store, 3)
 
     def stop(_name: str) -> None:
@@ -106,11 +106,11 @@ def test_a_pruning_that_was_cut_off_goes_on_the_next_time(store: Store) -> None:
         prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert len(backups(store.objects, "cart")) == 1
     assert prune(store.objects, "cart", 1, now_ms=LATER, delete=open_store(store.objects_url).delete_many).tables == 2
-    restored(store, "again", backups(store.objects, "cart")[0])
+    restore_as(store, "again", backups(store.objects, "cart")[0])
     assert len(list(store.kv("again").scan())) == 3
 
 
-def test_what_makes_no_sense_is_refused(store: Store) -> None:
+def test_invalid_arguments_are_refused(store: Store) -> None:
     with pytest.raises(InvalidInput):
         prune(store.objects, "cart", -1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)
     assert (
@@ -118,23 +118,25 @@ def test_what_makes_no_sense_is_refused(store: Store) -> None:
     )
 
 
-def test_every_changed_byte_of_a_list_is_noticed_and_older_lists_are_read(store: Store) -> None:
-    """Lists had no checksum: a flipped digit of an id or a size passed, or came up with a restore."""
+def test_every_changed_byte_of_a_list_is_detected_and_older_lists_are_read(store: Store) -> None:
+    """Lists had no checksum: a flipped digit in an id or a size was not detected, or only by a restore."""
     filled(store, 1)
     (lsn,) = backups(store.objects, "cart")
     (key,) = [info.key for info in list_objects(store.objects) if info.key.endswith(".json")]
-    data, made = store.objects.get(key), read_backup(store.objects, "cart", lsn)
-    assert made.crc64
+    data, backup = store.objects.get(key), read_backup(store.objects, "cart", lsn)
+    assert backup.crc64
     for at in range(len(data)):
         for bit in (0, 4):
-            changed = bytearray(data)
-            changed[at] ^= 1 << bit
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
             with pytest.raises(Corruption):
-                decode_list(bytes(changed), key)
-    former = {name: getattr(made, name) for name in made.__struct_fields__ if name != "crc64"}
-    store.objects.put(key, msgspec.json.encode(former))
-    assert read_backup(store.objects, "cart", lsn) == msgspec.structs.replace(made, crc64="")
+                decode_list(bytes(damaged), key)
+    old_fields = {name: getattr(backup, name) for name in backup.__struct_fields__ if name != "crc64"}
+    store.objects.put(key, msgspec.json.encode(old_fields))
+    assert read_backup(store.objects, "cart", lsn) == msgspec.structs.replace(backup, crc64="")
     newer = data.replace(b'"lsn":', b'"more":1,"lsn":')
-    zeroed = newer.replace(made.crc64.encode(), b"0" * 16)
+    zeroed = newer.replace(backup.crc64.encode(), b"0" * 16)
     newer = zeroed.replace(b"0" * 16, f"{crc64(zeroed):016x}".encode())
-    assert decode_list(newer, key).tables == made.tables, "fields that a newer quire appends are covered, and ignored"
+    assert decode_list(newer, key).tables == backup.tables, (
+        "fields that a newer version appends are part of the checksum, and ignored"
+    )

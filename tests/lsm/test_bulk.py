@@ -1,4 +1,6 @@
-"""Rows in any order become the tables of a load; loads come whole, once, at the right level, whatever dies."""
+"""Rows in any order become the tables of a load; a load is applied completely, once, at the right level, whatever is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +32,22 @@ from quire.lsm.load_records import LoadRecord, read_load_record, write_load_reco
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.verify import problems
 from quire.lsm.view import Levels
-from tests.lsm.worlds import TINY
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
+from tests.lsm.kv_helpers import TINY
 
 SMALL = LsmSettings(table_bytes=8 * KIB, level0_tables=4)
 
 
 @pytest.fixture
 def kv(tmp_path: Path) -> Iterator[Kv]:
-    with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as made:
-        yield made
-        assert list(problems(made)) == []
+    with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as kv:
+        yield kv
+        assert list(problems(kv)) == []
 
 
 def writer_for(load: Load, kv: Kv, *, buffer_bytes: int = 64 * KIB) -> BulkWriter:
-    place = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=8 * KIB, options=TableOptions())
-    return BulkWriter(kv.disk, place, load.allocate, buffer_bytes=buffer_bytes)
+    target = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=8 * KIB, options=TableOptions())
+    return BulkWriter(kv.disk, target, load.allocate, buffer_bytes=buffer_bytes)
 
 
 def column(values: list[bytes | None]) -> pa.Array:
@@ -53,7 +55,7 @@ def column(values: list[bytes | None]) -> pa.Array:
 
 
 def loaded(kv: Kv, rows: dict[bytes, bytes | None], *, number: int = 0, buffer_bytes: int = 64 * KIB) -> int:
-    """Load rows in the order in which they are given."""
+    """Load rows in the given order."""
     with begin_load(kv) as load:
         writer = writer_for(load, kv, buffer_bytes=buffer_bytes)
         for start in range(0, len(rows), 100):
@@ -65,7 +67,7 @@ def loaded(kv: Kv, rows: dict[bytes, bytes | None], *, number: int = 0, buffer_b
 def numbered(amount: int, seed: int = 1) -> dict[bytes, bytes | None]:
     order = list(range(amount))
     Random(seed).shuffle(order)
-    return {b"%06d" % each: b"v%d" % each * 5 for each in order}
+    return {b"%06d" % number: b"v%d" % number * 5 for number in order}
 
 
 # ── rows become tables ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,14 +76,14 @@ def test_tables_of_one_writer_are_disjoint_whatever_the_order(kv: Kv, buffer_byt
     rows = numbered(2_000)
     assert loaded(kv, rows, buffer_bytes=buffer_bytes) == 2_000
     assert dict(kv.scan()) == rows
-    assert kv.stats().levels[0] == 0, "nothing overlaps: no compaction is needed"
+    assert kv.stats().levels[0] == 0, "the tables do not overlap: no compaction is needed"
 
 
 @given(
     rows=st.dictionaries(st.binary(max_size=6), st.none() | st.binary(max_size=20), max_size=60),
     size=st.integers(1, 400),
 )
-def test_any_rows_come_back(
+def test_any_rows_can_be_loaded_and_read(
     tmp_path_factory: pytest.TempPathFactory, rows: dict[bytes, bytes | None], size: int
 ) -> None:
     with Kv.open(OsDisk(), str(tmp_path_factory.mktemp("bulk")), SMALL, background=False) as kv:
@@ -99,7 +101,7 @@ def test_rows_in_order_are_written_once(kv: Kv, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 1 * MIB])
-def test_a_key_that_a_writer_has_twice_is_refused(kv: Kv, buffer_bytes: int) -> None:
+def test_a_duplicate_key_of_a_writer_is_refused(kv: Kv, buffer_bytes: int) -> None:
     with begin_load(kv) as load:
         writer = writer_for(load, kv, buffer_bytes=buffer_bytes)
         with pytest.raises(InvalidInput, match="occurs twice"):  # noqa: PT012 - whichever step finds it
@@ -109,7 +111,7 @@ def test_a_key_that_a_writer_has_twice_is_refused(kv: Kv, buffer_bytes: int) -> 
     assert kv.stats().tables == 0
 
 
-def test_a_key_that_two_writers_have_is_refused_and_nothing_is_loaded(kv: Kv) -> None:
+def test_a_duplicate_key_of_two_writers_is_refused_and_nothing_is_loaded(kv: Kv) -> None:
     with begin_load(kv) as load:
         ids = []
         for keys in ([b"a", b"m"], [b"k", b"m", b"z"]):
@@ -131,7 +133,7 @@ def test_a_key_that_two_writers_have_is_refused_and_nothing_is_loaded(kv: Kv) ->
         (pa.array(["k"]), pa.array([1.5]), "binary or string"),
     ],
 )
-def test_what_is_no_pair_is_refused(kv: Kv, keys: pa.Array, values: pa.Array, error: str) -> None:
+def test_invalid_pairs_are_refused(kv: Kv, keys: pa.Array, values: pa.Array, error: str) -> None:
     with begin_load(kv) as load, pytest.raises((InvalidInput, OutOfRange), match=error):
         writer_for(load, kv).add(keys, values)
 
@@ -145,16 +147,16 @@ def test_text_is_stored_as_utf8(kv: Kv) -> None:
 
 
 # ── levels ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_load_goes_to_the_first_level_that_is_free_where_it_is(kv: Kv) -> None:
-    loaded(kv, {b"%06d" % each: b"1" for each in range(100)})
+def test_a_load_goes_to_the_first_level_without_overlap(kv: Kv) -> None:
+    loaded(kv, {b"%06d" % n: b"1" for n in range(100)})
     assert kv.stats().levels == (0, 1)
-    loaded(kv, {b"%06d" % each: b"2" for each in range(100, 200)})
-    assert kv.stats().levels == (0, 2), "beside it"
-    loaded(kv, {b"%06d" % each: b"3" for each in range(50, 150)})
-    assert kv.stats().levels == (0, 2, 1), "below it, although it is newer"
-    found = dict(kv.scan())
-    assert [found[b"%06d" % each] for each in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
-    assert [kv.get(b"%06d" % each) for each in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
+    loaded(kv, {b"%06d" % n: b"2" for n in range(100, 200)})
+    assert kv.stats().levels == (0, 2), "in the same level"
+    loaded(kv, {b"%06d" % n: b"3" for n in range(50, 150)})
+    assert kv.stats().levels == (0, 2, 1), "in a deeper level, although it is newer"
+    pairs = dict(kv.scan())
+    assert [pairs[b"%06d" % n] for n in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
+    assert [kv.get(b"%06d" % n) for n in (0, 60, 120, 170)] == [b"1", b"3", b"3", b"2"]
     kv.put(b"000060", b"4")
     kv.flush()
     assert kv.get(b"000060") == b"4"
@@ -162,7 +164,7 @@ def test_a_load_goes_to_the_first_level_that_is_free_where_it_is(kv: Kv) -> None
     assert dict(kv.scan())[b"000060"] == b"4"
 
 
-def test_no_level_is_too_small_and_the_last_resort_is_level_0(kv: Kv) -> None:
+def test_a_load_without_a_suitable_level_goes_to_level_0(kv: Kv) -> None:
     loaded(kv, numbered(500))
     tables = list(kv.view.levels)
     total = sum(table.size_bytes for table in tables)
@@ -175,7 +177,7 @@ def test_no_level_is_too_small_and_the_last_resort_is_level_0(kv: Kv) -> None:
     assert level_for(Levels(), huge, LsmSettings(level_bytes=total)) == 0
 
 
-def test_tables_that_overlap_come_to_level_0_and_are_compacted_away(kv: Kv) -> None:
+def test_overlapping_tables_go_to_level_0_and_are_compacted(kv: Kv) -> None:
     rows = numbered(1_000)
     with begin_load(kv) as load:
         ids = []
@@ -200,12 +202,12 @@ def test_the_level_in_a_loaded_file_is_the_one_it_has_after_the_next_open(tmp_pa
     with Kv.open(OsDisk(), str(tmp_path / "db"), SMALL, background=False) as kv:
         assert kv.stats().levels == levels == (0, levels[1])
         assert list(problems(kv)) == []
-        for left, right in pairwise(kv.view.levels.deeper[0]):
-            assert left.meta.key_max < right.meta.key_min
+        for table, next_table in pairwise(kv.view.levels.deeper[0]):
+            assert table.meta.key_max < next_table.meta.key_min
 
 
 # ── once ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_load_with_a_number_is_remembered_also_when_its_tables_are_gone(tmp_path: Path) -> None:
+def test_a_numbered_load_is_recorded_even_after_its_tables_are_gone(tmp_path: Path) -> None:
     path = str(tmp_path / "db")
     with Kv.open(OsDisk(), path, SMALL, background=False) as kv:
         assert published(kv, 7) is None
@@ -219,7 +221,7 @@ def test_a_load_with_a_number_is_remembered_also_when_its_tables_are_gone(tmp_pa
         assert published(kv, 8) is None
 
 
-def test_a_load_whose_event_could_not_be_written_did_not_happen(kv: Kv) -> None:
+def test_a_load_whose_event_could_not_be_written_is_not_applied(kv: Kv) -> None:
     with begin_load(kv) as load:
         writer = writer_for(load, kv)
         writer.add(column([b"a"]), column([b"1"]))
@@ -231,10 +233,10 @@ def test_a_load_whose_event_could_not_be_written_did_not_happen(kv: Kv) -> None:
     assert loaded(kv, {b"a": b"2"}, number=5) == 1
 
 
-def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothing(
+def test_a_load_that_could_not_be_recorded_stops_the_database_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its tables are live when the record fails: closing the load must not take them for leftovers."""
+    """Its tables are live when the record fails: closing the load must not delete them as leftovers."""
 
     def full(disk: Disk, home: LsmHome, record: LoadRecord) -> None:
         if record.done:
@@ -255,7 +257,7 @@ def test_a_load_that_could_not_be_remembered_stops_the_database_and_loses_nothin
         assert dict(kv.scan()) == {b"a": b"1"}
 
 
-def test_only_so_many_loads_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_recorded_loads_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_records, "RECORDS_KEPT", 3)
     path, disk = str(tmp_path / "db"), OsDisk()
     Kv.open(disk, path, SMALL, background=False).close()
@@ -264,16 +266,16 @@ def test_only_so_many_loads_are_remembered(tmp_path: Path, monkeypatch: pytest.M
     (Path(path) / "loads" / "0000000000000009.json.tmp").write_bytes(b"half")
     with Kv.open(disk, path, SMALL, background=False) as kv:
         assert [number for number in range(1, 10) if read_load_record(disk, kv.home, number)] == [4, 5, 6]
-    assert sorted(load_number(each.name) or 0 for each in (Path(path) / "loads").iterdir()) == [4, 5, 6]
+    assert sorted(load_number(entry.name) or 0 for entry in (Path(path) / "loads").iterdir()) == [4, 5, 6]
 
 
-def test_late_files_of_a_load_that_is_over_go_with_the_next_look(kv: Kv) -> None:
+def test_late_files_of_a_finished_load_are_swept(kv: Kv) -> None:
     load = begin_load(kv)
     writer = writer_for(load, kv)
     writer.add(column([b"a"]), column([b"1"]))
-    taken = list(load.allocate(2))
+    allocated = list(load.allocate(2))
     load.close()
-    writer._take_ids = lambda _: taken  # ids that it had asked for before
+    writer._take_ids = lambda _: allocated  # ids that it allocated before
     (sst_id, *_) = writer.finish()
     with pytest.raises(InvalidInput, match="do not belong to this load"):
         load.publish([sst_id])
@@ -286,30 +288,30 @@ POINTS = ("lsm.load.flushed", "lsm.load.announced", "lsm.load.recorded", "lsm.lo
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.lsm.killed_load:run", warm_up="tests.lsm.killed_load:warm_up") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.lsm.killed_load:run", warm_up="tests.lsm.killed_load:warm_up") as fork_server:
+        yield fork_server
 
 
 @pytest.mark.parametrize("point", [*POINTS, "lsm.sst.written", "lsm.manifest.appended", "lsm.manifest.synced"])
-def test_killed_in_a_load_it_happened_or_not_and_the_repeat_does_it_once(
-    nursery: Nursery, tmp_path: Path, point: str
+def test_a_killed_load_is_atomic_and_repeating_it_applies_it_once(
+    fork_server: ForkServer, tmp_path: Path, point: str
 ) -> None:
     path = str(tmp_path / "db")
-    with nursery.spawn() as child:
-        child.line.send(json.dumps({"path": path, "failpoints": f"{point}=kill", "number": 9}).encode())
-        assert child.wait() == -9, nursery.errors()
+    with fork_server.spawn() as child:
+        child.channel.send(json.dumps({"path": path, "failpoints": f"{point}=kill", "number": 9}).encode())
+        assert child.wait() == -9, fork_server.errors()
     with Kv.open(OsDisk(), path, TINY, background=False) as kv:
-        found, rows = dict(kv.scan(prefix=b"load")), published(kv, 9)
-        assert kv.get(b"before") == b"1", "what was acknowledged is there"
+        loaded_pairs, rows = dict(kv.scan(prefix=b"load")), published(kv, 9)
+        assert kv.get(b"before") == b"1", "acknowledged writes survive"
         assert list(problems(kv)) == []
-        assert (rows is not None) == bool(found), "remembered exactly if it happened"
+        assert (rows is not None) == bool(loaded_pairs), "recorded if and only if it was applied"
         if point in ("lsm.load.recorded", "lsm.load.remembered"):
             assert rows == 500
         if rows is None:
             assert point != "lsm.load.remembered"
-            loaded(kv, {b"load%04d" % each: b"x" for each in range(500)}, number=9)
-        assert dict(kv.scan(prefix=b"load")) == {b"load%04d" % each: b"x" for each in range(500)}
+            loaded(kv, {b"load%04d" % number: b"x" for number in range(500)}, number=9)
+        assert dict(kv.scan(prefix=b"load")) == {b"load%04d" % number: b"x" for number in range(500)}
         assert published(kv, 9) == 500
 
 
@@ -322,7 +324,7 @@ def test_tables_are_opened_by_arrow_after_their_level_was_set(kv: Kv) -> None:
         assert list(table.verify()) == []
 
 
-def test_lsns_of_a_load_are_one(kv: Kv) -> None:
+def test_all_rows_of_a_load_have_one_lsn(kv: Kv) -> None:
     loaded(kv, numbered(400))
-    found = {int(each) for table in kv.view.levels for batch in table.batches() for each in np.unique(batch.column(2))}
-    assert found == {kv.last_lsn}
+    lsns = {int(lsn) for table in kv.view.levels for batch in table.batches() for lsn in np.unique(batch.column(2))}
+    assert lsns == {kv.last_lsn}

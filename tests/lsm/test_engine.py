@@ -1,4 +1,4 @@
-"""Key-value databases of a store: registered like the others, snapshots and forks by links, backups, bulk loads."""
+"""Key-value databases of a store: registration, snapshots and forks by hard links, backups, bulk loads."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from quire.lsm.remote_compaction import plan_major, run_task
 from quire.lsm.sst_writer import TableWriter
 from quire.store.store import Store
 from quire.testing.manifest import assert_clean
+from tests.lsm.kv_helpers import TINY, assert_same, assert_sound, open_kv
 from tests.lsm.tables import batch_of
-from tests.lsm.worlds import TINY, assert_same, assert_sound, open_kv
 
 SETTINGS = StoreSettings(lsm=TINY, maintenance=MaintenanceSettings(enabled=False))
 
 
-def opened(path: Path) -> Store:
+def open_store_in(path: Path) -> Store:
     return quire.open(path / "store", settings=SETTINGS)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with opened(tmp_path) as store:
+    with open_store_in(tmp_path) as store:
         yield store
         assert_clean(store.manifest)
         for kv in store.kvs.databases().values():
@@ -59,7 +59,7 @@ def fill(store: Store, name: str, low: int, high: int, text: bytes = b"v") -> di
 
 def test_a_database_is_registered_listed_and_dropped(store: Store) -> None:
     fill(store, "cart", 0, 10)
-    assert [(each.name, each.kind.name) for each in store.databases()] == [("cart", "LSM")]
+    assert [(database.name, database.kind.name) for database in store.databases()] == [("cart", "LSM")]
     kv = store.kv("cart")
     assert kv is store.kv("cart")
     home = kv.home.path
@@ -72,24 +72,24 @@ def test_a_database_is_registered_listed_and_dropped(store: Store) -> None:
     assert fill(store, "cart", 5, 6) == dict(store.kv("cart").scan())
 
 
-def test_it_is_there_after_reopening_the_store(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
-        there = fill(store, "cart", 0, 50)
-    with opened(tmp_path) as store:
-        assert_same(store.kv("cart"), there)
+def test_pairs_survive_reopening_the_store(tmp_path: Path) -> None:
+    with open_store_in(tmp_path) as store:
+        pairs = fill(store, "cart", 0, 50)
+    with open_store_in(tmp_path) as store:
+        assert_same(store.kv("cart"), pairs)
     with quire.open(tmp_path / "store", mode="r") as reader:
-        assert_same(reader.kv("cart"), there)
+        assert_same(reader.kv("cart"), pairs)
         with pytest.raises(ReadOnly, match="opened for reading"):
             reader.kv("cart").put(b"a", b"1")
 
 
 def test_a_reader_reports_the_owners_figures(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
+    with open_store_in(tmp_path) as store:
         fill(store, "cart", 0, 50)
         store.kv("cart").flush()
     with quire.open(tmp_path / "store", mode="r") as reader:
         read = reader.kv("cart").stats()
-    with opened(tmp_path) as store:
+    with open_store_in(tmp_path) as store:
         owners = store.kv("cart").stats()
     assert owners.manifest_log_bytes > 0
     assert (read.manifest_log_bytes, read.manifest_version) == (owners.manifest_log_bytes, owners.manifest_version)
@@ -102,8 +102,8 @@ def test_another_kind_is_refused(store: Store) -> None:
         store.kv("shop")
 
 
-def test_a_database_that_failed_is_opened_anew(store: Store) -> None:
-    there = fill(store, "cart", 0, 5)
+def test_a_database_that_failed_is_reopened(store: Store) -> None:
+    pairs = fill(store, "cart", 0, 5)
     kv = store.kv("cart")
     with armed("lsm.wal.appended", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
         kv.put(b"x", b"")
@@ -111,21 +111,21 @@ def test_a_database_that_failed_is_opened_anew(store: Store) -> None:
         kv.put(b"x", b"")
     again = store.kv("cart")
     assert again is not kv
-    assert dict(again.scan()).items() >= there.items()
+    assert dict(again.scan()).items() >= pairs.items()
     again.put(b"y", b"")
 
 
 def test_lost_files_are_an_error_and_not_a_new_database(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
+    with open_store_in(tmp_path) as store:
         fill(store, "cart", 0, 5)
         home = store.kv("cart").home.path
     shutil.rmtree(home)
-    with opened(tmp_path) as store, pytest.raises(Corruption, match="files are missing"):
+    with open_store_in(tmp_path) as store, pytest.raises(Corruption, match="files are missing"):
         store.kv("cart")
 
 
 # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_snapshot_stays_while_the_database_goes_on(store: Store) -> None:
+def test_a_snapshot_is_unchanged_while_the_database_is_written(store: Store) -> None:
     before = fill(store, "cart", 0, 60)
     info = store.snapshot("cart", "monday", tags={"by": "ann"})
     assert (info.name, info.tags, info.anchor_lsn) == ("monday", {"by": "ann"}, 1)
@@ -141,7 +141,7 @@ def test_a_snapshot_stays_while_the_database_goes_on(store: Store) -> None:
         store.kvs.open_snapshot("cart", "tuesday")
 
 
-def test_a_fork_shares_bytes_and_then_goes_its_own_way(store: Store) -> None:
+def test_a_fork_shares_files_and_then_diverges(store: Store) -> None:
     before = fill(store, "cart", 0, 200)
     fork = store.fork("cart", "trial")
     assert (fork.kind.name, store.manifest.snapshots.lineage()[0].forks[0].name) == ("LSM", "trial")
@@ -157,7 +157,7 @@ def test_a_fork_shares_bytes_and_then_goes_its_own_way(store: Store) -> None:
     assert_same(child, {**before, b"0001": b"changed"})
 
 
-def test_a_fork_of_a_snapshot_begins_as_that_was(store: Store) -> None:
+def test_a_fork_of_a_snapshot_has_its_content(store: Store) -> None:
     before = fill(store, "cart", 0, 20)
     store.snapshot("cart", "monday")
     fill(store, "cart", 0, 20, b"new")
@@ -171,13 +171,13 @@ def test_a_fork_of_a_snapshot_begins_as_that_was(store: Store) -> None:
 
 
 def test_a_scheduled_snapshot_has_its_links_too(store: Store) -> None:
-    there = fill(store, "cart", 0, 20)
+    pairs = fill(store, "cart", 0, 20)
     store._parts.snapshot(store.database("cart").db_id, "hourly", {})
     with store.kvs.open_snapshot("cart", "hourly") as snapshot:
-        assert dict(snapshot.scan()) == there
+        assert dict(snapshot.scan()) == pairs
 
 
-def test_a_dropped_snapshot_s_links_go_with_the_next_sweep(store: Store) -> None:
+def test_the_links_of_a_dropped_snapshot_are_removed_by_the_next_sweep(store: Store) -> None:
     fill(store, "cart", 0, 20)
     store.snapshot("cart", "monday")
     folder = f"{store.kv('cart').home.path}/snapshots"
@@ -188,16 +188,16 @@ def test_a_dropped_snapshot_s_links_go_with_the_next_sweep(store: Store) -> None
 
 
 @pytest.mark.parametrize("point", ["lsm.copy.linked", "lsm.copy.logged"])
-def test_a_fork_that_was_cut_off_leaves_nothing_that_stays(tmp_path: Path, point: str) -> None:
-    with opened(tmp_path) as store:
-        there = fill(store, "cart", 0, 20)
+def test_an_interrupted_fork_is_cleaned_up(tmp_path: Path, point: str) -> None:
+    with open_store_in(tmp_path) as store:
+        pairs = fill(store, "cart", 0, 20)
         with armed(point, cut), pytest.raises(KeyboardInterrupt):
             store.fork("cart", "half")
         with armed(point, cut), pytest.raises(KeyboardInterrupt):
             store.snapshot("cart", "half")
-    with opened(tmp_path) as store:
-        assert_same(store.kv("cart"), there)
-        assert [each.name for each in store.databases()] == ["cart"]
+    with open_store_in(tmp_path) as store:
+        assert_same(store.kv("cart"), pairs)
+        assert [database.name for database in store.databases()] == ["cart"]
         assert os.listdir(tmp_path / "store" / "lsm") == [f"{store.database('cart').db_id:08x}"]
         assert os.listdir(f"{store.kv('cart').home.path}/snapshots") == []
 
@@ -206,32 +206,32 @@ def cut(_name: str) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_directory_whose_id_was_never_handed_out_is_spared(tmp_path: Path) -> None:
-    with opened(tmp_path) as store:
+def test_a_directory_whose_id_was_never_allocated_is_kept(tmp_path: Path) -> None:
+    with open_store_in(tmp_path) as store:
         fill(store, "cart", 0, 5)
     stranger = tmp_path / "store" / "lsm" / "0000ffff" / "sst"
     stranger.mkdir(parents=True)
-    with opened(tmp_path) as store:
+    with open_store_in(tmp_path) as store:
         store.kvs.sweep()
     assert stranger.exists()
 
 
 # ── backup ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def bring_back(store: Store, name: str, label: str, lsn: int | None = None) -> None:
+def restore_backup(store: Store, name: str, label: str, lsn: int | None = None) -> None:
     backup = read_backup(store.objects, label, lsn)
     store.kvs.adopt(name, lambda target: restore(store.objects, backup, store._disk, target))
 
 
 def test_a_backup_is_restored_as_it_was(store: Store) -> None:
     first = fill(store, "cart", 0, 100)
-    one = back_up(store.kv("cart"), store.objects, "cart")
+    older = back_up(store.kv("cart"), store.objects, "cart")
     fill(store, "cart", 100, 110)
-    two = back_up(store.kv("cart"), store.objects, "cart")
-    assert backups(store.objects, "cart") == [one.lsn, two.lsn]
-    assert {each.key for each in one.tables} < {each.key for each in two.tables}
+    newer = back_up(store.kv("cart"), store.objects, "cart")
+    assert backups(store.objects, "cart") == [older.lsn, newer.lsn]
+    assert {table.key for table in older.tables} < {table.key for table in newer.tables}
     store.drop("cart")
-    bring_back(store, "again", "cart", one.lsn)
-    bring_back(store, "newest", "cart")
+    restore_backup(store, "again", "cart", older.lsn)
+    restore_backup(store, "newest", "cart")
     assert_same(store.kv("again"), first)
     assert len(list(store.kv("newest").scan())) == 110
     store.kv("again").put(b"more", b"")
@@ -249,13 +249,13 @@ def test_an_altered_backup_is_refused_and_leaves_nothing(store: Store) -> None:
     data[len(data) // 2] ^= 1
     store.objects.put(key, data)
     with pytest.raises(ChecksumMismatch):
-        bring_back(store, "again", "cart")
-    assert [each.name for each in store.databases()] == ["cart"]
+        restore_backup(store, "again", "cart")
+    assert [database.name for database in store.databases()] == ["cart"]
     assert len(os.listdir(f"{store.path}/lsm")) == 1
 
 
 # ── bulk loads ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_load_comes_in_one_step_between_what_was_before_and_after(tmp_path: Path) -> None:
+def test_a_load_is_atomic_and_ordered_between_earlier_and_later_writes(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.write({b"before": b"old", b"both": b"old"})
         with begin_load(kv) as load:
@@ -281,8 +281,8 @@ def test_a_load_comes_in_one_step_between_what_was_before_and_after(tmp_path: Pa
         assert_same(kv, expected, (b"gone",))
 
 
-def test_a_major_compaction_can_be_done_elsewhere(tmp_path: Path) -> None:
-    """Tasks are pickled, run in any order, one of them twice; a snapshot keeps what it needs, and writes go on."""
+def test_a_major_compaction_can_run_in_other_processes(tmp_path: Path) -> None:
+    """Tasks are pickled and run in any order, one of them twice; a snapshot keeps what it needs, and writes continue."""
     with open_kv(tmp_path) as kv:
         for step in range(6):
             kv.write({b"%04d" % n: b"%d" % step * 30 for n in range(step * 20, 200)})
@@ -303,7 +303,7 @@ def test_a_major_compaction_can_be_done_elsewhere(tmp_path: Path) -> None:
         assert_sound(kv)
         snapshot.close()
         with plan_major(kv, tasks=2) as plan:
-            run_task(plan.tasks[0])  # and nobody publishes it
+            run_task(plan.tasks[0])  # its result is never published
         assert_sound(kv)
     with open_kv(tmp_path) as kv:
         assert_same(kv, {**before, b"meanwhile": b""})
@@ -313,7 +313,7 @@ def test_a_major_compaction_can_be_done_elsewhere(tmp_path: Path) -> None:
             plan.publish([])
 
 
-def test_a_load_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_load_leaves_nothing(tmp_path: Path) -> None:
     with open_kv(tmp_path, settings=LsmSettings()) as kv:
         with begin_load(kv) as load:
             (sst_id,) = load.allocate(1)

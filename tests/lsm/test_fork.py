@@ -1,4 +1,4 @@
-"""After fork() the child's key-value databases are closed, whatever they still have in memory (M12)."""
+"""After fork(), the child's key-value databases are closed, whatever they have in memory (M12)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SETTINGS = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
 
 
 def in_child(uses: dict[str, Callable[[], object]]) -> str:
-    """What each of these raises in the child of a fork(); empty if every one raises `StoreClosed`."""
+    """The uses that do not raise `StoreClosed` in the child of a fork(), as text; empty if all of them do."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
-        told = []
+        unexpected = []
         for name, use in uses.items():
             try:
                 use()
-                told.append(f"{name} answered")
+                unexpected.append(f"{name} answered")
             except StoreClosed:
                 pass
             except BaseException as error:
-                told.append(f"{name}: {error!r}")
-        os.write(write, "; ".join(told).encode()[:4000])
+                unexpected.append(f"{name}: {error!r}")
+        os.write(write, "; ".join(unexpected).encode()[:4000])
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as answers:
@@ -71,7 +71,7 @@ def test_every_use_of_a_database_raises_in_the_child(tmp_path: Path) -> None:
         cursor.close()
         assert dict(frozen.scan()) == {b"table": b"1"}
         frozen.close()
-        assert kv.get(b"memory") == b"2", "the parent goes on"
+        assert kv.get(b"memory") == b"2", "the parent continues"
 
 
 def test_closing_in_the_child_touches_nothing_of_the_parent(tmp_path: Path) -> None:
@@ -91,19 +91,19 @@ def test_closing_in_the_child_touches_nothing_of_the_parent(tmp_path: Path) -> N
         kv.put(b"more", b"v")
 
 
-def test_a_write_that_another_thread_had_begun_does_not_hang_the_child(tmp_path: Path) -> None:
+def test_a_write_in_progress_in_another_thread_does_not_hang_the_child(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         kv = store.kv("cart", create=True)
-        held, let_go = threading.Event(), threading.Event()
+        lock_held, release = threading.Event(), threading.Event()
 
         def hold() -> None:
             with kv._writing:
-                held.set()
-                let_go.wait()
+                lock_held.set()
+                release.wait()
 
         thread = threading.Thread(target=hold)
         thread.start()
-        held.wait()
+        lock_held.wait()
         assert in_child({"put": lambda: kv.put(b"a", b"b"), "snapshot": kv.snapshot}) == ""
-        let_go.set()
+        release.set()
         thread.join()

@@ -1,6 +1,6 @@
-"""No bytes crash a decoder of the key-value engine, or have it take more memory than was declared.
+"""No input crashes a decoder of the key-value engine, or makes it use more memory than was declared.
 
-Checksums are made right again after every change: they say that somebody wrote the bytes, not who.
+Checksums are recomputed after every change: a valid checksum does not prove that the content is valid.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quire.lsm.load_records import LoadRecord
 from quire.lsm.sst_format import BLOCK_ROWS_MAX, check_message
 from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
-from tests.lsm.crafted import parts_of, put_together, read_every_way
-from tests.lsm.worlds import TINY
+from tests.lsm.crafted import assemble, parts_of, read_every_way
+from tests.lsm.kv_helpers import TINY
 from tests.programs import run_program
 from tests.rules.tree import ROOT
 
@@ -40,7 +40,7 @@ U64 = st.one_of(st.integers(0, 40), st.sampled_from([2**63, 2**64 - 1, 2**40]), 
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """Raises if Python took more than these small inputs could need."""
+    """Raises if Python allocated more than these small inputs can need."""
     tracemalloc.start()
     try:
         yield
@@ -61,45 +61,45 @@ def only_refuses(decode: Callable[[], object]) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_crafted_tables_are_read_or_refused(tmp_path: Path, seed: int) -> None:
     command = ["-m", "tests.lsm.crafted", str(tmp_path), str(seed), "400"]
-    done = run_program(command, cwd=ROOT, capture_output=True, timeout=300)
-    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
-    assert "'Corruption'" in done.stdout
+    result = run_program(command, cwd=ROOT, capture_output=True, timeout=300)
+    assert result.returncode == 0, (result.returncode, result.stderr[-2000:])
+    assert "'Corruption'" in result.stdout
 
 
 def test_offsets_beyond_the_data_are_refused(tmp_path: Path) -> None:
-    """Right checksums, bad Arrow offsets: this ended in SIGSEGV, so it is read by another process."""
+    """Valid checksums, invalid Arrow offsets: this ended in SIGSEGV, so the table is read by another process."""
     parts = parts_of(tmp_path, "none")
-    place = parts.meta.blocks[0]
-    message = parts.blocks[place.offset : place.offset + place.size]
+    block = parts.meta.blocks[0]
+    message = parts.blocks[block.offset : block.offset + block.size]
     body = 8 + int.from_bytes(message[4:8], "little")
-    for at in range(body, len(message) - 4, 4):  # wherever the offsets are
+    for at in range(body, len(message) - 4, 4):  # at every possible position of the offsets
         if struct.unpack_from("<3i", message, at) == (0, 8, 16):
-            struct.pack_into("<i", parts.blocks, place.offset + at + 4, 0x7FFFFFF0)
+            struct.pack_into("<i", parts.blocks, block.offset + at + 4, 0x7FFFFFF0)
             break
     else:
         raise AssertionError("no offsets of keys of eight bytes")
-    put_together(parts, tmp_path / "000001.sst")
+    assemble(parts, tmp_path / "000001.sst")
     program = "import sys, pathlib, tests.lsm.crafted as c; print(c.read_every_way(pathlib.Path(sys.argv[1])))"
     command = ["-c", program, str(tmp_path / "000001.sst")]
-    done = run_program(command, cwd=ROOT, capture_output=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "Corruption")
+    result = run_program(command, cwd=ROOT, capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, "Corruption")
 
 
 @pytest.mark.parametrize("compression", ["lz4", "zstd"])
-def test_a_buffer_that_would_inflate_beyond_what_is_declared_is_refused_before_it_does(
+def test_a_buffer_that_would_inflate_beyond_its_declared_size_is_refused_before_decompression(
     tmp_path: Path, compression: str
 ) -> None:
     parts = parts_of(tmp_path, compression)
-    place = parts.meta.blocks[0]
-    message = parts.blocks[place.offset : place.offset + place.size]
+    block = parts.meta.blocks[0]
+    message = parts.blocks[block.offset : block.offset + block.size]
     body = 8 + int.from_bytes(message[4:8], "little")
     sizes = [at for at in range(body, len(message) - 8, 8) if 0 < struct.unpack_from("<q", message, at)[0] < 4096]
     assert sizes
     for at in sizes:
         was = bytes(parts.blocks)
-        struct.pack_into("<q", parts.blocks, place.offset + at, 3 << 30)
+        struct.pack_into("<q", parts.blocks, block.offset + at, 3 << 30)
         with little_memory():
-            assert read_every_way(put_together(parts, tmp_path / "000001.sst")) == "Corruption"
+            assert read_every_way(assemble(parts, tmp_path / "000001.sst")) == "Corruption"
         parts.blocks[:] = was
 
 
@@ -117,8 +117,12 @@ def test_batches_of_a_log_are_read_or_refused(lsn: int, count: int, sizes: list[
 
 
 @given(st.integers(0, 12), U32, U32, st.binary(max_size=60))
-def test_events_of_a_manifest_are_read_or_refused(tag: int, one: int, two: int, data: bytes) -> None:
-    for record in (struct.pack("<BII", tag, one, two) + data, struct.pack("<BQH", tag, one, two & 0xFFFF) + data, data):
+def test_events_of_a_manifest_are_read_or_refused(tag: int, first: int, second: int, data: bytes) -> None:
+    for record in (
+        struct.pack("<BII", tag, first, second) + data,
+        struct.pack("<BQH", tag, first, second & 0xFFFF) + data,
+        data,
+    ):
         only_refuses(partial(mf.decode_event, record))
 
 
@@ -171,9 +175,9 @@ def test_crafted_lists_of_backups_are_refused(tmp_path: Path, content: bytes) ->
     settings = StoreSettings(lsm=TINY, maintenance=MaintenanceSettings(enabled=False))
     with quire.open(tmp_path / "store", settings=settings) as store:
         store.kv("cart", create=True).put(b"a", b"1")
-        made = back_up(store.kv("cart"), store.objects, "cart")
+        backup = back_up(store.kv("cart"), store.objects, "cart")
         key = next(info.key for info in list_objects(store.objects) if info.key.endswith(".json"))
         store.objects.put(key, content)
         store.objects.put("k", b"?")
         with pytest.raises(Corruption):
-            restore(store.objects, read_backup(store.objects, "cart", made.lsn), store._disk, str(tmp_path / "again"))
+            restore(store.objects, read_backup(store.objects, "cart", backup.lsn), store._disk, str(tmp_path / "again"))

@@ -1,4 +1,4 @@
-"""The engine: every way of reading gives what was written, at every stage of its way to the deepest level."""
+"""The engine: every way of reading returns what was written, at every stage from memtable to deepest level."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.durable.log_format import NAMED_HEADER_BYTES
 from quire.durable.quarantine import entries
 from quire.lsm.kv import Kv
 from quire.lsm.wal import KEY_BYTES_MAX, VALUE_BYTES_MAX
-from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound, open_kv
+from tests.lsm.kv_helpers import TINY, Model, assert_range, assert_same, assert_sound, open_kv
 
 
 def test_a_new_database_is_empty(tmp_path: Path) -> None:
@@ -29,8 +29,8 @@ def test_a_new_database_is_empty(tmp_path: Path) -> None:
         assert_sound(kv)
 
 
-def test_what_was_written_is_there_in_every_stage(tmp_path: Path) -> None:
-    """In the memtable, frozen, flushed, compacted, and each of these after reopening."""
+def test_writes_can_be_read_at_every_stage(tmp_path: Path) -> None:
+    """In the memtable, frozen, flushed and compacted, and each of these after reopening."""
     model = Model()
     kv = open_kv(tmp_path)
     rng = random.Random(3)
@@ -51,7 +51,7 @@ def test_what_was_written_is_there_in_every_stage(tmp_path: Path) -> None:
     kv.close()
 
 
-def test_an_empty_key_and_an_empty_value_are_a_key_and_a_value(tmp_path: Path) -> None:
+def test_an_empty_key_and_an_empty_value_are_allowed(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.write({b"": b"", b"\0": b"\0", b"\xff": b"x"})
         for step in (kv.sync, kv.flush, kv.compact):
@@ -61,7 +61,7 @@ def test_an_empty_key_and_an_empty_value_are_a_key_and_a_value(tmp_path: Path) -
         assert kv.get(b"") is None
 
 
-def test_a_batch_is_one_step(tmp_path: Path) -> None:
+def test_a_batch_is_atomic(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         assert kv.write({}) == 0
         first = kv.write({b"a": b"1", b"b": b"2"})
@@ -83,16 +83,16 @@ def test_prefixes_and_ranges(tmp_path: Path) -> None:
         assert next(iter(kv.scan_batches())).schema.names == ["key", "value"]
 
 
-def test_what_cannot_be_a_key_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_invalid_keys_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
-        for wrong in (
+        for batch in (
             {"text": b""},
             {b"k": "text"},
             {b"k": 7},
             {b"k": [1]},
         ):
             with pytest.raises(InvalidInput):
-                kv.write(wrong)  # type: ignore[arg-type]
+                kv.write(batch)  # type: ignore[arg-type]
         with pytest.raises(OutOfRange):
             kv.put(b"k" * (KEY_BYTES_MAX + 1), b"")
         with pytest.raises(OutOfRange):
@@ -107,7 +107,7 @@ def test_what_cannot_be_a_key_is_refused_and_changes_nothing(tmp_path: Path) -> 
         assert kv.get(b"k" * KEY_BYTES_MAX) == b"fits"
 
 
-def test_a_closed_database_says_so(tmp_path: Path) -> None:
+def test_a_closed_database_raises(tmp_path: Path) -> None:
     kv = open_kv(tmp_path)
     kv.put(b"a", b"1")
     snapshot, scan = kv.snapshot(), kv.scan()
@@ -125,22 +125,22 @@ def test_a_closed_database_says_so(tmp_path: Path) -> None:
 
 
 # ── snapshots ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_snapshot_stays_as_it_was_through_flushes_and_compactions(tmp_path: Path) -> None:
+def test_a_snapshot_is_unchanged_by_flushes_and_compactions(tmp_path: Path) -> None:
     model, rng = Model(), random.Random(7)
     with open_kv(tmp_path) as kv:
-        held = []
+        snapshots = []
         for step in range(60):
             batch = {b"k%02d" % rng.randrange(30): rng.choice([None, b"v%d" % step]) for _ in range(4)}
             model.write(kv.write(batch, sync=False), batch)
             if step % 10 == 4:
-                held.append(kv.snapshot())
+                snapshots.append(kv.snapshot())
             if step % 7 == 0:
                 kv.flush()
             if step % 13 == 0:
                 kv.compact()
             if step == 40:
-                held.pop(1).close()
-        for snapshot in held:
+                snapshots.pop(1).close()
+        for snapshot in snapshots:
             assert_same(snapshot, model.at[snapshot.lsn], (b"k00", b"k29"))
             assert_range(snapshot, model.at[snapshot.lsn], b"k05", b"k20")
             snapshot.close()
@@ -149,7 +149,7 @@ def test_a_snapshot_stays_as_it_was_through_flushes_and_compactions(tmp_path: Pa
         assert_same(kv, model.now)
 
 
-def test_versions_that_no_snapshot_needs_go_with_the_next_compaction(tmp_path: Path) -> None:
+def test_versions_that_no_snapshot_needs_are_removed_by_the_next_compaction(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         for value in range(50):
             kv.put(b"k", b"%d" % value, sync=False)
@@ -165,7 +165,7 @@ def test_versions_that_no_snapshot_needs_go_with_the_next_compaction(tmp_path: P
         assert sum(table.meta.rows for table in kv.view.levels) == 1
 
 
-def test_a_snapshot_or_scan_that_is_forgotten_holds_nothing(tmp_path: Path) -> None:
+def test_a_garbage_collected_snapshot_or_scan_holds_nothing(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"k", b"1")
         snapshot, scan = kv.snapshot(), kv.scan()
@@ -191,19 +191,19 @@ def test_deleting_everything_leaves_no_table(tmp_path: Path) -> None:
         assert kv.last_lsn == 2
 
 
-def test_a_scan_sees_nothing_of_what_comes_while_it_runs(tmp_path: Path) -> None:
+def test_a_scan_does_not_see_later_writes(tmp_path: Path) -> None:
     with open_kv(tmp_path, settings=LsmSettings(block_bytes=4096)) as kv:
         before = {b"%05d" % n: b"v" * 50 for n in range(4_000)}
         kv.write(before)
         scan = kv.scan()
-        got = [next(scan) for _ in range(10)]
+        pairs = [next(scan) for _ in range(10)]
         kv.write({b"%05d" % n: b"new" for n in range(0, 5_000, 2)})
         kv.flush()
         kv.compact()
-        assert dict([*got, *scan]) == before
+        assert dict([*pairs, *scan]) == before
 
 
-def test_a_file_that_a_scan_reads_stays_until_it_has_ended(tmp_path: Path) -> None:
+def test_a_file_that_a_scan_reads_is_kept_until_the_scan_ends(tmp_path: Path) -> None:
     with open_kv(tmp_path, settings=LsmSettings(block_bytes=4096)) as kv:
         before = {b"%05d" % n: b"v" * 50 for n in range(4_000)}
         kv.write(before)
@@ -234,26 +234,26 @@ def test_an_iterator_moves_both_ways(tmp_path: Path) -> None:
 
 
 # ── recovery ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_orphans_are_swept_and_named_files_stay(tmp_path: Path) -> None:
+def test_orphans_are_swept_and_live_files_are_kept(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
         kv.flush()
         home = kv.home
-        left = kv.manifest.allocate_sst_id()
+        orphan_id = kv.manifest.allocate_sst_id()
     named = os.listdir(f"{home.path}/sst")
     flushed = kv.manifest.state().active_wal - 1
-    for orphan in (home.sst(left), home.wal(flushed), home.sst(5) + ".tmp"):
+    for orphan in (home.sst(orphan_id), home.wal(flushed), home.sst(5) + ".tmp"):
         Path(orphan).write_bytes(b"left over")
     Path(f"{home.path}/sst/notes.txt").write_text("somebody's")
     with open_kv(tmp_path) as kv:
         assert kv.get(b"a") == b"1"
     assert sorted(os.listdir(f"{home.path}/sst")) == sorted([*named, "notes.txt"])
     assert len(os.listdir(f"{home.path}/wal")) == 1
-    (entry,) = entries(OsDisk(), home.path)  # nothing outside the database says how far its manifest came
-    assert (entry.path, Path(home.path, entry.place).read_bytes()) == (f"sst/{left:06d}.sst", b"left over")
+    (entry,) = entries(OsDisk(), home.path)  # no witness has the end of the manifest
+    assert (entry.path, Path(home.path, entry.place).read_bytes()) == (f"sst/{orphan_id:06d}.sst", b"left over")
 
 
-def test_a_missing_table_and_a_missing_wal_are_named(tmp_path: Path) -> None:
+def test_a_missing_table_and_a_missing_wal_are_reported(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
         kv.flush()
@@ -267,7 +267,7 @@ def test_a_missing_table_and_a_missing_wal_are_named(tmp_path: Path) -> None:
         open_kv(tmp_path)
 
 
-def test_a_lost_manifest_beside_tables_is_noticed(tmp_path: Path) -> None:
+def test_a_lost_manifest_beside_tables_is_detected(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
         kv.flush()
@@ -285,20 +285,20 @@ def test_a_wal_cut_at_every_byte_gives_a_prefix_of_history(tmp_path: Path) -> No
             model.write(kv.write(batch), batch)
         path = kv.home.wal(1)
         kv.abandon()
-    whole = Path(path).read_bytes()
-    seen = []
-    for size in range(NAMED_HEADER_BYTES, len(whole), 3):
-        Path(path).write_bytes(whole[:size])
+    original = Path(path).read_bytes()
+    states = []
+    for size in range(NAMED_HEADER_BYTES, len(original), 3):
+        Path(path).write_bytes(original[:size])
         with open_kv(tmp_path) as kv:
             assert dict(kv.scan()) == model.at[kv.last_lsn]
-            seen.append(kv.last_lsn)
+            states.append(kv.last_lsn)
             kv.abandon()
-    assert seen == sorted(seen)
-    assert {0, 5} <= set(seen)
+    assert states == sorted(states)
+    assert {0, 5} <= set(states)
 
 
-def test_a_flush_that_was_cut_off_before_its_wal_was_let_go_resurrects_nothing(tmp_path: Path) -> None:
-    """Recovery's rule 1: a value that is replayed although a table has it outlives the tombstone above it."""
+def test_a_flush_interrupted_before_its_wal_is_released_resurrects_nothing(tmp_path: Path) -> None:
+    """Rule 1 of recovery: a value that is replayed although a table has it would outlive the tombstone that is newer."""
     kv = open_kv(tmp_path)
     kv.put(b"k", b"old")
     kv.put(b"other", b"x")
@@ -307,11 +307,11 @@ def test_a_flush_that_was_cut_off_before_its_wal_was_let_go_resurrects_nothing(t
     wal = Path(kv.home.wal(1)).read_bytes()
     kv.abandon()
     manifest_with_wal = Kv.open(OsDisk(), kv.home.path, TINY, background=False)
-    manifest_with_wal.manifest.add_frozen_wal(1)  # as if only the first of the two events had reached the disk
+    manifest_with_wal.manifest.add_frozen_wal(1)  # as if only the first of the two events were on disk
     manifest_with_wal.abandon()
     Path(kv.home.wal(1)).write_bytes(wal)
     with open_kv(tmp_path) as kv:
-        assert not any(each.memtable.entries for each in kv.view.frozen)
+        assert not any(memtable.memtable.entries for memtable in kv.view.frozen)
         kv.delete(b"k")
         kv.compact()
         assert dict(kv.scan()) == {b"other": b"x"}
@@ -321,7 +321,7 @@ def test_a_flush_that_was_cut_off_before_its_wal_was_let_go_resurrects_nothing(t
 
 
 # ── background ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_flushes_and_compactions_happen_by_themselves(tmp_path: Path) -> None:
+def test_flushes_and_compactions_run_in_the_background(tmp_path: Path) -> None:
     model, rng = Model(), random.Random(11)
     with open_kv(tmp_path, background=True) as kv:
         for _ in range(300):
@@ -337,7 +337,7 @@ def test_flushes_and_compactions_happen_by_themselves(tmp_path: Path) -> None:
         assert_sound(kv)
 
 
-def test_a_writer_waits_for_room_and_is_told_when_there_is_none(tmp_path: Path) -> None:
+def test_a_stalled_writer_waits_and_then_fails(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(TINY, stall_seconds=0.2, frozen_max=1)
     with armed("lsm.flush.begun", "sleep:600"), open_kv(tmp_path, settings=settings, background=True) as kv:
         with pytest.raises(Overloaded):  # noqa: PT012 - whichever of them meets it
@@ -352,18 +352,18 @@ def test_many_threads_write_and_read_at_once(tmp_path: Path) -> None:
     failures = list[BaseException]()
     with open_kv(tmp_path, background=True) as kv:
 
-        def work(who: int) -> None:
+        def work(writer: int) -> None:
             try:
                 for n in range(60):
-                    kv.write({b"%d-%d" % (who, n): b"v" * 20, b"shared": b"%d" % who}, sync=n % 10 == 0)
-                    assert kv.get(b"%d-%d" % (who, n)) == b"v" * 20
+                    kv.write({b"%d-%d" % (writer, n): b"v" * 20, b"shared": b"%d" % writer}, sync=n % 10 == 0)
+                    assert kv.get(b"%d-%d" % (writer, n)) == b"v" * 20
                     if n % 15 == 0:
                         with kv.snapshot() as snapshot:
-                            assert len(list(snapshot.scan(prefix=b"%d-" % who))) == n + 1
+                            assert len(list(snapshot.scan(prefix=b"%d-" % writer))) == n + 1
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(who,)) for who in range(5)]
+        threads = [threading.Thread(target=work, args=(writer,)) for writer in range(5)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -1,4 +1,4 @@
-"""Faults of the disk and power loss at every call: nothing acknowledged is lost, nothing refused is there."""
+"""Disk faults and power loss at every call: no acknowledged write is lost, and no refused one is there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quire.durable.files import OsDisk
 from quire.lsm.kv import Kv
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from tests.lsm.worlds import TINY, Model, assert_same, assert_sound, changed, open_kv
+from tests.lsm.kv_helpers import TINY, Model, assert_same, assert_sound, open_kv, with_batch
 
 
-class Life:
-    """A database that is written to until something happens; what was acknowledged, and what was only tried."""
+class KvWorkload:
+    """A workload on a database: the acknowledged state, and the state of a write that was only attempted."""
 
     def __init__(self) -> None:
         self.model = Model()
-        self.tried: dict[bytes, bytes] | None = None
+        self.attempted: dict[bytes, bytes] | None = None
 
     def run(self, kv: Kv, seed: int, steps: int) -> None:
         rng = Random(seed)
@@ -33,9 +33,9 @@ class Life:
                 b"k%02d" % rng.randrange(30): rng.choice([None, rng.randbytes(60), rng.randbytes(200)])
                 for _ in range(4)
             }
-            self.tried = changed(self.model.now, batch)
+            self.attempted = with_batch(self.model.now, batch)
             lsn = kv.write(batch)
-            self.tried = None
+            self.attempted = None
             self.model.write(lsn, batch)
             if step % 5 == 4:
                 kv.flush()
@@ -46,34 +46,34 @@ class Life:
                 kv.manifest.checkpoint()
 
     def check(self, kv: Kv) -> None:
-        found = dict(kv.scan())
-        assert found in [state for state in (self.model.now, self.tried) if state is not None]
-        assert_same(kv, found, (b"k00", b"k29"))
+        pairs = dict(kv.scan())
+        assert pairs in [state for state in (self.model.now, self.attempted) if state is not None]
+        assert_same(kv, pairs, (b"k00", b"k29"))
         assert_sound(kv)
-        self.model.now, self.tried = found, None
+        self.model.now, self.attempted = pairs, None
 
 
 @given(st.integers(0, 1_000), st.integers(1, 400), st.integers(0, 2**32))
 def test_power_loss_at_any_call_loses_nothing_acknowledged(seed: int, fail_at: int, outcome: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         inner = CrashDisk(f"{directory}/disk")
-        life, kv = Life(), None
+        workload, kv = KvWorkload(), None
         try:
             kv = open_kv(inner.root, FaultyDisk(inner, Fault.POWER_CUT, fail_at=fail_at))
-            life.run(kv, seed, 14)
+            workload.run(kv, seed, 14)
         except PowerCut:
             pass
         crashed = inner.crash(f"{directory}/after", Random(outcome).choice)
         if kv is not None:
-            down(kv)
+            abandon(kv)
         with open_kv(crashed.root, crashed) as again:
-            life.check(again)
-            life.run(again, seed + 1, 6)
-            life.check(again)
+            workload.check(again)
+            workload.run(again, seed + 1, 6)
+            workload.check(again)
 
 
-def down(kv: Kv) -> None:
-    """Let go of the files of a database whose disk is off."""
+def abandon(kv: Kv) -> None:
+    """Release the files of a database whose disk has no power."""
     try:
         kv.abandon()
     except PowerCut:
@@ -114,9 +114,9 @@ POINTS = (
 
 def test_every_failpoint_is_listed_and_hit(tmp_path: Path) -> None:
     with recording(), open_kv(tmp_path) as kv:
-        Life().run(kv, 1, 24)
-        seen = {point for point in hits() if point.startswith("lsm.") and not point.startswith("lsm.recovery")}
-    assert seen == set(POINTS)
+        KvWorkload().run(kv, 1, 24)
+        points_hit = {point for point in hits() if point.startswith("lsm.") and not point.startswith("lsm.recovery")}
+    assert points_hit == set(POINTS)
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -127,22 +127,22 @@ def test_power_loss_at_a_failpoint_loses_nothing_acknowledged(tmp_path: Path, po
     for number, choose in enumerate((keep_all, drop_all)):
         for skip in (0, 2):
             disk = CrashDisk(f"{tmp_path}/disk{number}{skip}")
-            life, kv = Life(), open_kv(disk.root, disk)
+            workload, kv = KvWorkload(), open_kv(disk.root, disk)
             calls = iter(range(10_000))
 
-            def maybe(name: str, calls: object = calls, skip: int = skip) -> None:
+            def cut_after_skip(name: str, calls: object = calls, skip: int = skip) -> None:
                 if next(calls) == skip:  # type: ignore[call-overload]
                     cut(name)
 
-            with armed(point, maybe):
+            with armed(point, cut_after_skip):
                 try:
-                    life.run(kv, 5, 24)
+                    workload.run(kv, 5, 24)
                 except PowerCut:
                     pass
             crashed = disk.crash(f"{tmp_path}/after{number}{skip}", choose)
             kv.abandon()
             with open_kv(crashed.root, crashed) as again:
-                life.check(again)
+                workload.check(again)
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,28 +150,28 @@ def test_power_loss_at_a_failpoint_loses_nothing_acknowledged(tmp_path: Path, po
 @given(seed=st.integers(0, 1000), fail_at=st.integers(1, 300))
 def test_whatever_call_fails_nothing_acknowledged_is_lost(fault: Fault, seed: int, fail_at: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        inner = CrashDisk(directory)  # a real directory, but nothing is really synced: quicker
+        inner = CrashDisk(directory)  # a real directory without real syncs, which is faster
         disk = FaultyDisk(inner, fault, fail_at=fail_at)
-        life, kv = Life(), None
+        workload, kv = KvWorkload(), None
         try:
             kv = open_kv(directory, disk)
-            life.run(kv, seed, 14)
+            workload.run(kv, seed, 14)
         except QuireError:
             assert disk.fired
         if kv is not None:
-            assert_reads_on(kv, life)
+            assert_readable(kv, workload)
             kv.abandon()
         with open_kv(directory, inner) as again:
-            life.check(again)
+            workload.check(again)
 
 
-def assert_reads_on(kv: Kv, life: Life) -> None:
-    """A database that takes no more writes can still be read."""
-    found = dict(kv.scan())
-    assert found in [state for state in (life.model.now, life.tried) if state is not None]
+def assert_readable(kv: Kv, workload: KvWorkload) -> None:
+    """Assert that a database that refuses writes can still be read."""
+    pairs = dict(kv.scan())
+    assert pairs in [state for state in (workload.model.now, workload.attempted) if state is not None]
 
 
-def test_a_doubtful_sync_stops_writes_until_reopening(tmp_path: Path) -> None:
+def test_a_failed_sync_stops_writes_until_reopening(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path="*/wal/*.log")
     kv = open_kv(tmp_path, disk)
     kv.put(b"a", b"1")
@@ -191,7 +191,7 @@ def test_a_doubtful_sync_stops_writes_until_reopening(tmp_path: Path) -> None:
         kv.put(b"d", b"4")
 
 
-def test_a_full_disk_stops_a_flush_and_poisons_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_stops_a_flush_and_breaks_nothing(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="write", path="*.sst")
     with open_kv(tmp_path, disk) as kv:
         kv.put(b"a", b"1")
@@ -205,25 +205,34 @@ def test_a_full_disk_stops_a_flush_and_poisons_nothing(tmp_path: Path) -> None:
         assert_sound(kv)
 
 
-def test_writers_are_told_when_the_background_has_no_space(tmp_path: Path) -> None:
+class FullDisk(FaultyDisk):
+    """Has no space for tables while it is full. After a single failure the background would succeed before a writer notices."""
+
+    is_full = True
+
+    def fails(self, operation: str, path: str) -> Fault | None:
+        return self.fault if self.is_full and operation == "write" and path.endswith(".sst") else None
+
+
+def test_writers_fail_when_the_background_has_no_space(tmp_path: Path) -> None:
     import msgspec
 
     settings = msgspec.structs.replace(TINY, frozen_max=1, stall_seconds=20)
-    disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="write", path="*.sst")
-    disk._fail_at = 1
+    disk = FullDisk(OsDisk(), Fault.ENOSPC)
     with open_kv(tmp_path, disk, settings, background=True) as kv:
         with pytest.raises(StorageFault):  # noqa: PT012 - whichever of them meets it
             for n in range(100):
                 kv.put(b"%d" % n, bytes(400), sync=False)
+        disk.is_full = False
         written = kv.last_lsn
-        kv.flush()  # there is space again
+        kv.flush()  # space is available again
         kv.put(b"more", b"")
         assert len(list(kv.scan())) == written + 1
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.SHORT_WRITE])
 def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path, fault: Fault) -> None:
-    """`DiskFull` means not done, after the next write and after opening again; a retry doubles nothing."""
+    """`DiskFull` means not done, also after the next write and after reopening; a retry causes no duplicate."""
     refused, number = 0, 0
     disk = FaultyDisk(OsDisk(), fault, operation="none")
     while disk.fired or not number:
@@ -231,7 +240,7 @@ def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path,
         base = tmp_path / str(number)
         disk = FaultyDisk(OsDisk(), fault)
         kv = open_kv(base, disk)
-        kv.put(b"before", bytes(2_500))  # the next write begins another log and another memtable
+        kv.put(b"before", bytes(2_500))  # the next write starts a new log and memtable
         disk._fail_at = len(disk.calls) + number
         outcome = _write_once(kv)
         disk._fail_at = 0
@@ -239,7 +248,7 @@ def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path,
             refused += 1
             assert kv.get(b"x") is None
             kv.put(b"after", bytes(2_500))
-            kv.put(b"later", b"")  # and once more with a new log
+            kv.put(b"later", b"")  # once more, with a new log
             assert kv.get(b"x") is None
         kv.abandon()
         with open_kv(base) as again:
@@ -248,11 +257,11 @@ def test_a_write_that_was_refused_for_space_is_not_written_later(tmp_path: Path,
             elif outcome is None:
                 assert again.get(b"x") == b"1"
             assert_sound(again)
-    assert refused > 1, "no write was refused, and this shows nothing"
+    assert refused > 1, "no write was refused: the test proves nothing"
 
 
 def _write_once(kv: Kv) -> type[QuireError] | None:
-    """Write one key; what was said."""
+    """Write one key, and return the outcome."""
     try:
         kv.put(b"x", b"1")
     except DiskFull:

@@ -1,4 +1,6 @@
-"""The engine against a dictionary with a history: writes, loads, snapshots, flushes, compactions, reopening, power loss."""
+"""The engine compared with a dictionary that has a history: writes, loads, snapshots, flushes, compactions, reopening,
+power loss.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.kv import Kv
 from quire.lsm.reading import KvSnapshot
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
-from tests.lsm.worlds import TINY, Model, assert_range, assert_same, assert_sound
+from tests.lsm.kv_helpers import TINY, Model, assert_range, assert_same, assert_sound
 
 KEYS = st.one_of(st.sampled_from([b"", b"a", b"b", b"ab", b"\xff"]), st.integers(0, 12).map(lambda n: b"k%02d" % n))
 VALUES = st.one_of(st.none(), st.binary(max_size=40), st.integers(0, 99).map(lambda n: b"v%d" % n * 20))
@@ -23,20 +25,20 @@ BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=12)
 
 
 class KvMachine(RuleBasedStateMachine):
-    """What is acknowledged with a sync survives everything; a snapshot stays what it was."""
+    """Synced acknowledged writes survive everything; snapshots do not change."""
 
     snapshots: Bundle[KvSnapshot] = Bundle("snapshots")
 
     def __init__(self) -> None:
         super().__init__()
         self.base = tempfile.mkdtemp()
-        self.lives = 0
+        self.crashes = 0
         self.disk = CrashDisk(f"{self.base}/disk0")
         self.model = Model()
         self.synced = 0
         self.kv: Kv | None = None
         self.held: dict[KvSnapshot, dict[bytes, bytes]] = {}
-        """The snapshots that are open, and what they must show."""
+        """The open snapshots and their expected content."""
 
     @initialize()
     def begin(self) -> None:
@@ -60,14 +62,16 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(rows=BATCHES, parts=st.integers(1, 3))
     def load(self, rows: dict[bytes, bytes | None], parts: int) -> None:
-        """A bulk load by so many tasks, each with some of the rows in any order, and one more attempt that nobody names."""
+        """A bulk load by `parts` tasks, each with some of the rows in any order, and one more attempt that is never
+        published.
+        """
         number = self.db.last_lsn + 1
         with begin_load(self.db) as load:
-            place = LoadTarget(directory=self.db.home.path, lsn=load.lsn, table_bytes=200, options=TableOptions())
+            target = LoadTarget(directory=self.db.home.path, lsn=load.lsn, table_bytes=200, options=TableOptions())
             attempts: list[list[int]] = []
             for part in [0, *range(parts)]:
                 mine = [key for at, key in enumerate(rows) if at % parts == part]
-                writer = BulkWriter(self.disk, place, load.allocate, buffer_bytes=100)
+                writer = BulkWriter(self.disk, target, load.allocate, buffer_bytes=100)
                 writer.add(pa.array(mine, pa.binary()), pa.array([rows[key] for key in mine], pa.binary()))
                 attempts.append(writer.finish())
             assert load.publish([sst_id for ids in attempts[1:] for sst_id in ids], number=number) == len(rows)
@@ -114,24 +118,24 @@ class KvMachine(RuleBasedStateMachine):
 
     @rule(outcome=st.one_of(st.sampled_from([drop_all, keep_all]), st.integers(0, 2**32)))
     def crash(self, outcome: Chooser | int) -> None:
-        """The power goes off: unsynced sectors are kept, dropped or garbled, by a seed (there are too many to draw each)."""
-        self.lives += 1
+        """Power loss: unsynced sectors are kept, dropped or garbled, by a seed (there are too many to draw each)."""
+        self.crashes += 1
         choose: Chooser = Random(outcome).choice if isinstance(outcome, int) else outcome
-        after = self.disk.crash(f"{self.base}/disk{self.lives}", choose)
+        after = self.disk.crash(f"{self.base}/disk{self.crashes}", choose)
         self.db.abandon()
         self.held.clear()
         self.disk = after
         self.kv = self.open()
-        found = dict(self.kv.scan())
-        allowed = [lsn for lsn in self.model.at if lsn >= self.synced and self.model.at[lsn] == found]
-        assert allowed, "what is there is no state that was ever acknowledged"
+        pairs = dict(self.kv.scan())
+        allowed = [lsn for lsn in self.model.at if lsn >= self.synced and self.model.at[lsn] == pairs]
+        assert allowed, "this state was never acknowledged"
         if outcome is keep_all:
-            assert max(self.model.at) in allowed, "a process that dies loses nothing that was written"
-        # Of lsns whose states are equal those above the last one are lost, and are given again.
+            assert max(self.model.at) in allowed, "the death of a process loses no write"
+        # Among lsns with equal states, those above the last lsn are lost, and are assigned again.
         survived = max(lsn for lsn in allowed if lsn <= self.kv.last_lsn)
         self.model.at = {lsn: state for lsn, state in self.model.at.items() if lsn <= survived}
         self.model.now = self.model.at[survived]
-        if self.kv.last_lsn > survived:  # lsns may have been reserved beyond it
+        if self.kv.last_lsn > survived:  # higher lsns may have been reserved
             self.model.at[self.kv.last_lsn] = self.model.now
         self.synced = max(self.model.at)
 
@@ -157,8 +161,8 @@ class KvMachine(RuleBasedStateMachine):
 TestKvMachine = KvMachine.TestCase
 
 
-def test_an_lsn_that_is_given_again_after_a_crash_is_the_newest_state() -> None:
-    """Deletes of what is not there make states that are equal: which of them a crash has lost, only the last lsn tells."""
+def test_an_lsn_that_is_reassigned_after_a_crash_is_the_newest_state() -> None:
+    """Deleting missing keys gives equal states: only the last lsn shows which of them a crash has lost."""
     machine = KvMachine()
     machine.begin()
     for _ in range(2):

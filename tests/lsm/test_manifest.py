@@ -1,4 +1,4 @@
-"""The manifest on disk: durable before visible, recovered after every crash, honest about damage."""
+"""The manifest on disk: durable before visible, recovered after every crash, damage reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.lsm.manifests import entry, fill, home_in, read_back
 
 
 # ── what is kept ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_operation_is_there_after_reopening(tmp_path: Path) -> None:
+def test_every_operation_survives_reopening(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
@@ -51,7 +51,7 @@ def test_every_operation_is_there_after_reopening(tmp_path: Path) -> None:
     assert read_back(home) == known
 
 
-def test_a_flush_adds_its_table_and_lets_its_wal_go(tmp_path: Path) -> None:
+def test_a_flush_adds_its_table_and_releases_its_wal(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         manifest.add_frozen_wal(1)
@@ -61,14 +61,14 @@ def test_a_flush_adds_its_table_and_lets_its_wal_go(tmp_path: Path) -> None:
     assert read_back(home) == ManifestData(version=5, tables={1: entry(1)}, next_sst_id=2)
 
 
-def test_the_file_layout_is_the_seeds(tmp_path: Path) -> None:
+def test_the_file_layout_is_that_of_the_design_document(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         manifest.checkpoint()
     assert sorted(os.listdir(home.path + "/manifest")) == ["000000.log", "MANIFEST-000001"]
 
 
-def test_a_checkpoint_makes_it_clean_and_the_log_empty(tmp_path: Path) -> None:
+def test_a_checkpoint_clears_the_dirty_flag_and_the_log(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
@@ -91,30 +91,30 @@ def test_start_up_after_a_checkpoint_does_not_depend_on_history(tmp_path: Path) 
         for number in range(500):
             manifest.update_lsn(number)
         manifest.checkpoint()
-    assert OsDisk().size(home.manifest_log) < 100  # the header and the closing mark
+    assert OsDisk().size(home.manifest_log) < 100  # the header and the clean-close marker
     assert OsDisk().size(home.manifest_snapshot) < 100
 
 
 def test_ids_are_unique_across_crashes(tmp_path: Path) -> None:
     """The process dies after each allocation, with or without a checkpoint before."""
     home, given_out = home_in(tmp_path), list[int]()
-    for life in range(6):
+    for round_ in range(6):
         manifest = Manifest.open(OsDisk(), home)
         given_out += [manifest.allocate_sst_id(), *manifest.allocate_sst_ids(2)]
-        if life % 2:
+        if round_ % 2:
             manifest.checkpoint()
         manifest.abandon()
     assert given_out == list(range(1, 19))
 
 
-def test_threads_may_call_it_at_once(tmp_path: Path) -> None:
-    home, got = home_in(tmp_path), list[int]()
+def test_threads_can_use_a_manifest_concurrently(tmp_path: Path) -> None:
+    home, allocated = home_in(tmp_path), list[int]()
     with Manifest.open(OsDisk(), home) as manifest:
 
         def work(number: int) -> None:
             for _ in range(20):
-                got.append(manifest.allocate_sst_id())
-                manifest.add_sst(entry(got[-1])) if number % 2 else manifest.update_lsn(number)
+                allocated.append(manifest.allocate_sst_id())
+                manifest.add_sst(entry(allocated[-1])) if number % 2 else manifest.update_lsn(number)
             manifest.checkpoint()
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -123,14 +123,14 @@ def test_threads_may_call_it_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         known = manifest.state()
-    assert sorted(got) == list(range(1, 81))
+    assert sorted(allocated) == list(range(1, 81))
     assert len(known.tables) == 40
     assert read_back(home) == known
 
 
 # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "wrong",
+    "operation",
     [
         lambda m: m.add_sst(entry(9)),
         lambda m: m.add_sst(entry(2)),
@@ -140,21 +140,21 @@ def test_threads_may_call_it_at_once(tmp_path: Path) -> None:
         lambda m: m.set_version(0),
     ],
 )
-def test_what_breaks_an_invariant_is_refused_before_it_is_logged(
-    tmp_path: Path, wrong: Callable[[Manifest], None]
+def test_an_operation_that_breaks_an_invariant_is_refused_before_it_is_logged(
+    tmp_path: Path, operation: Callable[[Manifest], None]
 ) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
         before = manifest.state()
         with pytest.raises(InternalError) as caught:
-            wrong(manifest)
+            operation(manifest)
         assert kind_of(caught.value) is ErrorKind.INTERNAL
         assert manifest.state() == before
     assert read_back(home) == before
 
 
-def test_a_closed_manifest_takes_nothing(tmp_path: Path) -> None:
+def test_a_closed_manifest_refuses_operations(tmp_path: Path) -> None:
     manifest = Manifest.open(OsDisk(), home_in(tmp_path))
     manifest.close()
     manifest.close()
@@ -163,7 +163,7 @@ def test_a_closed_manifest_takes_nothing(tmp_path: Path) -> None:
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def made(tmp_path: Path, *, checkpoint: bool) -> tuple[LsmHome, ManifestData]:
+def filled_manifest(tmp_path: Path, *, checkpoint: bool) -> tuple[LsmHome, ManifestData]:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
@@ -178,7 +178,7 @@ def overwrite(path: str, data: bytes) -> None:
 
 
 def test_a_corrupt_snapshot_is_an_error_and_never_ignored(tmp_path: Path) -> None:
-    home, _ = made(tmp_path, checkpoint=True)
+    home, _ = filled_manifest(tmp_path, checkpoint=True)
     good = read_all(OsDisk(), home.manifest_snapshot)
     overwrite(home.manifest_snapshot, good[:-1] + bytes([good[-1] ^ 1]))
     with pytest.raises(SnapshotChecksumMismatch) as caught:
@@ -187,23 +187,23 @@ def test_a_corrupt_snapshot_is_an_error_and_never_ignored(tmp_path: Path) -> Non
     assert caught.value.where["path"] == home.manifest_snapshot
 
 
-def test_a_missing_snapshot_is_noticed(tmp_path: Path) -> None:
-    home, _ = made(tmp_path, checkpoint=True)
+def test_a_missing_snapshot_is_detected(tmp_path: Path) -> None:
+    home, _ = filled_manifest(tmp_path, checkpoint=True)
     os.remove(home.manifest_snapshot)
     with pytest.raises(Corruption, match="snapshot is missing"):
         Manifest.open(OsDisk(), home)
 
 
-def test_a_missing_log_is_noticed(tmp_path: Path) -> None:
-    home, _ = made(tmp_path, checkpoint=True)
+def test_a_missing_log_is_detected(tmp_path: Path) -> None:
+    home, _ = filled_manifest(tmp_path, checkpoint=True)
     os.remove(home.manifest_log)
     with pytest.raises(Corruption, match="log is missing") as caught:
         Manifest.open(OsDisk(), home)
     assert kind_of(caught.value) is ErrorKind.WAL
 
 
-def test_an_old_log_beside_a_newer_snapshot_is_noticed(tmp_path: Path) -> None:
-    home, _ = made(tmp_path, checkpoint=True)
+def test_an_old_log_beside_a_newer_snapshot_is_detected(tmp_path: Path) -> None:
+    home, _ = filled_manifest(tmp_path, checkpoint=True)
     LogWriter.create(OsDisk(), home.manifest_log, kind=LOG_FIRST, replace=True).close()
     with pytest.raises(Corruption, match="older than its snapshot"):
         Manifest.open(OsDisk(), home)
@@ -223,8 +223,9 @@ def test_an_unknown_tag_in_the_log_is_an_encoding_error_with_its_offset(tmp_path
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_log_cut_at_every_byte_gives_a_prefix_of_history_or_an_error(tmp_path: Path, checkpoint: bool) -> None:
-    """Nothing but states that once were, or had only their version yet: a cut in the header is corruption, one behind it
-    a torn tail."""
+    """Only states that existed, possibly with just their version applied: a cut in the header is corruption, one after
+    it a torn tail.
+    """
     home = home_in(tmp_path)
     states = list[ManifestData]()
     with Manifest.open(OsDisk(), home) as manifest:
@@ -239,7 +240,7 @@ def test_a_log_cut_at_every_byte_gives_a_prefix_of_history_or_an_error(tmp_path:
             states.append(manifest.state())
         manifest.abandon()
     log = read_all(OsDisk(), home.manifest_log)
-    seen = list[int]()
+    versions = list[int]()
     for size in range(len(log)):
         overwrite(home.manifest_log, log[:size])
         if size < NAMED_HEADER_BYTES:
@@ -247,14 +248,14 @@ def test_a_log_cut_at_every_byte_gives_a_prefix_of_history_or_an_error(tmp_path:
                 Manifest.open(OsDisk(), home)
             assert kind_of(caught.value) is ErrorKind.WAL
         else:
-            found = read_back(home)
-            assert found in states
-            seen.append(states.index(found))
-    assert seen == sorted(seen)
+            state = read_back(home)
+            assert state in states
+            versions.append(states.index(state))
+    assert versions == sorted(versions)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
-def test_a_flipped_bit_in_the_log_never_gives_a_state_that_never_was(position: int, bit: int) -> None:
+def test_a_flipped_bit_in_the_log_never_gives_a_state_that_did_not_exist(position: int, bit: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         home = home_in(directory)
         states = list[ManifestData]()

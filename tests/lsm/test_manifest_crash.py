@@ -1,4 +1,4 @@
-"""The manifest under faults of the disk and power loss: nothing that failed reappears, nothing acknowledged is lost."""
+"""The manifest under disk faults and power loss: failed operations do not reappear, acknowledged ones are not lost."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ STEPS = ("begun", "built", "written", "synced", "renamed", "named", "truncated")
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
 def test_a_failed_append_never_reappears(tmp_path: Path, fault: Fault) -> None:
-    """RocksDB 6316: the record of a failed append came back after a restart. Every write and every sync of the log fails once;
-    what raised is not there afterwards, in memory or on disk, and the manifest goes on."""
+    """RocksDB 6316: the record of a failed append came back after a restart. Every write and every sync of the log
+    fails once; an operation that raised is not there afterwards, in memory or on disk, and the manifest can be used
+    again.
+    """
     home = home_in(tmp_path)
     for operation in ("write", "sync"):
         with Manifest.open(OsDisk(), home) as manifest:
@@ -67,7 +69,7 @@ def test_a_failed_append_never_reappears(tmp_path: Path, fault: Fault) -> None:
 
 
 class armed_log:  # noqa: N801 - reads as a statement
-    """From here on the next matching call of an open disk fails."""
+    """Makes the next matching call of an open disk fail."""
 
     def __init__(self, disk: FaultyDisk, like: FaultyDisk) -> None:
         self._disk, self._like = disk, like
@@ -86,23 +88,25 @@ def test_whatever_call_fails_the_state_is_one_that_was_acknowledged(tmp_path: Pa
     rounds = iter(range(10_000))
     for disk in each_fault(OsDisk, fault):
         home = home_in(tmp_path / str(next(rounds)))
-        acknowledged, trying = ManifestData(), ManifestData()
+        acknowledged, attempted = ManifestData(), ManifestData()
         try:
             manifest = Manifest.open(disk, home)
             for lsn in range(1, 4):
-                trying = replace(acknowledged, version=lsn, last_lsn=lsn)
+                attempted = replace(acknowledged, version=lsn, last_lsn=lsn)
                 manifest.update_lsn(lsn)
-                acknowledged = trying
+                acknowledged = attempted
                 if lsn == 2:
                     manifest.checkpoint()
             manifest.close()
         except QuireError:
             assert disk.fired
-        found = read_back(home)
-        assert found in (acknowledged, trying)
+        state = read_back(home)
+        assert state in (acknowledged, attempted)
 
 
-def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_abandoning_the_log_fails_too_operations_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = home_in(tmp_path)
     disk = FaultyDisk(OsDisk(), Fault.EIO)
     manifest = Manifest.open(disk, home)
@@ -118,8 +122,8 @@ def test_when_abandoning_fails_too_nothing_more_is_taken(tmp_path: Path, monkeyp
     assert read_back(home).last_lsn in (1, 2)
 
 
-def test_a_log_that_nobody_has_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
-    """An open knows the log that was recorded and the one behind it; a third was taken for another database's."""
+def test_a_log_that_was_never_recorded_is_not_abandoned_for_another(tmp_path: Path) -> None:
+    """An open knows the recorded log and the one after it; a third one was mistaken for that of another database."""
     home = home_in(tmp_path)
     manifest = Manifest.open(OsDisk(), home, StoreFacts(projection=cast(KvProjection, object())))
     manifest.update_lsn(1)
@@ -144,7 +148,7 @@ def refuse_writes(operation: str, path: str, step: Callable[[], object], half: o
     return step()
 
 
-def test_a_checkpoint_that_cannot_write_leaves_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_write_changes_nothing(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC)
     with Manifest.open(disk, home) as manifest:
@@ -200,7 +204,7 @@ OPERATIONS: list[Callable[[Manifest], object]] = [
 
 
 @given(st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=1, max_size=8), st.integers(1, 60), st.randoms())
-def test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_tried(
+def test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_attempted(
     operations: list[int], fail_at: int, rng: object
 ) -> None:
     from random import Random
@@ -231,7 +235,7 @@ def test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_tried(
 
 
 def outcomes(model: ManifestData, number: int) -> list[ManifestData]:
-    """The states that an operation may leave when it is cut off: after each of its events."""
+    """The possible states after an interrupted operation: after each of its events."""
     lsn, wal, next_id = model.last_lsn, model.active_wal, model.next_sst_id
     first, second = Version(model.version + 1), Version(model.version + 2)
     choices: list[list[ManifestEvent]] = [

@@ -28,7 +28,7 @@ def after(*events: ManifestEvent) -> ManifestData:
 
 
 # ── Tracked State ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_new_manifest_tracks_nothing_and_hands_out_ids_from_one() -> None:
+def test_a_new_manifest_tracks_nothing_and_allocates_ids_from_one() -> None:
     data = ManifestData()
     assert (data.version, data.last_lsn, data.active_wal) == (0, 0, 0)
     assert (data.frozen_wals, data.sstables, data.next_sst_id, data.dirty) == ([], [], 1, False)
@@ -59,7 +59,7 @@ def test_remove_frozen_wal_removes() -> None:
     assert after(RemoveFrozenWal(4)).frozen_wals == []
 
 
-def test_add_sst_skips_an_id_that_is_there() -> None:
+def test_add_sst_skips_an_existing_id() -> None:
     data = after(AddSst(entry(1)), AddSst(ManifestSstEntry(1, "sst/other.sst")))
     assert data.sstables == [entry(1)]
 
@@ -103,20 +103,20 @@ def test_replaying_any_prefix_twice_gives_the_same_state(events: list[ManifestEv
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_a_replay_of_records_does_what_the_events_do(events: list[ManifestEvent]) -> None:
+def test_replaying_records_is_equal_to_applying_events(events: list[ManifestEvent]) -> None:
     data = ManifestData()
     replay(data, [encode_event(event) for event in events], [0] * len(events), "")
     assert (data, data.dirty) == (after(*events), bool(events))
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_an_event_at_once_repeated_changes_nothing(events: list[ManifestEvent]) -> None:
-    doubled = [each for event in events for each in (event, event)]
+def test_an_immediately_repeated_event_changes_nothing(events: list[ManifestEvent]) -> None:
+    doubled = [repeated for event in events for repeated in (event, event)]
     assert after(*doubled) == after(*events)
 
 
 @given(st.lists(EVENTS, max_size=20), st.lists(EVENTS, max_size=20))
-def test_a_copy_is_a_state_of_its_own(first: list[ManifestEvent], later: list[ManifestEvent]) -> None:
+def test_a_copy_is_independent(first: list[ManifestEvent], later: list[ManifestEvent]) -> None:
     data = after(*first)
     copy = data.copy()
     data.apply_all(later)

@@ -1,4 +1,4 @@
-"""LMDB follows the tables of key-value databases, catches up when it missed something, and is compared by verify (S1)."""
+"""LMDB follows the tables of key-value databases, catches up after missed updates, and is compared by verify (S1)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Store]:
-    with quire.open(path, settings=SETTINGS) as made:
-        yield made
-        assert made.manifest.check() == []
+    with quire.open(path, settings=SETTINGS) as store:
+        yield store
+        assert store.manifest.check() == []
 
 
 def rows(store: Store, db_id: int) -> dict[int, LsmTableRecord]:
@@ -41,12 +41,12 @@ def rows(store: Store, db_id: int) -> dict[int, LsmTableRecord]:
 def filled(store: Store, name: str = "cart") -> tuple[Kv, int]:
     kv = store.kv(name, create=True)
     for number in range(3):
-        kv.write({b"%d" % each: b"v%d" % number for each in range(50)})
+        kv.write({b"%d" % i: b"v%d" % number for i in range(50)})
         kv.flush()
     return kv, store.database(name).db_id
 
 
-def test_rows_follow_flushes_compactions_and_the_end(store: Store) -> None:
+def test_rows_follow_flushes_compactions_and_the_drop(store: Store) -> None:
     kv, db_id = filled(store)
     assert rows(store, db_id) == {table.meta.sst_id: record_of(table) for table in kv.view.levels}
     assert len(rows(store, db_id)) == 3
@@ -59,18 +59,18 @@ def test_rows_follow_flushes_compactions_and_the_end(store: Store) -> None:
     assert rows(store, db_id) == {}
 
 
-def test_what_lmdb_missed_is_folded_at_the_next_opening(path: Path) -> None:
+def test_rows_that_lmdb_missed_are_folded_at_the_next_open(path: Path) -> None:
     with quire.open(path, settings=SETTINGS) as store:
         kv, db_id = filled(store)
-        kv.projection = None  # as if the process had died between the event and the row, again and again
+        kv.projection = None  # as if every process had died between the event and the row
         kv.put(b"more", b"1")
         kv.compact()
         missed = rows(store, db_id)
-        live = {table.meta.sst_id for table in kv.view.levels}
-        assert missed.keys() != live
+        live_ids = {table.meta.sst_id for table in kv.view.levels}
+        assert missed.keys() != live_ids
     with quire.open(path, settings=SETTINGS) as store:
         kv = store.kv("cart")
-        assert rows(store, db_id).keys() == {table.meta.sst_id for table in kv.view.levels} == live
+        assert rows(store, db_id).keys() == {table.meta.sst_id for table in kv.view.levels} == live_ids
         assert list(problems(kv)) == []
 
 
@@ -80,26 +80,26 @@ def test_folding_again_changes_nothing(store: Store) -> None:
     for _ in range(3):
         KvProjection(store.manifest, db_id).fold(lambda: kv.view.levels, kv.ends)
         kv.fold()
-    assert store.manifest.feed.head() == head, "of what is equal there is no operation"
+    assert store.manifest.feed.head() == head, "no operation is submitted for equal rows"
     before = rows(store, db_id)
     op = FoldLsm(db_id, list(before.items()), [99])
     store.manifest.submit([op, op]).result()
     assert rows(store, db_id) == before
 
 
-def test_verify_says_what_lmdb_has_otherwise(store: Store) -> None:
+def test_verify_reports_differences_in_lmdb(store: Store) -> None:
     kv, db_id = filled(store)
     (first, second, _) = rows(store, db_id)
-    wrong = LsmTableRecord(9, 9, 9, 9, 9, 9)
-    store.manifest.submit([FoldLsm(db_id, [(second, wrong), (77, wrong)], [first])]).result()
-    found = [str(each) for each in problems(kv)]
-    assert [each.partition(":")[0] for each in found] == ["V7"] * 3
-    assert f"no row for table {first}" in found[0]
-    assert f"table {second} otherwise" in found[1]
-    assert "table 77, which is not live" in found[2]
+    wrong_row = LsmTableRecord(9, 9, 9, 9, 9, 9)
+    store.manifest.submit([FoldLsm(db_id, [(second, wrong_row), (77, wrong_row)], [first])]).result()
+    messages = [str(problem) for problem in problems(kv)]
+    assert [message.partition(":")[0] for message in messages] == ["V7"] * 3
+    assert f"no row for table {first}" in messages[0]
+    assert f"table {second} otherwise" in messages[1]
+    assert "table 77, which is not live" in messages[2]
 
 
-def test_a_fold_that_fails_keeps_nobody_from_writing(
+def test_a_failed_fold_does_not_prevent_writes(
     store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kv, db_id = filled(store)
@@ -115,10 +115,10 @@ def test_a_fold_that_fails_keeps_nobody_from_writing(
     assert len(rows(store, db_id)) == 3
     kv.put(b"b", b"1")
     kv.flush()
-    assert len(rows(store, db_id)) == 5, "the next one brings what was missed"
+    assert len(rows(store, db_id)) == 5, "the next fold includes the missed rows"
 
 
-def test_long_keys_are_cut_and_other_kinds_are_refused(store: Store) -> None:
+def test_long_keys_are_truncated_and_other_kinds_are_refused(store: Store) -> None:
     kv = store.kv("long", create=True)
     kv.put(b"k" * 60_000, b"")
     kv.flush()
@@ -129,7 +129,7 @@ def test_long_keys_are_cut_and_other_kinds_are_refused(store: Store) -> None:
         store.manifest.submit([FoldLsm(store.database("shop").db_id, [])]).result()
 
 
-def test_a_fork_has_rows_of_its_own_once_it_is_opened(store: Store) -> None:
+def test_a_fork_has_its_own_rows_once_it_is_opened(store: Store) -> None:
     kv, _ = filled(store)
     fork = store.fork("cart", "trial")
     assert len(store.kv("trial").view.levels) == len(rows(store, fork.db_id)) == 3

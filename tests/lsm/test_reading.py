@@ -1,4 +1,4 @@
-"""Readers beside writers: what a scan and a snapshot see, what they wait for, and what is let go behind them."""
+"""Concurrent readers and writers: what a scan and a snapshot see, what they wait for, and what is released after them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from quire.core.errors import InvalidInput
 from quire.durable.failpoints import armed
-from tests.lsm.worlds import TINY, assert_sound, open_kv
+from tests.lsm.kv_helpers import TINY, assert_sound, open_kv
 from tests.manifest.helpers import eventually
 
 
 def test_scans_and_snapshots_do_not_wait_behind_a_stalled_writer(tmp_path: Path) -> None:
-    """The writer waits for a flush that does not end, and a reader used to wait for the writer."""
+    """The writer waits for a flush that does not end; readers used to wait for the writer."""
     entered, go_on = threading.Event(), threading.Event()
 
     def stall(_: str) -> None:
@@ -57,7 +57,7 @@ def test_scans_and_snapshots_do_not_wait_behind_a_stalled_writer(tmp_path: Path)
         assert_sound(kv)
 
 
-def test_snapshots_do_not_wait_behind_a_write_that_the_disk_does_not_finish(tmp_path: Path) -> None:
+def test_snapshots_do_not_wait_behind_a_write_that_hangs_on_the_disk(tmp_path: Path) -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     def stall(_: str) -> None:
@@ -66,27 +66,27 @@ def test_snapshots_do_not_wait_behind_a_write_that_the_disk_does_not_finish(tmp_
 
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
-        with armed("lsm.freeze.created", stall):  # with the write lock
+        with armed("lsm.freeze.created", stall):  # while holding the write lock
             flusher = threading.Thread(target=kv.flush)
             flusher.start()
             try:
                 entered.wait()
-                taken = list[bytes | None]()
+                values = list[bytes | None]()
 
                 def read() -> None:
                     with kv.snapshot() as snapshot:
-                        taken.append(snapshot.get(b"a"))
+                        values.append(snapshot.get(b"a"))
 
                 reader = threading.Thread(target=read, daemon=True)
                 reader.start()
                 reader.join(60)
-                assert taken == [b"1"]
+                assert values == [b"1"]
             finally:
                 go_on.set()
                 flusher.join()
 
 
-def test_a_scan_sees_the_moment_of_its_call(tmp_path: Path) -> None:
+def test_a_scan_sees_the_state_at_its_call(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
         pairs, batches = kv.scan(), kv.scan_batches()
@@ -95,29 +95,29 @@ def test_a_scan_sees_the_moment_of_its_call(tmp_path: Path) -> None:
         assert list(pairs) == [(b"a", b"1")]
         assert [batch.num_rows for batch in batches] == [1]
         assert list(kv.scan()) == [(b"a", b"2"), (b"b", b"3")]
-        kv.scan()  # one that is never begun holds nothing for long
+        kv.scan()  # a scan that is never started must not hold a view
         gc.collect()
         assert kv.snapshots.lsns() == ()
 
 
-def test_compacting_reclaims_what_closed_snapshots_held(tmp_path: Path) -> None:
+def test_compaction_reclaims_what_closed_snapshots_held(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"old" * 100)
         with kv.snapshot():
             kv.put(b"a", b"new")
             kv.compact()
             assert kv.stats().rows == 2
-    with open_kv(tmp_path) as kv:  # what is known of the tables is in their files
+    with open_kv(tmp_path) as kv:  # statistics of tables are read from their files
         kv.compact()
         assert kv.stats().rows == 1
         assert kv.get(b"a") == b"new"
         compactions = kv.stats().compactions
         kv.compact()
-        assert kv.stats().compactions == compactions, "there was nothing left to reclaim"
+        assert kv.stats().compactions == compactions, "nothing was left to reclaim"
         assert_sound(kv)
 
 
-def test_none_is_no_value(tmp_path: Path) -> None:
+def test_none_is_not_a_value(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
         kv.put(b"a", b"1")
         with pytest.raises(InvalidInput, match="`delete`"):
@@ -143,14 +143,14 @@ def test_any_bytes_like_key_works_everywhere(tmp_path: Path, kind: Callable[[byt
             kv.flush()
         kv.delete(kind(b"a"))
         assert kv.get(b"a") is None
-        for wrong in ("a", 3, None):
+        for key in ("a", 3, None):
             with pytest.raises(InvalidInput):
-                kv.get(wrong)  # type: ignore[arg-type]
+                kv.get(key)  # type: ignore[arg-type]
 
 
 def test_the_manifests_version_rises_with_every_change(tmp_path: Path) -> None:
     with open_kv(tmp_path) as kv:
-        seen = [kv.stats().manifest_version]
+        versions = [kv.stats().manifest_version]
         steps: list[Callable[[], None]] = [
             partial(kv.put, b"a", b"1"),
             kv.flush,
@@ -160,7 +160,9 @@ def test_the_manifests_version_rises_with_every_change(tmp_path: Path) -> None:
         ]
         for step in steps:
             step()
-            seen.append(kv.stats().manifest_version)
-        assert seen[0] == seen[1] < seen[2] == seen[3] < seen[4] < seen[5], "writes are no changes of the manifest"
+            versions.append(kv.stats().manifest_version)
+        assert versions[0] == versions[1] < versions[2] == versions[3] < versions[4] < versions[5], (
+            "writes do not change the manifest"
+        )
     with open_kv(tmp_path) as kv:
-        assert kv.stats().manifest_version >= seen[-1]
+        assert kv.stats().manifest_version >= versions[-1]

@@ -1,4 +1,4 @@
-"""A key-value set is set back in place: as a new version, undoable, and whole wherever a process is killed."""
+"""A key-value set is rolled back in place: as a new version, undoable, and atomic wherever the process is killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.core.errors import InvalidInput, ReadOnly, UnknownSnapshot
 from quire.durable.failpoints import armed
 from quire.manifest.records import AuditAction
 from quire.testing.manifest import assert_clean
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 from tests.sqlite.killed import SETTINGS
 
 DONE = "lsm.rollback.published"
@@ -22,63 +22,63 @@ POINTS = ("lsm.copy.linked", "manifest.commit.durable", "lsm.rollback.kept", DON
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[quire.Store]:
-    with quire.open(tmp_path / "store", settings=SETTINGS) as made:
-        yield made
-        assert_clean(made.manifest)
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        yield store
+        assert_clean(store.manifest)
 
 
 def content(store: quire.Store) -> dict[bytes, bytes]:
     return dict(store.kv("cart").scan())
 
 
-def test_what_happened_since_is_undone_and_the_undoing_too(store: quire.Store) -> None:
+def test_a_rollback_undoes_later_writes_and_can_be_undone(store: quire.Store) -> None:
     cart = store.kv("cart", create=True)
     cart.write({b"ann": b"1", b"bob": b"2", b"cyd": b"3"})
     store.snapshot("cart", "monday")
     monday = content(store)
     cart.write({b"ann": b"9", b"bob": None, b"dan": b"4"})
     later = content(store)
-    done = store.rollback("cart", to="monday")
+    result = store.rollback("cart", to="monday")
     assert content(store) == monday
-    assert (done.changed_keys, done.changed_pages, done.lsn > done.before_lsn >= done.to_lsn) == (3, 0, True)
+    assert (result.changed_keys, result.changed_pages, result.lsn > result.before_lsn >= result.to_lsn) == (3, 0, True)
     again = store.rollback("cart", to="monday")
     assert (again.changed_keys, again.snapshot) == (0, "")
-    assert [info.name for info in store.manifest.snapshots.of("cart")] == ["monday", done.snapshot]
+    assert [info.name for info in store.manifest.snapshots.of("cart")] == ["monday", result.snapshot]
     cart.put(b"eve", b"5")
-    assert store.rollback("cart", to=done.snapshot).changed_keys == 4
+    assert store.rollback("cart", to=result.snapshot).changed_keys == 4
     assert content(store) == later
-    noted = [entry.action for entry in store.manifest.audit(done.db_id)]
-    assert noted.count(AuditAction.ROLLED_BACK) == 2
+    actions = [entry.action for entry in store.manifest.audit(result.db_id)]
+    assert actions.count(AuditAction.ROLLED_BACK) == 2
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_any_history_is_set_back(store: quire.Store, seed: int) -> None:
+def test_any_history_is_rolled_back(store: quire.Store, seed: int) -> None:
     rng, cart = random.Random(seed), store.kv("cart", create=True)
-    kept: dict[str, dict[bytes, bytes]] = {}
+    contents: dict[str, dict[bytes, bytes]] = {}
     for step in range(40):
         keys = [b"%03d" % rng.randrange(60) for _ in range(rng.randrange(1, 30))]
         cart.write({key: None if rng.random() < 0.3 else rng.randbytes(rng.choice((0, 5, 3_000))) for key in keys})
         match rng.randrange(8):
             case 0:
                 store.snapshot("cart", f"at-{step}")
-                kept[f"at-{step}"] = content(store)
+                contents[f"at-{step}"] = content(store)
             case 1:
                 cart.flush()
             case 2:
                 cart.compact()
-            case 3 if kept:
-                name, before = rng.choice(sorted(kept)), content(store)
-                done = store.rollback("cart", to=name)
-                assert content(store) == kept[name]
-                if done.snapshot:
-                    kept[done.snapshot] = before
+            case 3 if contents:
+                name, before = rng.choice(sorted(contents)), content(store)
+                result = store.rollback("cart", to=name)
+                assert content(store) == contents[name]
+                if result.snapshot:
+                    contents[result.snapshot] = before
     store.kvs.close_database("cart")
-    for name in sorted(kept):
+    for name in sorted(contents):
         store.rollback("cart", to=name)
-        assert content(store) == kept[name]
+        assert content(store) == contents[name]
 
 
-def test_what_is_written_meanwhile_stays(store: quire.Store) -> None:
+def test_writes_during_a_rollback_are_kept(store: quire.Store) -> None:
     cart = store.kv("cart", create=True)
     cart.write({b"ann": b"1", b"bob": b"2"})
     store.snapshot("cart", "monday")
@@ -92,7 +92,7 @@ def test_what_is_written_meanwhile_stays(store: quire.Store) -> None:
     assert content(store) == {b"ann": b"new", b"bob": b"2", b"dan": b"new"}
 
 
-def test_an_attempt_that_fails_leaves_nothing(store: quire.Store) -> None:
+def test_a_failed_rollback_leaves_nothing(store: quire.Store) -> None:
     cart = store.kv("cart", create=True)
     cart.put(b"ann", b"1")
     store.snapshot("cart", "monday")
@@ -122,17 +122,19 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
         monday = content(store)
         cart.write({b"ann": b"9", b"bob": None, b"dan": b"4"})
         later = content(store)
-    with Nursery("tests.lsm.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as nursery:
+    with ForkServer("tests.lsm.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as fork_server:
         for point in POINTS:
-            if nursery.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
+            if fork_server.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
                 killed.add(point)
             with quire.open(root, settings=SETTINGS) as store:
                 assert_clean(store.manifest)
-                kept = [info.name for info in store.manifest.snapshots.of("cart") if info.name != "monday"]
-                if content(store) == monday:  # as far as the publication came: what was before is kept, and comes back
-                    store.rollback("cart", to=kept[-1])
+                snapshots = [info.name for info in store.manifest.snapshots.of("cart") if info.name != "monday"]
+                if (
+                    content(store) == monday
+                ):  # the rollback was published: the former content is kept as a snapshot and can be restored
+                    store.rollback("cart", to=snapshots[-1])
                 assert content(store) == later, point
-                assert point != DONE or kept, "it was published"
+                assert point != DONE or snapshots, "a published rollback keeps a snapshot"
                 for info in store.manifest.snapshots.of("cart"):
                     if info.name != "monday":
                         store.manifest.snapshots.drop("cart", info.snapshot_id)

@@ -1,7 +1,7 @@
-"""The key-value manifest document table by table, in its order: each row is a test, or names the test that is it.
+"""The key-value manifest document, table by table, in its order: each row has a test here or names a test elsewhere.
 
-Headings are the document's. Where a row has a test of its own elsewhere, `ELSEWHERE` names it, and a test sees to it
-that the name is there: read the two side by side.
+Headings are the document's. `ELSEWHERE` maps a row to the test that covers it in another file, and a test checks that
+it exists.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from quire.lsm.manifest_data import (
     kind_of,
 )
 from quire.lsm.manifest_format import decode_event, decode_snapshot
+from tests.lsm.kv_helpers import open_kv
 from tests.lsm.manifests import entry, fill, home_in, read_back
-from tests.lsm.worlds import open_kv
 
 ELSEWHERE = {
     "Event Types: Version": "test_manifest_data.test_version_sets_the_version",
     "Event Types: SetActiveWal": "test_manifest_data.test_set_active_wal_switches_and_takes_the_id_from_the_frozen_list",
     "Event Types: AddFrozenWal": "test_manifest_data.test_add_frozen_wal_adds_once",
     "Event Types: RemoveFrozenWal": "test_manifest_data.test_remove_frozen_wal_removes",
-    "Event Types: AddSst": "test_manifest_data.test_add_sst_skips_an_id_that_is_there",
+    "Event Types: AddSst": "test_manifest_data.test_add_sst_skips_an_existing_id",
     "Event Types: RemoveSst": "test_manifest_data.test_remove_sst_removes_by_id",
     "Event Types: UpdateLsn": "test_manifest_data.test_update_lsn_only_advances",
     "Event Types: AllocateSstId": "test_manifest_data.test_allocate_sst_id_advances_past_the_id",
@@ -53,20 +53,20 @@ ELSEWHERE = {
     "Event Types: all application is idempotent": "test_manifest_data.test_replaying_any_prefix_twice_gives_the_same_state",
     "SSTable ID Allocation: unique across crashes": "test_manifest.test_ids_are_unique_across_crashes",
     "Atomic Compaction: all of it or nothing": (
-        "test_manifest_crash.test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_tried"
+        "test_manifest_crash.test_power_loss_at_any_call_gives_a_state_that_was_acknowledged_or_attempted"
     ),
     "Checkpoint: a crash between any two steps": (
         "test_manifest_crash.test_power_loss_between_any_two_steps_of_a_checkpoint_loses_nothing"
     ),
-    "Checkpoint: kill -9 there": "test_kill.test_killed_at_a_failpoint_everything_acknowledged_is_there",
+    "Checkpoint: kill -9 there": "test_kill.test_killed_at_a_failpoint_nothing_acknowledged_is_lost",
     "Checkpoint: corrupt snapshots are errors": "test_manifest.test_a_corrupt_snapshot_is_an_error_and_never_ignored",
-    "Concurrency: ManifestData, one mutex": "test_manifest.test_threads_may_call_it_at_once",
-    "File Layout": "test_manifest.test_the_file_layout_is_the_seeds",
+    "Concurrency: ManifestData, one mutex": "test_manifest.test_threads_can_use_a_manifest_concurrently",
+    "File Layout": "test_manifest.test_the_file_layout_is_that_of_the_design_document",
 }
 
 
 @pytest.mark.parametrize("row", ELSEWHERE)
-def test_a_row_has_the_test_that_is_named_for_it(row: str) -> None:
+def test_the_test_that_a_row_names_exists(row: str) -> None:
     module, name = ELSEWHERE[row].split(".")
     assert callable(getattr(importlib.import_module(f"tests.lsm.{module}"), name))
 
@@ -94,7 +94,7 @@ def test_every_field_of_an_entry(field: str, value: object) -> None:
 
 
 # ── Durability Model ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_log_holds_events_the_snapshot_all_data_and_recovery_is_both(tmp_path: Path) -> None:
+def test_recovery_applies_the_events_of_the_log_to_the_snapshot(tmp_path: Path) -> None:
     home = home_in(tmp_path)
     with Manifest.open(OsDisk(), home) as manifest:
         manifest.update_lsn(5)
@@ -102,7 +102,10 @@ def test_the_log_holds_events_the_snapshot_all_data_and_recovery_is_both(tmp_pat
         manifest.update_lsn(6)
     snapshot = decode_snapshot(read_all(OsDisk(), home.manifest_snapshot), home.manifest_snapshot)
     assert snapshot.manifest_data.last_lsn == 5
-    assert [decode_event(each) for each in read_log(OsDisk(), home.manifest_log).payloads] == [Version(2), UpdateLsn(6)]
+    assert [decode_event(payload) for payload in read_log(OsDisk(), home.manifest_log).payloads] == [
+        Version(2),
+        UpdateLsn(6),
+    ]
     assert read_back(home).last_lsn == 6
 
 
@@ -122,47 +125,50 @@ MUTATIONS: dict[str, tuple[Callable[[Manifest], object], tuple[ManifestEvent, ..
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_is_appended_then_synced_then_applied(tmp_path: Path, name: str) -> None:
-    """The version comes with every change, and first."""
-    act, expected = MUTATIONS[name]
-    home, seen = home_in(tmp_path), list[tuple[str, int, bool]]()
+    """Every change begins with its version."""
+    mutate, expected = MUTATIONS[name]
+    home, observed = home_in(tmp_path), list[tuple[str, int, bool]]()
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
         if name != "set_version":
             expected = (Version(manifest.version + 1), *expected)
-        before, there = manifest.state(), len(read_log(OsDisk(), home.manifest_log).payloads)
+        before, logged_before = manifest.state(), len(read_log(OsDisk(), home.manifest_log).payloads)
 
-        def look(point: str) -> None:
-            logged = len(read_log(OsDisk(), home.manifest_log).payloads) - there
-            seen.append((point, logged, manifest.state() == before))
+        def observe(point: str) -> None:
+            logged = len(read_log(OsDisk(), home.manifest_log).payloads) - logged_before
+            observed.append((point, logged, manifest.state() == before))
 
-        with armed("lsm.manifest.appended", look), armed("lsm.manifest.synced", look):
-            act(manifest)
-        assert seen == [("lsm.manifest.appended", len(expected), True), ("lsm.manifest.synced", len(expected), True)]
+        with armed("lsm.manifest.appended", observe), armed("lsm.manifest.synced", observe):
+            mutate(manifest)
+        assert observed == [
+            ("lsm.manifest.appended", len(expected), True),
+            ("lsm.manifest.synced", len(expected), True),
+        ]
         assert manifest.state() == before.copy().apply_all(expected)
-    events = [decode_event(each) for each in read_log(OsDisk(), home.manifest_log).payloads]
-    assert tuple(events[there:]) == expected
+    events = [decode_event(payload) for payload in read_log(OsDisk(), home.manifest_log).payloads]
+    assert tuple(events[logged_before:]) == expected
 
 
 # ── Checkpoint (Snapshotting) ─────────────────────────────────────────────────────────────────────────────────────────
-def test_the_nine_steps_of_a_checkpoint_in_their_order(tmp_path: Path) -> None:
-    home, seen = home_in(tmp_path), list[tuple[str, bool, bool, bool]]()
+def test_the_nine_steps_of_a_checkpoint_are_in_order(tmp_path: Path) -> None:
+    home, observed = home_in(tmp_path), list[tuple[str, bool, bool, bool]]()
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
 
-        def look(point: str) -> None:
+        def observe(point: str) -> None:
             temporary, snapshot = (os.path.exists(home.manifest_snapshot + end) for end in (".tmp", ""))
             logged = bool(read_log(OsDisk(), home.manifest_log).payloads)
-            seen.append((point.rpartition(".")[2], temporary, snapshot, logged))
+            observed.append((point.rpartition(".")[2], temporary, snapshot, logged))
 
         points = ("begun", "built", "written", "synced", "renamed", "named", "truncated")
-        with_all = [armed(f"lsm.checkpoint.{point}", look) for point in points]
-        for each in with_all:
-            each.__enter__()
+        failpoints = [armed(f"lsm.checkpoint.{point}", observe) for point in points]
+        for failpoint in failpoints:
+            failpoint.__enter__()
         manifest.checkpoint()
-        for each in with_all:
-            each.__exit__(None, None, None)
+        for failpoint in failpoints:
+            failpoint.__exit__(None, None, None)
         assert not manifest.state().dirty, "step 9"
-    assert seen == [
+    assert observed == [
         ("begun", False, False, True),
         ("built", False, False, True),  # steps 1 to 3: serialised, CRC32, the final snapshot
         ("written", True, False, True),  # 4
@@ -175,29 +181,29 @@ def test_the_nine_steps_of_a_checkpoint_in_their_order(tmp_path: Path) -> None:
 
 # ── Concurrency ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_manifest_may_be_called_from_any_thread(tmp_path: Path) -> None:
-    home, taken = home_in(tmp_path), list[int]()
+    home, allocated = home_in(tmp_path), list[int]()
     with Manifest.open(OsDisk(), home) as manifest:
-        threads = [Thread(target=lambda: taken.append(manifest.allocate_sst_id())) for _ in range(12)]
+        threads = [Thread(target=lambda: allocated.append(manifest.allocate_sst_id())) for _ in range(12)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    assert sorted(taken) == list(range(1, 13))
+    assert sorted(allocated) == list(range(1, 13))
 
 
 # ── Integration with Engine ───────────────────────────────────────────────────────────────────────────────────────────
-def test_flush_compaction_and_recovery_as_the_engine_does_them(tmp_path: Path) -> None:
-    with open_kv(tmp_path, settings=LsmSettings()) as kv:  # no checkpoint takes the events away
+def test_the_engine_logs_flush_and_compaction_as_documented(tmp_path: Path) -> None:
+    with open_kv(tmp_path, settings=LsmSettings()) as kv:  # no checkpoint truncates the log
         log = kv.home.manifest_log
         for value in (b"1", b"2"):
             kv.put(b"k", value)
             kv.flush()
         kv.compact()
-        told = [type(decode_event(each)) for each in read_log(OsDisk(), log).payloads]
+        event_types = [type(decode_event(payload)) for payload in read_log(OsDisk(), log).payloads]
     flush = [AddSst, RemoveFrozenWal]
-    at = [number for number, each in enumerate(told) if each is AddSst]
-    assert [told[number : number + 2] for number in at] == [flush, flush]
-    assert told[-1] is Compaction
+    at = [number for number, event_type in enumerate(event_types) if event_type is AddSst]
+    assert [event_types[number : number + 2] for number in at] == [flush, flush]
+    assert event_types[-1] is Compaction
     with open_kv(tmp_path) as kv:
         assert kv.get(b"k") == b"2"
         assert len(kv.manifest.state().sstables) == len(os.listdir(f"{kv.home.path}/sst")) == 1
@@ -205,7 +211,7 @@ def test_flush_compaction_and_recovery_as_the_engine_does_them(tmp_path: Path) -
 
 # ── Error Handling ────────────────────────────────────────────────────────────────────────────────────────────────────
 def _wal(base: Path) -> None:
-    """The log's first record is damaged, and a later one proves that it was synced."""
+    """The first record of the log is damaged, and a later one proves that it was synced."""
     home = home_in(base)
     with Manifest.open(OsDisk(), home) as manifest:
         fill(manifest)
@@ -218,7 +224,7 @@ def _wal(base: Path) -> None:
 def _io(base: Path) -> None:
     home = home_in(base)
     with Manifest.open(OsDisk(), home) as manifest:
-        os.mkdir(home.manifest_snapshot + ".tmp")  # what the snapshot is to be written to cannot be opened
+        os.mkdir(home.manifest_snapshot + ".tmp")  # the temporary file of the snapshot cannot be opened
         manifest.checkpoint()
 
 
@@ -238,7 +244,7 @@ def _checksum(base: Path) -> None:
 
 def _internal(base: Path) -> None:
     with Manifest.open(OsDisk(), home_in(base)) as manifest:
-        manifest.add_sst(entry(7))  # an id that nobody was given
+        manifest.add_sst(entry(7))  # an id that was never allocated
 
 
 @pytest.mark.parametrize(

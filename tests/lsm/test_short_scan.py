@@ -1,4 +1,4 @@
-"""Short scans and gets of many keys: the same rows as Arrow's merge and as a plain search, whatever is where."""
+"""Short scans and reads of many keys: the same rows as Arrow's merge and as a linear search, wherever the rows are."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.memtable import RECENT_KEYS, Memtable
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import Frozen, KvView, Levels, prefix_end
+from tests.lsm.kv_helpers import TINY, open_kv
 from tests.lsm.tables import Row, in_order, make_table, newest
-from tests.lsm.worlds import TINY, open_kv
 
 TABLES, FROZEN, LIVE = range(1, 21), range(21, 26), range(26, 31)
-"""Lsns of what is in tables, in a frozen memtable, in the memtable."""
+"""The lsns in tables, in a frozen memtable, and in the memtable."""
 KEYS = st.one_of(
     st.integers(0, 30).map(lambda n: b"k%02d" % n), st.sampled_from([b"", b"k", b"k0", b"\xff", b"\xff\xff"])
 )
@@ -35,18 +35,19 @@ BLOCKS = st.sampled_from([64, 256, 4096])
 
 
 def layered(directory: str, rows: Sequence[Row], block_bytes: int, cache: BlockCache | None) -> KvView:
-    """The rows where a database could have them: two tables of level 0, two deeper levels of tables with disjoint ranges,
-    two memtables. Which table a row is in does not depend on its lsn, as after bulk loads."""
+    """The rows in a possible layout: two tables of level 0, two deeper levels with disjoint tables, two memtables. As
+    after bulk loads, the table of a row does not depend on its lsn.
+    """
     options, tables = TableOptions(block_bytes=block_bytes), list[SSTable]()
     stored = [row for row in rows if row[1] in TABLES]
-    for place in range(4):
-        mine = in_order(row for row in stored if (row[1] + len(row[0])) % 4 == place)
+    for i in range(4):
+        mine = in_order(row for row in stored if (row[1] + len(row[0])) % 4 == i)
         half = len(mine) // 2
         while 0 < half < len(mine) and mine[half][0] == mine[half - 1][0]:
             half += 1
-        for part in (mine,) if place < 2 else (mine[:half], mine[half:]):
+        for part in (mine,) if i < 2 else (mine[:half], mine[half:]):
             if part:
-                level = max(0, place - 1)
+                level = max(0, i - 1)
                 number = len(tables) + 1
                 tables.append(make_table(directory, part, sst_id=number, level=level, options=options, cache=cache))
     memtables = [Memtable(), Memtable()]
@@ -66,7 +67,7 @@ def layered(directory: str, rows: Sequence[Row], block_bytes: int, cache: BlockC
     BLOCKS,
     st.booleans(),
 )
-def test_all_ways_of_reading_see_the_same(
+def test_all_ways_of_reading_return_the_same_rows(
     history: dict[tuple[bytes, int], bytes | None],
     lsn: int,
     hidden: frozenset[int],
@@ -76,9 +77,9 @@ def test_all_ways_of_reading_see_the_same(
     cached: bool,
 ) -> None:
     rows = [(key, at, value) for (key, at), value in history.items()]
-    seen = [row for row in rows if row[1] not in hidden]
+    visible = [row for row in rows if row[1] not in hidden]
     names = sorted({key for key, _, _ in rows})
-    state = {key: version[1] for key in names if (version := newest(seen, key, lsn)) and version[1] is not None}
+    state = {key: version[1] for key in names if (version := newest(visible, key, lsn)) and version[1] is not None}
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(view, "FIRST_ROWS", first_rows)
         patch.setattr(view, "SHORT_ROWS", first_rows * 7)  # two windows, then Arrow
@@ -90,9 +91,9 @@ def test_all_ways_of_reading_see_the_same(
                 batches = database.scan(low, high, lsn, hidden=hidden, reverse=reverse)
                 rows_of_arrow = [(row["key"], row["value"]) for batch in batches for row in batch.to_pylist()]
                 assert pairs == rows_of_arrow == (expected[::-1] if reverse else expected)
-        asked = [*names, b"nothing"]
-        assert database.get_many(asked, lsn, hidden) == [state.get(key) for key in asked]
-        assert [database.get(key, lsn, hidden) for key in asked] == [state.get(key) for key in asked]
+        keys_read = [*names, b"nothing"]
+        assert database.get_many(keys_read, lsn, hidden) == [state.get(key) for key in keys_read]
+        assert [database.get(key, lsn, hidden) for key in keys_read] == [state.get(key) for key in keys_read]
         for table in database.levels:
             table.close()
 
@@ -100,27 +101,27 @@ def test_all_ways_of_reading_see_the_same(
 @given(st.lists(KEYS), KEYS, st.one_of(st.none(), KEYS), st.integers(1, 5))
 def test_a_span_has_all_rows_of_its_keys(names: list[bytes], low: bytes, high: bytes | None, rows: int) -> None:
     keys = sorted(names)
-    inside = [key for key in keys if low <= key and (high is None or key < high)]
+    expected_keys = [key for key in keys if low <= key and (high is None or key < high)]
     start, end, is_more = short_scan.span(keys, low, high, rows)
-    assert (keys[start:end] + ([keys[end]] if is_more else [])) == inside[: end - start + is_more]
-    assert is_more == (end - start < len(inside))
+    assert (keys[start:end] + ([keys[end]] if is_more else [])) == expected_keys[: end - start + is_more]
+    assert is_more == (end - start < len(expected_keys))
     assert not is_more or (end - start >= rows and keys[end] != keys[end - 1])
     start, end, is_more = short_scan.span_before(keys, low, high, rows)
-    assert keys[start:end] == inside[len(inside) - (end - start) :]
-    assert is_more == (end - start < len(inside))
+    assert keys[start:end] == expected_keys[len(expected_keys) - (end - start) :]
+    assert is_more == (end - start < len(expected_keys))
     assert not is_more or (end - start >= rows and keys[start] != keys[start - 1])
 
 
 def test_a_short_scan_reads_a_block_and_no_arrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule: the first rows come from windows, the others from Arrow."""
+    """The first rows come from windows, the others from Arrow."""
     scanned = list[tuple[bytes, bytes | None]]()
     original = KvView.scan
 
-    def watched(self: KvView, low: bytes, high: bytes | None, *args: object, **options: object) -> object:
+    def recording(self: KvView, low: bytes, high: bytes | None, *args: object, **options: object) -> object:
         scanned.append((low, high))
         return original(self, low, high, *args, **options)  # type: ignore[arg-type]  # passed on as it came
 
-    monkeypatch.setattr(KvView, "scan", watched)
+    monkeypatch.setattr(KvView, "scan", recording)
     settings = msgspec.structs.replace(TINY, block_bytes=4_096, table_bytes=20_000)
     with open_kv(tmp_path, settings=settings) as kv:
         kv.write({b"%05d" % n: b"v" for n in range(2_000)})
@@ -137,7 +138,7 @@ def test_a_short_scan_reads_a_block_and_no_arrow(tmp_path: Path, monkeypatch: py
         assert kv.snapshots.lsns() == ()
 
 
-def test_many_keys_are_read_as_of_one_moment(tmp_path: Path) -> None:
+def test_many_keys_are_read_from_one_version(tmp_path: Path) -> None:
     """A batch is atomic for `get_many`, as it is for scans."""
     with open_kv(tmp_path) as kv:
         names = [b"%03d" % n for n in range(50)]
@@ -167,7 +168,7 @@ def test_many_keys_are_read_as_of_one_moment(tmp_path: Path) -> None:
 
 
 def test_a_memtable_takes_keys_between_scans(tmp_path: Path) -> None:
-    """A scan after each write sees it; keys that came last are kept in a list of their own."""
+    """A scan after each write includes it; the newest keys are kept in a separate list."""
     memtable, count = Memtable(), 3 * RECENT_KEYS
     for number in range(count):
         memtable.put_all(number + 1, {b"%05d" % (number * 7919 % count): b"v"}, 0, 0)
@@ -179,7 +180,7 @@ def test_a_memtable_takes_keys_between_scans(tmp_path: Path) -> None:
 
 
 # ── cache ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_block_that_is_used_survives_others_that_are_not(tmp_path: Path) -> None:
+def test_a_used_block_stays_in_the_cache_longer_than_unused_ones(tmp_path: Path) -> None:
     rows: list[Row] = [(b"%05d" % n, n + 1, b"v" * 20) for n in range(2_000)]
     cache = BlockCache(40_000)
     table = make_table(tmp_path, rows, cache=cache)
@@ -195,7 +196,7 @@ def test_a_block_that_is_used_survives_others_that_are_not(tmp_path: Path) -> No
     assert (len(cache), cache.used_bytes) == (0, 0)
 
 
-def test_threads_that_bring_the_same_block_keep_one(tmp_path: Path) -> None:
+def test_threads_that_load_the_same_block_cache_one(tmp_path: Path) -> None:
     cache = BlockCache(MIB)
     table = make_table(tmp_path, [(b"a", 1, b"v")], cache=cache)
     first, second = table.block(0), table.block(0)
@@ -205,8 +206,8 @@ def test_threads_that_bring_the_same_block_keep_one(tmp_path: Path) -> None:
     table.close()
 
 
-def test_keys_that_are_not_there_need_no_block(tmp_path: Path) -> None:
-    """The filter is asked when the block is not in memory; the few keys that it cannot deny load one."""
+def test_missing_keys_need_no_block(tmp_path: Path) -> None:
+    """The filter is used when the block is not in memory; only its false positives load a block."""
     with open_kv(tmp_path, settings=TINY) as kv:
         kv.write({b"%04d" % n: b"v" for n in range(0, 400, 2)})
         kv.compact()

@@ -1,4 +1,4 @@
-"""Tables: what is written is read, by key and by range; what was altered raises; Arrow reads them too."""
+"""Tables: rows are read by key and by range; altered bytes are an error; Arrow can read the files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def numbered(count: int) -> list[Row]:
 
 
 @given(ROWS, st.integers(1, 5), st.sampled_from(["lz4", "zstd", "none"]), st.booleans())
-def test_rows_are_read_as_they_were_written(rows: list[Row], pieces: int, compression: str, cached: bool) -> None:
+def test_rows_round_trip(rows: list[Row], pieces: int, compression: str, cached: bool) -> None:
     options = TableOptions(block_bytes=128, compression=compression)
     cache: BlockCache | None = BlockCache(20_000) if cached else None
     with tempfile.TemporaryDirectory() as directory:
@@ -73,8 +73,8 @@ def test_no_key_spans_two_blocks(tmp_path: Path) -> None:
     rows = in_order((b"k%d" % (n // 40), n, b"v" * 30) for n in range(400))
     table = make_table(tmp_path, rows, pieces=13)
     assert len(table.meta.blocks) == 10
-    seen = [{key for key, _, _ in rows_of([batch])} for batch in table.batches()]
-    assert all(not a & b for a, b in zip(seen, seen[1:]))  # noqa: RUF007
+    keys_of_blocks = [{key for key, _, _ in rows_of([batch])} for batch in table.batches()]
+    assert all(not a & b for a, b in zip(keys_of_blocks, keys_of_blocks[1:]))  # noqa: RUF007
     assert list(table.verify()) == []
 
 
@@ -90,9 +90,9 @@ def test_arrow_reads_the_file_as_its_own(tmp_path: Path) -> None:
 def test_rows_out_of_order_are_refused() -> None:
     writer = TableWriter(1)
     writer.add(batch_of([(b"b", 5, b"")]))
-    for wrong in ((b"a", 9, b""), (b"b", 5, b""), (b"b", 6, b"")):
+    for row in ((b"a", 9, b""), (b"b", 5, b""), (b"b", 6, b"")):
         with pytest.raises(InternalError, match="out of order"):
-            writer.add(batch_of([wrong]))
+            writer.add(batch_of([row]))
     with pytest.raises(InternalError, match="must have rows"):
         TableWriter(1).finish()
 
@@ -107,33 +107,33 @@ def everything(path: str) -> list[Row]:
 
 def test_a_table_cut_anywhere_is_an_error(tmp_path: Path) -> None:
     path = make_table(tmp_path, numbered(60)).path
-    whole = Path(path).read_bytes()
-    for size in range(0, len(whole), 7):
-        Path(path).write_bytes(whole[:size])
+    original = Path(path).read_bytes()
+    for size in range(0, len(original), 7):
+        Path(path).write_bytes(original[:size])
         with pytest.raises(Corruption):
             everything(path)
 
 
-def test_an_altered_byte_is_found_wherever_we_read(tmp_path: Path) -> None:
-    """Whoever reads gets the rows that were written, or an error; never other rows."""
+def test_an_altered_byte_never_gives_other_rows(tmp_path: Path) -> None:
+    """A reader gets the rows that were written, or an error; never other rows."""
     rows = numbered(60)
     path = make_table(tmp_path, rows).path
-    whole = Path(path).read_bytes()
+    original = Path(path).read_bytes()
     unnoticed = 0
-    for position in range(0, len(whole), 19):
-        changed = bytearray(whole)
-        changed[position] ^= 0x10
-        Path(path).write_bytes(changed)
+    for position in range(0, len(original), 19):
+        damaged = bytearray(original)
+        damaged[position] ^= 0x10
+        Path(path).write_bytes(damaged)
         try:
             assert everything(path) == rows
             unnoticed += 1
         except Corruption:
             pass
-    # What nobody here reads: Arrow's first bytes and its footer, which `verify` looks at.
-    assert unnoticed < len(whole) / 19 / 2
+    # Not read here: Arrow's first bytes and its footer, which `verify` checks.
+    assert unnoticed < len(original) / 19 / 2
 
 
-def test_a_missing_and_a_swapped_table_are_named(tmp_path: Path) -> None:
+def test_a_missing_and_a_swapped_table_are_reported(tmp_path: Path) -> None:
     path = make_table(tmp_path, numbered(5), sst_id=2).path
     with pytest.raises(Corruption, match="a different table than its name says"):
         SSTable.open(OsDisk(), path, 3)
@@ -145,16 +145,16 @@ def test_a_missing_and_a_swapped_table_are_named(tmp_path: Path) -> None:
 
 def test_a_damaged_block_names_file_and_offset(tmp_path: Path) -> None:
     table = make_table(tmp_path, numbered(100))
-    place = table.meta.blocks[1]
+    block = table.meta.blocks[1]
     data = bytearray(Path(table.path).read_bytes())
-    data[place.offset + place.size // 2] ^= 1
+    data[block.offset + block.size // 2] ^= 1
     Path(table.path).write_bytes(data)
     with pytest.raises(ChecksumMismatch) as caught:
         list(table.verify())
-    assert (caught.value.where["path"], caught.value.where["offset"]) == (table.path, place.offset)
+    assert (caught.value.where["path"], caught.value.where["offset"]) == (table.path, block.offset)
 
 
-def test_a_newer_table_says_that_quire_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_table_is_reported_as_a_newer_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fmt, "VERSION", 2)
     path = f"{tmp_path}/1.sst"
     writer = TableWriter(1)
@@ -181,7 +181,7 @@ def test_a_table_that_cannot_be_written_leaves_no_file(tmp_path: Path, fault: Fa
 
 
 # ── cache and files ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_cache_keeps_to_its_bound(tmp_path: Path) -> None:
+def test_the_cache_stays_within_its_limit(tmp_path: Path) -> None:
     cache: BlockCache = BlockCache(30_000)
     table = make_table(tmp_path, numbered(2000), cache=cache)
     for key, _, _ in numbered(2000):
@@ -193,7 +193,7 @@ def test_the_cache_keeps_to_its_bound(tmp_path: Path) -> None:
     assert (len(cache), cache.used_bytes) == (0, 0)
 
 
-def test_ranges_of_batches_pass_the_cache_by(tmp_path: Path) -> None:
+def test_ranges_of_batches_bypass_the_cache(tmp_path: Path) -> None:
     cache: BlockCache = BlockCache(64 * MIB)
     table = make_table(tmp_path, numbered(500), cache=cache)
     table.rows_between(b"", None)
@@ -201,24 +201,24 @@ def test_ranges_of_batches_pass_the_cache_by(tmp_path: Path) -> None:
     assert len(cache) == 0
 
 
-def test_the_file_is_open_for_as_long_as_someone_can_read(tmp_path: Path) -> None:
+def test_the_file_stays_open_while_a_reader_needs_it(tmp_path: Path) -> None:
     table = make_table(tmp_path, numbered(50))
-    gone = list[str]()
-    table.call_when_unreferenced(lambda: gone.append("gone"))
+    removed = list[str]()
+    table.call_when_unreferenced(lambda: removed.append("gone"))
     reader = table.batches()
     next(reader)
     os.remove(table.path)
     del table
     gc.collect()
-    assert not gone
+    assert not removed
     assert len(list(reader)) > 0
     del reader
     gc.collect()
-    assert gone == ["gone"]
+    assert removed == ["gone"]
 
 
 # ── the page ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_page_lists_the_index_and_the_tail_as_they_are() -> None:
+def test_the_page_describes_the_index_and_the_tail() -> None:
     listed = re.findall(r"^\| index \| `(\w+)` \|", PAGE, re.MULTILINE)
     assert tuple(listed) == fmt.TableMeta.__struct_fields__
     listed = re.findall(r"^\| block \| `(\w+)` \|", PAGE, re.MULTILINE)

@@ -1,4 +1,6 @@
-"""The log's records, the memtable's versions and the merge, each against the slow and obvious way."""
+"""The records of the log, the versions of the memtable, and the merge, each compared with a slow and obvious
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ BATCHES = st.dictionaries(KEYS, VALUES, min_size=1, max_size=8)
 
 # ── log ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @given(st.integers(0, 2**64 - 1), BATCHES)
-def test_a_batch_is_read_as_it_was_written(lsn: int, items: dict[bytes, bytes | None]) -> None:
+def test_batches_round_trip(lsn: int, items: dict[bytes, bytes | None]) -> None:
     record = encode_batch(lsn, items)
     assert decode_batch(record, "", 0) == WalBatch(lsn, items, len(record))
     keyed = encode_batch(lsn, items, 7)
@@ -55,9 +57,9 @@ def test_keys_of_calls_are_carried_into_the_next_log() -> None:
 @given(BATCHES, st.data())
 def test_a_batch_that_was_cut_or_lengthened_is_corrupt(items: dict[bytes, bytes | None], data: st.DataObject) -> None:
     record = encode_batch(1, items)
-    changed = record[: data.draw(st.integers(0, len(record) - 1))] if data.draw(st.booleans()) else record + b"\0"
+    altered = record[: data.draw(st.integers(0, len(record) - 1))] if data.draw(st.booleans()) else record + b"\0"
     with pytest.raises(Corruption) as caught:
-        decode_batch(changed, "p", 5)
+        decode_batch(altered, "p", 5)
     assert caught.value.where["offset"] == 5
 
 
@@ -77,7 +79,7 @@ def test_the_example_on_the_page_is_what_the_code_writes() -> None:
     assert bytes.fromhex(" ".join(dump)) == encode_batch(7, {b"k": b"v", b"old": None})
 
 
-def test_names_are_the_stores() -> None:
+def test_file_names_are_those_of_the_store() -> None:
     home = LsmHome(lsm_home(7))
     assert home.manifest_log == LsmManifestLogFile(db_id=7).path
     assert home.manifest_snapshot == LsmManifestSnapshotFile(db_id=7).path
@@ -98,13 +100,13 @@ def test_names_are_the_stores() -> None:
 def test_a_memtable_keeps_what_snapshots_need(
     writes: list[tuple[dict[bytes, bytes | None], bool]], low: bytes, high: bytes | None
 ) -> None:
-    table, rows, held = Memtable(), list[Row](), 0
+    table, rows, snapshot_lsn = Memtable(), list[Row](), 0
     needed = list[int]()
     for lsn, (items, hold) in enumerate(writes, 1):
-        table.put_all(lsn, items, 0, held)
+        table.put_all(lsn, items, 0, snapshot_lsn)
         rows += [(key, lsn, value) for key, value in items.items()]
         if hold:
-            held = lsn
+            snapshot_lsn = lsn
             needed.append(lsn)
     for lsn in (*needed, 2**64 - 1):
         for key in {key for key, _, _ in rows} | {low}:
@@ -112,19 +114,19 @@ def test_a_memtable_keeps_what_snapshots_need(
     for freeze in (False, True, True):
         if freeze:
             table.freeze()
-        found = rows_of(table.rows_between(low, high))
-        assert found == in_order(found)
-        assert all(low <= key and (high is None or key < high) for key, _, _ in found)
-        inside = {key for key, _, _ in rows if low <= key and (high is None or key < high)}
-        assert {key for key, _, _ in found} == inside
+        rows_found = rows_of(table.rows_between(low, high))
+        assert rows_found == in_order(rows_found)
+        assert all(low <= key and (high is None or key < high) for key, _, _ in rows_found)
+        expected_keys = {key for key, _, _ in rows if low <= key and (high is None or key < high)}
+        assert {key for key, _, _ in rows_found} == expected_keys
         for lsn in (*needed, 2**64 - 1):
-            assert all(newest(found, key, lsn) == newest(rows, key, lsn) for key in inside)
+            assert all(newest(rows_found, key, lsn) == newest(rows, key, lsn) for key in expected_keys)
 
 
 # ── merge ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def split(rows: list[Row], ways: int, directory: str) -> list[object]:
-    """The rows as several tables."""
-    parts = [rows[start::ways] for start in range(ways)]
+def split(rows: list[Row], table_count: int, directory: str) -> list[object]:
+    """Divide the rows among several tables."""
+    parts = [rows[start::table_count] for start in range(table_count)]
     return [make_table(directory, part, sst_id=number + 1) for number, part in enumerate(parts) if part]
 
 
@@ -134,43 +136,41 @@ def test_a_scan_shows_the_newest_of_each_key(
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         batches = scan_parts(split(rows, ways, directory), low, high, lsn, reverse=reverse)  # type: ignore[arg-type]
-        found = [pair for batch in batches for pair in zip(*(column.to_pylist() for column in batch.columns))]
+        pairs = [pair for batch in batches for pair in zip(*(column.to_pylist() for column in batch.columns))]
     expected = []
     for key in sorted({key for key, _, _ in rows if low <= key and (high is None or key < high)}):
         version = newest(rows, key, lsn)
         if version is not None and version[1] is not None:
             expected.append((key, version[1]))
-    assert found == (expected[::-1] if reverse else expected)
+    assert pairs == (expected[::-1] if reverse else expected)
 
 
 @given(ROWS, st.integers(1, 4), st.lists(st.integers(0, 2**64 - 1), max_size=4), st.booleans())
-def test_a_compaction_changes_nothing_that_anyone_can_see(
-    rows: list[Row], ways: int, snapshots: list[int], bottom: bool
-) -> None:
+def test_a_compaction_changes_no_visible_row(rows: list[Row], ways: int, snapshots: list[int], bottom: bool) -> None:
     points = tuple(sorted({*snapshots}))
     retention = VersionRetention(snapshots=points, drop_tombstones_below=2**64 - 1 if bottom else 0)
     with tempfile.TemporaryDirectory() as directory:
-        kept = rows_of(compacted(split(rows, ways, directory), retention, part_bytes=100))  # type: ignore[arg-type]
-    assert kept == in_order(kept)
-    assert set(kept) <= set(rows)
+        kept_rows = rows_of(compacted(split(rows, ways, directory), retention, part_bytes=100))  # type: ignore[arg-type]
+    assert kept_rows == in_order(kept_rows)
+    assert set(kept_rows) <= set(rows)
     for lsn in (*points, 2**64 - 1):
         for key in {key for key, _, _ in rows}:
-            before, after = newest(rows, key, lsn), newest(kept, key, lsn)
+            before, after = newest(rows, key, lsn), newest(kept_rows, key, lsn)
             dead = before is None or before[1] is None
             assert after == before or (bottom and dead and (after is None or after[1] is None))
-    keys = [key for key, _, _ in kept]
+    keys = [key for key, _, _ in kept_rows]
     assert len(keys) <= len(set(keys)) * (len(points) + 1)
     if bottom and not points:
-        assert all(value is not None for _, lsn, value in kept if lsn < 2**64 - 1)
+        assert all(value is not None for _, lsn, value in kept_rows if lsn < 2**64 - 1)
 
 
-def test_hidden_rows_are_passed_by() -> None:
+def test_hidden_rows_are_skipped() -> None:
     rows = batch_of([(b"a", 9, b"new"), (b"a", 5, b"hidden"), (b"a", 3, b"old"), (b"b", 5, None), (b"b", 2, b"x")])
     assert visible(rows, 8, frozenset({5})).to_pydict() == {"key": [b"a", b"b"], "value": [b"old", b"x"]}
     assert visible(rows, 8).to_pydict() == {"key": [b"a"], "value": [b"hidden"]}
 
 
-def test_nothing_merged_is_nothing() -> None:
+def test_an_empty_merge_is_empty() -> None:
     nothing = merged([], b"", None)
     assert (
         nothing.num_rows

@@ -1,7 +1,7 @@
-"""An owner of the small world that runs in a process of its own, takes random steps, and is killed for it.
+"""An owner of the store that runs in a separate process, takes random steps, and gets killed.
 
-It tells what it is about to do, what it is about to write, and after each step what the world is then: what was told is the
-kernel's when the process dies, so whoever listens knows which step was cut off.
+It sends a message before each step, before each write, and after each step with the state of the model. A message that was sent
+is in the kernel when the process dies, so the receiver knows which step was interrupted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from random import Random
 
 from quire.durable.failpoints import armed
-from tests.machine import keeping, promises, steps
-from tests.machine.world import EPOCH_MS, Place, World
-from tests.nursery import Line
+from tests.fork_server import Channel
+from tests.machine import invariants, snapshot_steps, steps
+from tests.machine.model import EPOCH_MS, Location, StoreModel
 
 POINTS = (
     "manifest.commit.applied",
@@ -30,7 +30,7 @@ POINTS = (
     "jobs.worker.worked",
 )
 
-STEPS: tuple[tuple[Callable[[World, Random], None], int], ...] = (
+STEPS: tuple[tuple[Callable[[StoreModel, Random], None], int], ...] = (
     (steps.create, 2),
     (steps.drop, 2),
     (steps.seal, 3),
@@ -38,28 +38,28 @@ STEPS: tuple[tuple[Callable[[World, Random], None], int], ...] = (
     (steps.truncate, 2),
     (steps.shrink, 1),
     (steps.abandon, 1),
-    (keeping.snapshot, 4),
-    (keeping.drop_snapshot, 3),
-    (keeping.fork, 3),
-    (keeping.maintain, 6),
-    (keeping.one_job, 2),
-    (keeping.pass_time, 2),
+    (snapshot_steps.snapshot, 4),
+    (snapshot_steps.drop_snapshot, 3),
+    (snapshot_steps.fork, 3),
+    (snapshot_steps.maintain, 6),
+    (snapshot_steps.one_job, 2),
+    (snapshot_steps.pass_time, 2),
 )
-"""Step → weight. Steps that make the schedules work, or move bytes that are needed, are for the other machine."""
+"""Step → weight. Only `test_snapshot_gc.py` has the steps that use schedules or move bytes that are needed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """What an owner is told, once."""
+class OwnerRun:
+    """The parameters of one run of an owner."""
 
     path: str
     number: int
     seed: int
     steps: int
     point: str = ""
-    """Where it dies by itself."""
+    """The failpoint at which it kills itself."""
     passes: int = 0
-    """How often it passes that point before."""
+    """How often it passes that failpoint before."""
 
     @property
     def begins_ms(self) -> int:
@@ -67,57 +67,57 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
-    """A step begins; `db_id` is the one database that it changes, 0 if none of those that are there."""
+class StepStarted:
+    """A step begins; `db_id` is the one existing database that it changes, or 0."""
 
     step: str
     db_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class WriteStarted:
     """Bytes are about to be written."""
 
-    place: Place
+    location: Location
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A step is over, and this is the world."""
+class StepFinished:
+    """A step is complete; `facts` describes the model."""
 
     facts: dict[int, tuple[object, ...]]
 
 
-def main(line: Line) -> None:
-    """One life."""
-    message = line.receive()
+def main(channel: Channel) -> None:
+    """One run of an owner."""
+    message = channel.receive()
     if message is None:
         return
-    life: Life = pickle.loads(message)
-    world = World(life.path, grace_seconds=30 * (life.seed % 2), now_ms=life.begins_ms)
-    world.with_expiry = False  # a round that was cut off would have changed any database
-    world.learn()
-    line.send(pickle.dumps(Done(world.facts())))
-    world.doing = lambda step, db_id: _tell(line, Doing(step, db_id))
-    world.writing = lambda place: _tell(line, Writing(place))
-    rng = Random(life.seed)
-    kinds, weights = zip(*STEPS)
-    with armed(life.point, f"{life.passes}*off->kill") if life.point else nullcontext():
-        for step in rng.choices(kinds, weights, k=life.steps):
-            step(world, rng)
-            _tell(line, Done(world.facts()))
-    world.store.close()
+    run: OwnerRun = pickle.loads(message)
+    model = StoreModel(run.path, grace_seconds=30 * (run.seed % 2), now_ms=run.begins_ms)
+    model.with_expiry = False  # an interrupted round could have changed any database
+    model.load()
+    channel.send(pickle.dumps(StepFinished(model.facts())))
+    model.on_step = lambda step, db_id: _send(channel, StepStarted(step, db_id))
+    model.on_write = lambda location: _send(channel, WriteStarted(location))
+    rng = Random(run.seed)
+    functions, weights = zip(*STEPS)
+    with armed(run.point, f"{run.passes}*off->kill") if run.point else nullcontext():
+        for step in rng.choices(functions, weights, k=run.steps):
+            step(model, rng)
+            _send(channel, StepFinished(model.facts()))
+    model.store.close()
 
 
-def _tell(line: Line, what: object) -> None:
-    line.send(pickle.dumps(what))
+def _send(channel: Channel, event: object) -> None:
+    channel.send(pickle.dumps(event))
 
 
 def warm_up() -> None:
-    """A short life: everything is imported once."""
+    """A short run, so that everything is imported before children are forked."""
     with tempfile.TemporaryDirectory() as directory:
-        world, rng = World(f"{directory}/store"), Random(1)
+        model, rng = StoreModel(f"{directory}/store"), Random(1)
         for step, _ in STEPS:
-            step(world, rng)
-        promises.verify(world)
-        world.store.close()
+            step(model, rng)
+        invariants.verify(model)
+        model.store.close()

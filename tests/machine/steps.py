@@ -1,9 +1,9 @@
-"""The steps of the small world: what engines, people and the collector do to a store, in any order.
+"""The steps of the state machine: what engines, users and the collector do to a store, in any order.
 
 Rules
-  1. A step goes through the store's public door, as an engine would: bytes first, then the rows that name them.
-  2. All choices come from the `Random` that a step is given: a seed repeats a run, hypothesis shrinks one.
-  3. A step that finds nothing to do does nothing.
+  1. A step uses the store as an engine does: it writes bytes first, then the rows that refer to them.
+  2. All choices come from the `Random` that is passed to a step, so that a seed repeats a run and hypothesis can shrink one.
+  3. A step that is not applicable does nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.manifest.records import (
     WalState,
 )
 from quire.manifest.slots import place
-from tests.machine.world import BASE, DELTA, LOCAL, WAL, Database, World, body
+from tests.machine.model import BASE, DELTA, LOCAL, WAL, Database, StoreModel, body
 from tests.manifest.checkpoints import (
     ChunkMutation,
     DeltaChunk,
@@ -52,83 +52,85 @@ def one_of(rng: Random, items: list[T]) -> T | None:
     return rng.choice(items) if items else None
 
 
-def some_database(world: World, rng: Random, step: str) -> Database | None:
-    found = one_of(rng, list(world.databases.values()))
-    world.doing(step, found.db_id if found else 0)
-    return found
+def some_database(model: StoreModel, rng: Random, step: str) -> Database | None:
+    db = one_of(rng, list(model.databases.values()))
+    model.on_step(step, db.db_id if db else 0)
+    return db
 
 
-def some_namespace(world: World, rng: Random) -> int:
-    """None, one that a database of ours holds, or a new one."""
+def some_namespace(model: StoreModel, rng: Random) -> int:
+    """The default namespace, one that an existing database uses, or a new one."""
     if rng.randint(0, 2):
         return 0
-    with world.store.manifest.read() as txn:
-        records = [txn.database(db_id) for db_id in world.databases]
+    with model.store.manifest.read() as txn:
+        records = [txn.database(db_id) for db_id in model.databases]
     usable = sorted({record.namespace_id for record in records if record and record.namespace_id})
     if usable and rng.randint(0, 2):
         return rng.choice(usable)
-    namespace_id = world.store.manifest.put_namespace(world.other_url, f"n{rng.randint(0, 1)}")
-    with world.store.manifest.read() as txn:
+    namespace_id = model.store.manifest.put_namespace(model.namespaces_url, f"n{rng.randint(0, 1)}")
+    with model.store.manifest.read() as txn:
         record = txn.namespace(namespace_id)
     assert record is not None
-    world.namespaces[namespace_id] = record.prefix
+    model.namespaces[namespace_id] = record.prefix
     return namespace_id
 
 
 # ── databases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def create(world: World, rng: Random) -> None:
+def create(model: StoreModel, rng: Random) -> None:
     name = rng.choice(NAMES)
-    world.doing("create", 0)
-    if len(world.databases) < DATABASES_MAX and not world.taken(name):
-        namespace_id = some_namespace(world, rng)
-        db_id = world.store.manifest.register_db(name, DbKind.PAGES, page_size=4096, namespace_id=namespace_id)
-        world.databases[db_id] = Database(db_id, name)
+    model.on_step("create", 0)
+    if len(model.databases) < DATABASES_MAX and not model.is_name_taken(name):
+        namespace_id = some_namespace(model, rng)
+        db_id = model.store.manifest.register_db(name, DbKind.PAGES, page_size=4096, namespace_id=namespace_id)
+        model.databases[db_id] = Database(db_id, name)
 
 
-def rename(world: World, rng: Random) -> None:
-    db = some_database(world, rng, "rename")
+def rename(model: StoreModel, rng: Random) -> None:
+    db = some_database(model, rng, "rename")
     if db is not None:
         name = rng.choice(NAMES)
         try:
-            world.store.rename(db.name, name)
+            model.store.rename(db.name, name)
             db.name = name
         except NameTaken:
-            assert world.taken(name)
+            assert model.is_name_taken(name)
 
 
-def drop(world: World, rng: Random) -> None:
-    """With its snapshots, or without: then one that has any stays."""
-    db = some_database(world, rng, "drop")
+def drop(model: StoreModel, rng: Random) -> None:
+    """With or without its snapshots; a database that has snapshots is not dropped without them."""
+    db = some_database(model, rng, "drop")
     if db is None:
         return
     snapshots = bool(rng.randint(0, 1))
     try:
-        world.store.drop(db.name, snapshots=snapshots)
+        model.store.drop(db.name, snapshots=snapshots)
     except StillReferenced:
         assert db.snapshots
         assert not snapshots
         return
     assert snapshots or not db.snapshots
-    world.events[AuditAction.SNAPSHOT_DROPPED] += len(db.snapshots)
-    world.events[AuditAction.DATABASE_DROPPED] += 1
-    world.lingering |= {key for key in world.orphans if key.origin_db_id == db.db_id}
-    world.orphans -= world.lingering
-    del world.databases[db.db_id]
+    model.events[AuditAction.SNAPSHOT_DROPPED] += len(db.snapshots)
+    model.events[AuditAction.DATABASE_DROPPED] += 1
+    model.dropped_orphans |= {key for key in model.orphans if key.origin_db_id == db.db_id}
+    model.orphans -= model.dropped_orphans
+    del model.databases[db.db_id]
 
 
-# ── what an engine does ───────────────────────────────────────────────────────────────────────────────────────────────
-def seal(world: World, rng: Random) -> None:
-    """A WAL segment is full; its pages may be in the index already."""
-    db = some_database(world, rng, "seal")
+# ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def seal(model: StoreModel, rng: Random) -> None:
+    """Add a sealed WAL segment. Its pages may be in the page index already."""
+    db = some_database(model, rng, "seal")
     if db is None:
         return
-    manifest = world.store.manifest
+    manifest = model.store.manifest
     with manifest.read() as txn:
         wal = txn.wal_state(db.db_id)
     assert wal is not None
     key, lsn = ArtifactKey(db.db_id, WAL, wal.next_segment_id, 0), wal.lsn_reserved + 1
-    assert all(key.id > inherited.id for inherited in db.segments), "numbering goes on along a line (P12)"
-    world.make(key, Residency.LOCAL)
+    assert all(key.id > earlier.id for earlier in db.segments), (
+        "segment numbers keep rising from a database to its forks (P12)"
+    )
+    model.create_artifact(key, Residency.LOCAL)
     update = WalChunkUpdate(segment_id=key.id, first_lsn=lsn, last_lsn=lsn + 2, used_bytes=len(body(key)))
     append_wal_chunk(manifest, db.db_id, update).result()
     db.segments[key] = False
@@ -137,48 +139,50 @@ def seal(world: World, rng: Random) -> None:
         manifest.submit([PublishPages(db.db_id, row)]).result()
 
 
-def checkpoint(world: World, rng: Random) -> None:
-    """Slots get new bases or deltas; what was sealed is absorbed."""
-    db = some_database(world, rng, "checkpoint")
+def checkpoint(model: StoreModel, rng: Random) -> None:
+    """Give some slots new bases or deltas; the checkpoint absorbs all sealed segments."""
+    db = some_database(model, rng, "checkpoint")
     if db is None:
         return
-    manifest, db_id = world.store.manifest, db.db_id
+    manifest, db_id = model.store.manifest, db.db_id
     generation = manifest.reserve_generation(db_id)
     with manifest.read() as txn:
         wal = txn.wal_state(db_id)
     assert wal is not None
     lsn = wal.last_applied_lsn + 1
     manifest.submit([AdvanceWal(db_id, 0, lsn, lsn, lsn)]).result()
-    namespace_id = some_namespace(world, rng)
+    namespace_id = some_namespace(model, rng)
     slots = sorted(set(rng.choices(SLOTS, k=rng.randint(1, 3))))
-    mutations = [_mutation(world, rng, db, slot, generation, namespace_id) for slot in slots]
+    mutations = [_mutation(model, rng, db, slot, generation, namespace_id) for slot in slots]
     checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result()
-    for each in mutations:
-        if isinstance(each, FullChunk):
-            db.chains[each.slot] = (ArtifactKey(db_id, BASE, each.slot, generation),)
+    for mutation in mutations:
+        if isinstance(mutation, FullChunk):
+            db.chains[mutation.slot] = (ArtifactKey(db_id, BASE, mutation.slot, generation),)
         else:
-            delta = ArtifactKey(db_id, DELTA, each.slot, generation, each.delta_id)
-            db.chains[each.slot] = (*db.chains[each.slot], delta)
+            delta = ArtifactKey(db_id, DELTA, mutation.slot, generation, mutation.delta_id)
+            db.chains[mutation.slot] = (*db.chains[mutation.slot], delta)
     for key, absorbed in db.segments.items():
         if not absorbed:
-            _move_to(world, db_id, key, WalState.CHECKPOINTED)
+            _move_to(model, db_id, key, WalState.CHECKPOINTED)
             db.segments[key] = True
 
 
-def _mutation(world: World, rng: Random, db: Database, slot: int, generation: int, namespace_id: int) -> ChunkMutation:
+def _mutation(
+    model: StoreModel, rng: Random, db: Database, slot: int, generation: int, namespace_id: int
+) -> ChunkMutation:
     chain = db.chains.get(slot, ())
     if chain and rng.randint(0, 1):
         key = ArtifactKey(db.db_id, DELTA, slot, generation, len(chain))
-        world.make(key, REMOTE, namespace_id)
+        model.create_artifact(key, REMOTE, namespace_id)
         delta = DeltaRecord(chain[0].generation, REMOTE, len(body(key)), 0, namespace_id=namespace_id)
         return DeltaChunk(slot=slot, delta_id=len(chain), record=delta)
     key = ArtifactKey(db.db_id, BASE, slot, generation)
-    world.make(key, REMOTE, namespace_id)
+    model.create_artifact(key, REMOTE, namespace_id)
     return FullChunk(slot=slot, record=ChunkRecord(REMOTE, len(body(key)), 0, namespace_id=namespace_id))
 
 
-def _move_to(world: World, db_id: int, key: ArtifactKey, last: WalState) -> None:
-    manifest = world.store.manifest
+def _move_to(model: StoreModel, db_id: int, key: ArtifactKey, last: WalState) -> None:
+    manifest = model.store.manifest
     with manifest.read() as txn:
         row = txn.get(t.WAL_CATALOG, db_id, key.id)
     assert row is not None
@@ -186,93 +190,93 @@ def _move_to(world: World, db_id: int, key: ArtifactKey, last: WalState) -> None
         manifest.submit([MoveWalState(db_id, key.id, WalState(state))]).result()
 
 
-def truncate(world: World, rng: Random) -> None:
-    """Segments that a checkpoint has absorbed are let go."""
-    db = some_database(world, rng, "truncate")
+def truncate(model: StoreModel, rng: Random) -> None:
+    """Release the segments that a checkpoint has absorbed."""
+    db = some_database(model, rng, "truncate")
     if db is not None:
         for key in [key for key, absorbed in db.segments.items() if absorbed]:
-            _move_to(world, db.db_id, key, WalState.TRUNCATED)
+            _move_to(model, db.db_id, key, WalState.TRUNCATED)
             del db.segments[key]
 
 
-def shrink(world: World, rng: Random) -> None:
-    """A slot behind the end of the database goes."""
-    db = some_database(world, rng, "shrink")
+def shrink(model: StoreModel, rng: Random) -> None:
+    """Remove a slot, as after a VACUUM."""
+    db = some_database(model, rng, "shrink")
     slot = one_of(rng, sorted(db.chains)) if db else None
     if db is None or slot is None:
         return
-    manifest = world.store.manifest
+    manifest = model.store.manifest
     generation = manifest.reserve_generation(db.db_id)
     leaf, offset = place(slot)
     with manifest.read() as txn:
-        held = txn.get(t.LIVE_LEAF, db.db_id, leaf)
-    assert held is not None
-    cut = SetSlots(db.db_id, leaf, generation, held.origin_db_id, held.generation, b"", bytes([offset]))
-    manifest.submit([cut]).result()
+        live_leaf = txn.get(t.LIVE_LEAF, db.db_id, leaf)
+    assert live_leaf is not None
+    removal = SetSlots(db.db_id, leaf, generation, live_leaf.origin_db_id, live_leaf.generation, b"", bytes([offset]))
+    manifest.submit([removal]).result()
     del db.chains[slot]
 
 
-def abandon(world: World, rng: Random) -> None:
-    """A checkpoint got as far as the catalog, and no further."""
-    db = some_database(world, rng, "abandon")
+def abandon(model: StoreModel, rng: Random) -> None:
+    """Leave a checkpoint unfinished after its first chunk is in the catalog."""
+    db = some_database(model, rng, "abandon")
     if db is not None:
-        generation = world.store.manifest.reserve_generation(db.db_id)
+        generation = model.store.manifest.reserve_generation(db.db_id)
         key = ArtifactKey(db.db_id, BASE, rng.choice(SLOTS), generation)
-        world.make(key, REMOTE)
+        model.create_artifact(key, REMOTE)
         row = ChunkRecord(REMOTE, len(body(key)), 0)
-        world.store.manifest.submit([PutChunk(db.db_id, key.id, generation, row)]).result()
-        world.orphans.add(key)
+        model.store.manifest.submit([PutChunk(db.db_id, key.id, generation, row)]).result()
+        model.orphans.add(key)
 
 
-# ── where bytes are ───────────────────────────────────────────────────────────────────────────────────────────────────
-def hold(world: World, rng: Random) -> None:
-    """An upload of a segment is enqueued: it needs the bytes until it ends, whatever becomes of the database."""
-    db = some_database(world, rng, "hold")
-    local = [key for key in db.segments if world.artifacts[key].residency is Residency.LOCAL] if db else []
-    key = one_of(rng, [key for key in sorted(local) if key not in world.held.values()])
+# ── residency ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def start_upload(model: StoreModel, rng: Random) -> None:
+    """Enqueue the upload of a segment. The job needs the bytes until it ends, even if the database is dropped."""
+    db = some_database(model, rng, "start_upload")
+    local = [key for key in db.segments if model.artifacts[key].residency is Residency.LOCAL] if db else []
+    key = one_of(rng, [key for key in sorted(local) if key not in model.uploads.values()])
     if key is not None:
-        job_id = world.store.manifest.jobs.enqueue(
+        job_id = model.store.manifest.jobs.enqueue(
             JobKind.UPLOAD, key.origin_db_id, artifact=key, delay_seconds=NEVER_SECONDS
         )
-        world.held[job_id] = key
+        model.uploads[job_id] = key
 
 
-def let_go(world: World, rng: Random) -> None:
-    """An upload ends: it was cancelled, or the object is there now."""
-    world.doing("let_go", 0)
-    job_id = one_of(rng, sorted(world.held))
+def finish_upload(model: StoreModel, rng: Random) -> None:
+    """End an upload: it is cancelled, or its object is written."""
+    model.on_step("finish_upload", 0)
+    job_id = one_of(rng, sorted(model.uploads))
     if job_id is None:
         return
-    jobs, key = world.store.manifest.jobs, world.held[job_id]
+    jobs, key = model.store.manifest.jobs, model.uploads[job_id]
     if rng.randint(0, 1):
         jobs.cancel(job_id)
     else:
-        namespace_id = some_namespace(world, rng)
-        world.store.manifest.submit([StartJob(job_id, "uploader", 0)]).result()
-        world.write(key, world.object_of(key, namespace_id))
-        moved = UpdateArtifact(key.origin_db_id, WAL, key.id, 0, residency=BOTH, namespace_id=namespace_id)
-        jobs.complete(jobs.get(job_id), ops=[moved])
-        world.artifacts[key].residency, world.artifacts[key].namespace_id = BOTH, namespace_id
-        world.events[AuditAction.UPLOADED] += 1
-    del world.held[job_id]
+        namespace_id = some_namespace(model, rng)
+        model.store.manifest.submit([StartJob(job_id, "uploader", 0)]).result()
+        model.write(key, model.object_of(key, namespace_id))
+        update = UpdateArtifact(key.origin_db_id, WAL, key.id, 0, residency=BOTH, namespace_id=namespace_id)
+        jobs.complete(jobs.get(job_id), ops=[update])
+        model.artifacts[key].residency, model.artifacts[key].namespace_id = BOTH, namespace_id
+        model.events[AuditAction.UPLOADED] += 1
+    del model.uploads[job_id]
 
 
-def evict_or_hydrate(world: World, rng: Random) -> None:
-    """A file goes because its object suffices, or comes because it is read often."""
-    world.doing("evict_or_hydrate", 0)
-    movable = [key for key in world.needed() if world.artifacts[key].residency is not Residency.LOCAL]
+def evict_or_hydrate(model: StoreModel, rng: Random) -> None:
+    """Delete the file of an artifact that has an object, or restore it."""
+    model.on_step("evict_or_hydrate", 0)
+    movable = [key for key in model.needed() if model.artifacts[key].residency is not Residency.LOCAL]
     key = one_of(rng, sorted(movable))
     if key is None:
         return
-    path, artifact = world.file_of(key), world.artifacts[key]
-    goes = artifact.residency is BOTH
-    if not goes:
-        world.write(key, (LOCAL, path))
-    artifact.residency = Residency.EVICTED if goes else BOTH
-    moved = UpdateArtifact(
+    path, artifact = model.file_of(key), model.artifacts[key]
+    is_eviction = artifact.residency is BOTH
+    if not is_eviction:
+        model.write(key, (LOCAL, path))
+    artifact.residency = Residency.EVICTED if is_eviction else BOTH
+    update = UpdateArtifact(
         key.origin_db_id, key.kind, key.id, key.generation, key.delta_id, residency=artifact.residency
     )
-    world.store.manifest.submit([moved]).result()
-    world.events[AuditAction.EVICTED if goes else AuditAction.HYDRATED] += 1
-    if goes:
-        os.remove(os.path.join(world.path, path))
+    model.store.manifest.submit([update]).result()
+    model.events[AuditAction.EVICTED if is_eviction else AuditAction.HYDRATED] += 1
+    if is_eviction:
+        os.remove(os.path.join(model.path, path))

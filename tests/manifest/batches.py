@@ -1,8 +1,8 @@
 """Random batches of operations for a manifest.
 
-A story is a few related operations, planned on what the manifest shows; most are valid, some are not, on purpose. A batch
-has one or more stories, and later ones may have been overtaken by earlier ones. `BatchMaker` takes all its choices from the
-`Random` it is given: a seed repeats a run, and the random source of a property-testing library lets it shrink one.
+A story is a few related operations, planned on the state of the manifest; most are valid, some are intentionally not. A batch
+has one or more stories, and an earlier one may invalidate a later one. `BatchMaker` takes all its choices from the `Random`
+that it is constructed with: a seed repeats a run, and the random source of a property-testing library lets it shrink one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ T = TypeVar("T")
 
 
 def outcome(guard: ManifestGuard, timeout: float = 60.0) -> Receipt | QuireError:
-    """What became of a batch, as a value."""
+    """The receipt of a batch, or its error as a value."""
     try:
         return guard.result(timeout)
     except QuireError as error:
@@ -85,19 +85,19 @@ def outcome(guard: ManifestGuard, timeout: float = 60.0) -> Receipt | QuireError
 
 
 HOLDER = "holds-the-feed"
-"""The name of a cursor that never acknowledges; `BatchMaker` leaves it alone."""
+"""The name of a cursor that never acknowledges; `BatchMaker` does not use it."""
 
 
 def hold_feed(manifest: ManifestStore) -> None:
     """Keep the whole change log, so that it can be replayed at the end."""
     with manifest.read() as txn:
-        held = txn.get(t.CURSOR_NAMES, HOLDER) is not None
-    if not held:
+        is_registered = txn.get(t.CURSOR_NAMES, HOLDER) is not None
+    if not is_registered:
         manifest.feed.register(name=HOLDER)
 
 
 class BatchMaker:
-    """Makes random batches over a small world: a handful of names, slots, segments and jobs, so that they collide."""
+    """Makes random batches with few names, slots, segments and jobs, so that they collide."""
 
     STORIES = (
         "register", "rename", "rollback", "status", "retention", "prune_audit", "drop", "undrop", "remove", "namespace",
@@ -108,20 +108,20 @@ class BatchMaker:
     NAMES = ("ash", "birch", "cedar", "élan", "fir")
 
     def __init__(self, rng: Random, *, databases_max: int = 6, spare: Collection[int] = ()) -> None:
-        """Databases in `spare` are a test's own: no batch is about them."""
+        """Databases in `spare` belong to the test: no batch concerns them."""
         self.rng = rng
         self._databases_max = databases_max
         self._spare = spare
         self.stories: dict[str, Callable[[ReadTxn], list[Op]]] = {name: getattr(self, name) for name in self.STORIES}
 
     def batch(self, manifest: ManifestStore, stories: int = 1) -> list[Op]:
-        """A batch of so many stories, planned on the manifest as it is now; never empty."""
+        """A batch of `stories` stories, planned on the current state of the manifest; never empty."""
         with manifest.read() as txn:
             ops = [op for _ in range(stories) for op in self.story(txn)]
         return ops or [RecordMetric(1, 1, [1.0])]
 
     def story(self, txn: ReadTxn, name: str | None = None) -> list[Op]:
-        """One story, of the given name or any."""
+        """One story, with the given name or a random one."""
         return self.stories[name or self.rng.choice(list(self.stories))](txn)
 
     # ── choices ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,10 +132,10 @@ class BatchMaker:
         return self.rng.choice(items) if items else None
 
     def _db(self, txn: ReadTxn) -> int:
-        """Mostly a database that takes writes, now and then a dropped or an unknown one."""
+        """Usually a database that accepts writes, sometimes a dropped or an unknown one."""
         if self._chance(12):
-            stray = self.rng.randint(0, self._databases_max + 1)
-            return 0 if stray in self._spare else stray
+            unknown = self.rng.randint(0, self._databases_max + 1)
+            return 0 if unknown in self._spare else unknown
         alive = [db_id for db_id, record in txn.databases() if record.status is not r.DbStatus.TOMBSTONED]
         return self._any([db_id for db_id in alive if db_id not in self._spare]) or 0
 
@@ -177,8 +177,8 @@ class BatchMaker:
         if not self._chance(3):
             return self.segment(txn)
         db_id = self._db(txn)
-        held: list[Op] = [DropSnapshot(*key) for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)]
-        return [*(held if self._chance(2) else []), DropDb(db_id)]
+        snapshots: list[Op] = [DropSnapshot(*key) for key, _ in txn.scan(t.SNAPSHOT_INDEX, db_id)]
+        return [*(snapshots if self._chance(2) else []), DropDb(db_id)]
 
     def undrop(self, txn: ReadTxn) -> list[Op]:
         dropped = [db_id for db_id, record in txn.databases() if record.former_name]
@@ -188,8 +188,8 @@ class BatchMaker:
 
     def remove(self, txn: ReadTxn) -> list[Op]:
         dropped = [db_id for db_id, record in txn.databases() if record.status is r.DbStatus.TOMBSTONED]
-        step = ForgetPages if self._chance(3) else RemoveDb
-        return [step(self._any(dropped) or self._db(txn))]
+        op_type = ForgetPages if self._chance(3) else RemoveDb
+        return [op_type(self._any(dropped) or self._db(txn))]
 
     def namespace(self, txn: ReadTxn) -> list[Op]:
         number, epoch = self._next(txn, Counter.NAMESPACE), txn.owner_epoch() + self.rng.randint(0, 1)
@@ -199,8 +199,8 @@ class BatchMaker:
             _, head = txn.feed_bounds()
             last = head - self.rng.randint(0, 1) * (head > 0)
             return [Timeline(epoch, max(epoch, 1) - 1, 0, 0, last, range_start(epoch, last))]
-        made = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=f"n{number}"))
-        return [made, DropNamespace(self.rng.randint(0, number))][: self.rng.randint(1, 2)]
+        put = PutNamespace(number, NamespaceRecord(f"memory://{number}", name=f"n{number}"))
+        return [put, DropNamespace(self.rng.randint(0, number))][: self.rng.randint(1, 2)]
 
     # ── chunks and slots ──────────────────────────────────────────────────────────────────────────────────────────────
     def checkpoint(self, txn: ReadTxn) -> list[Op]:
@@ -236,7 +236,7 @@ class BatchMaker:
         key = self._any(keys)
         if key is None:
             return self.checkpoint(txn)
-        namespaces = [found[0] for found, _ in txn.scan(t.REMOTE_NAMESPACE)]
+        namespaces = [row_key[0] for row_key, _ in txn.scan(t.REMOTE_NAMESPACE)]
         return [
             UpdateArtifact(
                 key.origin_db_id,
@@ -251,7 +251,7 @@ class BatchMaker:
         ]
 
     def collect(self, txn: ReadTxn) -> list[Op]:
-        """The collector's steps: leaves at zero, then artifacts at zero; now and then something that is still needed."""
+        """The collector's steps: leaves at zero, then artifacts at zero; sometimes an artifact that is still needed."""
         table = t.GC_REFCOUNTS if self._chance(8) else t.GC_ZERO
         ops: list[Op] = []
         for raw, _ in list(txn.raw_scan(table))[: self.rng.randint(1, 8)]:
@@ -278,10 +278,10 @@ class BatchMaker:
         return [OpenSegment(db_id, segment_id, r.WalFormat.PAGER, 65536, b"salt", lsn)]
 
     def move(self, txn: ReadTxn) -> list[Op]:
-        found = self._any(list(txn.scan(t.WAL_CATALOG)))
-        if found is None:
+        choice = self._any(list(txn.scan(t.WAL_CATALOG)))
+        if choice is None:
             return self.segment(txn)
-        (db_id, segment_id), row = found
+        (db_id, segment_id), row = choice
         following = r.WalState(min(row.state + 1, r.WalState.TRUNCATED))
         state = self.rng.choice(list(r.WalState)) if self._chance(4) else following
         return [MoveWalState(db_id, segment_id, state)]
@@ -316,19 +316,19 @@ class BatchMaker:
         return [PublishSnapshot(db_id, snapshot_id, kind, name, self._anchor(txn, db_id), pins=self._pins(txn, db_id))]
 
     def _anchor(self, txn: ReadTxn, db_id: int) -> int:
-        """An lsn at which a view of the database can be taken; now and then one that a checkpoint has overtaken."""
+        """An lsn at which a view of the database can be taken; sometimes one that a checkpoint has passed."""
         wal = txn.wal_state(db_id)
         return 0 if wal is None or self._chance(12) else wal.last_applied_lsn
 
     def drop_snapshot(self, txn: ReadTxn) -> list[Op]:
-        found = self._any([key for key, _ in txn.scan(t.SNAPSHOT_INDEX)])
-        if found and self._chance(5):
-            return [ExtendSnapshot(found[0], found[1], self.rng.randint(0, 1 << 41))]
-        if found and self._chance(3):
+        chosen = self._any([key for key, _ in txn.scan(t.SNAPSHOT_INDEX)])
+        if chosen and self._chance(5):
+            return [ExtendSnapshot(chosen[0], chosen[1], self.rng.randint(0, 1 << 41))]
+        if chosen and self._chance(3):
             name = self.rng.choice(("", *self.NAMES))
-            later = SoftDropSnapshot(found[0], found[1], self.rng.randint(0, 1 << 41))
-            return [later] if self._chance(2) else [UndropSnapshot(found[0], found[1], name)]
-        return [DropSnapshot(*found)] if found and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
+            soft_drop = SoftDropSnapshot(chosen[0], chosen[1], self.rng.randint(0, 1 << 41))
+            return [soft_drop] if self._chance(2) else [UndropSnapshot(chosen[0], chosen[1], name)]
+        return [DropSnapshot(*chosen)] if chosen and not self._chance(10) else [DropSnapshot(self._db(txn), 1)]
 
     def fork(self, txn: ReadTxn) -> list[Op]:
         if txn.count(t.DB) >= self._databases_max:
@@ -346,9 +346,15 @@ class BatchMaker:
         kind = self.rng.choice(list(r.JobKind))
         artifact = None
         if kind is r.JobKind.UPLOAD:
-            found = self._any([unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)])
-            if found is not None:
-                artifact = (found.origin_db_id, int(found.kind), found.id, found.generation, found.delta_id)
+            target = self._any([unpack_artifact(key) for key, _ in txn.raw_scan(t.GC_REFCOUNTS)])
+            if target is not None:
+                artifact = (
+                    target.origin_db_id,
+                    int(target.kind),
+                    target.id,
+                    target.generation,
+                    target.delta_id,
+                )
         job = r.JobRecord(kind, self._db(txn), 1, artifact=artifact)
         return [EnqueueJob(self._next(txn, Counter.JOB), job)]
 
@@ -357,30 +363,30 @@ class BatchMaker:
         return [EnsureJob(self._next(txn, Counter.JOB), r.JobRecord(kind, self._db(txn), 1, max_attempts=0))]
 
     def work(self, txn: ReadTxn) -> list[Op]:
-        found = self._any(list(txn.scan(t.JOB_QUEUE)))
-        if found is None:
+        choice = self._any(list(txn.scan(t.JOB_QUEUE)))
+        if choice is None:
             return self.enqueue(txn)
-        (job_id,), job = found
-        again = RequeueJob(job_id, job.attempt, 5, "again", deferred=self._chance(2))
-        end = CompleteJob(job_id, r.JobState.SUCCEEDED, job.attempt)
+        (job_id,), job = choice
+        requeue = RequeueJob(job_id, job.attempt, 5, "again", deferred=self._chance(2))
+        complete = CompleteJob(job_id, r.JobState.SUCCEEDED, job.attempt)
         any_step: list[Op] = [
             StartJob(job_id, "w", 99),
             RenewJobLease(job_id, "w", 100, 1, 2),
-            again,
+            requeue,
             CompleteJob(job_id, self.rng.choice(list(r.JobState)), self.rng.randint(0, job.attempt)),
             ForgetJob(job_id),
         ]
-        usual = {r.JobState.PENDING: any_step[0], r.JobState.IN_FLIGHT: self.rng.choice((again, end))}
+        usual = {r.JobState.PENDING: any_step[0], r.JobState.IN_FLIGHT: self.rng.choice((requeue, complete))}
         return [usual.get(job.state, any_step[-1]) if self._chance(2) else self.rng.choice(any_step)]
 
     # ── mirrors ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def mirror(self, txn: ReadTxn) -> list[Op]:
-        known = list(txn.scan(t.MIRROR))
+        mirrors = list(txn.scan(t.MIRROR))
         choice = self.rng.randint(1, 6)
-        if not known or choice == 1:
+        if not mirrors or choice == 1:
             record = r.MirrorRecord(self.rng.choice(self.NAMES), ["a*"], "orders", "parquet:/srv/lake", 1)
             return [PutMirror(self.rng.randint(1, 3), record)]
-        (mirror_id,), record = self.rng.choice(known)
+        (mirror_id,), record = self.rng.choice(mirrors)
         batch_id = record.last_batch_id + self.rng.randint(0, 2)
         row = r.MirrorDatabaseRecord("ash", self.rng.randint(1, 9), files=["a"], is_gone=self._chance(4))
         begin = BeginMirrorBatch(mirror_id, batch_id, [(self.rng.randint(1, 4), row) for _ in range(3)])
@@ -410,7 +416,7 @@ class BatchMaker:
         return [AcknowledgeChanges(cursor_id, self.rng.randint(0, 60))]
 
     def clamp(self, txn: ReadTxn) -> list[Op]:
-        """As at open: mostly a cursor that stands where it may, now and then one that has missed changes."""
+        """As at open: usually a cursor whose position is valid, sometimes one that has missed changes."""
         cursors = [key[0] for key, row in txn.scan(t.CHANGE_CURSORS) if row.name != HOLDER]
         return [ClampCursor(self._any(cursors) or 0)]
 
@@ -422,8 +428,10 @@ class BatchMaker:
         return [RecordVerification(["a chunk is missing"] if self._chance(2) else [])]
 
     def lsm(self, txn: ReadTxn) -> list[Op]:
-        sets = [db_id for db_id, record in txn.databases() if record.kind is r.DbKind.LSM and db_id not in self._spare]
-        db_id = self._any(sets) or self._db(txn)  # of another kind: it is refused
+        kv_sets = [
+            db_id for db_id, record in txn.databases() if record.kind is r.DbKind.LSM and db_id not in self._spare
+        ]
+        db_id = self._any(kv_sets) or self._db(txn)  # rejected if the database is not a key-value set
         ends = LsmEndsRecord(LsmLogEnd(0, 1, self.rng.randint(72, 900), 3), last_lsn=self.rng.randint(0, 99))
         table = (self.rng.randint(1, 4), LsmTableRecord(0, 9, 0, 100, 1, 9))
         return [FoldLsm(db_id, [table], [self.rng.randint(1, 4)]), RecordLsmEnds(db_id, ends)]

@@ -1,4 +1,4 @@
-"""Sealed segments and checkpoints without an engine: what tests and benchmarks of the manifest record."""
+"""Operations for sealed segments and checkpoints without an engine, for tests and benchmarks of the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.manifest.store import ManifestStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalChunkUpdate:
-    """A sealed WAL artifact, as `append_wal_chunk` takes it."""
+    """A sealed WAL artifact: the argument of `append_wal_chunk`."""
 
     segment_id: int
     first_lsn: int
@@ -34,7 +34,7 @@ class WalChunkUpdate:
     residency: Residency = Residency.LOCAL
     crc64: int = 0
     upload: bool = False
-    """Also enqueue an upload job for it, in the same batch."""
+    """Also enqueue an upload job for it in the same batch."""
 
     def op(self, db_id: int, shard: int) -> Op:
         """The operation that records it."""
@@ -77,7 +77,7 @@ ChunkMutation = FullChunk | DeltaChunk
 def checkpoint_ops(
     txn: ReadTxn, db_id: int, generation: int, mutations: Sequence[ChunkMutation], covered_lsn: int
 ) -> list[Op]:
-    """The batch of a checkpoint, planned on what `txn` shows."""
+    """The batch of a checkpoint, planned on the state that `txn` shows."""
     ops: list[Op] = []
     leaves: dict[int, Leaf] = {}
     for mutation in mutations:
@@ -87,20 +87,20 @@ def checkpoint_ops(
             ops.append(PutChunk(db_id, mutation.slot, generation, mutation.record))
             chain = (Link(ArtifactKind.BASE, db_id, generation, covered_lsn),)
         else:
-            before = txn.chain(db_id, mutation.slot)
-            base = before[0].origin_db_id if before else db_id
+            previous = txn.chain(db_id, mutation.slot)
+            base = previous[0].origin_db_id if previous else db_id
             ops.append(PutDelta(db_id, mutation.slot, generation, mutation.delta_id, base, mutation.record))
-            chain = (*before, Link(ArtifactKind.DELTA, db_id, generation, covered_lsn, mutation.delta_id))
+            chain = (*previous, Link(ArtifactKind.DELTA, db_id, generation, covered_lsn, mutation.delta_id))
         leaves.setdefault(leaf, {})[offset] = chain
     for leaf, changes in leaves.items():
-        held = txn.get(t.LIVE_LEAF, db_id, leaf) or LeafRef(0, 0)
-        ops.append(SetSlots(db_id, leaf, generation, held.origin_db_id, held.generation, pack_leaf(changes)))
+        live_leaf = txn.get(t.LIVE_LEAF, db_id, leaf) or LeafRef(0, 0)
+        ops.append(SetSlots(db_id, leaf, generation, live_leaf.origin_db_id, live_leaf.generation, pack_leaf(changes)))
     ops.append(AdvanceCheckpoint(db_id, generation, covered_lsn))
     return ops
 
 
 def append_wal_chunk(manifest: ManifestStore, db_id: int, update: WalChunkUpdate) -> ManifestGuard:
-    """Record a sealed WAL artifact: ordered under its generation, marks raised, an upload enqueued if asked."""
+    """Record a sealed WAL artifact under its generation, raise the marks, and enqueue an upload if requested."""
     ops: list[Op] = [update.op(db_id, 0)]
     if update.upload:
         artifact = (db_id, ArtifactKind.WAL, update.segment_id, 0, 0)
@@ -112,9 +112,9 @@ def append_wal_chunk(manifest: ManifestStore, db_id: int, update: WalChunkUpdate
 def checkpoint_apply(
     manifest: ManifestStore, db_id: int, generation: int, mutations: Sequence[ChunkMutation], *, covered_lsn: int
 ) -> ManifestGuard:
-    """Publish what a checkpoint wrote, in one batch: catalog rows, slots, references, the mark of the WAL.
+    """Publish a checkpoint in one batch: catalog rows, slots, references, the mark of the WAL.
 
-    `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots changed meanwhile.
+    `generation` comes from `reserve_generation`. The batch fails with `StalePlan` if the slots have changed in the meantime.
     """
     with manifest.read() as txn:
         ops = checkpoint_ops(txn, db_id, generation, mutations, covered_lsn)

@@ -1,4 +1,4 @@
-"""Fixtures for tests that have a manifest: each ends by checking every rule and replaying the feed (M2)."""
+"""Fixtures for tests that use a manifest; each ends with a check of every rule and a replay of the feed (M2)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from quire.testing.manifest import assert_clean, assert_replays
 
 @pytest.fixture
 def path(tmp_path: Path) -> str:
-    """Where a test's manifest is."""
+    """The path of the test's manifest."""
     return str(tmp_path / "manifest.lmdb")
 
 
 @pytest.fixture
 def manifest(path: str) -> Iterator[ManifestStore]:
-    """An empty manifest; afterwards it must be clean (leaks allowed) and its feed, if whole, must replay."""
-    with ManifestStore.open(path) as opened:
-        yield opened
-        if opened.writer.failure is None:
-            assert_clean(opened, leaks=True)
-            with opened.read() as txn:
-                whole = txn.feed_bounds()[0] == 1
-            if whole:  # a trimmed log cannot be replayed from the start
-                assert_replays(opened)
+    """An empty manifest. After the test it must be clean (leaks are allowed), and its feed, if complete, must
+    replay."""
+    with ManifestStore.open(path) as manifest:
+        yield manifest
+        if manifest.writer.failure is None:
+            assert_clean(manifest, leaks=True)
+            with manifest.read() as txn:
+                is_complete = txn.feed_bounds()[0] == 1
+            if is_complete:  # a trimmed log cannot be replayed from the start
+                assert_replays(manifest)

@@ -1,10 +1,10 @@
-"""Runs in a process of its own, to be killed: opens a manifest, submits batches, and notes which were acknowledged.
+"""Runs in a separate process that gets killed: opens a manifest, submits batches, and notes which ones were acknowledged.
 
     python crash_child.py PATH NOTES SEED THREADS BATCHES
 
-Every marked batch writes k rows that name its number and k, in a logged and in a local table, so that half a batch would
-show. Between them go random batches of every kind, valid and not. Notes are lines appended with one write each:
-`try NUMBER`, `ack NUMBER K SEQUENCE`, `id DB_ID`. They survive SIGKILL, as everything handed to the kernel does.
+Every marked batch writes k rows that contain its number and k, in a logged and in a local table, so that a partial batch is
+detected. Random batches of every kind, valid and invalid, are submitted between them. Notes are lines, each appended with one
+write: `try NUMBER`, `ack NUMBER K SEQUENCE`, `id DB_ID`. They survive SIGKILL, as everything passed to the kernel does.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quire.manifest.store import ManifestStore
 from tests.manifest.batches import BatchMaker, hold_feed, outcome
 
 HOME = "home"
-"""The database of the marked rows; its name is none that `BatchMaker` uses."""
+"""The database of the marked rows; `BatchMaker` does not use its name."""
 
 
 def marked(db_id: int, number: int, rows: int) -> list[Op]:
-    """A batch whose rows all say its number and how many they are."""
+    """A batch whose rows all contain its number and their count."""
     chunk = ChunkRecord(Residency.LOCAL, size_bytes=number, created_at_ms=0, page_count=rows)
     ops: list[Op] = [PutChunk(db_id, number, row, chunk) for row in range(1, rows + 1)]
     ops.append(RecordMetric(number, rows, [float(rows)]))
@@ -45,7 +45,7 @@ def work(manifest: ManifestStore, home: int, notes: int, rng: Random, first: int
                 db_id = manifest.register_db(f"own-{number}", DbKind.STREAM)
                 os.write(notes, f"id {db_id}\n".encode())
             except Conflict:
-                pass  # a random batch took the id behind the facade's back
+                pass  # a random batch has used the id already
         rows = rng.randint(1, 6)
         os.write(notes, f"try {number}\n".encode())
         guard = manifest.submit(marked(home, number, rows))

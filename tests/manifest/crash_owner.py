@@ -1,7 +1,7 @@
-"""The owner of a manifest in the crash machine: runs in a child process, does what it is told, and is killed for it.
+"""The owner of a manifest in the crash machine: runs in a child process, executes commands, and gets killed.
 
-It answers in the order in which it was asked, and a batch only when its guard has resolved: what is answered is
-acknowledged. Messages are pickles; both ends are this file.
+It answers in the order of the requests, and answers a batch only when its guard has resolved: an answered batch is
+acknowledged. Messages are pickles; both sides use this module.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DbKind, Residency
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
+from tests.fork_server import Channel
 from tests.manifest.batches import outcome
-from tests.manifest.crash_plants import PLANTS
-from tests.nursery import Line
+from tests.manifest.crash_faults import FAULTS
 
 POINTS = ("manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable")
 WITHIN = "within"
-"""Not a point: while LMDB itself writes and syncs, a moment after `manifest.commit.flushed`."""
+"""Not a failpoint: while LMDB itself writes and syncs, shortly after `manifest.commit.flushed`."""
 
-DAWDLE_SECONDS = 0.002
-"""How long a commit waits at its last point: an answer given too early gets out."""
+DELAY_SECONDS = 0.002
+"""How long a commit waits at its last failpoint, so that an answer that is given too early is received."""
 
 EPOCH_MS = 1_750_000_000_000
 
 
-# ── what it is told ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── commands ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Open:
-    """First of all."""
+    """Open the manifest; the first command."""
 
     path: str
     now_ms: int
-    """The time in this life: it stands, so that rows can be predicted to the byte."""
+    """The time during this life. It does not advance, so that rows can be predicted exactly."""
     settings: ManifestSettings
-    plant: str = ""
+    fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A batch, or a call of a method that hands something out."""
+    """Submit a batch, or call a method that returns an id or changes a cursor."""
 
     number: int
     ops: tuple[Op, ...] = ()
@@ -66,19 +66,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Die at a point, after it was passed so many times."""
+    """Die at a failpoint after it was passed `passes` times."""
 
     point: str
     passes: int
     delay_us: int
-    """For `WITHIN`: how long after the point."""
+    """For `WITHIN`: how long after the failpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rush:
-    """Several threads at once submit batches that say who they are; see `marked`."""
+class Burst:
+    """Submit batches from several threads at once; each batch contains its number, see `marked`."""
 
-    home: int
+    home_db_id: int
     first: int
     threads: int
     batches: int
@@ -89,10 +89,10 @@ class Close:
     """Close the manifest and end."""
 
 
-# ── what it says ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a request."""
+    """The result of a request."""
 
     number: int
     receipt: Receipt | None = None
@@ -104,12 +104,12 @@ class Answer:
 
     def facts(self) -> tuple[object, ...]:
         receipt = self.receipt
-        told = receipt and (receipt.sequence, receipt.committed_at_ms, receipt.generations, receipt.repeated)
-        return (self.number, told, self.value, type(self.error), str(self.error))
+        result = receipt and (receipt.sequence, receipt.committed_at_ms, receipt.generations, receipt.repeated)
+        return (self.number, result, self.value, type(self.error), str(self.error))
 
 
 def perform(manifest: ManifestStore, request: Request) -> Answer:
-    """Do what a request says, and wait for it. The model does the same to its own manifest."""
+    """Execute a request and wait for it. The model does the same with its own manifest."""
     number = request.number
     try:
         match request.call, request.arguments:
@@ -137,42 +137,42 @@ def perform(manifest: ManifestStore, request: Request) -> Answer:
         return Answer(number, error=error)
 
 
-def marked(home: int, number: int) -> tuple[Op, ...]:
-    """A batch whose rows, logged and local, say its number and how many they are."""
+def marked(home_db_id: int, number: int) -> tuple[Op, ...]:
+    """A batch whose rows, logged and local, contain its number and their count."""
     rows = 1 + number % 5
     chunk = ChunkRecord(Residency.LOCAL, size_bytes=number, created_at_ms=0, page_count=rows)
     return (
-        *(PutChunk(home, number, row, chunk) for row in range(1, rows + 1)),
+        *(PutChunk(home_db_id, number, row, chunk) for row in range(1, rows + 1)),
         *([RecordMetric(number, rows, [1.0])] if number % 2 else ()),
     )
 
 
 class Owner:
-    """A manifest, and a thread that answers when guards resolve."""
+    """A manifest, and a thread that sends an answer when a guard resolves."""
 
-    def __init__(self, line: Line, told: Open) -> None:
-        self._line = line
+    def __init__(self, channel: Channel, command: Open) -> None:
+        self._line = channel
         self._armed = ExitStack()
         self._unanswered: SimpleQueue[tuple[int, ManifestGuard] | Answer | None] = SimpleQueue()
-        self._manifest = ManifestStore.open(told.path, settings=told.settings, clock=ManualClock(told.now_ms))
-        self._answering = threading.Thread(target=self._answer, name="answering", daemon=True)
-        self._answering.start()
-        self._say(Answer(0))
+        self._manifest = ManifestStore.open(command.path, settings=command.settings, clock=ManualClock(command.now_ms))
+        self._answer_thread = threading.Thread(target=self._send_answers, name="answering", daemon=True)
+        self._answer_thread.start()
+        self._send(Answer(0))
 
-    def _say(self, answer: Answer) -> None:
+    def _send(self, answer: Answer) -> None:
         self._line.send(pickle.dumps(answer))
 
-    def _answer(self) -> None:
+    def _send_answers(self) -> None:
         while (item := self._unanswered.get()) is not None:
-            self._say(item if isinstance(item, Answer) else self._await(*item))
+            self._send(item if isinstance(item, Answer) else self._answer_of(*item))
 
-    def _await(self, number: int, guard: ManifestGuard) -> Answer:
+    def _answer_of(self, number: int, guard: ManifestGuard) -> Answer:
         result = outcome(guard)
         return Answer(number, result) if isinstance(result, Receipt) else Answer(number, error=result)
 
-    def obey(self, told: Any) -> bool:
-        """Whether to go on."""
-        match told:
+    def execute(self, command: Any) -> bool:
+        """Execute a command; False if it was the last."""
+        match command:
             case Request(number=number, ops=ops, key=key, call=""):
                 try:
                     self._unanswered.put((number, self._manifest.submit(ops, key=key)))
@@ -182,46 +182,46 @@ class Owner:
                 self._manifest.env.copy(path)
                 self._unanswered.put(Answer(number))
             case Request():
-                self._unanswered.put(perform(self._manifest, told))
+                self._unanswered.put(perform(self._manifest, command))
             case Arm(point=point, passes=passes, delay_us=delay_us):
                 self._arm(point, passes, delay_us / 1e6)
-            case Rush():
-                self._rush(told)
+            case Burst():
+                self._run_burst(command)
             case Close():
                 self._manifest.close()
                 self._unanswered.put(None)
-                self._answering.join()
+                self._answer_thread.join()
                 return False
         return True
 
     def _arm(self, point: str, passes: int, delay: float) -> None:
-        left = passes
+        remaining = passes
 
         def pass_or_die(_name: str) -> None:
-            nonlocal left
-            left -= 1
-            if left >= 0:
-                time.sleep(DAWDLE_SECONDS / 2)  # batches queue up behind a slow commit: groups
+            nonlocal remaining
+            remaining -= 1
+            if remaining >= 0:
+                time.sleep(DELAY_SECONDS / 2)  # batches queue up behind a slow commit and form groups
             elif point != WITHIN:
-                _die(DAWDLE_SECONDS)
-            elif left == -1:
+                _die(DELAY_SECONDS)
+            elif remaining == -1:
                 threading.Thread(target=_die, args=(delay,), daemon=True).start()
 
         self._armed.close()
         self._armed.enter_context(armed(POINTS[1] if point == WITHIN else point, pass_or_die))
 
-    def _rush(self, told: Rush) -> None:
+    def _run_burst(self, command: Burst) -> None:
         def produce(thread: int) -> None:
-            first = told.first + thread * told.batches
-            waiting: list[tuple[int, ManifestGuard]] = []
-            for number in range(first, first + told.batches):
-                waiting.append((number, self._manifest.submit(marked(told.home, number))))
-                if number % 3 == 0 or number == first + told.batches - 1:  # some wait for each other, some run ahead
-                    for item in waiting:
-                        self._say(self._await(*item))
-                    waiting.clear()
+            first = command.first + thread * command.batches
+            pending: list[tuple[int, ManifestGuard]] = []
+            for number in range(first, first + command.batches):
+                pending.append((number, self._manifest.submit(marked(command.home_db_id, number))))
+                if number % 3 == 0 or number == first + command.batches - 1:  # some wait, some are pipelined
+                    for item in pending:
+                        self._send(self._answer_of(*item))
+                    pending.clear()
 
-        threads = [threading.Thread(target=produce, args=(n,)) for n in range(told.threads)]
+        threads = [threading.Thread(target=produce, args=(n,)) for n in range(command.threads)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -234,19 +234,19 @@ def _die(after: float) -> None:
 
 
 def warm_up() -> None:
-    """Opening a manifest imports a hundred modules: once is enough."""
+    """Import everything that opening a manifest imports, before children are forked."""
     with tempfile.TemporaryDirectory() as directory, ManifestStore.open(directory + "/manifest.lmdb") as manifest:
         perform(manifest, Request(1, marked(1, 1)))
 
 
-def main(line: Line) -> None:
-    """The life of an owner."""
-    opening = line.receive()
+def main(channel: Channel) -> None:
+    """One life of an owner."""
+    opening = channel.receive()
     if opening is None:
         return
-    told: Open = pickle.loads(opening)
-    if told.plant:
-        PLANTS[told.plant]()
-    owner = Owner(line, told)
-    while (message := line.receive()) is not None and owner.obey(pickle.loads(message)):
+    command: Open = pickle.loads(opening)
+    if command.fault:
+        FAULTS[command.fault]()
+    owner = Owner(channel, command)
+    while (message := channel.receive()) is not None and owner.execute(pickle.loads(message)):
         pass

@@ -1,4 +1,4 @@
-"""Words that several tests of the manifest share."""
+"""Helpers that several tests of the manifest share."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def chunk(number: int, size: int = 10, db_id: int = 1, generation: int = 1) -> P
     return PutChunk(db_id, number, generation, ChunkRecord(Residency.LOCAL, size, 0))
 
 
-def refuses(manifest: ManifestStore, error: type[QuireError], *ops: Op) -> None:
-    """The batch is refused with exactly this error, and every table is byte for byte as it was."""
+def assert_rejected(manifest: ManifestStore, error: type[QuireError], *ops: Op) -> None:
+    """Assert that the batch is rejected with exactly this error and that no table has changed by a byte."""
     before = dump(manifest)
     result = outcome(manifest.submit(ops))
     assert type(result) is error, f"{result!r} is not {error.__name__}"
     changed = difference(before, dump(manifest))
-    assert not changed, f"a refused batch left something behind: {changed}"
+    assert not changed, f"a rejected batch changed rows: {changed}"
 
 
-def does(manifest: ManifestStore, *ops: Op) -> None:
-    """The batch commits."""
+def commit(manifest: ManifestStore, *ops: Op) -> None:
+    """Commit the batch."""
     manifest.submit(ops).result(60)
 
 
 def checkpoint(manifest: ManifestStore, db_id: int, *slots: int, delta: bool = False) -> int:
-    """Rewrite (or overlay) slots of a database as a checkpoint does; the generation."""
+    """Rewrite slots of a database (or add deltas to them) as a checkpoint does; returns the generation."""
     with manifest.read() as txn:
         wal = txn.wal_state(db_id)
         assert wal is not None
@@ -68,13 +68,13 @@ def checkpoint(manifest: ManifestStore, db_id: int, *slots: int, delta: bool = F
                 mutations.append(DeltaChunk(slot=slot, delta_id=len(txn.chain(db_id, slot)), record=record))
             else:
                 mutations.append(FullChunk(slot=slot, record=ChunkRecord(Residency.LOCAL, 10, 0)))
-    does(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn))
+    commit(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn))
     checkpoint_apply(manifest, db_id, generation, mutations, covered_lsn=lsn).result(60)
     return generation
 
 
 def counts(manifest: ManifestStore, kind: ArtifactKind | None = None) -> dict[ArtifactKey, tuple[int, int]]:
-    """(in_use, pending_upload) of every artifact (of one kind)."""
+    """(in_use, pending_upload) of every artifact, or of every artifact of one kind."""
     with manifest.read() as txn:
         rows = {ArtifactKey(k[0], ArtifactKind(k[1]), *k[2:]): row for k, row in txn.scan(t.GC_REFCOUNTS)}
     return {key: (row.in_use, row.pending_upload) for key, row in rows.items() if kind is None or key.kind is kind}
@@ -89,7 +89,7 @@ def anchor(manifest: ManifestStore, db_id: int) -> int:
 
 
 def collect(manifest: ManifestStore) -> None:
-    """What the collector does until nothing is at zero."""
+    """Do the work of the collector until no artifact is at zero."""
     while True:
         with manifest.read() as txn:
             keys = [unpack_artifact(raw) for raw, _ in txn.raw_scan(t.GC_ZERO)]
@@ -97,30 +97,30 @@ def collect(manifest: ManifestStore) -> None:
             return
         for key in keys:
             if key.kind is ArtifactKind.LEAF:
-                does(manifest, CollectLeaf(key.origin_db_id, key.id, key.generation))
+                commit(manifest, CollectLeaf(key.origin_db_id, key.id, key.generation))
             else:
-                does(manifest, RemoveArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id))
+                commit(manifest, RemoveArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id))
 
 
 class Hold:
-    """The writer thread, stopped at a failpoint until `release`."""
+    """Stops the writer thread at a failpoint until `release`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
-        self._go = threading.Event()
+        self._released = threading.Event()
 
     def __call__(self, _name: str) -> None:
         if not self.reached.is_set():
             self.reached.set()
-            assert self._go.wait(30), "nobody released the writer"
+            assert self._released.wait(30), "the writer was not released"
 
     def release(self) -> None:
-        self._go.set()
+        self._released.set()
 
 
 @contextmanager
 def held(manifest: ManifestStore, point: str = "manifest.commit.applied") -> Iterator[Hold]:
-    """The writer is busy with a commit of its own for the length of the block, or until released."""
+    """Keep the writer busy with a commit for the duration of the block, or until it is released."""
     hold = Hold()
     with armed(point, hold):
         guard = manifest.submit([RecordMetric(99, 99, [1.0])])
@@ -132,14 +132,14 @@ def held(manifest: ManifestStore, point: str = "manifest.commit.applied") -> Ite
             guard.result(30)
 
 
-def together(manifest: ManifestStore, batches: Sequence[Sequence[Op]]) -> list[ManifestGuard]:
+def submit_as_group(manifest: ManifestStore, batches: Sequence[Sequence[Op]]) -> list[ManifestGuard]:
     """Submit batches so that they are committed in one group."""
     with held(manifest):
         return [manifest.submit(batch) for batch in batches]
 
 
 def python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Run a script in a process of its own, with pipes."""
+    """Run a script in a separate process, with pipes."""
     return Program(
         ["-c", textwrap.dedent(code), *arguments],
         stdin=subprocess.PIPE,
@@ -155,9 +155,10 @@ def finish(child: subprocess.Popen[str], stdin: str = "") -> str:
     return out
 
 
-def eventually(happens: Callable[[], bool], seconds: float = 60) -> bool:
-    """Whether something happens soon: guards resolve before the writer has counted and reported their commit."""
+def eventually(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    """Whether a condition becomes true in time: guards resolve before the writer has counted and reported their
+    commit."""
     deadline = time.monotonic() + seconds
-    while not happens() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.001)
-    return happens()
+    return condition()

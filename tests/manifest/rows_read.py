@@ -1,4 +1,4 @@
-"""Counting the rows that are read from a manifest."""
+"""Counts the rows that are read from a manifest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from quire.manifest.reads import ReadTxn
 
 
 class RowsRead:
-    """How many rows were read in this process since the last `take`."""
+    """Counts the rows that this process has read since the last `take`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._count = 0
-        scanned, get, steps = ReadTxn._rows, ReadTxn.get, ReadTxn.steps
+        rows_of, get, steps = ReadTxn._rows, ReadTxn.get, ReadTxn.steps
 
-        def counted(txn: ReadTxn, rows: Iterator[Any], end: bytes | None) -> Iterator[Any]:
-            for row in scanned(txn, rows, end):
+        def counted_rows(txn: ReadTxn, rows: Iterator[Any], end: bytes | None) -> Iterator[Any]:
+            for row in rows_of(txn, rows, end):
                 self._count += 1
                 yield row
 
@@ -26,16 +26,16 @@ class RowsRead:
             self._count += 1
             return get(txn, *key)
 
-        def counted_steps(txn: ReadTxn, *args: Any, **more: Any) -> Iterator[Any]:
-            for step in steps(txn, *args, **more):
+        def counted_steps(txn: ReadTxn, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            for step in steps(txn, *args, **kwargs):
                 self._count += len(step[0])
                 yield step
 
-        monkeypatch.setattr(ReadTxn, "_rows", counted)
+        monkeypatch.setattr(ReadTxn, "_rows", counted_rows)
         monkeypatch.setattr(ReadTxn, "get", counted_get)
         monkeypatch.setattr(ReadTxn, "steps", counted_steps)
 
     def take(self) -> int:
-        """The count, which begins anew."""
+        """Return the count and reset it."""
         count, self._count = self._count, 0
         return count

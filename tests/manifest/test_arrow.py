@@ -1,4 +1,4 @@
-"""Arrow export: every table, every value, old rows too."""
+"""Arrow export: every table, every value, and rows of older versions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import ReadTxn
 from quire.manifest.store import ManifestStore
 from tests.manifest.batches import BatchMaker, outcome
-from tests.manifest.helpers import chunk, does, register
-from tests.manifest.test_codec import SOME, rows
+from tests.manifest.helpers import chunk, commit, register
+from tests.manifest.test_codec import FEWER_EXAMPLES, rows
 from tests.manifest.test_keys import tuples
 
 
@@ -58,10 +58,10 @@ TABLES = [table for table in t.TABLES.values() if table is not CHANGE_LOG]
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_every_table_exports_every_value(path: str, table: t.Table[Any]) -> None:
-    """Rows are written raw: also such as no op would write, and shorter ones of an older version."""
+    """Rows are written raw, including rows that no operation would write, and shorter ones of an older version."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
 
-    @SOME
+    @FEWER_EXAMPLES
     @given(st.lists(st.tuples(tuples(table.key), rows(table), st.integers(0, 30)), max_size=6))
     def export(cases: list[tuple[tuple[Any, ...], Any, int]]) -> None:
         stored: dict[tuple[Any, ...], bytes] = {}
@@ -77,10 +77,10 @@ def test_every_table_exports_every_value(path: str, table: t.Table[Any]) -> None
             txn.drop(env.handles[table.name], delete=False)
             for key, raw in stored.items():
                 txn.put(table.key.pack(*key), raw, db=env.handles[table.name])
-        with ReadTxn(env) as reading:
-            got = exported(reading.to_arrow(table), nested_fields(table))
-            want = [expected(key, record) for key, record in reading.scan(table)]
-        assert got == want
+        with ReadTxn(env) as read_txn:
+            actual = exported(read_txn.to_arrow(table), nested_fields(table))
+            want = [expected(key, record) for key, record in read_txn.scan(table)]
+        assert actual == want
 
     try:
         export()
@@ -104,18 +104,18 @@ def test_the_change_log_exports_with_its_operations(path: str) -> None:
     assert [len(ops) for ops in operations] == [len(change.operations) for change in changes]
 
 
-def test_an_empty_table_has_its_columns(path: str) -> None:
+def test_an_empty_table_has_all_columns(path: str) -> None:
     with ManifestStore.open(path) as manifest, manifest.read() as txn:
         table = txn.to_arrow("chunk_catalog")
         assert table.num_rows == 0
         assert table.column_names[:4] == ["origin_db_id", "chunk_id", "generation", "residency"]
 
 
-def test_more_rows_than_a_step_export_in_order(path: str) -> None:
+def test_more_rows_than_one_step_are_exported_in_order(path: str) -> None:
     with ManifestStore.open(path) as manifest:
-        does(manifest, register(1))
-        does(manifest, *[chunk(n, size=n) for n in range(1, 60_000)])
-        does(manifest, *[chunk(n, size=n) for n in range(60_000, 70_000)])
+        commit(manifest, register(1))
+        commit(manifest, *[chunk(n, size=n) for n in range(1, 60_000)])
+        commit(manifest, *[chunk(n, size=n) for n in range(60_000, 70_000)])
         with manifest.read() as txn:
             table = txn.to_arrow("chunk_catalog")
     assert table.column("chunk_id").to_pylist() == list(range(1, 70_000))

@@ -1,4 +1,4 @@
-"""Files that are not what they should be: each a typed error that names the file, never a signal, never a change."""
+"""Files with unexpected content: each gives a typed error that names the file, never a signal, and is never changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import chunk, finish, python, register
 
 
-def test_a_file_that_is_not_lmdb_is_damage_and_stays_as_it_was(path: str) -> None:
+def test_a_file_that_is_not_lmdb_is_damage_and_unchanged(path: str) -> None:
     for content in (b"x" * 10_000, b"\x00" * 8192, b"SQLite format 3\x00" + b"\x01" * 5000, b"short"):
         Path(path).write_bytes(content)
         for mode in ("rw", "r"):
@@ -27,7 +27,7 @@ def test_a_file_that_is_not_lmdb_is_damage_and_stays_as_it_was(path: str) -> Non
 
 
 def test_an_empty_file_is_an_empty_store_for_its_owner(path: str) -> None:
-    """What a crash between create and first write leaves."""
+    """A crash between creation and the first write leaves an empty file."""
     Path(path).touch()
     with pytest.raises(QuireError):
         ManifestStore.open(path, mode="r")
@@ -61,7 +61,7 @@ print("ok", len(lengths))
 
 
 def test_a_truncated_file_is_damage_and_never_a_signal(path: str) -> None:
-    """Reading beyond the end of a mapped file is SIGBUS: the child would die of it."""
+    """Reading beyond the end of a mapped file raises SIGBUS, which would kill the child."""
     with ManifestStore.open(path) as manifest:
         manifest.submit([register(1)]).result()
         for start in range(0, 3000, 500):
@@ -69,7 +69,7 @@ def test_a_truncated_file_is_damage_and_never_a_signal(path: str) -> None:
     assert finish(python(TRUNCATED, path, path + ".cut")).startswith("ok")
 
 
-def test_a_directory_in_place_of_the_file_is_refused(path: str) -> None:
+def test_a_directory_instead_of_the_file_is_rejected(path: str) -> None:
     os.mkdir(path)
     for mode in ("rw", "r"):
         with pytest.raises(QuireError) as caught:
@@ -77,7 +77,7 @@ def test_a_directory_in_place_of_the_file_is_refused(path: str) -> None:
         assert path in str(caught.value)
 
 
-def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_created_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(QuireError) as caught:
         ManifestStore.open(str(tmp_path / "file" / "manifest.lmdb"))
@@ -86,7 +86,7 @@ def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
         ManifestStore.open(str(tmp_path / "nowhere" / "manifest.lmdb"))
 
 
-def test_reading_where_there_is_nothing_is_not_found_and_makes_nothing(tmp_path: Path) -> None:
+def test_reading_a_missing_manifest_raises_not_found_and_creates_nothing(tmp_path: Path) -> None:
     with pytest.raises(StoreNotFound):
         ManifestStore.open(str(tmp_path / "manifest.lmdb"), mode="r")
     assert list(tmp_path.iterdir()) == []
@@ -97,12 +97,12 @@ def test_a_table_that_an_older_store_lacks_reads_as_empty(path: str) -> None:
     with lmdb.open(path, subdir=False, max_dbs=96) as raw, raw.begin(write=True) as txn:
         txn.drop(raw.open_db(b"metrics", txn=txn))
         txn.drop(raw.open_db(b"gc_refcounts", txn=txn))
-    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as reading:
+    with ManifestStore.open(path, mode="r") as manifest, manifest.read() as read_txn:
         assert manifest.env.handles["metrics"] is None
-        assert list(reading.scan(t.METRICS)) == []
-        assert reading.get(t.METRICS, 1, 1) is None
-        assert reading.count(t.METRICS) == 0
-        assert reading.to_arrow("metrics").num_rows == 0
-        assert reading.refcount(ArtifactKey(1, ArtifactKind.BASE, 1, 1)) is None
-    with ManifestStore.open(path) as manifest, manifest.read() as reading:
-        assert reading.count(t.METRICS) == 0
+        assert list(read_txn.scan(t.METRICS)) == []
+        assert read_txn.get(t.METRICS, 1, 1) is None
+        assert read_txn.count(t.METRICS) == 0
+        assert read_txn.to_arrow("metrics").num_rows == 0
+        assert read_txn.refcount(ArtifactKey(1, ArtifactKind.BASE, 1, 1)) is None
+    with ManifestStore.open(path) as manifest, manifest.read() as read_txn:
+        assert read_txn.count(t.METRICS) == 0

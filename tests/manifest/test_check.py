@@ -1,4 +1,5 @@
-"""The checker finds every planted damage by its rule; open refuses and names it; repair mends what can be recomputed."""
+"""The checker finds every planted damage by its rule; open rejects and names it; repair corrects what can be
+recomputed."""
 
 from __future__ import annotations
 
@@ -32,23 +33,23 @@ from quire.manifest.ops.snapshots import ForkDb, PublishSnapshot
 from quire.manifest.ops.wal import AppendWalChunk
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean, assert_replays
-from tests.manifest.helpers import anchor, checkpoint, chunk, does, register
+from tests.manifest.helpers import anchor, checkpoint, chunk, commit, register
 
 
-def furnish(path: str) -> None:
-    """A store in which every rule has something to hold."""
+def create_store(path: str) -> None:
+    """Create a store in which every rule applies to at least one row."""
     with ManifestStore.open(path) as manifest:
-        does(manifest, register(1, "a"), register(2, "b"), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+        commit(manifest, register(1, "a"), register(2, "b"), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
         checkpoint(manifest, 1, 0)
         checkpoint(manifest, 1, 0, delta=True)
-        at = anchor(manifest, 1)
-        does(manifest, PublishSnapshot(1, 1, r.SnapshotKind.NAMED, "s", at, pins=[r.Pin(1, 1, 5)]))
-        does(manifest, ForkDb(3, 1, "fork", snapshot_id=1))
+        lsn = anchor(manifest, 1)
+        commit(manifest, PublishSnapshot(1, 1, r.SnapshotKind.NAMED, "s", lsn, pins=[r.Pin(1, 1, 5)]))
+        commit(manifest, ForkDb(3, 1, "fork", snapshot_id=1))
         checkpoint(manifest, 1, 0)
-        does(manifest, EnqueueJob(1, r.JobRecord(r.JobKind.CHECKPOINT, 1, 0)), StartJob(1, "w", 9))
-        does(manifest, EnqueueJob(2, r.JobRecord(r.JobKind.UPLOAD, 1, 0, artifact=(1, 2, 1, 0, 0))))
-        does(manifest, PublishPages(1, ROW.pack(1, 0, 5, 0, 7, 1, 1, 0, 0)))
-        does(manifest, RegisterCursor(1, 0, "tail"))
+        commit(manifest, EnqueueJob(1, r.JobRecord(r.JobKind.CHECKPOINT, 1, 0)), StartJob(1, "w", 9))
+        commit(manifest, EnqueueJob(2, r.JobRecord(r.JobKind.UPLOAD, 1, 0, artifact=(1, 2, 1, 0, 0))))
+        commit(manifest, PublishPages(1, ROW.pack(1, 0, 5, 0, 7, 1, 1, 0, 0)))
+        commit(manifest, RegisterCursor(1, 0, "tail"))
         manifest.put_namespace("memory://")
         assert_clean(manifest)
         assert_replays(manifest)
@@ -58,7 +59,7 @@ Damage = Callable[["Vandal"], None]
 
 
 class Vandal:
-    """Writes raw rows behind the manifest's back."""
+    """Writes raw rows without going through the manifest."""
 
     def __init__(self, path: str) -> None:
         self.env = ManifestEnv(path, ManifestSettings(), write=True)
@@ -87,24 +88,24 @@ class Vandal:
 
     def done(self) -> None:
         self.txn.commit()
-        forget_point(self.env)  # so that the whole log is looked at, too
+        forget_point(self.env)  # so that the whole log is checked, too
         self.env.close()
 
 
 BASE_COUNT = (1, ArtifactKind.BASE, 0, 1, 0)
 INDEX = r.IndexRecord
 
-MENDABLE: dict[str, tuple[str, Damage]] = {
-    "a name that leads nowhere": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(9), "ghost")),
+REPAIRABLE: dict[str, tuple[str, Damage]] = {
+    "a name of no database": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(9), "ghost")),
     "a name that is missing": ("D1", lambda v: v.delete(t.DB_NAMES, "a")),
-    "a name that leads astray": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(2), "a")),
+    "a name of another database": ("D1", lambda v: v.put(t.DB_NAMES, INDEX(2), "a")),
     "a snapshot's name is missing": ("S3", lambda v: v.delete(t.SNAPSHOT_NAMES, 1, "s")),
     "a count too high": ("R1", lambda v: v.change(t.GC_REFCOUNTS, *BASE_COUNT, in_use=9)),
     "a count too low": ("R1", lambda v: v.put(t.GC_REFCOUNTS, r.RefcountRecord(1), 1, 2, 1, 0, 0)),
     "a count that is missing": ("R1", lambda v: v.delete(t.GC_REFCOUNTS, *BASE_COUNT)),
-    "an upload nobody makes": ("R2", lambda v: v.change(t.GC_REFCOUNTS, *BASE_COUNT, pending_upload=1)),
-    "an upload nobody counted": ("R2", lambda v: v.change(t.GC_REFCOUNTS, 1, 2, 1, 0, 0, pending_upload=0)),
-    "a living artifact in the queue of the doomed": ("R3", lambda v: v.put(t.GC_ZERO, INDEX(5), *BASE_COUNT)),
+    "a pending upload without a job": ("R2", lambda v: v.change(t.GC_REFCOUNTS, *BASE_COUNT, pending_upload=1)),
+    "an upload job that is not counted": ("R2", lambda v: v.change(t.GC_REFCOUNTS, 1, 2, 1, 0, 0, pending_upload=0)),
+    "a referenced artifact in the deletion queue": ("R3", lambda v: v.put(t.GC_ZERO, INDEX(5), *BASE_COUNT)),
     "a job missing from its state": ("J1", lambda v: v.delete(t.JOBS_BY_STATE, r.JobState.IN_FLIGHT, 1)),
     "a job in a state it is not in": ("J1", lambda v: v.put(t.JOBS_BY_STATE, INDEX(1), r.JobState.PENDING, 1)),
     "a count that does not decode": ("R1", lambda v: v.put(t.GC_REFCOUNTS, b"\x01\x00", *BASE_COUNT)),
@@ -125,10 +126,10 @@ FATAL: dict[str, tuple[str, Damage]] = {
     "two databases of one name": ("D1", lambda v: v.change(t.DB, 2, name="a")),
     "rows of no database": ("D2", lambda v: v.put(t.CHUNK_CATALOG, r.ChunkRecord(r.Residency.LOCAL, 1, 0), 99, 1, 1)),
     "no WAL state": ("D2", lambda v: v.delete(t.WAL_STATE, 2, 0)),
-    "a held leaf is gone": ("S1", lambda v: v.put(t.LIVE_LEAF, r.LeafRef(1, 77), 2, 0)),
+    "a referenced leaf is missing": ("S1", lambda v: v.put(t.LIVE_LEAF, r.LeafRef(1, 77), 2, 0)),
     "a chain without a base": ("S4", lambda v: v.put(t.SLOT_LEAF, r.LeafRecord(b"\x00\x01" + b"\x01" * 18), 1, 0, 2)),
-    "a referenced chunk is gone": ("S2", lambda v: v.delete(t.CHUNK_CATALOG, 1, 0, 1)),
-    "an inherited segment's origin is gone": ("W1", lambda v: v.delete(t.WAL_CATALOG, 1, 1)),
+    "a referenced chunk is missing": ("S2", lambda v: v.delete(t.CHUNK_CATALOG, 1, 0, 1)),
+    "an inherited segment's origin is missing": ("W1", lambda v: v.delete(t.WAL_CATALOG, 1, 1)),
     "a segment above the mark": ("W2", lambda v: v.change(t.WAL_STATE, 1, 0, next_segment_id=1)),
     "marks out of order": ("W2", lambda v: v.change(t.WAL_STATE, 1, 0, last_applied_lsn=10**6)),
     "a gate without a job": ("J1", lambda v: v.put(t.JOB_PENDING_INDEX, INDEX(9), 2, r.JobKind.MERGE)),
@@ -143,25 +144,25 @@ FATAL: dict[str, tuple[str, Damage]] = {
 }
 
 
-EVERY = MENDABLE | FATAL
+EVERY = REPAIRABLE | FATAL
 
-SHUT = (
+STORE_WIDE = (
     "a job missing from its state", "a job in a state it is not in", "a change that does not decode", "a gap in the change log",
     "a lease of a job that does not run", "a change log that ends too early",
 )  # fmt: skip
-"""What is about the store as a whole keeps it shut."""
+"""Damage that concerns the store as a whole: it cannot be opened."""
 
 CLOSES: dict[str, set[tuple[str, int]]] = {
-    "a name that leads nowhere": {("database", 9)},
-    "a name that leads astray": {("database", 1), ("database", 2)},
+    "a name of no database": {("database", 9)},
+    "a name of another database": {("database", 1), ("database", 2)},
     "a row that does not decode": {("database", 2)},
     "two databases of one name": {("database", 1), ("database", 2)},
     "rows of no database": {("database", 99)},
     "no WAL state": {("database", 2)},
     "a database above its watermark": {("counter", Counter.DB)},
     "a cursor above its watermark": {("counter", Counter.CURSOR)},
-    "a held leaf is gone": {("database", 1), ("database", 2)},
-    "an inherited segment's origin is gone": {("database", 1), ("database", 3)},
+    "a referenced leaf is missing": {("database", 1), ("database", 2)},
+    "an inherited segment's origin is missing": {("database", 1), ("database", 3)},
     "a chain without a base": {("database", 1), ("database", 0x01010101)},
     "a gate without a job": {("database", 2)},
     "a batch of no mirror": set(),
@@ -170,28 +171,28 @@ CLOSES: dict[str, set[tuple[str, int]]] = {
     "a watermark below its log": set(),
     "a version that follows a newer one": set(),
 }
-"""What a damage closes; the others are about database 1."""
+"""The databases and counters that a damage closes; damage that is not listed closes database 1."""
 
 
-def damaged(path: str, damage: Damage) -> None:
-    furnish(path)
+def create_damaged_store(path: str, damage: Damage) -> None:
+    create_store(path)
     vandal = Vandal(path)
     damage(vandal)
     vandal.done()
 
 
-def read_only(manifest: ManifestStore, db_id: int) -> None:
-    does(manifest, UpdateDbStatus(db_id, r.DbStatus.READ_ONLY))
+def set_read_only(manifest: ManifestStore, db_id: int) -> None:
+    commit(manifest, UpdateDbStatus(db_id, r.DbStatus.READ_ONLY))
 
 
-def found_rules(path: str) -> set[str]:
+def broken_rules(path: str) -> set[str]:
     with ManifestStore.open(path, mode="r") as manifest:
         return {problem.rule for problem in manifest.check()}
 
 
-@pytest.mark.parametrize(("rule", "damage"), [EVERY[name] for name in SHUT], ids=SHUT)
-def test_damage_of_the_store_is_found_by_its_rule_and_keeps_it_shut(path: str, rule: str, damage: Damage) -> None:
-    damaged(path, damage)
+@pytest.mark.parametrize(("rule", "damage"), [EVERY[name] for name in STORE_WIDE], ids=STORE_WIDE)
+def test_damage_of_the_store_is_found_by_its_rule_and_prevents_opening(path: str, rule: str, damage: Damage) -> None:
+    create_damaged_store(path, damage)
     with pytest.raises(ManifestDamaged) as caught:
         ManifestStore.open(path)
     assert f"{rule}:" in str(caught.value), caught.value
@@ -199,12 +200,12 @@ def test_damage_of_the_store_is_found_by_its_rule_and_keeps_it_shut(path: str, r
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("name", [name for name in EVERY if name not in SHUT])
-def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_that_one(path: str, name: str) -> None:
-    """The store opens, and whatever is sound can be read and written."""
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in STORE_WIDE])
+def test_damage_of_one_database_or_counter_is_found_by_its_rule_and_closes_only_that_one(path: str, name: str) -> None:
+    """The store opens, and everything else can be read and written."""
     rule, damage = EVERY[name]
-    damaged(path, damage)
-    assert rule in found_rules(path)
+    create_damaged_store(path, damage)
+    assert rule in broken_rules(path)
     expected = CLOSES.get(name, {("database", 1)})
     with ManifestStore.open(path) as manifest:
         assert set(manifest.env.refused) == expected
@@ -212,14 +213,14 @@ def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_th
             use = (
                 partial(manifest.allocate, Counter(number))
                 if kind == "counter"
-                else partial(read_only, manifest, number)
+                else partial(set_read_only, manifest, number)
             )
             with pytest.raises(ManifestDamaged, match=f"the {kind} is closed") as caught:
                 use()
             assert "quire manifest check" in caught.value.hint
             assert "the rest of the store works" in caught.value.hint
         for db_id in {1, 2, 3} - {number for kind, number in expected if kind == "database"}:
-            read_only(manifest, db_id)
+            set_read_only(manifest, db_id)
             with manifest.read() as txn:
                 assert txn.live(db_id, r.DbKind.PAGES)[1].status is r.DbStatus.READ_ONLY
         if ("counter", Counter.DB) not in expected:
@@ -230,13 +231,13 @@ def test_damage_about_one_database_or_counter_is_found_by_its_rule_and_closes_th
 
 @pytest.mark.parametrize("point", ["manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable"])
 def test_a_kill_while_a_cursor_is_clamped_leaves_it_for_the_next_open(path: str, point: str) -> None:
-    damaged(path, EVERY["a cursor beyond the head"][1])
-    killed = os.fork()
-    if not killed:  # nothing of LMDB is open here
+    create_damaged_store(path, EVERY["a cursor beyond the head"][1])
+    child_pid = os.fork()
+    if not child_pid:  # LMDB is not open in this process
         with armed(point, lambda _: os._exit(9)):
             ManifestStore.open(path)
         os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(killed, 0)[1]) == 9
+    assert os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1]) == 9
     with ManifestStore.open(path) as manifest:
         with manifest.read() as txn:
             cursor = txn.get(t.CHANGE_CURSORS, 1)
@@ -245,75 +246,80 @@ def test_a_kill_while_a_cursor_is_clamped_leaves_it_for_the_next_open(path: str,
         assert_clean(manifest)
 
 
-def test_a_generation_that_is_behind_its_log_goes_on_from_the_log(path: str) -> None:
-    damaged(path, FATAL["a watermark below its log"][1])
+def test_a_generation_behind_its_log_continues_from_the_log(path: str) -> None:
+    create_damaged_store(path, FATAL["a watermark below its log"][1])
     with ManifestStore.open(path) as manifest:
         with manifest.read() as txn:
-            reached = max(dict(change.generation_updates).get(1, 0) for change in txn.changes(1))
+            logged = max(dict(change.generation_updates).get(1, 0) for change in txn.changes(1))
         manifest.submit([register(7, "next")]).result()
-        assert manifest.writer.generations[1] == reached + 1
+        assert manifest.writer.generations[1] == logged + 1
         assert_clean(manifest)
 
 
 COUNTED = frozenset({"P1", "P2", "R1", "R4", "S2"})
-"""Rules that the audit job looks at by itself."""
+"""Rules that the audit job checks separately."""
 
 
-def counting(*_: Any) -> Any:
-    raise AssertionError("somebody counts")
+def fail_if_counted(*_: Any) -> Any:
+    raise AssertionError("references were counted")
 
 
 @pytest.mark.parametrize("name", [None, *EVERY])
-def test_without_some_rules_the_others_find_the_same_and_nothing_is_counted(
+def test_without_some_rules_the_others_find_the_same_problems_and_nothing_is_counted(
     path: str, name: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    furnish(path)
+    create_store(path)
     if name is not None:
         vandal = Vandal(path)
         EVERY[name][1](vandal)
         vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        whole = list(checks.check(txn))
-        assert {str(each) for each in checks.check(txn, without=frozenset({"R1"}))} == {
-            str(each) for each in whole if each.rule != "R1"
+        all_problems = list(checks.check(txn))
+        assert {str(problem) for problem in checks.check(txn, without=frozenset({"R1"}))} == {
+            str(problem) for problem in all_problems if problem.rule != "R1"
         }
-        for module, looking in (
+        for module, function in (
             (holders, "count_holders"), (holders, "_references"), (holders, "tally"),
             (checks, "_newest_versions"),
         ):  # fmt: skip
-            monkeypatch.setattr(module, looking, counting)
-        rest = list(checks.check(txn, without=COUNTED))
-    named = [{str(each) for each in some if "cannot be checked" not in each.what} for some in (whole, rest)]
-    assert named[1] == named[0] - {str(each) for each in whole if each.rule in COUNTED}
-    # Who reads a table of numbers finds what does not decode in it: of heads it is the audit, then.
+            monkeypatch.setattr(module, function, fail_if_counted)
+        remaining = list(checks.check(txn, without=COUNTED))
+    texts = [
+        {str(problem) for problem in problems if "cannot be checked" not in problem.what}
+        for problems in (all_problems, remaining)
+    ]
+    assert texts[1] == texts[0] - {str(problem) for problem in all_problems if problem.rule in COUNTED}
+    # A row that does not decode is found by whatever reads its table; heads are read by the audit only.
     if name not in (None, "a head that does not decode") and EVERY[name][0] not in COUNTED:
-        assert EVERY[name][0] in {each.rule for each in rest}
-    assert not COUNTED & {each.rule for each in rest}
+        assert EVERY[name][0] in {problem.rule for problem in remaining}
+    assert not COUNTED & {problem.rule for problem in remaining}
 
 
-def test_without_counting_a_wrong_index_is_mended_just_so(path: str) -> None:
-    """R2 and R3 have their fixes still, and they mend: artifacts at zero among them, before, between and behind others."""
-    furnish(path)
+def test_without_counting_a_wrong_index_is_repaired_too(path: str) -> None:
+    """R2 and R3 still have their fixes, and these work: also for artifacts at zero before, between and after others."""
+    create_store(path)
     vandal = Vandal(path)
     for key in ((1, 2, 1, 0, 0), (2, ArtifactKind.BASE, 7, 1, 0), (1, ArtifactKind.BASE, 0, 9, 0)):
         vandal.put(t.GC_REFCOUNTS, r.RefcountRecord(0, 0, 77), *key)
-    vandal.put(t.GC_ZERO, INDEX(5), 1, ArtifactKind.BASE, 0, 9, 0)  # right
+    vandal.put(t.GC_ZERO, INDEX(5), 1, ArtifactKind.BASE, 0, 9, 0)  # correct
     for key in ((1, ArtifactKind.BASE, 0, 8, 0), (3, ArtifactKind.BASE, 0, 8, 0)):
-        vandal.put(t.GC_ZERO, INDEX(5), *key)  # of nothing
+        vandal.put(t.GC_ZERO, INDEX(5), *key)  # of an artifact that does not exist
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        whole = [each for each in checks.check(txn) if each.rule in ("R2", "R3")]
-        rest = [each for each in checks.check(txn, without=COUNTED) if each.rule in ("R2", "R3")]
-    assert sorted(map(str, rest)) == sorted(map(str, whole))
-    assert [each.fix for each in rest if each.rule == "R3"] == [each.fix for each in whole if each.rule == "R3"]
-    assert len([each for each in rest if each.rule == "R3"]) == 4
-    assert [each.where["artifact"].kind for each in rest if each.rule == "R2"] == [ArtifactKind.WAL]
-    assert all(each.fix is not None for each in rest)
+        expected = [problem for problem in checks.check(txn) if problem.rule in ("R2", "R3")]
+        problems = [problem for problem in checks.check(txn, without=COUNTED) if problem.rule in ("R2", "R3")]
+    assert sorted(map(str, problems)) == sorted(map(str, expected))
+    assert [problem.fix for problem in problems if problem.rule == "R3"] == [
+        problem.fix for problem in expected if problem.rule == "R3"
+    ]
+    assert len([problem for problem in problems if problem.rule == "R3"]) == 4
+    assert [problem.where["artifact"].kind for problem in problems if problem.rule == "R2"] == [ArtifactKind.WAL]
+    assert all(problem.fix is not None for problem in problems)
 
 
-@pytest.mark.parametrize(("rule", "damage"), MENDABLE.values(), ids=MENDABLE)
-def test_repair_mends_what_can_be_recomputed(path: str, rule: str, damage: Damage) -> None:
-    furnish(path)
+@pytest.mark.parametrize(("rule", "damage"), REPAIRABLE.values(), ids=REPAIRABLE)
+def test_repair_corrects_what_can_be_recomputed(path: str, rule: str, damage: Damage) -> None:
+    create_store(path)
     vandal = Vandal(path)
     damage(vandal)
     vandal.done()
@@ -325,18 +331,18 @@ def test_repair_mends_what_can_be_recomputed(path: str, rule: str, damage: Damag
 
 
 @pytest.mark.parametrize(("rule", "damage"), FATAL.values(), ids=FATAL)
-def test_repair_does_not_pretend(path: str, rule: str, damage: Damage) -> None:
-    """What cannot be recomputed stays closed, repair or not."""
-    damaged(path, damage)
+def test_repair_does_not_open_what_it_cannot_correct(path: str, rule: str, damage: Damage) -> None:
+    """Damage that cannot be recomputed stays closed, with or without repair."""
+    create_damaged_store(path, damage)
     with suppress(ManifestDamaged):
         ManifestStore.open(path, repair=True).close()
-    assert rule in found_rules(path)
+    assert rule in broken_rules(path)
 
 
-def test_several_damages_are_all_named(path: str) -> None:
-    furnish(path)
+def test_every_damage_is_reported(path: str) -> None:
+    create_store(path)
     vandal = Vandal(path)
-    for _, damage in (MENDABLE["a job missing from its state"], FATAL["a gap in the change log"]):
+    for _, damage in (REPAIRABLE["a job missing from its state"], FATAL["a gap in the change log"]):
         damage(vandal)
     vandal.done()
     with pytest.raises(ManifestDamaged) as caught:
@@ -346,31 +352,31 @@ def test_several_damages_are_all_named(path: str) -> None:
     assert "backup" in caught.value.hint
 
 
-def test_a_leak_is_reported_and_keeps_nothing_shut(path: str) -> None:
-    furnish(path)
+def test_a_leak_is_reported_and_closes_nothing(path: str) -> None:
+    create_store(path)
     with ManifestStore.open(path) as manifest:
-        does(manifest, chunk(99))
+        commit(manifest, chunk(99))
         (leak,) = manifest.check()
         assert (leak.rule, leak.leak) == ("R4", True)
         assert str(leak.where["artifact"]) in str(leak)
     ManifestStore.open(path).close()
 
 
-def test_a_read_only_process_opens_what_the_owner_would_refuse(path: str) -> None:
-    """Readers never check: looking at a damaged store must be possible."""
-    furnish(path)
+def test_a_read_only_process_opens_a_store_that_the_owner_would_reject(path: str) -> None:
+    """Readers never check: it must be possible to inspect a damaged store."""
+    create_store(path)
     vandal = Vandal(path)
-    MENDABLE["a count too high"][1](vandal)
+    REPAIRABLE["a count too high"][1](vandal)
     vandal.done()
     with ManifestStore.open(path, mode="r") as manifest:
         assert {problem.rule for problem in manifest.check()} == {"R1"}
 
 
 def test_ids_continue_where_they_ended(path: str) -> None:
-    furnish(path)
+    create_store(path)
     with ManifestStore.open(path) as manifest:
-        ended = [manifest.jobs.enqueue(r.JobKind.VERIFY, db_id) for db_id in (1, 2)]
-        does(manifest, *(CompleteJob(job_id, r.JobState.CANCELLED) for job_id in ended), ForgetJob(ended[1]))
+        job_ids = [manifest.jobs.enqueue(r.JobKind.VERIFY, db_id) for db_id in (1, 2)]
+        commit(manifest, *(CompleteJob(job_id, r.JobState.CANCELLED) for job_id in job_ids), ForgetJob(job_ids[1]))
         manifest.drop_db(2).result()
     with ManifestStore.open(path) as manifest:
         assert manifest.first_db_id == 4
@@ -378,7 +384,7 @@ def test_ids_continue_where_they_ended(path: str) -> None:
 
 
 def test_counts_are_recomputed_as_the_ops_count(path: str) -> None:
-    furnish(path)
+    create_store(path)
     with ManifestStore.open(path) as manifest, manifest.read() as txn:
         count = txn.refcount(ArtifactKey(1, ArtifactKind.WAL, 1, 0))
         assert count is not None

@@ -1,4 +1,4 @@
-"""Closing while others read: they finish, or hear `StoreClosed`; never an error of LMDB, never a signal."""
+"""Closing while others read: they finish, or get `StoreClosed`; never an error of LMDB, never a signal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ USES: dict[str, Callable[[ReadTxn], object]] = {
     "to_arrow": lambda txn: txn.to_arrow("db"),
 }
 
-WALKS: dict[str, Callable[[ReadTxn], Iterator[object]]] = {
+ITERATIONS: dict[str, Callable[[ReadTxn], Iterator[object]]] = {
     "scan": lambda txn: txn.scan(t.CHUNK_CATALOG),
     "scan of a prefix": lambda txn: txn.scan(t.CHUNK_CATALOG, 1),
     "raw_scan": lambda txn: txn.raw_scan(t.CHUNK_CATALOG),
@@ -51,7 +51,7 @@ def filled(path: str) -> Iterator[ManifestStore]:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_a_transaction_that_outlives_the_manifest_is_refused(
+def test_a_transaction_that_outlives_the_manifest_rejects_use(
     filled: ManifestStore, use: Callable[[ReadTxn], object]
 ) -> None:
     txn = filled.read()
@@ -64,11 +64,11 @@ def test_a_transaction_that_outlives_the_manifest_is_refused(
 
 
 @pytest.mark.parametrize("ending", ["the manifest", "the transaction"])
-@pytest.mark.parametrize("walk", WALKS.values(), ids=WALKS)
-def test_a_walk_is_refused_when_the_ground_goes(
+@pytest.mark.parametrize("walk", ITERATIONS.values(), ids=ITERATIONS)
+def test_an_iteration_ends_with_store_closed_when_the_manifest_or_transaction_is_closed(
     filled: ManifestStore, walk: Callable[[ReadTxn], Iterator[object]], ending: str
 ) -> None:
-    """Hazard: what was begun lazily met LMDB's error in the middle."""
+    """Hazard: an iterator that was already started raised LMDB's error."""
     txn = filled.read()
     rows = walk(txn)
     assert next(rows)
@@ -78,7 +78,7 @@ def test_a_walk_is_refused_when_the_ground_goes(
     txn.close()
 
 
-def test_figures_of_a_closed_manifest_are_refused(filled: ManifestStore) -> None:
+def test_statistics_of_a_closed_manifest_are_rejected(filled: ManifestStore) -> None:
     assert filled.env.info()["map_size"]
     filled.close()
     with pytest.raises(StoreClosed):
@@ -87,26 +87,26 @@ def test_figures_of_a_closed_manifest_are_refused(filled: ManifestStore) -> None
 
 def test_closing_waits_for_readers_of_other_threads(filled: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "CLOSE_WAIT_SECONDS", 30.0)
-    reading, go, found = threading.Event(), threading.Event(), []
+    reading, may_end, counts = threading.Event(), threading.Event(), []
 
     def read() -> None:
         with filled.read() as txn:
             reading.set()
-            go.wait(10)
-            found.append(txn.count(t.CHUNK_CATALOG))
+            may_end.wait(10)
+            counts.append(txn.count(t.CHUNK_CATALOG))
 
     reader = threading.Thread(target=read)
     reader.start()
     assert reading.wait(60)
-    closing = threading.Thread(target=filled.close)
-    closing.start()
+    closer = threading.Thread(target=filled.close)
+    closer.start()
     assert eventually(lambda: filled.env._closed is not None)
     with pytest.raises(StoreClosed):
         filled.read()
-    go.set()
+    may_end.set()
     reader.join(60)
-    closing.join(60)
-    assert found == [100]
+    closer.join(60)
+    assert counts == [100]
 
 
 def test_a_manifest_closed_under_a_reader_can_be_opened_again(path: str) -> None:
@@ -114,12 +114,12 @@ def test_a_manifest_closed_under_a_reader_can_be_opened_again(path: str) -> None
     manifest.submit([register(1)]).result()
     txn = manifest.read()
     manifest.close()
-    with ManifestStore.open(path) as again, again.read() as fresh:
+    with ManifestStore.open(path) as reopened, reopened.read() as fresh:
         assert fresh.count(t.DB) == 1
         with pytest.raises(StoreClosed):
             txn.get(t.DB, 1)
         txn.close()
-        assert fresh.count(t.DB) == 1, "the old transaction's end is no business of the new environment"
+        assert fresh.count(t.DB) == 1, "closing the old transaction does not affect the new environment"
 
 
 STORM = """
@@ -172,6 +172,6 @@ assert rounds > 1
 """
 
 
-def test_readers_in_full_swing_survive_the_close(path: str) -> None:
-    """Hazard: py-lmdb's `close` pulls the map away from under threads that are just reading: the process dies."""
+def test_busy_readers_survive_the_close(path: str) -> None:
+    """Hazard: py-lmdb's `close` unmaps the file while threads are reading it, and the process dies."""
     assert finish(python(STORM, path, "2")) == "ok\n"

@@ -1,4 +1,4 @@
-"""Records: round trip, older and newer bytes, bytes that are no record."""
+"""Records: round trip, older and newer bytes, bytes that are not a record."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ RECORD_TABLES = [table for table in TABLES.values() if table is not CHANGE_LOG]
 MSGPACK = [table for table in TABLES.values() if table.codec.packed is None]
 PACKED = [table for table in TABLES.values() if table.codec.packed is not None]
 
-SOME = settings(max_examples=settings().max_examples // 4)
-"""For what is asked of every table or operation: they share their code, so together they try it often enough."""
+FEWER_EXAMPLES = settings(max_examples=settings().max_examples // 4)
+"""For tests of every table or operation: these share their code, so that together they try it often enough."""
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a record's field, from its type."""
+    """A strategy for the values of a record's field, from its type."""
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(list(hint))
     if isinstance(hint, type) and issubclass(hint, Record):
         return records(hint)
     if isinstance(hint, UnionType):
-        return st.one_of([values(each) for each in get_args(hint)])
-    # Not left to hypothesis, which takes the default of a record's field for a value even if it is a factory.
+        return st.one_of([values(part) for part in get_args(hint)])
+    # Hypothesis would use the default of a record's field as a value even if it is a factory.
     if get_origin(hint) is list:
         return st.lists(values(get_args(hint)[0]))
     if get_origin(hint) is tuple and Ellipsis not in get_args(hint):
@@ -44,7 +44,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     return st.from_type(hint)
 
 
-# What fields hold: no number beyond u64, and no NaN, which is equal to nothing.
+# Fields hold no number beyond u64, and no NaN, which does not equal itself.
 st.register_type_strategy(int, st.integers(0, 2**64 - 1))
 st.register_type_strategy(float, st.floats(allow_nan=False))
 
@@ -56,7 +56,7 @@ def records(kind: type[Any]) -> st.SearchStrategy[Any]:
 
 
 def rows(table: Table[Any]) -> st.SearchStrategy[Any]:
-    """Records of a table; packed ones within their widths."""
+    """A strategy for records of a table; the fields of packed ones are within their widths."""
     kind, packed = table.codec.record_type, table.codec.packed
     if packed is None:
         return records(kind)
@@ -77,14 +77,14 @@ def test_decode_is_the_inverse_of_encode(case: tuple[Table[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.__name__)
-def test_a_change_record_brings_back_every_operation(op: type[Any]) -> None:
-    @SOME
+def test_a_change_record_round_trips_every_operation(op: type[Any]) -> None:
+    @FEWER_EXAMPLES
     @given(records(op))
     def round_trip(value: Any) -> None:
         change = ChangeRecord(7, 8, (value,), ((1, 2),), "trace")
-        again = CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(change))
-        assert again == change
-        assert type(again.operations[0]) is op
+        decoded = CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(change))
+        assert decoded == change
+        assert type(decoded.operations[0]) is op
 
     round_trip()
 
@@ -95,16 +95,16 @@ def test_older_shorter_rows_decode_with_defaults(case: tuple[Table[Any], Any], d
     kind = table.codec.record_type
     fields, defaults = kind.__struct_fields__, kind.__struct_defaults__
     required = len(fields) - len(defaults)
-    kept = data.draw(st.integers(required, len(fields)))
+    length = data.draw(st.integers(required, len(fields)))
     array = msgspec.msgpack.decode(table.codec.encode(record)[2:])
-    old = table.codec.decode(VERSION.pack(1) + msgspec.msgpack.encode(array[:kept]))
-    assert msgspec.structs.astuple(old)[:kept] == msgspec.structs.astuple(record)[:kept]
+    old = table.codec.decode(VERSION.pack(1) + msgspec.msgpack.encode(array[:length]))
+    assert msgspec.structs.astuple(old)[:length] == msgspec.structs.astuple(record)[:length]
     fresh = kind(*msgspec.structs.astuple(record)[:required])
-    assert msgspec.structs.astuple(old)[kept:] == msgspec.structs.astuple(fresh)[kept:]
+    assert msgspec.structs.astuple(old)[length:] == msgspec.structs.astuple(fresh)[length:]
 
 
 @given(TABLE_ROWS.filter(lambda case: case[0].codec.packed is None))
-def test_rows_with_fields_of_the_future_decode_without_them(case: tuple[Table[Any], Any]) -> None:
+def test_rows_with_future_fields_decode_without_them(case: tuple[Table[Any], Any]) -> None:
     table, record = case
     array = msgspec.msgpack.decode(table.codec.encode(record)[2:])
     future = VERSION.pack(1) + msgspec.msgpack.encode([*array, "new", 7])
@@ -112,17 +112,18 @@ def test_rows_with_fields_of_the_future_decode_without_them(case: tuple[Table[An
 
 
 @given(TABLE_ROWS, st.integers(1, 1000))
-def test_a_newer_version_is_refused(case: tuple[Table[Any], Any], ahead: int) -> None:
+def test_a_newer_version_is_rejected(case: tuple[Table[Any], Any], distance: int) -> None:
     table, record = case
-    raw = VERSION.pack(table.codec.version + ahead) + table.codec.encode(record)[2:]
+    raw = VERSION.pack(table.codec.version + distance) + table.codec.encode(record)[2:]
     with pytest.raises(FormatTooNew) as caught:
         table.codec.decode(raw)
-    assert caught.value.where["found"] == table.codec.version + ahead
+    assert caught.value.where["found"] == table.codec.version + distance
 
 
 @given(st.sampled_from(list(TABLES.values())), st.binary(max_size=64))
-def test_bytes_that_are_no_record_are_damage_and_nothing_else(table: Table[Any], raw: bytes) -> None:
-    """A versionless, versioned or random body: a record, `ManifestDamaged` or `FormatTooNew`, never a codec's own error."""
+def test_bytes_that_are_not_a_record_are_reported_as_damage(table: Table[Any], raw: bytes) -> None:
+    """A body with no version, with a version, or random bytes: a record, `ManifestDamaged` or `FormatTooNew`, never
+    another error of the codec."""
     for candidate in (raw, table.codec.head + raw):
         try:
             table.codec.decode(candidate)
@@ -131,7 +132,7 @@ def test_bytes_that_are_no_record_are_damage_and_nothing_else(table: Table[Any],
 
 
 @given(TABLE_ROWS, st.data())
-def test_a_cut_row_is_damage(case: tuple[Table[Any], Any], data: st.DataObject) -> None:
+def test_a_truncated_row_is_damage(case: tuple[Table[Any], Any], data: st.DataObject) -> None:
     table, record = case
     raw = table.codec.encode(record)
     cut = raw[: data.draw(st.integers(0, len(raw) - 1))]
@@ -151,21 +152,21 @@ def test_numpy_reads_packed_rows_as_decode_does(table: Table[Any]) -> None:
     numpy = pytest.importorskip("numpy")
 
     @given(rows(table))
-    def same(record: Any) -> None:
+    def check(record: Any) -> None:
         row = numpy.frombuffer(table.codec.encode(record), dtype=table.codec.numpy_fields())[0]
         assert tuple(map(int, row)) == (table.codec.version, *msgspec.structs.astuple(record))
 
-    same()
+    check()
 
 
 @pytest.mark.parametrize("table", MSGPACK, ids=lambda table: table.name)
 def test_the_writer_may_concatenate_head_and_body(table: Table[Any]) -> None:
-    @SOME
+    @FEWER_EXAMPLES
     @given(rows(table) if table is not CHANGE_LOG else st.just(ChangeRecord(1, 2, (), ())))
-    def same(record: Any) -> None:
+    def check(record: Any) -> None:
         assert table.codec.head + table.codec.body(record) == table.codec.encode(record)
 
-    same()
+    check()
 
 
 def test_a_packed_number_that_does_not_fit_is_a_struct_error_for_the_writer_to_translate() -> None:
@@ -175,7 +176,7 @@ def test_a_packed_number_that_does_not_fit_is_a_struct_error_for_the_writer_to_t
 
 
 def test_a_snapshot_of_the_reserved_kind_is_anonymous() -> None:
-    """Kind 3 was LEASED; stores that are old enough still have rows of it."""
+    """Kind 3 was LEASED; old stores still have such rows."""
     codec = TABLES["snapshot_index"].codec
     row = bytearray(codec.encode(SnapshotRecord("", SnapshotKind.ANONYMOUS, 1, 1)))
     assert row[4] == SnapshotKind.ANONYMOUS

@@ -1,4 +1,5 @@
-"""Rows that promise more than they hold, or nest deeper than any stack: damage, told as such, within bounds."""
+"""Rows that declare larger sizes than they have, or that nest too deeply, are reported as damage, with bounded
+memory."""
 
 from __future__ import annotations
 
@@ -14,27 +15,27 @@ from quire.core.limits import MIB
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG, change_from_json, decode_changes
 from quire.manifest.slots import unpack_leaf
-from tests.hostile import PROMISES, memory_of_at_most
+from tests.hostile import FALSE_LENGTHS, memory_limit
 
 TABLES = [table for table in (*t.TABLES.values(), CHANGE_LOG) if table.codec.packed is None]
 BOUND = 64 * MIB
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_promises_in_any_field_are_damage(table: t.Table[Any]) -> None:
-    """Also in fields of the future, which are skipped: a deep one ended in `RecursionError`, which nobody expects of a row."""
+def test_oversized_or_deeply_nested_values_in_any_field_are_damage(table: t.Table[Any]) -> None:
+    """Also in unknown fields, which are skipped: a deeply nested one ended in a `RecursionError`."""
     fields = len(table.codec.record_type.__struct_fields__)
-    for promise in PROMISES:
-        for before in (0, fields - 1, fields):
-            raw = table.codec.head + bytes([0xDC, 0, before + 1]) + b"\x00" * before + promise
-            with memory_of_at_most(BOUND), pytest.raises(ManifestDamaged):
+    for value in FALSE_LENGTHS:
+        for position in (0, fields - 1, fields):
+            raw = table.codec.head + bytes([0xDC, 0, position + 1]) + b"\x00" * position + value
+            with memory_limit(BOUND), pytest.raises(ManifestDamaged):
                 table.codec.decode(raw)
 
 
-def test_promises_in_a_change_are_damage() -> None:
-    for promise in PROMISES:
-        raw = CHANGE_LOG.codec.head + b"\x96\x01\x01\x90\x90\xa0" + promise
-        with memory_of_at_most(BOUND), pytest.raises(ManifestDamaged):
+def test_oversized_or_deeply_nested_values_in_a_change_are_damage() -> None:
+    for value in FALSE_LENGTHS:
+        raw = CHANGE_LOG.codec.head + b"\x96\x01\x01\x90\x90\xa0" + value
+        with memory_limit(BOUND), pytest.raises(ManifestDamaged):
             decode_changes([raw])
     with pytest.raises(InvalidInput):
         change_from_json("[" * 100_000)
@@ -59,7 +60,7 @@ def test_any_row_of_any_values_decodes_or_is_damage(table: t.Table[Any], row: li
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_leaf_or_damage(entries: bytes) -> None:
-    with memory_of_at_most(BOUND):
+    with memory_limit(BOUND):
         try:
             unpack_leaf(entries)
         except QuireError:

@@ -1,7 +1,7 @@
-"""Real processes, really killed: what was acknowledged is there whole, what was not is there whole or not at all.
+"""Processes that are killed by SIGKILL: acknowledged batches are complete, others are complete or not there at all.
 
-The child is `crash_child.py`. It dies by SIGKILL, at a chosen step of a commit or at any moment; the parent opens the
-manifest and looks.
+The child is `crash_child.py`. It is killed at a chosen step of a commit or at any time; then the parent opens the manifest and
+verifies it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.programs import Program
 
 CHILD = Path(__file__).with_name("crash_child.py")
 ROOT = Path(__file__).resolve().parents[2]
-# A commit that takes its time before it is durable: a guard told too early gets to write its note before the process dies.
+# Delays a commit before it is durable, so that a guard that resolves too early is noted before the process dies.
 SLOWLY = "manifest.commit.applied=sleep:3;manifest.commit.flushed=sleep:3"
 COMMIT_POINTS = ("manifest.commit.applied", "manifest.commit.flushed", "manifest.commit.durable")
 
 
 @dataclass
 class Notes:
-    """What the child wrote down before it died."""
+    """The notes that the child wrote before it died."""
 
     tried: set[int]
     acknowledged: dict[int, tuple[int, int]]
@@ -44,7 +44,7 @@ class Notes:
 
 
 class Crashes:
-    """One store and the children that die on it, one after another."""
+    """One store and the successive children that are killed on it."""
 
     def __init__(self, directory: Path) -> None:
         self.path = str(directory / "manifest.lmdb")
@@ -73,7 +73,7 @@ class Crashes:
         assert child.returncode == -signal.SIGKILL, stderr
 
     def kill_after(self, child: subprocess.Popen[str], acknowledged: int, seconds: float) -> None:
-        """Kill the child some time after it has acknowledged so many batches more."""
+        """Kill the child some time after it has acknowledged that many more batches."""
         before, deadline = len(self.notes().acknowledged), time.monotonic() + 60
         while len(self.notes().acknowledged) < before + acknowledged:
             assert child.poll() is None, child.communicate()[1]
@@ -84,9 +84,9 @@ class Crashes:
         self.expect_death(child)
 
     def verify(self) -> Notes:
-        """Every promise, after a crash."""
+        """Verify everything that must hold after a crash."""
         notes = self.notes()
-        assert len(set(notes.ids)) == len(notes.ids), "an id was handed out twice"
+        assert len(set(notes.ids)) == len(notes.ids), "an id was returned twice"
         with ManifestStore.open(self.path) as manifest:
             assert_clean(manifest, leaks=True)
             assert_replays(manifest)
@@ -114,13 +114,13 @@ class Crashes:
                 and getattr(change.operations[0], "chunk_id", 0) >= 1_000_000
             }
         for number, rows in logged.items():
-            assert rows == [(row, len(rows)) for row in range(1, len(rows) + 1)], f"batch {number} is half there"
+            assert rows == [(row, len(rows)) for row in range(1, len(rows) + 1)], f"batch {number} is incomplete"
             assert rows[0][1] == len(rows)
-            assert local[number] == (len(rows), 1), f"the local half of batch {number} is not there"
+            assert local[number] == (len(rows), 1), f"the local rows of batch {number} are missing"
         assert local.keys() == logged.keys() == sequences.keys()
-        assert logged.keys() <= notes.tried, "a batch that nobody submitted"
+        assert logged.keys() <= notes.tried, "a batch that was not submitted"
         for number, (count, sequence) in notes.acknowledged.items():
-            assert len(logged.get(number, ())) == count, f"batch {number} was acknowledged and is gone"
+            assert len(logged.get(number, ())) == count, f"batch {number} was acknowledged but is lost"
             assert sequences[number] == sequence
 
 
@@ -130,8 +130,9 @@ def crashes(tmp_path: Path) -> Crashes:
 
 
 @pytest.mark.parametrize("point", COMMIT_POINTS)
-def test_killed_at_a_step_of_a_commit_it_keeps_every_promise(crashes: Crashes, point: str) -> None:
-    """The same store dies again and again, each time at a later commit; every life begins on what the last one left."""
+def test_a_manifest_killed_at_a_step_of_a_commit_keeps_every_promise(crashes: Crashes, point: str) -> None:
+    """The same store is killed again and again, each time at a later commit; every child begins with what the last one
+    left."""
     for seed, commits in enumerate((0, 3, 40), 1):
         child = crashes.start(seed, threads=2, failpoints=f"{SLOWLY};{point}={commits}*sleep:3->kill")
         crashes.expect_death(child)
@@ -139,7 +140,7 @@ def test_killed_at_a_step_of_a_commit_it_keeps_every_promise(crashes: Crashes, p
     assert notes.acknowledged
 
 
-def test_killed_at_any_moment_it_keeps_every_promise(crashes: Crashes) -> None:
+def test_a_manifest_killed_at_any_time_keeps_every_promise(crashes: Crashes) -> None:
     rng = Random(2)
     for seed, failpoints in enumerate(("", SLOWLY, SLOWLY, ""), 1):
         child = crashes.start(seed, threads=3, failpoints=failpoints)
@@ -157,7 +158,7 @@ def _torture(crashes: Crashes, seeds: range, kill: Callable[[int, Random], None]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", COMMIT_POINTS)
-def test_long_killed_at_every_step(crashes: Crashes, point: str) -> None:
+def test_many_kills_at_every_step_of_a_commit(crashes: Crashes, point: str) -> None:
     def kill(seed: int, rng: Random) -> None:
         slowly = rng.choice(("", SLOWLY + ";"))
         script = f"{slowly}{point}={rng.randint(0, 200)}*off->kill"
@@ -167,7 +168,7 @@ def test_long_killed_at_every_step(crashes: Crashes, point: str) -> None:
 
 
 @pytest.mark.slow
-def test_long_killed_at_any_moment(crashes: Crashes) -> None:
+def test_many_kills_at_any_time(crashes: Crashes) -> None:
     def kill(seed: int, rng: Random) -> None:
         child = crashes.start(seed, threads=rng.randint(1, 6), failpoints=rng.choice(("", SLOWLY)))
         crashes.kill_after(child, rng.randint(0, 100), rng.random() / 10)

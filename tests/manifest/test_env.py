@@ -1,4 +1,4 @@
-"""The environment: its map under readers, a full disk, reader slots, the translation of its errors."""
+"""The environment: its map under readers, a full disk, reader slots, the translation of LMDB's errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, finish, python, register
 
 # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-SMALL = ManifestSettings(map_bytes=MIB, map_watermark=0.9)
+SMALL_MAP = ManifestSettings(map_bytes=MIB, map_watermark=0.9)
 
 READER = """
 import sys
@@ -55,8 +55,8 @@ for line in sys.stdin:
 
 
 def test_the_map_grows_while_threads_and_another_process_keep_reading(path: str) -> None:
-    """The reader process meets `MapResizedError`; nobody is harmed and nothing is lost."""
-    with ManifestStore.open(path, settings=SMALL) as manifest:
+    """The reader process gets a `MapResizedError`; no reader fails and nothing is lost."""
+    with ManifestStore.open(path, settings=SMALL_MAP) as manifest:
         manifest.submit([register(1)]).result()
         child = python(READER, path)
         assert child.stdin is not None
@@ -65,13 +65,13 @@ def test_the_map_grows_while_threads_and_another_process_keep_reading(path: str)
         stop, failures = threading.Event(), []
 
         def read() -> None:
-            seen = 0
+            previous = 0
             while not stop.wait(0.001):  # a loop that never pauses keeps the GIL from the writer (docs/decisions/004)
                 try:
                     with manifest.read() as txn:
-                        now = sum(1 for _ in txn.scan(t.CHUNK_CATALOG))
-                    assert now >= seen
-                    seen = now
+                        count = sum(1 for _ in txn.scan(t.CHUNK_CATALOG))
+                    assert count >= previous
+                    previous = count
                 except BaseException as error:
                     failures.append(error)
                     return
@@ -79,7 +79,7 @@ def test_the_map_grows_while_threads_and_another_process_keep_reading(path: str)
         readers = [threading.Thread(target=read) for _ in range(2)]
         for reader in readers:
             reader.start()
-        first = manifest.env.info()["map_size"]
+        initial_size = manifest.env.info()["map_size"]
         for start in range(0, 20_000, 2_000):
             manifest.submit([chunk(start + n) for n in range(2_000)]).result(60)
             child.stdin.write("look\n")
@@ -90,12 +90,12 @@ def test_the_map_grows_while_threads_and_another_process_keep_reading(path: str)
             reader.join(30)
         finish(child)
         assert not failures
-        assert manifest.env.info()["map_size"] >= 2 * first
+        assert manifest.env.info()["map_size"] >= 2 * initial_size
         assert_clean(manifest, leaks=True)
         assert_replays(manifest)
 
 
-def test_at_its_maximum_a_full_map_is_a_full_disk_and_nothing_is_half_written(path: str) -> None:
+def test_a_full_map_of_maximum_size_is_reported_as_a_full_disk_and_nothing_is_written_partially(path: str) -> None:
     settings = ManifestSettings(map_bytes=MIB, map_bytes_max=MIB)
     with ManifestStore.open(path, settings=settings) as manifest:
         manifest.submit([register(1)]).result()
@@ -105,14 +105,14 @@ def test_at_its_maximum_a_full_map_is_a_full_disk_and_nothing_is_half_written(pa
         assert isinstance(result, DiskFull)
         assert written
         assert not difference(before, dump(manifest))
-        assert manifest.writer.failure is None, "a full map is no doubt"
+        assert manifest.writer.failure is None, "a full map is not a doubtful commit"
         assert_clean(manifest, leaks=True)
     with ManifestStore.open(path, settings=ManifestSettings(map_bytes=4 * MIB)) as manifest:
         manifest.submit([chunk(200_000 + n) for n in range(500)]).result(60)
         assert_replays(manifest)
 
 
-def test_a_reader_that_stays_fails_the_batch_that_needs_room_but_not_the_store(path: str) -> None:
+def test_a_long_reader_fails_a_batch_that_needs_a_larger_map_but_not_the_store(path: str) -> None:
     settings = ManifestSettings(map_bytes=MIB, grow_wait_seconds=0.05)
     with ManifestStore.open(path, settings=settings) as manifest:
         manifest.submit([register(1)]).result()
@@ -157,14 +157,14 @@ print("ok")
 """
 
 
-def test_a_full_disk_fails_the_batch_and_the_writer_goes_on_when_there_is_room(path: str) -> None:
-    """A real one: the kernel refuses to let the file grow."""
+def test_a_full_disk_fails_the_batch_and_the_writer_continues_when_there_is_space(path: str) -> None:
+    """The disk is really full: the kernel does not let the file grow."""
     assert finish(python(LIMITED, path)) == "ok\n"
 
 
 # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_slots_of_killed_readers_are_cleared_when_a_manifest_is_opened(path: str) -> None:
-    """Stale slots keep old pages from being reused, for ever."""
+    """Stale slots would prevent old pages from being reused for ever."""
     code = """
         import sys, time
         from quire.manifest.store import ManifestStore
@@ -188,7 +188,7 @@ def test_slots_of_killed_readers_are_cleared_when_a_manifest_is_opened(path: str
         assert not any(str(child.pid) in listing for child in children), listing
 
 
-def test_more_readers_than_slots_is_an_error_that_says_so(path: str) -> None:
+def test_more_readers_than_slots_is_a_specific_error(path: str) -> None:
     with ManifestStore.open(path, settings=ManifestSettings(readers_max=3)) as manifest:
         transactions: list[ReadTxn] = []
 
@@ -237,7 +237,7 @@ def test_a_second_process_reads_while_the_owner_writes(path: str) -> None:
         finish(child)
 
 
-def test_a_read_only_manifest_takes_no_writes(path: str) -> None:
+def test_a_read_only_manifest_rejects_writes(path: str) -> None:
     ManifestStore.open(path).close()
     with ManifestStore.open(path, mode="r") as manifest, pytest.raises(errors.ReadOnly):
         manifest.submit([register(1)])
@@ -245,13 +245,13 @@ def test_a_read_only_manifest_takes_no_writes(path: str) -> None:
 
 # ── translation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def lmdb_errors() -> list[type[lmdb.Error]]:
-    found = [kind for kind in vars(lmdb).values() if isinstance(kind, type) and issubclass(kind, lmdb.Error)]
-    return sorted(set(found), key=lambda kind: kind.__name__)
+    kinds = [kind for kind in vars(lmdb).values() if isinstance(kind, type) and issubclass(kind, lmdb.Error)]
+    return sorted(set(kinds), key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("kind", lmdb_errors(), ids=lambda kind: kind.__name__)
 def test_every_error_of_lmdb_has_its_own_translation(kind: type[lmdb.Error]) -> None:
-    """A new class in py-lmdb lands in the catch-all, and here: give it a place in `translate`."""
+    """A new class in py-lmdb falls into the catch-all and fails here: add it to `translate`."""
     error = translate(kind("why"), "p")
     assert error.where["path"] == "p"
     if kind is lmdb.Error:
@@ -264,7 +264,7 @@ def test_every_error_of_lmdb_has_its_own_translation(kind: type[lmdb.Error]) -> 
     ("number", "kind"),
     [("ENOSPC", DiskFull), ("EDQUOT", DiskFull), ("EFBIG", DiskFull), ("EACCES", NotWritable), ("EROFS", NotWritable)],
 )
-def test_errnos_are_told_apart(number: str, kind: type[QuireError]) -> None:
+def test_errnos_are_distinguished(number: str, kind: type[QuireError]) -> None:
     code = getattr(errno, number)
     assert type(translate(OSError(code, os.strerror(code)), "p")) is kind
     assert type(translate(lmdb.Error(f"mdb_txn_commit: {os.strerror(code)}"), "p")) is kind
@@ -278,7 +278,7 @@ def test_groups_of_translations() -> None:
 
 
 # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_closed_environment_refuses_and_closes_again(path: str) -> None:
+def test_a_closed_environment_rejects_use_and_can_be_closed_again(path: str) -> None:
     env = ManifestEnv(path, ManifestSettings(), write=True)
     env.close()
     env.close()
@@ -287,7 +287,7 @@ def test_a_closed_environment_refuses_and_closes_again(path: str) -> None:
             use()
 
 
-def test_a_copy_is_a_whole_manifest(path: str) -> None:
+def test_a_copy_is_a_complete_manifest(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.submit([register(1), chunk(1)]).result()
         manifest.env.copy(path + ".copy")

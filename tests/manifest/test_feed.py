@@ -1,4 +1,4 @@
-"""The change feed: every change, in order, at least once, and nothing kept for ever."""
+"""The change feed: every change, in order, at least once, and no change is kept for ever."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.manifest.records import CursorState
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
-from tests.manifest.helpers import chunk, does, eventually, register
+from tests.manifest.helpers import chunk, commit, eventually, register
 from tests.programs import Program
 
 
 def fill(manifest: ManifestStore, changes: int) -> None:
-    """That many change records."""
-    does(manifest, register(1))
+    """Add that many change records."""
+    commit(manifest, register(1))
     for guard in [manifest.submit([chunk(n)]) for n in range(1, changes)]:
         guard.result()
 
@@ -39,7 +39,7 @@ def rows(manifest: ManifestStore) -> int:
 
 
 # ── registering ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_cursor_begins_where_it_was_told(manifest: ManifestStore) -> None:
+def test_a_cursor_begins_at_the_requested_position(manifest: ManifestStore) -> None:
     fill(manifest, 10)
     feed = manifest.feed
     assert sequences(feed, feed.register(Start.OLDEST).cursor_id) == list(range(1, 11))
@@ -51,18 +51,23 @@ def test_a_cursor_begins_where_it_was_told(manifest: ManifestStore) -> None:
 def test_a_name_finds_its_cursor_again_after_a_restart(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         fill(manifest, 5)
-        made = manifest.feed.register(name="app")
+        created = manifest.feed.register(name="app")
         manifest.feed.acknowledge("app", 3)
         with pytest.raises(NameTaken):
             manifest.feed.register(name="app")
     with ManifestStore.open(path) as manifest:
-        found = manifest.feed.cursor("app")
-        assert (found.cursor_id, found.acked_sequence, found.next_sequence, found.lag) == (made.cursor_id, 3, 4, 2)
+        cursor = manifest.feed.cursor("app")
+        assert (cursor.cursor_id, cursor.acked_sequence, cursor.next_sequence, cursor.lag) == (
+            created.cursor_id,
+            3,
+            4,
+            2,
+        )
         assert sequences(manifest.feed, "app") == [4, 5]
 
 
 @pytest.mark.parametrize("cursor", [0, 99, "nobody", ""])
-def test_an_unknown_cursor_is_refused(manifest: ManifestStore, cursor: int | str) -> None:
+def test_an_unknown_cursor_is_rejected(manifest: ManifestStore, cursor: int | str) -> None:
     for call in (manifest.feed.fetch, manifest.feed.cursor, manifest.feed.drop):
         with pytest.raises(UnknownCursor):
             call(cursor)
@@ -70,23 +75,23 @@ def test_an_unknown_cursor_is_refused(manifest: ManifestStore, cursor: int | str
         manifest.feed.acknowledge(cursor, 0)
 
 
-def test_senseless_arguments_are_refused(manifest: ManifestStore) -> None:
-    made = manifest.feed.register()
+def test_invalid_arguments_are_rejected(manifest: ManifestStore) -> None:
+    cursor = manifest.feed.register()
     with pytest.raises(InvalidInput):
-        manifest.feed.fetch(made.cursor_id, 0)
+        manifest.feed.fetch(cursor.cursor_id, 0)
     with pytest.raises(InvalidInput):
         manifest.feed.register(-1)
 
 
 # ── fetching and acknowledging ────────────────────────────────────────────────────────────────────────────────────────
-def test_pages_follow_each_other_and_say_when_they_reach_the_head(manifest: ManifestStore) -> None:
+def test_pages_are_consecutive_and_show_when_they_reach_the_head(manifest: ManifestStore) -> None:
     fill(manifest, 10)
     cursor = manifest.feed.register().cursor_id
     page = manifest.feed.fetch(cursor, 4)
     assert ([c.sequence for c in page.changes], page.next_sequence, page.at_head) == ([1, 2, 3, 4], 5, False)
     page = manifest.feed.fetch(cursor, 10, after=4)
     assert ([c.sequence for c in page.changes], page.next_sequence, page.at_head) == ([5, 6, 7, 8, 9, 10], 11, True)
-    assert sequences(manifest.feed, cursor, 2) == [1, 2], "nothing was acknowledged: it is all there again"
+    assert sequences(manifest.feed, cursor, 2) == [1, 2], "nothing was acknowledged, so the changes are delivered again"
 
 
 def test_an_acknowledgement_never_moves_back_nor_beyond_the_head(manifest: ManifestStore) -> None:
@@ -99,27 +104,27 @@ def test_an_acknowledgement_never_moves_back_nor_beyond_the_head(manifest: Manif
         manifest.feed.acknowledge(cursor, 6)
 
 
-def test_what_every_cursor_has_seen_is_trimmed_in_the_same_transaction(manifest: ManifestStore) -> None:
+def test_changes_acknowledged_by_every_cursor_are_trimmed_in_the_same_transaction(manifest: ManifestStore) -> None:
     fill(manifest, 10)
     first, second = manifest.feed.register().cursor_id, manifest.feed.register().cursor_id
     manifest.feed.acknowledge(first, 8)
-    assert rows(manifest) == 10, "the second has seen nothing yet"
+    assert rows(manifest) == 10, "the second cursor has acknowledged nothing yet"
     manifest.feed.acknowledge(second, 5)
     assert (rows(manifest), manifest.feed.cursor(first).oldest_sequence) == (5, 6)
     manifest.feed.drop(second)
     assert rows(manifest) == 2
 
 
-def test_a_long_tail_goes_in_bounded_commits_and_writers_interleave(manifest: ManifestStore) -> None:
+def test_a_long_tail_is_trimmed_in_bounded_commits_and_writers_interleave(manifest: ManifestStore) -> None:
     fill(manifest, 6_000)
     cursor = manifest.feed.register().cursor_id
     manifest.feed.acknowledge(cursor, 6_000)
-    does(manifest, register(2, "between"))
+    commit(manifest, register(2, "between"))
     assert eventually(lambda: not manifest.feed.tail_rows())
     assert rows(manifest) == 1
 
 
-def test_sequences_go_on_when_the_log_is_empty(path: str) -> None:
+def test_sequences_continue_when_the_log_is_empty(path: str) -> None:
     """M5: the mark is never lost, not even when everything was consumed."""
     with ManifestStore.open(path) as manifest:
         fill(manifest, 7)
@@ -133,21 +138,21 @@ def test_sequences_go_on_when_the_log_is_empty(path: str) -> None:
 
 # ── waiting and following ─────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_waiter_wakes_with_the_next_change(manifest: ManifestStore) -> None:
-    woken: list[int] = []
-    waiter = threading.Thread(target=lambda: woken.append(manifest.feed.wait(0, 30)))
+    heads: list[int] = []
+    waiter = threading.Thread(target=lambda: heads.append(manifest.feed.wait(0, 30)))
     waiter.start()
-    does(manifest, register(1))
+    commit(manifest, register(1))
     waiter.join(30)
-    assert woken == [1]
+    assert heads == [1]
     with pytest.raises(TimedOut):
         manifest.feed.wait(1, 0.01)
 
 
-def test_following_resumes_where_it_stopped_and_sees_again_what_failed(manifest: ManifestStore) -> None:
+def test_following_resumes_where_it_stopped_and_repeats_a_change_that_failed(manifest: ManifestStore) -> None:
     fill(manifest, 6)
     feed = manifest.feed
     assert [change.sequence for change in islice(feed.follow("app", limit=2), 3)] == [1, 2, 3]
-    assert feed.cursor("app").acked_sequence == 2, "the third was still in the body when the loop ended"
+    assert feed.cursor("app").acked_sequence == 2, "the loop ended before the body had finished the third"
     with suppress(ZeroDivisionError):
         for change in feed.follow("app", timeout=0):
             1 // (5 - change.sequence)
@@ -155,12 +160,12 @@ def test_following_resumes_where_it_stopped_and_sees_again_what_failed(manifest:
     assert feed.cursor("app").acked_sequence == 6
 
 
-def test_a_follower_sees_changes_as_they_come(manifest: ManifestStore) -> None:
-    seen: list[int] = []
+def test_a_follower_gets_changes_as_they_are_committed(manifest: ManifestStore) -> None:
+    received: list[int] = []
 
     def follow() -> None:
         for change in manifest.feed.follow("app", timeout=5):
-            seen.append(change.sequence)
+            received.append(change.sequence)
             if change.sequence == 20:
                 return
 
@@ -168,10 +173,10 @@ def test_a_follower_sees_changes_as_they_come(manifest: ManifestStore) -> None:
     follower.start()
     fill(manifest, 20)
     follower.join(30)
-    assert seen == list(range(1, 21))
+    assert received == list(range(1, 21))
 
 
-def test_a_reading_process_fetches_and_waits_but_cannot_acknowledge(manifest: ManifestStore, path: str) -> None:
+def test_a_read_only_process_fetches_and_waits_but_cannot_acknowledge(manifest: ManifestStore, path: str) -> None:
     fill(manifest, 3)
     manifest.feed.register(name="app")
     program = f"""
@@ -189,7 +194,7 @@ def test_a_reading_process_fetches_and_waits_but_cannot_acknowledge(manifest: Ma
     with Program(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "3\n"
-        does(manifest, chunk(77))
+        commit(manifest, chunk(77))
         assert child.stdout.read() == "4\nread-only\n"
     assert child.returncode == 0
 
@@ -213,9 +218,9 @@ def test_a_dead_consumer_does_not_pin_the_log_for_ever(path: str) -> None:
         for use in (feed.fetch, lambda cursor: feed.acknowledge(cursor, 1)):
             with pytest.raises(CursorLost):
                 use("mortal")
-        assert rows(manifest) == 5, "the patient one still needs them"
+        assert rows(manifest) == 5, "the patient cursor still needs them"
         feed.acknowledge("patient", 5)
-        assert rows(manifest) == 0, "lost cursors hold nothing"
+        assert rows(manifest) == 0, "lost cursors do not hold the log"
         feed.drop("mortal")
         assert_clean(manifest, leaks=True)
 
@@ -226,7 +231,7 @@ def test_without_cursors_the_log_is_kept_for_a_while(path: str) -> None:
         manifest.feed.settings = FeedSettings(retain_seconds=100)
         fill(manifest, 5)
         clock.advance(60)
-        does(manifest, chunk(50))
+        commit(manifest, chunk(50))
         manifest.feed.maintain()
         assert rows(manifest) == 6
         clock.advance(60)
@@ -243,7 +248,7 @@ def test_without_cursors_the_log_is_kept_within_its_bytes(path: str) -> None:
         assert_clean(manifest, leaks=True)
 
 
-def test_retention_never_takes_what_a_cursor_needs(path: str) -> None:
+def test_retention_never_removes_changes_that_a_cursor_needs(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.feed.settings = FeedSettings(retain_bytes=0)
         fill(manifest, 10)

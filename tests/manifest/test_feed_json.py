@@ -1,4 +1,4 @@
-"""Changes as JSON: the form on the page is the form of the code, and nothing is lost in it."""
+"""Changes as JSON: the documented form is that of the code, and encoding loses nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import DbKind, WalFormat
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
-from tests.manifest.helpers import chunk, does
-from tests.manifest.test_codec import SOME
+from tests.manifest.helpers import chunk, commit
+from tests.manifest.test_codec import FEWER_EXAMPLES
 from tests.rules.tree import ROOT
 
 NUMBERS = st.integers(0, 2**64 - 1)
@@ -39,12 +39,12 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type."""
+    """A strategy for any value of a field's type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return values(arguments[0])
     if origin is Union or origin is UnionType:
-        return st.one_of([values(each) for each in arguments])
+        return st.one_of([values(argument) for argument in arguments])
     if origin is list or (origin is tuple and arguments[-1] is ...):
         items = st.lists(values(arguments[0]), max_size=3)
         return items if origin is list else items.map(tuple)
@@ -55,28 +55,28 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
     if issubclass(kind, Enum):
         return st.sampled_from(list(kind))
     if issubclass(kind, msgspec.Struct):
-        return st.builds(kind, **{each.name: values(each.type) for each in msgspec.structs.fields(kind)})
+        return st.builds(kind, **{field.name: values(field.type) for field in msgspec.structs.fields(kind)})
     return SIMPLE[kind]
 
 
 GENERATIONS = st.dictionaries(st.sampled_from([*map(int, Component), 77]), NUMBERS).map(
-    lambda made: tuple(made.items())
+    lambda generations: tuple(generations.items())
 )
 
 
 @pytest.mark.parametrize("op", OPS.values(), ids=lambda op: str(op.__name__))
-@SOME
+@FEWER_EXAMPLES
 @given(data=st.data())
-def test_nothing_is_lost_on_the_way_there_and_back(op: type[Op], data: st.DataObject) -> None:
+def test_the_json_form_round_trips(op: type[Op], data: st.DataObject) -> None:
     operations = tuple(data.draw(st.lists(values(op), min_size=1, max_size=2)))
     record = ChangeRecord(data.draw(NUMBERS), data.draw(NUMBERS), operations, data.draw(GENERATIONS), data.draw(TEXTS))
     form = change_json(record)
     assert change_from_json(form) == record
-    assert json.loads(change_text(record)) == form, "it is JSON to other libraries too"
+    assert json.loads(change_text(record)) == form, "other libraries can read it as JSON"
     assert change_from_json(change_text(record)) == change_from_json(change_text(record).encode()) == record
 
 
-def test_the_page_shows_the_form(path: str) -> None:
+def test_the_page_shows_the_json_form(path: str) -> None:
     page = (ROOT / "docs" / "feed.md").read_text("utf-8")
     block = re.search(r"```json\n(.*?)```", page, re.DOTALL)
     assert block, "docs/feed.md has no example of the form"
@@ -84,14 +84,14 @@ def test_the_page_shows_the_form(path: str) -> None:
         manifest.register_db("shop", DbKind.PAGES)
         manifest.feed.register(1, name="app")
         segment = OpenSegment(1, 1, WalFormat.PAGER, 262_144, b"\x0c\xa7\x51\x1e", 1)
-        does(manifest, RenameDb(1, "store"), segment)
+        commit(manifest, RenameDb(1, "store"), segment)
         (change,) = manifest.feed.fetch("app").changes
     assert json.loads(block[1]) == change_json(change)
     assert change_from_json(block[1]) == change
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("{", "not JSON"),
         (b"\xff", "not JSON"),
@@ -101,13 +101,13 @@ def test_the_page_shows_the_form(path: str) -> None:
         ('{"generations": {"nobody": 1}}', "no component has this name"),
     ],
 )
-def test_what_is_not_a_change_is_refused(text: str | bytes, says: str) -> None:
-    with pytest.raises(InvalidInput, match=says):
+def test_text_that_is_not_a_change_is_rejected(text: str | bytes, expected: str) -> None:
+    with pytest.raises(InvalidInput, match=expected):
         change_from_json(text)
 
 
 @pytest.mark.parametrize(
-    ("field", "wrong", "says"),
+    ("field", "wrong", "expected"),
     [
         ("chunk_id", -1, ">= 0"),
         ("chunk_id", 2**64, "range|64"),
@@ -115,14 +115,14 @@ def test_what_is_not_a_change_is_refused(text: str | bytes, says: str) -> None:
         ("op", "PutNothing", "no operation is called 'PutNothing'"),
     ],
 )
-def test_an_operation_that_does_not_fit_is_refused_with_its_place(field: str, wrong: object, says: str) -> None:
+def test_an_invalid_operation_is_rejected_with_its_position(field: str, wrong: object, expected: str) -> None:
     form = change_json(ChangeRecord(1, 2, (chunk(1),), ((3, 1),)))
     form["operations"][0][field] = wrong
-    with pytest.raises(InvalidInput, match=says):
+    with pytest.raises(InvalidInput, match=expected):
         change_from_json(form)
 
 
-def test_a_form_of_tomorrow_with_more_fields_and_one_of_yesterday_with_fewer_are_read() -> None:
+def test_newer_forms_with_more_fields_and_older_ones_with_fewer_are_read() -> None:
     form = change_json(ChangeRecord(1, 2, (chunk(1),), ((3, 1),)))
     form["weather"] = form["operations"][0]["weather"] = "fine"
     del form["trace_id"], form["operations"][0]["record"]["suffix"]

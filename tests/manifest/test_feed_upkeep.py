@@ -1,4 +1,4 @@
-"""Upkeep of the feed: what is reported, what is trimmed, and what an owner finds when it opens."""
+"""Upkeep of the feed: what is reported, what is trimmed, and what an owner corrects when it opens the manifest."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from quire.manifest.records import CursorState, MetaRecord
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
-from tests.manifest.helpers import chunk, does, eventually, finish, held, python, register
+from tests.manifest.helpers import chunk, commit, eventually, finish, held, python, register
 
 Event = tuple[str, dict[str, object]]
 
-BEYOND = 300
-"""Rows that one operation does not trim."""
+EXTRA_ROWS = 300
+"""How many rows more than one operation trims."""
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    """What the feed reports."""
-    heard: list[Event] = []
-    monkeypatch.setattr(feed_module, "emit", lambda _, event, **fields: heard.append((event, fields)))
-    return heard
+    """The events that the feed reports."""
+    reported: list[Event] = []
+    monkeypatch.setattr(feed_module, "emit", lambda _, event, **fields: reported.append((event, fields)))
+    return reported
 
 
 @pytest.fixture
 def owner(path: str) -> Iterator[Callable[[], ManifestStore]]:
-    """Opens the manifest again and again, as one owner after the other does."""
+    """Opens the manifest again at each call, as successive owners do."""
     opened: list[ManifestStore] = []
 
     def reopen() -> ManifestStore:
@@ -56,10 +56,10 @@ def owner(path: str) -> Iterator[Callable[[], ManifestStore]]:
 
 
 def fill(manifest: ManifestStore, changes: int) -> None:
-    """That many changes more."""
+    """Add that many changes."""
     first = manifest.feed.head()
     if not first:
-        does(manifest, register(1))
+        commit(manifest, register(1))
     for guard in [manifest.submit([chunk(n)]) for n in range(max(first, 1), first + changes)]:
         guard.result()
 
@@ -69,19 +69,19 @@ def rows(manifest: ManifestStore) -> int:
         return txn.count(CHANGE_LOG)
 
 
-def emptied(manifest: ManifestStore) -> bool:
+def becomes_empty(manifest: ManifestStore) -> bool:
     return eventually(lambda: rows(manifest) == 0)
 
 
-def plant_oldest(manifest: ManifestStore, sequence: int) -> None:
-    """What an older build, or a careless hand, may have left: the log begins here, whatever cursors say."""
+def set_oldest(manifest: ManifestStore, sequence: int) -> None:
+    """Set the beginning of the log regardless of cursors, as an older version or manual editing may have done."""
     with manifest.env.begin_write() as txn:
         row = t.META.codec.encode(MetaRecord(number=sequence))
         txn.put(OLDEST_SEQUENCE, row, db=manifest.env.handles[t.META.name])
 
 
 # ── lag ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_lag_of_every_live_cursor_is_told(manifest: ManifestStore) -> None:
+def test_the_lag_of_every_live_cursor_is_reported(manifest: ManifestStore) -> None:
     assert manifest.feed.lag() == {}
     fill(manifest, 10)
     nameless = manifest.feed.register(4).cursor_id
@@ -89,7 +89,7 @@ def test_the_lag_of_every_live_cursor_is_told(manifest: ManifestStore) -> None:
     manifest.feed.register(name="dead", max_lag=5)
     manifest.feed.acknowledge("fast", 9)
     manifest.feed.maintain()
-    assert manifest.feed.lag() == {nameless: 6, "fast": 1}, "the dead one holds nothing"
+    assert manifest.feed.lag() == {nameless: 6, "fast": 1}, "a lost cursor does not hold the log"
     assert max(manifest.feed.lag().values()) == 6
 
 
@@ -123,37 +123,37 @@ def test_nothing_is_reported_below_the_usual_threshold(manifest: ManifestStore, 
 
 
 # ── start-up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_tail_that_the_last_owner_left_is_trimmed_by_the_next(owner: Callable[[], ManifestStore]) -> None:
+def test_a_tail_that_one_owner_left_is_trimmed_by_the_next(owner: Callable[[], ManifestStore]) -> None:
     manifest = owner()
-    fill(manifest, TRIM_ROWS + BEYOND)
+    fill(manifest, TRIM_ROWS + EXTRA_ROWS)
     cursor = manifest.feed.register(name="app").cursor_id
-    does(
-        manifest, AcknowledgeChanges(cursor, TRIM_ROWS + BEYOND)
-    )  # as `acknowledge` does, but the owner dies before it trims the rest
-    assert rows(manifest) == BEYOND
+    commit(
+        manifest, AcknowledgeChanges(cursor, TRIM_ROWS + EXTRA_ROWS)
+    )  # as `acknowledge` does, if the owner dies before it trims the rest
+    assert rows(manifest) == EXTRA_ROWS
     manifest = owner()
-    assert rows(manifest) == BEYOND, "nobody has asked for the feed yet"
-    assert manifest.feed.head() == TRIM_ROWS + BEYOND
-    assert emptied(manifest)
+    assert rows(manifest) == EXTRA_ROWS, "the feed has not been used yet"
+    assert manifest.feed.head() == TRIM_ROWS + EXTRA_ROWS
+    assert becomes_empty(manifest)
     assert not manifest.feed.tail_rows()
     assert_clean(manifest, leaks=True)
 
 
-def test_an_acknowledgement_that_is_undone_trims_nothing(manifest: ManifestStore) -> None:
-    """The batch is refused after its first op has raised the oldest sequence; another one commits with it."""
+def test_an_acknowledgement_that_is_rolled_back_trims_nothing(manifest: ManifestStore) -> None:
+    """The batch is rejected after its first operation has raised the oldest sequence; another batch commits with it."""
     fill(manifest, 40)
     cursor = manifest.feed.register(name="app").cursor_id
-    refused = manifest.submit([AcknowledgeChanges(cursor, 30), AcknowledgeChanges(cursor, 10**6)])
+    rejected = manifest.submit([AcknowledgeChanges(cursor, 30), AcknowledgeChanges(cursor, 10**6)])
     manifest.submit([AcknowledgeChanges(cursor, 10)]).result()
     with pytest.raises(OutOfRange):
-        refused.result()
+        rejected.result()
     assert manifest.feed.cursor(cursor).acked_sequence == 10
     assert manifest.feed.fetch(cursor).changes[0].sequence == 11
     assert rows(manifest) == 30
     assert_clean(manifest, leaks=True)
 
 
-def test_only_the_cursor_that_holds_the_log_back_moves_its_beginning(manifest: ManifestStore) -> None:
+def test_only_the_slowest_cursor_moves_the_beginning_of_the_log(manifest: ManifestStore) -> None:
     fill(manifest, 40)
     slow, fast = (manifest.feed.register(name=name).cursor_id for name in ("slow", "fast"))
     for position in (10, 20, 30):
@@ -168,16 +168,16 @@ def test_only_the_cursor_that_holds_the_log_back_moves_its_beginning(manifest: M
 
 def test_maintain_trims_a_tail_too(owner: Callable[[], ManifestStore]) -> None:
     manifest = owner()
-    fill(manifest, TRIM_ROWS + BEYOND)
+    fill(manifest, TRIM_ROWS + EXTRA_ROWS)
     feed = manifest.feed
-    does(manifest, AcknowledgeChanges(feed.register(name="app").cursor_id, TRIM_ROWS + BEYOND))
+    commit(manifest, AcknowledgeChanges(feed.register(name="app").cursor_id, TRIM_ROWS + EXTRA_ROWS))
     feed.maintain()
-    assert emptied(manifest)
+    assert becomes_empty(manifest)
 
 
-def test_a_reader_leaves_the_tail_alone(manifest: ManifestStore) -> None:
-    fill(manifest, TRIM_ROWS + BEYOND)
-    does(manifest, AcknowledgeChanges(manifest.feed.register(name="app").cursor_id, TRIM_ROWS + BEYOND))
+def test_a_reader_does_not_trim(manifest: ManifestStore) -> None:
+    fill(manifest, TRIM_ROWS + EXTRA_ROWS)
+    commit(manifest, AcknowledgeChanges(manifest.feed.register(name="app").cursor_id, TRIM_ROWS + EXTRA_ROWS))
     code = """
         import sys
         from quire.manifest.store import ManifestStore
@@ -185,10 +185,10 @@ def test_a_reader_leaves_the_tail_alone(manifest: ManifestStore) -> None:
             print(manifest.feed.tail_rows() > 0, len(manifest.feed.fetch("app").changes))
     """
     assert finish(python(code, manifest.env.path)) == "True 0\n"
-    assert rows(manifest) == BEYOND
+    assert rows(manifest) == EXTRA_ROWS
 
 
-def test_closing_while_a_tail_is_trimmed_is_quiet_and_the_next_owner_goes_on(
+def test_closing_while_a_tail_is_trimmed_raises_nothing_and_the_next_owner_continues(
     owner: Callable[[], ManifestStore], events: list[Event]
 ) -> None:
     manifest = owner()
@@ -199,23 +199,23 @@ def test_closing_while_a_tail_is_trimmed_is_quiet_and_the_next_owner_goes_on(
     assert {event for event, _ in events} <= {"feed.trim_stopped"}
     manifest = owner()
     manifest.feed.maintain()
-    assert emptied(manifest)
+    assert becomes_empty(manifest)
     assert eventually(lambda: not any(thread.name == "quire-feed-trimmer" for thread in threading.enumerate()))
 
 
-def test_what_becomes_a_tail_while_another_is_trimmed_goes_too(manifest: ManifestStore) -> None:
-    """The trimmer must not stop on what it knew when it started."""
+def test_a_tail_that_grows_while_it_is_trimmed_is_trimmed_completely(manifest: ManifestStore) -> None:
+    """The trimmer must not stop at the end that it read when it started."""
     fill(manifest, 2 * TRIM_ROWS)
     cursor = manifest.feed.register().cursor_id
     for upto in range(TRIM_ROWS // 4, 2 * TRIM_ROWS + 1, TRIM_ROWS // 4):
         manifest.feed.acknowledge(cursor, upto)
-    assert emptied(manifest)
+    assert becomes_empty(manifest)
 
 
-def test_a_trimmer_takes_one_piece_at_a_time(manifest: ManifestStore) -> None:
-    """A writer waits for one piece at most: the next is asked for when the last is durable."""
+def test_a_trimmer_takes_one_step_at_a_time(manifest: ManifestStore) -> None:
+    """A writer waits for one step at most: the next one is submitted when the last is durable."""
     fill(manifest, 2 * TRIM_ROWS)
-    does(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 2 * TRIM_ROWS))
+    commit(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 2 * TRIM_ROWS))
     with held(manifest):
         manifest.feed.trim_behind()
         between = manifest.submit([register(2, "between")])
@@ -225,12 +225,12 @@ def test_a_trimmer_takes_one_piece_at_a_time(manifest: ManifestStore) -> None:
 
 @pytest.mark.parametrize("oldest", [3, 8, 11])
 def test_a_cursor_below_the_oldest_change_never_skips_silently(path: str, oldest: int) -> None:
-    """Start-up clamps or refuses (the change-feed document); here it says so, wherever the cursor is used."""
+    """Start-up clamps or rejects (the change-feed document); here the cursor raises an error wherever it is used."""
     with ManifestStore.open(path) as manifest:
         fill(manifest, 10)
         manifest.feed.register(name="app")
         manifest.feed.acknowledge("app", 1)
-        plant_oldest(manifest, oldest)
+        set_oldest(manifest, oldest)
         for use in (lambda: manifest.feed.fetch("app"), lambda: next(manifest.feed.follow("app"))):
             with pytest.raises(CursorLost, match=f"2 to {oldest - 1} are no longer kept"):
                 use()
@@ -238,11 +238,11 @@ def test_a_cursor_below_the_oldest_change_never_skips_silently(path: str, oldest
         manifest.feed.fetch("app")
 
 
-def test_maintain_gives_such_a_cursor_up_and_says_why(path: str, events: list[Event]) -> None:
+def test_maintain_marks_such_a_cursor_as_lost_with_a_reason(path: str, events: list[Event]) -> None:
     with ManifestStore.open(path) as manifest:
         fill(manifest, 10)
         manifest.feed.register(name="app")
-        plant_oldest(manifest, 5)
+        set_oldest(manifest, 5)
         manifest.feed.maintain()
         cursor = manifest.feed.cursor("app")
         assert (cursor.state, cursor.lost_reason) == (CursorState.LOST, "the log begins with 5, it had read up to 0")
@@ -253,23 +253,23 @@ def test_maintain_gives_such_a_cursor_up_and_says_why(path: str, events: list[Ev
         assert_clean(manifest, leaks=True)
 
 
-def test_a_gap_in_the_log_is_damage_not_a_page(manifest: ManifestStore) -> None:
+def test_a_gap_in_the_log_is_reported_as_damage(manifest: ManifestStore) -> None:
     fill(manifest, 10)
     manifest.feed.register(name="app")
     log = manifest.env.handles[CHANGE_LOG.name]
-    kept: dict[bytes, Any] = {}
+    removed: dict[bytes, Any] = {}
     with manifest.env.begin_write() as txn:
         for sequence in (4, 9, 10):
             key = CHANGE_LOG.key.pack(sequence)
-            kept[key] = txn.get(key, db=log)
+            removed[key] = txn.get(key, db=log)
             txn.delete(key, db=log)
     with pytest.raises(ManifestDamaged, match="gap"):
         manifest.feed.fetch("app")
-    assert len(manifest.feed.fetch("app", 3).changes) == 3, "up to it everything is there"
+    assert len(manifest.feed.fetch("app", 3).changes) == 3, "everything before the gap is there"
     with pytest.raises(ManifestDamaged, match="gap"):
         manifest.feed.fetch("app", after=3)
-    with manifest.env.begin_write() as txn:  # the fixture checks
-        for key, value in kept.items():
+    with manifest.env.begin_write() as txn:  # the fixture checks the manifest
+        for key, value in removed.items():
             txn.put(key, value, db=log)
 
 
@@ -283,15 +283,15 @@ def test_the_next_sequence_never_restarts_however_the_log_became_empty(owner: Ca
         for cursor in manifest.feed.cursors():
             manifest.feed.drop(cursor.cursor_id)
 
-    def given_up_by_retention() -> None:
+    def trimmed_by_retention() -> None:
         manifest.feed.settings = FeedSettings(retain_bytes=0)
         manifest.feed.maintain()
 
-    for empty in (consumed_by_a_cursor, given_up_by_retention) * 2:
+    for empty_log in (consumed_by_a_cursor, trimmed_by_retention) * 2:
         fill(manifest, 7)
         expected += 7
-        empty()
-        assert emptied(manifest)
+        empty_log()
+        assert becomes_empty(manifest)
         for _ in range(2):
             manifest = owner()
             assert manifest.feed.head() == expected
@@ -303,7 +303,7 @@ def test_the_next_sequence_never_restarts_however_the_log_became_empty(owner: Ca
 
 
 # ── retention ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_retention_by_age_finds_the_first_change_that_is_young_enough(path: str) -> None:
+def test_retention_by_age_finds_the_first_change_that_is_recent_enough(path: str) -> None:
     clock = ManualClock(1_000_000)
     with ManifestStore.open(path, clock=clock) as manifest:
         manifest.feed.settings = FeedSettings(retain_seconds=10)
@@ -319,31 +319,31 @@ def test_retention_by_age_finds_the_first_change_that_is_young_enough(path: str)
         assert rows(manifest) == 0
 
 
-def test_the_bytes_of_a_long_log_are_not_added_up_every_time(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_a_long_log_are_not_summed_every_time(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.feed.settings = FeedSettings(retain_bytes=20_000)
         fill(manifest, 2_000)
         manifest.feed.maintain()
         assert eventually(lambda: 0 < rows(manifest) < 600)
-        scan, walked = ReadTxn.raw_scan_back, list[str]()
+        scan, scanned = ReadTxn.raw_scan_back, list[str]()
 
-        def spy(txn: ReadTxn, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
-            walked.append(table.name)
+        def record_and_scan(txn: ReadTxn, table: t.Table[Any]) -> Iterator[tuple[bytes, bytes]]:
+            scanned.append(table.name)
             return scan(txn, table)
 
-        monkeypatch.setattr(ReadTxn, "raw_scan_back", spy)
+        monkeypatch.setattr(ReadTxn, "raw_scan_back", record_and_scan)
         fill(manifest, 1)
         manifest.feed.maintain()
-        assert not walked
+        assert not scanned
         fill(manifest, 300)
         manifest.feed.maintain()
-        assert walked
+        assert scanned
 
 
 def test_a_trim_that_fails_does_not_stop_the_next(manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(manifest, 1_300)
     feed = manifest.feed
-    does(manifest, AcknowledgeChanges(feed.register().cursor_id, 1_300))
+    commit(manifest, AcknowledgeChanges(feed.register().cursor_id, 1_300))
 
     def fail(*_: object) -> None:
         raise QuireError("not now")
@@ -353,24 +353,24 @@ def test_a_trim_that_fails_does_not_stop_the_next(manifest: ManifestStore, monke
         feed.maintain()
         assert eventually(lambda: feed._trimmer is None)
     feed.maintain()
-    assert emptied(manifest)
+    assert becomes_empty(manifest)
 
 
 def test_the_manifest_file_of_a_long_consumed_feed_stays_small(path: str) -> None:
-    """A feed that is read as fast as it grows reuses its pages."""
+    """A feed that is consumed as fast as it grows reuses its pages."""
     with ManifestStore.open(path) as manifest:
         cursor = manifest.feed.register().cursor_id
         sizes = []
         for _ in range(8):
             fill(manifest, 500)
             manifest.feed.acknowledge(cursor, manifest.feed.head())
-            assert emptied(manifest)
+            assert becomes_empty(manifest)
             sizes.append(Path(path).stat().st_size)
         assert sizes[-1] < 2.5 * sizes[2]
 
 
 # ── start-up ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def plant_cursor(manifest: ManifestStore, cursor_id: int, **fields: Any) -> None:
+def set_cursor_fields(manifest: ManifestStore, cursor_id: int, **fields: Any) -> None:
     with manifest.read() as txn:
         row = txn.get(t.CHANGE_CURSORS, cursor_id)
     assert row is not None
@@ -384,11 +384,11 @@ def plant_cursor(manifest: ManifestStore, cursor_id: int, **fields: Any) -> None
 def test_a_cursor_beyond_the_head_is_clamped_to_it_when_the_store_is_opened(
     owner: Callable[[], ManifestStore],
 ) -> None:
-    """The whole store was refused."""
+    """Hazard: the whole store was rejected."""
     manifest = owner()
     fill(manifest, 4)
     cursor = manifest.feed.register(name="tail").cursor_id
-    plant_cursor(manifest, cursor, acked_sequence=999)
+    set_cursor_fields(manifest, cursor, acked_sequence=999)
     manifest = owner()
     info = manifest.feed.cursor("tail")
     assert (info.acked_sequence, info.state) == (4, CursorState.LIVE)
@@ -397,14 +397,14 @@ def test_a_cursor_beyond_the_head_is_clamped_to_it_when_the_store_is_opened(
     assert_clean(manifest, leaks=True)
 
 
-def test_a_cursor_below_what_is_kept_is_clamped_closed_and_goes_on_when_it_is_resumed(
+def test_a_cursor_below_the_log_is_clamped_and_lost_and_continues_when_it_is_resumed(
     owner: Callable[[], ManifestStore],
 ) -> None:
-    """The whole store was refused. Changes that it has missed are never skipped in silence."""
+    """Hazard: the whole store was rejected. Changes that the cursor has missed are never skipped silently."""
     manifest = owner()
     fill(manifest, 9)
     manifest.feed.register(name="tail")
-    plant_oldest(manifest, 7)
+    set_oldest(manifest, 7)
     manifest = owner()
     info = manifest.feed.cursor("tail")
     assert (info.acked_sequence, info.state) == (6, CursorState.LOST)
@@ -416,51 +416,51 @@ def test_a_cursor_below_what_is_kept_is_clamped_closed_and_goes_on_when_it_is_re
     assert_clean(manifest, leaks=True)
 
 
-def test_resuming_a_cursor_that_was_given_up_misses_only_what_is_gone(owner: Callable[[], ManifestStore]) -> None:
+def test_resuming_a_lost_cursor_misses_only_trimmed_changes(owner: Callable[[], ManifestStore]) -> None:
     manifest = owner()
     fill(manifest, 6)
     manifest.feed.register(name="slow")
     manifest.feed.acknowledge("slow", 3)
-    does(manifest, LoseCursor(1, "too slow"))
+    commit(manifest, LoseCursor(1, "too slow"))
     manifest.feed.resume("slow")
     assert [change.sequence for change in manifest.feed.fetch("slow").changes] == [4, 5, 6]
-    assert manifest.feed.resume("slow").acked_sequence == 3  # again: it is live
+    assert manifest.feed.resume("slow").acked_sequence == 3  # no effect on a live cursor
 
 
 def test_a_store_without_maintenance_prunes_its_feed_when_it_is_opened(tmp_path: Path) -> None:
-    """Only upkeep kept to `feed.retain_seconds`."""
+    """Hazard: only upkeep applied `feed.retain_seconds`."""
     clock = ManualClock()
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False), feed=FeedSettings(retain_seconds=60))
     with quire.open(tmp_path / "s", settings=settings, clock=clock) as store:
-        does(store.manifest, register(1))
+        commit(store.manifest, register(1))
         assert rows(store.manifest) > 0
     clock.advance(3600)
     with quire.open(tmp_path / "s", settings=settings, clock=clock) as store:
-        assert emptied(store.manifest)
+        assert becomes_empty(store.manifest)
         assert store.manifest.feed.head() > 0
 
 
-def test_a_process_that_only_reads_looks_rarely_while_nothing_is_written(path: str) -> None:
-    """It looked fifty times a second."""
+def test_a_read_only_process_polls_rarely_while_nothing_is_written(path: str) -> None:
+    """Hazard: it polled fifty times a second."""
     ManifestStore.open(path).close()
     with ManifestStore.open(path, mode="r") as manifest:
-        looks: list[int] = []
+        polls: list[int] = []
         feed = manifest.feed
         head = feed.head
-        feed.head = lambda: looks.append(1) or head()  # type: ignore[func-returns-value,method-assign]
+        feed.head = lambda: polls.append(1) or head()  # type: ignore[func-returns-value,method-assign]
         with pytest.raises(TimedOut):
             feed.wait(0, 0.5)
-    assert len(looks) <= 3
+    assert len(polls) <= 3
 
 
-def test_a_process_that_only_reads_is_woken_by_a_write(path: str) -> None:
+def test_a_read_only_process_is_woken_by_a_write(path: str) -> None:
     manifest = ManifestStore.open(path)
     child = python(
         """
         import sys
         from quire.manifest import feed
         from quire.manifest.store import ManifestStore
-        feed.LOOK_SECONDS = 600.0  # so that nothing but the write can wake it
+        feed.LOOK_SECONDS = 600.0  # so that only the write can wake it
         with ManifestStore.open(sys.argv[1], mode="r") as manifest:
             print("waiting", flush=True)
             print(manifest.feed.wait(0, 600), flush=True)
@@ -470,5 +470,5 @@ def test_a_process_that_only_reads_is_woken_by_a_write(path: str) -> None:
     with manifest, child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "waiting"
-        does(manifest, register(1))
+        commit(manifest, register(1))
         assert int(child.stdout.readline()) == 1

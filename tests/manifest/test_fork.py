@@ -1,4 +1,4 @@
-"""fork(): the child is refused, ends nothing that is the parent's, and ends itself."""
+"""fork(): a child cannot use the manifest, does not end anything of its parent, and can end itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import Hold, chunk, register
 
 def forked(child):
-    "The exit code of a child that does this and then ends as Python does; 99 if it hangs."
+    "The exit code of a child that calls this and then ends normally; 99 if it hangs."
     pid = os.fork()
     if pid == 0:
         sys.exit(child())
@@ -29,7 +29,7 @@ def forked(child):
     return 99
 
 def slots():
-    "Who reads, as LMDB's shared table says."
+    "The readers, from LMDB's shared table."
     return manifest.env._env.readers()
 
 manifest = ManifestStore.open(sys.argv[1])
@@ -56,9 +56,9 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
-def test_whatever_a_child_ends_the_parents_snapshot_lives_on(path: str, ending: str) -> None:
-    """Hazard: LMDB's table of readers is shared memory. A child that closed what it had inherited freed the parent's slot, and
-    the pages of the parent's snapshot were overwritten."""
+def test_the_parents_snapshot_survives_whatever_a_child_closes(path: str, ending: str) -> None:
+    """Hazard: LMDB's table of readers is shared memory. A child that closed an inherited transaction freed the parent's
+    slot, and the pages of the parent's snapshot were overwritten."""
     script = f"""
 rows = txn.raw_scan(t.DB)
 def child():
@@ -74,7 +74,7 @@ assert manifest.submit([chunk(99)]).result(30)
     assert run(path, script) == "0\n"
 
 
-def test_the_child_is_refused_everywhere_and_the_parent_unharmed(path: str) -> None:
+def test_the_child_cannot_use_the_manifest_and_the_parent_is_unaffected(path: str) -> None:
     script = """
 guard = manifest.submit([chunk(1)])
 def child():
@@ -98,7 +98,7 @@ manifest.close()
     assert run(path, script) == "0\n"
 
 
-def test_a_child_that_opens_the_manifest_again_hears_what_is_in_its_way(path: str) -> None:
+def test_a_child_that_opens_the_manifest_again_gets_an_error_about_the_fork(path: str) -> None:
     script = """
 def child():
     try:
@@ -112,7 +112,7 @@ print(forked(child))
 
 
 def test_locks_that_were_held_at_the_fork_do_not_hang_the_child(path: str) -> None:
-    """Hazard: a thread was just passing the gate; in the child nobody ever gave the lock back."""
+    """Hazard: a thread was passing the gate; in the child nothing ever released the lock."""
     script = """
 locks = [value for value in vars(manifest.env.gate).values() if hasattr(value, "acquire")]
 assert locks
@@ -131,7 +131,8 @@ assert slots() == taken
 
 @pytest.mark.parametrize("ending", ["None", "[globals().pop('txn'), globals().pop('manifest'), gc.collect()]"])
 def test_a_child_of_a_busy_writer_can_end(path: str, ending: str) -> None:
-    """LMDB's environment must not be closed when Python ends: that would wait for a transaction of the parent's writer."""
+    """LMDB's environment must not be closed when Python ends: that would wait for a transaction of the parent's
+    writer."""
     script = f"""
 hold = Hold()
 with armed("manifest.commit.flushed", hold):
@@ -147,7 +148,7 @@ assert slots() == taken
     assert run(path, script) == "0\n"
 
 
-def test_a_child_of_a_child_is_no_different(path: str) -> None:
+def test_a_grandchild_behaves_like_a_child(path: str) -> None:
     script = """
 def grandchild():
     txn.close()

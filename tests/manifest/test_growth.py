@@ -1,4 +1,4 @@
-"""Growing the map: tried at the watermark, insisted on when it is full, and never under a copy."""
+"""Growing the map: attempted at the watermark, required when it is full, and never during a copy."""
 
 from __future__ import annotations
 
@@ -26,45 +26,46 @@ LOW = ManifestSettings(map_bytes=2 * MIB, map_watermark=0.01, grow_wait_seconds=
 
 
 @contextmanager
-def listened() -> Iterator[list[Any]]:
+def captured() -> Iterator[list[Any]]:
     with capture_logs() as logs:
         yield logs
     structlog.reset_defaults()
 
 
-def test_a_reader_that_stays_does_not_fail_commits_that_fit(path: str) -> None:
-    """Hazard: at the watermark, with most of the map still free, every commit failed because a reader kept it from growing."""
+def test_a_long_reader_does_not_fail_commits_that_fit(path: str) -> None:
+    """Hazard: at the watermark, with most of the map still free, every commit failed because a reader prevented
+    growth."""
     clock = ManualClock()
-    with listened() as logs, ManifestStore.open(path, settings=LOW, clock=clock) as manifest:
+    with captured() as logs, ManifestStore.open(path, settings=LOW, clock=clock) as manifest:
         with manifest.read():
             for n in range(20):
                 manifest.submit([register(1) if n == 0 else chunk(n)]).result(30)
         reports = [log for log in logs if log["event"] == "manifest.map_nearly_full"]
         assert len(reports) == 1, "once, not at every commit"
-        assert threading.current_thread().name in reports[0]["error"], "it says who is in the way"
+        assert threading.current_thread().name in reports[0]["error"], "the report names the thread of the reader"
         before = manifest.env.info()["map_size"]
         manifest.submit([chunk(100)]).result(30)
-        assert manifest.env.info()["map_size"] == before, "it is not tried again at once …"
+        assert manifest.env.info()["map_size"] == before, "it is not attempted again at once …"
         clock.advance(EARLY_GROWTH_PAUSE_SECONDS)
         manifest.submit([chunk(101)]).result(30)
         assert manifest.env.info()["map_size"] > before, "… but after a while"
         assert_clean(manifest, leaks=True)
 
 
-def test_growing_early_is_not_tried_at_every_commit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each attempt keeps new readers out for a moment."""
-    tried: list[float | None] = []
+def test_early_growth_is_not_attempted_at_every_commit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt briefly blocks new readers."""
+    attempts: list[float | None] = []
     grow = ManifestEnv.grow
 
-    def counted(env: ManifestEnv, wait_seconds: float | None = None) -> None:
-        tried.append(wait_seconds)
+    def record_and_grow(env: ManifestEnv, wait_seconds: float | None = None) -> None:
+        attempts.append(wait_seconds)
         grow(env, wait_seconds)
 
-    monkeypatch.setattr(ManifestEnv, "grow", counted)
+    monkeypatch.setattr(ManifestEnv, "grow", record_and_grow)
     with ManifestStore.open(path, settings=LOW, clock=ManualClock()) as manifest, manifest.read():
         for n in range(20):
             manifest.submit([register(1) if n == 0 else chunk(n)]).result(30)
-    assert len(tried) == 1
+    assert len(attempts) == 1
 
 
 def test_a_full_map_waits_for_the_reader_and_fails_only_then(path: str) -> None:
@@ -80,7 +81,7 @@ def test_a_full_map_waits_for_the_reader_and_fails_only_then(path: str) -> None:
         assert_replays(manifest)
 
 
-def test_a_transaction_that_was_dropped_does_not_keep_the_map_from_growing(path: str) -> None:
+def test_a_garbage_collected_transaction_does_not_prevent_growth(path: str) -> None:
     settings = ManifestSettings(map_bytes=MIB, grow_wait_seconds=0.05)
     with ManifestStore.open(path, settings=settings) as manifest:
         manifest.read()
@@ -91,35 +92,35 @@ def test_a_transaction_that_was_dropped_does_not_keep_the_map_from_growing(path:
 
 
 class SlowCopy:
-    """LMDB's environment, whose copy takes as long as a test likes."""
+    """LMDB's environment, with a copy that takes as long as a test requires."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
-        self.begun, self.go = threading.Event(), threading.Event()
+        self.begun, self.may_end = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
 
     def copy(self, path: str, compact: bool) -> None:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.may_end.wait(30)
         self._env.copy(path, compact=compact)
 
 
-def test_the_map_does_not_grow_under_a_copy(path: str) -> None:
-    """Hazard: py-lmdb lets growing wait for the copy, and meanwhile refuses every transaction of the process."""
+def test_the_map_does_not_grow_during_a_copy(path: str) -> None:
+    """Hazard: py-lmdb makes growth wait for the copy, and meanwhile rejects every transaction of the process."""
     with ManifestStore.open(path, settings=ManifestSettings(map_bytes=MIB)) as manifest:
         manifest.submit([register(1), chunk(1)]).result()
         rows = dump(manifest)
         slow: Any = SlowCopy(manifest.env._env)
         manifest.env._env = slow
-        copying = threading.Thread(target=manifest.env.copy, args=(path + ".copy",))
-        copying.start()
+        copier = threading.Thread(target=manifest.env.copy, args=(path + ".copy",))
+        copier.start()
         assert slow.begun.wait(60)
         with pytest.raises(TimedOut):
             manifest.env.grow(0.01)
-        slow.go.set()
-        copying.join(30)
+        slow.may_end.set()
+        copier.join(30)
         manifest.env.grow(1)
         assert manifest.env.info()["map_size"] == 2 * MIB
     with ManifestStore.open(path + ".copy") as copy:

@@ -1,4 +1,4 @@
-"""Guards and waits: blocking and awaitable, with timeouts, with the batch's own error, when everything fails."""
+"""Guards and waits: blocking and awaitable, with timeouts, with the error of the batch, and when the writer fails."""
 
 from __future__ import annotations
 
@@ -47,28 +47,28 @@ def test_a_guard_is_not_done_before_its_commit_is(manifest: ManifestStore) -> No
         assert guard.result(30).sequence
 
 
-def test_a_guard_may_be_asked_again_after_a_timeout_and_by_many_threads(manifest: ManifestStore) -> None:
-    found: list[Receipt | QuireError] = []
+def test_a_guard_can_be_waited_for_again_after_a_timeout_and_by_many_threads(manifest: ManifestStore) -> None:
+    results: list[Receipt | QuireError] = []
     with held(manifest):
         guard = manifest.submit([register(1)])
         for _ in range(3):
             with pytest.raises(TimedOut):
                 guard.result(0.005)
-        threads = [threading.Thread(target=lambda: found.append(outcome(guard))) for _ in range(8)]
+        threads = [threading.Thread(target=lambda: results.append(outcome(guard))) for _ in range(8)]
         for thread in threads:
             thread.start()
     for thread in threads:
         thread.join(30)
-    assert [getattr(result, "sequence", None) for result in found] == [1] * 8
+    assert [getattr(result, "sequence", None) for result in results] == [1] * 8
     assert guard.result(0) == guard.result()
 
 
-def test_a_wait_that_ends_as_the_commit_does_harms_nobody(manifest: ManifestStore) -> None:
-    """Hazard: the writer releases a waiter that has just given up."""
+def test_a_wait_that_times_out_as_the_commit_ends_is_harmless(manifest: ManifestStore) -> None:
+    """Hazard: the writer releases a waiter that has just timed out."""
     manifest.submit([register(1)]).result()
-    stop = time.monotonic() + 1.0
+    deadline = time.monotonic() + 1.0
     number = 0
-    while time.monotonic() < stop:
+    while time.monotonic() < deadline:
         guards = [manifest.submit([chunk(number := number + 1)]) for _ in range(4)]
         for index, guard in enumerate(guards):
             try:
@@ -79,45 +79,46 @@ def test_a_wait_that_ends_as_the_commit_does_harms_nobody(manifest: ManifestStor
     assert manifest.submit([chunk(number + 1)]).result(30)
 
 
-def test_a_guard_keeps_no_wakeup_once_nobody_waits(manifest: ManifestStore) -> None:
-    """Hazard: a pipeline's guards kept the descriptors of threads that were long gone."""
+def test_a_guard_keeps_no_wakeup_when_nothing_waits(manifest: ManifestStore) -> None:
+    """Hazard: the guards of a pipeline kept descriptors of threads that had ended."""
     with held(manifest):
         guard = manifest.submit([register(1)])
         with pytest.raises(TimedOut):
             guard.result(0.005)
         assert guard.waiter is None
-        waiting = threading.Thread(target=guard.result, args=(30,))
-        waiting.start()
+        thread = threading.Thread(target=guard.result, args=(30,))
+        thread.start()
         assert eventually(lambda: guard.waiter is not None)
-    waiting.join(30)
+    thread.join(30)
     assert guard.waiter is None
 
 
 def test_a_process_without_descriptors_can_still_wait(manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hazard: a thread that waits for the first time needs a descriptor; at EMFILE it got an OSError for its commit."""
+    """Hazard: a thread that waits for the first time needs a descriptor; at EMFILE, its commit failed with an
+    OSError."""
 
-    def full(*_: int) -> int:
+    def fail(*_: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(os, "eventfd", full)
-    found: list[object] = []
+    monkeypatch.setattr(os, "eventfd", fail)
+    results: list[object] = []
 
     def wait() -> None:
         try:
-            found.append(guard.result(30))
+            results.append(guard.result(30))
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     with held(manifest):
         guard = manifest.submit([register(1)])
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        assert not eventually(lambda: bool(found), 0.05)
-    waiting.join(30)
-    assert [type(each) for each in found] == [Receipt]
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not eventually(lambda: bool(results), 0.05)
+    thread.join(30)
+    assert [type(result) for result in results] == [Receipt]
 
 
-def test_the_error_is_the_batches_own_each_time(manifest: ManifestStore) -> None:
+def test_every_wait_gets_the_error_of_the_batch(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
     guard = manifest.submit([register(1)])
     for _ in range(2):
@@ -135,8 +136,8 @@ async def _await(waitable: object) -> object:
 def test_many_guards_are_awaited_together(manifest: ManifestStore) -> None:
     async def run() -> list[object]:
         guards = [manifest.submit([register(n)]) for n in range(1, 301)]
-        failing = manifest.submit([register(1)])
-        return await asyncio.gather(*map(_await, guards), _await(failing), return_exceptions=True)
+        failing_at = manifest.submit([register(1)])
+        return await asyncio.gather(*map(_await, guards), _await(failing_at), return_exceptions=True)
 
     *receipts, error = asyncio.run(run())
     assert [getattr(receipt, "sequence", None) for receipt in receipts] == list(range(1, 301))
@@ -179,77 +180,78 @@ def test_a_generation_is_waited_for_with_a_timeout(manifest: ManifestStore) -> N
     assert manifest.writer.when_generation(Component.DATABASE, 0).result(0) == 0
     with pytest.raises(TimedOut, match="generation 1 of DATABASE"):
         manifest.writer.when_generation(Component.DATABASE, 1).result(0.01)
-    found: list[int] = []
-    waiting = threading.Thread(
-        target=lambda: found.append(manifest.writer.when_generation(Component.DATABASE, 2).result(30))
+    generations: list[int] = []
+    thread = threading.Thread(
+        target=lambda: generations.append(manifest.writer.when_generation(Component.DATABASE, 2).result(30))
     )
-    waiting.start()
+    thread.start()
     manifest.submit([register(1)]).result()
-    assert not found
+    assert not generations
     manifest.submit([register(2)]).result()
-    waiting.join(30)
-    assert found == [2]
+    thread.join(30)
+    assert generations == [2]
 
 
 def test_a_generation_is_awaited(manifest: ManifestStore) -> None:
     async def run() -> object:
-        waiting = asyncio.create_task(_await(manifest.writer.when_generation(Component.CHUNK, 1)))
+        task = asyncio.create_task(_await(manifest.writer.when_generation(Component.CHUNK, 1)))
         await asyncio.sleep(0)
         await manifest.submit([register(1), chunk(1)])
-        return await waiting
+        return await task
 
     assert asyncio.run(run()) == 1
 
 
-def test_waiters_for_a_generation_hear_that_the_manifest_was_closed(path: str) -> None:
+def test_waiters_for_a_generation_are_notified_when_the_manifest_is_closed(path: str) -> None:
     manifest = ManifestStore.open(path)
-    found: list[QuireError] = []
+    errors: list[QuireError] = []
 
     def wait() -> None:
         try:
             manifest.writer.when_generation(Component.JOB, 5).result(30)
         except QuireError as error:
-            found.append(error)
+            errors.append(error)
 
-    waiting = threading.Thread(target=wait)
-    waiting.start()
+    thread = threading.Thread(target=wait)
+    thread.start()
     time.sleep(0.02)
     manifest.close()
-    waiting.join(30)
-    assert isinstance(found[0], StoreClosed)
+    thread.join(30)
+    assert isinstance(errors[0], StoreClosed)
 
 
-# ── poison ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
-def failing(number: int, point: str) -> Iterator[None]:
+def failing_at(number: int, point: str) -> Iterator[None]:
     def fail(_name: str) -> None:
-        raise OSError(number, "failed on purpose")
+        raise OSError(number, "injected failure")
 
     with armed(point, fail):
         yield
 
 
-class Poisoned:
-    """A manifest whose next commit fails, with batches in the queue and threads that wait for all sorts of things."""
+class FailingManifest:
+    """A manifest whose next commit fails, with batches in the queue and threads that wait for guards and
+    generations."""
 
     def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
         self.manifest = ManifestStore.open(path, settings=settings)
         self.path = path
-        self.heard: list[Receipt | QuireError] = []
+        self.outcomes: list[Receipt | QuireError] = []
         self.threads: list[threading.Thread] = []
 
     def wait(self, waitable: Waitable) -> None:
-        def listen() -> None:
+        def wait_for_error() -> None:
             try:
                 waitable.result(30)
             except QuireError as error:
-                self.heard.append(error)
+                self.outcomes.append(error)
 
-        self.threads.append(threading.Thread(target=listen))
+        self.threads.append(threading.Thread(target=wait_for_error))
         self.threads[-1].start()
 
     def provoke(self, number: int, point: str, batches: int = 200) -> None:
-        """One commit goes through; the next one, with everything queued behind it, fails at `point`."""
+        """One commit succeeds; the next one, with everything that is queued, fails at `point`."""
         manifest = self.manifest
         manifest.submit([register(1)]).result()
         hold = Hold()
@@ -261,16 +263,16 @@ class Poisoned:
                 self.wait(guard)
             self.wait(manifest.writer.when_generation(Component.CHUNK, 10_000))
             time.sleep(0.02)
-            with failing(number, point):
+            with failing_at(number, point):
                 hold.release()
-                self.heard.append(outcome(first, 30) if point.endswith("durable") else outcome(guards[-1], 30))
+                self.outcomes.append(outcome(first, 30) if point.endswith("durable") else outcome(guards[-1], 30))
                 for thread in self.threads:
                     thread.join(30)
-        assert not any(thread.is_alive() for thread in self.threads), "somebody was never told"
+        assert not any(thread.is_alive() for thread in self.threads), "a waiter was never notified"
         assert all(guard.is_done() for guard in guards)
 
     def assert_unusable(self) -> None:
-        assert all(isinstance(heard, StoreUnusable) for heard in self.heard), self.heard
+        assert all(isinstance(outcome, StoreUnusable) for outcome in self.outcomes), self.outcomes
         with pytest.raises(StoreUnusable, match="writer stopped") as caught:
             self.manifest.submit([chunk(500)])
         assert isinstance(caught.value.__cause__, StorageFault)
@@ -278,31 +280,33 @@ class Poisoned:
         self.manifest.close()
 
     def assert_reopens(self) -> None:
-        with ManifestStore.open(self.path) as again:
-            assert_clean(again, leaks=True)
-            assert_replays(again)
-            assert again.submit([chunk(1000)]).result(30)
+        with ManifestStore.open(self.path) as reopened:
+            assert_clean(reopened, leaks=True)
+            assert_replays(reopened)
+            assert reopened.submit([chunk(1000)]).result(30)
 
 
 @pytest.mark.parametrize("point", ["manifest.commit.flushed", "manifest.commit.durable"])
 @pytest.mark.parametrize("seconds", [10.0, 1e-9], ids=["one group", "carried over"])
-def test_a_doubtful_commit_stops_the_writer_and_everyone_hears_why(path: str, point: str, seconds: float) -> None:
-    poisoned = Poisoned(path, ManifestSettings(group_seconds_max=seconds, group_ops_max=4096))
+def test_a_doubtful_commit_stops_the_writer_and_every_waiter_gets_the_reason(
+    path: str, point: str, seconds: float
+) -> None:
+    poisoned = FailingManifest(path, ManifestSettings(group_seconds_max=seconds, group_ops_max=4096))
     poisoned.provoke(errno.EIO, point)
     poisoned.assert_unusable()
     poisoned.assert_reopens()
 
 
-def test_a_full_disk_reported_after_the_commit_is_doubt_too(path: str) -> None:
-    poisoned = Poisoned(path)
+def test_a_full_disk_reported_after_the_commit_is_a_doubtful_commit_too(path: str) -> None:
+    poisoned = FailingManifest(path)
     poisoned.provoke(errno.ENOSPC, "manifest.commit.durable")
     poisoned.assert_unusable()
     poisoned.assert_reopens()
 
 
-def test_a_full_disk_before_the_commit_fails_the_group_and_the_writer_goes_on(manifest: ManifestStore) -> None:
+def test_a_full_disk_before_the_commit_fails_the_group_and_the_writer_continues(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
-    with held(manifest, "manifest.commit.durable") as hold, failing(errno.ENOSPC, "manifest.commit.flushed"):
+    with held(manifest, "manifest.commit.durable") as hold, failing_at(errno.ENOSPC, "manifest.commit.flushed"):
         guards = [manifest.submit([chunk(n)]) for n in range(1, 10)]
         hold.release()
         for guard in guards:
@@ -313,7 +317,7 @@ def test_a_full_disk_before_the_commit_fails_the_group_and_the_writer_goes_on(ma
     assert manifest.submit([chunk(1)]).result(30).sequence == 2
 
 
-def test_an_error_of_our_own_in_the_writer_is_heard_by_everyone(path: str) -> None:
+def test_every_waiter_is_notified_of_a_bug_in_the_writer(path: str) -> None:
     manifest = ManifestStore.open(path)
 
     def bug(_name: str) -> None:
@@ -326,13 +330,13 @@ def test_an_error_of_our_own_in_the_writer_is_heard_by_everyone(path: str) -> No
     with pytest.raises(StoreUnusable):
         manifest.submit([register(2)])
     manifest.close()
-    with ManifestStore.open(path) as again:
-        assert again.register_db("x", DbKind.PAGES) == 1
+    with ManifestStore.open(path) as reopened:
+        assert reopened.register_db("x", DbKind.PAGES) == 1
 
 
-def test_everyone_hears_of_the_end_even_if_the_log_does_not(path: str) -> None:
-    """Hazard: a log processor raised while the writer was dying, before it had told those who waited."""
-    poisoned = Poisoned(path)
+def test_every_waiter_is_notified_even_if_logging_fails(path: str) -> None:
+    """Hazard: a log processor raised while the writer was stopping, before it had notified the waiters."""
+    poisoned = FailingManifest(path)
     structlog.configure(processors=[_broken_processor])
     try:
         poisoned.provoke(errno.EIO, "manifest.commit.flushed")
@@ -346,18 +350,18 @@ def _broken_processor(_logger: object, _level: str, _event: object) -> str:
     raise ZeroDivisionError("a bug of the application")
 
 
-def test_doubt_stops_a_group_that_is_redone_batch_by_batch(path: str) -> None:
+def test_a_doubtful_commit_stops_a_group_that_is_retried_batch_by_batch(path: str) -> None:
     manifest = ManifestStore.open(path)
     manifest.submit([register(1)]).result()
-    surprises = iter([ValueError("nobody knows whose fault this is")])
+    errors = iter([ValueError("an unexpected error")])
 
-    def surprise(_: str) -> None:
-        for error in surprises:
+    def raise_once(_: str) -> None:
+        for error in errors:
             raise error
 
     with (
         held(manifest, "manifest.commit.durable") as hold,
-        armed("manifest.commit.applied", surprise),
+        armed("manifest.commit.applied", raise_once),
         armed("manifest.commit.flushed", "1*off->raise:EIO"),
     ):
         guards = [manifest.submit([chunk(number)]) for number in (1, 2, 3, 4)]
@@ -365,5 +369,7 @@ def test_doubt_stops_a_group_that_is_redone_batch_by_batch(path: str) -> None:
         kinds = [type(outcome(guard, 30)) for guard in guards]
     assert kinds == [Receipt, StoreUnusable, StoreUnusable, StoreUnusable]
     manifest.close()
-    with ManifestStore.open(path) as again, again.read() as txn:
-        assert {key[1] for key, _ in txn.scan(t.CHUNK_CATALOG)} <= {1, 2}, "nothing is written after the doubt"
+    with ManifestStore.open(path) as reopened, reopened.read() as txn:
+        assert {key[1] for key, _ in txn.scan(t.CHUNK_CATALOG)} <= {1, 2}, (
+            "nothing is written after the doubtful commit"
+        )

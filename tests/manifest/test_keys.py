@@ -45,36 +45,36 @@ def test_unpack_is_the_inverse_of_pack(case: tuple[KeyCodec, tuple[Any, ...]]) -
 
 @given(PAIRS)
 def test_byte_order_is_tuple_order(case: tuple[KeyCodec, tuple[Any, ...], tuple[Any, ...]]) -> None:
-    codec, left, right = case
-    assert (codec.pack(*left) < codec.pack(*right)) == (left < right)
-    assert (codec.pack(*left) == codec.pack(*right)) == (left == right)
+    codec, first, second = case
+    assert (codec.pack(*first) < codec.pack(*second)) == (first < second)
+    assert (codec.pack(*first) == codec.pack(*second)) == (first == second)
 
 
 @given(PARTS, st.data())
-def test_a_number_out_of_range_is_refused(case: tuple[KeyCodec, tuple[Any, ...]], data: st.DataObject) -> None:
+def test_a_number_out_of_range_is_rejected(case: tuple[KeyCodec, tuple[Any, ...]], data: st.DataObject) -> None:
     codec, parts = case
     numeric = [index for index, (_, kind) in enumerate(codec.fields) if kind in BITS]
     if not numeric:
         return
     index = data.draw(st.sampled_from(numeric))
     limit = 2 ** BITS[codec.fields[index][1]]
-    bad = data.draw(st.sampled_from([-1, limit, limit * 3, -(2**80), 1.5, "x", None]))
-    broken = (*parts[:index], bad, *parts[index + 1 :])
+    wrong = data.draw(st.sampled_from([-1, limit, limit * 3, -(2**80), 1.5, "x", None]))
+    invalid = (*parts[:index], wrong, *parts[index + 1 :])
     with pytest.raises(OutOfRange):
-        codec.pack(*broken)
+        codec.pack(*invalid)
     with pytest.raises(OutOfRange):
-        codec.prefix(*broken[: index + 1])
+        codec.prefix(*invalid[: index + 1])
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_a_key_of_the_wrong_number_of_fields_is_refused(count: int) -> None:
+def test_a_key_with_the_wrong_number_of_fields_is_rejected(count: int) -> None:
     codec = KeyCodec(("db_id", "u32"), ("shard", "u16"))
     with pytest.raises(OutOfRange):
         codec.pack(*range(count))
 
 
 @pytest.mark.parametrize("name", ["", "x" * LMDB_KEY_BYTES_MAX + "x", "\ud800"])
-def test_text_that_cannot_be_a_key_is_refused(name: str) -> None:
+def test_text_that_cannot_be_a_key_is_rejected(name: str) -> None:
     with pytest.raises(OutOfRange):
         KeyCodec(("name", "text")).pack(name)
 
@@ -84,13 +84,13 @@ def test_a_prefix_covers_exactly_the_keys_that_begin_with_it(
     case: tuple[KeyCodec, tuple[Any, ...], tuple[Any, ...]], data: st.DataObject
 ) -> None:
     codec, parts, other = case
-    # The last field of variable width has no prefix of its own: rows that share it are one row.
-    whole = len(parts) - (codec.width is None)
-    count = data.draw(st.integers(0, whole))
+    # A last field of variable width cannot be the end of a prefix: rows that share it are one row.
+    fixed_fields = len(parts) - (codec.width is None)
+    count = data.draw(st.integers(0, fixed_fields))
     prefix, end = codec.prefix(*parts[:count]), prefix_end(codec.prefix(*parts[:count]))
     for key in (codec.pack(*parts), codec.pack(*other)):
-        inside = key >= prefix and (end is None or key < end)
-        assert inside == (codec.unpack(key)[:count] == parts[:count])
+        is_inside = key >= prefix and (end is None or key < end)
+        assert is_inside == (codec.unpack(key)[:count] == parts[:count])
 
 
 @given(st.binary(max_size=6), st.binary(max_size=6))

@@ -1,4 +1,4 @@
-"""Rolling metrics: observed by operations, in their own transactions, and exported."""
+"""Rolling metrics: observed by operations in their own transactions, and exported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.manifest.ops.snapshots import DropSnapshot, PublishSnapshot
 from quire.manifest.ops.wal import AdvanceCheckpoint, AppendWalChunk
 from quire.manifest.records import JobKind, JobState, MetricRecord, SnapshotKind
 from quire.manifest.store import ManifestStore
-from tests.manifest.helpers import does, refuses, register
+from tests.manifest.helpers import assert_rejected, commit, register
 
 
 def metric(manifest: ManifestStore, kind: MetricKind, scope: int = 1) -> MetricRecord | None:
@@ -35,12 +35,12 @@ def snapshot(number: int, name: str = "") -> PublishSnapshot:
     return PublishSnapshot(1, number, SnapshotKind.NAMED, name or f"s{number}")
 
 
-def test_snapshots_are_counted_as_they_are_made_and_dropped(manifest: ManifestStore) -> None:
-    does(manifest, register(1))
-    does(manifest, snapshot(1), snapshot(2))
-    does(manifest, snapshot(3))
+def test_snapshots_are_counted_as_they_are_created_and_dropped(manifest: ManifestStore) -> None:
+    commit(manifest, register(1))
+    commit(manifest, snapshot(1), snapshot(2))
+    commit(manifest, snapshot(3))
     assert last(manifest, MetricKind.SNAPSHOTS) == 3
-    does(manifest, DropSnapshot(1, 2))
+    commit(manifest, DropSnapshot(1, 2))
     assert last(manifest, MetricKind.SNAPSHOTS) == 2
     counted = [metric(manifest, kind) for kind in (MetricKind.SNAPSHOTS_CREATED, MetricKind.SNAPSHOTS_DROPPED)]
     assert [record.count for record in counted if record is not None] == [3, 1]
@@ -51,53 +51,53 @@ def test_snapshots_are_counted_as_they_are_made_and_dropped(manifest: ManifestSt
     assert row.updated_at_ms > 0
 
 
-def test_snapshots_of_an_older_store_are_counted_with_the_first_that_follows(manifest: ManifestStore) -> None:
-    does(manifest, register(1), snapshot(1), snapshot(2))
+def test_existing_snapshots_of_an_older_store_are_counted_with_the_next_one(manifest: ManifestStore) -> None:
+    commit(manifest, register(1), snapshot(1), snapshot(2))
     with manifest.env.begin_write() as txn:
         txn.drop(manifest.env.handles["metrics"], delete=False)
     path = manifest.env.path
     manifest.close()
-    with ManifestStore.open(path) as again:
-        does(again, snapshot(3))
-        assert last(again, MetricKind.SNAPSHOTS) == 3
+    with ManifestStore.open(path) as reopened:
+        commit(reopened, snapshot(3))
+        assert last(reopened, MetricKind.SNAPSHOTS) == 3
 
 
 def test_a_batch_that_fails_observes_nothing(manifest: ManifestStore) -> None:
-    does(manifest, register(1), snapshot(1))
-    refuses(manifest, AlreadyExists, snapshot(2), snapshot(2, "again"))
+    commit(manifest, register(1), snapshot(1))
+    assert_rejected(manifest, AlreadyExists, snapshot(2), snapshot(2, "again"))
     assert last(manifest, MetricKind.SNAPSHOTS) == 1
 
 
-def test_a_checkpoint_tells_how_far_it_was_behind(manifest: ManifestStore) -> None:
-    does(manifest, register(1), AppendWalChunk(1, 0, 1, 1, 1, 500, 4096))
-    does(manifest, AdvanceCheckpoint(1, 1, 400))
+def test_a_checkpoint_records_its_lag(manifest: ManifestStore) -> None:
+    commit(manifest, register(1), AppendWalChunk(1, 0, 1, 1, 1, 500, 4096))
+    commit(manifest, AdvanceCheckpoint(1, 1, 400))
     assert last(manifest, MetricKind.WAL_LAG) == 500
-    does(manifest, AdvanceCheckpoint(1, 2, 500))
+    commit(manifest, AdvanceCheckpoint(1, 2, 500))
     assert last(manifest, MetricKind.WAL_LAG) == 100
 
 
 def test_no_change_fails_because_of_a_damaged_metric(manifest: ManifestStore) -> None:
-    does(manifest, register(1), snapshot(1))
+    commit(manifest, register(1), snapshot(1))
     path, key = manifest.env.path, t.METRICS.key.pack(1, MetricKind.SNAPSHOTS)
     with manifest.env.begin_write() as txn:
         txn.put(key, b"\x01\x80garbage", db=manifest.env.handles["metrics"])
     manifest.close()
-    with ManifestStore.open(path) as again:
-        with again.read() as txn:
+    with ManifestStore.open(path) as reopened:
+        with reopened.read() as txn:
             assert MetricKind.SNAPSHOTS not in {metric.kind for metric in rolling(txn)}
-        does(again, snapshot(2))
-        assert last(again, MetricKind.SNAPSHOTS) == 2
+        commit(reopened, snapshot(2))
+        assert last(reopened, MetricKind.SNAPSHOTS) == 2
 
 
-def test_metrics_of_a_database_go_with_its_tombstone(manifest: ManifestStore) -> None:
-    does(manifest, register(1), register(2, "b"), RecordMetric(1, MetricKind.WAL_LAG, [5.0]))
-    does(manifest, RecordMetric(2, MetricKind.WAL_LAG, [5.0]), DropDb(1), RemoveDb(1))
+def test_metrics_of_a_database_are_removed_with_its_tombstone(manifest: ManifestStore) -> None:
+    commit(manifest, register(1), register(2, "b"), RecordMetric(1, MetricKind.WAL_LAG, [5.0]))
+    commit(manifest, RecordMetric(2, MetricKind.WAL_LAG, [5.0]), DropDb(1), RemoveDb(1))
     assert metric(manifest, MetricKind.WAL_LAG) is None
     assert metric(manifest, MetricKind.WAL_LAG, 2) is not None
 
 
-def test_rows_of_before_are_read(manifest: ManifestStore) -> None:
-    """They end with the buckets."""
+def test_rows_of_older_versions_are_read(manifest: ManifestStore) -> None:
+    """Rows of older versions end with the buckets."""
     old = t.METRICS.codec.head + msgspec.msgpack.encode([3.0, 2, 1.0, 2.0, [0] * 64])
     with manifest.env.begin_write() as txn:
         txn.put(t.METRICS.key.pack(0, 300), old, db=manifest.env.handles["metrics"])
@@ -109,7 +109,7 @@ def test_rows_of_before_are_read(manifest: ManifestStore) -> None:
 def test_the_collector_exports_histograms_and_last_values(manifest: ManifestStore) -> None:
     from prometheus_client import CollectorRegistry, generate_latest
 
-    does(manifest, register(1, "shop"), snapshot(1), snapshot(2), snapshot(3))
+    commit(manifest, register(1, "shop"), snapshot(1), snapshot(2), snapshot(3))
     registry = CollectorRegistry(auto_describe=False)
     registry.register(ManifestCollector(manifest))
     lines = generate_latest(registry).decode().splitlines()
@@ -123,7 +123,7 @@ def test_the_collector_exports_histograms_and_last_values(manifest: ManifestStor
         assert line in lines
 
 
-def test_a_checkpoint_of_a_store_leaves_its_latency_and_lag(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_store_records_its_latency_and_lag(tmp_path: Path) -> None:
     with quire.open(tmp_path / "s") as store:
         store.create("shop", "pages")
         db = store.sqlite("shop")
@@ -133,8 +133,8 @@ def test_a_checkpoint_of_a_store_leaves_its_latency_and_lag(tmp_path: Path) -> N
         jobs = [job for job in store.manifest.jobs.jobs(JobState.SUCCEEDED) if job.record.kind is JobKind.CHECKPOINT]
         assert len(jobs) == 1
         with store.manifest.read() as txn:
-            kept = {metric.metric: metric.record.count for metric in rolling(txn)}
-    assert kept["checkpoint_ms"] == kept["wal_lag"] == 1
+            counts = {metric.metric: metric.record.count for metric in rolling(txn)}
+    assert counts["checkpoint_ms"] == counts["wal_lag"] == 1
 
 
 @pytest.mark.parametrize("value", [0, 0.5, 1, 3, 2.0**80])

@@ -1,4 +1,4 @@
-"""The migration ledger: ordered, once, whole or not at all, and closed to what is newer."""
+"""The migration ledger: steps run in order, once, completely or not at all, and a newer ledger is rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ POINTS = ("manifest.migration.ran", "manifest.migration.recorded", "manifest.mig
 
 
 def count_up(env: ManifestEnv, txn: lmdb.Transaction) -> None:
-    """A step that must not be carried out twice: each time it runs it counts."""
+    """A step that must not run twice: it counts its runs."""
     raw = txn.get(COUNT, db=env.handles["meta"])
     number = t.META.rows.decode(COUNT, bytes(raw)).number if raw is not None else 0
     txn.put(COUNT, t.META.rows.encode(COUNT, MetaRecord(number=number + 1)), db=env.handles["meta"])
@@ -49,20 +49,20 @@ def environment(path: str) -> Iterator[ManifestEnv]:
 
 
 def state(env: ManifestEnv) -> tuple[int, int, list[str]]:
-    """(times counted, schema, ledger)."""
+    """(runs, schema, ledger)."""
     with ReadTxn(env) as txn:
         count, schema = txn.get(t.META, "count"), txn.get(t.META, "schema")
         ledger = [name for (name,), _ in txn.scan(t.MIGRATIONS)]
         return count.number if count else 0, schema.number if schema else 0, ledger
 
 
-def test_a_new_store_is_born_with_every_step_done(path: str) -> None:
+def test_a_new_store_has_every_step_recorded(path: str) -> None:
     with environment(path) as env:
         assert migrate(env, ManualClock(), STEPS) == []
         assert state(env) == (0, BASE_SCHEMA + 3, [step.name for step in STEPS])
 
 
-def test_steps_are_carried_out_in_order_and_once(path: str) -> None:
+def test_steps_run_in_order_and_once(path: str) -> None:
     with environment(path) as env:
         migrate(env, ManualClock(), [])
         assert migrate(env, ManualClock(), STEPS[:1]) == ["001-first"]
@@ -78,7 +78,7 @@ def test_a_step_that_fails_leaves_nothing_and_can_be_repeated(path: str, point: 
         with armed(point, "1*off->raise:EIO"), pytest.raises((OSError, StorageFault)):
             migrate(env, ManualClock(), STEPS)
         counted, schema, ledger = state(env)
-        assert counted == len(ledger) == schema - BASE_SCHEMA, "step and ledger row are one"
+        assert counted == len(ledger) == schema - BASE_SCHEMA, "a step and its ledger row are one transaction"
         migrate(env, ManualClock(), STEPS)
         assert state(env)[0] == 3
 
@@ -94,22 +94,22 @@ with environment(sys.argv[1]) as env:
 
 
 @pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("before", [0, 1])
-def test_killed_in_the_middle_it_is_repaired_by_opening_again(path: str, point: str, before: int) -> None:
+@pytest.mark.parametrize("completed", [0, 1])
+def test_a_migration_that_is_killed_is_completed_by_the_next_open(path: str, point: str, completed: int) -> None:
     with environment(path) as env:
         migrate(env, ManualClock(), [])
-    variables = {**os.environ, VARIABLE: f"{point}={before}*off->kill", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables = {**os.environ, VARIABLE: f"{point}={completed}*off->kill", "PYTHONPATH": os.pathsep.join(sys.path)}
     child = run_program(["-c", CHILD, path], env=variables, capture_output=True, timeout=60)
     assert child.returncode == -signal.SIGKILL, child.stderr
     with environment(path) as env:
         counted, schema, ledger = state(env)
         assert counted == len(ledger) == schema - BASE_SCHEMA
-        assert counted == before + point.endswith("durable")
+        assert counted == completed + point.endswith("durable")
         migrate(env, ManualClock(), STEPS)
         assert state(env) == (3, BASE_SCHEMA + 3, [step.name for step in STEPS])
 
 
-# ── a step of several transactions ────────────────────────────────────────────────────────────────────────────────────
+# ── steps of several transactions ─────────────────────────────────────────────────────────────────────────────────────
 BETWEEN = ("test.migration.first", "test.migration.second", "manifest.migration.prepared", *POINTS)
 MARKS = {name: t.META.key.pack(name) for name in ("mark-1", "mark-2", "mark-3")}
 
@@ -119,7 +119,7 @@ def mark(env: ManifestEnv, txn: lmdb.Transaction, name: str) -> None:
 
 
 def prepare(env: ManifestEnv) -> None:
-    """Two transactions of its own; doing them again changes nothing."""
+    """Two separate transactions; repeating them changes nothing."""
     for name, point in (("mark-1", "test.migration.first"), ("mark-2", "test.migration.second")):
         with env.begin_write() as txn:
             mark(env, txn, name)
@@ -127,8 +127,8 @@ def prepare(env: ManifestEnv) -> None:
 
 
 def last(env: ManifestEnv, txn: lmdb.Transaction) -> None:
-    """The third is that of the ledger."""
-    assert [bytes(txn.get(MARKS[name], db=env.handles["meta"]) or b"") for name in ("mark-1", "mark-2")]
+    """The third transaction is that of the ledger."""
+    assert all(txn.get(MARKS[name], db=env.handles["meta"]) is not None for name in ("mark-1", "mark-2"))
     mark(env, txn, "mark-3")
     count_up(env, txn)
 
@@ -141,9 +141,9 @@ def marks(env: ManifestEnv) -> list[str]:
         return [name for name in MARKS if txn.get(t.META, name) is not None]
 
 
-def assert_one_step_is_whole_or_resumable(env: ManifestEnv) -> None:
+def assert_the_step_is_complete_or_resumable(env: ManifestEnv) -> None:
     counted, schema, ledger = state(env)
-    assert counted == len(ledger) == schema - BASE_SCHEMA, "the last transaction and the ledger row are one"
+    assert counted == len(ledger) == schema - BASE_SCHEMA, "the ledger row is in the last transaction"
     assert ("mark-3" in marks(env)) == ("002-long" in ledger)
     migrate(env, ManualClock(), LONG)
     assert marks(env) == list(MARKS)
@@ -152,12 +152,12 @@ def assert_one_step_is_whole_or_resumable(env: ManifestEnv) -> None:
 
 
 def test_a_step_may_use_several_transactions(path: str) -> None:
-    """Hazard: it was called with the write transaction already open, and could not begin any of its own."""
+    """Hazard: a step was called with the write transaction already open, and could not begin its own."""
     with environment(path) as env:
         migrate(env, ManualClock(), [])
         assert migrate(env, ManualClock(), LONG) == [step.name for step in LONG]
         assert marks(env) == list(MARKS)
-        assert_one_step_is_whole_or_resumable(env)
+        assert_the_step_is_complete_or_resumable(env)
 
 
 @pytest.mark.parametrize("point", BETWEEN)
@@ -170,7 +170,7 @@ def test_a_step_that_fails_between_two_transactions_is_resumed(path: str, point:
         ):
             migrate(env, ManualClock(), LONG)
         assert state(env)[2][0] == "001-first"
-        assert_one_step_is_whole_or_resumable(env)
+        assert_the_step_is_complete_or_resumable(env)
 
 
 @pytest.mark.parametrize("point", BETWEEN)
@@ -183,13 +183,13 @@ def test_a_step_that_is_killed_between_two_transactions_is_resumed(path: str, po
     child = run_program(["-c", code, path], env=variables, capture_output=True, timeout=60)
     assert child.returncode == -signal.SIGKILL, child.stderr
     with environment(path) as env:
-        assert_one_step_is_whole_or_resumable(env)
+        assert_the_step_is_complete_or_resumable(env)
 
 
-# ── what is newer ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── newer stores ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("mode", ["rw", "r"])
 @pytest.mark.parametrize("newer", ["schema", "step"])
-def test_a_store_written_by_a_newer_quire_is_refused_and_stays_as_it_was(path: str, mode: str, newer: str) -> None:
+def test_a_store_written_by_a_newer_quire_is_rejected_and_unchanged(path: str, mode: str, newer: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.submit([register(1)]).result()
     with environment(path) as env, env.begin_write() as txn:
@@ -207,10 +207,10 @@ def test_a_store_written_by_a_newer_quire_is_refused_and_stays_as_it_was(path: s
 
 
 def test_a_store_keeps_its_identity(path: str) -> None:
-    found = set()
+    identities = set()
     for _ in range(3):
         with ManifestStore.open(path) as manifest, manifest.read() as txn:
             row = txn.get(t.META, t.META.key.unpack(STORE_ID)[0])
             assert row is not None
-            found.add(row.text)
-    assert len(found) == 1
+            identities.add(row.text)
+    assert len(identities) == 1

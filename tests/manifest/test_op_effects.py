@@ -1,4 +1,4 @@
-"""What operations touch: the declarations are complete, and true. And the filters made of them."""
+"""The declared effects of operations are complete and correct; and the filters that use them."""
 
 from __future__ import annotations
 
@@ -129,42 +129,42 @@ from quire.manifest.slots import Chain, Link, pack_leaf
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from tests.manifest.batches import BatchMaker
-from tests.manifest.helpers import chunk, does, register
+from tests.manifest.helpers import chunk, commit, register
 
 BY_THE_WRITER = {CHANGE_LOG.name, t.GENERATION_WATERMARKS.name}
-"""Written with every logged batch, by no operation."""
+"""Written with every logged batch by the writer, not by an operation."""
 
 OF_A_DATABASE = {
     table.name
     for table in t.TABLES.values()
     if table.key.fields[0][0] in ("db_id", "origin_db_id") and table not in (t.GC_REFCOUNTS, t.GC_ZERO)
 }
-"""Tables whose rows belong to a database. Counts are left out: they belong to artifacts, which anyone may refer to."""
+"""Tables whose rows belong to a database. Counts are excluded: they belong to artifacts, to which any database may refer."""
 
 NAME_ONLY_A_JOB = (StartJob, RequeueJob, CompleteJob, ForgetJob, RenewJobLease)
 
 State = dict[str, dict[bytes, bytes]]
 
 
-class Witness:
-    """Commits operations one at a time and compares what they change with what was declared."""
+class EffectsRecorder:
+    """Commits operations one at a time and compares their changes with their declaration."""
 
     def __init__(self, manifest: ManifestStore) -> None:
         self.manifest = manifest
-        self.hit: dict[type[Op], set[str]] = {}
-        self._before = self._look()
+        self.written: dict[type[Op], set[str]] = {}
+        self._before = self._read_tables()
 
-    def _look(self) -> State:
+    def _read_tables(self) -> State:
         with self.manifest.read() as txn:
             state = {name: dict(txn.raw_scan(table)) for name, table in t.TABLES.items() if table is not CHANGE_LOG}
             first = next(txn.raw_scan(CHANGE_LOG), None)
-        state[CHANGE_LOG.name] = {b"first": first[0] if first else b""}  # its end grows with every logged operation
+        state[CHANGE_LOG.name] = {b"first": first[0] if first else b""}  # every logged operation extends its end
         return state
 
-    def sees(self, op: Op, *, key: bytes | None = None) -> None:
-        """The operation commits and does no more than it declares."""
+    def commit_and_compare(self, op: Op, *, key: bytes | None = None) -> None:
+        """Commit the operation and assert that it changes no more than it declares."""
         self.manifest.submit([op], key=key).result(60)
-        after = self._look()
+        after = self._read_tables()
         changed = {
             name: {row for row in rows.keys() | after[name].keys() if rows.get(row) != after[name].get(row)}
             for name, rows in self._before.items()
@@ -182,13 +182,13 @@ class Witness:
             assert not unnamed, (
                 f"{op} changes rows of the databases {unnamed}: declare the field in manifest/op_effects.py"
             )
-        self.hit.setdefault(type(op), set()).update(wrote)
+        self.written.setdefault(type(op), set()).update(wrote)
         self._before = after
 
-    def tries(self, op: Op) -> None:
-        """The operation is refused, or does no more than it declares."""
+    def try_and_compare(self, op: Op) -> None:
+        """The operation is rejected, or changes no more than it declares."""
         with suppress(QuireError):
-            self.sees(op)
+            self.commit_and_compare(op)
 
 
 @pytest.fixture
@@ -197,47 +197,48 @@ def clock() -> ManualClock:
 
 
 @pytest.fixture
-def witness(path: str, clock: ManualClock) -> Iterator[Witness]:
+def witness(path: str, clock: ManualClock) -> Iterator[EffectsRecorder]:
     with ManifestStore.open(path, clock=clock) as manifest:
-        yield Witness(manifest)
+        yield EffectsRecorder(manifest)
 
 
-# ── complete and true ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── declarations ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_every_operation_is_declared() -> None:
     missing = [op.__name__ for op in OPS.values() if op not in TOUCHES]
     assert not missing, (
-        f"{', '.join(missing)}: add a line to TOUCHES in manifest/op_effects.py that says which tables it may write and which "
-        "databases it names, and let `story` below commit it once; until then it passes every filter of the feed"
+        f"{', '.join(missing)}: add a line to TOUCHES in manifest/op_effects.py with the tables it may write and the "
+        "databases it names, and commit it once in `story` below; until then it passes every filter of the feed"
     )
-    gone = [op.__name__ for op in TOUCHES if op not in OPS.values()]
-    assert not gone, f"{', '.join(gone)}: no longer in ops/registry.py, so take it out of TOUCHES"
+    obsolete = [op.__name__ for op in TOUCHES if op not in OPS.values()]
+    assert not obsolete, f"{', '.join(obsolete)}: no longer in ops/registry.py, so remove it from TOUCHES"
 
 
 def test_every_field_that_names_a_database_is_declared() -> None:
-    """A field called `…db_id`, set to 77: the declaration finds it."""
+    """For every field called `…db_id`, set to 77: the declaration returns it."""
     for op in OPS.values():
         for field in op.__struct_fields__:
             if field.endswith("db_id"):
-                made = op(**{name: 77 if name == field else _anything(op, name) for name in op.__struct_fields__})
-                assert 77 in TOUCHES[op].databases(made), (
+                instance = op(**{name: 77 if name == field else _anything(op, name) for name in op.__struct_fields__})
+                assert 77 in TOUCHES[op].databases(instance), (
                     f"{op.__name__}.{field} names a database: declare it in op_effects.py"
                 )
 
 
-class _Nothing:
-    """Stands for any record or list of pins: it names no database."""
+class _Placeholder:
+    """Stands for any record or list of pins that names no database."""
 
     db_id = parent_db_id = 0
     artifact = None
 
 
 def _anything(op: type[Op], field: str) -> object:
-    kinds = {each.name: each.type for each in msgspec.structs.fields(op)}
-    return [] if field == "pins" else b"" if kinds[field] is bytes else _Nothing() if field == "record" else 0
+    kinds = {info.name: info.type for info in msgspec.structs.fields(op)}
+    return [] if field == "pins" else b"" if kinds[field] is bytes else _Placeholder() if field == "record" else 0
 
 
 def story() -> Iterator[Op]:
-    """A life in which every operation does everything it may do. Local ones have stories of their own, below."""
+    """A sequence in which every logged operation writes every table that it may write. Local operations follow in the
+    test."""
     local, both = Residency.LOCAL, Residency.LOCAL_AND_REMOTE
     yield from (PutNamespace(n, NamespaceRecord("memory://", f"p{n}")) for n in (1, 2, 3))
     yield from (ReserveIds(Counter.JOB, 5), ReserveIds(Counter.CURSOR, 9))
@@ -248,7 +249,7 @@ def story() -> Iterator[Op]:
     yield RecordRollback(1, to_lsn=1, to_ms=2, lsn=9, before_lsn=8, snapshot="s", changed_pages=3)
     yield from (SetDbPageSize(1, 4096, 16384, b""), SetRetention(1, RetentionRecord(keep_last=3)))
     yield from (ReserveGeneration(1, generation) for generation in (1, 2, 3, 4))
-    # write-ahead log: three segments, the second held by an upload
+    # write-ahead log: three segments, the second referenced by an upload
     yield OpenSegment(1, 1, WalFormat.PAGER, 65536, b"salt", 1)
     yield from (AppendWalChunk(1, 0, n, 1, n * 10, n * 10 + 9, 4096) for n in (1, 2, 3))
     yield from (AdvanceWal(1, 0, 90, 39, 39), PublishPages(1, ROW.pack(1, 1, 5, 0, 7, 1, 1, 0, 0) * 2))
@@ -263,7 +264,7 @@ def story() -> Iterator[Op]:
     yield CompleteJob(6, JobState.SUCCEEDED, 1)
     yield from (RemoveArtifact(1, ArtifactKind.WAL, segment, 0) for segment in (1, 2))
     yield UpdateArtifact(1, ArtifactKind.WAL, 3, 0, residency=both)
-    # chunks, slots, a snapshot that keeps a leaf alive
+    # chunks, slots, a snapshot that refers to a leaf
     yield from (
         PutChunk(1, 0, 1, ChunkRecord(local, 9, 0, namespace_id=1)),
         PutChunk(1, 1, 1, ChunkRecord(local, 9, 0, namespace_id=2)),
@@ -288,10 +289,10 @@ def story() -> Iterator[Op]:
     yield from (ExtendSnapshot(1, 1, 9), DropSnapshot(1, 1), CollectLeaf(1, 0, 2), SetSlots(1, 0, 4, 1, 3, b"", b"\0"))
     yield RemoveArtifact(1, ArtifactKind.DELTA, 0, 3, 1)
     yield ForkDb(3, 1, "elm", 0, 39, 3, 8, [Pin(1, 3, 39, 4096)])
-    yield from _later()
+    yield from _story_continued()
 
 
-def _later() -> Iterator[Op]:
+def _story_continued() -> Iterator[Op]:
     # a key-value database
     yield RegisterDb(4, DbRecord("fir", DbKind.LSM, 0))
     yield from (FoldLsm(4, [(n, LsmTableRecord(0, 9, 0, 100, n, n)) for n in (1, 2)]), FoldLsm(4, [], [1]))
@@ -312,7 +313,7 @@ def _later() -> Iterator[Op]:
     yield from (PutNamespace(4, NamespaceRecord("memory://x", name="x")), DropNamespace(4), SetDbOptions(1, {"a": "b"}))
     yield from (BeginOwnerEpoch(n, [(n + 4, NamespaceRecord("", f"e{n}", owner_epoch=n))]) for n in (1, 2))
     yield from (RetireObjects("", [("x/base:00000001", 1)]), ForgetRetired([t.retired_digest("", "x/base:00000001")]))
-    # the end
+    # drops and corrections
     yield from (PutReplicaPosition(2, 1, frame, 5, 0) for frame in (1, 2))
     yield DropReplicaPositions(2, [(1, 1)])
     yield from (PutReader(2, 7, 5, 99), SetFloor(2, 1, 9), RecordMetric(2, 1, [1.0]), DropDb(2), RemoveDb(2))
@@ -321,28 +322,28 @@ def _later() -> Iterator[Op]:
     yield from (CorrectRefcount(count, 0, 0), CorrectRefcount(count, 0, 0, remove=True))
 
 
-NEVER: dict[tuple[type[Op], str], str] = {}
-"""Declared tables that no story reaches, with the reason."""
+NEVER_WRITTEN: dict[tuple[type[Op], str], str] = {}
+"""Declared tables that the test never writes, with the reason."""
 
 
-def _some(kind: Any) -> Any:
+def _value_of(kind: Any) -> Any:
     """A value of a field's type."""
     if isinstance(kind, type) and issubclass(kind, IntEnum):
         return int(next(iter(kind)))
     origin = get_origin(kind)
     if origin is Annotated:
-        return _some(get_args(kind)[0])
+        return _value_of(get_args(kind)[0])
     return (origin or kind)()
 
 
 def test_operations_change_what_they_declare_and_nothing_else(
-    witness: Witness, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+    witness: EffectsRecorder, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for op in story():
-        witness.sees(op)
+        witness.commit_and_compare(op)
     job = EnqueueJob(11, JobRecord(JobKind.VERIFY, 3, 1))
     for op in (job, StartJob(11, "w", 9), RenewJobLease(11, "w", 100, 1, 2), RecordMetric(1, 1, [1.0])):
-        witness.sees(op)
+        witness.commit_and_compare(op)
     for op in (
         PutReader(3, 1, 5, 99),
         SetFloor(3, 1, 9),
@@ -350,7 +351,7 @@ def test_operations_change_what_they_declare_and_nothing_else(
         SetObjectPlace("objects"),
         RecordVerification([]),
     ):
-        witness.sees(op)
+        witness.commit_and_compare(op)
     rows = [(3, MirrorDatabaseRecord("c", 5)), (4, MirrorDatabaseRecord("d", 5))]
     for op in (
         PutMirror(7, MirrorRecord("lake", ["c*"], "orders", "parquet:/lake", 1)),
@@ -360,125 +361,129 @@ def test_operations_change_what_they_declare_and_nothing_else(
         BeginMirrorBatch(7, 2, rows),
         DropMirror(7),
     ):
-        witness.sees(op)
-    for table in (each for each in t.TABLES.values() if each.policy is t.Policy.DERIVED):
+        witness.commit_and_compare(op)
+    for table in (table for table in t.TABLES.values() if table.policy is t.Policy.DERIVED):
         key = bytes(table.key.width) if table.key.width else b"\0\0\0\0name"
-        witness.sees(CorrectIndex(table.name, key, 1))
-        witness.sees(CorrectIndex(table.name, key, None))
-    witness.sees(SetFloor(3, 1, 10), key=b"k" * 16)
+        witness.commit_and_compare(CorrectIndex(table.name, key, 1))
+        witness.commit_and_compare(CorrectIndex(table.name, key, None))
+    witness.commit_and_compare(SetFloor(3, 1, 10), key=b"k" * 16)
     clock.advance(10**6)
-    witness.sees(PruneIdempotency(9))
-    monkeypatch.setattr(cursors, "TRIM_ROWS", 1)  # so that something is left to be trimmed
+    witness.commit_and_compare(PruneIdempotency(9))
+    monkeypatch.setattr(cursors, "TRIM_ROWS", 1)  # so that rows remain to be trimmed
     for op in (RegisterCursor(20, 0, "slow"), RegisterCursor(21, 0, "slower"), RegisterCursor(22, 0)):
-        witness.sees(op)
+        witness.commit_and_compare(op)
     for op in (AcknowledgeChanges(20, 9), AcknowledgeChanges(22, 5), AcknowledgeChanges(21, 2), TrimChanges()):
-        witness.sees(op)
+        witness.commit_and_compare(op)
     for op in (LoseCursor(21, "too slow"), DropCursor(22), DropCursor(20), RetainChanges(20)):
-        witness.sees(op)
-    beyond = t.CHANGE_CURSORS.codec.encode(CursorRecord(10**6, 0, 0))
-    witness.sees(RestoreLocalRow("change_cursors", t.CHANGE_CURSORS.key.pack(30), beyond))
+        witness.commit_and_compare(op)
+    row_beyond_head = t.CHANGE_CURSORS.codec.encode(CursorRecord(10**6, 0, 0))
+    witness.commit_and_compare(RestoreLocalRow("change_cursors", t.CHANGE_CURSORS.key.pack(30), row_beyond_head))
     for op in (ClampCursor(30), LoseCursor(30, "too slow"), ResumeCursor(30), ReserveLocalIds(Counter.CURSOR, 99)):
-        witness.sees(op)
-    witness.sees(Timeline(3, 2, 0, 5, witness.manifest.feed.head(), 3 << 40))
+        witness.commit_and_compare(op)
+    witness.commit_and_compare(Timeline(3, 2, 0, 5, witness.manifest.feed.head(), 3 << 40))
     for table in (*RESTORED, *RESTORED_LOCAL):
         kind = RestoreRow if table in RESTORED else RestoreLocalRow
         required = [field.type for field in msgspec.structs.fields(table.codec.record_type) if field.required]
-        row = table.codec.encode(msgspec.convert([_some(each) for each in required], table.codec.record_type))
+        row = table.codec.encode(
+            msgspec.convert([_value_of(field_type) for field_type in required], table.codec.record_type)
+        )
         key = (b"\0\0\0\x03" + b"\xfe" * 40)[: table.key.width]
-        witness.sees(kind(table.name, key, row))
-        witness.sees(kind(table.name, key, None))
-    unseen = {
+        witness.commit_and_compare(kind(table.name, key, row))
+        witness.commit_and_compare(kind(table.name, key, None))
+    unwritten = {
         (op.__name__, table)
         for op, declared in TOUCHES.items()
-        for table in declared.tables - witness.hit.get(op, set())
-        if (op, table) not in NEVER
+        for table in declared.tables - witness.written.get(op, set())
+        if (op, table) not in NEVER_WRITTEN
     }
-    assert not unseen, (
-        f"declared, and not seen to be written: {sorted(unseen)}. Take them out of TOUCHES (manifest/op_effects.py), "
-        "let `story` do it, or give the reason in NEVER"
+    assert not unwritten, (
+        f"declared but never written: {sorted(unwritten)}. Remove them from TOUCHES (manifest/op_effects.py), "
+        "write them in `story`, or give the reason in NEVER"
     )
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_operations_stay_within_their_declarations(path: str, seed: int) -> None:
     with ManifestStore.open(path) as manifest:
-        maker, witness = BatchMaker(Random(seed)), Witness(manifest)
+        maker, witness = BatchMaker(Random(seed)), EffectsRecorder(manifest)
         for _ in range(250):
             with manifest.read() as txn:
                 planned = maker.story(txn)
             for op in planned:
-                witness.tries(op)
-        assert len(witness.hit) > 20
+                witness.try_and_compare(op)
+        assert len(witness.written) > 20
 
 
-def test_a_declaration_that_lacks_a_table_or_a_database_is_noticed(
-    witness: Witness, monkeypatch: pytest.MonkeyPatch
+def test_a_declaration_that_lacks_a_table_or_a_database_is_detected(
+    witness: EffectsRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    witness.sees(register(1))
+    witness.commit_and_compare(register(1))
     kind: type[Op] = PutChunk
-    right = TOUCHES[kind]
-    monkeypatch.setitem(TOUCHES, kind, Touches(frozenset({"db"}), right.databases))
+    declared = TOUCHES[kind]
+    monkeypatch.setitem(TOUCHES, kind, Touches(frozenset({"db"}), declared.databases))
     with pytest.raises(AssertionError, match=r"PutChunk writes \{'chunk_catalog'\}"):
-        witness.sees(chunk(1))
-    monkeypatch.setitem(TOUCHES, kind, Touches(right.tables, lambda _: ()))
+        witness.commit_and_compare(chunk(1))
+    monkeypatch.setitem(TOUCHES, kind, Touches(declared.tables, lambda _: ()))
     with pytest.raises(AssertionError, match=r"rows of the databases \{1\}"):
-        witness.sees(chunk(2))
+        witness.commit_and_compare(chunk(2))
 
 
 # ── filters ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def only(manifest: ManifestStore, databases: object = None, tables: object = None) -> ChangeFilter:
+def resolve_filter(manifest: ManifestStore, databases: object = None, tables: object = None) -> ChangeFilter:
     with manifest.read() as txn:
-        made = ChangeFilter.resolve(txn, databases, tables)  # type: ignore[arg-type]  # some are meant to be wrong
-    assert made is not None
-    return made
+        change_filter = ChangeFilter.resolve(txn, databases, tables)  # type: ignore[arg-type]  # some are intentionally wrong
+    assert change_filter is not None
+    return change_filter
 
 
-def test_a_change_keeps_its_identity_and_loses_what_does_not_pass(manifest: ManifestStore) -> None:
-    does(manifest, register(1, "one"), register(2, "two"))
+def test_a_filtered_change_keeps_its_identity_and_only_matching_operations(manifest: ManifestStore) -> None:
+    commit(manifest, register(1, "one"), register(2, "two"))
     record = ChangeRecord(9, 8, (chunk(1), chunk(2, db_id=2), RenameDb(1, "x")), ((1, 5), (3, 7)), "trace")
-    assert only(manifest, ["two"]).of(record) == ChangeRecord(9, 8, (chunk(2, db_id=2),), ((1, 5), (3, 7)), "trace")
-    assert only(manifest, [1], ["chunk_catalog"]).of(record) == ChangeRecord(
+    assert resolve_filter(manifest, ["two"]).of(record) == ChangeRecord(
+        9, 8, (chunk(2, db_id=2),), ((1, 5), (3, 7)), "trace"
+    )
+    assert resolve_filter(manifest, [1], ["chunk_catalog"]).of(record) == ChangeRecord(
         9, 8, (chunk(1),), ((1, 5), (3, 7)), "trace"
     )
-    assert only(manifest, 1, "snapshot_index").of(record) is None
-    assert only(manifest, ["one", 2]).of(record) is record, "nothing to take away"
+    assert resolve_filter(manifest, 1, "snapshot_index").of(record) is None
+    assert resolve_filter(manifest, ["one", 2]).of(record) is record, "there is nothing to remove"
 
 
 def test_an_operation_without_a_database_passes_only_filters_by_table(manifest: ManifestStore) -> None:
-    does(manifest, register(1))
-    assert not only(manifest, [1]).passes(StartJob(1, "w", 9))
-    assert only(manifest, tables=["job_queue"]).passes(StartJob(1, "w", 9))
+    commit(manifest, register(1))
+    assert not resolve_filter(manifest, [1]).passes(StartJob(1, "w", 9))
+    assert resolve_filter(manifest, tables=["job_queue"]).passes(StartJob(1, "w", 9))
 
 
 def test_an_undeclared_operation_passes_every_filter(manifest: ManifestStore) -> None:
     class Later(Op, frozen=True, tag=60_000):
         pass
 
-    does(manifest, register(1))
-    assert only(manifest, [1], ["db"]).passes(Later())
+    commit(manifest, register(1))
+    assert resolve_filter(manifest, [1], ["db"]).passes(Later())
 
 
-def test_a_name_stays_the_database_it_meant(manifest: ManifestStore) -> None:
-    does(manifest, register(1, "shop"))
-    wanted = only(manifest, ["shop"])
-    does(manifest, RenameDb(1, "old-shop"))
-    does(manifest, register(2, "shop"))
-    assert wanted.passes(chunk(1))
-    assert not wanted.passes(chunk(1, db_id=2))
+def test_a_filter_keeps_the_database_that_a_name_meant_at_first(manifest: ManifestStore) -> None:
+    commit(manifest, register(1, "shop"))
+    change_filter = resolve_filter(manifest, ["shop"])
+    commit(manifest, RenameDb(1, "old-shop"))
+    commit(manifest, register(2, "shop"))
+    assert change_filter.passes(chunk(1))
+    assert not change_filter.passes(chunk(1, db_id=2))
 
 
-def test_a_database_that_is_gone_is_known_by_its_id(manifest: ManifestStore) -> None:
-    does(manifest, register(1, "shop"))
-    does(manifest, DropDb(1))
-    assert only(manifest, [1]).passes(DropDb(1))
+def test_a_dropped_database_can_be_given_by_its_id(manifest: ManifestStore) -> None:
+    commit(manifest, register(1, "shop"))
+    commit(manifest, DropDb(1))
+    assert resolve_filter(manifest, [1]).passes(DropDb(1))
     with pytest.raises(UnknownDatabase):
-        only(manifest, ["shop"])
+        resolve_filter(manifest, ["shop"])
 
 
 @pytest.mark.parametrize("database", ["nobody", 0, 7, -1])
-def test_an_unknown_database_is_refused(manifest: ManifestStore, database: str | int) -> None:
+def test_an_unknown_database_is_rejected(manifest: ManifestStore, database: str | int) -> None:
     with pytest.raises(UnknownDatabase):
-        only(manifest, [database])
+        resolve_filter(manifest, [database])
 
 
 @pytest.mark.parametrize(
@@ -490,9 +495,9 @@ def test_an_unknown_database_is_refused(manifest: ManifestStore, database: str |
         ([], "at least one"),
     ],
 )
-def test_a_table_that_could_never_show_is_refused(manifest: ManifestStore, tables: list[str], says: str) -> None:
+def test_a_table_that_is_never_in_the_feed_is_rejected(manifest: ManifestStore, tables: list[str], says: str) -> None:
     with pytest.raises(InvalidInput, match=says):
-        only(manifest, tables=tables)
+        resolve_filter(manifest, tables=tables)
 
 
 def test_every_logged_table_but_the_watermarks_can_be_filtered_by() -> None:

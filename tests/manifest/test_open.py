@@ -1,4 +1,4 @@
-"""Arguments of the wrong type or range at the typed door: refused, and the store opens again."""
+"""Arguments with a wrong type or range are rejected by the typed methods, and the store can be opened again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.manifest.records import ChunkRecord, DbKind, DbRecord, Residency
 from quire.manifest.store import ManifestStore
 from tests.manifest.batches import outcome
 from tests.manifest.checkpoints import checkpoint_apply
-from tests.manifest.helpers import does, register
+from tests.manifest.helpers import commit, register
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,9 @@ from tests.manifest.helpers import does, register
     ],
     ids=str,
 )
-def test_a_field_of_the_wrong_type_is_refused_and_the_store_opens_again(path: str, arguments: dict[str, Any]) -> None:
-    """Hazard: records do not look at their fields; a row that cannot be read again shuts the store for good."""
+def test_a_field_with_a_wrong_type_is_rejected_and_the_store_opens_again(path: str, arguments: dict[str, Any]) -> None:
+    """Hazard: records do not check their fields; a row that cannot be decoded prevents the store from ever opening
+    again."""
     with ManifestStore.open(path) as manifest, pytest.raises(InvalidInput):
         manifest.register_db("x", **{"kind": DbKind.PAGES, **arguments})
     with ManifestStore.open(path) as manifest:
@@ -41,22 +42,22 @@ def test_a_field_of_the_wrong_type_is_refused_and_the_store_opens_again(path: st
 
 
 @pytest.mark.parametrize("status", [7, "ACTIVE", None])
-def test_a_status_that_is_none_is_refused(manifest: ManifestStore, status: Any) -> None:
-    does(manifest, register(1))
+def test_an_invalid_status_is_rejected(manifest: ManifestStore, status: Any) -> None:
+    commit(manifest, register(1))
     with pytest.raises(InvalidInput):
         manifest.update_db_status(1, status)
 
 
-def test_a_raw_operation_with_a_field_of_the_wrong_type_is_refused(path: str) -> None:
+def test_a_raw_operation_with_a_field_of_a_wrong_type_is_rejected(path: str) -> None:
     with ManifestStore.open(path) as manifest:
-        bad: Any = "pages"
-        assert isinstance(outcome(manifest.submit([RegisterDb(1, DbRecord("x", bad, 0))])), InvalidInput)
+        text: Any = "pages"
+        assert isinstance(outcome(manifest.submit([RegisterDb(1, DbRecord("x", text, 0))])), InvalidInput)
     ManifestStore.open(path).close()
 
 
-def test_a_negative_size_is_refused(path: str) -> None:
+def test_a_negative_size_is_rejected(path: str) -> None:
     with ManifestStore.open(path) as manifest:
-        does(manifest, register(1))
+        commit(manifest, register(1))
         result = outcome(manifest.submit([PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, -5, 0))]))
         with manifest.read() as txn:
             txn.to_arrow(t.CHUNK_CATALOG)
@@ -64,7 +65,7 @@ def test_a_negative_size_is_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("db_id", [0, 77, U32_MAX])
-def test_an_unknown_id_is_refused_by_every_typed_method(manifest: ManifestStore, db_id: int) -> None:
+def test_an_unknown_id_is_rejected_by_every_typed_method(manifest: ManifestStore, db_id: int) -> None:
     for call in (
         lambda: manifest.rename_db(db_id, "x").result(),
         lambda: manifest.drop_db(db_id).result(),

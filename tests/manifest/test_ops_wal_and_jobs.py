@@ -1,4 +1,4 @@
-"""Write-ahead logs, jobs and local tables: state machines, gates, what never enters the feed."""
+"""Write-ahead logs, jobs and local tables: state machines, gates, and operations that never enter the feed."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
 from tests.manifest.checkpoints import WalChunkUpdate, append_wal_chunk
-from tests.manifest.helpers import checkpoint, counts, does, refuses, register
+from tests.manifest.helpers import assert_rejected, checkpoint, commit, counts, register
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_segment_that_overlaps_another_is_refused(manifest: ManifestStore) -> None:
-    """Two segments with the same lsns would give a version two contents; nothing of the batch is done."""
-    does(manifest, register(1))
-    does(manifest, AppendWalChunk(1, 0, 1, 1, 1, 10, 4096))
+def test_a_segment_that_overlaps_another_is_rejected(manifest: ManifestStore) -> None:
+    """Two segments with the same lsns would give a version two contents; no part of the batch is applied."""
+    commit(manifest, register(1))
+    commit(manifest, AppendWalChunk(1, 0, 1, 1, 1, 10, 4096))
     for first, last in ((10, 12), (1, 10), (5, 6), (1, 1)):
-        refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 2, 1, first, last, 4096))
-    does(manifest, AppendWalChunk(1, 0, 2, 1, 11, 20, 4096))
-    refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 3, 1, 8, 30, 4096))
-    does(manifest, OpenSegment(1, 3, WalFormat.PAGER, 4096, b"salt", 21))
-    refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 4, 1, 21, 25, 4096))
-    does(manifest, AppendWalChunk(1, 0, 3, 1, 21, 25, 4096))
+        assert_rejected(manifest, IllegalTransition, AppendWalChunk(1, 0, 2, 1, first, last, 4096))
+    commit(manifest, AppendWalChunk(1, 0, 2, 1, 11, 20, 4096))
+    assert_rejected(manifest, IllegalTransition, AppendWalChunk(1, 0, 3, 1, 8, 30, 4096))
+    commit(manifest, OpenSegment(1, 3, WalFormat.PAGER, 4096, b"salt", 21))
+    assert_rejected(manifest, IllegalTransition, AppendWalChunk(1, 0, 4, 1, 21, 25, 4096))
+    commit(manifest, AppendWalChunk(1, 0, 3, 1, 21, 25, 4096))
     assert_clean(manifest)
 
 
@@ -93,57 +93,56 @@ def open_segment(segment_id: int, lsn: int = 1) -> OpenSegment:
     return OpenSegment(1, segment_id, WalFormat.PAGER, 4096, b"salt", lsn)
 
 
-def bring_to(manifest: ManifestStore, state: WalState) -> None:
-    does(manifest, register(1), open_segment(1))
+def create_segment_in(manifest: ManifestStore, state: WalState) -> None:
+    commit(manifest, register(1), open_segment(1))
     if state >= WalState.SEALED:
-        does(manifest, AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+        commit(manifest, AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
     for step in FORWARD[2 : FORWARD.index(state) + 1]:
-        does(manifest, MoveWalState(1, 1, step))
+        commit(manifest, MoveWalState(1, 1, step))
 
 
+@pytest.mark.parametrize("target", list(WalState), ids=lambda state: state.name)
 @pytest.mark.parametrize("state", list(WalState), ids=lambda state: state.name)
-def test_a_segment_moves_one_step_at_a_time_and_never_back_but_for_one_edge(
-    manifest: ManifestStore, state: WalState
+def test_a_segment_moves_one_step_at_a_time_and_back_only_along_one_edge(
+    manifest: ManifestStore, state: WalState, target: WalState
 ) -> None:
-    """Exhaustive: every state × every target, against the design document's table, written here a second time."""
+    """Exhaustive: every state × every target, against the table of the design document, which is repeated here."""
     allowed = {(FORWARD[index], FORWARD[index + 1]) for index in range(5)}
     allowed.add((WalState.CHECKPOINT_READY, WalState.INDEXED))
     assert {(source, target) for source, targets in NEXT_STATES.items() for target in targets} == allowed
-    bring_to(manifest, state)
-    for target in WalState:
-        if (state, target) not in allowed:
-            refuses(manifest, IllegalTransition, MoveWalState(1, 1, target))
-    for target in (target for source, target in allowed if source is state):
-        does(manifest, MoveWalState(1, 1, target))
-        with manifest.read() as txn:
-            row = txn.get(t.WAL_CATALOG, 1, 1)
-            assert row is not None
-            assert row.state is target
-        break
+    create_segment_in(manifest, state)
+    if (state, target) not in allowed:
+        assert_rejected(manifest, IllegalTransition, MoveWalState(1, 1, target))
+        return
+    commit(manifest, MoveWalState(1, 1, target))
+    with manifest.read() as txn:
+        row = txn.get(t.WAL_CATALOG, 1, 1)
+        assert row is not None
+        assert row.state is target
 
 
 def test_a_truncated_segment_is_released(manifest: ManifestStore) -> None:
-    bring_to(manifest, WalState.CHECKPOINTED)
+    create_segment_in(manifest, WalState.CHECKPOINTED)
     key = ArtifactKey(1, ArtifactKind.WAL, 1, 0)
     assert counts(manifest)[key] == (1, 0)
-    does(manifest, MoveWalState(1, 1, WalState.TRUNCATED))
+    commit(manifest, MoveWalState(1, 1, WalState.TRUNCATED))
     assert counts(manifest)[key] == (0, 0)
 
 
 def test_segment_ids_are_never_reused(manifest: ManifestStore) -> None:
-    does(manifest, register(1), open_segment(3))
-    refuses(manifest, AlreadyExists, open_segment(3))
-    refuses(manifest, AlreadyExists, open_segment(2))
-    refuses(manifest, OutOfRange, OpenSegment(1, 2**32, WalFormat.PAGER, 1, b"", 1))
-    does(manifest, open_segment(4))
+    commit(manifest, register(1), open_segment(3))
+    assert_rejected(manifest, AlreadyExists, open_segment(3))
+    assert_rejected(manifest, AlreadyExists, open_segment(2))
+    assert_rejected(manifest, OutOfRange, OpenSegment(1, 2**32, WalFormat.PAGER, 1, b"", 1))
+    commit(manifest, open_segment(4))
 
 
 def test_a_segment_is_sealed_once(manifest: ManifestStore) -> None:
-    does(manifest, register(1), open_segment(1), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
-    refuses(manifest, IllegalTransition, AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
-    refuses(manifest, InvalidInput, AppendWalChunk(1, 0, 2, 1, 9, 8, 100))
-    refuses(manifest, UnknownDatabase, AppendWalChunk(1, 7, 2, 1, 1, 5, 100))
-    refuses(manifest, UnknownArtifact, MoveWalState(1, 2, WalState.INDEXED))
+    commit(manifest, register(1), open_segment(1), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+    assert_rejected(manifest, IllegalTransition, AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+    assert_rejected(manifest, InvalidInput, AppendWalChunk(1, 0, 2, 1, 9, 8, 100))
+    assert_rejected(manifest, UnknownDatabase, AppendWalChunk(1, 7, 2, 1, 1, 5, 100))
+    assert_rejected(manifest, UnknownArtifact, MoveWalState(1, 2, WalState.INDEXED))
     with manifest.read() as txn:
         wal = txn.wal_state(1)
         assert wal is not None
@@ -151,8 +150,8 @@ def test_a_segment_is_sealed_once(manifest: ManifestStore) -> None:
         assert [key for key, _ in txn.scan(t.WAL_MANIFEST)] == [(1, 1, 1)]
 
 
-def test_a_sealed_segment_may_bring_its_upload(manifest: ManifestStore) -> None:
-    does(manifest, register(1))
+def test_a_sealed_segment_can_be_recorded_with_its_upload(manifest: ManifestStore) -> None:
+    commit(manifest, register(1))
     update = WalChunkUpdate(segment_id=1, first_lsn=1, last_lsn=5, used_bytes=100, upload=True)
     append_wal_chunk(manifest, 1, update).result()
     assert counts(manifest)[ArtifactKey(1, ArtifactKind.WAL, 1, 0)] == (1, 1)
@@ -162,27 +161,27 @@ def test_a_sealed_segment_may_bring_its_upload(manifest: ManifestStore) -> None:
 
 
 def test_marks_only_rise(manifest: ManifestStore) -> None:
-    does(manifest, register(1), AdvanceWal(1, 0, 10, 8, 9, 4))
-    does(manifest, AdvanceWal(1, 0, 5, 3, 2))
+    commit(manifest, register(1), AdvanceWal(1, 0, 10, 8, 9, 4))
+    commit(manifest, AdvanceWal(1, 0, 5, 3, 2))
     with manifest.read() as txn:
         wal = txn.wal_state(1)
         assert wal is not None
         assert (wal.lsn_reserved, wal.indexed_upto_lsn, wal.last_applied_lsn, wal.size_pages) == (10, 8, 9, 4)
-    refuses(manifest, IllegalTransition, AdvanceWal(1, 0, 10, 0, 11))
-    refuses(manifest, OutOfRange, AdvanceWal(1, 0, 2**64))
-    refuses(manifest, OutOfRange, AdvanceWal(1, 0, -1))
+    assert_rejected(manifest, IllegalTransition, AdvanceWal(1, 0, 10, 0, 11))
+    assert_rejected(manifest, OutOfRange, AdvanceWal(1, 0, 2**64))
+    assert_rejected(manifest, OutOfRange, AdvanceWal(1, 0, -1))
 
 
 def test_a_checkpoint_never_moves_back_or_beyond_the_wal(manifest: ManifestStore) -> None:
-    does(manifest, register(1), AdvanceWal(1, 0, 9, 9, 9), AdvanceCheckpoint(1, 2, 5))
+    commit(manifest, register(1), AdvanceWal(1, 0, 9, 9, 9), AdvanceCheckpoint(1, 2, 5))
     for generation, lsn in ((2, 6), (1, 6), (3, 4), (3, 10)):
-        refuses(manifest, IllegalTransition, AdvanceCheckpoint(1, generation, lsn))
-    does(manifest, AdvanceCheckpoint(1, 3, 9))
+        assert_rejected(manifest, IllegalTransition, AdvanceCheckpoint(1, generation, lsn))
+    commit(manifest, AdvanceCheckpoint(1, 3, 9))
 
 
 # ── jobs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def enqueue(job_id: int, kind: JobKind = JobKind.VERIFY, db_id: int = 1, **more: object) -> EnqueueJob:
-    return EnqueueJob(job_id, JobRecord(kind, db_id, 0, **more))  # type: ignore[arg-type]  # fields of JobRecord
+def enqueue(job_id: int, kind: JobKind = JobKind.VERIFY, db_id: int = 1, **fields: object) -> EnqueueJob:
+    return EnqueueJob(job_id, JobRecord(kind, db_id, 0, **fields))  # type: ignore[arg-type]  # fields of JobRecord
 
 
 STEPS_TO: dict[JobState, list[Op]] = {
@@ -222,56 +221,56 @@ def test_a_job_moves_only_as_its_states_allow(tmp_path_factory: pytest.TempPathF
     """Exhaustive: every state × every move, for an exclusive kind and for one that is not."""
     for kind, (name, move) in itertools.product((JobKind.CHECKPOINT, JobKind.VERIFY), MOVES.items()):
         with ManifestStore.open(str(tmp_path_factory.mktemp("job") / "m")) as manifest:
-            does(manifest, register(1), enqueue(1, kind), *STEPS_TO[state])
+            commit(manifest, register(1), enqueue(1, kind), *STEPS_TO[state])
             if name in ALLOWED[state]:
-                does(manifest, move)
+                commit(manifest, move)
             else:
-                refuses(manifest, IllegalTransition, move)
+                assert_rejected(manifest, IllegalTransition, move)
             assert_clean(manifest)
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=lambda move: type(move).__name__)
 def test_an_unknown_job_does_not_move(manifest: ManifestStore, move: Op) -> None:
-    refuses(manifest, UnknownJob, move)
+    assert_rejected(manifest, UnknownJob, move)
 
 
 def test_a_job_begins_pending_once_and_for_a_database_that_exists(manifest: ManifestStore) -> None:
-    does(manifest, register(1), enqueue(1))
-    refuses(manifest, AlreadyExists, enqueue(1))
-    refuses(manifest, AlreadyExists, enqueue(0))
-    refuses(manifest, UnknownDatabase, enqueue(2, db_id=9))
-    refuses(manifest, IllegalTransition, enqueue(2, state=JobState.IN_FLIGHT))
-    does(manifest, enqueue(2, db_id=0))
+    commit(manifest, register(1), enqueue(1))
+    assert_rejected(manifest, AlreadyExists, enqueue(1))
+    assert_rejected(manifest, AlreadyExists, enqueue(0))
+    assert_rejected(manifest, UnknownDatabase, enqueue(2, db_id=9))
+    assert_rejected(manifest, IllegalTransition, enqueue(2, state=JobState.IN_FLIGHT))
+    commit(manifest, enqueue(2, db_id=0))
 
 
 @pytest.mark.parametrize("kind", list(JobKind), ids=lambda kind: kind.name)
 def test_only_exclusive_kinds_have_a_gate(manifest: ManifestStore, kind: JobKind) -> None:
-    does(manifest, register(1), register(2), enqueue(1, kind), enqueue(2, kind, db_id=2))
+    commit(manifest, register(1), register(2), enqueue(1, kind), enqueue(2, kind, db_id=2))
     if kind in EXCLUSIVE_JOBS:
-        refuses(manifest, JobAlreadyPending, enqueue(3, kind))
-        does(manifest, StartJob(1, "w", 9))
-        refuses(manifest, JobAlreadyPending, enqueue(3, kind))
-        does(manifest, CompleteJob(1, JobState.SUCCEEDED, 1), enqueue(3, kind))
+        assert_rejected(manifest, JobAlreadyPending, enqueue(3, kind))
+        commit(manifest, StartJob(1, "w", 9))
+        assert_rejected(manifest, JobAlreadyPending, enqueue(3, kind))
+        commit(manifest, CompleteJob(1, JobState.SUCCEEDED, 1), enqueue(3, kind))
     else:
-        does(manifest, enqueue(3, kind))
+        commit(manifest, enqueue(3, kind))
 
 
 @pytest.mark.parametrize("end", sorted(TERMINAL_JOB_STATES), ids=lambda state: state.name)
-def test_an_upload_holds_its_artifact_until_the_job_ends_however_it_ends(
+def test_an_upload_refers_to_its_artifact_until_the_job_ends_in_any_state(
     manifest: ManifestStore, end: JobState
 ) -> None:
-    does(manifest, register(1), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
+    commit(manifest, register(1), AppendWalChunk(1, 0, 1, 1, 1, 5, 100))
     key = ArtifactKey(1, ArtifactKind.WAL, 1, 0)
-    does(manifest, enqueue(1, JobKind.UPLOAD, artifact=(1, 2, 1, 0, 0)))
+    commit(manifest, enqueue(1, JobKind.UPLOAD, artifact=(1, 2, 1, 0, 0)))
     assert counts(manifest)[key] == (1, 1)
-    does(manifest, StartJob(1, "w", 9), RequeueJob(1, 1, 5), StartJob(1, "w", 9))
+    commit(manifest, StartJob(1, "w", 9), RequeueJob(1, 1, 5), StartJob(1, "w", 9))
     assert counts(manifest)[key] == (1, 1)
-    does(manifest, DropDb(1))
-    assert counts(manifest)[key] == (0, 1), "the bytes are needed until the upload ends"
-    does(manifest, CompleteJob(1, end, 2))
+    commit(manifest, DropDb(1))
+    assert counts(manifest)[key] == (0, 1), "the upload needs the bytes until it ends"
+    commit(manifest, CompleteJob(1, end, 2))
     assert counts(manifest)[key] == (0, 0)
-    refuses(manifest, ArtifactGone, enqueue(2, JobKind.UPLOAD, artifact=(1, 2, 1, 0, 0)))
-    refuses(manifest, UnknownArtifact, enqueue(2, JobKind.UPLOAD, artifact=(1, 2, 9, 0, 0)))
+    assert_rejected(manifest, ArtifactGone, enqueue(2, JobKind.UPLOAD, artifact=(1, 2, 1, 0, 0)))
+    assert_rejected(manifest, UnknownArtifact, enqueue(2, JobKind.UPLOAD, artifact=(1, 2, 9, 0, 0)))
 
 
 def test_the_flush_gate_follows_the_checkpoint_job(manifest: ManifestStore) -> None:
@@ -281,19 +280,19 @@ def test_the_flush_gate_follows_the_checkpoint_job(manifest: ManifestStore) -> N
         assert wal is not None
         return wal.active_job_id, wal.last_success_at_ms > 0, wal.errored_since_ms > 0
 
-    does(manifest, register(1), enqueue(1, JobKind.CHECKPOINT))
+    commit(manifest, register(1), enqueue(1, JobKind.CHECKPOINT))
     assert gate() == (0, False, False)
-    does(manifest, StartJob(1, "w", 9))
+    commit(manifest, StartJob(1, "w", 9))
     assert gate() == (1, False, False)
-    does(manifest, RequeueJob(1, 1, 5))
+    commit(manifest, RequeueJob(1, 1, 5))
     assert gate() == (0, False, True)
-    does(manifest, StartJob(1, "w", 9), CompleteJob(1, JobState.SUCCEEDED, 2))
+    commit(manifest, StartJob(1, "w", 9), CompleteJob(1, JobState.SUCCEEDED, 2))
     assert gate() == (0, True, False)
 
 
 def test_job_ids_are_never_reused_by_the_facade(manifest: ManifestStore) -> None:
     job_id = manifest.reserve_job_id()
-    does(manifest, enqueue(job_id, db_id=0), CompleteJob(job_id, JobState.CANCELLED), ForgetJob(job_id))
+    commit(manifest, enqueue(job_id, db_id=0), CompleteJob(job_id, JobState.CANCELLED), ForgetJob(job_id))
     assert manifest.reserve_job_id() > job_id
 
 
@@ -326,15 +325,15 @@ LOCAL: list[Op] = [
 ]
 
 
-def test_ends_of_logs_are_recorded_of_key_value_databases_only(manifest: ManifestStore) -> None:
-    """The operation took any database."""
-    does(manifest, register(1))
+def test_log_ends_are_recorded_for_key_value_databases_only(manifest: ManifestStore) -> None:
+    """Hazard: the operation accepted any database."""
+    commit(manifest, register(1))
     with pytest.raises(WrongKind, match="key-value"):
         manifest.submit([RecordLsmEnds(1, LsmEndsRecord(LsmLogEnd(0, 1, 72, 3)))]).result()
 
 
 def test_a_reserved_job_id_is_enqueued_once(manifest: ManifestStore) -> None:
-    """An id could be reserved, and nothing took it."""
+    """Hazard: an id could be reserved, but no call accepted it."""
     job_id = manifest.reserve_job_id()
     other = manifest.jobs.enqueue(JobKind.VERIFY)
     assert other > job_id
@@ -345,8 +344,8 @@ def test_a_reserved_job_id_is_enqueued_once(manifest: ManifestStore) -> None:
             manifest.jobs.enqueue(JobKind.VERIFY, job_id=unreserved)
 
 
-def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest: ManifestStore) -> None:
-    does(manifest, register(1), RegisterDb(2, DbRecord("cart", DbKind.LSM, 0)), enqueue(1), StartJob(1, "w", 9))
+def test_local_operations_never_enter_the_feed_or_change_a_logged_table(manifest: ManifestStore) -> None:
+    commit(manifest, register(1), RegisterDb(2, DbRecord("cart", DbKind.LSM, 0)), enqueue(1), StartJob(1, "w", 9))
     logged, head = dump(manifest, t.Policy.LOGGED), manifest.writer.head
     for op in LOCAL:
         receipt = manifest.submit([op]).result()
@@ -361,7 +360,7 @@ def test_local_operations_never_enter_the_feed_nor_touch_a_logged_table(manifest
 
 
 def test_a_mixed_batch_logs_only_its_logged_part(manifest: ManifestStore) -> None:
-    does(manifest, RecordMetric(1, 1, [1.0]), register(1), RegisterCursor(1, 0))
+    commit(manifest, RecordMetric(1, 1, [1.0]), register(1), RegisterCursor(1, 0))
     with manifest.read() as txn:
         (change,) = list(txn.changes())
     assert [type(op).__name__ for op in change.operations] == ["RegisterDb"]
@@ -392,22 +391,22 @@ def test_metrics_merge(manifest: ManifestStore) -> None:
     assert row is not None
     assert (row.sum, row.count, row.min, row.max) == (11.5, 3, 0.5, 8.0)
     assert {index: n for index, n in enumerate(row.buckets) if n} == {0: 1, 2: 1, 4: 1}
-    for bad in ([], [float("nan")], [float("inf")], [1e308, 1e308]):
-        refuses(manifest, InvalidInput, RecordMetric(1, 2, bad))
+    for invalid in ([], [float("nan")], [float("inf")], [1e308, 1e308]):
+        assert_rejected(manifest, InvalidInput, RecordMetric(1, 2, invalid))
 
 
 def test_a_cursor_moves_forward_and_never_beyond_the_head(manifest: ManifestStore) -> None:
     for n in range(1, 6):
-        does(manifest, register(n))
-    does(manifest, RegisterCursor(1, 0, "tail"), RegisterCursor(2, 99))
-    refuses(manifest, NameTaken, RegisterCursor(3, 0, "tail"))
-    refuses(manifest, AlreadyExists, RegisterCursor(1, 0, "other"))
-    refuses(manifest, AlreadyExists, RegisterCursor(0, 0))
-    refuses(manifest, OutOfRange, AcknowledgeChanges(1, 6))
-    refuses(manifest, UnknownCursor, AcknowledgeChanges(9, 1))
-    refuses(manifest, UnknownCursor, DropCursor(9))
-    does(manifest, AcknowledgeChanges(1, 4))
-    does(manifest, AcknowledgeChanges(1, 2))
+        commit(manifest, register(n))
+    commit(manifest, RegisterCursor(1, 0, "tail"), RegisterCursor(2, 99))
+    assert_rejected(manifest, NameTaken, RegisterCursor(3, 0, "tail"))
+    assert_rejected(manifest, AlreadyExists, RegisterCursor(1, 0, "other"))
+    assert_rejected(manifest, AlreadyExists, RegisterCursor(0, 0))
+    assert_rejected(manifest, OutOfRange, AcknowledgeChanges(1, 6))
+    assert_rejected(manifest, UnknownCursor, AcknowledgeChanges(9, 1))
+    assert_rejected(manifest, UnknownCursor, DropCursor(9))
+    commit(manifest, AcknowledgeChanges(1, 4))
+    commit(manifest, AcknowledgeChanges(1, 2))
     with manifest.read() as txn:
         cursors = {key[0]: row.acked_sequence for key, row in txn.scan(t.CHANGE_CURSORS)}
         oldest = txn.get(t.META, "oldest_sequence")
@@ -415,33 +414,33 @@ def test_a_cursor_moves_forward_and_never_beyond_the_head(manifest: ManifestStor
     assert cursors == {1: 4, 2: 5}
     assert oldest is not None
     assert oldest.number == 5
-    does(manifest, DropCursor(1), RegisterCursor(3, 0, "tail"))
+    commit(manifest, DropCursor(1), RegisterCursor(3, 0, "tail"))
 
 
 def test_readers_and_floors_belong_to_a_database(manifest: ManifestStore) -> None:
-    refuses(manifest, UnknownDatabase, PutReader(1, 1, 1, 9))
-    refuses(manifest, UnknownDatabase, SetFloor(1, 1, 2))
-    does(manifest, register(1), PutReader(1, 1, 5, 9), SetFloor(1, 1, 2))
-    does(manifest, PutReader(1, 1, 5, 19), DropReader(1, 7))
-    does(manifest, DropReader(1, 1), DropReader(1, 1))
+    assert_rejected(manifest, UnknownDatabase, PutReader(1, 1, 1, 9))
+    assert_rejected(manifest, UnknownDatabase, SetFloor(1, 1, 2))
+    commit(manifest, register(1), PutReader(1, 1, 5, 9), SetFloor(1, 1, 2))
+    commit(manifest, PutReader(1, 1, 5, 19), DropReader(1, 7))
+    commit(manifest, DropReader(1, 1), DropReader(1, 1))
 
 
-def test_expired_answers_are_pruned_in_bounded_steps(path: str) -> None:
+def test_expired_idempotency_rows_are_pruned_in_bounded_steps(path: str) -> None:
     clock = ManualClock()
     with ManifestStore.open(path, clock=clock) as manifest:
         for n in range(5):
             manifest.submit([RecordMetric(1, 1, [1.0])], key=bytes([n]) * 16).result()
         clock.advance(90_000)
         manifest.submit([RecordMetric(1, 1, [1.0])], key=b"f" * 16).result()
-        for left in (4, 2, 1, 1):
-            does(manifest, PruneIdempotency(2))
+        for remaining in (4, 2, 1, 1):
+            commit(manifest, PruneIdempotency(2))
             with manifest.read() as txn:
-                assert txn.count(t.IDEMPOTENCY) == left
+                assert txn.count(t.IDEMPOTENCY) == remaining
         assert_clean(manifest)
 
 
 def test_a_checkpoint_is_one_batch(manifest: ManifestStore) -> None:
-    does(manifest, register(1))
+    commit(manifest, register(1))
     head = manifest.writer.head
     checkpoint(manifest, 1, 0, 1, 300)
     assert manifest.writer.head == head + 3, "generation, mark, checkpoint"

@@ -1,4 +1,4 @@
-"""The probe: a file that kills whoever reads it is found out by somebody else's death."""
+"""The probe: a file whose damage kills the reading process is detected by a separate process that dies instead."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def filled(path: str) -> str:
 
 
 def full_leaves(data: bytearray) -> Iterator[int]:
-    """Offsets of the leaf pages with many rows, in one table or another; but for the one that lists the tables."""
+    """Offsets of the leaf pages with many rows, of any table; except the page that lists the tables."""
     for offset in range(2 * PAGE, len(data), PAGE):
         number, _, flags, lower, _ = HEADER.unpack_from(data, offset)
         is_full = number * PAGE == offset and flags == LEAF and lower > HEADER.size + 40
@@ -41,7 +41,7 @@ def full_leaves(data: bytearray) -> Iterator[int]:
 
 
 def break_flags(data: bytearray) -> None:
-    """A page in the middle of a table, which is neither branch nor leaf: LMDB's assertion."""
+    """Makes a page in the middle of a table neither branch nor leaf, which fails an assertion of LMDB."""
     key = t.CHUNK_CATALOG.key.pack(1, 1500, 1)
     for offset in full_leaves(data):
         if key in data[offset : offset + PAGE]:
@@ -49,14 +49,14 @@ def break_flags(data: bytearray) -> None:
 
 
 def break_rows(data: bytearray) -> None:
-    """Rows that lie at the end of a page and claim to be larger than it."""
+    """Makes rows at the end of a page claim to be larger than the page."""
     for offset in full_leaves(data):
         struct.pack_into("<HH", data, offset + 16, PAGE - 8, PAGE - 8)
         data[offset + PAGE - 8 : offset + PAGE] = b"\xff" * 8
 
 
 def swap_rows(data: bytearray) -> None:
-    """Two rows in the wrong order: LMDB does not mind, and would not find them."""
+    """Puts two rows into the wrong order: LMDB reads them without an error, but lookups would miss them."""
     for offset in full_leaves(data):
         first, second = struct.unpack_from("<HH", data, offset + 16)
         struct.pack_into("<HH", data, offset + 16, second, first)
@@ -68,11 +68,11 @@ def damage(path: str, change: Callable[[bytearray], None]) -> None:
     Path(path).write_bytes(data)
 
 
-def test_a_sound_manifest_has_nothing_to_be_said_against(filled: str) -> None:
+def test_an_intact_manifest_has_no_problems(filled: str) -> None:
     assert probe(filled) is None
 
 
-def test_it_may_be_asked_beside_the_owner_and_its_readers(filled: str) -> None:
+def test_the_probe_can_run_beside_the_owner_and_its_readers(filled: str) -> None:
     with ManifestStore.open(filled) as manifest, manifest.read():
         assert probe(filled) is None
         manifest.submit([chunk(9999)]).result()
@@ -88,49 +88,49 @@ with ManifestStore.open(sys.argv[1], mode="r") as manifest, manifest.read() as t
 """
 
 
-def test_bytes_that_kill_the_reader_are_reported_by_one_that_lives(filled: str) -> None:
-    """Hazard: the check at start-up, and `manifest check`, died of SIGABRT instead of saying what is wrong."""
+def test_damage_that_kills_the_reading_process_is_reported(filled: str) -> None:
+    """Hazard: the check at start-up, and `manifest check`, died of SIGABRT instead of reporting the damage."""
     damage(filled, break_flags)
     victim = python(VICTIM, filled)
     victim.communicate(timeout=60)
-    assert victim.returncode < 0, "these bytes kill"
-    found = probe(filled)
-    assert found is not None
-    assert "kills the process with SIGABRT" in found
-    assert "table " in found
-    assert "\n" not in found
+    assert victim.returncode < 0, "the damage must kill a reader"
+    report = probe(filled)
+    assert report is not None
+    assert "kills the process with SIGABRT" in report
+    assert "table " in report
+    assert "\n" not in report
 
 
 def test_a_file_that_ends_too_early_is_reported(filled: str) -> None:
     os.truncate(filled, os.path.getsize(filled) // 2)
-    found = probe(filled)
-    assert found is not None
-    assert "manifest" in found
+    report = probe(filled)
+    assert report is not None
+    assert "manifest" in report
 
 
-@pytest.mark.parametrize(("change", "words"), [(break_rows, "table"), (swap_rows, "order")])
+@pytest.mark.parametrize(("change", "expected"), [(break_rows, "table"), (swap_rows, "order")])
 def test_damage_that_lmdb_survives_is_reported_too(
-    filled: str, change: Callable[[bytearray], None], words: str
+    filled: str, change: Callable[[bytearray], None], expected: str
 ) -> None:
     damage(filled, change)
-    found = probe(filled)
-    assert found is not None
-    assert words in found
+    report = probe(filled)
+    assert report is not None
+    assert expected in report
 
 
-def test_what_is_no_manifest_at_all_is_reported(path: str) -> None:
-    found = probe(path)
-    assert found is not None
-    assert "No such file" in found
+def test_a_file_that_is_not_a_manifest_is_reported(path: str) -> None:
+    report = probe(path)
+    assert report is not None
+    assert "No such file" in report
     Path(path).write_bytes(b"x" * 10_000)
-    found = probe(path)
-    assert found is not None
-    assert "Invalid" in found
+    report = probe(path)
+    assert report is not None
+    assert "Invalid" in report
 
 
 def test_the_probing_process_imports_next_to_nothing(filled: str) -> None:
     code = "import sys; import quire.manifest.probe; print(*sorted(m for m in sys.modules if m.startswith('quire')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [
         "quire", "quire.core", "quire.core.lazy", "quire.manifest", "quire.manifest.probe",
     ]  # fmt: skip

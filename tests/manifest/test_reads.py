@@ -1,4 +1,4 @@
-"""Reading: typed getters, scans, snapshots, ended transactions."""
+"""Reading: typed getters, scans, snapshots, closed transactions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from quire.manifest.ops.snapshots import PublishSnapshot
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbKind, JobKind, JobRecord, SnapshotKind
 from quire.manifest.store import ManifestStore
-from tests.manifest.helpers import checkpoint, chunk, does, register
+from tests.manifest.helpers import checkpoint, chunk, commit, register
 from tests.manifest.test_ops_wal_and_jobs import enqueue
 
 
 @pytest.fixture
 def filled(manifest: ManifestStore) -> ManifestStore:
-    does(manifest, register(1, "a"), register(2, "b"), register(2**32 - 1, "last"))
-    does(manifest, *[chunk(n, db_id=db, generation=g) for db in (1, 2, 2**32 - 1) for n in (1, 2, 300) for g in (1, 2)])
+    commit(manifest, register(1, "a"), register(2, "b"), register(2**32 - 1, "last"))
+    commit(
+        manifest, *[chunk(n, db_id=db, generation=g) for db in (1, 2, 2**32 - 1) for n in (1, 2, 300) for g in (1, 2)]
+    )
     return manifest
 
 
-def test_the_usual_questions_have_typed_answers(filled: ManifestStore) -> None:
+def test_common_lookups_have_typed_results(filled: ManifestStore) -> None:
     namespace_id = filled.put_namespace("memory://", "p")
     generation = checkpoint(filled, 1, 5)
-    does(filled, enqueue(7, JobKind.VERIFY))
-    does(filled, PublishSnapshot(2, 1, SnapshotKind.NAMED, "s"))
+    commit(filled, enqueue(7, JobKind.VERIFY))
+    commit(filled, PublishSnapshot(2, 1, SnapshotKind.NAMED, "s"))
     with filled.read() as txn:
         assert txn.database_id("b") == 2
         database = txn.database(2)
@@ -64,44 +66,46 @@ def test_the_usual_questions_have_typed_answers(filled: ManifestStore) -> None:
             txn.database_id("nobody")
 
 
-def test_a_key_that_does_not_fit_is_refused(filled: ManifestStore) -> None:
+def test_a_key_that_does_not_fit_is_rejected(filled: ManifestStore) -> None:
     with filled.read() as txn:
-        for bad in (-1, 2**32, "x"):
+        for invalid in (-1, 2**32, "x"):
             with pytest.raises(OutOfRange):
-                txn.get(t.DB, bad)
+                txn.get(t.DB, invalid)
         with pytest.raises(OutOfRange):
             list(txn.scan(t.CHUNK_CATALOG, 2**32))
         with pytest.raises(OutOfRange):
             list(txn.scan(t.CHUNK_CATALOG, 1, 2, 3, 4))
 
 
-def test_a_prefix_gives_exactly_its_rows_in_order(filled: ManifestStore) -> None:
+def test_a_prefix_scan_returns_exactly_its_rows_in_order(filled: ManifestStore) -> None:
     with filled.read() as txn:
-        every = [key for key, _ in txn.scan(t.CHUNK_CATALOG)]
-        assert every == sorted(every)
-        assert len(every) == 18
+        all_keys = [key for key, _ in txn.scan(t.CHUNK_CATALOG)]
+        assert all_keys == sorted(all_keys)
+        assert len(all_keys) == 18
         for db_id in (0, 1, 2, 3, 2**32 - 1):
-            assert [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id)] == [key for key in every if key[0] == db_id]
-            back = [t.CHUNK_CATALOG.key.unpack(key) for key, _ in txn.raw_scan_back(t.CHUNK_CATALOG, db_id)]
-            assert back == [key for key in reversed(every) if key[0] == db_id]
+            assert [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id)] == [key for key in all_keys if key[0] == db_id]
+            backwards = [t.CHUNK_CATALOG.key.unpack(key) for key, _ in txn.raw_scan_back(t.CHUNK_CATALOG, db_id)]
+            assert backwards == [key for key in reversed(all_keys) if key[0] == db_id]
             for number in (1, 300):
-                found = [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id, number)]
-                assert found == [key for key in every if key[:2] == (db_id, number)]
+                keys = [key for key, _ in txn.scan(t.CHUNK_CATALOG, db_id, number)]
+                assert keys == [key for key in all_keys if key[:2] == (db_id, number)]
 
 
 @given(start=st.tuples(*[st.sampled_from([0, 1, 2, 3, 300, 301, 2**32 - 1])] * 3), prefixed=st.booleans())
-def test_start_skips_what_lies_below(start: tuple[int, int, int], prefixed: bool) -> None:
+def test_a_scan_begins_at_start(start: tuple[int, int, int], prefixed: bool) -> None:
     with _SHARED() as txn:
-        every = [key for key, _ in txn.scan(t.CHUNK_CATALOG)]
+        all_keys = [key for key, _ in txn.scan(t.CHUNK_CATALOG)]
         if prefixed:
-            found = [key for key, _ in txn.scan(t.CHUNK_CATALOG, 2, start=(2, *start[1:]))]
-            assert found == [key for key in every if key[0] == 2 and key >= (2, *start[1:])]
+            keys = [key for key, _ in txn.scan(t.CHUNK_CATALOG, 2, start=(2, *start[1:]))]
+            assert keys == [key for key in all_keys if key[0] == 2 and key >= (2, *start[1:])]
         else:
-            assert [key for key, _ in txn.scan(t.CHUNK_CATALOG, start=start)] == [key for key in every if key >= start]
+            assert [key for key, _ in txn.scan(t.CHUNK_CATALOG, start=start)] == [
+                key for key in all_keys if key >= start
+            ]
 
 
 class _Shared:
-    """One filled manifest for a property: hypothesis calls the test many times."""
+    """One manifest for all examples of a property test."""
 
     manifest: ManifestStore | None = None
 
@@ -116,16 +120,16 @@ _SHARED = _Shared()
 @pytest.fixture(autouse=True, scope="module")
 def _shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with ManifestStore.open(str(tmp_path_factory.mktemp("shared") / "m")) as manifest:
-        does(manifest, register(1, "a"), register(2, "b"), register(2**32 - 1, "last"))
+        commit(manifest, register(1, "a"), register(2, "b"), register(2**32 - 1, "last"))
         rows = [chunk(n, db_id=db, generation=g) for db in (1, 2, 2**32 - 1) for n in (1, 2, 300) for g in (1, 2)]
-        does(manifest, *rows)
+        commit(manifest, *rows)
         _SHARED.manifest = manifest
         yield
 
 
 def test_a_snapshot_does_not_see_later_commits(filled: ManifestStore) -> None:
     with filled.read() as before:
-        does(filled, RenameDb(1, "renamed"), chunk(77))
+        commit(filled, RenameDb(1, "renamed"), chunk(77))
         assert before.database_id("a") == 1
         assert before.get(t.CHUNK_CATALOG, 1, 77, 1) is None
         with filled.read() as after:
@@ -154,7 +158,7 @@ USES: dict[str, Callable[[ReadTxn], object]] = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_an_ended_transaction_refuses(filled: ManifestStore, use: Callable[[ReadTxn], object]) -> None:
+def test_a_closed_transaction_rejects_use(filled: ManifestStore, use: Callable[[ReadTxn], object]) -> None:
     txn = filled.read()
     use(txn)
     txn.close()
@@ -163,30 +167,30 @@ def test_an_ended_transaction_refuses(filled: ManifestStore, use: Callable[[Read
         use(txn)
 
 
-def test_changes_begin_where_asked(filled: ManifestStore) -> None:
+def test_changes_begin_at_the_requested_sequence(filled: ManifestStore) -> None:
     with filled.read() as txn:
         assert [change.sequence for change in txn.changes()] == [1, 2]
         assert [change.sequence for change in txn.changes(2)] == [2]
         assert list(txn.changes(3)) == []
 
 
-def test_an_unknown_table_is_refused_with_the_names_there_are(filled: ManifestStore) -> None:
+def test_an_unknown_table_is_rejected_with_the_names_of_all_tables(filled: ManifestStore) -> None:
     with filled.read() as txn, pytest.raises(InvalidInput, match="chunk_catalog"):
         txn.to_arrow("chunks")
 
 
 def test_any_number_of_threads_read_at_once(filled: ManifestStore) -> None:
-    found: list[int] = []
+    counts: list[int] = []
 
     def read() -> None:
         for _ in range(50):
             with filled.read() as txn:
-                found.append(sum(1 for _ in txn.scan(t.CHUNK_CATALOG)))
+                counts.append(sum(1 for _ in txn.scan(t.CHUNK_CATALOG)))
 
     threads = [threading.Thread(target=read) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {18}
-    assert len(found) == 300
+    assert set(counts) == {18}
+    assert len(counts) == 300

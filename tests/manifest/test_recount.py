@@ -1,4 +1,4 @@
-"""Opening checks what changed since the last clean close; the rest is recounted beside the work (N3)."""
+"""Opening checks what changed since the last clean close; everything else is recounted in the background (N3)."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from quire.manifest.ops.cursors import RetainChanges
 from quire.manifest.records import DbKind
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean
-from tests.manifest.helpers import chunk, does
+from tests.manifest.helpers import chunk, commit
 
 
-def filled(path: str, changes: int = 30) -> int:
-    """A manifest with a database and some changes, closed well; the database's id."""
+def create_filled(path: str, changes: int = 30) -> int:
+    """Create a manifest with a database and some changes, closed cleanly; returns the database's id."""
     with ManifestStore.open(path) as manifest:
         db_id = manifest.register_db("shop", DbKind.PAGES)
         for number in range(changes):
-            does(manifest, chunk(number + 1, db_id=db_id))
+            commit(manifest, chunk(number + 1, db_id=db_id))
     return db_id
 
 
 def damage(path: str, change: Callable[[ManifestStore], None]) -> None:
-    """Change rows behind the manifest's back, so that it does not show: the remembered transaction is moved along."""
+    """Change rows without going through the manifest and update the checked point, so that opening does not notice
+    it."""
     with ManifestStore.open(path, mode="rw") as manifest:
         change(manifest)
         point = point_of(manifest.env)
-        manifest.env.refused["none", 0] = ("", "")  # closing must not remember this
-    was = json.loads(Path(path + SUFFIX).read_bytes().split(b"\n")[0])
-    assert point.sequence == was["sequence"]
+        manifest.env.refused["none", 0] = ("", "")  # closing must not write a checked point
+    stored = json.loads(Path(path + SUFFIX).read_bytes().split(b"\n")[0])
+    assert point.sequence == stored["sequence"]
     with ManifestStore.open(path, mode="r") as reader:
         write_point(reader.env, point_of(reader.env))
 
@@ -57,31 +58,31 @@ def delete_row(table: t.Table[Any], *key: object) -> Callable[[ManifestStore], N
 
 @pytest.fixture
 def checks_run(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
-    """What is looked at: the name, and from where the log is read."""
-    seen: list[tuple[str, object]] = []
+    """The checks that run: the name, and the point from which the log is read."""
+    calls: list[tuple[str, object]] = []
 
-    def watched(name: str, function: Callable[..., object]) -> Callable[..., object]:
-        def watching(txn: object, *args: object) -> object:
-            seen.append((name, args[0] if args else None))
+    def recorded(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def record_and_check(txn: object, *args: object) -> object:
+            calls.append((name, args[0] if args else None))
             return function(txn, *args)
 
-        watching.__name__ = name
-        return watching
+        record_and_check.__name__ = name
+        return record_and_check
 
-    changed = []
+    checks = []
     for function, rules in check_module._CHECKS:
-        replaced = watched(function.__name__, function)
+        replacement = recorded(function.__name__, function)
         if function.__name__ in ("_check_feed", "_check_holders"):
-            monkeypatch.setattr(check_module, function.__name__, replaced)
-        changed.append((replaced, rules))
-    monkeypatch.setattr(check_module, "_CHECKS", tuple(changed))
-    return seen
+            monkeypatch.setattr(check_module, function.__name__, replacement)
+        checks.append((replacement, rules))
+    monkeypatch.setattr(check_module, "_CHECKS", tuple(checks))
+    return calls
 
 
-def test_an_open_after_a_clean_close_looks_at_the_store_s_own_rows(
+def test_an_open_after_a_clean_close_checks_only_the_rows_of_the_store_itself(
     path: str, checks_run: list[tuple[str, object]]
 ) -> None:
-    filled(path)
+    create_filled(path)
     checks_run.clear()
     with ManifestStore.open(path) as manifest:
         assert {name for name, _ in checks_run} == check_module.STORE_CHECK_NAMES
@@ -96,16 +97,16 @@ def test_an_open_after_a_clean_close_looks_at_the_store_s_own_rows(
 
 
 def test_after_a_crash_the_log_is_read_from_the_last_point_on(path: str, checks_run: list[tuple[str, object]]) -> None:
-    db_id = filled(path)
+    db_id = create_filled(path)
     with ManifestStore.open(path) as manifest:
-        does(manifest, chunk(100, db_id=db_id))
-        manifest.env.refused["none", 0] = ("", "")  # it dies: nothing is remembered
+        commit(manifest, chunk(100, db_id=db_id))
+        manifest.env.refused["none", 0] = ("", "")  # as if it died: no checked point is written
     checks_run.clear()
     with ManifestStore.open(path) as manifest:
         assert {name for name, _ in checks_run} == set(check_module.CHECK_NAMES)
         ((_, since),) = [function for function in checks_run if function[0] == "_check_feed"]
         assert getattr(since, "sequence", None) == 31
-        assert is_done(manifest) is False  # the older part of the log
+        assert is_done(manifest) is False  # the older part of the log is not checked yet
         checks_run.clear()
         manifest.recount.finish()
         assert checks_run == [("_check_feed", None)]
@@ -113,25 +114,25 @@ def test_after_a_crash_the_log_is_read_from_the_last_point_on(path: str, checks_
         assert manifest.feed.head() == 32
 
 
-@pytest.mark.parametrize("how", ["missing", "torn", "altered", "foreign", "ahead"])
-def test_a_point_that_cannot_be_believed_is_not(path: str, how: str, checks_run: list[tuple[str, object]]) -> None:
-    filled(path)
+@pytest.mark.parametrize("damage", ["missing", "torn", "altered", "foreign", "ahead"])
+def test_an_invalid_checked_point_is_ignored(path: str, damage: str, checks_run: list[tuple[str, object]]) -> None:
+    create_filled(path)
     file = Path(path + SUFFIX)
-    whole = file.read_bytes()
-    match how:
+    content = file.read_bytes()
+    match damage:
         case "missing":
             file.unlink()
         case "torn":
-            file.write_bytes(whole[:-10])
+            file.write_bytes(content[:-10])
         case "altered":
-            file.write_bytes(whole.replace(b'"sequence":31', b'"sequence":30'))
+            file.write_bytes(content.replace(b'"sequence":31', b'"sequence":30'))
         case "foreign":
             with ManifestStore.open(path + "2") as other:
                 other.register_db("x", DbKind.PAGES)
             file.write_bytes(Path(path + "2" + SUFFIX).read_bytes())
         case "ahead":
             os.rename(path, path + ".old")
-            filled(path + "3", 2)
+            create_filled(path + "3", 2)
             os.rename(path + "3", path)
     checks_run.clear()
     with ManifestStore.open(path) as manifest:
@@ -140,41 +141,41 @@ def test_a_point_that_cannot_be_believed_is_not(path: str, how: str, checks_run:
         assert manifest.recount.is_done
 
 
-def test_a_recount_closes_the_database_that_breaks_a_rule_and_no_other(path: str) -> None:
-    db_id = filled(path)
+def test_a_recount_closes_only_the_database_that_breaks_a_rule(path: str) -> None:
+    db_id = create_filled(path)
     with ManifestStore.open(path) as manifest:
         manifest.register_db("other", DbKind.PAGES)
     damage(path, delete_row(t.WAL_STATE, db_id, 0))
     with ManifestStore.open(path) as manifest:
         assert not manifest.recount.is_done
-        does(manifest, chunk(200, db_id=db_id))  # not known yet
+        commit(manifest, chunk(200, db_id=db_id))  # the damage is not known yet
         manifest.recount.finish()
         assert ("database", db_id) in manifest.env.refused
         with pytest.raises(ManifestDamaged, match="no WAL state"):
-            does(manifest, chunk(201, db_id=db_id))
-        does(manifest, chunk(1, db_id=db_id + 1))
-    with ManifestStore.open(path) as manifest:  # what is broken is not remembered as checked
+            commit(manifest, chunk(201, db_id=db_id))
+        commit(manifest, chunk(1, db_id=db_id + 1))
+    with ManifestStore.open(path) as manifest:  # a broken state is not recorded as checked
         assert ("database", db_id) in manifest.env.refused
 
 
-def test_a_recount_that_finds_the_log_broken_stops_the_writer(path: str) -> None:
-    db_id = filled(path)
+def test_a_recount_that_finds_a_damaged_log_stops_the_writer(path: str) -> None:
+    db_id = create_filled(path)
     damage(path, delete_row(CHANGE_LOG, 7))
     with ManifestStore.open(path) as manifest:
         with pytest.raises(ManifestDamaged, match="gap"):
             manifest.recount.finish()
         with pytest.raises(StoreUnusable):
-            does(manifest, chunk(200, db_id=db_id))
+            commit(manifest, chunk(200, db_id=db_id))
         assert manifest.feed.head() == 31
     with pytest.raises(ManifestDamaged, match="gap"):
         ManifestStore.open(path)
 
 
-def test_generations_are_known_where_the_log_is_trimmed(path: str) -> None:
-    """Each component's generation is remembered with the point: its last change may be gone from the log."""
-    filled(path)
+def test_generations_are_known_even_if_the_log_is_trimmed(path: str) -> None:
+    """Each component's generation is stored with the point: its last change may have been trimmed from the log."""
+    create_filled(path)
     with ManifestStore.open(path) as manifest:
-        does(manifest, RetainChanges(32))
+        commit(manifest, RetainChanges(32))
         assert manifest.feed.head() == 31
     with ManifestStore.open(path) as manifest:
         assert not manifest.recount.is_done
@@ -183,7 +184,7 @@ def test_generations_are_known_where_the_log_is_trimmed(path: str) -> None:
 
 
 def test_rounds_recount_a_little_at_a_time(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    filled(path)
+    create_filled(path)
     monkeypatch.setattr("quire.manifest.recount.ROUND_SECONDS", 0.0)
     with ManifestStore.open(path) as manifest:
         rounds = 0

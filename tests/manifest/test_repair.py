@@ -1,4 +1,5 @@
-"""Damaged rows are named, and restored from what is known of them; a count is never lowered because a holder is unreadable."""
+"""Damaged rows are reported and restored from other information; a count is never lowered because a holder is
+unreadable."""
 
 from __future__ import annotations
 
@@ -14,23 +15,23 @@ from quire.manifest.records import DbKind, RetentionRecord
 from quire.manifest.repair import propose
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean, assert_replays
-from tests.manifest.helpers import checkpoint, does, register
+from tests.manifest.helpers import checkpoint, commit, register
 
 
 def flip(path: str, table: t.Table[Any], key: bytes | None = None) -> bytes:
-    """Flip a bit of a row, the first one if none is named. Its key."""
+    """Flip a bit of a row, the first one if no key is given; returns its key."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
     with env.begin_write() as txn:
         with txn.cursor(db=env.handles[table.name]) as cursor:
             assert cursor.set_key(key) if key is not None else cursor.first()
-            found, raw = bytes(cursor.key()), bytes(cursor.value())
-        txn.put(found, raw[:3] + bytes([raw[3] ^ 1]) + raw[4:], db=env.handles[table.name])
+            row_key, raw = bytes(cursor.key()), bytes(cursor.value())
+        txn.put(row_key, raw[:3] + bytes([raw[3] ^ 1]) + raw[4:], db=env.handles[table.name])
     env.close()
-    return found
+    return row_key
 
 
-def forget_the_beginning(path: str) -> None:
-    """The change log no longer begins with the first change."""
+def trim_log(path: str) -> None:
+    """Trim the change log, so that it no longer begins with the first change."""
     with ManifestStore.open(path) as manifest:
         cursor = manifest.feed.register(name="trim")
         manifest.feed.acknowledge("trim", manifest.feed.head())
@@ -44,8 +45,8 @@ def problems_of(path: str) -> list[Any]:
         return propose(txn, manifest.check())
 
 
-def test_a_damaged_policy_is_restored_from_the_change_log_and_keeps_nobody_out(path: str) -> None:
-    """The store opens, the policy is nobody's until it is mended, and mended it is what it was."""
+def test_a_damaged_policy_does_not_prevent_opening_and_is_restored_from_the_change_log(path: str) -> None:
+    """The store opens, the policy cannot be read until it is repaired, and the repair restores its value."""
     policy = RetentionRecord(keep_last=6, schedules=["daily"])
     with ManifestStore.open(path) as manifest:
         manifest.register_db("shop", DbKind.PAGES)
@@ -63,13 +64,13 @@ def test_a_damaged_policy_is_restored_from_the_change_log_and_keeps_nobody_out(p
         assert_replays(manifest)
 
 
-def test_a_policy_that_the_log_does_not_know_any_more_is_removed_by_a_repair_and_by_setting_it(path: str) -> None:
+def test_a_policy_that_is_no_longer_in_the_log_is_removed_by_a_repair_or_replaced_by_setting_it(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.register_db("shop", DbKind.PAGES)
         manifest.register_db("blog", DbKind.PAGES)
         for name in ("shop", "blog"):
             manifest.retention.set(name, RetentionRecord(keep_last=6))
-    forget_the_beginning(path)
+    trim_log(path)
     for db_id in (1, 2):
         flip(path, t.RETENTION, t.RETENTION.key.pack(db_id))
     assert [("set it again" in problem.what, problem.fix is not None) for problem in problems_of(path)] == [
@@ -84,7 +85,7 @@ def test_a_policy_that_the_log_does_not_know_any_more_is_removed_by_a_repair_and
         assert_clean(manifest)
 
 
-def test_a_damaged_cursor_is_lost_and_says_so(path: str) -> None:
+def test_a_damaged_cursor_is_lost_with_a_reason(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.register_db("shop", DbKind.PAGES)
         manifest.feed.register(name="tail")
@@ -96,9 +97,9 @@ def test_a_damaged_cursor_is_lost_and_says_so(path: str) -> None:
 
 
 @pytest.mark.parametrize("table", [t.SLOT_LEAF, t.LIVE_LEAF, t.CHUNK_CATALOG, t.DB])
-def test_any_logged_row_is_what_the_whole_log_says(path: str, table: t.Table[Any]) -> None:
+def test_any_logged_row_is_restored_from_the_complete_log(path: str, table: t.Table[Any]) -> None:
     with ManifestStore.open(path) as manifest:
-        does(manifest, register(1, "a"))
+        commit(manifest, register(1, "a"))
         checkpoint(manifest, 1, 0)
         manifest.jobs.ensure_deletions([1])
         with manifest.read() as txn:
@@ -114,15 +115,15 @@ def test_any_logged_row_is_what_the_whole_log_says(path: str, table: t.Table[Any
 
 
 def test_counts_are_not_lowered_because_a_holder_cannot_be_read(path: str) -> None:
-    """A repair that counted without the unreadable leaf would hand its chunks to the collector."""
+    """Hazard: a repair that counts without the unreadable leaf would give its chunks to the collector."""
     with ManifestStore.open(path) as manifest:
-        does(manifest, register(1, "a"))
+        commit(manifest, register(1, "a"))
         checkpoint(manifest, 1, 0)
-    forget_the_beginning(path)
+    trim_log(path)
     flip(path, t.SLOT_LEAF)
-    found = problems_of(path)
-    assert any(problem.rule == "R1" for problem in found)
-    assert not [problem for problem in found if problem.fix is not None]
+    problems = problems_of(path)
+    assert any(problem.rule == "R1" for problem in problems)
+    assert not [problem for problem in problems if problem.fix is not None]
     with ManifestStore.open(path, repair=True) as manifest:
         assert set(manifest.env.refused) == {("database", 1)}
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:

@@ -1,4 +1,4 @@
-"""Replaying the feed: twice, in pieces, with gaps, into the wrong tables, into a small map."""
+"""Replaying the feed: repeatedly, in pieces, with gaps, into the wrong tables, into a small map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.manifest.replay import replay
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import Dump, dump
 from tests.manifest.batches import BatchMaker, outcome
-from tests.manifest.helpers import chunk, does, register
+from tests.manifest.helpers import chunk, commit, register
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def logged(env: ManifestEnv) -> Dump:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1024])
-def test_a_feed_may_come_in_pieces_and_twice(
+def test_a_feed_can_be_replayed_in_pieces_and_repeatedly(
     manifest: ManifestStore, changes: list[ChangeRecord], replica: ManifestEnv, step: int
 ) -> None:
     half = len(changes) // 2
@@ -55,17 +55,15 @@ def test_a_feed_may_come_in_pieces_and_twice(
     replica.close()
 
 
-def test_a_gap_is_refused(changes: list[ChangeRecord], replica: ManifestEnv) -> None:
+def test_a_gap_is_rejected(changes: list[ChangeRecord], replica: ManifestEnv) -> None:
     with pytest.raises(InvalidInput, match="gap") as caught:
         replay([*changes[:3], *changes[4:]], replica)
     assert caught.value.where == {"expected": 4, "found": 5}
-    assert replay([], replica) == 0, "nothing of the step was kept"
+    assert replay([], replica) == 0, "nothing of the step was applied"
     replica.close()
 
 
-def test_a_change_that_does_not_apply_keeps_nothing_of_its_step(
-    changes: list[ChangeRecord], replica: ManifestEnv
-) -> None:
+def test_a_change_that_cannot_be_applied_rolls_back_its_step(changes: list[ChangeRecord], replica: ManifestEnv) -> None:
     before = logged(replica)
     foreign = ChangeRecord(2, 1, (chunk(1, db_id=77),), ())
     with pytest.raises(ManifestDamaged, match="does not apply") as caught:
@@ -77,9 +75,9 @@ def test_a_change_that_does_not_apply_keeps_nothing_of_its_step(
 
 
 def test_a_small_map_grows(manifest: ManifestStore, replica: ManifestEnv) -> None:
-    does(manifest, register(1))
+    commit(manifest, register(1))
     for start in range(0, 20_000, 5_000):
-        does(manifest, *[chunk(start + n) for n in range(5_000)])
+        commit(manifest, *[chunk(start + n) for n in range(5_000)])
     with manifest.read() as txn:
         assert replay(txn.changes(), replica) == 5
     assert logged(replica) == dump(manifest, t.Policy.LOGGED)

@@ -1,4 +1,4 @@
-"""Rows under a checksum: whatever bit of row or key changes, and wherever a row ends up, it is not believed."""
+"""Rows with a checksum: any changed bit of a row or its key, and a row in the wrong table, is detected."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CASES: list[tuple[t.Table[Any], tuple[Any, ...], Any]] = [
 
 
 def flips(raw: bytes) -> list[bytes]:
-    """The bytes with each of their bits flipped."""
+    """The bytes with each of their bits flipped in turn."""
     number = int.from_bytes(raw, "little")
     return [(number ^ 1 << bit).to_bytes(len(raw), "little") for bit in range(8 * len(raw))]
 
@@ -48,7 +48,7 @@ def test_a_stored_row_decodes_to_its_record_under_its_key(case: tuple[t.Table[An
 
 
 @pytest.mark.parametrize(("table", "parts", "record"), CASES, ids=["retention", "gc_refcounts", "meta"])
-def test_every_flipped_bit_of_a_row_and_of_its_key_is_found(
+def test_every_flipped_bit_of_a_row_and_of_its_key_is_detected(
     table: t.Table[Any], parts: tuple[Any, ...], record: Any
 ) -> None:
     key = table.key.pack(*parts)
@@ -59,23 +59,23 @@ def test_every_flipped_bit_of_a_row_and_of_its_key_is_found(
         assert (caught.value.where["table"], caught.value.where["key"]) == (table.name, parts)
         assert not table.rows.are_intact([key, key], [raw, wrong])
         with pytest.raises(ManifestDamaged):
-            # one that has lost its mark is too long for a row without a checksum
+            # a row without its mark is too long for a row without a checksum
             table.codec.decode(table.rows.opened_all([key, key], [raw, wrong])[1])
     for wrong in flips(key):
         with pytest.raises(ManifestDamaged):
             table.rows.decode(wrong, raw)
 
 
-def test_a_row_of_another_table_or_key_is_found() -> None:
+def test_a_row_of_another_table_or_key_is_detected() -> None:
     key = t.DB_NAMES.key.pack("shop")
     raw = t.DB_NAMES.rows.encode(key, t.DB_NAMES.codec.record_type(1))
     assert t.CURSOR_NAMES.codec.record_type is t.DB_NAMES.codec.record_type
-    for rows, place in ((t.CURSOR_NAMES.rows, key), (t.DB_NAMES.rows, t.DB_NAMES.key.pack("blog"))):
+    for rows, wrong_key in ((t.CURSOR_NAMES.rows, key), (t.DB_NAMES.rows, t.DB_NAMES.key.pack("blog"))):
         with pytest.raises(ManifestDamaged, match="checksum"):
-            rows.decode(place, raw)
+            rows.decode(wrong_key, raw)
 
 
-def test_a_row_of_a_newer_version_is_newer_only_if_its_checksum_is_right() -> None:
+def test_a_row_of_a_newer_version_is_reported_as_newer_only_if_its_checksum_is_correct() -> None:
     key = t.META.key.pack("x")
     newer = sealed("meta", key, VERSION.pack(2) + t.META.codec.encode(MetaRecord(1))[2:])
     with pytest.raises(FormatTooNew):
@@ -84,9 +84,9 @@ def test_a_row_of_a_newer_version_is_newer_only_if_its_checksum_is_right() -> No
         t.META.rows.decode(key, newer[:-1] + bytes([newer[-1] ^ 1]))
 
 
-def test_numbers_are_checked_before_numpy_sees_them() -> None:
+def test_packed_rows_are_checked_before_numpy_reads_them() -> None:
     keys = [t.GC_REFCOUNTS.key.pack(1, 1, number, 1, 0) for number in range(4)]
-    raws = [t.GC_REFCOUNTS.rows.encode(key, RefcountRecord(5 + place)) for place, key in enumerate(keys)]
+    raws = [t.GC_REFCOUNTS.rows.encode(key, RefcountRecord(5 + index)) for index, key in enumerate(keys)]
     assert t.GC_REFCOUNTS.rows.columns(keys, raws)["in_use"].tolist() == [5, 6, 7, 8]
     plain = [*raws[:2], t.GC_REFCOUNTS.codec.encode(RefcountRecord(9)), raws[3]]
     assert t.GC_REFCOUNTS.rows.columns(keys, plain)["in_use"].tolist() == [5, 6, 9, 8]
@@ -101,9 +101,10 @@ def test_the_residue_is_that_of_the_checksum() -> None:
     assert crc32(raw, crc32(key, t.META.rows.salt)) == RESIDUE
 
 
-# ── stores made before checksums ──────────────────────────────────────────────────────────────────────────────────────
-def make_old(path: str, databases: int) -> dict[str, list[tuple[bytes, bytes]]]:
-    """A store as it was before: schema 1, an empty ledger, rows without checksums. Its rows."""
+# ── stores without checksums ──────────────────────────────────────────────────────────────────────────────────────────
+def create_old_store(path: str, databases: int) -> dict[str, list[tuple[bytes, bytes]]]:
+    """Create a store as it was before checksums: schema 1, an empty ledger, rows without checksums. Returns its
+    rows."""
     with ManifestStore.open(path) as manifest:
         for number in range(databases):
             db_id = manifest.register_db(f"db-{number}", DbKind.PAGES)
@@ -119,14 +120,14 @@ def make_old(path: str, databases: int) -> dict[str, list[tuple[bytes, bytes]]]:
                 cursor.putmulti(rows)
     env.close()
     with ManifestStore.open(path, mode="r") as manifest:
-        found = dump(manifest)
-    assert not any(is_marked(raw) for rows in found.values() for _, raw in rows)
-    return found
+        old_rows = dump(manifest)
+    assert not any(is_marked(raw) for rows in old_rows.values() for _, raw in rows)
+    return old_rows
 
 
-def test_a_store_made_before_is_read_as_it_is_and_gets_its_checksums_from_its_next_owner(path: str) -> None:
+def test_a_store_without_checksums_is_readable_and_gets_them_from_its_next_owner(path: str) -> None:
     """Old files stay readable."""
-    old = make_old(path, 3)
+    old = create_old_store(path, 3)
     with ManifestStore.open(path, mode="r") as manifest:
         assert manifest.retention.get("db-2") == RetentionRecord(keep_last=3)
         assert manifest.check() == []
@@ -141,24 +142,26 @@ def test_a_store_made_before_is_read_as_it_is_and_gets_its_checksums_from_its_ne
                 assert [(key, table.rows.opened(key, raw)) for key, raw in rows] == old[name]
 
 
-def test_a_migration_that_was_interrupted_goes_on(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed between two of its transactions: some rows have a checksum, the ledger knows nothing of it."""
+def test_an_interrupted_migration_continues(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between two of its transactions: some rows have a checksum, and the ledger has no row of it."""
     from quire.manifest import migrations
 
     monkeypatch.setattr(migrations, "MIGRATED_ROWS", 4)
     assert MIGRATED_ROWS > 4
-    make_old(path, 20)
-    done: list[str] = []
+    create_old_store(path, 20)
+    tables: list[str] = []
 
-    def until(env: Any, name: str, handle: Any, after: bytes, step: Any = migrations._add_some) -> bytes | None:
-        if len(done) == 5:
+    def stop_after_five(
+        env: Any, name: str, handle: Any, after: bytes, step: Any = migrations._add_some
+    ) -> bytes | None:
+        if len(tables) == 5:
             raise KeyboardInterrupt
-        done.append(name)
-        following: bytes | None = step(env, name, handle, after)
-        return following
+        tables.append(name)
+        next_key: bytes | None = step(env, name, handle, after)
+        return next_key
 
     with monkeypatch.context() as patch:
-        patch.setattr(migrations, "_add_some", until)
+        patch.setattr(migrations, "_add_some", stop_after_five)
         with pytest.raises(KeyboardInterrupt):
             ManifestStore.open(path)
     with ManifestStore.open(path, mode="r") as manifest:

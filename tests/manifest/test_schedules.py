@@ -1,4 +1,5 @@
-"""Schedules with a time of day and a zone: one period for each day of the zone's calendar, whatever its clocks do."""
+"""Schedules with a time of day and a zone: one period for each day of the zone's calendar, also when its clocks
+change."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def ms(text: str, zone: str = "UTC") -> int:
     return int(datetime.fromisoformat(text).replace(tzinfo=ZoneInfo(zone)).timestamp() * 1000)
 
 
-def shown(at_ms: int) -> str:
+def utc_text(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat()[:16]
 
 
@@ -36,15 +37,15 @@ def shown(at_ms: int) -> str:
         ("weekly", "2026-11-17T15:00", "2026-11-16T00:00", "weekly-2026-W47"),
         ("weekly on sunday at 04:30", "2026-11-17T15:00", "2026-11-15T04:30", "weekly-2026-W46"),
         ("weekly on tuesday at 16:00", "2026-11-17T15:00", "2026-11-10T16:00", "weekly-2026-W46"),
-        # 02:30 is left out on 2026-03-29, and there twice on 2026-10-25.
+        # 02:30 does not exist on 2026-03-29, and occurs twice on 2026-10-25.
         ("daily at 02:30 Europe/Zurich", "2026-03-29T12:00", "2026-03-29T01:30", "daily-2026-03-29"),
         ("daily at 02:30 Europe/Zurich", "2026-10-25T00:30", "2026-10-25T00:30", "daily-2026-10-25"),
         ("daily at 02:30 Europe/Zurich", "2026-10-25T01:45", "2026-10-25T00:30", "daily-2026-10-25"),
     ],
 )
-def test_the_period_of_a_moment(text: str, now: str, begins: str, name: str) -> None:
+def test_the_period_of_a_point_in_time(text: str, now: str, begins: str, name: str) -> None:
     schedule = parse_schedule(text)
-    assert (shown(schedule.begins_ms(ms(now))), schedule.name(ms(now))) == (begins, name)
+    assert (utc_text(schedule.begins_ms(ms(now))), schedule.name(ms(now))) == (begins, name)
 
 
 @given(
@@ -53,7 +54,7 @@ def test_the_period_of_a_moment(text: str, now: str, begins: str, name: str) -> 
     minute=st.sampled_from([0, 15, 30, 45]),
     start=st.datetimes(datetime(2011, 1, 1), datetime(2030, 1, 1)),
 )
-def test_periods_follow_each_other_one_for_each_day(zone: str, hour: int, minute: int, start: datetime) -> None:
+def test_periods_are_consecutive_with_one_for_each_day(zone: str, hour: int, minute: int, start: datetime) -> None:
     schedule = parse_schedule(f"daily at {hour:02}:{minute:02} {zone}")
     now = int(start.replace(tzinfo=UTC).timestamp() * 1000)
     names: list[str] = []
@@ -62,8 +63,8 @@ def test_periods_follow_each_other_one_for_each_day(zone: str, hour: int, minute
         at = now + step * 1_800_000
         begins = schedule.begins_ms(at)
         assert begins <= at
-        assert begins >= before, "periods do not go back"
-        assert at - begins <= 49 * 3_600_000, "no day is left out, but one that its zone has left out"
+        assert begins >= before, "periods are in order"
+        assert at - begins <= 49 * 3_600_000, "no day is skipped, except one that the zone skips"
         before = begins
         if not names or names[-1] != schedule.name(at):
             names.append(schedule.name(at))
@@ -86,6 +87,6 @@ def test_a_year_of_a_zone_that_changes_its_clocks_has_a_snapshot_for_each_day() 
         *("weekly on someday at 1:00", "daily at 03:00 Mars/Olympus", "daily at 03:00 ../../etc", "daily " * 50, 7),
     ],
 )
-def test_what_is_no_schedule(text: str) -> None:
+def test_invalid_schedules_are_rejected(text: str) -> None:
     with pytest.raises(InvalidInput):
         parse_schedule(text)

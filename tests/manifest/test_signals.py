@@ -1,4 +1,5 @@
-"""Exceptions of signal handlers (KeyboardInterrupt) may strike anywhere: no lock is left held, no place taken."""
+"""Exceptions of signal handlers (KeyboardInterrupt) can be raised anywhere: no lock stays held and no slot stays in
+use."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import pytest
 
 from tests.manifest.helpers import finish, python
 
-STRUCK = """
+INTERRUPTED = """
 import asyncio, gc, logging, random, signal, sys, threading, time
 from quire.core.errors import Overloaded, QuireError, TimedOut
 from quire.core.settings import ManifestSettings
@@ -16,16 +17,16 @@ from quire.manifest.ops.local import RecordMetric
 from quire.manifest.store import ManifestStore
 from tests.manifest.helpers import chunk, register
 
-# Struck in there, Python's own logging keeps its lock, and who logs next (asyncio, of a task that goes) waits for ever.
+# Interrupted in its own code, Python's logging keeps its lock, and the next caller (asyncio, about a destroyed task) hangs.
 logging.disable(logging.CRITICAL)
 
 class Struck(KeyboardInterrupt):
-    "What the handler raises."
+    "Raised by the handler."
 
 is_hot, struck, done = False, 0, 0
 
 def strike(*_):
-    "Now, and again soon: often within a microsecond's work, sometimes within a sync's."
+    "Raise, and set the next timer: often within microseconds, sometimes within the time of a sync."
     global is_hot
     signal.setitimer(signal.ITIMER_REAL, random.choice((0.00005, 0.0002, 0.001, 0.004)) * (0.5 + random.random()))
     if is_hot:
@@ -33,7 +34,7 @@ def strike(*_):
         raise Struck
 
 def storm(use, seconds=1.5):
-    "Use it again and again while signals strike; nothing but what it raises on purpose may come out."
+    "Call it repeatedly while signals interrupt it; it may raise only its documented errors."
     global is_hot, struck, done
     signal.signal(signal.SIGALRM, strike)
     signal.setitimer(signal.ITIMER_REAL, 0.001)
@@ -60,7 +61,7 @@ manifest.submit([register(1)]).result()
 
 AFTERWARDS = """
 gc.collect()
-manifest.env.gate.exclusive(5, lambda: None)  # nobody is left inside
+manifest.env.gate.exclusive(5, lambda: None)  # no visitor is left inside
 manifest.submit([chunk(1)]).result(30)
 with manifest.read() as txn:
     assert txn.count(t.CHUNK_CATALOG) == 1
@@ -122,7 +123,7 @@ def use():
         loop.close()
 """,
     "grow": """
-# a thread that wants to be alone again and again, so that readers meet a closed gate
+# a thread that repeatedly needs exclusive access, so that readers find the gate closed
 stop = threading.Event()
 def alone():
     while not stop.is_set():
@@ -135,8 +136,8 @@ def use():
         again.get(t.DB, 1)
     manifest.env.info()
 """,
-    "be alone": """
-# what `close` does, while others read
+    "exclusive": """
+# as `close` does, while other threads read
 stop = threading.Event()
 def others():
     while not stop.is_set():
@@ -150,16 +151,16 @@ def use():
 """,
 }
 
-ENDED = """
+JOIN_THREADS = """
 if "stop" in globals():
     stop.set()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "somebody hangs"
+        assert not thread.is_alive(), "a thread hangs"
 """
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_exceptions_that_strike_anywhere_leave_nothing_behind(path: str, use: str) -> None:
-    """Hazard: `with condition:` is Python code; an exception in it leaves the lock held, or lets go of it twice."""
-    assert finish(python(STRUCK + use + "storm(use)" + ENDED + AFTERWARDS, path)).endswith("ok\n")
+def test_exceptions_raised_anywhere_leave_nothing_behind(path: str, use: str) -> None:
+    """Hazard: `with condition:` is Python code; an exception in it leaves the lock held, or releases it twice."""
+    assert finish(python(INTERRUPTED + use + "storm(use)" + JOIN_THREADS + AFTERWARDS, path)).endswith("ok\n")

@@ -1,4 +1,4 @@
-"""Slot leaves: their bytes, and what a chain may be."""
+"""Slot leaves: their bytes, and which chains are valid."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ def test_unpack_is_the_inverse_of_pack(leaf: Leaf) -> None:
 
 @given(LEAVES)
 def test_entries_are_sorted_so_that_equal_leaves_have_equal_bytes(leaf: Leaf) -> None:
-    backwards = dict(sorted(leaf.items(), reverse=True))
-    assert pack_leaf(backwards) == pack_leaf(leaf)
+    reversed_leaf = dict(sorted(leaf.items(), reverse=True))
+    assert pack_leaf(reversed_leaf) == pack_leaf(leaf)
 
 
 @given(LEAVES, st.integers(0, 2**24 - 1))
-def test_artifacts_are_named_by_the_slot_they_hold(leaf: Leaf, number: int) -> None:
-    found = list(artifacts(leaf, number))
-    assert len(found) == sum(map(len, leaf.values()))
-    for key in found:
+def test_artifacts_are_named_by_their_slot(leaf: Leaf, number: int) -> None:
+    keys = list(artifacts(leaf, number))
+    assert len(keys) == sum(map(len, leaf.values()))
+    for key in keys:
         leaf_number, offset = place(key.id)
         assert leaf_number == number
         assert any(link.artifact(key.id) == key for link in leaf[offset])
 
 
 @given(U32)
-def test_a_slot_has_one_place(slot: int) -> None:
+def test_a_slot_has_one_position(slot: int) -> None:
     leaf, offset = place(slot)
     assert leaf * SLOTS_PER_LEAF + offset == slot
     assert 0 <= offset < SLOTS_PER_LEAF
@@ -91,13 +91,13 @@ BASE, DELTA = ArtifactKind.BASE, ArtifactKind.DELTA
         pytest.param((link(BASE, 1), link(ArtifactKind.LEAF, 2)), id="a leaf as delta"),
     ],
 )
-def test_anything_else_is_no_chain(chain: Chain) -> None:
+def test_anything_else_is_not_a_chain(chain: Chain) -> None:
     with pytest.raises(InvalidInput):
         check_chain(chain, 3)
 
 
 @given(st.binary(max_size=100))
-def test_bytes_that_are_no_leaf_are_damage_and_nothing_else(raw: bytes) -> None:
+def test_bytes_that_are_not_a_leaf_are_reported_as_damage(raw: bytes) -> None:
     try:
         leaf = unpack_leaf(raw)
     except ManifestDamaged:
@@ -111,14 +111,14 @@ def test_an_unknown_kind_is_damage() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [Link(BASE, 2**32, 1, 1), Link(BASE, 1, -1, 1), Link(BASE, 1, 1, 2**64), Link(DELTA, 1, 1, 1, 2**16)]
+    "invalid", [Link(BASE, 2**32, 1, 1), Link(BASE, 1, -1, 1), Link(BASE, 1, 1, 2**64), Link(DELTA, 1, 1, 1, 2**16)]
 )
-def test_a_number_that_does_not_fit_is_refused(bad: Link) -> None:
+def test_a_number_that_does_not_fit_is_rejected(invalid: Link) -> None:
     with pytest.raises(OutOfRange):
-        pack_leaf({0: (bad,)})
+        pack_leaf({0: (invalid,)})
 
 
-def test_an_offset_beyond_the_leaf_is_refused() -> None:
+def test_an_offset_beyond_the_leaf_is_rejected() -> None:
     with pytest.raises(OutOfRange):
         pack_leaf({SLOTS_PER_LEAF: (link(BASE, 1),)})
 

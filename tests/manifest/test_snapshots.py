@@ -1,4 +1,4 @@
-"""Snapshots: what they hold, how they are anchored, and what is refused."""
+"""Snapshots: what they hold, how they are anchored, and which requests are rejected."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ from tests.manifest.checkpoints import (
     append_wal_chunk,
     checkpoint_apply,
 )
-from tests.manifest.helpers import collect, counts, does
+from tests.manifest.helpers import collect, commit, counts
 
 BASE, DELTA, LEAF, WAL = ArtifactKind.BASE, ArtifactKind.DELTA, ArtifactKind.LEAF, ArtifactKind.WAL
 
 Write = dict[int, set[int] | None]
-"""Slot → the pages that changed, `None` for all of them: a delta, or a new base."""
+"""Slot → the changed pages (a delta), or `None` for all pages (a new base)."""
 
 
 @contextmanager
-def refused(manifest: ManifestStore, error: type[QuireError]) -> Iterator[None]:
-    """The block raises exactly this error, and every table is byte for byte as it was."""
+def assert_rejected(manifest: ManifestStore, error: type[QuireError]) -> Iterator[None]:
+    """Assert that the block raises exactly this error and that no table has changed by a byte."""
     before = dump(manifest)
     with pytest.raises(error) as caught:
         yield
@@ -72,13 +72,13 @@ def db(manifest: ManifestStore) -> int:
 
 
 def write(manifest: ManifestStore, db_id: int, changes: Write) -> int:
-    """A checkpoint; its generation."""
+    """Apply a checkpoint; returns its generation."""
     with manifest.read() as txn:
         wal = txn.wal_state(db_id)
         chains = {slot: txn.chain(db_id, slot) for slot in changes}
     assert wal is not None
     lsn, generation = wal.last_applied_lsn + 1, manifest.reserve_generation(db_id)
-    does(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn, size_pages=lsn))
+    commit(manifest, AdvanceWal(db_id, 0, lsn, lsn, lsn, size_pages=lsn))
     mutations: list[ChunkMutation] = []
     for slot, pages in changes.items():
         chain = chains[slot]
@@ -93,7 +93,7 @@ def write(manifest: ManifestStore, db_id: int, changes: Write) -> int:
 
 
 def seal(manifest: ManifestStore, db_id: int, lsns: int = 3) -> Pin:
-    """A full WAL segment, as a pin of all of it."""
+    """Add a full WAL segment; returns a pin of all of it."""
     with manifest.read() as txn:
         wal = txn.wal_state(db_id)
     assert wal is not None
@@ -114,7 +114,7 @@ def last_change(manifest: ManifestStore) -> list[type]:
 
 
 def shape(nodes: list[LineageNode] | tuple[LineageNode, ...]) -> list[tuple[str, object]]:
-    """Names of a lineage."""
+    """The names of a lineage as nested lists."""
     return [(node.name or f"gone {node.db_id}", shape(node.forks)) for node in nodes]
 
 
@@ -128,8 +128,8 @@ def test_publishing_is_one_transaction_that_keeps_the_active_set_and_raises_its_
     info = manifest.snapshots.publish("shop", "monday", tags={"who": "me"})
     assert manifest.writer.head == head + 1
     assert last_change(manifest) == [PublishSnapshot]
-    held = {ArtifactKey(db, LEAF, 0, generation), ArtifactKey(db, LEAF, 1, generation), ArtifactKey(db, WAL, 1, 0)}
-    assert counts(manifest) == {key: (n + (key in held), 0) for key, (n, _) in before.items()}
+    shared = {ArtifactKey(db, LEAF, 0, generation), ArtifactKey(db, LEAF, 1, generation), ArtifactKey(db, WAL, 1, 0)}
+    assert counts(manifest) == {key: (n + (key in shared), 0) for key, (n, _) in before.items()}
     with manifest.read() as txn:
         record = txn.snapshot(db, info.snapshot_id)
     assert record is not None
@@ -144,11 +144,11 @@ def test_publishing_is_one_transaction_that_keeps_the_active_set_and_raises_its_
     assert (info.leaves, info.pins, info.size_pages, info.page_size) == (2, 1, 1, 4096)
 
 
-def test_what_is_open_or_absorbed_is_not_pinned(manifest: ManifestStore, db: int) -> None:
+def test_open_and_absorbed_segments_are_not_pinned(manifest: ManifestStore, db: int) -> None:
     seal(manifest, db)
     write(manifest, db, {0: None})
     sealed = seal(manifest, db)
-    does(manifest, OpenSegment(db, 3, WalFormat.PAGER, 65536, b"salt", 50))
+    commit(manifest, OpenSegment(db, 3, WalFormat.PAGER, 65536, b"salt", 50))
     info = manifest.snapshots.publish(db)
     with manifest.read() as txn:
         record = txn.snapshot(db, info.snapshot_id)
@@ -156,7 +156,7 @@ def test_what_is_open_or_absorbed_is_not_pinned(manifest: ManifestStore, db: int
     assert (record.pins, record.anchor_lsn, record.kind) == ([sealed], sealed.upto_lsn, SnapshotKind.ANONYMOUS)
 
 
-def test_a_snapshot_stays_what_it_was(manifest: ManifestStore, db: int) -> None:
+def test_a_snapshot_does_not_change(manifest: ManifestStore, db: int) -> None:
     write(manifest, db, {0: None, 1: None})
     manifest.snapshots.publish(db, "s")
     before = manifest.snapshots.describe(db, "s")
@@ -184,27 +184,29 @@ def test_dropping_lowers_the_counts_and_enqueues_the_deletion_in_one_transaction
     write(manifest, db, {0: None})
     manifest.snapshots.publish(db, "s")
     write(manifest, db, {0: None})
-    assert manifest.jobs.outstanding(db, JobKind.DELETE) == 0, "the snapshot holds it"
+    assert manifest.jobs.outstanding(db, JobKind.DELETE) == 0, "the snapshot refers to the artifacts"
     dropped = manifest.snapshots.drop("shop", "s")
     assert last_change(manifest) == [DropSnapshot, EnsureJob]
     assert dropped.name == "s"
     assert manifest.jobs.outstanding(db, JobKind.DELETE)
     assert (0, 0) in counts(manifest, LEAF).values()
-    with refused(manifest, UnknownSnapshot):
+    with assert_rejected(manifest, UnknownSnapshot):
         manifest.snapshots.drop("shop", "s")
 
 
-def test_what_a_fork_s_snapshot_held_is_deleted_by_the_job_of_whoever_made_it(manifest: ManifestStore, db: int) -> None:
+def test_artifacts_of_a_forks_snapshot_are_deleted_by_the_job_of_the_origin_database(
+    manifest: ManifestStore, db: int
+) -> None:
     write(manifest, db, {0: None})
     fork = manifest.snapshots.fork(db, "fork")
-    kept = manifest.snapshots.publish(fork)
-    for each in (db, fork):
-        write(manifest, each, {0: None})
-    manifest.snapshots.drop(fork, kept.snapshot_id)
+    snapshot = manifest.snapshots.publish(fork)
+    for db_id in (db, fork):
+        write(manifest, db_id, {0: None})
+    manifest.snapshots.drop(fork, snapshot.snapshot_id)
     assert manifest.jobs.outstanding(db, JobKind.DELETE)
 
 
-def test_ids_rise_and_are_never_given_again(manifest: ManifestStore, db: int) -> None:
+def test_ids_rise_and_are_never_reused(manifest: ManifestStore, db: int) -> None:
     first = manifest.snapshots.publish(db).snapshot_id
     manifest.snapshots.drop(db, first)
     with pytest.raises(InvalidName):
@@ -214,100 +216,99 @@ def test_ids_rise_and_are_never_given_again(manifest: ManifestStore, db: int) ->
 
 def test_many_threads_publish_at_once(manifest: ManifestStore, db: int) -> None:
     write(manifest, db, {0: None})
-    found: list[int] = []
+    snapshot_ids: list[int] = []
 
     def publish() -> None:
-        found.extend(manifest.snapshots.publish(db).snapshot_id for _ in range(10))
+        snapshot_ids.extend(manifest.snapshots.publish(db).snapshot_id for _ in range(10))
 
     threads = [threading.Thread(target=publish) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(found) == [info.snapshot_id for info in manifest.snapshots.of(db)]
-    assert len(set(found)) == 60
+    assert sorted(snapshot_ids) == [info.snapshot_id for info in manifest.snapshots.of(db)]
+    assert len(set(snapshot_ids)) == 60
 
 
 # ── anchors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
-def overtaking(
-    manifest: ManifestStore, times: int, *, monkeypatch: pytest.MonkeyPatch, gone: bool
+def checkpoints_after_anchor(
+    manifest: ManifestStore, times: int, *, monkeypatch: pytest.MonkeyPatch, to_anchor: bool
 ) -> Iterator[list[int]]:
-    """So many times a checkpoint, and the truncation after it, come between taking an anchor and using it."""
-    take, taken = manifest.snapshots._anchor, list[int]()
+    """The given number of times, a checkpoint and a truncation happen between taking an anchor and using it."""
+    original, lsns = manifest.snapshots._anchor, list[int]()
 
-    def taking(db_id: int) -> Anchor:
-        found = take(db_id)
-        taken.append(found.lsn)
-        if len(taken) <= times:
-            if gone:  # it covers exactly the anchor, so the anchor itself is not stale: the segments it pins are
+    def take_and_checkpoint(db_id: int) -> Anchor:
+        anchor = original(db_id)
+        lsns.append(anchor.lsn)
+        if len(lsns) <= times:
+            if to_anchor:  # it covers exactly the anchor, so that only the pinned segments are stale, not the anchor
                 generation = manifest.reserve_generation(db_id)
                 record = ChunkRecord(Residency.LOCAL, 1, 0)
                 checkpoint_apply(
-                    manifest, db_id, generation, [FullChunk(slot=0, record=record)], covered_lsn=found.lsn
+                    manifest, db_id, generation, [FullChunk(slot=0, record=record)], covered_lsn=anchor.lsn
                 ).result()
             else:
                 write(manifest, db_id, {0: None})
-            for pin in found.pins:
+            for pin in anchor.pins:
                 truncate(manifest, db_id, pin.segment_id)
-            if len(taken) % 2:
+            if len(lsns) % 2:
                 collect(manifest)
             seal(manifest, db_id)
-        return found
+        return anchor
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest.snapshots, "_anchor", taking)
-        yield taken
+        patch.setattr(manifest.snapshots, "_anchor", take_and_checkpoint)
+        yield lsns
 
 
-@pytest.mark.parametrize("gone", [False, True], ids=["passed the anchor", "to the anchor"])
-def test_an_anchor_that_a_checkpoint_overtook_is_taken_again(
-    manifest: ManifestStore, db: int, monkeypatch: pytest.MonkeyPatch, gone: bool
+@pytest.mark.parametrize("to_anchor", [False, True], ids=["passed the anchor", "to the anchor"])
+def test_an_anchor_that_a_checkpoint_has_passed_is_taken_again(
+    manifest: ManifestStore, db: int, monkeypatch: pytest.MonkeyPatch, to_anchor: bool
 ) -> None:
-    """Hazard: a checkpoint to exactly the anchor, and truncation, made it fail with `ArtifactGone` or `UnknownArtifact`."""
+    """Hazard: after a checkpoint to exactly the anchor and a truncation, it failed with `ArtifactGone` or
+    `UnknownArtifact`."""
     seal(manifest, db)
-    with overtaking(manifest, 2, monkeypatch=monkeypatch, gone=gone) as taken:
+    with checkpoints_after_anchor(manifest, 2, monkeypatch=monkeypatch, to_anchor=to_anchor) as lsns:
         info = manifest.snapshots.publish(db, "s")
-    assert (len(taken), info.anchor_lsn) == (3, taken[-1])
+    assert (len(lsns), info.anchor_lsn) == (3, lsns[-1])
     manifest.snapshots.drop(db, "s")
-    with overtaking(manifest, 2, monkeypatch=monkeypatch, gone=gone) as taken:
+    with checkpoints_after_anchor(manifest, 2, monkeypatch=monkeypatch, to_anchor=to_anchor) as lsns:
         fork = manifest.snapshots.fork(db, "fork")
-    assert len(taken) == 3
+    assert len(lsns) == 3
     with manifest.read() as txn:
         record = txn.database(fork)
     assert record is not None
-    assert record.parent_lsn == taken[-1]
+    assert record.parent_lsn == lsns[-1]
 
 
-def test_checkpoints_without_end_are_an_error(
-    manifest: ManifestStore, db: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with overtaking(manifest, 10**6, monkeypatch=monkeypatch, gone=False) as taken:
+def test_endless_checkpoints_are_an_error(manifest: ManifestStore, db: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with checkpoints_after_anchor(manifest, 10**6, monkeypatch=monkeypatch, to_anchor=False) as lsns:
         with pytest.raises(StalePlan, match="too often"):
             manifest.snapshots.publish(db)
         with pytest.raises(StalePlan, match="too often"):
             manifest.snapshots.fork(db, "fork")
-    assert len(taken) == 2 * ANCHOR_TRIES
+    assert len(lsns) == 2 * ANCHOR_TRIES
 
 
-def test_an_engine_s_own_anchor_is_used_or_refused(manifest: ManifestStore, db: int) -> None:
+def test_an_anchor_of_the_engine_is_used_or_rejected(manifest: ManifestStore, db: int) -> None:
     pin = seal(manifest, db, lsns=10)
     middle = Anchor(pin.upto_lsn - 4, pin.segment_id, 7, (Pin(db, pin.segment_id, pin.upto_lsn - 4, 300),), 99)
     info = manifest.snapshots.publish(db, "s", anchor=middle)
     assert (info.anchor_lsn, info.size_pages, info.anchor_time_ms) == (middle.lsn, 7, 99)
     write(manifest, db, {0: None})
-    with refused(manifest, StalePlan):
+    with assert_rejected(manifest, StalePlan):
         manifest.snapshots.publish(db, "t", anchor=middle)
-    with refused(manifest, StalePlan):
+    with assert_rejected(manifest, StalePlan):
         manifest.snapshots.fork(db, "fork", anchor=middle)
     manifest.snapshots.drop(db, "s")
     truncate(manifest, db, pin.segment_id)
-    late = Anchor(10**6, pin.segment_id, 7, (pin,))
-    with refused(manifest, ArtifactGone):
-        manifest.snapshots.publish(db, "t", anchor=late)
+    stale = Anchor(10**6, pin.segment_id, 7, (pin,))
+    with assert_rejected(manifest, ArtifactGone):
+        manifest.snapshots.publish(db, "t", anchor=stale)
     collect(manifest)
-    with refused(manifest, UnknownArtifact):
-        manifest.snapshots.fork(db, "fork", anchor=late)
+    with assert_rejected(manifest, UnknownArtifact):
+        manifest.snapshots.fork(db, "fork", anchor=stale)
 
 
 # ── bad input ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -338,16 +339,16 @@ def test_bad_requests_get_specific_errors_and_change_nothing(manifest: ManifestS
         (UnknownSnapshot, lambda: snapshots.diff(db, "nope")),
         (UnknownSnapshot, lambda: snapshots.describe(db, "nope")),
     ):
-        with refused(manifest, error):
+        with assert_rejected(manifest, error):
             call()
 
 
-def test_a_reader_looks_and_changes_nothing(path: str) -> None:
+def test_a_read_only_process_can_read_snapshots_and_not_change_them(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         db = manifest.register_db("shop", DbKind.PAGES)
-        kept = manifest.snapshots.publish(db, "s")
+        snapshot = manifest.snapshots.publish(db, "s")
     with ManifestStore.open(path, mode="r") as reader:
-        assert reader.snapshots.of("shop") == [kept]
+        assert reader.snapshots.of("shop") == [snapshot]
         assert shape(reader.snapshots.lineage()) == [("shop", [])]
         for call in (
             lambda: reader.snapshots.publish(db, "t"),

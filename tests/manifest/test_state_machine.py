@@ -1,7 +1,7 @@
 """Random batches, valid and not, against a small model: after every step the rules hold, at the end the feed replays.
 
-The stories come from `quire.testing.manifest.BatchMaker`. The model knows which names lead to which databases, which
-sequences were acknowledged, and which ids were ever handed out.
+The stories come from `tests.manifest.batches.BatchMaker`. The model knows the database of each name, the acknowledged
+sequences, and all ids that were ever returned.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STORIES = sorted(BatchMaker(Random(0)).stories)
 
 
 class ManifestMachine(RuleBasedStateMachine):
-    """Drives one manifest through its public door only: submit, typed methods, close and open."""
+    """Drives one manifest through its public interface only: submit, typed methods, close and open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class ManifestMachine(RuleBasedStateMachine):
         self.manifest = ManifestStore.open(self.path)
         hold_feed(self.manifest)
         self.names: dict[str, int] = {}
-        self.former: dict[int, str] = {}
+        self.former_names: dict[int, str] = {}
         self.acknowledged: list[int] = []
-        self.handed_out: set[int] = set()
-        self.answers: dict[bytes, Receipt] = {}
+        self.returned_ids: set[int] = set()
+        self.receipts: dict[bytes, Receipt] = {}
 
     # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────
-    def learn(self, ops: list[Op], receipt: Receipt) -> None:
+    def apply_to_model(self, ops: list[Op], receipt: Receipt) -> None:
         if receipt.sequence:
             self.acknowledged.append(receipt.sequence)
         for op in ops:
@@ -56,19 +56,19 @@ class ManifestMachine(RuleBasedStateMachine):
                 case ForkDb(db_id=db_id, name=name):
                     self.names[name] = db_id
                 case RenameDb(db_id=db_id, name=name):
-                    self.forget(db_id)
+                    self.remove_name(db_id)
                     self.names[name] = db_id
                 case SoftDropDb(db_id=db_id):
-                    self.former[db_id] = next(name for name, holder in self.names.items() if holder == db_id)
-                    self.forget(db_id)
+                    self.former_names[db_id] = next(name for name, holder in self.names.items() if holder == db_id)
+                    self.remove_name(db_id)
                     self.names[hidden_name(db_id)] = db_id
                 case UndropDb(db_id=db_id, name=name):
-                    self.forget(db_id)
-                    self.names[name or self.former[db_id]] = db_id
+                    self.remove_name(db_id)
+                    self.names[name or self.former_names[db_id]] = db_id
                 case DropDb(db_id=db_id):
-                    self.forget(db_id)
+                    self.remove_name(db_id)
 
-    def forget(self, db_id: int) -> None:
+    def remove_name(self, db_id: int) -> None:
         self.names = {name: holder for name, holder in self.names.items() if holder != db_id}
 
     # ── steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -77,7 +77,7 @@ class ManifestMachine(RuleBasedStateMachine):
         for name in ("ash", "birch"):
             db_id = self.manifest.register_db(name, DbKind.PAGES)
             self.names[name] = db_id
-            self.handed_out.add(db_id)
+            self.returned_ids.add(db_id)
             self.acknowledged.append(len(self.acknowledged) + 1)
 
     @rule(rng=RANDOMS, story=st.sampled_from(STORIES), more=st.integers(0, 2))
@@ -91,15 +91,15 @@ class ManifestMachine(RuleBasedStateMachine):
         before = dump(self.manifest)
         result = outcome(self.manifest.submit(ops))
         if isinstance(result, Receipt):
-            self.learn(ops, result)
+            self.apply_to_model(ops, result)
         else:
             assert not isinstance(result, (StoreUnusable, InternalError)), result
             changed = difference(before, dump(self.manifest))
-            assert not changed, f"{result} left something behind: {changed}"
+            assert not changed, f"a batch rejected with {result} changed rows: {changed}"
 
     @rule(rng=RANDOMS, count=st.integers(2, 8))
     def a_group(self, rng: Random, count: int) -> None:
-        """Batches planned on the same state and submitted together: some overtake others."""
+        """Batches planned on the same state and submitted together, of which some invalidate others."""
         maker = BatchMaker(rng)
         batches = [maker.batch(self.manifest, rng.randint(1, 2)) for _ in range(count)]
         guards = [self.manifest.submit(ops) for ops in batches]
@@ -107,11 +107,11 @@ class ManifestMachine(RuleBasedStateMachine):
         for ops, guard in zip(batches, guards):
             result = outcome(guard)
             if isinstance(result, Receipt):
-                self.learn(ops, result)
+                self.apply_to_model(ops, result)
                 sequences += [result.sequence] if result.sequence else []
             else:
                 assert not isinstance(result, (StoreUnusable, InternalError)), result
-        assert sequences == sorted(set(sequences)), "order of submit is the order of the feed"
+        assert sequences == sorted(set(sequences)), "the feed has the order of submission"
 
     @rule(name=st.sampled_from(BatchMaker.NAMES))
     def register(self, name: str) -> None:
@@ -120,39 +120,40 @@ class ManifestMachine(RuleBasedStateMachine):
                 db_id = self.manifest.register_db(name, DbKind.PAGES)
                 break
             except AlreadyExists:
-                continue  # a raw batch took this id behind the facade's back; the next one is free
+                continue  # a random batch has used this id; the next one is free
             except NameTaken:
                 assert name in self.names
                 return
         assert name not in self.names
-        assert db_id not in self.handed_out, "an id was handed out twice"
-        self.handed_out.add(db_id)
+        assert db_id not in self.returned_ids, "an id was returned twice"
+        self.returned_ids.add(db_id)
         self.names[name] = db_id
         self.acknowledged.append(self.manifest.writer.head)
 
     @rule(rng=RANDOMS, key=st.sampled_from([bytes([n]) * 16 for n in range(3)]))
     def with_a_key(self, rng: Random, key: bytes) -> None:
-        """A key that was used gets its first answer and nothing is applied; a refused batch does not use its key."""
+        """A key that was used returns its first receipt and nothing is applied; a rejected batch does not use its
+        key."""
         ops = BatchMaker(rng).batch(self.manifest)
         before = dump(self.manifest)
         result = outcome(self.manifest.submit(ops, key=key))
-        if key in self.answers:
-            first = self.answers[key]
+        if key in self.receipts:
+            first = self.receipts[key]
             assert isinstance(result, Receipt)
             assert (result.repeated, result.sequence, result.generations) == (True, first.sequence, first.generations)
             assert not difference(before, dump(self.manifest))
         elif isinstance(result, Receipt):
-            self.answers[key] = result
-            self.learn(ops, result)
+            self.receipts[key] = result
+            self.apply_to_model(ops, result)
 
     @rule()
     def reopen(self) -> None:
         before = dump(self.manifest)
         self.manifest.close()
         self.manifest = ManifestStore.open(self.path)
-        assert not difference(before, dump(self.manifest)), "closing and opening changed something"
+        assert not difference(before, dump(self.manifest)), "closing and opening changed rows"
 
-    # ── what always holds ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── invariants ────────────────────────────────────────────────────────────────────────────────────────────────────
     @invariant()
     def rules_hold(self) -> None:
         assert_clean(self.manifest, leaks=True)

@@ -18,7 +18,7 @@ def test_a_wake_before_the_sleep_ends_it() -> None:
     wakeup.wake()
     wakeup.wake()
     assert wakeup.sleep(0)
-    assert not wakeup.sleep(0), "wakes are counted together, not queued"
+    assert not wakeup.sleep(0), "wake-ups are merged, not queued"
 
 
 def test_a_sleeper_wakes_when_a_thread_wakes_it() -> None:
@@ -40,11 +40,11 @@ def test_a_timeout_ends_the_sleep() -> None:
     started = time.monotonic()
     assert not ThreadWakeup().sleep(0.02)
     assert time.monotonic() - started >= 0.02
-    assert not ThreadWakeup().sleep(-1), "a deadline in the past is no sleep at all"
+    assert not ThreadWakeup().sleep(-1), "a deadline in the past does not sleep"
 
 
-def test_a_signal_that_somebody_handles_does_not_end_the_sleep() -> None:
-    """Timers and SIGCHLD are ordinary in web workers: a commit that is awaited meanwhile must not look like one that failed."""
+def test_a_handled_signal_does_not_end_the_sleep() -> None:
+    """Timers and SIGCHLD are common in web workers: they must not make an awaited commit look like a failed one."""
     wakeup, alarm = ThreadWakeup(), threading.Event()
     before = signal.signal(signal.SIGALRM, lambda *_: alarm.set())
 
@@ -64,7 +64,7 @@ def test_a_signal_that_somebody_handles_does_not_end_the_sleep() -> None:
         waker.join()
 
 
-def test_every_thread_has_its_own() -> None:
+def test_every_thread_has_its_own_wakeup() -> None:
     others: list[ThreadWakeup | None] = []
     thread = threading.Thread(target=lambda: others.append(thread_wakeup()))
     thread.start()
@@ -73,7 +73,7 @@ def test_every_thread_has_its_own() -> None:
     assert others[0] is not thread_wakeup()
 
 
-def test_a_child_does_not_swallow_the_wakes_of_its_parent() -> None:
+def test_a_forked_child_does_not_consume_the_wakeups_of_its_parent() -> None:
     """Hazard: after fork() both processes would read one counter."""
     wakeup = thread_wakeup()
     assert wakeup is not None
@@ -86,14 +86,14 @@ def test_a_child_does_not_swallow_the_wakes_of_its_parent() -> None:
     assert wakeup.sleep(0)
 
 
-def test_a_wakeup_that_cannot_be_made_leaves_nothing_to_clean_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wakeup_that_cannot_be_created_closes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hazard: its finaliser closed a descriptor that it never had."""
 
-    def full(*_: int) -> int:
+    def fail(*_: int) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "eventfd", full)
+        patched.setattr(os, "eventfd", fail)
         with pytest.raises(OSError, match="open files"):
             ThreadWakeup()
     assert ThreadWakeup().sleep(0) is False

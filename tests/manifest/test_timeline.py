@@ -1,4 +1,5 @@
-"""A takeover in the manifest: one change, a gap in the sequences that no distance counts, and no position inside it (A10)."""
+"""A takeover in the manifest: one change, a gap in the sequences that no distance counts, and no position inside it
+(A10)."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ FIRST = 2 << 40
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Iterator[ManifestStore]:
-    with ManifestStore.open(str(tmp_path / "manifest.lmdb")) as opened:
-        opened.ensure_owner_epoch()
-        yield opened
-        assert opened.check() == []
+    with ManifestStore.open(str(tmp_path / "manifest.lmdb")) as manifest:
+        manifest.ensure_owner_epoch()
+        yield manifest
+        assert manifest.check() == []
 
 
 def commit(manifest: ManifestStore, count: int = 1) -> None:
@@ -38,7 +39,7 @@ def commit(manifest: ManifestStore, count: int = 1) -> None:
 
 
 def take_over(manifest: ManifestStore, parent: Parent | None = None) -> int:
-    """Where the former range ended."""
+    """Begin a new owner epoch; returns the last sequence of the former range."""
     head = manifest.feed.head()
     manifest.begin_owner_epoch(parent=parent or Parent())
     return head
@@ -58,7 +59,7 @@ def test_a_takeover_is_one_change_at_the_beginning_of_a_new_range(manifest: Mani
     assert manifest.feed.head() == FIRST + 1
 
 
-def test_the_first_epoch_of_a_store_is_no_takeover(manifest: ManifestStore) -> None:
+def test_the_first_epoch_of_a_store_is_not_a_takeover(manifest: ManifestStore) -> None:
     with manifest.read() as txn:
         assert txn.owner_epoch() == 1
         assert txn.gaps() == ()
@@ -78,14 +79,14 @@ def test_lag_and_max_lag_count_changes_and_not_the_gap(manifest: ManifestStore) 
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 256])
-def test_a_follower_reads_on_across_the_gap(manifest: ManifestStore, limit: int) -> None:
+def test_a_follower_continues_across_the_gap(manifest: ManifestStore, limit: int) -> None:
     start = manifest.feed.head()
     manifest.feed.register(Start.LATEST, name="reader")
     commit(manifest, 3)
     last = take_over(manifest)
     commit(manifest, 3)
-    seen = [change.sequence for change in manifest.feed.follow("reader", limit=limit, timeout=0)]
-    assert seen == [*range(start + 1, last + 1), *range(FIRST, FIRST + 4)]
+    sequences = [change.sequence for change in manifest.feed.follow("reader", limit=limit, timeout=0)]
+    assert sequences == [*range(start + 1, last + 1), *range(FIRST, FIRST + 4)]
     assert manifest.feed.cursor("reader").lag == 0
 
 
@@ -121,7 +122,7 @@ def test_several_takeovers_leave_several_gaps(manifest: ManifestStore) -> None:
     assert manifest.feed.lag() == {"reader": len(expected)}
 
 
-def test_trimming_across_the_gap_removes_rows_and_does_not_count_to_it(manifest: ManifestStore) -> None:
+def test_trimming_across_the_gap_removes_rows_and_does_not_count_the_gap(manifest: ManifestStore) -> None:
     manifest.feed.register(Start.OLDEST, name="reader")
     commit(manifest, TRIM_ROWS + 10)
     take_over(manifest)
@@ -134,7 +135,7 @@ def test_trimming_across_the_gap_removes_rows_and_does_not_count_to_it(manifest:
         assert txn.feed_bounds() == (FIRST + 2, FIRST + 3)
 
 
-def test_a_log_trimmed_up_to_the_takeover_lets_its_reader_go_on(manifest: ManifestStore) -> None:
+def test_a_reader_continues_after_a_log_was_trimmed_up_to_the_takeover(manifest: ManifestStore) -> None:
     manifest.feed.register(Start.OLDEST, name="reader")
     commit(manifest, 2)
     last = manifest.feed.head()
@@ -145,7 +146,7 @@ def test_a_log_trimmed_up_to_the_takeover_lets_its_reader_go_on(manifest: Manife
     assert manifest.feed.cursor("reader").why_given_up(2**50) == ""
 
 
-def test_retention_by_time_and_by_bytes_looks_at_changes_only(
+def test_retention_by_time_and_by_bytes_considers_changes_only(
     manifest: ManifestStore,
 ) -> None:
     commit(manifest, 20)
@@ -156,11 +157,11 @@ def test_retention_by_time_and_by_bytes_looks_at_changes_only(
         assert manifest.feed._retained_from(txn, manifest.clock.now_ms()) == 0
         assert manifest.feed._retained_from(txn, manifest.clock.now_ms() + 2 * 10**9) == FIRST + 6
         manifest.feed.settings = replace(manifest.feed.settings, retain_bytes=4 * 60)
-        kept = manifest.feed._retained_from(txn, manifest.clock.now_ms())
-        assert FIRST < kept <= FIRST + 5
+        oldest = manifest.feed._retained_from(txn, manifest.clock.now_ms())
+        assert FIRST < oldest <= FIRST + 5
 
 
-def test_replaying_the_feed_crosses_the_gap_and_gives_the_same_tables(manifest: ManifestStore, tmp_path: Path) -> None:
+def test_replaying_the_feed_across_the_gap_yields_the_same_tables(manifest: ManifestStore, tmp_path: Path) -> None:
     with Replica.from_copy(manifest, str(tmp_path / "replica.lmdb"), name="replica") as replica:
         manifest.register_db("shop", DbKind.PAGES)
         replica.catch_up(manifest.feed, "replica")
@@ -176,7 +177,7 @@ def test_replaying_the_feed_crosses_the_gap_and_gives_the_same_tables(manifest: 
             assert [change.sequence for change in txn.changes()] == [FIRST + 2, 3 << 40]
 
 
-def test_a_replica_of_the_lost_line_is_refused(tmp_path: Path) -> None:
+def test_a_replica_of_the_lost_range_is_rejected(tmp_path: Path) -> None:
     path = str(tmp_path / "manifest.lmdb")
     with ManifestStore.open(path) as manifest:
         manifest.ensure_owner_epoch()
@@ -190,7 +191,7 @@ def test_a_replica_of_the_lost_line_is_refused(tmp_path: Path) -> None:
             replica.catch_up(successor.feed, "replica")
 
 
-def test_ids_of_the_lost_range_are_not_given_again(manifest: ManifestStore) -> None:
+def test_ids_of_the_lost_range_are_not_reused(manifest: ManifestStore) -> None:
     before = {counter: manifest.allocate(counter) for counter in Counter}
     take_over(manifest)
     after = {counter: manifest.allocate(counter) for counter in Counter}
@@ -200,20 +201,20 @@ def test_ids_of_the_lost_range_are_not_given_again(manifest: ManifestStore) -> N
     assert manifest.register_db("later", DbKind.PAGES) > 2**16
 
 
-def test_a_timeline_that_does_not_follow_the_head_is_refused(manifest: ManifestStore) -> None:
+def test_a_timeline_that_does_not_follow_the_head_is_rejected(manifest: ManifestStore) -> None:
     head = manifest.feed.head()
     with pytest.raises(StalePlan):
         manifest.submit([Timeline(2, 1, 0, 0, head - 1, FIRST)]).result()
     with pytest.raises(InvalidInput):
         manifest.submit([Timeline(2, 1, 0, 0, head, head)]).result()
-    with pytest.raises(StalePlan):  # two in one batch would share a sequence
+    with pytest.raises(StalePlan):  # two in one batch would have the same sequence
         manifest.submit([Timeline(2, 1, 0, 0, head, FIRST), Timeline(3, 2, 0, 0, head, 3 << 40)]).result()
     assert manifest.feed.head() == head
     manifest.submit([ReserveIds(Counter.DB, 5)]).result()
     assert manifest.feed.head() == head + 1
 
 
-def test_a_failed_batch_after_a_takeover_in_one_group_leaves_the_right_sequences(manifest: ManifestStore) -> None:
+def test_a_failed_batch_after_a_takeover_in_one_group_leaves_correct_sequences(manifest: ManifestStore) -> None:
     head = manifest.feed.head()
     guards = [
         manifest.submit([Timeline(2, 1, 0, 0, head, FIRST)]),

@@ -1,4 +1,4 @@
-"""The writer: order, isolation, back-pressure, idempotency, generations, what it reports."""
+"""The writer: order, isolation, back-pressure, idempotency, generations, and what it reports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
 from tests.manifest.batches import BatchMaker, outcome
-from tests.manifest.helpers import chunk, eventually, held, register, together
+from tests.manifest.helpers import chunk, eventually, held, register, submit_as_group
 
 
 def chunks(manifest: ManifestStore) -> set[int]:
@@ -68,31 +68,31 @@ def test_batches_of_many_threads_keep_each_threads_order(manifest: ManifestStore
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(found == sorted(found) for found in sequences.values())
-    assert sorted(n for found in sequences.values() for n in found) == list(range(2, 402))
+    assert all(of_thread == sorted(of_thread) for of_thread in sequences.values())
+    assert sorted(n for of_thread in sequences.values() for n in of_thread) == list(range(2, 402))
 
 
 def test_a_batch_sees_the_batches_before_it_in_its_group(manifest: ManifestStore) -> None:
-    guards = together(manifest, [[register(1, "a")], [RenameDb(1, "b")], [register(2, "a")], [chunk(1)]])
+    guards = submit_as_group(manifest, [[register(1, "a")], [RenameDb(1, "b")], [register(2, "a")], [chunk(1)]])
     assert [guard.result(30).sequence for guard in guards] == [1, 2, 3, 4]
-    assert eventually(lambda: manifest.writer.stats.commits == 2), "the hold and one group"
+    assert eventually(lambda: manifest.writer.stats.commits == 2), "the commit of the hold and one group"
 
 
 # ── isolation ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_failing_batch_fails_alone_between_good_ones(manifest: ManifestStore) -> None:
+def test_a_failing_batch_fails_alone_between_valid_ones(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
-    before, bad, after = together(manifest, [[chunk(1)], [chunk(2), register(1)], [chunk(3)]])
+    before, failing, after = submit_as_group(manifest, [[chunk(1)], [chunk(2), register(1)], [chunk(3)]])
     assert before.result(30).sequence == 2
     with pytest.raises(AlreadyExists, match="database with this id"):
-        bad.result(30)
-    assert after.result(30).sequence == 3, "a failed batch takes no sequence"
+        failing.result(30)
+    assert after.result(30).sequence == 3, "a failed batch uses no sequence"
     assert chunks(manifest) == {1, 3}
 
 
 def test_any_number_of_batches_of_a_group_may_fail(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
     batches: list[list[Op]] = [[chunk(n), register(1)] if n % 3 else [chunk(n)] for n in range(1, 61)]
-    guards = together(manifest, batches)
+    guards = submit_as_group(manifest, batches)
     results = [outcome(guard) for guard in guards]
     assert [isinstance(result, Receipt) for result in results] == [n % 3 == 0 for n in range(1, 61)]
     assert chunks(manifest) == set(range(3, 61, 3))
@@ -100,7 +100,7 @@ def test_any_number_of_batches_of_a_group_may_fail(manifest: ManifestStore) -> N
 
 def test_all_batches_of_a_group_may_fail(manifest: ManifestStore) -> None:
     before = dump(manifest, t.Policy.LOGGED)
-    guards = together(manifest, [[chunk(n)] for n in range(1, 10)])
+    guards = submit_as_group(manifest, [[chunk(n)] for n in range(1, 10)])
     for guard in guards:
         with pytest.raises(UnknownDatabase):
             guard.result(30)
@@ -108,10 +108,10 @@ def test_all_batches_of_a_group_may_fail(manifest: ManifestStore) -> None:
 
 
 def test_a_chunk_that_exists_fails_alone_after_the_optimistic_pass(manifest: ManifestStore) -> None:
-    """Inserts believe that keys are new; when LMDB says otherwise the group is done again, looking."""
+    """Inserts assume that keys are new; if LMDB reports otherwise, the group is applied again with checks."""
     manifest.submit([register(1), chunk(5)]).result()
-    same, fresh, other, last = together(manifest, [[chunk(5)], [chunk(6)], [chunk(7), chunk(5, 11)], [chunk(8)]])
-    assert same.result(30).sequence == 2, "putting the same row again is fine"
+    same, fresh, other, last = submit_as_group(manifest, [[chunk(5)], [chunk(6)], [chunk(7), chunk(5, 11)], [chunk(8)]])
+    assert same.result(30).sequence == 2, "putting the same row again succeeds"
     assert fresh.result(30).sequence == 3
     with pytest.raises(AlreadyExists, match="a different chunk"):
         other.result(30)
@@ -119,23 +119,25 @@ def test_a_chunk_that_exists_fails_alone_after_the_optimistic_pass(manifest: Man
     assert chunks(manifest) == {5, 6, 8}
 
 
-def test_a_failure_and_a_taken_key_in_one_group_are_told_apart(manifest: ManifestStore) -> None:
+def test_a_failure_and_an_existing_key_in_one_group_are_distinguished(manifest: ManifestStore) -> None:
     manifest.submit([register(1), chunk(5)]).result()
     results = [
         outcome(guard)
-        for guard in together(manifest, [[register(1)], [chunk(5, 11)], [chunk(6)], [register(2, "db1")], [chunk(7)]])
+        for guard in submit_as_group(
+            manifest, [[register(1)], [chunk(5, 11)], [chunk(6)], [register(2, "db1")], [chunk(7)]]
+        )
     ]
     kinds = [type(result) for result in results]
     assert kinds == [AlreadyExists, AlreadyExists, Receipt, NameTaken, Receipt]
     assert chunks(manifest) == {5, 6, 7}
 
 
-@pytest.mark.parametrize("bad", [2**64, 2**70, -(2**70)])
-def test_a_row_that_cannot_be_encoded_fails_alone(manifest: ManifestStore, bad: int) -> None:
-    """A local op has no change record: its row meets the codec only when the group is flushed."""
+@pytest.mark.parametrize("number", [2**64, 2**70, -(2**70)])
+def test_a_row_that_cannot_be_encoded_fails_alone(manifest: ManifestStore, number: int) -> None:
+    """A local operation has no change record: its row is encoded only when the group is flushed."""
     manifest.submit([register(1)]).result()
-    batches: list[list[Op]] = [[chunk(1)], [chunk(2), PutReader(1, 1, bad, 1)], [chunk(3)]]
-    good, broken, later = together(manifest, batches)
+    batches: list[list[Op]] = [[chunk(1)], [chunk(2), PutReader(1, 1, number, 1)], [chunk(3)]]
+    good, broken, later = submit_as_group(manifest, batches)
     assert isinstance(good.result(30), Receipt)
     with pytest.raises(InvalidInput):
         broken.result(30)
@@ -143,53 +145,54 @@ def test_a_row_that_cannot_be_encoded_fails_alone(manifest: ManifestStore, bad: 
     assert chunks(manifest) == {1, 3}
 
 
-def test_a_batch_that_failed_because_of_a_broken_one_is_judged_again(manifest: ManifestStore) -> None:
-    """Hazard: the group is redone without the culprit, the second batch now commits, and its guard still said NameTaken."""
-    broken, waiting = together(manifest, [[register(1, "x"), PutReader(1, 1, 2**70, 1)], [register(2, "x")]])
+def test_a_batch_that_failed_because_of_an_invalid_one_is_applied_again(manifest: ManifestStore) -> None:
+    """Hazard: the group is applied again without the invalid batch, the second batch commits, and its guard still
+    raised NameTaken."""
+    broken, second = submit_as_group(manifest, [[register(1, "x"), PutReader(1, 1, 2**70, 1)], [register(2, "x")]])
     with pytest.raises(InvalidInput):
         broken.result(30)
-    result = outcome(waiting)
+    result = outcome(second)
     with manifest.read() as txn:
         committed = txn.database(2) is not None
     assert isinstance(result, Receipt) == committed, (
-        f"{result!r}, and the database is {'' if committed else 'not '}there"
+        f"{result!r}, but the database {'exists' if committed else 'does not exist'}"
     )
 
 
-@pytest.mark.parametrize("bad", [2**32, -1, 2**64])
-def test_an_id_out_of_range_is_refused_as_such(manifest: ManifestStore, bad: int) -> None:
+@pytest.mark.parametrize("number", [2**32, -1, 2**64])
+def test_an_id_out_of_range_is_rejected_as_such(manifest: ManifestStore, number: int) -> None:
     manifest.submit([register(1)]).result()
-    for op in (chunk(bad), chunk(1, generation=bad), register(bad)):
+    for op in (chunk(number), chunk(1, generation=number), register(number)):
         with pytest.raises((OutOfRange, UnknownDatabase)):
             manifest.submit([op]).result(30)
 
 
-class Bomb(RecordMetric, frozen=True, tag=9990):
-    """An op with a bug."""
+class BrokenOp(RecordMetric, frozen=True, tag=9990):
+    """An operation with a bug."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         raise ZeroDivisionError("a bug")
 
 
-def test_an_error_that_is_none_of_ours_becomes_an_internal_error_of_its_batch(manifest: ManifestStore) -> None:
+def test_an_unexpected_error_becomes_an_internal_error_of_its_batch(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
-    good, bomb, later = together(manifest, [[chunk(1)], [chunk(2), Bomb(1, 1, [1.0])], [chunk(3)]])
+    good, broken, later = submit_as_group(manifest, [[chunk(1)], [chunk(2), BrokenOp(1, 1, [1.0])], [chunk(3)]])
     assert isinstance(good.result(30), Receipt)
     with pytest.raises(InternalError, match="ZeroDivisionError") as caught:
-        bomb.result(30)
+        broken.result(30)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert isinstance(later.result(30), Receipt)
     assert chunks(manifest) == {1, 3}
 
 
 @pytest.mark.parametrize("ops", [[], [RecordMetric(1, 1, [1.0])] * 65_537])
-def test_a_batch_of_no_or_too_many_operations_is_refused_at_the_door(manifest: ManifestStore, ops: list[Op]) -> None:
+def test_a_batch_of_no_or_too_many_operations_is_rejected_by_submit(manifest: ManifestStore, ops: list[Op]) -> None:
     with pytest.raises(InvalidInput, match="must have 1 to 65,536"):
         manifest.submit(ops)
 
 
-def test_random_groups_end_as_the_same_batches_one_by_one(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Grouping is invisible: equal outcomes and equal logged tables, whatever failed in between."""
+def test_random_groups_have_the_result_of_the_same_batches_one_by_one(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Grouping has no visible effect: equal outcomes and equal logged tables, whichever batches fail."""
     for seed in range(6):
         directory, clock = tmp_path_factory.mktemp("grouping"), ManualClock()
         with (
@@ -197,18 +200,20 @@ def test_random_groups_end_as_the_same_batches_one_by_one(tmp_path_factory: pyte
             ManifestStore.open(str(directory / "all.lmdb"), clock=clock) as grouped,
         ):
             maker, batches, expected = BatchMaker(Random(seed)), [], []
-            del maker.stories["cursor"]  # the head moves with the group: nobody can acknowledge what is not durable
+            del maker.stories[
+                "cursor"
+            ]  # the head moves with the group, so changes that are not durable cannot be acknowledged
             for _ in range(60):
                 batches.append(maker.batch(single, maker.rng.randint(1, 3)))
                 expected.append(outcome(single.submit(batches[-1])))
-            actual = [outcome(guard) for guard in together(grouped, batches)]
+            actual = [outcome(guard) for guard in submit_as_group(grouped, batches)]
             assert [(type(r), str(r)) for r in expected] == [(type(r), str(r)) for r in actual]
             assert not difference(dump(single, t.Policy.LOGGED), dump(grouped, t.Policy.LOGGED))
             assert not difference(dump(single, t.Policy.DERIVED), dump(grouped, t.Policy.DERIVED))
 
 
 # ── back-pressure ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_full_queue_blocks_submit_and_then_says_overloaded(path: str) -> None:
+def test_a_full_queue_blocks_submit_and_then_raises_overloaded(path: str) -> None:
     settings = ManifestSettings(queue_ops_max=3, group_ops_max=3)
     with ManifestStore.open(path, settings=settings) as manifest:
         manifest.submit([register(1)]).result()
@@ -218,15 +223,15 @@ def test_a_full_queue_blocks_submit_and_then_says_overloaded(path: str) -> None:
             with pytest.raises(Overloaded):
                 manifest.submit([chunk(4)], timeout=0.05)
             assert time.monotonic() - started >= 0.05
-            late: list[QuireError | Receipt] = []
-            blocked = threading.Thread(target=lambda: late.append(outcome(manifest.submit([chunk(5)], timeout=30))))
-            blocked.start()
-            blocked.join(0.05)
-            assert blocked.is_alive(), "submit waits for room"
+            results: list[QuireError | Receipt] = []
+            thread = threading.Thread(target=lambda: results.append(outcome(manifest.submit([chunk(5)], timeout=30))))
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive(), "submit waits until the queue has space"
             hold.release()
-            blocked.join(30)
+            thread.join(30)
         assert all(guard.result(30) for guard in queued)
-        assert isinstance(late[0], Receipt)
+        assert isinstance(results[0], Receipt)
         assert chunks(manifest) == {1, 2, 3, 5}
         assert_clean(manifest, leaks=True)
 
@@ -241,12 +246,12 @@ def test_a_batch_larger_than_a_group_is_still_one_transaction(path: str) -> None
 
 
 def test_a_group_that_takes_too_long_leaves_the_rest_to_the_next(path: str) -> None:
-    """Nothing is lost between two groups, not even when the first is done again because a key was taken."""
+    """Nothing is lost between two groups, not even if the first is applied again because a key exists."""
     with ManifestStore.open(path, settings=ManifestSettings(group_seconds_max=1e-9, group_ops_max=4096)) as manifest:
         manifest.submit([register(1), chunk(1)]).result()
-        guards = together(manifest, [[chunk(n % 400 + 1)] for n in range(1, 600)])
+        guards = submit_as_group(manifest, [[chunk(n % 400 + 1)] for n in range(1, 600)])
         assert all(guard.result(30).sequence for guard in guards)
-        guards = together(manifest, [[register(1)] if n % 5 else [chunk(1000 + n)] for n in range(600)])
+        guards = submit_as_group(manifest, [[register(1)] if n % 5 else [chunk(1000 + n)] for n in range(600)])
         results = [outcome(guard) for guard in guards]
         assert sum(isinstance(result, Receipt) for result in results) == 120
         assert chunks(manifest) == {*range(1, 401), *range(1000, 1600, 5)}
@@ -254,7 +259,7 @@ def test_a_group_that_takes_too_long_leaves_the_rest_to_the_next(path: str) -> N
 
 
 # ── threads and closing ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_waiting_on_the_writer_thread_is_refused(manifest: ManifestStore) -> None:
+def test_waiting_on_the_writer_thread_is_rejected(manifest: ManifestStore) -> None:
     manifest.submit([register(1)]).result()
     caught: list[QuireError] = []
 
@@ -274,23 +279,23 @@ def test_waiting_on_the_writer_thread_is_refused(manifest: ManifestStore) -> Non
     manifest.submit([register(3)]).result(30)
 
 
-def test_close_commits_what_is_queued(path: str) -> None:
+def test_close_commits_queued_batches(path: str) -> None:
     manifest = ManifestStore.open(path)
     manifest.submit([register(1)]).result()
     with held(manifest) as hold:
         guards = [manifest.submit([chunk(n)]) for n in range(1, 50)]
-        closing = threading.Thread(target=manifest.close)
-        closing.start()
-        closing.join(0.05)
+        thread = threading.Thread(target=manifest.close)
+        thread.start()
+        thread.join(0.05)
         hold.release()
-    closing.join(30)
+    thread.join(30)
     assert [guard.result(0).sequence for guard in guards] == list(range(2, 51))
-    with ManifestStore.open(path) as again:
-        assert chunks(again) == set(range(1, 50))
-        assert_clean(again, leaks=True)
+    with ManifestStore.open(path) as reopened:
+        assert chunks(reopened) == set(range(1, 50))
+        assert_clean(reopened, leaks=True)
 
 
-def test_after_close_everything_is_refused_and_closing_again_is_fine(path: str) -> None:
+def test_after_close_everything_is_rejected_and_closing_again_is_allowed(path: str) -> None:
     manifest = ManifestStore.open(path)
     manifest.close()
     manifest.close()
@@ -309,11 +314,11 @@ def test_after_close_everything_is_refused_and_closing_again_is_fine(path: str) 
 KEY = b"0123456789abcdef"
 
 
-def test_a_repeated_key_gets_the_first_answer_and_applies_nothing(manifest: ManifestStore) -> None:
+def test_a_repeated_key_gets_the_first_result_and_applies_nothing(manifest: ManifestStore) -> None:
     first = manifest.submit([register(1), chunk(1)], key=KEY).result()
     before = dump(manifest)
-    again = manifest.submit([register(2), chunk(2)], key=KEY).result()
-    assert (again.sequence, again.generations, again.repeated) == (first.sequence, first.generations, True)
+    second = manifest.submit([register(2), chunk(2)], key=KEY).result()
+    assert (second.sequence, second.generations, second.repeated) == (first.sequence, first.generations, True)
     assert not first.repeated
     assert not difference(before, dump(manifest))
 
@@ -346,7 +351,7 @@ def test_a_key_is_remembered_across_a_reopen_until_it_expires(path: str) -> None
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * 17])
-def test_a_key_of_another_length_is_refused(manifest: ManifestStore, key: bytes) -> None:
+def test_a_key_of_another_length_is_rejected(manifest: ManifestStore, key: bytes) -> None:
     with pytest.raises(InvalidInput, match="16 bytes"):
         manifest.submit([register(1)], key=key)
 
@@ -362,7 +367,7 @@ def test_each_component_counts_the_batches_that_touched_it(manifest: ManifestSto
     assert stored == {Component.DATABASE: 1, Component.CHUNK: 2}
 
 
-def test_generations_and_sequences_go_on_after_a_reopen(path: str) -> None:
+def test_generations_and_sequences_continue_after_a_reopen(path: str) -> None:
     with ManifestStore.open(path) as manifest:
         manifest.submit([register(1)]).result()
     with ManifestStore.open(path) as manifest:
@@ -371,7 +376,7 @@ def test_generations_and_sequences_go_on_after_a_reopen(path: str) -> None:
         assert manifest.writer.when_generation(Component.DATABASE, 2).result(0) == 2
 
 
-def test_recorded_time_never_goes_back_even_if_the_clock_does(path: str) -> None:
+def test_recorded_times_never_decrease_even_if_the_clock_is_set_back(path: str) -> None:
     clock = ManualClock()
     with ManifestStore.open(path, clock=clock) as manifest:
         first = manifest.submit([register(1)]).result()
@@ -391,19 +396,21 @@ def test_each_commit_is_one_structured_event(manifest: ManifestStore) -> None:
     assert (first["operations"], first["batches"], first["failed"], first["sequence"]) == (2, 1, 0, 1)
     assert first["generations"] == {"database": 1, "chunk": 1}
     assert (second["operations"], second["sequence"]) == (1, 2)
-    assert second["generations"] == {"chunk": 2}, "what this commit made, not the highest of all components"
+    assert second["generations"] == {"chunk": 2}, (
+        "the generations of this commit, not the current ones of all components"
+    )
     assert first["seconds"] >= 0
     assert first["pages"] >= 0
     assert first["rows"] >= 4
 
 
-def test_prometheus_sees_what_the_writer_did(manifest: ManifestStore) -> None:
+def test_prometheus_gets_the_counts_of_the_writer(manifest: ManifestStore) -> None:
     manifest.submit([register(1), chunk(1)]).result()
     outcome(manifest.submit([register(1)]))
     assert eventually(lambda: manifest.writer.stats.batches == 2)
     stats = manifest.writer.stats
-    seen = stats.commits, stats.batches
-    assert seen == (2, 2)
+    counted = stats.commits, stats.batches
+    assert counted == (2, 2)
     manifest.feed.register(name="slow")
     registry = CollectorRegistry()
     registry.register(ManifestCollector(manifest))

@@ -1,4 +1,4 @@
-"""The writer outlives what is not its fault, and loses nobody when it does not."""
+"""The writer survives errors that it has not caused, and notifies every waiter if it stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.manifest.helpers import chunk, eventually, register
 
 
 class Uncountable(tuple[Op, ...]):
-    """Operations that cannot be counted: for want of memory, say."""
+    """Operations that cannot be counted, for example because memory is exhausted."""
 
     __slots__ = ()
 
@@ -24,8 +24,9 @@ class Uncountable(tuple[Op, ...]):
         raise MemoryError
 
 
-def test_nobody_is_lost_when_the_queue_cannot_be_cut_into_groups(path: str) -> None:
-    """Hazard: the writer forgot those it had taken before it knew whom to take first; they waited for ever."""
+def test_no_batch_is_lost_when_the_queue_cannot_be_split_into_groups(path: str) -> None:
+    """Hazard: the writer lost batches that it had taken but not yet assigned to a group; their callers waited for
+    ever."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
     writer = ManifestWriter(env, ManualClock())
     guards = [writer.submit([chunk(n)]) for n in range(3)]

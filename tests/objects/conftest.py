@@ -1,4 +1,5 @@
-"""The stores under test: a directory, memory, and S3 over HTTP (moto's server), the last also behind a faulty proxy."""
+"""The stores under test: a directory, memory, and S3 over HTTP (moto's server), the latter also behind a faulty
+proxy."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ def s3_options(
 
 
 def fresh_url() -> str:
-    """A prefix of its own for each test, so that the server is started once."""
+    """A separate prefix for each test, so that the server is started only once."""
     return f"s3://{BUCKET}/t{next(_prefixes)}/objects"
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[tuple[str, int]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of moto's and its dependencies' own making
+        warnings.simplefilter("ignore")  # warnings of moto and its dependencies
         from moto.moto_server.threaded_moto_server import ThreadedMotoServer
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -77,16 +78,16 @@ def proxy(_proxy: FaultyProxy) -> Iterator[FaultyProxy]:
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    """Every implementation, empty."""
+    """Each implementation, empty."""
     if request.param == "local":
-        opened = open_store(tmp_path / "objects")
+        store = open_store(tmp_path / "objects")
     elif request.param == "memory":
-        opened = open_store("memory:///some/prefix")
+        store = open_store("memory:///some/prefix")
     else:
         host, port = request.getfixturevalue("s3_server")
-        opened = open_store(fresh_url(), options=s3_options(f"http://{host}:{port}"))
-    yield opened
-    opened.close()
+        store = open_store(fresh_url(), options=s3_options(f"http://{host}:{port}"))
+    yield store
+    store.close()
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""A small HTTP proxy for tests: it stands between a client and a real S3 endpoint and does harm on request.
+"""A small HTTP proxy for tests: it is between a client and a real S3 endpoint and injects faults on request.
 
 Terms
-  fault   what happens to one matching request; taken from a list, in order, one per request; none left: pass through
+  fault   what happens to one matching request; taken from a list in order; without one, the request passes
 
 Threads: one per connection; the list of faults and the log are guarded by one lock.
 """
@@ -24,7 +24,7 @@ HOP_HEADERS = {"connection", "keep-alive", "transfer-encoding", "te", "trailer",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One piece of harm for one request of `method` (any, if empty) whose path holds `part`."""
+    """One fault for one request of `method` (any, if empty) whose path contains `part`."""
 
     harm: Harm
     method: str = ""
@@ -32,14 +32,14 @@ class Fault:
     status: int = 500
     body: bytes = b""
     keep_bytes: int = 1
-    """`truncate`: how much is sent before the connection breaks. `short`: how much is sent as if it were all."""
+    """`truncate`: how much is sent before the connection breaks. `short`: how much is sent as if it were complete."""
     seconds: float = 0.0
     """`slow`: the pause in the middle of the body."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A request as it came from the client."""
+class ProxiedRequest:
+    """A request as the client sent it."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class FaultyProxy:
         self._target = target
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
-        self._seen: list[Seen] = []
+        self._requests: list[ProxiedRequest] = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ class FaultyProxy:
             do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                """Tests read `seen`, not the terminal."""
+                """Tests read `requests`, not the terminal."""
 
         self._server = _QuietServer(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
@@ -83,14 +83,14 @@ class FaultyProxy:
     def reset(self) -> None:
         with self._lock:
             self._faults.clear()
-            self._seen.clear()
+            self._requests.clear()
 
-    def seen(self, keep: Callable[[Seen], bool] = lambda _: True) -> list[Seen]:
+    def requests(self, matches: Callable[[ProxiedRequest], bool] = lambda _: True) -> list[ProxiedRequest]:
         with self._lock:
-            return [each for each in self._seen if keep(each)]
+            return [request for request in self._requests if matches(request)]
 
     def unused(self) -> int:
-        """How many planned faults have not happened."""
+        """The number of planned faults that have not happened."""
         with self._lock:
             return len(self._faults)
 
@@ -99,7 +99,7 @@ class FaultyProxy:
         self._server.server_close()
         self._thread.join()
 
-    # ── inside ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internals ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def _take(self, method: str, path: str) -> Fault | None:
         with self._lock:
             for index, fault in enumerate(self._faults):
@@ -111,23 +111,23 @@ class FaultyProxy:
         method, path = handler.command, handler.path
         body = handler.rfile.read(int(handler.headers.get("content-length") or 0))
         with self._lock:
-            self._seen.append(Seen(method, path, {k.lower(): v for k, v in handler.headers.items()}))
+            self._requests.append(ProxiedRequest(method, path, {k.lower(): v for k, v in handler.headers.items()}))
         fault = self._take(method, path)
         if fault is not None and fault.harm == "drop_before":
             return _break(handler)
         if fault is not None and fault.harm == "status":
-            return _answer(handler, fault.status, [], fault.body)
-        status, headers, answer = self._forward(handler, method, path, body)
+            return _respond(handler, fault.status, [], fault.body)
+        status, headers, response = self._forward(handler, method, path, body)
         if fault is not None and fault.harm == "drop_after":
             return _break(handler)
         if fault is not None and fault.harm == "garble":
-            answer = bytes(byte ^ 0xFF for byte in answer)
+            response = bytes(byte ^ 0xFF for byte in response)
         if fault is not None and fault.harm == "short":
-            answer = answer[: fault.keep_bytes]
-            headers = [each for each in headers if each[0].lower() != "content-length"]
+            response = response[: fault.keep_bytes]
+            headers = [header for header in headers if header[0].lower() != "content-length"]
         keep = fault.keep_bytes if fault is not None and fault.harm == "truncate" else None
         pause = fault.seconds if fault is not None and fault.harm == "slow" else 0.0
-        return _answer(handler, status, headers, answer, keep=keep, pause=pause)
+        return _respond(handler, status, headers, response, keep=keep, pause=pause)
 
     def _forward(
         self, handler: BaseHTTPRequestHandler, method: str, path: str, body: bytes
@@ -137,9 +137,9 @@ class FaultyProxy:
             headers = {k: v for k, v in handler.headers.items() if k.lower() not in HOP_HEADERS}
             connection.request(method, path, body=body, headers=headers)
             response = connection.getresponse()
-            answer = response.read()
-            kept = [(k, v) for k, v in response.getheaders() if k.lower() not in HOP_HEADERS]
-            return response.status, kept, answer
+            content = response.read()
+            forwarded = [(k, v) for k, v in response.getheaders() if k.lower() not in HOP_HEADERS]
+            return response.status, forwarded, content
         finally:
             connection.close()
 
@@ -149,7 +149,7 @@ class _QuietServer(ThreadingHTTPServer):
     block_on_close = False
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Broken connections are the point here."""
+        """Broken connections are intended here."""
 
 
 def _break(handler: BaseHTTPRequestHandler) -> None:
@@ -160,7 +160,7 @@ def _break(handler: BaseHTTPRequestHandler) -> None:
         pass
 
 
-def _answer(
+def _respond(
     handler: BaseHTTPRequestHandler,
     status: int,
     headers: list[tuple[str, str]],

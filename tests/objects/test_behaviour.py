@@ -1,4 +1,5 @@
-"""What every object store promises (rules of `quire.objects.api`). A new implementation starts by passing this."""
+"""What every object store guarantees (rules of `quire.objects.api`). A new implementation must pass these tests
+first."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def keys_of(store: DeletableStore, prefix: str = "", start_after: str = "") -> l
 
 # ── put and get ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300], ids=["empty", "one byte", "75 KiB"])
-def test_what_was_put_is_got(store: DeletableStore, data: bytes) -> None:
+def test_put_and_get_round_trip(store: DeletableStore, data: bytes) -> None:
     result = store.put(KEY, data)
     assert (result.key, result.size_bytes, result.adopted) == (KEY, len(data), False)
     assert store.get(KEY) == data
@@ -46,7 +47,7 @@ def test_put_replaces_unless_create_only(store: DeletableStore) -> None:
 
 
 @pytest.mark.parametrize("key", ["a", "a b/c", "größe/☃", "a%20b", "x/a:b@c~d#e?f&g+h=i", "a.tmp", "a/.tmp"])
-def test_printable_names_are_kept_exactly(store: DeletableStore, key: str) -> None:
+def test_printable_names_are_preserved_exactly(store: DeletableStore, key: str) -> None:
     store.put(key, b"1")
     assert store.get(key) == b"1"
     assert keys_of(store) == [key]
@@ -72,7 +73,7 @@ BAD_KEYS = [
 
 
 @pytest.mark.parametrize("key", [*BAD_KEYS, "/".join(["y" * 200] * 6)])
-def test_names_that_some_store_would_change_or_refuse_are_refused_by_all(store: DeletableStore, key: str) -> None:
+def test_names_that_any_store_would_change_or_refuse_are_refused_by_all(store: DeletableStore, key: str) -> None:
     for call in (
         lambda: store.put(key, b"1"),
         lambda: store.get(key),
@@ -110,7 +111,7 @@ def test_a_file_is_put_like_its_bytes(store: DeletableStore, tmp_path: Path) -> 
 
 
 # ── create-only ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_create_only_makes_a_new_object(store: DeletableStore) -> None:
+def test_create_only_creates_a_new_object(store: DeletableStore) -> None:
     assert store.put(KEY, b"mine", create_only=True).adopted is False
     assert store.get(KEY) == b"mine"
 
@@ -122,7 +123,7 @@ def test_create_only_without_identity_never_adopts_even_equal_bytes(store: Delet
     assert caught.value.where["key"] == KEY
 
 
-def test_create_only_adopts_an_object_of_the_same_identity_and_leaves_its_bytes(store: DeletableStore) -> None:
+def test_create_only_adopts_an_object_of_the_same_identity_and_keeps_its_bytes(store: DeletableStore) -> None:
     store.put(KEY, b"first body|plan-7")
 
     def same_plan(existing: ExistingObject) -> bool:
@@ -145,7 +146,7 @@ def test_create_only_refuses_another_identity_and_overwrites_nothing(store: Dele
     assert store.get(KEY) == b"theirs"
 
 
-def test_of_many_creators_exactly_one_creates(store: DeletableStore) -> None:
+def test_exactly_one_of_many_creators_succeeds(store: DeletableStore) -> None:
     def create(number: int) -> bool:
         return not store.put(KEY, b"%d" % number, create_only=True, identity=lambda _: True).adopted
 
@@ -156,19 +157,19 @@ def test_of_many_creators_exactly_one_creates(store: DeletableStore) -> None:
 
 
 def test_a_create_that_finds_the_name_free_again_creates(store: DeletableStore) -> None:
-    """Somebody deletes the object between our "exists" and our look at it."""
+    """The object is deleted between our "exists" response and our read of it."""
     store.put(KEY, b"short-lived")
 
-    def gone(existing: ExistingObject) -> bool:
+    def delete_then_read(existing: ExistingObject) -> bool:
         store.delete(KEY)
         return existing.read(0, 1) == b"s"
 
-    assert store.put(KEY, b"mine", create_only=True, identity=gone).adopted is False
+    assert store.put(KEY, b"mine", create_only=True, identity=delete_then_read).adopted is False
     assert store.get(KEY) == b"mine"
 
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ranges_give_exactly_the_bytes_asked_for(store: DeletableStore) -> None:
+def test_ranges_return_exactly_the_requested_bytes(store: DeletableStore) -> None:
     data = bytes(range(256)) * 16
     store.put(KEY, data)
     assert store.get_range(KEY, 0, len(data)) == data
@@ -219,7 +220,7 @@ def test_data_that_does_not_match_its_digest_is_not_stored(store: DeletableStore
 
 
 # ── head, list, delete ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_head_tells_size_and_time(store: DeletableStore) -> None:
+def test_head_returns_size_and_time(store: DeletableStore) -> None:
     store.put(KEY, b"12345")
     info = store.head(KEY)
     assert (info.key, info.size_bytes) == (KEY, 5)
@@ -242,7 +243,7 @@ def test_listing_is_sorted_by_whole_key_and_bounded_in_pages(store: DeletableSto
         store.list_pages(start_after="b/")
 
 
-def test_a_prefix_is_whole_segments(store: DeletableStore) -> None:
+def test_a_prefix_matches_whole_segments(store: DeletableStore) -> None:
     for key in ("x/a", "x/b/c", "xy/a", "w"):
         store.put(key, b"1")
     assert keys_of(store, "x") == keys_of(store, "x/") == ["x/a", "x/b/c"]
@@ -252,7 +253,7 @@ def test_a_prefix_is_whole_segments(store: DeletableStore) -> None:
         keys_of(store, "../x")
 
 
-def test_a_listing_goes_on_after_any_key(store: DeletableStore) -> None:
+def test_a_listing_continues_after_any_key(store: DeletableStore) -> None:
     keys = sorted(["a", "b/c", "b.d", "b/c2/x", "b/c2/y", "z"])
     for key in keys:
         store.put(key, b"1")
@@ -296,7 +297,7 @@ def test_delete_many_removes_all_and_ignores_missing_ones(store: DeletableStore)
     assert keys_of(store) == []
 
 
-# ── a model beside it ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── comparison with a model ───────────────────────────────────────────────────────────────────────────────────────────
 KEYS = st.sampled_from(["a/1", "a/2", "a/b/1", "c", "d/e/f"])
 STEPS = st.lists(
     st.one_of(
@@ -313,11 +314,11 @@ STEPS = st.lists(
 def test_a_store_behaves_like_a_dict(store: DeletableStore, steps: list[tuple[str, str, bytes]]) -> None:
     store.delete_many([info.key for info in list_objects(store)])
     model: dict[str, bytes] = {}
-    for what, key, data in steps:
-        if what == "put":
+    for operation, key, data in steps:
+        if operation == "put":
             store.put(key, data)
             model[key] = data
-        elif what == "delete":
+        elif operation == "delete":
             store.delete(key)
             model.pop(key, None)
         elif key in model:
@@ -326,6 +327,6 @@ def test_a_store_behaves_like_a_dict(store: DeletableStore, steps: list[tuple[st
         else:
             store.put(key, data, create_only=True)
             model[key] = data
-    found: list[ObjectInfo] = list(list_objects(store))
-    assert [(info.key, info.size_bytes) for info in found] == [(key, len(model[key])) for key in sorted(model)]
+    listed: list[ObjectInfo] = list(list_objects(store))
+    assert [(info.key, info.size_bytes) for info in listed] == [(key, len(model[key])) for key in sorted(model)]
     assert {key: store.get(key) for key in model} == model

@@ -1,4 +1,4 @@
-"""The path backend: what a crash, a full disk or a neighbour may and may not do to it."""
+"""The path backend: what a crash, a full disk or another process may and may not do to it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STEPS: dict[str, tuple[dict[str, bytes], Step, dict[str, bytes]]] = {
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", STEPS)
 def test_a_crash_at_any_call_leaves_the_state_before_or_the_state_after(tmp_path: Path, name: str) -> None:
-    """Power goes off before the 1st, 2nd, … call, and every outcome of what was pending is looked at."""
+    """Power is lost before the 1st, 2nd, … call, and every outcome of the pending writes is checked."""
     before, step, after = STEPS[name]
     number = itertools.count()
     for fail_at in itertools.count(1):
@@ -68,8 +68,9 @@ def test_a_crash_at_any_call_leaves_the_state_before_or_the_state_after(tmp_path
             return
 
 
-def test_an_adopted_object_survives_power_loss_though_its_writer_died_before_the_sync(tmp_path: Path) -> None:
-    """Rule 3: the first writer linked the name and died; the retry sees it and must not report success for air."""
+def test_an_adopted_object_survives_power_loss_although_its_writer_died_before_the_sync(tmp_path: Path) -> None:
+    """Rule 3: the first writer linked the name and died; the retry sees it and must not report success before it is
+    durable."""
     disk = CrashDisk(str(tmp_path / "live"))
     root = disk.path("objects")
     dying = FaultyDisk(disk, Fault.POWER_CUT, fail_at=1, operation="sync_dir", path="*/0000002a")
@@ -82,7 +83,7 @@ def test_an_adopted_object_survives_power_loss_though_its_writer_died_before_the
 
 
 class ForgetfulDisk(CrashDisk):
-    """Does not sync one directory, as if the process had died just before."""
+    """Skips the sync of one directory, as if the process had died just before it."""
 
     forgets = ""
 
@@ -91,7 +92,7 @@ class ForgetfulDisk(CrashDisk):
             super().sync_dir(path)
 
 
-def test_a_directory_whose_maker_died_before_naming_it_is_named_by_the_next_put(tmp_path: Path) -> None:
+def test_a_directory_that_was_not_synced_is_synced_by_the_next_put(tmp_path: Path) -> None:
     disk = ForgetfulDisk(str(tmp_path / "live"))
     root = disk.path("objects")
     LocalStore(root, disk=disk).put("other", b"1")
@@ -107,7 +108,9 @@ def test_a_directory_whose_maker_died_before_naming_it_is_named_by_the_next_put(
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.ENOSPC, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
 @pytest.mark.parametrize("name", STEPS)
-def test_any_failing_call_gives_a_typed_error_and_no_half_object(tmp_path: Path, name: str, fault: Fault) -> None:
+def test_any_failing_call_raises_a_typed_error_and_leaves_no_partial_object(
+    tmp_path: Path, name: str, fault: Fault
+) -> None:
     before, step, after = STEPS[name]
     number = itertools.count()
     roots: list[str] = []
@@ -129,7 +132,7 @@ def test_any_failing_call_gives_a_typed_error_and_no_half_object(tmp_path: Path,
         assert contents(clean) in (before, after), disk.calls[-1:]
         if outcome is None:
             assert contents(clean) == after
-        # Doing it again always gets there: nothing that failed stands in the way.
+        # A retry always succeeds: nothing that failed blocks it.
         try:
             step(clean)
         except AlreadyExists:
@@ -154,7 +157,7 @@ def test_bytes_whose_sync_failed_never_get_a_name(tmp_path: Path) -> None:
 
 
 # ── staging ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_sweep_takes_old_staging_files_and_spares_writers_at_work(tmp_path: Path) -> None:
+def test_the_sweep_removes_old_staging_files_and_spares_active_writers(tmp_path: Path) -> None:
     clock = ManualClock()
     for fail_at in (1, 2):
         disk = FaultyDisk(OsDisk(), Fault.POWER_CUT, fail_at=1, operation="sync")
@@ -165,24 +168,24 @@ def test_the_sweep_takes_old_staging_files_and_spares_writers_at_work(tmp_path: 
     store = LocalStore(str(tmp_path), clock=clock)
     assert contents(store) == {}
     assert len(staged(tmp_path)) == 3
-    assert store.sweep_temporary() == 2  # the one of 6000 s ago and the stranger
+    assert store.sweep_temporary() == 2  # the one from 6000 s ago and the foreign file
     assert store.sweep_temporary(older_than_seconds=0) == 1
     assert staged(tmp_path) == []
     assert LocalStore(str(tmp_path / "nothing here")).sweep_temporary() == 0
 
 
 def test_a_staging_file_swept_under_a_live_put_is_an_error_not_a_lost_object(tmp_path: Path) -> None:
-    class Sweeping(OsDisk):
+    class SweepingDisk(OsDisk):
         def link(self, source: str, target: str) -> None:
             os.unlink(source)
             super().link(source, target)
 
     with pytest.raises(StorageFault, match="sweep_temporary"):
-        LocalStore(str(tmp_path), disk=Sweeping()).put(KEY, NEW, create_only=True)
+        LocalStore(str(tmp_path), disk=SweepingDisk()).put(KEY, NEW, create_only=True)
 
 
-# ── the file system shows through as little as possible ───────────────────────────────────────────────────────────────
-def test_a_key_that_is_a_directory_or_lies_below_an_object_is_refused(tmp_path: Path) -> None:
+# ── visible effects of the file system are minimal ────────────────────────────────────────────────────────────────────
+def test_a_key_that_is_a_directory_or_is_below_an_object_is_refused(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     store.put("a/b", b"1")
     for create_only in (False, True):
@@ -201,17 +204,17 @@ def test_directories_that_become_empty_are_removed(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
     store.delete_many(["a/b/d", "e"])
     assert sorted(os.listdir(tmp_path)) == [TEMPORARY_SEGMENT]
-    store.put("a/b/c", b"2")  # a directory remembered as named is made again
+    store.put("a/b/c", b"2")  # a directory remembered as named is created again
     assert contents(store) == {"a/b/c": b"2"}
 
 
-def test_puts_and_deletes_in_one_directory_do_not_trip_over_each_other(tmp_path: Path) -> None:
+def test_concurrent_puts_and_deletes_in_one_directory_succeed(tmp_path: Path) -> None:
     first, second = LocalStore(str(tmp_path)), LocalStore(str(tmp_path))
 
     def churn(number: int) -> None:
         store = (first, second)[number % 2]
-        for turn in range(25):
-            store.put(f"d/e/{number}", b"%d" % turn, create_only=True)
+        for i in range(25):
+            store.put(f"d/e/{number}", b"%d" % i, create_only=True)
             store.delete(f"d/e/{number}")
 
     with ThreadPoolExecutor(4) as pool:
@@ -219,10 +222,10 @@ def test_puts_and_deletes_in_one_directory_do_not_trip_over_each_other(tmp_path:
     assert contents(first) == {}
 
 
-def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path: Path) -> None:
-    """`makedirs` finds it there, a delete removes it, and then it is no directory: that is no object in the way."""
+def test_a_directory_removed_during_its_creation_is_created_again(tmp_path: Path) -> None:
+    """`makedirs` finds it, a delete removes it, and it is no directory any more: no object is in the way."""
 
-    class Going(OsDisk):
+    class VanishingDisk(OsDisk):
         rounds = 0
 
         def make_dirs(self, path: str) -> None:
@@ -231,7 +234,7 @@ def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path: Path) ->
                 raise FileExistsError(path)
             super().make_dirs(path)
 
-    disk = Going()
+    disk = VanishingDisk()
     store = LocalStore(str(tmp_path), disk=disk)
     store.put("d/e", b"1", create_only=True)
     assert (store.get("d/e"), disk.rounds) == (b"1", 1)
@@ -239,7 +242,7 @@ def test_a_directory_that_goes_while_it_is_made_is_made_again(tmp_path: Path) ->
         store.put("d/e/f", b"2")
 
 
-def test_nothing_is_made_before_the_first_put(tmp_path: Path) -> None:
+def test_nothing_is_created_before_the_first_put(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path / "absent"))
     assert contents(store) == {}
     with pytest.raises(ObjectNotFound):
@@ -248,7 +251,7 @@ def test_nothing_is_made_before_the_first_put(tmp_path: Path) -> None:
     assert not (tmp_path / "absent").exists()
 
 
-def test_strangers_that_no_key_can_name_are_not_listed(tmp_path: Path) -> None:
+def test_foreign_files_without_a_valid_key_are_not_listed(tmp_path: Path) -> None:
     store = LocalStore(str(tmp_path))
     store.put("a", b"1")
     (tmp_path / "line\nbreak").write_bytes(b"")

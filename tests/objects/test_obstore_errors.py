@@ -1,4 +1,4 @@
-"""Every error obstore can raise has a meaning here."""
+"""Every error that obstore can raise has a translation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from quire.objects.obstore_errors import MEANINGS, ErrorMeaning, translate
 from quire.objects.options import Transient
 
 FOREIGN_CLASSES = [
-    each for each in vars(foreign).values() if isinstance(each, type) and issubclass(each, foreign.BaseError)
+    error_class
+    for error_class in vars(foreign).values()
+    if isinstance(error_class, type) and issubclass(error_class, foreign.BaseError)
 ]
 
 HEAD = "Generic S3 error: Error performing GET http://h/b/k in 1ms - Server returned non-2xx status code: "
@@ -21,10 +23,10 @@ def outcome(error: Exception) -> Exception:
     return translate(error, doing="testing", store="s3://b", key="k")
 
 
-def test_every_exception_of_obstore_has_a_line_of_its_own() -> None:
+def test_every_exception_of_obstore_has_a_meaning() -> None:
     assert len(FOREIGN_CLASSES) >= 12
-    missing = [each.__name__ for each in FOREIGN_CLASSES if each not in MEANINGS]
-    assert not missing, f"obstore has new errors; say in MEANINGS what they mean: {missing}"
+    missing = [error_class.__name__ for error_class in FOREIGN_CLASSES if error_class not in MEANINGS]
+    assert not missing, f"obstore has new errors; add their meaning to MEANINGS: {missing}"
 
 
 @pytest.mark.parametrize("kind", MEANINGS, ids=lambda kind: kind.__name__)
@@ -66,11 +68,11 @@ def test_translation_is_total(kind: type[Exception]) -> None:
         ),
     ],
 )
-def test_what_each_failure_means(error: Exception, expected: type[Exception]) -> None:
+def test_translation_of_each_failure(error: Exception, expected: type[Exception]) -> None:
     assert type(outcome(error)) is expected
 
 
-def test_an_error_class_that_is_newer_than_the_table_is_judged_like_its_parent() -> None:
+def test_an_unknown_error_class_is_translated_like_its_parent() -> None:
     newer = type("NewerError", (foreign.GenericError,), {})
     assert isinstance(outcome(newer(HEAD + "500")), Transient)
 
@@ -81,12 +83,12 @@ def test_signatures_in_urls_do_not_reach_messages() -> None:
     assert "SECRET" not in str(outcome(foreign.GenericError(text.replace("403", "500"))))
 
 
-def test_every_answer_is_used() -> None:
+def test_every_meaning_is_used() -> None:
     assert set(MEANINGS.values()) == set(ErrorMeaning)
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "setting"),
+    ("text", "message", "setting"),
     [
         ("Error performing GET http://127.0.0.1:9/b/k in 1ms - HTTP error: builder error", "plain HTTP", "allow_http"),
         ("Error performing GET htp://x/b/k in 1ms - HTTP error: builder error", "htp://x", "endpoint"),
@@ -94,11 +96,11 @@ def test_every_answer_is_used() -> None:
         (HEAD + "404 Not Found: <Code>NoSuchBucket</Code>", "bucket does not exist", "object_store"),
     ],
 )
-def test_a_wrong_configuration_names_the_setting_to_change(text: str, what: str, setting: str) -> None:
-    """A "builder error" told nobody anything."""
+def test_a_wrong_configuration_names_the_setting_to_change(text: str, message: str, setting: str) -> None:
+    """The text "builder error" alone did not help the user."""
     error = outcome(foreign.GenericError(text))
     assert isinstance(error, InvalidConfig)
-    assert what in error.what
+    assert message in error.what
     assert "builder error" not in str(error)
     assert f"`{setting}" in (error.hint or "")
     assert "quire.toml" in (error.hint or "")

@@ -1,4 +1,4 @@
-"""Opening by URL, what is refused, and that a path costs no cloud client."""
+"""Opening by URL, what is refused, and that a path needs no cloud client."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_file_url_is_unquoted(tmp_path: Path) -> None:
         ("memory://name", StoreOptions()),
     ],
 )
-def test_every_scheme_opens_without_contacting_anyone(url: str, options: StoreOptions) -> None:
+def test_every_scheme_opens_without_a_request(url: str, options: StoreOptions) -> None:
     store = open_store(url, options=options)
     assert store.url == url
     assert url in repr(store)
@@ -54,7 +54,7 @@ def test_every_scheme_opens_without_contacting_anyone(url: str, options: StoreOp
         "s3://bucket/a?region=x", "s3://bucket/a#b", "file://host/path", "file://relative",
     ],
 )  # fmt: skip
-def test_urls_that_cannot_work_are_refused_with_what_is_allowed(url: str) -> None:
+def test_invalid_urls_are_refused_with_the_allowed_forms(url: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         open_store(url)
     assert caught.value.hint
@@ -72,7 +72,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
     assert "SECRET" not in str(caught.value)
 
 
-def test_options_that_the_backend_does_not_know_are_refused() -> None:
+def test_unknown_options_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="nonsense"):
         open_store("s3://bucket", options=StoreOptions(settings={"nonsense": "1"}))
     with pytest.raises(InvalidConfig):
@@ -81,13 +81,13 @@ def test_options_that_the_backend_does_not_know_are_refused() -> None:
         StoreOptions(request_timeout_seconds=0)
 
 
-def test_an_azure_store_without_account_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_azure_store_without_account_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(InvalidConfig, match="Account"):
         open_store("az://container")
 
 
-def test_options_travel_and_hide_their_secrets() -> None:
+def test_options_can_be_pickled_and_hide_their_secrets() -> None:
     options = StoreOptions(region="x", settings={"secret_access_key": "SECRET"})
     assert pickle.loads(pickle.dumps(options)) == options
     assert "SECRET" not in repr(options)
@@ -100,7 +100,7 @@ def test_named_memory_stores_are_shared_and_nameless_ones_are_private() -> None:
     assert list(list_objects(open_store("memory://"))) == []
 
 
-def test_a_prefix_is_a_world_of_its_own() -> None:
+def test_a_prefix_is_isolated() -> None:
     whole = open_store("memory://prefix-test")
     inner = open_store("memory://prefix-test/in/side")
     inner.put("a/b", b"1")
@@ -122,8 +122,8 @@ def test_a_path_needs_no_obstore(tmp_path: Path) -> None:
         "try:\n    open_store('memory://')\n"
         "except ImportError:\n    print('fenced')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "fenced"), done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stdout.strip()) == (0, "fenced"), process.stderr
 
 
 def test_credentials_of_quire_toml_may_be_variables(monkeypatch: pytest.MonkeyPatch) -> None:

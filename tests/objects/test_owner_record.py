@@ -1,4 +1,4 @@
-"""owner.json and owner objects: what is written is read, what is damaged is told, the page says what the bytes are."""
+"""owner.json and owner objects: they round-trip, damage is detected, and the format page matches the bytes."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ EXAMPLE_OBJECT = OwnerObject(
 
 
 @given(FILES)
-def test_what_is_written_is_read(record: OwnerFile) -> None:
+def test_what_is_encoded_is_decoded(record: OwnerFile) -> None:
     assert decode_file(encode_file(record), "owner.json") == record
 
 
 @given(FILES, st.data())
-def test_a_changed_or_missing_byte_is_told(record: OwnerFile, data: st.DataObject) -> None:
-    whole = encode_file(record)
-    at = data.draw(st.integers(0, len(whole) - 1))
-    changed = bytearray(whole)
-    changed[at] ^= 1 << data.draw(st.integers(0, 7))
-    for damaged in (bytes(changed), whole[:at]):
+def test_a_changed_or_missing_byte_is_detected(record: OwnerFile, data: st.DataObject) -> None:
+    encoded = encode_file(record)
+    offset = data.draw(st.integers(0, len(encoded) - 1))
+    altered = bytearray(encoded)
+    altered[offset] ^= 1 << data.draw(st.integers(0, 7))
+    for damaged in (bytes(altered), encoded[:offset]):
         with pytest.raises(Corruption, match=r"owner\.json is damaged"):
             decode_file(damaged, "owner.json")
 
 
 @given(st.binary(max_size=200))
-def test_an_object_that_makes_no_sense_is_nobodys(data: bytes) -> None:
-    said = decode_object(data)
-    assert said is None or isinstance(said, OwnerObject)
+def test_an_invalid_object_has_no_owner(data: bytes) -> None:
+    owner_object = decode_object(data)
+    assert owner_object is None or isinstance(owner_object, OwnerObject)
 
 
 def test_an_object_is_bounded_before_it_is_decoded() -> None:
@@ -102,13 +102,13 @@ def test_a_file_of_a_newer_quire_is_refused_and_its_new_fields_are_not() -> None
 
 
 @pytest.mark.parametrize("change", [b'"confirmed":3', b'"confirmed":-1', b'"confirmed":4294967296'])
-def test_numbers_that_make_no_sense_are_damage(change: bytes) -> None:
+def test_invalid_numbers_are_damage(change: bytes) -> None:
     line = encode_file(EXAMPLE).partition(b"\n")[0].replace(b'"confirmed":2', change)
     with pytest.raises(Corruption):
         decode_file(_sealed(line), "owner.json")
 
 
-def test_the_file_is_replaced_whole_and_bounded(tmp_path: Path) -> None:
+def test_the_file_is_replaced_atomically_and_bounded(tmp_path: Path) -> None:
     disk = OsDisk()
     assert read_file(disk, str(tmp_path)) is None
     write_file(disk, str(tmp_path), EXAMPLE)
@@ -119,16 +119,16 @@ def test_the_file_is_replaced_whole_and_bounded(tmp_path: Path) -> None:
 
 
 @given(st.uuids().map(str), st.integers(1, U32_MAX), st.integers(1, U32_MAX))
-def test_names_are_parsed_back(store_id: str, epoch: int, session: int) -> None:
+def test_owner_names_round_trip(store_id: str, epoch: int, session: int) -> None:
     assert parse_owner_key(owner_key(store_id, epoch, session)) == (store_id, epoch, session)
 
 
 @pytest.mark.parametrize("name", ["s/owner/1.1", "s/owner/0000000A.00000001", "s/owner/00000000.00000001", "s/owner/x"])
-def test_foreign_names_are_none(name: str) -> None:
+def test_foreign_names_are_not_parsed(name: str) -> None:
     assert parse_owner_key(name) is None
 
 
-def test_the_page_shows_these_bytes() -> None:
+def test_the_format_page_shows_these_bytes() -> None:
     assert encode_file(EXAMPLE).decode() in PAGE
     assert encode_object(EXAMPLE_OBJECT).decode() in PAGE
     assert f"`format` is {FORMAT}" in PAGE

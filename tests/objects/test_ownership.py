@@ -1,4 +1,4 @@
-"""Sessions in a bucket: two directories with one identity never both go on writing (A2)."""
+"""Sessions in a bucket: of two directories with one identity, at most one continues to write (A2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Stop(Exception):
     """The process ends here."""
 
 
-class Life:
+class OwnerSession:
     """One opening of a directory."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Life:
     ) -> None:
         root.mkdir(exist_ok=True)
         self.root, self.epoch = root, epoch
-        self.heard: list[StoreFenced] = []
+        self.fenced_errors: list[StoreFenced] = []
         self.ownership = Ownership(
             store_id=STORE,
             epoch=epoch,
@@ -56,7 +56,7 @@ class Life:
             disk=OsDisk(),
             clock=clock or ManualClock(),
             place=lambda: store,
-            fence=self.heard.append,
+            fence=self.fenced_errors.append,
             legacy=legacy,
         )
         self.check, self.confirm = self.ownership.check, self.ownership.confirm
@@ -75,17 +75,17 @@ def owners(store: DeletableStore) -> list[str]:
     return [info.key.rpartition("/")[2] for info in list_objects(store, f"{STORE}/owner")]
 
 
-def test_lives_of_one_directory_follow_each_other(store: DeletableStore, tmp_path: Path) -> None:
-    for session in (1, 2, 3):
-        life = Life(tmp_path / "a", store)
-        assert life.state == ("unconfirmed", 1, 0)
-        life.check()
-        life.confirm()
-        assert life.state == ("confirmed", 1, session)
-        assert owners(store) == [f"00000001.{session:08x}"], "an earlier session of ours is not kept"
-    said = decode_object(store.get(owner_key(STORE, 1, 3)))
-    assert said is not None
-    assert said.nonce == read_file(OsDisk(), str(tmp_path / "a")).nonce  # type: ignore[union-attr]
+def test_sessions_of_one_directory_are_numbered_in_order(store: DeletableStore, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        session = OwnerSession(tmp_path / "a", store)
+        assert session.state == ("unconfirmed", 1, 0)
+        session.check()
+        session.confirm()
+        assert session.state == ("confirmed", 1, number)
+        assert owners(store) == [f"00000001.{number:08x}"], "an earlier session of this directory is removed"
+    owner_object = decode_object(store.get(owner_key(STORE, 1, 3)))
+    assert owner_object is not None
+    assert owner_object.nonce == read_file(OsDisk(), str(tmp_path / "a")).nonce  # type: ignore[union-attr]
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -93,42 +93,42 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-def test_a_copy_that_comes_after_its_original_is_refused(store: DeletableStore, tmp_path: Path) -> None:
-    Life(tmp_path / "a", store).check()
+def test_a_copy_that_claims_after_its_original_is_refused(store: DeletableStore, tmp_path: Path) -> None:
+    OwnerSession(tmp_path / "a", store).check()
     copied(tmp_path / "a", tmp_path / "b")
-    Life(tmp_path / "a", store).check()
-    copy = Life(tmp_path / "b", store)
+    OwnerSession(tmp_path / "a", store).check()
+    copy = OwnerSession(tmp_path / "b", store)
     with pytest.raises(StoreFenced, match="another owner") as caught:
         copy.check()
     assert caught.value.where["successor"] == "00000001.00000002"
     assert "quire takeover" in caught.value.hint
-    assert copy.heard == [caught.value], "the whole store hears of it"
-    for refused in (copy.check, copy.confirm):
+    assert copy.fenced_errors == [caught.value], "the whole store is notified"
+    for call in (copy.check, copy.confirm):
         with pytest.raises(StoreFenced):
-            refused()
-    assert owners(store) == ["00000001.00000002"], "nothing was claimed"
+            call()
+    assert owners(store) == ["00000001.00000002"], "the copy has claimed nothing"
 
 
-def test_an_original_whose_copy_was_first_is_fenced(store: DeletableStore, tmp_path: Path) -> None:
-    """Who claims last wins; nobody shares."""
+def test_an_original_whose_copy_claimed_later_is_fenced(store: DeletableStore, tmp_path: Path) -> None:
+    """The last to claim wins; there is never more than one owner."""
     clock = ManualClock()
-    original = Life(tmp_path / "a", store, clock)
+    original = OwnerSession(tmp_path / "a", store, clock)
     original.check()
-    Life(copied(tmp_path / "a", tmp_path / "b"), store).check()
-    original.check()  # within a minute of the last look: nobody is asked
+    OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store).check()
+    original.check()  # within a minute of the last check: the bucket is not read
     with pytest.raises(StoreFenced, match=r"process \d+ on") as caught:
-        original.confirm()  # a batch of deletions always asks
-    assert original.heard == [caught.value]
+        original.confirm()  # a batch of deletions always checks
+    assert original.fenced_errors == [caught.value]
     assert original.state == ("fenced", 1, 1)
     with pytest.raises(StoreFenced):
         original.check()
 
 
-def test_a_put_after_a_minute_asks_again(store: DeletableStore, tmp_path: Path) -> None:
+def test_a_put_after_a_minute_checks_again(store: DeletableStore, tmp_path: Path) -> None:
     clock = ManualClock()
-    original = Life(tmp_path / "a", store, clock)
+    original = OwnerSession(tmp_path / "a", store, clock)
     original.check()
-    Life(copied(tmp_path / "a", tmp_path / "b"), store).check()
+    OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store).check()
     clock.advance(59)
     original.check()
     clock.advance(1)
@@ -137,27 +137,29 @@ def test_a_put_after_a_minute_asks_again(store: DeletableStore, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("jump_ms", [61_000, 3_600_000, -61_000])
-def test_a_wall_clock_that_jumped_makes_the_next_put_ask(store: DeletableStore, tmp_path: Path, jump_ms: int) -> None:
-    """A machine that was suspended has a monotonic clock that stood still."""
+def test_after_a_jump_of_the_wall_clock_the_next_put_checks(
+    store: DeletableStore, tmp_path: Path, jump_ms: int
+) -> None:
+    """The monotonic clock of a suspended machine stands still."""
     clock = ManualClock()
-    original = Life(tmp_path / "a", store, clock)
+    original = OwnerSession(tmp_path / "a", store, clock)
     original.check()
-    Life(copied(tmp_path / "a", tmp_path / "b"), store).check()
+    OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store).check()
     clock.jump(jump_ms / 1000)
     with pytest.raises(StoreFenced):
         original.check()
 
 
-def test_two_copies_that_never_claimed_cannot_both(store: DeletableStore, tmp_path: Path) -> None:
-    first, second = Life(tmp_path / "a", store), Life(tmp_path / "b", store)
+def test_of_two_copies_without_a_claim_only_one_can_claim(store: DeletableStore, tmp_path: Path) -> None:
+    first, second = OwnerSession(tmp_path / "a", store), OwnerSession(tmp_path / "b", store)
     first.check()
     with pytest.raises(StoreFenced):
         second.check()
 
 
-def test_of_two_who_claim_at_once_one_goes_on(store: DeletableStore, tmp_path: Path) -> None:
-    """Both have looked and recorded before either creates its object."""
-    first, second = Life(tmp_path / "a", store), Life(tmp_path / "b", store)
+def test_of_two_concurrent_claims_one_succeeds(store: DeletableStore, tmp_path: Path) -> None:
+    """Both have checked and recorded before either creates its object."""
+    first, second = OwnerSession(tmp_path / "a", store), OwnerSession(tmp_path / "b", store)
 
     def claim_second(_: str) -> None:
         if not second.ownership.state.session:
@@ -167,44 +169,44 @@ def test_of_two_who_claim_at_once_one_goes_on(store: DeletableStore, tmp_path: P
         first.check()
     assert second.state == ("confirmed", 1, 1)
     second.confirm()
-    with pytest.raises(StoreFenced):  # the next life of the loser has the same number recorded, under another nonce
-        Life(tmp_path / "a", store).check()
+    with pytest.raises(StoreFenced):  # the loser's next session has the same number recorded, with another nonce
+        OwnerSession(tmp_path / "a", store).check()
 
 
 @pytest.mark.parametrize("point", ["recorded", "created", "confirmed"])
-def test_a_crash_while_claiming_locks_nobody_out(store: DeletableStore, tmp_path: Path, point: str) -> None:
+def test_a_crash_during_a_claim_does_not_lock_the_owner_out(store: DeletableStore, tmp_path: Path, point: str) -> None:
     def stop(_: str) -> None:
         raise Stop
 
-    Life(tmp_path / "a", store).check()
+    OwnerSession(tmp_path / "a", store).check()
     for _ in range(3):
         with armed(f"objects.ownership.{point}", stop), pytest.raises(Stop):
-            Life(tmp_path / "a", store).check()
-    life = Life(tmp_path / "a", store)
-    life.check()
-    life.confirm()
-    assert life.state == ("confirmed", 1, 5)
+            OwnerSession(tmp_path / "a", store).check()
+    session = OwnerSession(tmp_path / "a", store)
+    session.check()
+    session.confirm()
+    assert session.state == ("confirmed", 1, 5)
     assert owners(store)[-1] == "00000001.00000005"
 
 
-def test_a_copy_that_claimed_between_two_crashes_is_noticed(store: DeletableStore, tmp_path: Path) -> None:
-    """The directory has recorded numbers above the copy's: that it is behind shows in the names after its last own."""
+def test_a_copy_that_claimed_between_two_crashes_is_detected(store: DeletableStore, tmp_path: Path) -> None:
+    """The directory has recorded numbers above the copy's; the names after its own last object show that it is behind."""
 
     def stop(_: str) -> None:
         raise Stop
 
-    Life(tmp_path / "a", store).check()
+    OwnerSession(tmp_path / "a", store).check()
     copied(tmp_path / "a", tmp_path / "b")
     for _ in range(2):
         with armed("objects.ownership.recorded", stop), pytest.raises(Stop):
-            Life(tmp_path / "a", store).check()
-    Life(tmp_path / "b", store).check()
+            OwnerSession(tmp_path / "a", store).check()
+    OwnerSession(tmp_path / "b", store).check()
     with pytest.raises(StoreFenced):
-        Life(tmp_path / "a", store).check()
+        OwnerSession(tmp_path / "a", store).check()
 
 
-class Faulty(GuardedStore):
-    """A store that does what it is told after each put of an owner object."""
+class HookedStore(GuardedStore):
+    """A store that calls a hook after each put of an owner object."""
 
     def __init__(self, inner: DeletableStore, after: Callable[[], None]) -> None:
         object.__setattr__(self, "after", after)
@@ -213,168 +215,170 @@ class Faulty(GuardedStore):
     __slots__ = ("after",)
     after: Callable[[], None]
 
-    def put(self, key: str, *given: Any, **options: Any) -> Any:
-        done = self.inner.put(key, *given, **options)
+    def put(self, key: str, *args: Any, **options: Any) -> Any:
+        result = self.inner.put(key, *args, **options)
         self.after()
-        return done
+        return result
 
 
-def test_a_lost_answer_is_no_competitor(store: DeletableStore, tmp_path: Path) -> None:
-    lost: list[str] = []
+def test_a_lost_response_is_not_taken_for_a_competitor(store: DeletableStore, tmp_path: Path) -> None:
+    lost_responses: list[str] = []
 
-    def lose() -> None:
-        if not lost:
-            lost.append("answer")
-            raise ObjectStoreUnavailable("the answer was lost")
+    def lose_response() -> None:
+        if not lost_responses:
+            lost_responses.append("response")
+            raise ObjectStoreUnavailable("the response was lost")
 
-    life = Life(tmp_path / "a", Faulty(store, lose))
+    session = OwnerSession(tmp_path / "a", HookedStore(store, lose_response))
     with pytest.raises(ObjectStoreUnavailable):
-        life.check()
-    assert life.state == ("unconfirmed", 1, 1)
+        session.check()
+    assert session.state == ("unconfirmed", 1, 1)
     assert owners(store) == ["00000001.00000001"]
-    life.check()
-    assert life.state == ("confirmed", 1, 1)
-    assert life.heard == []
+    session.check()
+    assert session.state == ("confirmed", 1, 1)
+    assert session.fenced_errors == []
 
 
-def test_a_lost_answer_and_a_crash_after_it_lock_nobody_out(store: DeletableStore, tmp_path: Path) -> None:
-    def lose() -> None:
-        raise ObjectStoreUnavailable("the answer was lost")
+def test_a_lost_response_followed_by_a_crash_does_not_lock_the_owner_out(store: DeletableStore, tmp_path: Path) -> None:
+    def lose_response() -> None:
+        raise ObjectStoreUnavailable("the response was lost")
 
     with pytest.raises(ObjectStoreUnavailable):
-        Life(tmp_path / "a", Faulty(store, lose)).check()
-    Life(tmp_path / "a", store).check()
+        OwnerSession(tmp_path / "a", HookedStore(store, lose_response)).check()
+    OwnerSession(tmp_path / "a", store).check()
 
 
-class Overwriting(GuardedStore):
-    """A bucket that takes no notice of "only if the name is free"."""
+class OverwritingStore(GuardedStore):
+    """A bucket that ignores "only if the name is free"."""
 
     def put(self, key: str, data: Any, **_: Any) -> Any:
         return self.inner.put(key, data)
 
 
 def test_a_bucket_that_creates_twice_is_refused(store: DeletableStore, tmp_path: Path) -> None:
-    life = Life(tmp_path / "a", Overwriting(store, lambda: None, lambda: None))
+    session = OwnerSession(tmp_path / "a", OverwritingStore(store, lambda: None, lambda: None))
     for _ in range(2):
         with pytest.raises(StorageFault, match="created once"):
-            life.check()
-    assert life.state == ("unconfirmed", 1, 1)
+            session.check()
+    assert session.state == ("unconfirmed", 1, 1)
 
 
-def test_a_bucket_out_of_reach_fences_nobody(store: DeletableStore, tmp_path: Path) -> None:
+def test_an_unreachable_bucket_fences_no_owner(store: DeletableStore, tmp_path: Path) -> None:
     clock = ManualClock()
     reachable: list[bool] = []
 
-    class Away(GuardedStore):
-        def list_pages(self, *given: Any, **options: Any) -> Any:
+    class UnreachableStore(GuardedStore):
+        def list_pages(self, *args: Any, **options: Any) -> Any:
             if not reachable:
-                raise ObjectStoreUnavailable("no answer")
-            return self.inner.list_pages(*given, **options)
+                raise ObjectStoreUnavailable("no response")
+            return self.inner.list_pages(*args, **options)
 
-    life = Life(tmp_path / "a", Away(store, lambda: None, lambda: None), clock)
+    session = OwnerSession(tmp_path / "a", UnreachableStore(store, lambda: None, lambda: None), clock)
     with pytest.raises(ObjectStoreUnavailable):
-        life.check()
-    assert life.state == ("unconfirmed", 1, 0)
+        session.check()
+    assert session.state == ("unconfirmed", 1, 0)
     reachable.append(True)
-    life.check()
-    assert life.state == ("confirmed", 1, 1)
+    session.check()
+    assert session.state == ("confirmed", 1, 1)
     reachable.clear()
     clock.advance(61)
     with pytest.raises(ObjectStoreUnavailable):
-        life.check()
-    assert life.heard == []
+        session.check()
+    assert session.fenced_errors == []
 
 
 # ── takeover ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_takeover_fences_the_former_owner_and_removes_nothing(store: DeletableStore, tmp_path: Path) -> None:
-    former = Life(tmp_path / "a", store)
-    former.check()
-    copy = Life(copied(tmp_path / "a", tmp_path / "b"), store)
+def test_a_takeover_fences_the_previous_owner_and_removes_nothing(store: DeletableStore, tmp_path: Path) -> None:
+    previous = OwnerSession(tmp_path / "a", store)
+    previous.check()
+    copy = OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store)
     assert copy.ownership.take_over(copy.begin_epoch).epoch == 2
     assert copy.state == ("confirmed", 2, 1)
     copy.check()
     with pytest.raises(StoreFenced) as caught:
-        former.confirm()
+        previous.confirm()
     assert caught.value.where["successor"] == "00000002.00000001"
     assert owners(store) == ["00000001.00000001", "00000002.00000001"]
-    again = Life(tmp_path / "b", store, epoch=2)
+    again = OwnerSession(tmp_path / "b", store, epoch=2)
     again.check()
     assert again.state == ("confirmed", 2, 2)
 
 
-def test_a_takeover_goes_above_epochs_that_it_did_not_know(store: DeletableStore, tmp_path: Path) -> None:
-    old = Life(tmp_path / "backup", store)
+def test_a_takeover_uses_an_epoch_above_all_in_the_bucket(store: DeletableStore, tmp_path: Path) -> None:
+    old = OwnerSession(tmp_path / "backup", store)
     for number in range(3):
-        newer = Life(tmp_path / f"n{number}", store, epoch=number + 1)
+        newer = OwnerSession(tmp_path / f"n{number}", store, epoch=number + 1)
         newer.ownership.take_over(newer.begin_epoch)
     assert old.ownership.take_over(old.begin_epoch).epoch == 5
     with pytest.raises(StoreFenced):
         newer.confirm()
 
 
-def test_an_epoch_out_of_this_world_is_not_counted_up_to(store: DeletableStore, tmp_path: Path) -> None:
+def test_an_implausibly_high_epoch_is_corruption(store: DeletableStore, tmp_path: Path) -> None:
     forged = owner_key(STORE, EPOCHS_PER_TAKEOVER + 2, 1)
     store.put(forged, encode_object(OwnerObject(store_id=STORE, nonce="x")))
-    life = Life(tmp_path / "a", store)
+    session = OwnerSession(tmp_path / "a", store)
     with pytest.raises(Corruption):
-        life.ownership.take_over(life.begin_epoch)
-    assert life.epoch == 1
+        session.ownership.take_over(session.begin_epoch)
+    assert session.epoch == 1
 
 
 @pytest.mark.parametrize("point", ["epoch_begun", "recorded", "created", "confirmed"])
-def test_a_takeover_that_was_cut_off_is_finished_by_the_next_put(
+def test_an_interrupted_takeover_is_completed_by_the_next_put(
     store: DeletableStore, tmp_path: Path, point: str
 ) -> None:
     def stop(_: str) -> None:
         raise Stop
 
-    former = Life(tmp_path / "a", store)
-    former.check()
-    copy = Life(copied(tmp_path / "a", tmp_path / "b"), store)
+    previous = OwnerSession(tmp_path / "a", store)
+    previous.check()
+    copy = OwnerSession(copied(tmp_path / "a", tmp_path / "b"), store)
     with armed(f"objects.ownership.{point}", stop), pytest.raises(Stop):
         copy.ownership.take_over(copy.begin_epoch)
-    again = Life(tmp_path / "b", store, epoch=2)
+    again = OwnerSession(tmp_path / "b", store, epoch=2)
     again.check()
     assert again.state[:2] == ("confirmed", 2)
     with pytest.raises(StoreFenced):
-        former.confirm()
+        previous.confirm()
 
 
-def test_a_directory_remembers_that_it_is_behind_until_a_takeover(store: DeletableStore, tmp_path: Path) -> None:
+def test_a_fenced_directory_stays_fenced_until_a_takeover(store: DeletableStore, tmp_path: Path) -> None:
     disk, root = OsDisk(), str(tmp_path / "b")
-    Life(tmp_path / "a", store).check()
+    OwnerSession(tmp_path / "a", store).check()
     copied(tmp_path / "a", tmp_path / "b")
-    Life(tmp_path / "a", store).check()
+    OwnerSession(tmp_path / "a", store).check()
     refuse_fenced(disk, root, 1)
     assert recorded_state(disk, root, 1).state == "confirmed"
     with pytest.raises(StoreFenced):
-        Life(tmp_path / "b", store).check()
+        OwnerSession(tmp_path / "b", store).check()
     with pytest.raises(StoreFenced, match=r"process \d+ on") as caught:
-        refuse_fenced(disk, root, 1)  # without asking the bucket
+        refuse_fenced(disk, root, 1)  # without reading the bucket
     assert caught.value.where["successor"] == "00000001.00000002"
     assert recorded_state(disk, root, 1).state == "fenced"
-    life = Life(tmp_path / "b", store)
-    life.ownership.take_over(life.begin_epoch)
+    session = OwnerSession(tmp_path / "b", store)
+    session.ownership.take_over(session.begin_epoch)
     refuse_fenced(disk, root, 2)
     assert recorded_state(disk, root, 2).state == "confirmed"
 
 
-def test_a_damaged_file_is_told_and_a_takeover_writes_it_anew(store: DeletableStore, tmp_path: Path) -> None:
-    Life(tmp_path / "a", store).check()
+def test_a_damaged_file_is_reported_and_rewritten_by_a_takeover(store: DeletableStore, tmp_path: Path) -> None:
+    OwnerSession(tmp_path / "a", store).check()
     (tmp_path / "a" / OWNER_FILE).write_bytes(b"{}\n")
     with pytest.raises(Corruption, match=r"owner\.json is damaged"):
-        Life(tmp_path / "a", store).check()
-    life = Life(tmp_path / "a", store)
-    life.ownership.take_over(life.begin_epoch)
-    Life(tmp_path / "a", store, epoch=2).check()
+        OwnerSession(tmp_path / "a", store).check()
+    session = OwnerSession(tmp_path / "a", store)
+    session.ownership.take_over(session.begin_epoch)
+    OwnerSession(tmp_path / "a", store, epoch=2).check()
 
 
-# ── objects from before there were epochs ─────────────────────────────────────────────────────────────────────────────
-def test_old_objects_belong_to_the_store_that_says_so_first(store: DeletableStore, tmp_path: Path) -> None:
-    assert Life(tmp_path / "new", store).ownership.owns_legacy(), "it has none"
-    first = Life(tmp_path / "a", store, legacy=True, epoch=2)
+# ── objects from before owner epochs ──────────────────────────────────────────────────────────────────────────────────
+def test_legacy_objects_belong_to_the_first_store_that_claims_them(store: DeletableStore, tmp_path: Path) -> None:
+    assert OwnerSession(tmp_path / "new", store).ownership.owns_legacy(), "a new store has no old objects"
+    first = OwnerSession(tmp_path / "a", store, legacy=True, epoch=2)
     assert first.ownership.owns_legacy()
-    assert Life(tmp_path / "a", store, legacy=True, epoch=2).ownership.owns_legacy(), "and keeps them"
+    assert OwnerSession(tmp_path / "a", store, legacy=True, epoch=2).ownership.owns_legacy(), (
+        "the first claimant keeps them"
+    )
     store.delete(LEGACY_OWNER)
     store.put(LEGACY_OWNER, encode_object(OwnerObject(store_id="another", nonce="")))
-    assert not Life(tmp_path / "a", store, legacy=True, epoch=2).ownership.owns_legacy()
+    assert not OwnerSession(tmp_path / "a", store, legacy=True, epoch=2).ownership.owns_legacy()

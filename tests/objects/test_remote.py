@@ -1,4 +1,4 @@
-"""S3 over a network that fails: what is retried, what is not, and what a lost answer does."""
+"""S3 over a network that fails: what is retried, what is not, and the effect of a lost response."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from quire.objects.api import DeletableStore, ExistingObject, Range, list_object
 from quire.objects.open import open_store
 from quire.objects.options import RetryPolicy, StoreOptions
 from tests.objects.conftest import BUCKET, QUICK_RETRIES, fresh_url, s3_options
-from tests.objects.proxy import Fault, FaultyProxy, Seen
+from tests.objects.proxy import Fault, FaultyProxy, ProxiedRequest
 
 KEY = "00000001/0000002a/base:00000003"
 BODY = bytes(range(256)) * 40
 
 
 def count(proxy: FaultyProxy, method: str) -> int:
-    return len(proxy.seen(lambda seen: seen.method == method))
+    return len(proxy.requests(lambda request: request.method == method))
 
 
-# ── transient trouble is ridden out ───────────────────────────────────────────────────────────────────────────────────
-TROUBLE = [
+# ── transient faults are retried ──────────────────────────────────────────────────────────────────────────────────────
+TRANSIENT_FAULTS = [
     Fault(harm="status", status=500),
     Fault(harm="status", status=503, body=b"<Error><Code>SlowDown</Code></Error>"),
     Fault(harm="status", status=429),
@@ -47,7 +47,7 @@ TROUBLE = [
 ]
 
 
-@pytest.mark.parametrize("fault", TROUBLE, ids=lambda fault: f"{fault.harm} {fault.status}")
+@pytest.mark.parametrize("fault", TRANSIENT_FAULTS, ids=lambda fault: f"{fault.harm} {fault.status}")
 def test_every_call_survives_one_transient_fault(s3_store: DeletableStore, proxy: FaultyProxy, fault: Fault) -> None:
     proxy.plan(fault)
     s3_store.put(KEY, BODY)
@@ -82,17 +82,17 @@ def test_a_truncated_body_is_read_again_and_never_returned(
     s3_store: DeletableStore, proxy: FaultyProxy, keep_bytes: int
 ) -> None:
     s3_store.put(KEY, BODY)
-    cut = Fault(harm="truncate", method="GET", keep_bytes=keep_bytes)
-    proxy.plan(cut, cut)
+    truncated = Fault(harm="truncate", method="GET", keep_bytes=keep_bytes)
+    proxy.plan(truncated, truncated)
     assert s3_store.get(KEY) == BODY
-    proxy.plan(cut)
+    proxy.plan(truncated)
     assert s3_store.get_range(KEY, 0, len(BODY)) == BODY
-    proxy.plan(cut)
+    proxy.plan(truncated)
     assert s3_store.get_ranges(KEY, [Range(offset=0, length=len(BODY))]) == [BODY]
 
 
-def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
-    """As a broken cache between would send it. A whole `get` has only the length to go by; digests tell."""
+def test_a_short_body_that_claims_to_be_complete_is_read_again(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
+    """As a broken cache in between would send it. A complete `get` only has the length; digests detect it."""
     s3_store.put(KEY, BODY)
     short = Fault(harm="short", method="GET", keep_bytes=100)
     proxy.plan(short)
@@ -104,10 +104,10 @@ def test_a_short_body_that_claims_to_be_whole_is_read_again(s3_store: DeletableS
     assert s3_store.get_verified(KEY, size_bytes=len(BODY), sha256=digest) == BODY
 
 
-def test_a_listing_interrupted_in_the_middle_is_complete_and_has_no_doubles(
+def test_an_interrupted_listing_is_complete_without_duplicates(
     s3_store: DeletableStore, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "5")  # keys per answer of the server
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "5")  # keys per response of the server
     keys = [f"{number:03}" for number in range(23)]
     for key in keys:
         s3_store.put(key, b"1")
@@ -120,7 +120,7 @@ def test_a_listing_interrupted_in_the_middle_is_complete_and_has_no_doubles(
     assert [info.key for page in pages for info in page] == keys
 
 
-def test_a_body_garbled_on_the_way_is_read_again_before_it_is_called_corrupt(
+def test_a_body_garbled_in_transit_is_read_again_before_it_is_reported_as_corrupt(
     s3_store: DeletableStore, proxy: FaultyProxy
 ) -> None:
     s3_store.put(KEY, BODY)
@@ -139,7 +139,7 @@ def test_a_slow_body_is_waited_for_up_to_the_request_timeout(s3_store: Deletable
     assert count(proxy, "GET") == 1
 
 
-def test_a_stalled_body_is_given_up_at_the_request_timeout_and_read_again(proxy: FaultyProxy) -> None:
+def test_a_stalled_body_is_abandoned_at_the_request_timeout_and_read_again(proxy: FaultyProxy) -> None:
     store = open_store(fresh_url(), options=s3_options(proxy.endpoint, request_timeout_seconds=0.4))
     store.put(KEY, BODY)
     proxy.plan(Fault(harm="slow", method="GET", seconds=1.5))
@@ -149,7 +149,7 @@ def test_a_stalled_body_is_given_up_at_the_request_timeout_and_read_again(proxy:
     assert count(proxy, "GET") == 2
 
 
-# ── lasting trouble is told ───────────────────────────────────────────────────────────────────────────────────────────
+# ── permanent faults are reported ─────────────────────────────────────────────────────────────────────────────────────
 def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY)
     attempts = QUICK_RETRIES.attempts_max
@@ -161,7 +161,7 @@ def test_when_retries_run_out_the_error_has_attempts_and_cause(s3_store: Deletab
     assert pickle.loads(pickle.dumps(caught.value)).where == caught.value.where
 
 
-def test_a_body_that_is_always_cut_is_unavailable_not_short(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
+def test_a_body_that_is_always_truncated_is_unavailable_not_short(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY)
     proxy.plan(*[Fault(harm="truncate", method="GET")] * QUICK_RETRIES.attempts_max)
     with pytest.raises(ObjectStoreUnavailable):
@@ -178,17 +178,17 @@ def test_an_unreachable_store_is_unavailable_within_the_deadline() -> None:
     assert caught.value.where["attempts"] > 1
 
 
-# ── answers are not asked twice ───────────────────────────────────────────────────────────────────────────────────────
+# ── final responses are not retried ───────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("status", "error"), [(401, AccessDenied), (403, AccessDenied), (404, ObjectNotFound), (400, StorageFault)]
 )
-def test_answers_are_not_retried(
+def test_final_responses_are_not_retried(
     s3_store: DeletableStore, proxy: FaultyProxy, status: int, error: type[Exception]
 ) -> None:
     proxy.plan(Fault(harm="status", status=status, body=b"<Error><Code>Some</Code></Error>"))
     with pytest.raises(error):
         s3_store.get(KEY)
-    assert len(proxy.seen()) == 1
+    assert len(proxy.requests()) == 1
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -210,7 +210,7 @@ def test_refused_credentials_are_access_denied_in_every_call(
         proxy.plan(Fault(harm="status", status=status))
         with pytest.raises(AccessDenied, match="credentials"):
             call()
-    assert len(proxy.seen()) == len(calls)
+    assert len(proxy.requests()) == len(calls)
 
 
 def test_a_missing_bucket_is_a_configuration_error_not_an_empty_store(proxy: FaultyProxy) -> None:
@@ -224,7 +224,7 @@ def test_plain_http_is_refused_unless_allowed(proxy: FaultyProxy) -> None:
     options = StoreOptions(endpoint=proxy.endpoint, settings={"access_key_id": "a", "secret_access_key": "b"})
     with pytest.raises(InvalidConfig, match=r"plain HTTP.*allow_http = true.*quire.toml"):
         open_store(f"s3://{BUCKET}", options=options)
-    assert proxy.seen() == []
+    assert proxy.requests() == []
 
 
 def test_plain_http_of_the_environment_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,32 +236,36 @@ def test_plain_http_of_the_environment_is_refused_unless_allowed(monkeypatch: py
 
 
 @pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "localhost:9000", "http://", "https://bad host/", "htp://x"])
-def test_an_endpoint_that_is_no_url_is_refused_when_the_store_is_opened(endpoint: str) -> None:
+def test_an_invalid_endpoint_is_refused_when_the_store_is_opened(endpoint: str) -> None:
     """obstore would panic at the first request, which no `except Exception` catches."""
     with pytest.raises(InvalidConfig, match="not the URL of a service"):
         open_store(f"s3://{BUCKET}", options=StoreOptions(endpoint=endpoint, allow_http=True))
 
 
 def test_an_endpoint_with_a_password_is_not_repeated() -> None:
-    with pytest.raises(InvalidConfig) as refused:
+    with pytest.raises(InvalidConfig) as caught:
         open_store(f"s3://{BUCKET}", options=StoreOptions(endpoint="https://me:SECRET@host"))
-    assert "SECRET" not in str(refused.value)
+    assert "SECRET" not in str(caught.value)
 
 
-# ── create-only and lost answers (P11) ────────────────────────────────────────────────────────────────────────────────
-def test_after_a_lost_answer_our_own_object_is_adopted(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
+# ── create-only and lost responses (P11) ──────────────────────────────────────────────────────────────────────────────
+def test_after_a_lost_response_our_own_object_is_adopted(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     proxy.plan(Fault(harm="drop_after", method="PUT"))
-    result = s3_store.put(KEY, b"body|plan-7", create_only=True, identity=lambda found: found.read_tail(6) == b"plan-7")
+    result = s3_store.put(
+        KEY, b"body|plan-7", create_only=True, identity=lambda existing: existing.read_tail(6) == b"plan-7"
+    )
     assert result.adopted is True
     assert s3_store.get(KEY) == b"body|plan-7"
     assert count(proxy, "PUT") == 2
 
 
-def test_after_a_lost_answer_somebody_elses_object_is_not_touched(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
+def test_after_a_lost_response_a_foreign_object_is_not_touched(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, b"theirs|plan-6")
     proxy.plan(Fault(harm="drop_after", method="PUT"))
     with pytest.raises(AlreadyExists):
-        s3_store.put(KEY, b"ours|plan-7", create_only=True, identity=lambda found: found.read_tail(6) == b"plan-7")
+        s3_store.put(
+            KEY, b"ours|plan-7", create_only=True, identity=lambda existing: existing.read_tail(6) == b"plan-7"
+        )
     assert s3_store.get(KEY) == b"theirs|plan-6"
 
 
@@ -271,10 +275,10 @@ def test_a_create_whose_request_was_lost_creates(s3_store: DeletableStore, proxy
     assert s3_store.get(KEY) == BODY
 
 
-def test_a_conflict_with_a_create_under_way_is_not_taken_for_an_object(
+def test_a_conflict_with_a_running_create_is_not_taken_for_an_object(
     s3_store: DeletableStore, proxy: FaultyProxy
 ) -> None:
-    """S3 answers 409 while another create of the name is under way; that one may still fail."""
+    """S3 responds with 409 while another create of the name is running; that one may still fail."""
     proxy.plan(
         Fault(harm="status", method="PUT", status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
     )
@@ -286,37 +290,37 @@ def test_the_identity_check_itself_survives_faults(s3_store: DeletableStore, pro
     s3_store.put(KEY, b"body|plan-7")
     proxy.plan(Fault(harm="drop_before", method="HEAD"), Fault(harm="truncate", method="GET"))
 
-    def same(found: ExistingObject) -> bool:
-        return found.read_tail(6) == b"plan-7"
+    def is_same_plan(existing: ExistingObject) -> bool:
+        return existing.read_tail(6) == b"plan-7"
 
-    assert s3_store.put(KEY, b"x", create_only=True, identity=same).adopted is True
+    assert s3_store.put(KEY, b"x", create_only=True, identity=is_same_plan).adopted is True
 
 
 def test_every_create_only_put_is_one_conditional_request(s3_store: DeletableStore, proxy: FaultyProxy) -> None:
     s3_store.put(KEY, BODY, create_only=True)
-    (seen,) = proxy.seen()
-    assert (seen.method, seen.headers["if-none-match"]) == ("PUT", "*")
+    (request,) = proxy.requests()
+    assert (request.method, request.headers["if-none-match"]) == ("PUT", "*")
 
 
 def test_the_body_sent_is_covered_by_a_checksum_the_server_verifies(
     s3_store: DeletableStore, proxy: FaultyProxy
 ) -> None:
     s3_store.put(KEY, BODY)
-    (seen,) = proxy.seen()
-    assert len(seen.headers["x-amz-content-sha256"]) == 64
+    (request,) = proxy.requests()
+    assert len(request.headers["x-amz-content-sha256"]) == 64
 
 
 # ── large objects ─────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Multipart from 6 MiB on, in parts of 5 MiB, the least S3 allows."""
+    """Multipart from 6 MiB on, in parts of 5 MiB, the minimum of S3."""
     monkeypatch.setattr(remote, "MULTIPART_BYTES_MIN", 6 << 20)
     monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
     return 11 << 20
 
 
-def uploads(proxy: FaultyProxy) -> list[Seen]:
-    return proxy.seen(lambda seen: "uploadId=" in seen.path or "?uploads" in seen.path)
+def uploads(proxy: FaultyProxy) -> list[ProxiedRequest]:
+    return proxy.requests(lambda request: "uploadId=" in request.path or "?uploads" in request.path)
 
 
 def test_large_puts_are_multipart(
@@ -331,17 +335,17 @@ def test_large_puts_are_multipart(
     assert s3_store.get("file") == s3_store.get("buffer") == bytes(small_parts)
 
 
-def test_a_failed_multipart_put_is_aborted_and_begun_again(
+def test_a_failed_multipart_put_is_aborted_and_restarted(
     s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int
 ) -> None:
     proxy.plan(Fault(harm="status", method="PUT", part="partNumber=2", status=500))
     s3_store.put("large", bytes(small_parts))
     assert s3_store.head("large").size_bytes == small_parts
-    methods = [seen.method for seen in uploads(proxy)]
-    assert methods.count("DELETE") == 1, "the first upload must not stay behind, hidden and paid for"
+    methods = [request.method for request in uploads(proxy)]
+    assert methods.count("DELETE") == 1, "the first upload must not remain, invisible and billed"
 
 
-def test_a_multipart_put_whose_completion_got_lost_still_succeeds(
+def test_a_multipart_put_whose_completion_response_was_lost_succeeds(
     s3_store: DeletableStore, proxy: FaultyProxy, small_parts: int
 ) -> None:
     proxy.plan(Fault(harm="drop_after", method="POST", part="uploadId="))
@@ -370,7 +374,7 @@ def test_requests_per_call_are_as_documented(s3_store: DeletableStore, proxy: Fa
         proxy.reset()
         assert callable(call)
         call()
-        return [seen.method for seen in proxy.seen()]
+        return [request.method for request in proxy.requests()]
 
     far_apart = [Range(offset=0, length=1), Range(offset=3 << 20, length=1)]
     assert requests_of(lambda: s3_store.put(KEY, bytes(4 << 20))) == ["PUT"]
@@ -385,7 +389,7 @@ def test_requests_per_call_are_as_documented(s3_store: DeletableStore, proxy: Fa
     assert requests_of(lambda: s3_store.delete(KEY)) in (["POST"], ["DELETE"])
 
 
-def test_a_store_says_how_to_send_it_elsewhere_instead_of_pickling(s3_store: DeletableStore) -> None:
+def test_pickling_a_store_fails_with_an_alternative(s3_store: DeletableStore) -> None:
     with pytest.raises(TypeError, match="open_store"):
         pickle.dumps(s3_store)
 
@@ -420,13 +424,13 @@ for store in stores[1:]:
 """
 
 
-def test_a_connection_without_a_descriptor_is_told_as_such_and_not_tried_for_a_minute(
+def test_a_connection_without_a_descriptor_is_reported_as_such_and_not_retried_for_a_minute(
     s3_server: tuple[str, int],
 ) -> None:
-    """The text is obstore's own: this notices when another version words it differently."""
+    """The text is obstore's own: this test fails when another version words it differently."""
     endpoint = "http://{}:{}".format(*s3_server)
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", NO_DESCRIPTOR_LEFT, endpoint], capture_output=True, text=True, timeout=50, check=False
     )
-    assert ended.stdout.startswith("TooManyOpenFiles too many open files"), ended.stdout + ended.stderr[-2000:]
-    assert "ulimit -n" in ended.stdout
+    assert process.stdout.startswith("TooManyOpenFiles too many open files"), process.stdout + process.stderr[-2000:]
+    assert "ulimit -n" in process.stdout

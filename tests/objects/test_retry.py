@@ -1,4 +1,4 @@
-"""Backoff, jitter and the deadline, in no time: clock, sleep and dice are ours."""
+"""Backoff, jitter and the deadline without real time: the test provides the clock, sleep and random numbers."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from quire.objects.options import Retrier, RetryPolicy, Transient
 from quire.testing.clock import ManualClock
 
 
-class Bench:
-    """A retrier on a manual clock, and what it did."""
+class ManualRetrier:
+    """A retrier on a manual clock, and a record of what it did."""
 
-    def __init__(self, policy: RetryPolicy, dice: Callable[[float, float], float] = max) -> None:
+    def __init__(self, policy: RetryPolicy, uniform: Callable[[float, float], float] = max) -> None:
         self.clock = ManualClock()
         self.pauses: list[float] = []
         self.attempts = 0
-        self.retrier = Retrier(policy=policy, clock=self.clock, sleep=self._sleep, uniform=dice)
+        self.retrier = Retrier(policy=policy, clock=self.clock, sleep=self._sleep, uniform=uniform)
 
     def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.clock.advance(seconds)
 
     def run(self, failures: int, *, attempt_seconds: float = 0.0) -> int:
-        """Fail so often, then return the number of attempts."""
+        """Fail this many times, then return the number of attempts."""
 
         def operation() -> int:
             self.attempts += 1
@@ -40,87 +40,90 @@ class Bench:
 
 
 def test_pauses_double_up_to_the_ceiling() -> None:
-    bench = Bench(RetryPolicy(backoff_first_seconds=1, backoff_max_seconds=5, deadline_seconds=100))
-    assert bench.run(failures=5) == 6
-    assert bench.pauses == [1, 2, 4, 5, 5]
+    manual = ManualRetrier(RetryPolicy(backoff_first_seconds=1, backoff_max_seconds=5, deadline_seconds=100))
+    assert manual.run(failures=5) == 6
+    assert manual.pauses == [1, 2, 4, 5, 5]
 
 
 def test_jitter_is_full_from_zero_to_the_ceiling() -> None:
-    asked: list[tuple[float, float]] = []
+    ranges: list[tuple[float, float]] = []
 
-    def dice(low: float, high: float) -> float:
-        asked.append((low, high))
+    def lowest(low: float, high: float) -> float:
+        ranges.append((low, high))
         return low
 
-    bench = Bench(RetryPolicy(backoff_first_seconds=1, deadline_seconds=100), dice)
-    bench.run(failures=3)
-    assert asked == [(0, 1), (0, 2), (0, 4)]
-    assert bench.pauses == [0, 0, 0]
+    manual = ManualRetrier(RetryPolicy(backoff_first_seconds=1, deadline_seconds=100), lowest)
+    manual.run(failures=3)
+    assert ranges == [(0, 1), (0, 2), (0, 4)]
+    assert manual.pauses == [0, 0, 0]
 
 
-def test_attempts_are_bounded_and_the_last_cause_is_told() -> None:
-    bench = Bench(RetryPolicy(attempts_max=3, backoff_first_seconds=1, deadline_seconds=100))
+def test_attempts_are_bounded_and_the_last_cause_is_reported() -> None:
+    manual = ManualRetrier(RetryPolicy(attempts_max=3, backoff_first_seconds=1, deadline_seconds=100))
     with pytest.raises(ObjectStoreUnavailable, match="failure 3") as caught:
-        bench.run(failures=99)
-    assert bench.attempts == 3
-    assert len(bench.pauses) == 2, "no pause after the last attempt"
+        manual.run(failures=99)
+    assert manual.attempts == 3
+    assert len(manual.pauses) == 2, "no pause after the last attempt"
     assert caught.value.where == {"key": "k", "attempts": 3, "seconds": 3.0}
     assert isinstance(caught.value.__cause__, Transient)
 
 
-def test_no_pause_begins_that_would_end_after_the_deadline() -> None:
-    bench = Bench(RetryPolicy(attempts_max=99, backoff_first_seconds=1, backoff_max_seconds=8, deadline_seconds=10))
+def test_no_pause_extends_past_the_deadline() -> None:
+    manual = ManualRetrier(
+        RetryPolicy(attempts_max=99, backoff_first_seconds=1, backoff_max_seconds=8, deadline_seconds=10)
+    )
     with pytest.raises(ObjectStoreUnavailable):
-        bench.run(failures=99)
-    assert bench.pauses == [1, 2, 4]
+        manual.run(failures=99)
+    assert manual.pauses == [1, 2, 4]
 
 
 def test_time_spent_in_attempts_counts() -> None:
-    bench = Bench(RetryPolicy(attempts_max=99, backoff_first_seconds=0, deadline_seconds=10))
+    manual = ManualRetrier(RetryPolicy(attempts_max=99, backoff_first_seconds=0, deadline_seconds=10))
     with pytest.raises(ObjectStoreUnavailable):
-        bench.run(failures=99, attempt_seconds=4)
-    assert bench.attempts == 3
+        manual.run(failures=99, attempt_seconds=4)
+    assert manual.attempts == 3
 
 
 def test_other_errors_pass_at_once() -> None:
-    bench = Bench(RetryPolicy())
+    manual = ManualRetrier(RetryPolicy())
 
     def operation() -> None:
-        bench.attempts += 1
+        manual.attempts += 1
         raise ObjectNotFound("not there")
 
     with pytest.raises(ObjectNotFound):
-        bench.retrier.call(operation, doing="testing")
-    assert bench.attempts == 1
+        manual.retrier.call(operation, doing="testing")
+    assert manual.attempts == 1
 
 
 def test_one_attempt_means_no_retries() -> None:
     with pytest.raises(ObjectStoreUnavailable):
-        Bench(RetryPolicy(attempts_max=1)).run(failures=1)
+        ManualRetrier(RetryPolicy(attempts_max=1)).run(failures=1)
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"attempts_max": 0}, {"deadline_seconds": -1}, {"backoff_first_seconds": -1}, {"backoff_max_seconds": -1}]
+    "invalid",
+    [{"attempts_max": 0}, {"deadline_seconds": -1}, {"backoff_first_seconds": -1}, {"backoff_max_seconds": -1}],
 )
-def test_senseless_policies_are_refused(wrong: dict[str, int]) -> None:
+def test_invalid_policies_are_refused(invalid: dict[str, int]) -> None:
     with pytest.raises(InvalidConfig):
-        RetryPolicy(**wrong)
+        RetryPolicy(**invalid)
 
 
 @given(
     attempts_max=st.integers(1, 3000),
     deadline_seconds=st.floats(0, 1e4),
     backoff_first_seconds=st.floats(0, 100),
-    roll=st.floats(0, 1),
+    fraction=st.floats(0, 1),
 )
-def test_whatever_the_policy_the_call_ends_in_time(
-    attempts_max: int, deadline_seconds: float, backoff_first_seconds: float, roll: float
+def test_with_any_policy_the_call_ends_in_time(
+    attempts_max: int, deadline_seconds: float, backoff_first_seconds: float, fraction: float
 ) -> None:
     policy = RetryPolicy(
         attempts_max=attempts_max, deadline_seconds=deadline_seconds, backoff_first_seconds=backoff_first_seconds
     )
-    bench = Bench(policy, lambda low, high: low + roll * (high - low))
+    manual = ManualRetrier(policy, lambda low, high: low + fraction * (high - low))
     with pytest.raises(ObjectStoreUnavailable):
-        bench.run(failures=10_000)
-    assert bench.attempts <= attempts_max
-    assert sum(bench.pauses) <= deadline_seconds + 0.01
+        manual.run(failures=10_000)
+    assert manual.attempts <= attempts_max
+    assert sum(manual.pauses) <= deadline_seconds + 0.01

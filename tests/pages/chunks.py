@@ -1,4 +1,4 @@
-"""What the tests of chunks share: identities, objects that count their reads, pages, and damage with good checksums."""
+"""Helpers for tests of chunks: identities, objects that count their reads, pages, and damage with valid checksums."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def identity(
 
 
 class Blob:
-    """An object in memory that counts its reads, and can give the wrong bytes for the first few."""
+    """An object in memory that counts its reads, and can return wrong bytes for the first few."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -63,22 +63,22 @@ class Blob:
         self.reads.append((offset, length))
         if offset + length > len(self.data):
             raise OutOfRange("the object ends before the range does", offset=offset, length=length)
-        found = self.data[offset : offset + length]
+        content = self.data[offset : offset + length]
         if self.garbled_reads:
             self.garbled_reads -= 1
-            return found[:-1] + bytes([found[-1] ^ 1])
-        return found
+            return content[:-1] + bytes([content[-1] ^ 1])
+        return content
 
     def reader(self) -> ChunkReader:
         return ChunkReader(self.read, len(self.data), name="demo")
 
 
 def write_chunk(
-    pages: Pages, what: ChunkIdentity, compression: Compression = Compression.ZSTD, level: int = 3
+    pages: Pages, chunk_identity: ChunkIdentity, compression: Compression = Compression.ZSTD, level: int = 3
 ) -> tuple[bytes, ChunkInfo]:
     """An object with these pages."""
     parts: list[bytes] = []
-    writer = ChunkWriter(parts.append, what, compression=compression, level=level)
+    writer = ChunkWriter(parts.append, chunk_identity, compression=compression, level=level)
     for offset in sorted(pages):
         writer.add(offset, pages[offset])
     info = writer.finish()
@@ -86,7 +86,7 @@ def write_chunk(
 
 
 def image(page_size: int, flavour: int) -> bytes:
-    """A page: empty, of one byte, noise, or words; the same for the same number."""
+    """A page: empty, of one byte, random, or words; the same page for the same number."""
     kind, seed = flavour % 4, flavour // 4
     if kind == 0:
         return bytes(page_size)
@@ -105,38 +105,38 @@ def some_pages(page_size: int, offsets: Iterable[int], seed: int = 0) -> Pages:
 
 
 def compact_pages(page_size: int, offsets: Iterable[int]) -> Pages:
-    """Pages that shrink to little, so that every byte of their object can be tried."""
+    """Pages that compress well, so that tests can try every byte of their object."""
     return {offset: image(page_size, (1 if offset % 3 else 3) + 4 * (offset % 5)) for offset in offsets}
 
 
 @st.composite
 def page_sets(draw: st.DrawFn, page_sizes: tuple[int, ...] = (512, 1024, 4096)) -> tuple[int, int, Pages]:
-    """(page size, pages per chunk, pages)"""
+    """Draws (page size, pages per chunk, pages)."""
     page_size = draw(st.sampled_from(page_sizes))
     limit = draw(st.sampled_from([1, 15, 16, 17, 40, full_chunk_pages(page_size)]))
     offsets = st.sets(st.integers(0, min(limit, 60) - 1) | st.integers(0, limit - 1), max_size=50)
     return page_size, limit, {offset: image(page_size, draw(st.integers(0, 40))) for offset in draw(offsets)}
 
 
-# ── damage whose checksums are right ──────────────────────────────────────────────────────────────────────────────────
+# ── damage with valid checksums ───────────────────────────────────────────────────────────────────────────────────────
 def footer_of(data: bytes) -> bytes:
     offset, length, *_ = TRAILER.unpack(data[-TRAILER_BYTES:])
     return data[offset : offset + length]
 
 
 def with_footer(data: bytes, footer: bytes) -> bytes:
-    """The object with another footer, signed."""
+    """The object with another footer and a matching checksum."""
     offset, *_ = TRAILER.unpack(data[-TRAILER_BYTES:])
     return data[:offset] + footer + encode_trailer(offset, footer)
 
 
 def with_trailer(data: bytes, **changes: int) -> bytes:
-    """The object with another trailer, signed."""
+    """The object with another trailer and a matching checksum."""
     names = ["offset", "length", "version", "reserved", "footer_crc", "crc"]
     values = dict(zip(names, TRAILER.unpack(data[-TRAILER_BYTES:]), strict=False)) | changes
     signed = TRAILER.pack(*values.values(), b"")[:TRAILER_SIGNED_BYTES]
     return data[:-TRAILER_BYTES] + signed + PAGE_CRC.pack(crc64(signed)) + data[-8:]
 
 
-def frame_place(stored: bytes, plain_bytes: int) -> FramePlace:
+def frame_location(stored: bytes, plain_bytes: int) -> FramePlace:
     return FramePlace(number=3, offset=96, length=len(stored), crc64=crc64(stored), plain_bytes=plain_bytes)

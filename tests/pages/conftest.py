@@ -1,4 +1,4 @@
-"""An engine per test; afterwards its manifest must be clean, and a second life must find everything."""
+"""An engine per test; afterwards its manifest must be clean."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages.world import Pages
+from tests.pages.engine_harness import Pages
 
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[Pages]:
-    """An engine over a directory, with a clock that stands still."""
-    made = Pages(tmp_path)
-    yield made
-    made.stop()
+    """An engine on a directory, with a clock that only tests advance."""
+    pages = Pages(tmp_path)
+    yield pages
+    pages.stop()

@@ -1,9 +1,10 @@
-"""Runs in a process of its own, to be killed: writes to page databases and tells over its line what was acknowledged.
+"""Runs in its own process, to be killed: writes to page databases and reports over its line what was acknowledged.
 
-It is told, as JSON: where (`base`), which failpoint dies when (`failpoints`), with which seed, and how many databases. It tells
-`try DB SIZE CUT PAGE:FILL,…` before a commit, with everything the commit is made of, and `ack DB LSN` when it is durable;
-`found DB LSN DIGEST`, what the last life left; `kept DB SNAPSHOT LSN`; `forking DB NEW` before a fork and `forked DB NEW LSN`
-behind it. In between it checkpoints, merges and truncates, and reads versions of its own life, older ones too, against a model.
+The first message is JSON: the directory (`base`), the failpoints (`failpoints`), the seed, and the number of databases.
+The process sends `try DB SIZE CUT PAGE:FILL,…` before a commit, with everything that the commit contains, and `ack DB
+LSN` when it is durable; `found DB LSN DIGEST` for what the last process left; `kept DB SNAPSHOT LSN`; `forking DB NEW`
+before a fork and `forked DB NEW LSN` after it. In between it checkpoints, merges and truncates, and compares versions
+that it wrote, also older ones, with a model.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from quire.pages import wal_files
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from tests.nursery import Line
-from tests.pages.world import PAGE, PAGES_PER_CHUNK, Model, Version, assert_reads, image, segment_bytes
+from tests.fork_server import Channel
+from tests.pages.engine_harness import PAGE, PAGES_PER_CHUNK, Model, Version, assert_reads, image, segment_bytes
 
 SETTINGS = PagesSettings(page_size=PAGE, publish_seconds=0.01, publish_bytes=4096, seal_seconds=0.03)
 FRAMES = 12
@@ -41,7 +42,7 @@ READERS_MAX = 3
 
 
 def warm_up() -> None:
-    """Everything is imported by now; segments are small from here on."""
+    """Import everything, and make segments small."""
     size = segment_bytes(FRAMES)
     setattr(wal_files, "next_file_bytes", lambda *_: size)  # noqa: B010 - for mypy these are other modules' names
     setattr(wal_files, "FILE_BYTES_MAX", size)  # noqa: B010
@@ -64,7 +65,7 @@ def start(base: Path) -> tuple[ManifestStore, PageEngine]:
 
 
 def worker(manifest: ManifestStore, engine: PageEngine, base: Path) -> Worker:
-    """Runs jobs of this store."""
+    """A worker that runs jobs of this store."""
     context = JobContext(
         manifest=manifest,
         root=str(base / "store"),
@@ -79,40 +80,40 @@ def worker(manifest: ManifestStore, engine: PageEngine, base: Path) -> Worker:
 
 
 def digest(version: Version) -> str:
-    """Tells versions apart by what they hold."""
+    """Identifies a version by its contents."""
     return hashlib.sha256(b"".join(version.page(page) for page in range(version.size))).hexdigest()
 
 
-class Life:
+class WriterProcess:
     """What one process does until it dies."""
 
-    def __init__(self, line: Line, base: Path, seed: int, names: list[str]) -> None:
-        self.line, self.base, self.seed = line, base, seed
+    def __init__(self, channel: Channel, base: Path, seed: int, names: list[str]) -> None:
+        self.channel, self.base, self.seed = channel, base, seed
         self.rng = random.Random(seed)
         self.manifest, self.engine = start(base)
         with self.manifest.read() as txn:
-            known = [record.name for _, record in txn.databases()]
+            existing = [record.name for _, record in txn.databases()]
         for name in names:
-            if name not in known:
+            if name not in existing:
                 self.manifest.register_db(name, DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK)
-        self.names = list(dict.fromkeys(names + known))
+        self.names = list(dict.fromkeys(names + existing))
         self.models: dict[str, Model] = {}
         self.readers: list[tuple[Snapshot, Version]] = []
 
     def step(self, number: int) -> None:
-        """A commit, and now and then something else."""
+        """A commit, and sometimes another action."""
         name = self.rng.choice(self.names)
         store = self.engine.open(name)
         self.commit(store, name)
-        for chance, doing in (
+        for probability, action in (
             (0.05, self.work),
-            (0.05, self.keep),
+            (0.05, self.snapshot),
             (0.02, self.fork),
             (0.15, self.open_reader),
             (0.15, self.read),
         ):
-            if self.rng.random() < chance:
-                doing(store, name, number)
+            if self.rng.random() < probability:
+                action(store, name, number)
 
     def commit(self, store: PageStore, name: str) -> None:
         model = self.model(store, name)
@@ -125,39 +126,39 @@ class Life:
             txn.write_page(page, image(fill))
         size = txn.size_pages
         writes = ",".join(f"{page}:{fill}" for page, fill in fills.items())
-        self.line.send(f"try {name} {size} {cut} {writes}".encode())
+        self.channel.send(f"try {name} {size} {cut} {writes}".encode())
         guard = txn.commit()
         model.commit(guard.lsn, size, {page: image(fill) for page, fill in fills.items()}, cut_to=cut or None)
         if self.rng.random() < 0.7:
-            self.line.send(f"ack {name} {guard.result()}".encode())
+            self.channel.send(f"ack {name} {guard.result()}".encode())
 
     def model(self, store: PageStore, name: str) -> Model:
-        """The versions of this life; the first is what the last one left."""
+        """The versions that this process wrote; the first is what the last process left."""
         if name not in self.models:
             with store.open_snapshot() as reader:
-                found = Version(reader.lsn, reader.size_pages, dict(reader.scan()))
-            self.line.send(f"found {name} {found.lsn} {digest(found)}".encode())
-            self.models[name] = Model(versions=[found])
+                version = Version(reader.lsn, reader.size_pages, dict(reader.scan()))
+            self.channel.send(f"found {name} {version.lsn} {digest(version)}".encode())
+            self.models[name] = Model(versions=[version])
         return self.models[name]
 
     def work(self, store: PageStore, name: str, number: int) -> None:
-        with suppress(JobAlreadyPending):  # one of an earlier life waits for its next attempt
+        with suppress(JobAlreadyPending):  # a job of an earlier process waits for its next attempt
             kinds = [JobKind.CHECKPOINT, JobKind.CHECKPOINT, JobKind.MERGE]
             self.manifest.jobs.enqueue(self.rng.choice(kinds), store.db_id)
         worker(self.manifest, self.engine, self.base).drain()
 
-    def keep(self, store: PageStore, name: str, number: int) -> None:
+    def snapshot(self, store: PageStore, name: str, number: int) -> None:
         info = self.engine.snapshot(name, f"kept-{self.seed}-{number}")
-        self.line.send(f"kept {name} {info.name} {info.anchor_lsn}".encode())
+        self.channel.send(f"kept {name} {info.name} {info.anchor_lsn}".encode())
 
     def fork(self, store: PageStore, name: str, number: int) -> None:
         if len(self.names) >= DATABASES_MAX:
             return
         new = f"fork-{self.seed}-{number}"
-        self.line.send(f"forking {name} {new}".encode())
+        self.channel.send(f"forking {name} {new}".encode())
         self.engine.fork(name, new)
         lsn, _ = self.engine.open(new).durable_version()
-        self.line.send(f"forked {name} {new} {lsn}".encode())
+        self.channel.send(f"forked {name} {new} {lsn}".encode())
         self.names.append(new)
 
     def open_reader(self, store: PageStore, name: str, number: int) -> None:
@@ -180,13 +181,15 @@ class Life:
         self.manifest.close()
 
 
-def run(line: Line) -> None:
-    """Write until death, or until told to stop."""
-    told = json.loads(line.receive() or b"{}")
-    arm_from(told["failpoints"])
-    life = Life(line, Path(told["base"]), told["seed"], [f"db-{number}" for number in range(told["databases"])])
-    line.send(b"open")
-    for number in range(told["commits"]):
-        life.step(number)
-    life.end()
-    line.send(b"done")
+def run(channel: Channel) -> None:
+    """Write until the process dies, or until all commits are done."""
+    task = json.loads(channel.receive() or b"{}")
+    arm_from(task["failpoints"])
+    writer = WriterProcess(
+        channel, Path(task["base"]), task["seed"], [f"db-{number}" for number in range(task["databases"])]
+    )
+    channel.send(b"open")
+    for number in range(task["commits"]):
+        writer.step(number)
+    writer.end()
+    channel.send(b"done")

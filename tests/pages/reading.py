@@ -1,10 +1,10 @@
-"""Runs in processes of their own, to be killed: an owner that writes, checkpoints, truncates and recycles without end, and
-readers that open the store with mode="r" and check everything they see.
+"""Runs in its own processes, to be killed: an owner that writes, checkpoints, truncates and recycles endlessly, and
+readers that open the store with mode="r" and check everything they read.
 
-A database says itself what it must hold: page 0 lists, for each page, the number of the transaction that wrote it last, and a
-page's bytes follow from its own number and that. So a reader needs nobody to tell it what is right. Readers tell `ok N` (pages
-they checked), `gone N` (versions that vanished and said so) and `bad WHAT`; the owner tells `at N` (transactions) and
-`recycled N`.
+A database describes its own expected contents: page 0 lists, for each page, the number of the transaction that wrote it
+last, and a page's bytes follow from its own number and that one. So a reader needs no other source. Readers send `ok N`
+(pages they checked), `gone N` (versions that ended with an error) and `bad WHAT`; the owner sends `at N` (transactions)
+and `recycled N`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quire.pages import wal_files
 from quire.pages.leasefiles import LeaseFiles
 from quire.pages.snapshot import Snapshot
 from quire.store.store import Store
-from tests.nursery import Line
-from tests.pages.world import PAGES_PER_CHUNK, image, segment_bytes
+from tests.fork_server import Channel
+from tests.pages.engine_harness import PAGES_PER_CHUNK, image, segment_bytes
 
 PAGE = 512
 TABLE = struct.Struct("<120I")
-"""Page 0: per page the transaction that wrote it last, 0 for zeros."""
+"""Page 0: for each page the transaction that wrote it last; 0 for zeros."""
 SNAPSHOTS = 4
 
 SETTINGS = StoreSettings(
@@ -39,28 +39,28 @@ SETTINGS = StoreSettings(
 
 
 def warm_up() -> None:
-    """Everything is imported by now; segments are small from here on."""
+    """Import everything, and make segments small."""
     size = segment_bytes(12)
     setattr(wal_files, "next_file_bytes", lambda *_: size)  # noqa: B010 - for mypy these are other modules' names
     setattr(wal_files, "FILE_BYTES_MAX", size)  # noqa: B010
 
 
-def run(line: Line) -> None:
-    """What the line says: `owner`, `careless` (an owner that ignores leases) or `reader`."""
-    told = json.loads(line.receive() or b"{}")
-    arm_from(told["failpoints"])
-    rng = random.Random(told["seed"])
-    if told["role"] == "careless":
-        LeaseFiles.of = lambda *_: []  # type: ignore[method-assign]  # an owner that does not care who reads
-    if told["role"] == "reader":
-        read(line, told["path"], rng, lenient=told["lenient"])
+def run(channel: Channel) -> None:
+    """Run the role that the message names: `owner`, `careless` (an owner that ignores leases) or `reader`."""
+    task = json.loads(channel.receive() or b"{}")
+    arm_from(task["failpoints"])
+    rng = random.Random(task["seed"])
+    if task["role"] == "careless":
+        LeaseFiles.of = lambda *_: []  # type: ignore[method-assign]  # this owner ignores readers
+    if task["role"] == "reader":
+        run_reader(channel, task["path"], rng, lenient=task["lenient"])
     else:
-        own(line, told["path"], rng)
+        run_owner(channel, task["path"], rng)
 
 
 # ── the owner ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def own(line: Line, path: str, rng: random.Random) -> None:
-    """Write until death."""
+def run_owner(channel: Channel, path: str, rng: random.Random) -> None:
+    """Write until the process is killed."""
     with quire.open(path, settings=SETTINGS) as store:
         if not store.databases():
             store.manifest.register_db("shop", DbKind.PAGES, page_size=PAGE, pages_per_chunk=PAGES_PER_CHUNK)
@@ -76,15 +76,15 @@ def own(line: Line, path: str, rng: random.Random) -> None:
                 for page in range(txn.size_pages, len(table)):
                     table[page] = 0
                 txn.write_page(0, TABLE.pack(*table).ljust(PAGE, b"\0"))
-            if not line.send(b"at %d" % number):
+            if not channel.send(b"at %d" % number):
                 return
             if rng.random() < 0.2:
                 upkeep(store, rng, shop.db_id)
-                line.send(b"recycled %d" % shop.wal.recycled)
+                channel.send(b"recycled %d" % shop.wal.recycled)
 
 
 def upkeep(store: Store, rng: random.Random, db_id: int) -> None:
-    """A checkpoint or merge with all that follows, and a snapshot made or dropped."""
+    """A checkpoint or merge with the jobs that follow, and a snapshot created or dropped."""
     with suppress(JobAlreadyPending):
         store.manifest.jobs.enqueue(JobKind.MERGE if rng.random() < 0.2 else JobKind.CHECKPOINT, db_id)
     store.worker.drain()
@@ -98,37 +98,38 @@ def upkeep(store: Store, rng: random.Random, db_id: int) -> None:
 
 
 # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def read(line: Line, path: str, rng: random.Random, *, lenient: bool) -> None:
-    """Check until death, with up to four snapshots open at a time; `lenient` if versions may vanish, as long as they say so."""
+def run_reader(channel: Channel, path: str, rng: random.Random, *, lenient: bool) -> None:
+    """Check until the process is killed, with up to four snapshots open at a time; `lenient` if versions may end with
+    an error."""
     with quire.open(path, mode="r", settings=SETTINGS) as store:
-        open_ones: list[Snapshot] = []
+        snapshots: list[Snapshot] = []
         while True:
             try:
-                if len(open_ones) < 4 and rng.random() < 0.6:
-                    open_ones.append(store.pages.open_published("shop", tags={"seed": str(rng.random())}))
-                checked = sum(check(rng, each) for each in open_ones)
+                if len(snapshots) < 4 and rng.random() < 0.6:
+                    snapshots.append(store.pages.open_published("shop", tags={"seed": str(rng.random())}))
+                checked = sum(check(rng, snapshot) for snapshot in snapshots)
                 checked += check_view(store, rng)
-                if open_ones and rng.random() < 0.4:
-                    open_ones.pop(rng.randrange(len(open_ones))).close()
+                if snapshots and rng.random() < 0.4:
+                    snapshots.pop(rng.randrange(len(snapshots))).close()
             except (SnapshotGone, LeaseExpired) as error:
                 if not lenient:
-                    line.send(f"bad {type(error).__name__}: {error}".encode())
+                    channel.send(f"bad {type(error).__name__}: {error}".encode())
                     raise
-                while open_ones:
-                    open_ones.pop().close()
-                line.send(b"gone 1")
+                while snapshots:
+                    snapshots.pop().close()
+                channel.send(b"gone 1")
                 continue
             except (QuireError, AssertionError) as error:
-                line.send(f"bad {type(error).__name__}: {error}".encode())
+                channel.send(f"bad {type(error).__name__}: {error}".encode())
                 raise
-            if not line.send(b"ok %d" % checked):
+            if not channel.send(b"ok %d" % checked):
                 return
             if rng.random() < 0.2:
                 time.sleep(rng.random() * 0.1)
 
 
 def check_view(store: Store, rng: random.Random) -> int:
-    """A named snapshot, if there is one; it may be dropped at any moment, and then says so."""
+    """Check a named snapshot, if one exists; it may be dropped at any time, which raises an error."""
     try:
         with store.pages.open_view("shop", f"s{rng.randrange(SNAPSHOTS)}") as view:
             return check(rng, view)
@@ -137,20 +138,20 @@ def check_view(store: Store, rng: random.Random) -> int:
 
 
 def check(rng: random.Random, reader: Snapshot) -> int:
-    """Everything in it is of one version; how many pages were looked at."""
+    """All pages belong to one version; returns the number of pages that were checked."""
     if not reader.size_pages:
         return 0
     table = TABLE.unpack(reader.read_page(0)[: TABLE.size])
     pages = list(range(1, reader.size_pages))
-    how = rng.randrange(3)
-    if how == 0:
-        found = {page: reader.read_page(page) for page in rng.sample(pages, min(len(pages), 20))}
-    elif how == 1:
-        found = reader.read_pages(pages)
+    method = rng.randrange(3)
+    if method == 0:
+        contents = {page: reader.read_page(page) for page in rng.sample(pages, min(len(pages), 20))}
+    elif method == 1:
+        contents = reader.read_pages(pages)
     else:
-        found = dict(reader.scan(1, cold=True))
-    for page, data in found.items():
+        contents = dict(reader.scan(1, cold=True))
+    for page, data in contents.items():
         number = table[page]
         expected = image(f"{page}:{number}") if number else bytes(PAGE)
         assert data == expected, f"page {page} at lsn {reader.lsn} is not that of transaction {number}"
-    return len(found)
+    return len(contents)

@@ -1,4 +1,4 @@
-"""Transactions for tests of WAL segments: drawn, written into memory, and compared with what a scan gives back."""
+"""Transactions for tests of WAL segments: generated, written into memory, and compared with the result of a scan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ DB_ID, SEGMENT_ID, FIRST_LSN, SALT = 7, 31, 4711, 0x0123456789ABCDEF
 
 @dataclass(frozen=True, slots=True)
 class Transaction:
-    """Pages with the bytes that fill them (`None`: all zeros), whether a sync follows, and after it publication."""
+    """Pages with their fill bytes (`None`: all zeros), whether a sync follows, and whether publication follows the
+    sync."""
 
     pages: tuple[tuple[int, int | None], ...]
     synced: bool = True
@@ -43,7 +44,7 @@ class Transaction:
 
 
 def image(page: int, fill: int | None, page_size: int, salt: int = 0) -> bytes | None:
-    """A page that differs in every sector, so that a lost one shows."""
+    """A page that differs in every sector, so that a lost sector is detected."""
     return None if fill is None else random.Random(f"{page} {fill} {salt}").randbytes(page_size)
 
 
@@ -61,7 +62,7 @@ TRANSACTIONS = st.lists(
 
 @dataclass(slots=True)
 class Segment:
-    """A segment in memory, and what was written into it."""
+    """A segment in memory, and the transactions that were written into it."""
 
     page_size: int = 512
     capacity: int = 32
@@ -69,7 +70,7 @@ class Segment:
     first_lsn: int = FIRST_LSN
     data: bytearray = field(init=False)
     header: SegmentHeader = field(init=False)
-    done: list[Transaction] = field(default_factory=list)
+    written_transactions: list[Transaction] = field(default_factory=list)
     used: int = 0
     durable_lsn: int = 0
     claims: list[int] = field(default_factory=list)
@@ -98,14 +99,14 @@ class Segment:
             self.data[offset : offset + len(piece)] = piece
         self.enter(encoded)
         self.used += encoded.frame_count
-        self.done.append(transaction)
+        self.written_transactions.append(transaction)
         self.claims.append(self.durable_lsn)
         self.ends.append(self.used)
         if transaction.synced:
             self.durable_lsn = encoded.last_lsn
 
     def enter(self, encoded: Encoded) -> None:
-        """Write the entries of frames, as publication does; and version 1 did it with each append."""
+        """Write the entries of frames, as publication does; version 1 wrote them with each append."""
         start = self.header.geometry.entry_offset(encoded.first_frame)
         entries = entries_of(self.header, parse_heads(encoded.heads)).tobytes()
         self.data[start : start + len(entries)] = entries
@@ -141,22 +142,23 @@ class Segment:
         return self.first_lsn + self.ends[count] - 1
 
 
-def kept(segment: Segment, scan: SegmentScan) -> int:
-    """How many transactions a scan kept; fails unless they are whole, the first ones, and described as they were written."""
-    assert scan.cut in segment.ends, "a transaction was cut in two"
+def count_scanned(segment: Segment, scan: SegmentScan) -> int:
+    """The number of transactions in a scan; fails unless they are complete, the first ones, and as they were
+    written."""
+    assert scan.cut in segment.ends, "a transaction was split"
     count = segment.ends.index(scan.cut)
-    transactions = segment.done[:count]
-    written = [page for transaction in transactions for page, _ in transaction.pages]
+    scanned = segment.written_transactions[:count]
+    written = [page for transaction in scanned for page, _ in transaction.pages]
     assert scan.entries["page"].tolist() == written
     assert scan.entries["lsn"].tolist() == list(range(segment.first_lsn, segment.first_lsn + scan.cut))
-    assert scan.commits["lsn"].tolist() == [segment.lsn_after(each + 1) for each in range(count)]
-    assert scan.commits["db_size"].tolist() == [transaction.db_size for transaction in transactions]
+    assert scan.commits["lsn"].tolist() == [segment.lsn_after(i + 1) for i in range(count)]
+    assert scan.commits["db_size"].tolist() == [transaction.db_size for transaction in scanned]
     assert scan.last_lsn == segment.lsn_after(count)
-    assert scan.size_pages == (transactions[-1].db_size if count else 0)
-    assert scan.last_commit_ms == (transactions[-1].commit_ms if count else 0)
+    assert scan.size_pages == (scanned[-1].db_size if count else 0)
+    assert scan.last_commit_ms == (scanned[-1].commit_ms if count else 0)
     return count
 
 
 def valid_frames(segment: Segment) -> list[bool]:
-    """Which frames pass their own check, whatever the entries say."""
+    """Which frames are valid by themselves, whatever the entries say."""
     return [check_frame(segment.header, number, segment.frame(number)) is not None for number in range(segment.used)]

@@ -1,4 +1,4 @@
-"""The page cache: bounded, shared, and never wrong."""
+"""The page cache: bounded, shared, and never stale."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_bytes_stay_below_the_budget_whatever_is_put() -> None:
     assert cache.get(("segment", 0)) is None
 
 
-def test_what_is_used_survives_what_is_only_passed_through() -> None:
+def test_recently_used_pages_survive_a_scan() -> None:
     cache = PageCache(64 * 1024)
     cache.put("hot", b"h" * 1024)
     for number in range(500):
@@ -31,8 +31,8 @@ def test_putting_a_page_twice_counts_it_once() -> None:
     assert cache.used_bytes == 1000
 
 
-def test_a_turn_forgets_what_was_resolved() -> None:
-    """Otherwise resolved entries would keep alive the very bytes that were given up."""
+def test_a_rotation_forgets_resolved_entries() -> None:
+    """Otherwise resolved entries would keep alive the bytes that were evicted."""
     cache = PageCache(8 * 1024)
     resolved = cache.resolved(1)
     cache.remember(resolved, 7, (1, 2, bytes(1024)))
@@ -42,7 +42,7 @@ def test_a_turn_forgets_what_was_resolved() -> None:
 
 
 def test_resolved_entries_are_bounded_in_number() -> None:
-    """Pages of zeros cost no bytes, so nothing else would ever end them."""
+    """Pages of zeros use no bytes, so no other limit would evict them."""
     cache = PageCache(1 << 30)
     resolved, zeros = cache.resolved(1), cache.zeros(4096)
     for page in range(RESOLVED_MAX + 10):
@@ -51,14 +51,17 @@ def test_resolved_entries_are_bounded_in_number() -> None:
     assert cache.zeros(4096) is zeros
 
 
-def test_a_cache_of_no_bytes_still_answers() -> None:
+def test_a_cache_of_zero_bytes_still_works() -> None:
     cache = PageCache(0)
     cache.put("a", b"x")
     cache.put("b", b"y")
-    assert cache.get("a") is None or cache.get("a") == b"x"
+    assert (cache.get("a"), cache.get("b")) == (b"x", b"y"), "one page in each generation"
+    cache.put("c", b"z")
+    cache.put("d", b"z")
+    assert cache.get("a") is None
 
 
-def test_two_threads_that_fill_it_at_once_turn_it_once() -> None:
+def test_two_threads_that_fill_the_cache_at_once_rotate_it_once() -> None:
     cache = PageCache(200 * 1024)
     barrier = threading.Barrier(4)
 
@@ -72,8 +75,8 @@ def test_two_threads_that_fill_it_at_once_turn_it_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    held = sum(cache.get((thread, number)) is not None for thread in range(4) for number in range(300))
-    assert held >= 50, "what came last is still there"
+    cached = sum(cache.get((thread, number)) is not None for thread in range(4) for number in range(300))
+    assert cached >= 50, "the newest pages are still cached"
 
 
 def test_the_hit_ratio_counts_resolved_hits() -> None:

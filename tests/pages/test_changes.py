@@ -17,18 +17,18 @@ from quire.manifest.records import ChunkRecord, DeltaRecord, JobKind, Residency
 from quire.pages import changes
 from quire.pages.changes import HISTORY_BYTES_MAX, HISTORY_ENTRIES_MAX, KEPT_MS, history_after, history_of
 from quire.pages.pagestore import PageStore
-from tests.pages.world import PAGES_PER_CHUNK, Model, Pages, Version, image, small_segments, write
+from tests.pages.engine_harness import PAGES_PER_CHUNK, Model, Pages, Version, image, small_segments, write
 
 WEEK_SECONDS = KEPT_MS / 1000
 
 
 def _differing(before: Version, after: Version) -> set[int]:
-    """The pages of `after` that `before` does not have in the same form."""
+    """The pages of `after` that differ from `before` or are not in it."""
     return {page for page in range(after.size) if page >= before.size or before.page(page) != after.page(page)}
 
 
 def _assert_all_changes(store: PageStore, model: Model) -> None:
-    """From every version that ever was to the newest, and to all that can still be opened."""
+    """From every past version to the newest: no changed page is missing."""
     with store.open_snapshot() as newest:
         for version in model.versions:
             changed = set(store.changed(version.lsn, newest.mark))
@@ -41,7 +41,7 @@ def _changed(store: PageStore, since: int) -> set[int]:
         return set(store.changed(since, newest.mark))
 
 
-def _rewritten(store: PageStore, pages: Pages, slot: int = 0) -> bool:
+def _is_single_base(store: PageStore, pages: Pages, slot: int = 0) -> bool:
     with pages.manifest.read() as txn:
         return [link.kind for link in txn.chain(store.db_id, slot)] == [ArtifactKind.BASE]
 
@@ -65,11 +65,11 @@ def test_no_changed_page_is_missing_in_any_history(steps: list[tuple[object, ...
         pages = Pages(Path(base))
         model, name, forks = Model(), "shop", 0
         store = pages.database()
-        for step, *more in steps:
+        for step, *arguments in steps:
             if step == "write":
-                write(store, model, {page: image() for page in more[0]})  # type: ignore[attr-defined]
+                write(store, model, {page: image() for page in arguments[0]})  # type: ignore[attr-defined]
             elif step == "shrink":
-                size = min(int(str(more[0])), model.newest.size)
+                size = min(int(str(arguments[0])), model.newest.size)
                 if size:
                     write(store, model, {0: image()}, truncate=size)
             elif step == "checkpoint":
@@ -96,18 +96,18 @@ def test_no_changed_page_is_missing_in_any_history(steps: list[tuple[object, ...
         pages.stop()
 
 
-def test_what_changed_is_exact_in_unpublished_published_and_checkpointed_pages(pages: Pages) -> None:
+def test_changed_pages_are_exact_when_unpublished_published_and_checkpointed(pages: Pages) -> None:
     store, model = pages.database(), Model()
     start = write(store, model, {page: image() for page in range(24)}).lsn
     pages.checkpoint(store)
     write(store, model, {3: image(), 9: image()})
-    for settle in (lambda: None, store.wal.publish, lambda: pages.checkpoint(store)):
-        settle()
+    for advance in (lambda: None, store.wal.publish, lambda: pages.checkpoint(store)):
+        advance()
         assert _changed(store, start) == {3, 9}
     assert _changed(store, model.newest.lsn) == set()
 
 
-def test_a_base_that_replaces_its_deltas_still_tells_what_they_changed(pages: Pages) -> None:
+def test_a_base_that_replaces_its_deltas_still_has_their_changes(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(PAGES_PER_CHUNK)})
     pages.checkpoint(store)
@@ -116,12 +116,12 @@ def test_a_base_that_replaces_its_deltas_still_tells_what_they_changed(pages: Pa
         versions.append(write(store, model, {page: image()}).lsn)
         pages.checkpoint(store)
     pages.run(JobKind.MERGE, store.db_id)
-    assert _rewritten(store, pages)
+    assert _is_single_base(store, pages)
     assert [_changed(store, since) for since in versions] == [{1, 5}, {5}, set()]
-    # A rewrite, because most of the slot is dirty, adds its own.
+    # A rewrite, because most of the slot is dirty, adds its own pages.
     write(store, model, {page: image() for page in range(2, 6)})
     pages.checkpoint(store)
-    assert _rewritten(store, pages)
+    assert _is_single_base(store, pages)
     assert [_changed(store, since) for since in versions] == [{1, 2, 3, 4, 5}, {2, 3, 4, 5}, {2, 3, 4, 5}]
 
 
@@ -136,24 +136,24 @@ def test_after_a_week_a_merged_slot_is_sent_whole(pages: Pages) -> None:
     write(store, model, {2: image()})
     pages.checkpoint(store)
     pages.run(JobKind.MERGE, store.db_id)
-    assert _rewritten(store, pages)
-    assert _changed(store, since) == set(range(PAGES_PER_CHUNK)), "and the other slot is not"
+    assert _is_single_base(store, pages)
+    assert _changed(store, since) == set(range(PAGES_PER_CHUNK)), "only the merged slot is sent whole"
 
 
-def test_versions_that_no_answer_exists_for_are_refused(pages: Pages) -> None:
+def test_versions_without_a_known_answer_are_refused(pages: Pages) -> None:
     store, model = pages.database(), Model()
     since = write(store, model, {0: image()}).lsn
     with store.open_snapshot() as newest:
-        for wrong in (-1, newest.lsn + 1):
+        for invalid_lsn in (-1, newest.lsn + 1):
             with pytest.raises(OutOfRange):
-                store.changed(wrong, newest.mark)
+                store.changed(invalid_lsn, newest.mark)
         assert store.changed(0, newest.mark) == BitMap([0])
     head = pages.manifest.feed.head()
     pages.manifest.submit([Timeline(2, 1, 0, 1, head, 2 << 40)]).result()
     pages.reopen()
     store = pages.database()
     with store.open_snapshot() as newest:
-        assert store.changed(since, newest.mark) == BitMap(), "nothing was written since the takeover"
+        assert store.changed(since, newest.mark) == BitMap(), "nothing has been written since the takeover"
     write(store, model, {0: image()})
     with store.open_snapshot() as newest, pytest.raises(EpochLost):
         store.changed(since, newest.mark)
@@ -193,23 +193,25 @@ def test_a_base_of_an_older_version_stands_for_its_whole_slot() -> None:
         max_size=120,
     )
 )
-def test_a_history_is_small_and_never_forgets_a_page_it_answers_for(
+def test_a_history_is_small_and_never_omits_a_changed_page(
     steps: list[tuple[int, int, set[int]]],
 ) -> None:
     covered, now, history = 0, 0, b""
     chain: list[tuple[int, ChunkRecord | DeltaRecord]] = []
-    known: list[tuple[int, set[int]]] = []
+    expected: list[tuple[int, set[int]]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(changes, "HISTORY_BYTES_MAX", 600)
-        for more, pause, pages in steps:
-            covered, now = covered + more, now + pause
-            known.append((covered, pages))
+        for step, pause, pages in steps:
+            covered, now = covered + step, now + pause
+            expected.append((covered, pages))
             history = history_after(chain, covered, BitMap(pages).serialize() if pages else b"", now)
             chain = [_base(covered, history)]
             after, entries = history_of(_base(covered, history)[1], covered)
             assert len(entries) <= HISTORY_ENTRIES_MAX
             assert sum(len(bitmap) for _, _, bitmap in entries[1:]) <= min(600, HISTORY_BYTES_MAX)
-            for since, _ in [(0, set()), *known]:
+            for since, _ in [(0, set()), *expected]:
                 if since >= after:
-                    answer = set().union(*(BitMap.deserialize(bitmap) for lsn, _, bitmap in entries if lsn > since))
-                    assert answer >= set().union(*(changed for lsn, changed in known if lsn > since))
+                    changed_pages = set().union(
+                        *(BitMap.deserialize(bitmap) for lsn, _, bitmap in entries if lsn > since)
+                    )
+                    assert changed_pages >= set().union(*(changed for lsn, changed in expected if lsn > since))

@@ -1,4 +1,4 @@
-"""A create-only put adopts the chunk that is there if it is the same artifact of the same plan, whatever its bytes."""
+"""A create-only put adopts an existing chunk if it is the same artifact of the same plan, whatever its bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_two_runs_that_compress_differently_are_one_artifact(store: ObjectStore)
     result = store.put(KEY, second, create_only=True, identity=same_artifact(WANTED))
     assert result.adopted
     assert result.size_bytes == first_info.size_bytes != second_info.size_bytes
-    # The row of an adopted object must be about its bytes, not about ours.
+    # The row of an adopted object must describe its bytes, not ours.
     assert describe(partial(store.get_range, KEY), result.size_bytes) == first_info
     reader = ChunkReader(partial(store.get_range, KEY), result.size_bytes, expect=WANTED.key)
     assert dict(reader.iter_pages()) == PAGES
@@ -63,14 +63,14 @@ def test_identity_is_read_from_the_object(store: ObjectStore) -> None:
     assert not same_artifact(replace(WANTED, key=msgspec.structs.replace(WANTED.key, generation=2)))(existing)
 
 
-def test_one_plan_with_two_outcomes_is_told(store: ObjectStore) -> None:
+def test_one_plan_with_two_outcomes_is_reported(store: ObjectStore) -> None:
     data, _ = write_chunk(PAGES, WANTED)
     store.put(KEY, data)
     with pytest.raises(Corruption):
         same_artifact(replace(WANTED, covered_lsn=101))(ExistingObject(store, store.head(KEY)))
 
 
-def test_what_is_damaged_or_foreign_is_not_adopted(store: ObjectStore) -> None:
+def test_damaged_or_foreign_objects_are_not_adopted(store: ObjectStore) -> None:
     data, _ = write_chunk(PAGES, WANTED)
     for foreign in (b"hello", data[:-1], data[:-20] + bytes(20)):
         store.put(KEY, foreign)

@@ -1,4 +1,4 @@
-"""A footer that lies is refused, whatever it says and though its checksums are right; nothing large is allocated for it."""
+"""A footer with wrong values is refused although its checksums are valid, and nothing large is allocated for it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.pages.chunks import Blob, footer_of, identity, some_pages, with_foote
 
 PAGES = some_pages(512, [0, *range(3, 40), 900], seed=5)
 GOOD, INFO = write_chunk(PAGES, identity(512, 1000))
-TABLE_AT = FOOTER_HEAD_BYTES + len(INFO.bitmap)
-CRCS_AT = TABLE_AT + 3 * FRAME_ENTRY_BYTES
+TABLE_OFFSET = FOOTER_HEAD_BYTES + len(INFO.bitmap)
+CRCS_OFFSET = TABLE_OFFSET + 3 * FRAME_ENTRY_BYTES
 
 
 def with_counts(page_count: int, frame_count: int, bitmap_bytes: int) -> bytes:
@@ -44,41 +44,41 @@ def with_counts(page_count: int, frame_count: int, bitmap_bytes: int) -> bytes:
 def with_bitmap(bitmap: bytes, page_count: int = len(PAGES)) -> bytes:
     footer = footer_of(GOOD)
     head = FOOTER.pack(footer[:HEADER_BYTES], page_count, 3, len(bitmap), 0)
-    return with_footer(GOOD, head + bitmap + footer[TABLE_AT:])
+    return with_footer(GOOD, head + bitmap + footer[TABLE_OFFSET:])
 
 
 def with_frame(number: int, *, move: int = 0, longer: int = 0) -> bytes:
     footer = bytearray(footer_of(GOOD))
-    at = TABLE_AT + number * FRAME_ENTRY_BYTES
-    offset, length, crc = FRAME.unpack_from(footer, at)
-    FRAME.pack_into(footer, at, (offset + move) % 2**32, (length + longer) % 2**32, crc)
+    entry_offset = TABLE_OFFSET + number * FRAME_ENTRY_BYTES
+    offset, length, crc = FRAME.unpack_from(footer, entry_offset)
+    FRAME.pack_into(footer, entry_offset, (offset + move) % 2**32, (length + longer) % 2**32, crc)
     return with_footer(GOOD, bytes(footer))
 
 
 def with_frames(*stored: bytes) -> bytes:
-    """An object with these frames, all of them where and as long as its footer says."""
+    """An object with these frames, consistent with its footer."""
     end, entries = HEADER_BYTES, b""
     for frame in stored:
         entries += FRAME.pack(end, len(frame), crc64(frame))
         end += len(frame)
     footer = footer_of(GOOD)
     head = FOOTER.pack(footer[:HEADER_BYTES], len(PAGES), len(stored), len(INFO.bitmap), 0)
-    footer = head + INFO.bitmap + entries + footer[CRCS_AT:]
+    footer = head + INFO.bitmap + entries + footer[CRCS_OFFSET:]
     return GOOD[:HEADER_BYTES] + b"".join(stored) + footer + encode_trailer(end, footer)
 
 
 def frames() -> list[bytes]:
     footer = Blob(GOOD).reader().footer
-    places = [footer.frame(number) for number in range(3)]
-    return [GOOD[place.offset : place.offset + place.length] for place in places]
+    locations = [footer.frame(number) for number in range(3)]
+    return [GOOD[location.offset : location.offset + location.length] for location in locations]
 
 
 def array_bitmap(values: list[int]) -> bytes:
-    """The portable form of one array container, sorted or not."""
+    """The portable serialization of one array container, sorted or not."""
     return struct.pack(f"<IIHHI{len(values)}H", 12_346, 1, 0, len(values) - 1, 16, *values)
 
 
-LIES = {
+WRONG_FOOTERS = {
     "a footer of 4 GiB": with_trailer(GOOD, length=2**32 - 1),
     "a footer far away": with_trailer(GOOD, offset=2**63),
     "a footer in the header": with_trailer(GOOD, offset=8),
@@ -115,13 +115,13 @@ LIES = {
 }
 
 
-def test_the_way_lies_are_told_can_tell_the_truth() -> None:
+def test_the_helpers_for_wrong_footers_can_build_a_valid_one() -> None:
     assert with_frames(*frames()) == with_bitmap(INFO.bitmap) == with_frame(1) == with_trailer(GOOD) == GOOD
     assert with_counts(len(PAGES), 3, len(INFO.bitmap)) == GOOD
 
 
-@pytest.mark.parametrize("data", LIES.values(), ids=LIES.keys())
-def test_a_footer_that_lies_is_refused(data: bytes) -> None:
+@pytest.mark.parametrize("data", WRONG_FOOTERS.values(), ids=WRONG_FOOTERS.keys())
+def test_a_footer_with_wrong_values_is_refused(data: bytes) -> None:
     tracemalloc.start()
     with pytest.raises(Corruption) as raised:
         load_footer(Blob(data).read, len(data), name="demo")
@@ -141,16 +141,16 @@ def test_any_signed_footer_is_refused_or_read_without_harm(changes: list[tuple[i
         footer[position] = value
     data = with_footer(GOOD, bytes(footer))
     try:
-        found = dict(Blob(data).reader().iter_pages(range(1000)))
+        pages_read = dict(Blob(data).reader().iter_pages(range(1000)))
     except (Corruption, Incompatible):
         assert list(verify(Blob(data).read, len(data)))
     else:
-        # A bitmap that names other offsets is as good as any: nothing but the footer says where a page belongs.
-        assert sorted(found.values()) == sorted(PAGES.values())
+        # A bitmap with other offsets is also valid: only the footer says where a page belongs.
+        assert sorted(pages_read.values()) == sorted(PAGES.values())
 
 
 @pytest.mark.parametrize("size", [0, 1, 247, OBJECT_BYTES_MAX + 1, 2**62])
-def test_an_object_of_an_impossible_size_is_not_even_read(size: int) -> None:
+def test_an_object_of_an_impossible_size_is_not_read(size: int) -> None:
     blob = Blob(b"")
     with pytest.raises(Corruption):
         load_footer(blob.read, size, name="x")
@@ -158,15 +158,15 @@ def test_an_object_of_an_impossible_size_is_not_even_read(size: int) -> None:
 
 
 def test_frames_of_a_chunk_without_compression_are_plain() -> None:
-    """Else a writer that ignores its setting would not be noticed."""
+    """Otherwise a writer that ignores its setting would not be detected."""
     footer = bytearray(footer_of(GOOD))
     footer[:HEADER_BYTES] = encode_header(INFO.identity, Compression.NONE)
     with pytest.raises(Corruption):
         Blob(with_footer(GOOD, bytes(footer))).reader().read_page(0)
 
 
-def test_bitmaps_of_other_makers_are_understood() -> None:
-    """Roaring has several forms for one set, and other versions or languages prefer others: all of them are valid."""
+def test_bitmaps_of_other_implementations_are_read() -> None:
+    """Roaring has several serializations of one set, and other versions or languages write others: all are valid."""
     plain = BitMap(sorted(PAGES), optimize=False).serialize()
     optimised = BitMap(sorted(PAGES)).serialize()
     assert plain != optimised

@@ -1,4 +1,5 @@
-"""The chunk's page and its code agree, byte for byte and number for number; headers, trailers and frames are checked."""
+"""The format page of chunks and the code agree, byte for byte and number for number; headers, trailers and frames are
+checked."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from quire.pages.chunk_format import (
 )
 from quire.pages.chunk_reader import GAP_BYTES, PIECE_BYTES
 from quire.pages.chunk_verify import verify
-from tests.pages.chunks import Blob, footer_of, frame_place, identity, image, some_pages, write_chunk
+from tests.pages.chunks import Blob, footer_of, frame_location, identity, image, some_pages, write_chunk
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/chunk.md").read_text("utf-8")
 
@@ -52,7 +53,7 @@ EXAMPLE_PAGES = {1: b"q" * 512, 5: b"q" * 512}
 
 
 def fields(title: str) -> list[tuple[str, str, str]]:
-    """The rows of a table of the page: (field, offset, bytes)."""
+    """The rows of a table of the format page: (field, offset, bytes)."""
     table = PAGE.split(f"| {title} field | offset | bytes | meaning |")[1].split("\n\n")[0]
     return re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
 
@@ -78,7 +79,7 @@ def example() -> bytes:
         ),
     ],
 )
-def test_a_table_of_the_page_is_the_struct(title: str, size: int, names: str) -> None:
+def test_a_table_of_the_format_page_matches_the_struct(title: str, size: int, names: str) -> None:
     end = 0
     for _, start, length in fields(title):
         assert int(start) == end
@@ -88,7 +89,7 @@ def test_a_table_of_the_page_is_the_struct(title: str, size: int, names: str) ->
     assert {"header": form.HEADER, "frame entry": form.FRAME, "trailer": form.TRAILER}[title].size == size
 
 
-def test_the_pages_footer_table_is_the_struct() -> None:
+def test_the_format_pages_footer_table_matches_the_struct() -> None:
     rows = fields("footer")
     head = [(name, int(start), int(size)) for name, start, size in rows[:5]]
     assert [name for name, _, _ in head] == ["header", "page_count", "frame_count", "bitmap_bytes", "reserved"]
@@ -101,7 +102,7 @@ def test_the_pages_footer_table_is_the_struct() -> None:
     ]
 
 
-def test_the_pages_numbers_are_the_codes() -> None:
+def test_the_format_pages_numbers_match_the_code() -> None:
     assert f"`{form.MAGIC.decode()}`" in PAGE
     assert f"`{form.END_MAGIC.decode()}`" in PAGE
     assert f"The version is {form.VERSION}." in PAGE
@@ -118,7 +119,7 @@ def test_the_pages_numbers_are_the_codes() -> None:
     assert f"{len(footer_of(full)):,} bytes with pages of 4 KiB" in PAGE
 
 
-def test_the_pages_example_is_read_by_the_code() -> None:
+def test_the_format_pages_example_is_read_by_the_code() -> None:
     reader = Blob(example()).reader()
     assert reader.identity == EXAMPLE
     assert dict(reader.iter_pages()) == EXAMPLE_PAGES
@@ -128,10 +129,10 @@ def test_the_pages_example_is_read_by_the_code() -> None:
     assert (len(footer_of(example())), len(example())) == (164, 319)
 
 
-def test_the_pages_example_is_what_the_code_writes() -> None:
+def test_the_format_pages_example_is_what_the_code_writes() -> None:
     written, _ = write_chunk(EXAMPLE_PAGES, EXAMPLE)
     if zstandard.ZSTD_VERSION != (1, 5, 7):
-        pytest.skip("another zstd may pack the example's frame otherwise; that it is read is tested all the same")
+        pytest.skip("another zstd version may compress the frame differently; reading the example is tested anyway")
     assert written == example()
 
 
@@ -155,15 +156,15 @@ identities = st.builds(
 )
 
 
-@given(what=identities, compression=st.sampled_from(Compression))
-def test_headers_round_trip(what: ChunkIdentity, compression: Compression) -> None:
-    header = encode_header(what, compression)
+@given(chunk_identity=identities, compression=st.sampled_from(Compression))
+def test_headers_round_trip(chunk_identity: ChunkIdentity, compression: Compression) -> None:
+    header = encode_header(chunk_identity, compression)
     assert len(header) == HEADER_BYTES
-    assert decode_header(header, "x") == (what, compression)
+    assert decode_header(header, "x") == (chunk_identity, compression)
 
 
 @given(position=st.integers(0, HEADER_BYTES - 1), flip=st.integers(1, 255))
-def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> None:
+def test_any_changed_byte_of_a_header_is_detected(position: int, flip: int) -> None:
     header = bytearray(encode_header(EXAMPLE, Compression.ZSTD))
     header[position] ^= flip
     with pytest.raises(Corruption) as raised:
@@ -205,7 +206,7 @@ def signed_header(**changes: int) -> bytes:
     ],
     ids=str,
 )
-def test_a_header_that_cannot_be_is_refused_though_its_checksum_is_right(changes: dict[str, int]) -> None:
+def test_an_impossible_header_is_refused_although_its_checksum_is_valid(changes: dict[str, int]) -> None:
     with pytest.raises(Corruption):
         decode_header(signed_header(**changes), "x")
 
@@ -225,7 +226,7 @@ def test_reserved_fields_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         {"key": ArtifactKey(7, ArtifactKind.WAL, 2, 9)},
         {"key": ArtifactKey(7, ArtifactKind.BASE, 2, 9, 3)},
@@ -244,8 +245,8 @@ def test_reserved_fields_are_ignored() -> None:
     ],
     ids=str,
 )
-def test_an_identity_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
-    values = {name: getattr(EXAMPLE, name) for name in ChunkIdentity.__dataclass_fields__} | wrong
+def test_an_impossible_identity_is_refused(invalid: dict[str, object]) -> None:
+    values = {name: getattr(EXAMPLE, name) for name in ChunkIdentity.__dataclass_fields__} | invalid
     with pytest.raises(InvalidInput):
         check_identity(ChunkIdentity(**values))
 
@@ -269,28 +270,28 @@ def test_frames_round_trip_and_are_never_longer_than_their_pages(flavours: list[
     for packer in (None, compressor()):
         stored = pack_frame(memoryview(plain), packer)
         assert len(stored) <= len(plain)
-        assert unpack_frame(stored, frame_place(stored, len(plain)), "x") == plain
+        assert unpack_frame(stored, frame_location(stored, len(plain)), "x") == plain
 
 
 def test_a_frame_that_claims_gigabytes_is_refused_before_they_are_allocated() -> None:
-    claim = zstandard.ZstdCompressor(level=3).compress(bytes(1 << 28))
-    assert len(claim) < 8192 * 16
-    small = b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
+    bomb = zstandard.ZstdCompressor(level=3).compress(bytes(1 << 28))
+    assert len(bomb) < 8192 * 16
+    tiny_bomb = b"\x28\xb5\x2f\xfd\xe0" + (1 << 40).to_bytes(8, "little") + b"\x01\x00\x00"
     tracemalloc.start()
-    for stored in (claim, small):
+    for stored in (bomb, tiny_bomb):
         with pytest.raises(Corruption):
-            unpack_frame(stored, frame_place(stored, 8192 * 16), "x")
+            unpack_frame(stored, frame_location(stored, 8192 * 16), "x")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
 
 
 def test_a_frame_that_needs_a_huge_window_is_refused() -> None:
-    """It says how large its pages are, rightly, but not that it is all there; zstd would make room for the window."""
-    cut = b"\x28\xb5\x2f\xfd\x80\x80" + (8192 * 16).to_bytes(4, "little") + b"\x00\x00\x00"
-    assert zstandard.get_frame_parameters(cut).window_size == 1 << 26
+    """Its size is correct, but it is incomplete; zstd would allocate memory for the window."""
+    frame = b"\x28\xb5\x2f\xfd\x80\x80" + (8192 * 16).to_bytes(4, "little") + b"\x00\x00\x00"
+    assert zstandard.get_frame_parameters(frame).window_size == 1 << 26
     with pytest.raises(Corruption, match="too much memory"):
-        unpack_frame(cut, frame_place(cut, 8192 * 16), "x")
+        unpack_frame(frame, frame_location(frame, 8192 * 16), "x")
 
 
 @pytest.mark.parametrize(
@@ -307,21 +308,21 @@ def test_a_frame_that_needs_a_huge_window_is_refused() -> None:
 )
 def test_a_frame_that_does_not_unpack_to_its_pages_is_corrupt(stored: bytes) -> None:
     with pytest.raises(Corruption) as raised:
-        unpack_frame(stored, frame_place(stored, 1024), "demo", page=9)
+        unpack_frame(stored, frame_location(stored, 1024), "demo", page=9)
     assert raised.value.where["frame"] == 3
     assert raised.value.where["page"] == 9
 
 
 def test_a_frame_is_compared_before_it_is_unpacked() -> None:
     stored = pack_frame(memoryview(some_pages(512, [0])[0]), None)
-    place = frame_place(stored, 512)
+    location = frame_location(stored, 512)
     with pytest.raises(ChecksumMismatch):
-        unpack_frame(stored[:-1] + bytes([stored[-1] ^ 1]), place, "x")
+        unpack_frame(stored[:-1] + bytes([stored[-1] ^ 1]), location, "x")
     with pytest.raises(ChecksumMismatch):
-        unpack_frame(stored[:-1], place, "x")
+        unpack_frame(stored[:-1], location, "x")
 
 
-def test_offsets_beyond_the_chunk_are_the_callers_mistake() -> None:
+def test_offsets_beyond_the_chunk_are_refused() -> None:
     reader = Blob(example()).reader()
     for offset in (-1, 131_072, 2**40):
         with pytest.raises(OutOfRange):

@@ -1,4 +1,5 @@
-"""One page is one ranged read; many share reads; every page is checked, and damage is told where it matters."""
+"""One page is one ranged read; many pages share reads; every page is checked, and damage is reported by the reads it
+affects."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.pages.chunks import (
 )
 
 NOISE = {offset: image(4096, 2 + 4 * offset) for offset in range(0, 3000, 2)}
-"""6 MiB that do not shrink: far more than one read."""
+"""6 MiB of incompressible pages: far more than one read."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +36,8 @@ def large() -> bytes:
     return write_chunk(NOISE, identity(4096))[0]
 
 
-# ── reads are few ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_page_is_one_read_once_the_footer_is_kept(large: bytes) -> None:
+# ── number of reads ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_page_is_one_read_if_the_footer_is_cached(large: bytes) -> None:
     cold = Blob(large)
     footer = cold.reader().footer
     assert cold.reads == [(len(large) - TAIL_BYTES, TAIL_BYTES)]
@@ -45,8 +46,8 @@ def test_a_page_is_one_read_once_the_footer_is_kept(large: bytes) -> None:
         reader = ChunkReader(blob.read, len(blob), footer=footer)
         assert blob.reads == []
         assert reader.read_page(offset) == NOISE[offset]
-        place = footer.frame(offset // 2 // 16)
-        assert blob.reads == [(place.offset, place.length)]
+        location = footer.frame(offset // 2 // 16)
+        assert blob.reads == [(location.offset, location.length)]
 
 
 def test_a_cold_page_is_two_reads(large: bytes) -> None:
@@ -55,7 +56,7 @@ def test_a_cold_page_is_two_reads(large: bytes) -> None:
     assert len(blob.reads) == 2
 
 
-def test_a_page_that_is_not_there_is_no_read(large: bytes) -> None:
+def test_an_absent_page_needs_no_read(large: bytes) -> None:
     blob = Blob(large)
     reader = ChunkReader(blob.read, len(blob), footer=Blob(large).reader().footer)
     assert reader.read_page(1) is None
@@ -75,8 +76,8 @@ def test_a_small_chunk_comes_with_its_footer() -> None:
 def test_a_frame_gives_its_other_pages_for_the_same_read(large: bytes) -> None:
     blob = Blob(large)
     reader = ChunkReader(blob.read, len(blob), footer=Blob(large).reader().footer)
-    found = reader.read_frame(70)
-    assert found == {offset: NOISE[offset] for offset in range(64, 96, 2)}
+    pages_read = reader.read_frame(70)
+    assert pages_read == {offset: NOISE[offset] for offset in range(64, 96, 2)}
     assert len(blob.reads) == 1
 
 
@@ -84,7 +85,7 @@ def test_neighbouring_frames_share_a_read_and_far_ones_do_not(large: bytes) -> N
     footer = Blob(large).reader().footer
     blob = Blob(large)
     reader = ChunkReader(blob.read, len(blob), footer=footer)
-    # Frames 0 and 1 touch, 3 is one frame (64 KiB) away from 1, 40 is far from all.
+    # Frames 0 and 1 are adjacent, 3 is one frame (64 KiB) after 1, and 40 is far from all.
     wanted = [0, 32, 96, 40 * 32, 1, 3]
     assert dict(reader.iter_pages(wanted)) == {offset: NOISE[offset] for offset in wanted if offset in NOISE}
     first, second = blob.reads
@@ -102,11 +103,11 @@ def test_walking_a_chunk_reads_it_once_in_pieces(large: bytes) -> None:
     assert sum(length for _, length in blob.reads) == footer.offset - HEADER_BYTES
 
 
-@given(case=page_sets(), asked=st.lists(st.integers(0, 60)))
-def test_many_pages_are_what_single_reads_give(case: tuple[int, int, Pages], asked: list[int]) -> None:
+@given(case=page_sets(), requested=st.lists(st.integers(0, 60)))
+def test_reads_of_many_pages_equal_single_reads(case: tuple[int, int, Pages], requested: list[int]) -> None:
     page_size, limit, pages = case
     data, _ = write_chunk(pages, identity(page_size, limit))
-    wanted = [offset for offset in asked if offset < limit]
+    wanted = [offset for offset in requested if offset < limit]
     reader = Blob(data).reader()
     assert dict(reader.iter_pages(wanted)) == {offset: pages[offset] for offset in wanted if offset in pages}
     assert [offset for offset, _ in reader.iter_pages(wanted)] == sorted({*wanted} & {*pages})
@@ -145,8 +146,8 @@ def test_another_artifact_than_expected_is_refused(large: bytes) -> None:
 def test_threads_may_share_a_reader(large: bytes) -> None:
     reader = Blob(large).reader()
     with ThreadPoolExecutor(4) as pool:
-        found = dict(zip(NOISE, pool.map(reader.read_page, NOISE), strict=True))
-    assert found == NOISE
+        pages_read = dict(zip(NOISE, pool.map(reader.read_page, NOISE), strict=True))
+    assert pages_read == NOISE
 
 
 # ── damage ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,7 +159,7 @@ def small() -> bytes:
     return write_chunk(SMALL, identity())[0]
 
 
-def test_any_flipped_byte_is_noticed_by_reads_it_matters_to(small: bytes) -> None:
+def test_any_flipped_byte_is_detected_by_the_reads_it_affects(small: bytes) -> None:
     footer = Blob(small).reader().footer
     for position in range(len(small)):
         damaged = bytearray(small)
@@ -166,8 +167,8 @@ def test_any_flipped_byte_is_noticed_by_reads_it_matters_to(small: bytes) -> Non
         for offset in (0, 17, 900):
             rank = footer.rank(offset)
             assert rank is not None
-            place = footer.frame(rank // 16)
-            if place.offset <= position < place.offset + place.length or position >= footer.offset:
+            location = footer.frame(rank // 16)
+            if location.offset <= position < location.offset + location.length or position >= footer.offset:
                 with pytest.raises(Corruption) as raised:
                     Blob(bytes(damaged)).reader().read_page(offset)
                 assert raised.value.where["object"] == "demo"
@@ -175,23 +176,23 @@ def test_any_flipped_byte_is_noticed_by_reads_it_matters_to(small: bytes) -> Non
                 assert Blob(bytes(damaged)).reader().read_page(offset) == SMALL[offset]
 
 
-def test_a_damaged_frame_is_told_with_page_frame_and_offset(small: bytes) -> None:
-    place = Blob(small).reader().footer.frame(1)
+def test_a_damaged_frame_is_reported_with_page_frame_and_offset(small: bytes) -> None:
+    location = Blob(small).reader().footer.frame(1)
     damaged = bytearray(small)
-    damaged[place.offset + 3] ^= 8
+    damaged[location.offset + 3] ^= 8
     with pytest.raises(ChecksumMismatch) as raised:
         Blob(bytes(damaged)).reader().read_page(20)
     assert raised.value.where == {
         "object": "demo",
         "page": 20,
         "frame": 1,
-        "offset": place.offset,
-        "length": place.length,
+        "offset": location.offset,
+        "length": location.length,
     }
 
 
-def test_a_page_that_is_not_the_one_packed_is_told(small: bytes) -> None:
-    """The frame is whole, the page in it is another: the writer's memory was at fault."""
+def test_a_page_that_differs_from_the_one_packed_is_reported(small: bytes) -> None:
+    """The frame is intact but a page in it is wrong: the writer's memory was at fault."""
     footer = bytearray(footer_of(small))
     footer[-8 * (len(SMALL) - 4)] ^= 1
     with pytest.raises(ChecksumMismatch) as raised:
@@ -199,28 +200,32 @@ def test_a_page_that_is_not_the_one_packed_is_told(small: bytes) -> None:
     assert raised.value.where["page"] == sorted(SMALL)[4]
 
 
-def test_every_cut_is_noticed(small: bytes) -> None:
-    """Whether the size is the row's or the store's, and whether a read beyond the end raises or gives less."""
+def test_every_truncation_is_detected(small: bytes) -> None:
+    """Whether the size comes from the row or the store, and whether a read beyond the end raises or returns less."""
     for size in range(len(small)):
-        cut = small[:size]
+        truncated = small[:size]
 
-        def short(offset: int, length: int, cut: bytes = cut) -> bytes:
-            return cut[offset : offset + length]
+        def short(offset: int, length: int, truncated: bytes = truncated) -> bytes:
+            return truncated[offset : offset + length]
 
-        for reader in (Blob(cut).reader(), ChunkReader(Blob(cut).read, len(small)), ChunkReader(short, len(small))):
+        for reader in (
+            Blob(truncated).reader(),
+            ChunkReader(Blob(truncated).read, len(small)),
+            ChunkReader(short, len(small)),
+        ):
             with pytest.raises(Corruption):
                 reader.read_page(3)
         with pytest.raises(Corruption, match="ends early"):
             ChunkReader(short, len(small)).read_page(3)
 
 
-def test_an_object_that_was_cut_after_its_footer_was_kept_is_noticed(large: bytes) -> None:
+def test_an_object_truncated_after_its_footer_was_cached_is_detected(large: bytes) -> None:
     footer = Blob(large).reader().footer
     with pytest.raises(Corruption):
         ChunkReader(Blob(large[:100_000]).read, len(large), footer=footer).read_page(2000)
 
 
-def test_what_was_garbled_on_the_way_is_read_again(large: bytes) -> None:
+def test_bytes_garbled_in_transit_are_read_again(large: bytes) -> None:
     blob = Blob(large)
     blob.garbled_reads = 1
     reader = blob.reader()
@@ -240,14 +245,23 @@ def test_errors_can_be_pickled(small: bytes) -> None:
     assert pickle.loads(pickle.dumps(raised.value)).where == raised.value.where
 
 
-def test_chunks_that_are_no_chain_are_refused() -> None:
+def test_chunks_that_do_not_form_a_chain_are_refused() -> None:
     def chunk(number: int, page_size: int = 512) -> ChunkReader:
-        what = identity(page_size, 80, delta_id=number or None, covered_lsn=100 + number, generation=1 + number)
-        return Blob(write_chunk({number: bytes(page_size)}, what)[0]).reader()
+        chunk_identity = identity(
+            page_size, 80, delta_id=number or None, covered_lsn=100 + number, generation=1 + number
+        )
+        return Blob(write_chunk({number: bytes(page_size)}, chunk_identity)[0]).reader()
 
-    base, one, two = chunk(0), chunk(1), chunk(2)
-    check_chain([base, one, two])
-    check_chain([one, two])
-    for wrong in ([], [one, base], [base, base], [base, two, one], [base, one, one], [chunk(0, 1024), one]):
+    base, first_delta, second_delta = chunk(0), chunk(1), chunk(2)
+    check_chain([base, first_delta, second_delta])
+    check_chain([first_delta, second_delta])
+    for chain in (
+        [],
+        [first_delta, base],
+        [base, base],
+        [base, second_delta, first_delta],
+        [base, first_delta, first_delta],
+        [chunk(0, 1024), first_delta],
+    ):
         with pytest.raises(InvalidInput):
-            check_chain(wrong)
+            check_chain(chain)

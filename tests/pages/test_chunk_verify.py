@@ -1,4 +1,4 @@
-"""The checker finds every flipped byte and every cut, says where, and compares the object with its row."""
+"""The checker finds every flipped byte and every truncation, reports where, and compares the object with its row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def problems(data: bytes, expected: ExpectedChunk | None = None) -> list[ChunkPr
     return list(verify(Blob(data).read, len(data), expected or ExpectedChunk(), name="demo"))
 
 
-def promised(info: ChunkInfo) -> ExpectedChunk:
+def expected_chunk(info: ChunkInfo) -> ExpectedChunk:
     return ExpectedChunk(
         key=info.identity.key,
         plan_digest=info.identity.plan_digest,
@@ -51,24 +51,26 @@ def promised(info: ChunkInfo) -> ExpectedChunk:
 
 def test_a_good_object_has_no_problems() -> None:
     assert problems(GOOD) == []
-    assert problems(GOOD, promised(INFO)) == []
+    assert problems(GOOD, expected_chunk(INFO)) == []
 
 
-def test_any_flipped_byte_is_found_where_it_is() -> None:
+def test_any_flipped_byte_is_located() -> None:
     footer = Blob(GOOD).reader().footer
     frames = [footer.frame(number) for number in range(footer.frame_count)]
     for position in range(len(GOOD)):
         damaged = bytearray(GOOD)
         damaged[position] ^= 1 << position % 8
-        found = problems(bytes(damaged))
-        hit = [place.number for place in frames if place.offset <= position < place.offset + place.length]
-        if hit:
-            assert [(problem.rule, problem.where["frame"]) for problem in found] == [("C3", hit[0])]
-            assert found[0].where["first_page"] == footer.offsets_in(hit[0])[0]
+        reported = problems(bytes(damaged))
+        damaged_frames = [
+            location.number for location in frames if location.offset <= position < location.offset + location.length
+        ]
+        if damaged_frames:
+            assert [(problem.rule, problem.where["frame"]) for problem in reported] == [("C3", damaged_frames[0])]
+            assert reported[0].where["first_page"] == footer.offsets_in(damaged_frames[0])[0]
         else:
-            assert [problem.rule for problem in found] == ["C1" if position >= footer.offset else "C2"]
+            assert [problem.rule for problem in reported] == ["C1" if position >= footer.offset else "C2"]
         assert [problem.rule for problem in problems(bytes(damaged), ExpectedChunk(sha256=INFO.sha256))][-1] == "C6"
-        assert problems(bytes(damaged), ExpectedChunk(sha256=sha256(damaged))) == found
+        assert problems(bytes(damaged), ExpectedChunk(sha256=sha256(damaged))) == reported
 
 
 @given(case=page_sets(), draw=st.data())
@@ -79,7 +81,7 @@ def test_any_flipped_byte_of_any_chunk_is_found(case: tuple[int, int, Pages], dr
     assert problems(bytes(data))
 
 
-def test_every_cut_is_found() -> None:
+def test_every_truncation_is_found() -> None:
     for size in range(len(GOOD)):
         assert problems(GOOD[:size])[0].rule == "C1"
         assert next(verify(Blob(GOOD[:size]).read, len(GOOD))).rule == "C1"
@@ -95,23 +97,23 @@ def test_all_damage_is_found_not_just_the_first() -> None:
     assert [problem.rule for problem in problems(bytes(damaged))] == ["C2", "C3", "C3"]
 
 
-def test_a_page_that_is_not_the_one_packed_is_found() -> None:
+def test_a_page_that_differs_from_the_one_packed_is_found() -> None:
     footer = bytearray(footer_of(GOOD))
     footer[-8 * (len(PAGES) - 20)] ^= 1
-    (found,) = problems(with_footer(GOOD, bytes(footer)))
-    assert (found.rule, found.where["page"], found.where["frame"]) == ("C4", sorted(PAGES)[20], 1)
+    (problem,) = problems(with_footer(GOOD, bytes(footer)))
+    assert (problem.rule, problem.where["page"], problem.where["frame"]) == ("C4", sorted(PAGES)[20], 1)
 
 
 def test_a_header_of_another_chunk_is_found() -> None:
     other = encode_header(replace(INFO.identity, covered_lsn=101), Compression.ZSTD)
-    (found,) = problems(other + GOOD[len(other) :])
-    assert found.rule == "C2"
-    assert "copy in the footer" in str(found)
+    (problem,) = problems(other + GOOD[len(other) :])
+    assert problem.rule == "C2"
+    assert "copy in the footer" in str(problem)
 
 
-def test_what_the_row_promises_is_compared() -> None:
+def test_the_object_is_compared_with_its_row() -> None:
     other = ArtifactKey(7, ArtifactKind.BASE, 2, 2)
-    wrong: dict[str, Any] = {
+    wrong_values: dict[str, Any] = {
         "key": other,
         "plan_digest": b"x" * 32,
         "covered_lsn": 99,
@@ -121,38 +123,38 @@ def test_what_the_row_promises_is_compared() -> None:
         "page_count": 1,
         "bitmap_hash": 1,
     }
-    for name, value in wrong.items():
-        found = problems(GOOD, replace(promised(INFO), **{name: value}))
-        assert [problem.rule for problem in found] == [
+    for name, value in wrong_values.items():
+        reported = problems(GOOD, replace(expected_chunk(INFO), **{name: value}))
+        assert [problem.rule for problem in reported] == [
             "C6" if name in ("size_bytes", "sha256", "page_count", "bitmap_hash") else "C5"
         ]
-        assert name in found[0].what
+        assert name in reported[0].what
     assert problems(GOOD, ExpectedChunk(key=other))[0].where["found"] == INFO.identity.key
 
 
 @pytest.mark.parametrize("garbled", [0, 1, 2])
-def test_bytes_garbled_on_the_way_are_no_problem(garbled: int) -> None:
-    """The reads are: end, header, frames; and the end once more, for the SHA-256 of what was compared already."""
+def test_bytes_garbled_in_transit_are_not_a_problem(garbled: int) -> None:
+    """The reads are: end, header, frames; and the end once more, for the SHA-256 of what was already compared."""
     blob = Blob(GOOD)
 
     def read(offset: int, length: int) -> bytes:
         blob.garbled_reads = int(len(blob.reads) == garbled)
         return blob.read(offset, length)
 
-    assert list(verify(read, len(GOOD), promised(INFO))) == []
+    assert list(verify(read, len(GOOD), expected_chunk(INFO))) == []
     assert len(blob.reads) == 5
 
 
-def test_a_newer_version_is_a_problem_for_the_checker_and_an_error_of_its_own_for_others() -> None:
+def test_a_newer_version_is_a_problem_for_the_checker_and_format_too_new_for_readers() -> None:
     newer = with_trailer(GOOD, version=2)
     assert problems(newer)[0].rule == "C1"
     with pytest.raises(FormatTooNew):
         describe(Blob(newer).read, len(newer))
 
 
-def test_a_store_that_does_not_answer_is_not_damage() -> None:
+def test_an_unavailable_store_is_not_damage() -> None:
     def offline(offset: int, length: int) -> bytes:
-        raise ObjectStoreUnavailable("no answer")
+        raise ObjectStoreUnavailable("no response")
 
     with pytest.raises(ObjectStoreUnavailable):
         list(verify(offline, len(GOOD)))

@@ -1,4 +1,5 @@
-"""Chunks are the same however their pages come in; memory is one frame; mistakes are refused before anything is written."""
+"""Chunks are identical however their pages are added; memory is one frame; invalid calls are refused before anything is
+written."""
 
 from __future__ import annotations
 
@@ -25,26 +26,26 @@ from tests.pages.chunks import Blob, Pages, identity, image, page_sets, some_pag
 
 
 def runs(offsets: list[int]) -> list[list[int]]:
-    """Rising offsets, split where there is a gap."""
-    cuts = [0, *(at for at, (low, high) in enumerate(pairwise(offsets), 1) if high != low + 1), len(offsets)]
+    """Ascending offsets, split at gaps."""
+    cuts = [0, *(index for index, (low, high) in enumerate(pairwise(offsets), 1) if high != low + 1), len(offsets)]
     return [offsets[low:high] for low, high in pairwise(cuts) if low < high]
 
 
 def add_in_portions(writer: ChunkWriter, pages: Pages, draw: st.DataObject) -> None:
-    """The pages one by one, in runs or scattered, as it comes."""
-    left = sorted(pages)
-    while left:
-        portion = left[: draw.draw(st.integers(1, len(left)))]
-        left = left[len(portion) :]
-        how = draw.draw(st.sampled_from(["one", "run", "array", "scattered"]))
-        if how == "scattered":
+    """Add the pages one by one, in runs or scattered, as drawn."""
+    remaining = sorted(pages)
+    while remaining:
+        portion = remaining[: draw.draw(st.integers(1, len(remaining)))]
+        remaining = remaining[len(portion) :]
+        method = draw.draw(st.sampled_from(["one", "run", "array", "scattered"]))
+        if method == "scattered":
             writer.add_scattered(portion, b"".join(pages[offset] for offset in portion))
             continue
         for run in runs(portion):
             images = b"".join(pages[offset] for offset in run)
-            if how == "run":
+            if method == "run":
                 writer.add_pages(run[0], images)
-            elif how == "array":
+            elif method == "array":
                 writer.add_pages(run[0], np.frombuffer(images, np.uint8).reshape(len(run), -1))
             else:
                 for offset in run:
@@ -52,14 +53,14 @@ def add_in_portions(writer: ChunkWriter, pages: Pages, draw: st.DataObject) -> N
 
 
 @given(case=page_sets(), draw=st.data(), compression=st.sampled_from(Compression))
-def test_pages_are_read_back_and_the_object_is_the_same_however_they_came(
+def test_pages_are_read_back_and_the_object_is_the_same_however_they_were_added(
     case: tuple[int, int, Pages], draw: st.DataObject, compression: Compression
 ) -> None:
     page_size, limit, pages = case
-    what = identity(page_size, limit)
-    expected, expected_info = write_chunk(pages, what, compression)
+    chunk_identity = identity(page_size, limit)
+    expected, expected_info = write_chunk(pages, chunk_identity, compression)
     parts: list[bytes] = []
-    writer = ChunkWriter(parts.append, what, compression=compression)
+    writer = ChunkWriter(parts.append, chunk_identity, compression=compression)
     add_in_portions(writer, pages, draw)
     info = writer.finish()
     data = b"".join(parts)
@@ -78,7 +79,7 @@ def test_every_page_size_is_read_back(page_size: int) -> None:
 
 
 @given(case=page_sets())
-def test_the_info_is_what_the_row_needs(case: tuple[int, int, Pages]) -> None:
+def test_the_info_has_the_fields_of_the_row(case: tuple[int, int, Pages]) -> None:
     page_size, limit, pages = case
     data, info = write_chunk(pages, identity(page_size, limit))
     assert info.size_bytes == len(data)
@@ -103,7 +104,7 @@ def test_zero_pages_cost_almost_nothing() -> None:
     assert len(data) < 16_384 * 11
 
 
-def test_pages_that_do_not_shrink_are_stored_plain() -> None:
+def test_incompressible_pages_are_stored_plain() -> None:
     pages = {offset: image(512, 2 + 4 * offset) for offset in range(40)}
     data, info = write_chunk(pages, identity())
     footer = Blob(data).reader().footer
@@ -124,7 +125,7 @@ def test_memory_is_one_frame_and_the_footer() -> None:
     pages()
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 1 << 20, "16 MiB of pages went through"
+    assert peak < 1 << 20, "16 MiB of pages were written"
 
 
 def test_a_full_chunk_of_64_mib() -> None:
@@ -139,8 +140,8 @@ def test_a_full_chunk_of_64_mib() -> None:
     assert not list(verify(blob.read, len(blob)))
     assert max(length for _, length in blob.reads) <= PIECE_BYTES
     for offset in (0, 1023, 1024, 9000, 16_383):
-        at = offset % 1024 * 4096
-        assert blob.reader().read_page(offset) == portion[at : at + 4096]
+        start = offset % 1024 * 4096
+        assert blob.reader().read_page(offset) == portion[start : start + 4096]
     with pytest.raises(OutOfRange):
         ChunkWriter(parts.append, identity(4096)).add(16_384, bytes(4096))
 
@@ -153,12 +154,12 @@ def test_the_smallest_pages_fill_a_chunk_too() -> None:
     blob = Blob(b"".join(parts))
     reader = blob.reader()
     assert reader.read_page(131_071) == bytes(512)
-    assert len(blob.reads) == 3, "the footer is longer than the first read, so it took two; and one for the page"
+    assert len(blob.reads) == 3, "two for the footer, which is longer than the first read, and one for the page"
     assert not list(verify(blob.read, len(blob)))
 
 
 def test_the_worst_bitmap_fits() -> None:
-    """Every other page of the smallest size: roaring can do nothing about it."""
+    """Every other page of the smallest size: roaring cannot compress this."""
     parts: list[bytes] = []
     writer = ChunkWriter(parts.append, identity(512))
     writer.add_scattered(np.arange(0, 131_072, 2), np.zeros((65_536, 512), np.uint8))
@@ -168,13 +169,13 @@ def test_the_worst_bitmap_fits() -> None:
     assert dict(blob.reader().iter_pages([0, 1, 131_070])) == {0: bytes(512), 131_070: bytes(512)}
 
 
-# ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_mistakes_are_refused_and_the_chunk_goes_on() -> None:
+# ── invalid calls ─────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_invalid_calls_are_refused_and_the_chunk_can_be_continued() -> None:
     parts: list[bytes] = []
     writer = ChunkWriter(parts.append, identity(512, 40))
     writer.add(5, b"a" * 512)
     page = bytes(512)
-    mistakes: list[Callable[[], None]] = [
+    invalid_calls: list[Callable[[], None]] = [
         lambda: writer.add(5, page),
         lambda: writer.add(4, page),
         lambda: writer.add(-1, page),
@@ -193,9 +194,9 @@ def test_mistakes_are_refused_and_the_chunk_goes_on() -> None:
         lambda: writer.add_scattered([-1], page),
         lambda: writer.add_scattered([2**32], page),
     ]
-    for mistake in mistakes:
+    for call in invalid_calls:
         with pytest.raises(InvalidInput):
-            mistake()
+            call()
     writer.add_pages(9, b"")
     writer.add_scattered([], b"")
     writer.add(9, b"b" * 512)
@@ -213,13 +214,13 @@ def test_a_finished_chunk_takes_nothing_more() -> None:
 
 
 def test_after_its_sink_failed_a_chunk_cannot_be_finished() -> None:
-    """A retry after a failed write would leave a hole or a doubled frame, with good checksums around it."""
-    room = 3
+    """A retry after a failed write would leave a hole or a duplicated frame, with valid checksums around it."""
+    writes_left = 3
 
     def sink(data: bytes) -> None:
-        nonlocal room
-        room -= 1
-        if not room:
+        nonlocal writes_left
+        writes_left -= 1
+        if not writes_left:
             raise OSError("no space left")
 
     writer = ChunkWriter(sink, identity())

@@ -1,7 +1,7 @@
-"""Power loss at any moment of a page database's life: what was acknowledged is there, what was not is whole or absent.
+"""Power loss at any time: acknowledged commits survive, others are complete or absent.
 
-The disk below is a `CrashDisk`: at the crash every unsynced sector is kept, dropped or garbled on its own. The moment is any
-call of the disk (the power goes off just before it) or any failpoint, in recovery too.
+The disk is a `CrashDisk`: at the crash every unsynced sector is kept, dropped or garbled independently. The time is any
+call of the disk (power is lost just before it) or any failpoint, also during recovery.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from quire.pages.pagestore import PageStore
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from quire.testing.manifest import assert_clean
-from tests.pages.world import Model, Pages, Version, assert_reads, image, next_version, small_segments
+from tests.pages.engine_harness import Model, Pages, Version, assert_reads, image, next_version, small_segments
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that happens to a database."""
+    """One operation on a database."""
 
     kind: str
     pages: tuple[int, ...] = ()
@@ -50,32 +50,32 @@ STEPS = st.lists(
 )
 
 
-class Life:
-    """A database that lives, dies and is looked at."""
+class CrashingDatabase:
+    """A database that is written to, loses power, and is checked."""
 
     def __init__(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         small_segments(monkeypatch)
         self.base = base
         self.model = Model()
         self.acknowledged = 0
-        self.lives = 0
+        self.crashes = 0
         self.snapshots = 0
         self.crash_disk = CrashDisk(str(base / "disk0"))
         self.power = FaultyDisk(self.crash_disk, Fault.POWER_CUT)
         self.pages = Pages(base, disk=self.power, root=self.crash_disk.path("store"), objects_url="memory://none")
 
     def cut_after(self, calls: int) -> None:
-        """The power goes off just before so many more calls of the disk."""
+        """Power is lost just before the given further call of the disk."""
         self.power._fail_at = len(self.power.calls) + calls
 
     @contextmanager
     def cut_at_point(self, hits: int) -> Iterator[None]:
-        """The power goes off at the n-th failpoint of the engine from now on."""
-        left = [hits]
+        """Power is lost at the n-th failpoint of the engine from now on."""
+        remaining = [hits]
 
         def count(name: str) -> None:
-            left[0] -= name.startswith("pages.")
-            if left[0] <= 0 and name.startswith("pages."):
+            remaining[0] -= name.startswith("pages.")
+            if remaining[0] <= 0 and name.startswith("pages."):
                 self.power.fired = True
                 raise PowerCut(name, "")
 
@@ -111,7 +111,7 @@ class Life:
             for page, data in writes.items():
                 txn.write_page(page, data)
             size = txn.size_pages
-            # Told before: a crash in the commit may keep it. It is corrected by what the next life finds.
+            # Added before the commit: a crash during it may keep it. The next check removes it if it did not survive.
             version = self.model.commit(next_version(store, txn), size, writes, cut_to=step.truncate)
             guard = txn.commit()
         assert guard.lsn == version.lsn
@@ -119,10 +119,10 @@ class Life:
             guard.result()
             self.acknowledged = max(self.acknowledged, guard.lsn)
 
-    def die(self, choose: Chooser) -> None:
-        """Power loss: start again on what one possible disk holds."""
-        self.lives += 1
-        target = str(self.base / f"disk{self.lives}")
+    def lose_power(self, choose: Chooser) -> None:
+        """Power loss: start again on one possible content of the disk."""
+        self.crashes += 1
+        target = str(self.base / f"disk{self.crashes}")
         crashed = self.crash_disk.crash(target, choose)
         self.pages.die()
         shutil.rmtree(self.crash_disk.root)
@@ -131,13 +131,13 @@ class Life:
         self.pages.root = crashed.path("store")
         self.pages.start()
 
-    def look(self) -> Version:
-        """What there is must be one of the versions, not older than the last that was acknowledged."""
+    def assert_recovered(self) -> Version:
+        """The database has one of the versions, and none older than the last acknowledged one."""
         store = self.pages.database()
         lsn, _ = store.durable_version()
-        assert lsn >= self.acknowledged, f"acknowledged up to {self.acknowledged}, found {lsn}"
+        assert lsn >= self.acknowledged, f"acknowledged up to {self.acknowledged}, recovered {lsn}"
         version = self.model.at(lsn)
-        assert version.lsn == lsn, "there is no such version"
+        assert version.lsn == lsn, "the recovered version was never written"
         with store.open_snapshot() as reader:
             assert_reads(reader, version)
         self.model.forget_after(lsn)
@@ -145,7 +145,7 @@ class Life:
         assert_clean(self.pages.manifest)
         return version
 
-    def end(self) -> None:
+    def remove(self) -> None:
         self.pages.die()
         shutil.rmtree(self.base, ignore_errors=True)
 
@@ -155,24 +155,24 @@ def _chooser(seed: int) -> Chooser:
 
 
 @contextmanager
-def _life() -> Iterator[Life]:
+def _crashing_database() -> Iterator[CrashingDatabase]:
     patch = pytest.MonkeyPatch()
-    life = Life(Path(tempfile.mkdtemp(prefix="quire-crash-")), patch)
+    database = CrashingDatabase(Path(tempfile.mkdtemp(prefix="quire-crash-")), patch)
     try:
-        yield life
+        yield database
     finally:
-        life.end()
+        database.remove()
         patch.undo()
 
 
-def _die_in_recovery(life: Life, later: list[tuple[int, int]]) -> None:
+def _crash_in_recovery(database: CrashingDatabase, later: list[tuple[int, int]]) -> None:
     for calls, seed in later:
-        life.cut_after(calls)
+        database.cut_after(calls)
         try:
-            life.pages.database()
+            database.pages.database()
         except PowerCut:
             event("crash in recovery")
-        life.die(_chooser(seed))
+        database.lose_power(_chooser(seed))
 
 
 MOMENTS = st.one_of(st.integers(1, 25), st.integers(1, 250))
@@ -184,50 +184,50 @@ LATER = st.lists(st.tuples(st.integers(1, 30), SEEDS), max_size=2)
 def test_every_acknowledged_commit_survives_and_the_rest_is_whole_or_absent(
     steps: list[Step], cut: int, seed: int, later: list[tuple[int, int]]
 ) -> None:
-    """The power goes off before any call of the disk, in recovery too, and again and again."""
-    with _life() as life:
-        life.pages.database()
-        life.cut_after(cut)
+    """Power is lost before any call of the disk, also during recovery, and repeatedly."""
+    with _crashing_database() as database:
+        database.pages.database()
+        database.cut_after(cut)
         try:
-            life.do(steps)
+            database.do(steps)
             event("no crash within")
         except PowerCut:
             event("crash within")
-        life.die(_chooser(seed))
-        _die_in_recovery(life, later)
-        life.look()
-        life.pages.reopen()
-        life.look()
+        database.lose_power(_chooser(seed))
+        _crash_in_recovery(database, later)
+        database.assert_recovered()
+        database.pages.reopen()
+        database.assert_recovered()
 
 
 @given(STEPS, st.integers(1, 40), SEEDS, STEPS)
 def test_a_crash_between_disk_and_manifest_loses_nothing(
     steps: list[Step], hits: int, seed: int, after: list[Step]
 ) -> None:
-    """The power goes off at any failpoint: between a file and its row, a sync and its mark, a batch and what follows it."""
-    with _life() as life:
-        life.pages.database()
-        with life.cut_at_point(hits):
+    """Power is lost at any failpoint: between a file and its row, a sync and its mark, a batch and what follows it."""
+    with _crashing_database() as database:
+        database.pages.database()
+        with database.cut_at_point(hits):
             try:
-                life.do(steps)
+                database.do(steps)
             except PowerCut as cut:
                 event(f"at {cut.args[0]}")
-        life.die(_chooser(seed))
-        life.look()
-        life.do(after)
-        life.die(_chooser(seed // 7))
-        life.look()
+        database.lose_power(_chooser(seed))
+        database.assert_recovered()
+        database.do(after)
+        database.lose_power(_chooser(seed // 7))
+        database.assert_recovered()
 
 
 @given(STEPS, SEEDS, st.integers(1, 12), SEEDS)
 def test_a_crash_at_any_step_of_recovery_is_recovered_from(steps: list[Step], seed: int, hits: int, again: int) -> None:
-    with _life() as life:
-        life.do(steps)
-        life.die(_chooser(seed))
-        with life.cut_at_point(hits):
+    with _crashing_database() as database:
+        database.do(steps)
+        database.lose_power(_chooser(seed))
+        with database.cut_at_point(hits):
             try:
-                life.pages.database()
+                database.pages.database()
             except PowerCut as cut:
                 event(f"at {cut.args[0]}")
-        life.die(_chooser(again))
-        life.look()
+        database.lose_power(_chooser(again))
+        database.assert_recovered()

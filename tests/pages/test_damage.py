@@ -1,4 +1,5 @@
-"""Bytes that change on disk after they were synced: named exactly, limited to what they held, never shown."""
+"""Bytes that change on disk after they were synced: the damage is located exactly, limited to its page, and never
+returned."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 from quire.core.errors import Corruption
 from quire.durable.files import OsDisk
 from quire.pages.segment_file import SegmentFile
-from tests.pages.world import PAGE, Model, Pages, Version, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import PAGE, Model, Pages, Version, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return Pages(tmp_path)
 
@@ -41,8 +42,8 @@ def _forget_everything(pages: Pages) -> None:
 
 
 @pytest.mark.parametrize("published", [False, True])
-def test_a_damaged_frame_is_corruption_of_its_page_and_of_nothing_else(small: Pages, published: bool) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_damaged_frame_is_corruption_of_its_page_and_of_nothing_else(small_pages: Pages, published: bool) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(10)})
     other, other_model = pages.database("other"), Model()
     write(other, other_model, {0: image()})
@@ -69,31 +70,31 @@ def test_a_damaged_frame_is_corruption_of_its_page_and_of_nothing_else(small: Pa
     pages.stop()
 
 
-def test_a_frame_that_was_moved_is_not_taken_for_another(small: Pages) -> None:
-    """Each frame's checksum is that of its place: a valid frame elsewhere is no valid frame."""
-    pages, model, store = small, Model(), small.database()
+def test_a_moved_frame_is_not_accepted(small_pages: Pages) -> None:
+    """Each frame's checksum depends on its position: a valid frame elsewhere is not valid."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(4)})
     path = os.path.join(pages.root, "pages/00000001/wal/00000001.seg")
     with OsDisk().open(path) as raw:
-        whole = raw.read_at(64 + PAGE, _frame_offset(pages, 1, 0))
-        raw.write_at(whole, _frame_offset(pages, 1, 2))
+        frame = raw.read_at(64 + PAGE, _frame_offset(pages, 1, 0))
+        raw.write_at(frame, _frame_offset(pages, 1, 2))
     with store.open_snapshot() as reader, pytest.raises(Corruption):
         reader.read_page(2)
     pages.die()
 
 
-def test_a_transient_error_is_looked_at_twice_before_it_is_called_damage(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_frame_is_read_twice_before_it_is_reported_as_damaged(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
-    at = _frame_offset(pages, 1, 0) + 64 + 100
-    _flip(pages, 1, at)
-    real, calls = pages.engine.sources.version, list[object]()
+    offset = _frame_offset(pages, 1, 0) + 64 + 100
+    _flip(pages, 1, offset)
+    original, calls = pages.engine.sources.version, list[object]()
 
-    def version(*args: object, **more: object) -> bytes:
+    def version(*args: object, **options: object) -> bytes:
         if calls:
-            _flip(pages, 1, at)
+            _flip(pages, 1, offset)
         calls.append(args)
-        return real(*args, **more)  # type: ignore[arg-type]
+        return original(*args, **options)  # type: ignore[arg-type]
 
     pages.engine.sources.version = version  # type: ignore[method-assign]
     with store.open_snapshot() as reader:
@@ -103,10 +104,11 @@ def test_a_transient_error_is_looked_at_twice_before_it_is_called_damage(small: 
 
 
 @given(data=st.data())
-def test_whatever_byte_changes_no_reader_is_shown_anything_that_was_never_written(
+def test_whatever_byte_changes_no_reader_gets_a_page_that_was_never_written(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """The rest of the database, and every other version, is read as before; and a new life says the same, or refuses."""
+    """The rest of the database and every other version is read as before; after a restart the same holds, or opening
+    fails."""
     patch = pytest.MonkeyPatch()
     small_segments(patch)
     pages, model = Pages(tmp_path_factory.mktemp("damage")), Model()
@@ -121,20 +123,20 @@ def test_whatever_byte_changes_no_reader_is_shown_anything_that_was_never_writte
         _flip(pages, segment_id, data.draw(st.integers(0, os.path.getsize(path) - 1)))
         _forget_everything(pages)
         with store.open_snapshot() as reader:
-            _look(reader.read_page, model.newest)
+            _assert_read_or_corrupt(reader.read_page, model.newest)
         pages.crash()
         with suppress(Corruption):
             store = pages.database()
             lsn = store.durable_version()[0]
             assert model.at(lsn).lsn == lsn
             with store.open_snapshot() as reader:
-                _look(reader.read_page, model.at(lsn))
+                _assert_read_or_corrupt(reader.read_page, model.at(lsn))
     finally:
         pages.die()
         patch.undo()
 
 
-def _look(read: object, version: Version) -> None:
+def _assert_read_or_corrupt(read: object, version: Version) -> None:
     for page in range(version.size):
         with suppress(Corruption):
             assert read(page) == version.page(page)  # type: ignore[operator]

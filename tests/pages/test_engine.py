@@ -24,8 +24,8 @@ from quire.manifest.ops.databases import SetDbPageSize
 from quire.manifest.ops.local import PutReader
 from quire.manifest.records import DbKind, DbStatus, WalState
 from quire.pages.pagestore import PageStore
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, write
 from tests.pages.test_wal import index, rows
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
 
 
 def test_a_database_is_opened_once(pages: Pages) -> None:
@@ -35,7 +35,7 @@ def test_a_database_is_opened_once(pages: Pages) -> None:
     assert [opened.wal for opened in pages.engine.stores()] == [store.wal]
 
 
-def test_what_is_no_page_database_is_refused(pages: Pages) -> None:
+def test_databases_of_other_kinds_are_refused(pages: Pages) -> None:
     pages.manifest.register_db("log", DbKind.STREAM)
     with pytest.raises(WrongKind):
         pages.engine.open("log")
@@ -47,9 +47,9 @@ def test_what_is_no_page_database_is_refused(pages: Pages) -> None:
 
 def test_the_page_size_is_fixed_by_the_first_opening(pages: Pages) -> None:
     pages.manifest.register_db("fresh", DbKind.PAGES)
-    for wrong in (500, 256, 131072, -512):
+    for invalid_size in (500, 256, 131072, -512):
         with pytest.raises(InvalidInput):
-            pages.engine.open("fresh", page_size=wrong)
+            pages.engine.open("fresh", page_size=invalid_size)
     assert pages.engine.open("fresh", page_size=8192).page_size == 8192
     assert pages.engine.open("fresh").page_size == 8192
     with pytest.raises(InvalidInput):
@@ -60,7 +60,7 @@ def test_the_page_size_is_fixed_by_the_first_opening(pages: Pages) -> None:
     assert pages.engine.open("fresh").pages_per_chunk == 8192
 
 
-def test_a_shape_that_no_longer_fits_its_hash_is_refused(pages: Pages) -> None:
+def test_a_shape_that_does_not_match_its_hash_is_refused(pages: Pages) -> None:
     store = pages.database()
     pages.engine.close_database("shop")
     pages.manifest.submit([SetDbPageSize(store.db_id, PAGE, 99, b"another")]).result()
@@ -77,62 +77,62 @@ def test_a_read_only_database_opens_and_recovers(pages: Pages) -> None:
         assert_reads(reader, model.newest)
 
 
-def test_opening_one_database_does_not_hold_up_another(pages: Pages) -> None:
-    """Recovering a gigabyte takes a while; the ticker and everybody else must not wait for it."""
+def test_opening_one_database_does_not_block_another(pages: Pages) -> None:
+    """Recovering a gigabyte takes a while; the ticker and other databases must not wait for it."""
     pages.database("slow")
     pages.crash()
-    entered, go = threading.Event(), threading.Event()
+    entered, resume = threading.Event(), threading.Event()
 
-    def hold(_: str) -> None:
+    def wait_in_recovery(_: str) -> None:
         entered.set()
-        assert go.wait(30)
+        assert resume.wait(30)
 
     model = Model()
     write(pages.database("slow"), model, {0: image()})
     pages.crash()
-    with armed("pages.recovery.sealing", hold):
+    with armed("pages.recovery.sealing", wait_in_recovery):
         opener = threading.Thread(target=lambda: pages.database("slow"))
         opener.start()
         assert entered.wait(30)
         other = pages.database("quick")
         write(other, Model(), {0: image()})
         assert [opened.wal for opened in pages.engine.stores()] == [other.wal]
-        go.set()
+        resume.set()
         opener.join()
     assert len(pages.engine.stores()) == 2
 
 
-def test_many_threads_that_open_one_database_get_the_same(pages: Pages) -> None:
+def test_threads_that_open_one_database_get_the_same_store(pages: Pages) -> None:
     pages.database()
     pages.reopen()
-    barrier, found = threading.Barrier(8), list[PageStore]()
+    barrier, stores = threading.Barrier(8), list[PageStore]()
 
     def work() -> None:
         barrier.wait()
-        found.append(pages.engine.open("shop"))
+        stores.append(pages.engine.open("shop"))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len({id(store) for store in found}) == 1
+    assert len({id(store) for store in stores}) == 1
 
 
-def test_a_tick_syncs_publishes_and_seals_when_it_is_time(pages: Pages) -> None:
+def test_a_tick_syncs_publishes_and_seals_when_due(pages: Pages) -> None:
     store = pages.database()
     pages.clock.advance(10)
     with store.begin() as txn:
         txn.write_page(0, image())
         guard = txn.commit()
     pages.engine.tick(store)
-    assert guard.done(), "what nobody waits for is synced within a second (Q2)"
+    assert guard.done(), "commits without a waiter are synced within a second (Q2)"
     assert index(pages) == [(0, 1)]
     assert rows(pages)[1].state is WalState.OPEN
     pages.clock.advance(0.5)
     write(store, Model(), {0: image()})
     pages.engine.tick(store)
-    assert index(pages) == [(0, 1)], "not every tick publishes"
+    assert index(pages) == [(0, 1)], "a tick publishes only when it is due"
     pages.clock.advance(60)
     pages.engine.tick(store)
     assert rows(pages)[1].state is WalState.INDEXED
@@ -143,27 +143,27 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
 ) -> None:
     settings = PagesSettings(page_size=PAGE, publish_seconds=0.01)
     pages = Pages(tmp_path, settings=settings, ticking=True)
-    bad, good = pages.database("bad"), pages.database("good")
+    failing, other = pages.database("bad"), pages.database("good")
 
     def fail() -> Iterator[int]:
         raise ZeroDivisionError("a bug")
 
-    bad.wal.publishing = fail  # type: ignore[method-assign]
-    for store in (bad, good):
+    failing.wal.publishing = fail  # type: ignore[method-assign]
+    for store in (failing, other):
         write(store, Model(), {0: image()})
     deadline = time.monotonic() + 60
-    while not index(pages, good.db_id) and time.monotonic() < deadline:
+    while not index(pages, other.db_id) and time.monotonic() < deadline:
         pages.clock.advance(1.0)
         time.sleep(0.02)
-    assert index(pages, good.db_id)
+    assert index(pages, other.db_id)
     assert pages.engine._ticker is not None
     assert pages.engine._ticker.is_alive()
-    assert capsys.readouterr().err.count("pages.tick_failed") == 1, "it says so once"
-    del bad.wal.publishing
+    assert capsys.readouterr().err.count("pages.tick_failed") == 1, "the failure is logged once"
+    del failing.wal.publishing
     pages.stop()
 
 
-def test_a_database_that_is_dropped_while_it_is_published_is_no_failure(
+def test_dropping_a_database_during_publication_is_not_a_failure(
     pages: Pages, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = pages.database()
@@ -194,7 +194,7 @@ def test_flushing_leaves_nothing_open(pages: Pages) -> None:
     pages.engine.flush(99)
 
 
-def test_the_floor_of_a_database_that_is_not_open_is_what_was_applied(pages: Pages) -> None:
+def test_the_floor_of_a_closed_database_is_its_applied_lsn(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     with store.open_snapshot() as reader:
@@ -202,11 +202,11 @@ def test_the_floor_of_a_database_that_is_not_open_is_what_was_applied(pages: Pag
         assert pages.engine.floor(store.db_id) == reader.lsn
     pages.engine.close_database("shop")
     assert pages.engine.floor(store.db_id) == model.newest.lsn
-    pages.manifest.record_metric(1, 1, 1.0).result()  # behind it in the queue
+    pages.manifest.record_metric(1, 1, 1.0).result()  # queued after it
     with pages.manifest.read() as txn:
         floor = txn.get(t.SNAPSHOT_FLOOR, store.db_id)
     assert floor is not None
-    assert floor.min_snapshot_lsn == floor.writer_high_lsn == model.newest.lsn, "people can see it"
+    assert floor.min_snapshot_lsn == floor.writer_high_lsn == model.newest.lsn, "the row has the floor too"
 
 
 def test_a_database_that_is_opened_while_the_engine_closes_is_closed_too(pages: Pages) -> None:
@@ -230,7 +230,7 @@ def test_a_database_that_is_opened_while_the_engine_closes_is_closed_too(pages: 
 
 
 def test_remote_readers_hold_the_floor_and_get_a_lease_after_a_restart(pages: Pages) -> None:
-    """M10; leases kept only in memory were lost at restart elsewhere."""
+    """M10. Leases kept only in memory would be lost at a restart."""
     store, model = pages.database(), Model()
     first = write(store, model, {0: image()}).lsn
     write(store, model, {0: image()})
@@ -243,7 +243,7 @@ def test_remote_readers_hold_the_floor_and_get_a_lease_after_a_restart(pages: Pa
     pages.reopen()
     pages.clock.advance(20)
     store = pages.database()
-    assert pages.engine.floor(store.db_id) == first, "it may just not have been able to renew"
+    assert pages.engine.floor(store.db_id) == first, "the reader may not have been able to renew yet"
     pages.clock.advance(11)
     assert pages.engine.floor(store.db_id) == model.newest.lsn
 
@@ -261,11 +261,11 @@ def test_closing_retires_readers_and_refuses_everything_after(pages: Pages) -> N
     assert not reader.is_open
     pages.manifest.close()
     pages.start()
-    with pages.database().open_snapshot() as again:
-        assert_reads(again, model.newest)
+    with pages.database().open_snapshot() as reader_after_restart:
+        assert_reads(reader_after_restart, model.newest)
 
 
-def test_a_database_can_be_let_go_of_and_opened_again(pages: Pages) -> None:
+def test_a_database_can_be_closed_and_opened_again(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     pages.engine.close_database("shop")
@@ -277,14 +277,14 @@ def test_a_database_can_be_let_go_of_and_opened_again(pages: Pages) -> None:
         assert_reads(reader, model.newest)
 
 
-def test_damage_is_one_databases_own(pages: Pages) -> None:
+def test_damage_of_one_database_does_not_affect_another(pages: Pages) -> None:
     store, model = pages.database("bad"), Model()
     write(store, model, {0: image(), 1: image()})
     good, good_model = pages.database("good"), Model()
     write(good, good_model, {0: image()})
     path = Path(pages.root) / "pages/00000001/wal/00000001.seg"
     data = bytearray(path.read_bytes())
-    data[-600:] = b"x" * 600  # beyond what is used: nothing happens
+    data[-600:] = b"x" * 600  # beyond the used part: no effect
     path.write_bytes(bytes(data))
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)

@@ -1,4 +1,4 @@
-"""Every call of the disk fails once, in every way: the database it belongs to is unusable or untouched, others go on (M12)."""
+"""Every call of the disk fails once, in every way: its database is unusable or untouched, others continue (M12)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.durable.files import OsDisk
 from quire.pages.pagestore import PageStore
 from quire.testing.faults import Fault, FaultyDisk, each_fault
 from quire.testing.manifest import assert_clean
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 
 WAL_OF_FIRST = "*/pages/00000001/*"
 
 
-def _story(store: PageStore, model: Model, pages: Pages) -> None:
+def _run_workload(store: PageStore, model: Model, pages: Pages) -> None:
     """Commits within a segment, across segments, sealing, publishing."""
     write(store, model, {0: image(), 1: image()})
     write(store, model, {page: image() for page in range(10)})
@@ -30,9 +30,9 @@ def _story(store: PageStore, model: Model, pages: Pages) -> None:
 
 
 def _attempt(store: PageStore, model: Model, pages: Pages) -> QuireError | None:
-    """Run the story; a commit that fails may or may not have happened: the model keeps both possibilities."""
+    """Run the workload; a commit that fails may or may not have happened, and the model keeps both possibilities."""
     try:
-        _story(store, model, pages)
+        _run_workload(store, model, pages)
     except QuireError as error:
         return error
     return None
@@ -47,7 +47,7 @@ def _attempt(store: PageStore, model: Model, pages: Pages) -> QuireError | None:
         pytest.param(Fault.LOST_ANSWER, marks=pytest.mark.slow),
     ],
 )
-def test_any_fault_leaves_the_database_unusable_or_untouched_and_the_other_alone(
+def test_any_fault_leaves_its_database_unusable_or_untouched_and_the_other_unaffected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     small_segments(monkeypatch)
@@ -57,38 +57,38 @@ def test_any_fault_leaves_the_database_unusable_or_untouched_and_the_other_alone
         pages = Pages(base, disk=disk)
         other_model, model = Model(), Model()
         try:
-            hurt = pages.database("first")
+            faulted = pages.database("first")
         except StorageFault:
             assert disk.fired
-            hurt = pages.database("first")
+            faulted = pages.database("first")
         other = pages.database("second")
-        error = _attempt(hurt, model, pages)
+        error = _attempt(faulted, model, pages)
         assert (error is not None) <= disk.fired
-        disk._fail_at = 0  # from here on the disk is well
+        disk._fail_at = 0  # the disk works from here on
         acknowledged = model.newest
-        if hurt.wal.failure is None:
-            # Refused, cleanly: the next commit goes through.
+        if faulted.wal.failure is None:
+            # A clean refusal: the next commit succeeds.
             assert error is None or isinstance(error, StorageFault), error
-            write(hurt, model, {1: image("after")})
+            write(faulted, model, {1: image("after")})
             acknowledged = model.newest
         else:
             with pytest.raises(StoreUnusable):
-                hurt.begin()
-            with hurt.open_snapshot() as reader:
+                faulted.begin()
+            with faulted.open_snapshot() as reader:
                 assert_reads(reader, model.at(reader.lsn))
-        _story(other, other_model, pages)
+        _run_workload(other, other_model, pages)
         with other.open_snapshot() as reader:
             assert_reads(reader, other_model.newest)
         again = pages.engine.open("first")
-        assert (again is hurt) == (hurt.wal.failure is None)
+        assert (again is faulted) == (faulted.wal.failure is None)
         with again.open_snapshot() as reader:
-            # What was acknowledged is there; of the commit that failed all or nothing.
+            # Acknowledged commits are there; the failed commit is there completely or not at all.
             if reader.lsn == acknowledged.lsn:
                 assert_reads(reader, acknowledged)
             else:
                 assert reader.lsn > acknowledged.lsn
-        known = again.durable_version()[0]
-        model.versions = [each for each in model.versions if each.lsn <= known]
+        durable_lsn = again.durable_version()[0]
+        model.versions = [version for version in model.versions if version.lsn <= durable_lsn]
         with again.begin() as txn:
             txn.write_page(0, image("mended"))
         with again.open_snapshot() as reader:
@@ -96,7 +96,7 @@ def test_any_fault_leaves_the_database_unusable_or_untouched_and_the_other_alone
         pages.stop()
 
 
-def test_a_full_disk_while_a_segment_is_made_is_disk_full_and_hurts_nothing(
+def test_a_full_disk_while_a_segment_is_created_is_disk_full_and_damages_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M12: nothing is poisoned, nothing is left behind, and a large transaction is refused as a whole."""
@@ -111,7 +111,7 @@ def test_a_full_disk_while_a_segment_is_made_is_disk_full_and_hurts_nothing(
             write(store, Model(), {page: image() for page in range(30)})
         assert store.wal.failure is None
         files = list((Path(pages.root) / "pages/00000001/wal").iterdir())
-        assert len(files) == 1, "files of segments that were not needed after all are gone"
+        assert len(files) == 1, "files of segments that were not needed are removed"
         with store.open_snapshot() as reader:
             assert_reads(reader, model.newest)
     write(store, model, {page: image() for page in range(30)})
@@ -123,7 +123,7 @@ def test_a_full_disk_while_a_segment_is_made_is_disk_full_and_hurts_nothing(
     pages.stop()
 
 
-def test_a_sync_that_fails_is_told_to_everyone_who_waits_and_shown_to_nobody(
+def test_a_failed_sync_is_reported_to_all_waiters_and_its_commits_are_never_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
@@ -165,8 +165,9 @@ def test_closing_after_a_failure_closes_every_file(tmp_path: Path) -> None:
     pages.stop()
 
 
-def test_a_publication_of_before_does_not_meddle_with_recovery(tmp_path: Path) -> None:
-    """The ticker sealed what the recovery of a database that had failed was about to seal, and it did not open."""
+def test_a_publication_of_the_failed_engine_does_not_interfere_with_recovery(tmp_path: Path) -> None:
+    """The ticker sealed a segment that recovery of the failed database was about to seal, and the database did not
+    open."""
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
     pages, model = Pages(tmp_path, disk=disk), Model()
     former = pages.database("first")
@@ -182,6 +183,6 @@ def test_a_publication_of_before_does_not_meddle_with_recovery(tmp_path: Path) -
     published: list[int] = []
     with armed("pages.recovery.sealing", lambda _: published.append(former.wal.publish())):
         again = pages.engine.open("first")
-    assert set(published) == {0}, "recovery does it"
+    assert set(published) == {0}, "only recovery publishes"
     write(again, model, {1: image("after")})
     pages.stop()

@@ -1,4 +1,4 @@
-"""The floor: min of memory, rows and files, never above what is published, never below what was given out."""
+"""The floor: the minimum of memory, rows and files, never above what is published, never below what was granted."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from quire.manifest import tables as t
 from quire.manifest.ops.local import PutReader
 from quire.pages.snapshot import Snapshot
 from quire.pages.view import ViewReader
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 
 
 def row(pages: Pages, db_id: int) -> tuple[int, int]:
     with pages.manifest.read() as txn:
-        found = txn.get(t.SNAPSHOT_FLOOR, db_id)
-    assert found is not None
-    return found.min_snapshot_lsn, found.writer_high_lsn
+        record = txn.get(t.SNAPSHOT_FLOOR, db_id)
+    assert record is not None
+    return record.min_snapshot_lsn, record.writer_high_lsn
 
 
-def test_it_is_the_lowest_of_memory_rows_and_files(pages: Pages) -> None:
+def test_the_floor_is_the_lowest_of_memory_rows_and_files(pages: Pages) -> None:
     store, model = pages.database(), Model()
     opened: list[tuple[int, object]] = []
     for number in range(3):
@@ -38,23 +38,23 @@ def test_it_is_the_lowest_of_memory_rows_and_files(pages: Pages) -> None:
         elif number == 1:
             opened.append((lsn, store.open_snapshot()))
         else:
-            told = pages.engine.lease_reader("shop")
-            assert told.lsn == lsn
+            lease = pages.engine.lease_reader("shop")
+            assert lease.lsn == lsn
     write(store, model, {0: image()})
     assert pages.engine.floor(store.db_id) == opened[0][0]
     for number, (_, reader) in enumerate(opened):
         assert isinstance(reader, Snapshot)
         reader.close()
-        assert pages.engine.floor(store.db_id) == (opened[1][0] if number == 0 else told.lsn)
-    pages.engine.close_reader("shop", told.reader_id)
+        assert pages.engine.floor(store.db_id) == (opened[1][0] if number == 0 else lease.lsn)
+    pages.engine.close_reader("shop", lease.reader_id)
     assert pages.engine.floor(store.db_id) == model.newest.lsn == row(pages, store.db_id)[0]
 
 
-def test_it_is_never_above_what_is_published(pages: Pages) -> None:
-    """Else a reader of another process could find a row that no published version satisfies."""
+def test_the_floor_is_never_above_what_is_published(pages: Pages) -> None:
+    """Otherwise a reader in another process could find a row that no published version satisfies."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
-    assert pages.engine.floor(store.db_id) == model.newest.lsn, "it is published on the way"
+    assert pages.engine.floor(store.db_id) == model.newest.lsn, "computing the floor publishes first"
     store.wal.abandon(RuntimeError("a doubtful sync"))  # type: ignore[arg-type]  # any failure
     with pages.manifest.read() as txn:
         wal = txn.wal_state(store.db_id)
@@ -76,34 +76,34 @@ def test_the_row_never_falls_not_even_with_the_next_owner(pages: Pages) -> None:
     assert row(pages, store.db_id) == (high, model.newest.lsn)
 
 
-def test_the_row_never_falls_however_many_ask_at_once(pages: Pages) -> None:
+def test_the_row_never_falls_under_concurrent_requests(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     pages.engine.floor(store.db_id)
-    over, seen = threading.Event(), list[int]()
+    stop, floors = threading.Event(), list[int]()
 
-    def ask() -> None:
-        while not over.is_set():
+    def compute_floor() -> None:
+        while not stop.is_set():
             pages.engine.floor(store.db_id)
 
-    threads = [threading.Thread(target=ask) for _ in range(3)]
+    threads = [threading.Thread(target=compute_floor) for _ in range(3)]
     for thread in threads:
         thread.start()
     try:
         for _ in range(60):
             write(store, model, {0: image()})
             store.wal.publish()
-            seen.append(row(pages, store.db_id)[0])
+            floors.append(row(pages, store.db_id)[0])
     finally:
-        over.set()
+        stop.set()
         for thread in threads:
             thread.join()
-    assert seen == sorted(seen)
+    assert floors == sorted(floors)
     assert pages.engine.floor(store.db_id) == model.newest.lsn
 
 
-def test_what_a_stored_plan_may_do_is_below_nobody_who_opens(pages: Pages) -> None:
-    """P10: a plan is run again by the next owner, whatever its readers are by then."""
+def test_no_reader_opens_below_what_a_stored_plan_covers(pages: Pages) -> None:
+    """P10: the next owner runs a stored plan again, whatever readers exist by then."""
     store, model = pages.database(), Model()
     first = write(store, model, {0: image()}).lsn
     write(store, model, {0: image()})
@@ -125,7 +125,7 @@ def test_what_a_stored_plan_may_do_is_below_nobody_who_opens(pages: Pages) -> No
         assert reader.lsn == covered
 
 
-def _lives(base: Path, rng: random.Random, steps: int) -> None:
+def _random_steps(base: Path, rng: random.Random, steps: int) -> None:
     """Readers of all three kinds, checkpoints and crashes in any order; every reader always sees its version."""
     pages = Pages(base)
     store, model = pages.database(), Model()
@@ -139,8 +139,8 @@ def _lives(base: Path, rng: random.Random, steps: int) -> None:
             opened: Snapshot = pages.engine.open_published("shop") if rng.random() < 0.6 else store.open_snapshot()
             readers.append((opened, opened.lsn))
         elif dice == 4 and len(clients) < 3:
-            told = pages.engine.lease_reader("shop")
-            clients.append((told.reader_id, told.lsn))
+            lease = pages.engine.lease_reader("shop")
+            clients.append((lease.reader_id, lease.lsn))
         elif dice == 5 and readers:
             readers.pop(rng.randrange(len(readers)))[0].close()
         elif dice == 6:
@@ -149,23 +149,23 @@ def _lives(base: Path, rng: random.Random, steps: int) -> None:
         elif dice == 7:
             store.wal.publish()
             with suppress(SnapshotGone):
-                found = pages.engine.open_published_at("shop", rng.choice(model.versions).lsn)
-                if not isinstance(found, ViewReader):
-                    readers.append((found, found.lsn))
+                published = pages.engine.open_published_at("shop", rng.choice(model.versions).lsn)
+                if not isinstance(published, ViewReader):
+                    readers.append((published, published.lsn))
         elif rng.random() < 0.3:
-            for each, _ in readers:
-                each.close()
+            for reader, _ in readers:
+                reader.close()
             readers.clear()
             pages.crash()
             store = pages.database()
         pages.engine.cache._turn(10**9)
-        for each, lsn in readers:
-            assert_reads(each, model.at(lsn))
+        for reader, lsn in readers:
+            assert_reads(reader, model.at(lsn))
         for reader_id, lsn in clients:
             pages.engine.renew_reader("shop", reader_id)
             assert_reads(pages.engine.read_leased("shop", reader_id), model.at(lsn))
-    for each, _ in readers:
-        each.close()
+    for reader, _ in readers:
+        reader.close()
     pages.stop()
 
 
@@ -176,7 +176,7 @@ def test_no_order_of_readers_and_checkpoints_loses_a_version(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small_segments(patch, frames=5)
-        _lives(tmp_path_factory.mktemp("floors"), rng, 30)
+        _random_steps(tmp_path_factory.mktemp("floors"), rng, 30)
 
 
 @pytest.mark.slow
@@ -185,4 +185,4 @@ def test_long_no_order_of_readers_and_checkpoints_loses_a_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     small_segments(monkeypatch, frames=5)
-    _lives(tmp_path, random.Random(seed), 120)
+    _random_steps(tmp_path, random.Random(seed), 120)

@@ -1,4 +1,4 @@
-"""Handles are bounded, and closed when the last reader lets go."""
+"""Handles are bounded, and closed when the last reader releases them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 
 from quire.durable.files import OsDisk, write_new
 from quire.pages.sources import SEGMENTS_MAX, Handles, ReadFile
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 
 
-def _descriptors(of: str = "") -> int:
-    """How many files are open, of those below `of`."""
+def _descriptors(prefix: str = "") -> int:
+    """The number of open files below `prefix`."""
     links = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that listed them
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sum(link.startswith(of) for link in links)
+    return sum(link.startswith(prefix) for link in links)
 
 
-def test_a_handle_that_was_given_up_is_closed_when_its_reader_is_done(tmp_path: Path) -> None:
+def test_an_evicted_handle_is_closed_when_its_reader_is_done(tmp_path: Path) -> None:
     before = _descriptors()
     handles: Handles[ReadFile] = Handles(2)
     for name in "abc":
@@ -65,7 +65,7 @@ def test_two_threads_that_open_at_once_leave_one_handle(tmp_path: Path) -> None:
 def test_reading_many_segments_keeps_a_bounded_number_of_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evicted segments used to stay open for ever."""
+    """Evicted segments used to stay open forever."""
     small_segments(monkeypatch, frames=2)
     pages, model = Pages(tmp_path), Model()
     store = pages.database()

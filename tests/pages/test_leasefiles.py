@@ -1,4 +1,4 @@
-"""Lease files: their bytes, who holds them, and when the owner gives them up."""
+"""Lease files: their bytes, their holders, and when the owner removes them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quire.pages.leasefiles import (
 )
 from quire.pages.readers import LEASE_SECONDS
 from quire.testing.clock import ManualClock
-from tests.hostile import PROMISES, memory_of_at_most, numbers
+from tests.hostile import FALSE_LENGTHS, memory_limit, numbers
 
 DISK = OsDisk()
 PAGE = Path(__file__).parents[2] / "docs" / "formats" / "lease.md"
@@ -77,12 +77,12 @@ def test_what_is_encoded_is_decoded(record: LeaseRecord, ms: int) -> None:
 
 
 @given(records, st.data())
-def test_a_changed_byte_is_noticed_wherever_it_is(record: LeaseRecord, data: st.DataObject) -> None:
+def test_a_changed_byte_is_detected_anywhere(record: LeaseRecord, data: st.DataObject) -> None:
     body = bytearray(record.encode(5))
-    at = data.draw(st.integers(0, len(body) - 1))
-    body[at] ^= data.draw(st.integers(1, 255))
-    if 48 <= at < 64:
-        assert decode(record.reader, bytes(body)) == record, "the stamp may be in the middle of being written"
+    offset = data.draw(st.integers(0, len(body) - 1))
+    body[offset] ^= data.draw(st.integers(1, 255))
+    if 48 <= offset < 64:
+        assert decode(record.reader, bytes(body)) == record, "the stamp may be partly written"
         assert renewed_ms(record, bytes(body[48:64])) == 0
     else:
         with pytest.raises((Corruption, FormatTooNew)):
@@ -90,7 +90,7 @@ def test_a_changed_byte_is_noticed_wherever_it_is(record: LeaseRecord, data: st.
 
 
 @given(records, st.data())
-def test_a_cut_or_copied_lease_is_none(record: LeaseRecord, data: st.DataObject) -> None:
+def test_a_truncated_or_copied_lease_is_refused(record: LeaseRecord, data: st.DataObject) -> None:
     body = record.encode(5)
     with pytest.raises(Corruption):
         decode(record.reader, body[: data.draw(st.integers(0, len(body) - 1))])
@@ -101,17 +101,17 @@ def test_a_cut_or_copied_lease_is_none(record: LeaseRecord, data: st.DataObject)
 @given(
     fields=st.tuples(numbers(16), numbers(16), numbers(32), numbers(64), numbers(64), numbers(32)),
     length=st.none() | numbers(32),
-    tags=st.sampled_from(PROMISES) | st.binary(max_size=60),
+    tags=st.sampled_from(FALSE_LENGTHS) | st.binary(max_size=60),
 )
 def test_a_signed_lease_is_refused_or_read_within_bounds(
     fields: tuple[int, ...], length: int | None, tags: bytes
 ) -> None:
-    """Checksums that are right say nothing about numbers."""
+    """Valid checksums prove nothing about the numbers."""
     reader = uuid.UUID(int=5)
     head = HEAD.pack(MAGIC, *fields, len(tags) if length is None else length, 0)[:-CRC_BYTES]
     crc = crc64(tags, crc64(head, crc64(reader.bytes)))
     data = head + crc.to_bytes(CRC_BYTES, "little") + bytes(STAMP_BYTES) + tags
-    with memory_of_at_most(16 * MIB):
+    with memory_limit(16 * MIB):
         try:
             decode(reader, data)
         except QuireError:
@@ -155,39 +155,39 @@ def test_a_lease_is_seen_while_it_is_held_and_leaves_nothing(
     assert not lease.beat()
     assert files.look() == []
     assert names(tmp_path) == []
-    assert capsys.readouterr().err == "", "a clean end is no reason to warn"
+    assert capsys.readouterr().err == "", "a clean end logs no warning"
 
 
-def test_without_a_directory_there_is_nobody(tmp_path: Path, clock: ManualClock) -> None:
+def test_without_a_directory_there_are_no_leases(tmp_path: Path, clock: ManualClock) -> None:
     assert LeaseFiles(str(tmp_path / "nowhere"), DISK, clock).look() == []
 
 
-def test_a_forgotten_lease_is_given_back(tmp_path: Path, clock: ManualClock, files: LeaseFiles) -> None:
+def test_a_lease_that_is_garbage_collected_is_released(tmp_path: Path, clock: ManualClock, files: LeaseFiles) -> None:
     lease = take(tmp_path, clock)
     del lease
     assert files.look() == []
 
 
-def test_a_lease_whose_process_ended_is_given_up_at_once(
+def test_a_lease_whose_process_ended_is_removed_at_once(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lease = take(tmp_path, clock, who="gone")
-    lease._forget()  # as the kernel does at its end
+    lease._forget()  # as the kernel does when the process ends
     assert names(tmp_path) != []
     assert files.look() == []
     assert names(tmp_path) == []
-    said = capsys.readouterr().err
-    assert "reader.heartbeat_lost" in said
-    assert "its process has ended" in said
-    assert "gone" in said
+    log = capsys.readouterr().err
+    assert "reader.heartbeat_lost" in log
+    assert "its process has ended" in log
+    assert "gone" in log
 
 
-def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
+def test_a_silent_lease_is_removed_after_its_duration_by_the_owners_clock(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silent, alive = take(tmp_path, clock, lsn=1), take(tmp_path, clock, lsn=2)
     clock.advance(1_000)
-    assert len(files.look()) == 2, "nobody knows how long it had been there"
+    assert len(files.look()) == 2, "the owner does not know their age yet"
     clock.jump(-500_000)
     clock.advance(LEASE_SECONDS - 1)
     assert alive.beat()
@@ -201,7 +201,7 @@ def test_a_silent_lease_is_given_up_after_a_whole_lease_by_the_owners_clock(
 
 
 def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualClock) -> None:
-    """The owner looks at names; a file that was moved away holds nothing, and its reader must know."""
+    """The owner checks names; a file that was moved holds nothing, and its reader must notice."""
     lease = FileLease.take(OsDisk(), clock, str(tmp_path), db_id=7, lsn=40, tags={})
     assert lease.beat()
     os.rename(lease.path, lease.path + ".moved")
@@ -212,15 +212,15 @@ def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualC
 
 def test_a_stamp_changes_even_if_the_clock_stands_still_or_goes_back(tmp_path: Path, clock: ManualClock) -> None:
     lease = take(tmp_path, clock)
-    seen = {Path(lease.path).read_bytes()[48:64]}
+    stamps = {Path(lease.path).read_bytes()[48:64]}
     for step in (0, -10, -10, 0):
         clock.jump(step)
         lease.beat()
-        seen.add(Path(lease.path).read_bytes()[48:64])
-    assert len(seen) == 5
+        stamps.add(Path(lease.path).read_bytes()[48:64])
+    assert len(stamps) == 5
 
 
-def test_what_is_held_and_cannot_be_read_holds_everything_until_it_is_silent(
+def test_an_unreadable_held_lease_holds_everything_until_it_is_silent(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "readers").mkdir()
@@ -230,13 +230,13 @@ def test_what_is_held_and_cannot_be_read_holds_everything_until_it_is_silent(
         fcntl.flock(held, fcntl.LOCK_EX)
         for db_id in (1, 99):
             assert [lease.lsn for lease in files.of(db_id)] == [0]
-        assert capsys.readouterr().err.count("reader.lease_unreadable") == 1, "said once"
+        assert capsys.readouterr().err.count("reader.lease_unreadable") == 1, "logged once"
         clock.advance(LEASE_SECONDS)
         assert files.look() == []
     assert names(tmp_path) == []
 
 
-def test_foreign_files_are_left_alone_and_unfinished_ones_of_the_dead_removed(
+def test_foreign_files_are_kept_and_unfinished_ones_of_ended_processes_removed(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles
 ) -> None:
     lease = take(tmp_path, clock)
@@ -253,19 +253,19 @@ def test_foreign_files_are_left_alone_and_unfinished_ones_of_the_dead_removed(
     assert (tmp_path / "readers" / "README").exists()
 
 
-def test_an_owner_that_sweeps_too_early_costs_a_try(
+def test_a_lease_that_the_owner_sweeps_too_early_is_taken_again(
     tmp_path: Path, clock: ManualClock, files: LeaseFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The moment between the file and its lock: the owner takes it for one of the dead."""
+    """Between the creation of the file and its lock, the owner considers it abandoned."""
     flock, swept = fcntl.flock, list[int]()
 
-    def late(fd: int, operation: int) -> None:
+    def sweep_then_lock(fd: int, operation: int) -> None:
         if operation & fcntl.LOCK_EX and not swept:
             swept.append(fd)
             files.look()
         flock(fd, operation)
 
-    monkeypatch.setattr("fcntl.flock", late)
+    monkeypatch.setattr("fcntl.flock", sweep_then_lock)
     lease = take(tmp_path, clock)
     assert swept
     assert files.look() == [lease.record]
@@ -279,7 +279,7 @@ class _Denied(OsDisk):
         raise NotWritable("no permission while opening", path=path)
 
 
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, clock: ManualClock) -> None:
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path, clock: ManualClock) -> None:
     with pytest.raises(NotWritable):
         FileLease.take(_Denied(), clock, str(tmp_path), db_id=1, lsn=1, tags={})
     assert names(tmp_path) == []
@@ -299,11 +299,11 @@ def test_a_forked_child_neither_keeps_nor_ends_its_parents_lease(
         time.sleep(300 if closed else 0)
         os._exit(0 if closed else 1)
     try:
-        assert os.read(reading, 1) == b"x", "the child has let go"
-        assert files.look() == [lease.record], "the child's end of it ends nothing"
-        lease._forget()  # the parent dies, the child lives on
+        assert os.read(reading, 1) == b"x", "the child has closed the lease"
+        assert files.look() == [lease.record], "closing it in the child has no effect"
+        lease._forget()  # the parent dies, the child survives
         assert files.look() == []
-        assert os.waitpid(child, os.WNOHANG) == (0, 0), "it was alive all the time"
+        assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child was alive all the time"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

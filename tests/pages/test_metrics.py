@@ -1,4 +1,4 @@
-"""Figures by the design document's names, the Prometheus collector, and spans."""
+"""Figures under the names of the design document, the Prometheus collector, and spans."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from quire.core.tracing import TRACE_API, span
 from quire.pages.metrics import PagesCollector
+from tests.pages.engine_harness import Model, Pages, image, write
 from tests.pages.test_wal import index
-from tests.pages.world import Model, Pages, image, write
 
 
-def test_figures_have_the_seeds_names_and_are_right(pages: Pages) -> None:
+def test_figures_have_the_names_of_the_design_and_correct_values(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(5)})
     with store.open_snapshot():
@@ -37,11 +37,11 @@ def test_figures_have_the_seeds_names_and_are_right(pages: Pages) -> None:
     pages.checkpoint(store)
     pages.clock.advance(100)
     figures = pages.engine.figures().databases[0]
-    assert figures.wait_for_floor_ms == 1500, "nobody waits any more"
+    assert figures.wait_for_floor_ms == 1500, "no checkpoint waits any more"
     assert figures.page_index_rows == len(index(pages)) == 0
 
 
-def test_the_collector_speaks_prometheus(pages: Pages) -> None:
+def test_the_collector_exports_prometheus_metrics(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(5)})
     with store.open_snapshot() as reader:
@@ -83,10 +83,10 @@ class _Recorder(ModuleType):
         yield Inner()
 
 
-def test_the_reads_of_a_scan_are_spans_with_the_epochs_that_answered(
+def test_the_reads_of_a_scan_are_spans_with_the_epochs_that_were_read(
     pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only single reads were."""
+    """Formerly only single reads were spans."""
     store, model = pages.database(), Model()
     for page in range(3):
         write(store, model, {page: image()})
@@ -96,13 +96,16 @@ def test_the_reads_of_a_scan_are_spans_with_the_epochs_that_answered(
     with store.open_snapshot() as reader:
         assert len(list(reader.scan())) == 3
         assert len(reader.read_pages([1, 2])) == 2
-    whole = {"quire.pages": 3, "quire.epoch_min": 1, "quire.epoch_max": lsn}
-    some = {"quire.pages": 2, "quire.epoch_min": 2, "quire.epoch_max": lsn}
+    scan_attributes = {"quire.pages": 3, "quire.epoch_min": 1, "quire.epoch_max": lsn}
+    read_attributes = {"quire.pages": 2, "quire.epoch_min": 2, "quire.epoch_max": lsn}
     common = {"quire.db_id": 1, "quire.snapshot_lsn": lsn}
-    assert recorder.spans == [("PageStore.read_pages", common | whole), ("PageStore.read_pages", common | some)]
+    assert recorder.spans == [
+        ("PageStore.read_pages", common | scan_attributes),
+        ("PageStore.read_pages", common | read_attributes),
+    ]
 
 
-def test_a_read_is_a_span_that_says_which_epoch_answered(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_is_a_span_with_the_epoch_that_was_read(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     write(store, model, {1: image()})
@@ -122,13 +125,14 @@ def test_a_read_is_a_span_that_says_which_epoch_answered(pages: Pages, monkeypat
 
 
 def test_readers_of_all_kinds_are_counted_and_named(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """snapshot_readers.active and what is blocked know memory, rows and files; the planner's span names who is in the way."""
+    """`snapshot_readers.active` and the blocked segments include memory, rows and files; the planner's span has the
+    blocking readers."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     store.wal.publish()
     published = pages.engine.open_published("shop", tags={"who": "report"})
-    told = pages.engine.lease_reader("shop", {"who": "client"})
-    inside = store.open_snapshot(tags={"who": "here"})
+    lease = pages.engine.lease_reader("shop", {"who": "client"})
+    local_reader = store.open_snapshot(tags={"who": "here"})
     write(store, model, {0: image()})
     pages.engine.flush(store.db_id)
     write(store, model, {0: image()})
@@ -139,21 +143,21 @@ def test_readers_of_all_kinds_are_counted_and_named(pages: Pages, monkeypatch: p
     recorder = _Recorder()
     monkeypatch.setitem(sys.modules, TRACE_API, recorder)
     pages.checkpoint(store)
-    chosen = [attributes for name, attributes in recorder.spans if name == "CheckpointPlanner.select_mvcc_segments"]
+    plans = [attributes for name, attributes in recorder.spans if name == "CheckpointPlanner.select_mvcc_segments"]
     assert {f"who={who}" for who in ("report", "client", "here")} == {
         word
-        for reader in chosen[0]["quire.blocking_readers"]
+        for reader in plans[0]["quire.blocking_readers"]
         for word in reader.replace(",", "").split()
         if word.startswith("who=")
     }
-    pages.engine.close_reader("shop", told.reader_id)
-    inside.close()
+    pages.engine.close_reader("shop", lease.reader_id)
+    local_reader.close()
     published.close()
     figures = pages.engine.figures().databases[0]
     assert figures.readers_active == figures.segments_blocked == 0
 
 
-def test_a_read_of_what_is_published_is_the_same_span(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_of_a_published_version_is_the_same_span(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     write(store, model, {1: image()})

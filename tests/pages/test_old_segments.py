@@ -12,10 +12,10 @@ from quire.pages import segment_file
 from quire.pages.segment import PageWrite, SegmentHeader, decode_header, encode
 from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import entries_of, parse_heads, sealed_entries
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, write
 from tests.pages.test_segment import EXAMPLE_PAGES
-from tests.pages.world import Model, Pages, assert_reads, image, write
 
-# The example of docs/formats/segment.md, as version 1 had it.
+# The example of docs/formats/segment.md, in version 1.
 OLD_HEADER = (
     "5157414c53454731 0100 0000 00020000 07000000 1f000000 02000000 00000000 6712000000000000 efcdab8967452301"
     " 0068e5cf8b010000 a3a1ba54bfdc84af"
@@ -41,7 +41,7 @@ def test_a_segment_of_version_1_is_read_as_it_was_written() -> None:
 
 
 def test_segments_whose_entries_were_written_with_their_frames_recover(pages: Pages) -> None:
-    """Version 1 of the format: an owner of it was killed, this one opens the store."""
+    """An owner that wrote version 1 of the format was killed; this one opens the store."""
     append = SegmentFile.append
 
     def old_append(
@@ -69,5 +69,5 @@ def test_segments_whose_entries_were_written_with_their_frames_recover(pages: Pa
     write(store, model, {0: image()})
     with SegmentFile.open(OsDisk(), _path(pages, 2)) as file:
         assert file.header.version == 2
-    with store.open_snapshot(at=model.versions[1].lsn) as earlier:
-        assert_reads(earlier, model.versions[1])
+    with store.open_snapshot(at=model.versions[1].lsn) as past:
+        assert_reads(past, model.versions[1])

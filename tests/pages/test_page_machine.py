@@ -1,7 +1,7 @@
-"""Everything that can happen to page databases, in random order, against a dict of versions.
+"""Random sequences of all operations on page databases, compared with a dict of versions.
 
-Writers, readers at every version, named snapshots, forks, time travel, sealing, publication, checkpoints, merges, truncation,
-clean reopening and power loss. Each read of each live version must be exactly what the model says, always.
+Writers, readers at every version, named snapshots, forks, time travel, sealing, publication, checkpoints, merges,
+truncation, clean reopening and power loss. Every read of a live version must always return exactly what the model has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quire.pages.snapshot import Snapshot
 from quire.pages.view import SnapshotView
 from quire.testing.crashdisk import CrashDisk, drop_all, keep_all
 from quire.testing.manifest import assert_clean
-from tests.pages.world import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments
+from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments
 
 LEASE = 30.0
 DATABASES_MAX = 4
@@ -41,18 +41,18 @@ PAGE_NUMBERS = st.integers(0, 27)
 
 
 @dataclass
-class Reader:
-    """A reader and what it must see."""
+class ExpectedReader:
+    """A reader and the version that it must see."""
 
     snapshot: Snapshot
     version: Version
-    is_kept: bool
+    renews: bool
     """Whether it renews itself."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """A snapshot and what it must show."""
+class ExpectedSnapshot:
+    """A snapshot and the version that it must show."""
 
     db: str
     name: str
@@ -60,7 +60,7 @@ class Named:
 
 
 class PageMachine(RuleBasedStateMachine):
-    """See above."""
+    """The operations and the model; see the module's docstring."""
 
     databases = Bundle("databases")
     readers = Bundle("readers")
@@ -77,7 +77,7 @@ class PageMachine(RuleBasedStateMachine):
         )
         self.models: dict[str, Model] = {}
         self.acknowledged: dict[str, int] = {}
-        self.live: list[Reader] = []
+        self.live: list[ExpectedReader] = []
         self.names = 0
 
     def store(self, db: str) -> PageStore:
@@ -129,38 +129,38 @@ class PageMachine(RuleBasedStateMachine):
         self.acknowledged[db] = guard.lsn
 
     @rule(db=databases, page=PAGE_NUMBERS)
-    def change_of_mind(self, db: str, page: int) -> None:
+    def rollback(self, db: str, page: int) -> None:
         txn = self.store(db).begin()
         newest = self.models[db].newest
         if page < newest.size:
-            assert txn.read_page(page) == newest.page(page), "a transaction sees what was written before it"
+            assert txn.read_page(page) == newest.page(page), "a transaction reads the versions committed before it"
         txn.write_page(page, image())
         txn.rollback()
 
     # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    @rule(target=readers, db=databases, is_kept=st.booleans())
-    def open_reader(self, db: str, is_kept: bool) -> Reader:
+    @rule(target=readers, db=databases, renews=st.booleans())
+    def open_reader(self, db: str, renews: bool) -> ExpectedReader:
         snapshot = self.store(db).open_snapshot(tags={"db": db})
-        if is_kept:
+        if renews:
             snapshot.__enter__()
-        reader = Reader(snapshot, self.models[db].at(snapshot.lsn), is_kept)
+        reader = ExpectedReader(snapshot, self.models[db].at(snapshot.lsn), renews)
         assert reader.version.lsn == snapshot.lsn
         self.live.append(reader)
         return reader
 
     @rule(reader=readers)
-    def read(self, reader: Reader) -> None:
+    def read(self, reader: ExpectedReader) -> None:
         if reader not in self.live:
             return
         if reader.snapshot.is_open:
             assert_reads(reader.snapshot, reader.version)
         else:
-            assert not reader.is_kept
+            assert not reader.renews
             with pytest.raises(LeaseExpired):
                 reader.snapshot.read_page(0)
 
     @rule(reader=consumes(readers))
-    def close_reader(self, reader: Reader) -> None:
+    def close_reader(self, reader: ExpectedReader) -> None:
         if reader in self.live:
             self.live.remove(reader)
             reader.snapshot.close()
@@ -202,7 +202,7 @@ class PageMachine(RuleBasedStateMachine):
     @rule(db=databases)
     def checkpoint(self, db: str) -> None:
         self.pages.run(JobKind.CHECKPOINT, self.store(db).db_id)
-        self.acknowledged[db] = self.models[db].newest.lsn  # it flushes
+        self.acknowledged[db] = self.models[db].newest.lsn  # a checkpoint flushes
 
     @rule(db=databases)
     def merge(self, db: str) -> None:
@@ -210,25 +210,25 @@ class PageMachine(RuleBasedStateMachine):
 
     # ── snapshots and forks ───────────────────────────────────────────────────────────────────────────────────────────
     @rule(target=named, db=databases)
-    def snapshot(self, db: str) -> Named:
+    def snapshot(self, db: str) -> ExpectedSnapshot:
         name = self.fresh_name()
         info = self.pages.engine.snapshot(db, name)
         version = self.models[db].newest
         assert info.anchor_lsn == version.lsn
         self.acknowledged[db] = version.lsn
-        return Named(db, name, version)
+        return ExpectedSnapshot(db, name, version)
 
-    @rule(kept=named, travels=st.booleans())
-    def read_snapshot(self, kept: Named, travels: bool) -> None:
-        if not travels:
-            assert_reads(self.pages.engine.open_view(kept.db, kept.name), kept.version)
+    @rule(snapshot_info=named, pickled=st.booleans())
+    def read_snapshot(self, snapshot_info: ExpectedSnapshot, pickled: bool) -> None:
+        if not pickled:
+            assert_reads(self.pages.engine.open_view(snapshot_info.db, snapshot_info.name), snapshot_info.version)
             return
-        view: SnapshotView = pickle.loads(pickle.dumps(self.pages.engine.view(kept.db, kept.name)))
-        assert_reads(view.open(self.pages.engine.sources), kept.version)
+        view: SnapshotView = pickle.loads(pickle.dumps(self.pages.engine.view(snapshot_info.db, snapshot_info.name)))
+        assert_reads(view.open(self.pages.engine.sources), snapshot_info.version)
 
-    @rule(kept=consumes(named))
-    def drop_snapshot(self, kept: Named) -> None:
-        self.pages.manifest.snapshots.drop(kept.db, kept.name)
+    @rule(snapshot_info=consumes(named))
+    def drop_snapshot(self, snapshot_info: ExpectedSnapshot) -> None:
+        self.pages.manifest.snapshots.drop(snapshot_info.db, snapshot_info.name)
 
     @precondition(lambda self: len(self.models) < DATABASES_MAX)
     @rule(target=databases, db=databases)
@@ -236,37 +236,37 @@ class PageMachine(RuleBasedStateMachine):
         name = self.fresh_name()
         self.pages.engine.fork(db, name)
         self.acknowledged[db] = self.models[db].newest.lsn
-        return self._forked(name, self.models[db].copy(self.models[db].newest.lsn))
+        return self._add_fork(name, self.models[db].copy(self.models[db].newest.lsn))
 
     @precondition(lambda self: len(self.models) < DATABASES_MAX)
-    @rule(target=databases, kept=named)
-    def fork_snapshot(self, kept: Named) -> str:
+    @rule(target=databases, snapshot_info=named)
+    def fork_snapshot(self, snapshot_info: ExpectedSnapshot) -> str:
         name = self.fresh_name()
-        self.pages.engine.fork(kept.db, name, at=kept.name)
-        return self._forked(name, Model(versions=[kept.version]))
+        self.pages.engine.fork(snapshot_info.db, name, at=snapshot_info.name)
+        return self._add_fork(name, Model(versions=[snapshot_info.version]))
 
-    def _forked(self, name: str, model: Model) -> str:
-        # A fork does not know the versions before its fork point, but for those that its own segments still hold.
+    def _add_fork(self, name: str, model: Model) -> str:
+        # A fork does not have the versions before its fork point, except those in its own segments.
         self.models[name] = model
         self.acknowledged[name] = model.newest.lsn
         with self.store(name).open_snapshot() as reader:
             assert_reads(reader, model.newest)
         return name
 
-    # ── ends ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _readers_die(self) -> None:
+    # ── restarts and crashes ──────────────────────────────────────────────────────────────────────────────────────────
+    def _forget_readers(self) -> None:
         self.live = []
 
     @rule()
     def reopen(self) -> None:
-        self._readers_die()
+        self._forget_readers()
         self.pages.reopen()
         for db, model in self.models.items():
             self.acknowledged[db] = model.newest.lsn
 
     @rule(seed=st.one_of(st.sampled_from([0, 1]), st.integers(2, 2**32)))
     def crash(self, seed: int) -> None:
-        self._readers_die()
+        self._forget_readers()
         choose = {0: keep_all, 1: drop_all}.get(seed) or random.Random(seed).choice
         target = str(self.base / self.fresh_name())
         crashed = self.disk.crash(target, choose)
@@ -281,8 +281,8 @@ class PageMachine(RuleBasedStateMachine):
         self.pages.start()
         for db, model in self.models.items():
             lsn, _ = self.store(db).durable_version()
-            assert lsn >= self.acknowledged[db], "something that was acknowledged is gone"
-            assert model.at(lsn).lsn == lsn, "there is no such version"
+            assert lsn >= self.acknowledged[db], "an acknowledged commit is lost"
+            assert model.at(lsn).lsn == lsn, "the recovered version was never written"
             model.forget_after(lsn)
             self.acknowledged[db] = lsn
             with self.store(db).open_snapshot() as reader:

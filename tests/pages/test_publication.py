@@ -18,7 +18,7 @@ from quire.pages.segment_file import IndexWriter, SegmentFile
 from quire.pages.segment_scan import entries_of, parse_heads, sealed_entries
 from quire.testing.crashdisk import CrashDisk, drop_all
 from quire.testing.faults import Fault, FaultyDisk
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 
 
 def _path(root: str, segment_id: int) -> str:
@@ -26,7 +26,7 @@ def _path(root: str, segment_id: int) -> str:
 
 
 def _pages_of(root: str, segment_id: int, count: int) -> list[int]:
-    """The pages that the first entries of a segment name; each is checked."""
+    """The pages of a segment's first entries, each of which is checked."""
     with SegmentFile.open(OsDisk(), _path(root, segment_id)) as file:
         entries = sealed_entries(file.header, file.read_index(count), count, path=file.path)
     return list(entries["page"].tolist())
@@ -38,7 +38,7 @@ def _region(root: str, segment_id: int) -> bytes:
 
 
 def test_a_commit_is_one_write_and_one_sync(tmp_path: Path) -> None:
-    """One run of the file is dirty then; a second place costs a third of the time of a sync."""
+    """Only one range of the file is then dirty; a second one makes a sync a third slower."""
     disk = FaultyDisk(OsDisk())
     pages, model = Pages(tmp_path, disk=disk), Model()
     store = pages.database()
@@ -55,34 +55,34 @@ def test_publication_writes_the_entries_of_what_it_publishes_and_no_others(pages
     store, model = pages.database(), Model()
     write(store, model, {0: image(), 3: image()})
     store.wal.publish()
-    assert _pages_of(pages.root, 1, 4) == [0, 1, 2, 3], "those that became zeros are among them (P15)"
+    assert _pages_of(pages.root, 1, 4) == [0, 1, 2, 3], "including the pages that became zeros (P15)"
     indexed = store.wal.durable.lsn
     with store.begin() as txn:
         txn.write_page(1, image())
         txn.commit()
     store.wal.publish()
-    assert not any(_region(pages.root, 1)[indexed * ENTRY_BYTES :]), "not durable: no entry"
+    assert not any(_region(pages.root, 1)[indexed * ENTRY_BYTES :]), "no entry before the frame is durable"
     store.wal.sync()
     store.wal.publish()
     assert _pages_of(pages.root, 1, indexed + 1)[-1] == 1
 
 
 def test_entries_are_on_disk_when_their_batch_is_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Power goes off between the two: nothing that was not synced is there, and yet the entries are."""
+    """Power is lost between the two: although nothing unsynced survives, the entries are on disk."""
     small_segments(monkeypatch)
     disk = CrashDisk(str(tmp_path / "disk"))
     pages, model = Pages(tmp_path, disk=disk, root=disk.path("store")), Model()
     store = pages.database()
     write(store, model, {page: image() for page in range(10)})
-    left: list[str] = []
+    crashed_roots: list[str] = []
 
     def crash(_: str) -> None:
-        left.append(disk.crash(str(tmp_path / f"after{len(left)}"), drop_all).path("store"))
+        crashed_roots.append(disk.crash(str(tmp_path / f"after{len(crashed_roots)}"), drop_all).path("store"))
 
     with armed("pages.wal.publishing", crash):
         store.wal.publish()
-    assert _pages_of(left[0], 1, 6) == [0, 1, 2, 3, 4, 5]
-    assert _pages_of(left[0], 2, 4) == [6, 7, 8, 9]
+    assert _pages_of(crashed_roots[0], 1, 6) == [0, 1, 2, 3, 4, 5]
+    assert _pages_of(crashed_roots[0], 2, 4) == [6, 7, 8, 9]
     pages.stop()
 
 
@@ -94,28 +94,29 @@ def test_recovery_writes_the_entries_of_what_it_publishes(tmp_path: Path, monkey
     write(store, model, {page: image() for page in range(4)})
     store.wal.publish()
     write(store, model, {page: image() for page in range(9)})
-    left: list[str] = []
+    crashed_roots: list[str] = []
 
     def crash(_: str) -> None:
-        left.append(disk.crash(str(tmp_path / f"after{len(left)}"), drop_all).path("store"))
+        crashed_roots.append(disk.crash(str(tmp_path / f"after{len(crashed_roots)}"), drop_all).path("store"))
 
     pages.die()
     pages.start()
     with armed("pages.recovery.published", crash):
         store = pages.database()
-    assert left, "nothing was published"
-    for root in (pages.root, left[0]):
+    assert crashed_roots, "nothing was published"
+    for root in (pages.root, crashed_roots[0]):
         assert _pages_of(root, 1, 6) == [0, 1, 2, 3, 0, 1]
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
     pages.stop()
 
 
-def test_what_publication_left_in_the_region_without_its_batch_is_not_believed(pages: Pages) -> None:
-    """Entries were written, the batch was not committed, and then the frames turn out to be torn: they never happened."""
+def test_entries_without_their_batch_are_not_trusted(pages: Pages) -> None:
+    """Entries were written, the batch was not committed, and the frames turn out to be torn: the commit never
+    happened."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
-    kept = model.newest
+    version = model.newest
     with store.begin() as txn:
         txn.write_page(0, image())
         txn.commit()
@@ -128,7 +129,7 @@ def test_what_publication_left_in_the_region_without_its_batch_is_not_believed(p
         raw.write_at(b"torn", offset + 100)
     pages.crash()
     with pages.database().open_snapshot() as reader:
-        assert_reads(reader, kept)
+        assert_reads(reader, version)
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
@@ -136,7 +137,7 @@ def test_what_publication_left_in_the_region_without_its_batch_is_not_believed(p
 def test_entries_that_cannot_be_written_make_the_database_unusable(
     tmp_path: Path, operation: str, fault: Fault
 ) -> None:
-    """M12: nobody knows what is on disk. What was durable can be read, and is there after the next open."""
+    """M12: the state of the disk is unknown. Durable versions can be read, also after the next open."""
     disk = FaultyDisk(OsDisk(), fault, operation=operation, path="*/pages/00000001/*")
     pages, model = Pages(tmp_path, disk=disk), Model()
     store = pages.database()
@@ -150,7 +151,7 @@ def test_entries_that_cannot_be_written_make_the_database_unusable(
         store.begin()
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
-    with pytest.raises(StoreUnusable):  # not an answer from a region that does not say everything
+    with pytest.raises(StoreUnusable):  # an incomplete region must not answer
         store.open_snapshot(at=earlier.lsn)
     store = pages.database()
     with store.open_snapshot(at=earlier.lsn) as reader:
@@ -160,7 +161,7 @@ def test_entries_that_cannot_be_written_make_the_database_unusable(
     pages.stop()
 
 
-def test_a_region_that_cannot_be_opened_hurts_nobody(tmp_path: Path) -> None:
+def test_a_region_that_cannot_be_opened_has_no_other_effect(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="open", path="*/pages/00000001/wal/*")
     pages, model = Pages(tmp_path, disk=disk), Model()
     store = pages.database()
@@ -173,7 +174,7 @@ def test_a_region_that_cannot_be_opened_hurts_nobody(tmp_path: Path) -> None:
     pages.stop()
 
 
-def test_a_segment_that_is_gone_when_it_is_published_is_named(pages: Pages) -> None:
+def test_a_segment_missing_at_publication_is_reported(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     os.rename(_path(pages.root, 1), _path(pages.root, 1) + ".away")
@@ -185,7 +186,7 @@ def test_a_segment_that_is_gone_when_it_is_published_is_named(pages: Pages) -> N
 
 
 def test_earlier_versions_that_are_not_published_yet_are_found(pages: Pages) -> None:
-    """They are looked for in the region, which says nothing of them before."""
+    """They are searched in the region, which has no entries for them until they are published."""
     store, model = pages.database(), Model()
     for _ in range(5):
         write(store, model, {0: image()})
@@ -210,7 +211,7 @@ def test_a_damaged_entry_of_a_published_frame_is_corruption(pages: Pages) -> Non
     assert (caught.value.where["segment_id"], caught.value.where["frame"]) == (1, 1)
 
 
-def test_a_damaged_entry_of_an_unpublished_frame_is_made_anew(pages: Pages) -> None:
+def test_a_damaged_entry_of_an_unpublished_frame_is_rewritten(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image(), 1: image()})
     store.wal.publish()
@@ -223,7 +224,7 @@ def test_a_damaged_entry_of_an_unpublished_frame_is_made_anew(pages: Pages) -> N
 
 
 def test_databases_that_are_published_in_one_tick_share_commits(pages: Pages) -> None:
-    """Each waited for a commit of its own: with a thousand active ones a round took many seconds."""
+    """Each database waited for its own commit: with a thousand active ones a round took many seconds."""
     stores = [pages.database(f"db-{number}") for number in range(20)]
     for store in stores:
         write(store, Model(), {0: image()})
@@ -232,15 +233,15 @@ def test_databases_that_are_published_in_one_tick_share_commits(pages: Pages) ->
     writer = pages.manifest.writer
     commit = writer._commit
 
-    def counted(group: list[Any]) -> None:
+    def count_groups(group: list[Any]) -> None:
         groups.append(len(group))
         if not started.is_set():
             started.set()
-            time.sleep(0.2)  # so that the others are queued behind the first, as behind a sync of a disk
+            time.sleep(0.2)  # so that the others queue behind the first, as behind a disk sync
         commit(group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_commit", counted)
+        patch.setattr(writer, "_commit", count_groups)
         pages.clock.advance(10.0)
         pages.engine.tick_all()
     assert all(not store.wal.unpublished_bytes for store in stores)

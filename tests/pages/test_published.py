@@ -1,4 +1,4 @@
-"""Snapshots of the published state: what they show, what they hold, and every order in which one can meet a checkpoint."""
+"""Snapshots of the published state: what they contain, what they hold, and every interleaving with a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from quire.pages.pagestore import PageStore
 from quire.pages.readers import LEASE_SECONDS
 from quire.pages.snapshot import Snapshot
 from quire.pages.view import ViewReader
-from tests.pages.world import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
-def small(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return pages
 
@@ -42,13 +42,13 @@ def leases(pages: Pages) -> list[str]:
 
 
 def absorb(pages: Pages, store: PageStore) -> None:
-    """Everything that a checkpoint, its truncation and recycling can do by now."""
+    """Run everything that a checkpoint, its truncation and recycling can do now."""
     pages.checkpoint(store)
     pages.clock.advance(1)
 
 
-def cold(pages: Pages) -> None:
-    """Nothing is in memory any more."""
+def drop_caches(pages: Pages) -> None:
+    """Remove everything from the caches."""
     pages.engine.sources.close()
     pages.engine.cache._turn(10**9)
     pages.engine.cache._turn(10**9)
@@ -56,8 +56,8 @@ def cold(pages: Pages) -> None:
         resolved.clear()
 
 
-# ── what it shows ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_it_shows_what_is_published_and_nothing_else(pages: Pages) -> None:
+# ── contents ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_published_snapshot_contains_what_is_published_and_nothing_else(pages: Pages) -> None:
     store, model = pages.database(), Model()
     with pages.engine.open_published("shop") as empty:
         assert (empty.size_pages, empty.lsn, empty.page_size) == (0, 0, PAGE)
@@ -84,8 +84,8 @@ def test_it_shows_what_is_published_and_nothing_else(pages: Pages) -> None:
     assert leases(pages) == []
 
 
-def test_chains_forks_and_cut_databases_are_read_alike(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_chains_forks_and_truncated_databases_are_read_the_same_way(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     for number in range(5):
         write(store, model, {page: image() for page in range(number, number + 9)})
         absorb(pages, store)
@@ -101,9 +101,9 @@ def test_chains_forks_and_cut_databases_are_read_alike(small: Pages) -> None:
         fork.wal.publish()
         absorb(pages, fork)
         with pages.engine.open_published("copy") as newer:
-            cold(pages)
+            drop_caches(pages)
             assert_reads(newer, forked.newest)
-        cold(pages)
+        drop_caches(pages)
         assert_reads(reader, model.newest)
 
 
@@ -119,7 +119,7 @@ def test_a_database_that_is_not_open_or_was_never_opened_can_be_read(pages: Page
     with pages.manifest.read() as txn:
         record = txn.database(txn.database_id("never"))
     assert record is not None
-    assert record.page_size == 0, "reading decides nothing"
+    assert record.page_size == 0, "reading does not fix the page size"
     with pytest.raises(UnknownDatabase):
         pages.engine.open_published(99)
     pages.manifest.drop_db(store.db_id).result()
@@ -128,8 +128,8 @@ def test_a_database_that_is_not_open_or_was_never_opened_can_be_read(pages: Page
     assert leases(pages) == []
 
 
-def test_earlier_versions_are_opened_by_lsn(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_earlier_versions_are_opened_by_lsn(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     for _ in range(4):
         write(store, model, {page: image() for page in range(5)})
     store.wal.publish()
@@ -141,14 +141,14 @@ def test_earlier_versions_are_opened_by_lsn(small: Pages) -> None:
     pages.engine.snapshot("shop", "kept")
     write(store, model, {0: image()})
     absorb(pages, store)
-    with pages.engine.open_published_at("shop", versions[-1].lsn) as kept:
-        assert isinstance(kept, ViewReader), "only the snapshot has it"
-        assert_reads(kept, versions[-1])
+    with pages.engine.open_published_at("shop", versions[-1].lsn) as view:
+        assert isinstance(view, ViewReader), "only the snapshot has this version"
+        assert_reads(view, versions[-1])
     with pytest.raises(OutOfRange):
         pages.engine.open_published_at("shop", model.newest.lsn + 1)
 
 
-def test_a_version_below_a_floor_that_was_given_out_is_refused(pages: Pages) -> None:
+def test_a_version_below_a_granted_floor_is_refused(pages: Pages) -> None:
     store, model = pages.database(), Model()
     first = write(store, model, {0: image()}).lsn
     write(store, model, {0: image()})
@@ -169,81 +169,81 @@ def test_a_process_that_only_reads_opens_versions_and_nothing_else(tmp_path: Pat
         write(shop, model, {page: image() for page in range(3)})
     stray = tmp_path / "store" / "pages" / "00000001" / "wal" / "000000ff.seg"
     stray.write_bytes(b"the owner is just making it")
-    with quire.open(tmp_path / "store", mode="r") as reading:
-        with reading.pages.open_published("shop") as reader:
+    with quire.open(tmp_path / "store", mode="r") as reading_store:
+        with reading_store.pages.open_published("shop") as reader:
             assert_reads(reader, model.newest)
             assert len(list((tmp_path / "store" / "readers").glob("*.lease"))) == 1
-        with reading.pages.open_view("shop", "monday") as view:
+        with reading_store.pages.open_view("shop", "monday") as view:
             assert_reads(view, first)
-        with reading.pages.open_published_at("shop", first.lsn) as earlier:
-            assert_reads(earlier, first)
-        for call in (reading.pages.open, reading.pages.lease_reader, reading.pages.snapshot):
+        with reading_store.pages.open_published_at("shop", first.lsn) as past:
+            assert_reads(past, first)
+        for call in (reading_store.pages.open, reading_store.pages.lease_reader, reading_store.pages.snapshot):
             with pytest.raises(ReadOnly):
                 call("shop")
         with pytest.raises(ReadOnly):
-            reading.pages.floor(1)
-        forgotten = reading.pages.open_published("shop")
+            reading_store.pages.floor(1)
+        forgotten = reading_store.pages.open_published("shop")
     with pytest.raises(UnknownReader):
         forgotten.read_page(0)
-    assert stray.exists(), "it recovers nothing and sweeps nothing"
+    assert stray.exists(), "a read-only store neither recovers nor sweeps"
     assert list((tmp_path / "store" / "readers").iterdir()) == []
 
 
-# ── what it holds ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_it_holds_the_floor_until_it_is_closed(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+# ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_published_snapshot_holds_the_floor_until_it_is_closed(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
     reader = pages.engine.open_published("shop", tags={"who": "report"})
-    kept = model.newest
+    version = model.newest
     for _ in range(4):
         write(store, model, {page: image() for page in range(9)})
         absorb(pages, store)
-    assert pages.engine.floor(store.db_id) == kept.lsn
+    assert pages.engine.floor(store.db_id) == version.lsn
     assert [lease.tags["who"] for lease in store.readers.peek()] == ["report"]
     assert pages.engine.figures().databases[0].readers_active == 1
     assert pages.engine.figures().databases[0].segments_blocked > 0
-    cold(pages)
-    assert_reads(reader, kept)
+    drop_caches(pages)
+    assert_reads(reader, version)
     reader.close()
     absorb(pages, store)
     assert pages.engine.floor(store.db_id) == model.newest.lsn
     assert pages.engine.figures().databases[0].segments_blocked == 0
 
 
-def test_segments_that_are_recycled_under_a_reader_cost_a_second_look(small: Pages) -> None:
-    """P8: its handles are of the files' former lives."""
-    pages, model, store = small, Model(), small.database()
+def test_segments_recycled_under_a_reader_are_looked_up_again(small_pages: Pages) -> None:
+    """P8: its handles refer to the previous use of the files."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     for _ in range(3):
         write(store, model, {page: image() for page in range(9)})
     pages.engine.flush(store.db_id)
     reader = pages.engine.open_published("shop")
-    kept, sources = model.newest, pages.engine.sources
-    assert_reads(reader, kept)
-    stale = dict(sources._segments._kept)
-    assert stale
+    version, sources = model.newest, pages.engine.sources
+    assert_reads(reader, version)
+    stale_handles = dict(sources._segments._kept)
+    assert stale_handles
     absorb(pages, store)
     for number in range(12):
         write(store, model, {page: image() for page in range(9)})
         pages.engine.tick(store)
         pages.clock.advance(GRACE_SECONDS + number)
         pages.worker().drain()
-    assert store.wal.recycled, "no file was used again: the test tests nothing"
-    cold(pages)
-    sources._segments._kept.update(stale)
-    assert_reads(reader, kept)
+    assert store.wal.recycled, "no file was recycled: the test tests nothing"
+    drop_caches(pages)
+    sources._segments._kept.update(stale_handles)
+    assert_reads(reader, version)
     reader.close()
 
 
 @pytest.mark.parametrize("kind", ["published", "in memory"])
-def test_a_database_that_is_dropped_under_a_reader_is_no_database_of_zeros(small: Pages, kind: str) -> None:
-    """Dropping empties index and slot map at once: what is not there any more was not never written."""
-    pages, model, store = small, Model(), small.database()
+def test_a_database_dropped_under_a_reader_is_not_read_as_zeros(small_pages: Pages, kind: str) -> None:
+    """Dropping empties the index and the slot map at once: pages missing from them must not be read as zeros."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     absorb(pages, store)
     reader = pages.engine.open_published("shop") if kind == "published" else store.open_snapshot()
     pages.manifest.drop_db(store.db_id).result()
-    cold(pages)
+    drop_caches(pages)
     with pytest.raises(DatabaseTombstoned):
         reader.read_page(0)
     with pytest.raises(DatabaseTombstoned):
@@ -251,31 +251,33 @@ def test_a_database_that_is_dropped_under_a_reader_is_no_database_of_zeros(small
     reader.close()
 
 
-def test_a_lease_that_the_owner_gave_up_is_told(small: Pages, capsys: pytest.CaptureFixture[str]) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_reader_whose_lease_the_owner_removed_gets_an_error(
+    small_pages: Pages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
     silent, alive = pages.engine.open_published("shop"), pages.engine.open_published("shop")
-    kept = model.newest
+    version = model.newest
     write(store, model, {page: image() for page in range(9)})
-    assert pages.engine.floor(store.db_id) == kept.lsn
+    assert pages.engine.floor(store.db_id) == version.lsn
     pages.clock.advance(LEASE_SECONDS)
     alive.renew()
-    assert pages.engine.floor(store.db_id) == kept.lsn
+    assert pages.engine.floor(store.db_id) == version.lsn
     assert "reader.heartbeat_lost" in capsys.readouterr().err
     alive.close()
     absorb(pages, store)
-    cold(pages)
+    drop_caches(pages)
     was_open = silent.is_open
     with pytest.raises(LeaseExpired):
         silent.read_pages(range(9))
-    assert (was_open, silent.is_open) == (True, False), "it hears of it when it needs what is gone"
+    assert (was_open, silent.is_open) == (True, False), "the reader notices when it needs a page that is gone"
     with pytest.raises(LeaseExpired):
         silent.renew()
     silent.close()
 
 
-def test_the_heart_renews_what_is_held_and_tells_what_is_lost(pages: Pages, capsys: pytest.CaptureFixture[str]) -> None:
+def test_heartbeats_renew_held_leases_and_report_lost_ones(pages: Pages, capsys: pytest.CaptureFixture[str]) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     store.wal.publish()
@@ -292,10 +294,10 @@ def test_the_heart_renews_what_is_held_and_tells_what_is_lost(pages: Pages, caps
         lost.read_page(0)
     assert len(pages.engine._published) == 1
     del reader, lost
-    assert pages.engine._files.look() == [], "who forgot it needs it no more"
+    assert pages.engine._files.look() == [], "garbage-collected readers release their leases"
 
 
-def test_closing_the_engine_closes_them(tmp_path: Path) -> None:
+def test_closing_the_engine_closes_published_snapshots(tmp_path: Path) -> None:
     pages = Pages(tmp_path, ticking=True)
     store = pages.database()
     write(store, Model(), {0: image()})
@@ -310,7 +312,7 @@ def test_closing_the_engine_closes_them(tmp_path: Path) -> None:
         pages.engine.open_published("shop")
 
 
-def test_after_a_fork_the_snapshot_is_the_parents(pages: Pages) -> None:
+def test_after_a_process_fork_the_snapshot_belongs_to_the_parent(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     store.wal.publish()
@@ -328,68 +330,68 @@ def test_after_a_fork_the_snapshot_is_the_parents(pages: Pages) -> None:
         assert len(leases(pages)) == 1
 
 
-# ── meeting a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_reader_that_is_late_takes_the_version_that_is_there_now(small: Pages) -> None:
-    """The version it found is checkpointed before its lease has a name."""
-    pages, model, store = small, Model(), small.database()
+# ── concurrent checkpoints ────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_reader_overtaken_by_a_checkpoint_takes_the_current_version(small_pages: Pages) -> None:
+    """The version it chose is checkpointed before its lease has a name."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
-    late = list[int]()
+    passed_lsns = list[int]()
 
     def checkpoint(_: str) -> None:
-        if not late:
-            late.append(model.newest.lsn)
+        if not passed_lsns:
+            passed_lsns.append(model.newest.lsn)
             write(store, model, {page: image() for page in range(9)})
             absorb(pages, store)
 
     with armed("pages.lease.written", checkpoint), pages.engine.open_published("shop") as reader:
-        assert reader.lsn == model.newest.lsn > late[0]
-        assert len(leases(pages)) == 1, "the first lease was given back"
-        cold(pages)
+        assert reader.lsn == model.newest.lsn > passed_lsns[0]
+        assert len(leases(pages)) == 1, "the first lease was released"
+        drop_caches(pages)
         assert_reads(reader, model.newest)
 
 
-def test_a_reader_between_the_floors_row_and_its_second_look_is_seen(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_reader_that_opens_between_the_floors_row_and_its_second_check_is_seen(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
     readers: list[Snapshot] = []
 
-    def open_one(_: str) -> None:
+    def open_reader(_: str) -> None:
         if not readers:
             readers.append(pages.engine.open_published("shop"))
 
-    kept = model.newest
+    version = model.newest
     write(store, model, {page: image() for page in range(9)})
-    with armed("pages.floor.announced", open_one):
+    with armed("pages.floor.announced", open_reader):
         absorb(pages, store)
-    assert readers[0].lsn > kept.lsn, "the row forbids what was published before it"
+    assert readers[0].lsn > version.lsn, "the row rules out versions published before it"
     expected = model.newest
     write(store, model, {page: image() for page in range(9)})
     absorb(pages, store)
-    cold(pages)
+    drop_caches(pages)
     assert_reads(readers[0], expected)
     readers[0].close()
 
 
-def test_a_reader_that_was_checked_before_the_row_is_seen_by_the_second_look(small: Pages) -> None:
-    """Its lease is taken and checked just before the row rises: the floor must come down again."""
-    pages, model, store = small, Model(), small.database()
+def test_a_reader_checked_before_the_row_is_seen_by_the_second_check(small_pages: Pages) -> None:
+    """Its lease is taken and checked just before the row rises: the floor must fall back."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(9)})
     store.wal.publish()
-    kept, readers = model.newest, list[Snapshot]()
+    version, readers = model.newest, list[Snapshot]()
     submit = pages.manifest.submit
 
-    def submit_late(ops: list[object], **more: object) -> object:
+    def submit_late(ops: list[object], **options: object) -> object:
         if any(type(op).__name__ == "SetFloor" for op in ops) and not readers:
-            readers.append(pages.engine.open_published_at("shop", kept.lsn))
-        return submit(ops, **more)
+            readers.append(pages.engine.open_published_at("shop", version.lsn))
+        return submit(ops, **options)
 
     write(store, model, {page: image() for page in range(9)})
     pages.engine.flush(store.db_id)
     pages.manifest.submit = submit_late  # type: ignore[assignment]  # for one call
     try:
-        assert pages.engine.floor(store.db_id) == kept.lsn
+        assert pages.engine.floor(store.db_id) == version.lsn
     finally:
         pages.manifest.submit = submit
     with pages.manifest.read() as txn:
@@ -397,12 +399,12 @@ def test_a_reader_that_was_checked_before_the_row_is_seen_by_the_second_look(sma
     assert row is not None
     assert row.min_snapshot_lsn == model.newest.lsn, "the row stays where it is"
     absorb(pages, store)
-    cold(pages)
-    assert_reads(readers[0], kept)
+    drop_caches(pages)
+    assert_reads(readers[0], version)
     readers[0].close()
 
 
-def test_the_next_owner_sees_the_leases_of_the_living(pages: Pages) -> None:
+def test_the_next_owner_sees_the_leases_of_running_readers(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     store.wal.publish()

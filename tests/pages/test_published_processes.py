@@ -1,4 +1,4 @@
-"""Real processes with mode="r" while the owner writes, checkpoints, truncates and recycles under them; both are killed."""
+"""Real processes with mode="r" while the owner writes, checkpoints, truncates and recycles; both are killed."""
 
 from __future__ import annotations
 
@@ -14,80 +14,80 @@ import pytest
 
 import quire
 from quire.testing.manifest import assert_clean
-from tests.nursery import Child, Nursery
+from tests.fork_server import Child, ForkServer
 from tests.pages.reading import SETTINGS
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.pages.reading:run", warm_up="tests.pages.reading:warm_up") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.pages.reading:run", warm_up="tests.pages.reading:warm_up") as fork_server:
+        yield fork_server
 
 
-class Town:
-    """A store, its owner and its readers."""
+class OwnerAndReaders:
+    """A store, its owner process and its reader processes."""
 
-    def __init__(self, path: Path, nursery: Nursery, rng: random.Random) -> None:
+    def __init__(self, path: Path, fork_server: ForkServer, rng: random.Random) -> None:
         self.path = path
-        self.nursery = nursery
+        self.fork_server = fork_server
         self.rng = rng
         self.checked = self.written = self.recycled = self.gone = 0
 
     def spawn(self, role: str, *, lenient: bool = False, failpoints: str = "") -> Child:
-        child = self.nursery.spawn()
-        told = {
+        child = self.fork_server.spawn()
+        task = {
             "role": role,
             "path": str(self.path),
             "seed": self.rng.getrandbits(60),
             "lenient": lenient,
             "failpoints": failpoints,
         }
-        child.line.send(json.dumps(told).encode())
+        child.channel.send(json.dumps(task).encode())
         return child
 
     def owner(self, role: str = "owner") -> Child:
         child = self.spawn(role)
-        self.hear(child, 1)  # its first word: the store is there
+        self.receive(child, 1)  # the first message: the store exists
         return child
 
-    def hear(self, child: Child, messages: int) -> None:
-        """So many messages of a child, each of which must be good."""
+    def receive(self, child: Child, messages: int) -> None:
+        """Receive this many messages of a child, each of which must be good."""
         for _ in range(messages):
-            message = child.line.receive()
-            assert message is not None, f"it ended by itself: {self.nursery.errors()}"
-            word, rest = message.decode().split(" ", 1)
-            if word == "ok":
-                self.checked += int(rest)
-            elif word == "at":
-                self.written = int(rest)
-            elif word == "gone":
-                self.gone += int(rest)
-            elif word == "recycled":
-                self.recycled += int(rest)
+            message = child.channel.receive()
+            assert message is not None, f"it ended unexpectedly: {self.fork_server.errors()}"
+            kind, value = message.decode().split(" ", 1)
+            if kind == "ok":
+                self.checked += int(value)
+            elif kind == "at":
+                self.written = int(value)
+            elif kind == "gone":
+                self.gone += int(value)
+            elif kind == "recycled":
+                self.recycled += int(value)
             else:
-                raise AssertionError(f"a reader saw {rest}\n{self.nursery.errors()}")
+                raise AssertionError(f"a reader saw {value}\n{self.fork_server.errors()}")
 
-    def live(self, rounds: int) -> None:
-        """One owner and some readers at a time, each of which may be killed and replaced after every round."""
+    def run(self, rounds: int) -> None:
+        """One owner and two readers at a time; each may be killed and replaced after a round."""
         with ExitStack() as stack:
             owner = stack.enter_context(self.owner())
             readers = [stack.enter_context(self.spawn("reader")) for _ in range(2)]
             for _ in range(rounds):
-                self.hear(owner, self.rng.randint(5, 30))
+                self.receive(owner, self.rng.randint(5, 30))
                 for reader in readers:
-                    self.hear(reader, self.rng.randint(1, 8))
+                    self.receive(reader, self.rng.randint(1, 8))
                 dice = self.rng.random()
                 if dice < 0.25:
                     owner.kill()
-                    for reader in readers:  # nobody owns the store, and it is read as before
-                        self.hear(reader, 2)
+                    for reader in readers:  # the store has no owner, and is read as before
+                        self.receive(reader, 2)
                     owner = stack.enter_context(self.owner())
                 elif dice < 0.6:
                     readers.pop(self.rng.randrange(len(readers))).kill()
                     readers.append(stack.enter_context(self.spawn("reader")))
 
-    def look(self) -> None:
-        """Everybody is dead: nothing holds anything any more."""
+    def assert_released(self) -> None:
+        """After all processes are dead, nothing holds the floor."""
         with quire.open(self.path, settings=SETTINGS) as store:
             shop = store.pages.open("shop")
             assert store.pages.floor(shop.db_id) == shop.wal.durable.lsn
@@ -97,67 +97,67 @@ class Town:
             assert_clean(store.manifest)
 
 
-def test_readers_of_other_processes_see_one_version_whatever_the_owner_does(tmp_path: Path, nursery: Nursery) -> None:
-    town = Town(tmp_path / "store", nursery, random.Random(11))
-    town.live(7)
-    town.look()
-    assert town.checked > 500
-    assert town.written > 30
-    assert town.recycled > 3, "no segment was recycled under anybody: the test tests nothing"
-
-
-def test_an_owner_that_ignores_leases_can_take_versions_away_but_never_show_wrong_ones(
-    tmp_path: Path, nursery: Nursery
+def test_readers_of_other_processes_see_one_version_whatever_the_owner_does(
+    tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    """P8: whatever becomes of a lease, a reader sees its version or hears that it is gone."""
-    town = Town(tmp_path / "store", nursery, random.Random(7))
-    with town.owner("careless") as owner, town.spawn("reader", lenient=True) as reader:
-        while not (town.gone >= 2 and town.recycled > 5):
-            town.hear(owner, 20)
-            town.hear(reader, 5)
-    assert town.checked
-    town.look()
+    store_processes = OwnerAndReaders(tmp_path / "store", fork_server, random.Random(11))
+    store_processes.run(7)
+    store_processes.assert_released()
+    assert store_processes.checked > 500
+    assert store_processes.written > 30
+    assert store_processes.recycled > 3, "no segment was recycled: the test tests nothing"
+
+
+def test_an_owner_that_ignores_leases_can_remove_versions_but_never_cause_wrong_reads(
+    tmp_path: Path, fork_server: ForkServer
+) -> None:
+    """P8: whatever happens to a lease, a reader sees its version or gets an error."""
+    store_processes = OwnerAndReaders(tmp_path / "store", fork_server, random.Random(7))
+    with store_processes.owner("careless") as owner, store_processes.spawn("reader", lenient=True) as reader:
+        while not (store_processes.gone >= 2 and store_processes.recycled > 5):
+            store_processes.receive(owner, 20)
+            store_processes.receive(reader, 5)
+    assert store_processes.checked
+    store_processes.assert_released()
 
 
 @pytest.mark.parametrize("point", ["pages.lease.written", "pages.lease.taken", "pages.published.leased"])
-def test_a_reader_that_is_killed_while_it_opens_leaves_nothing_that_holds(
-    tmp_path: Path, nursery: Nursery, point: str
-) -> None:
-    town = Town(tmp_path / "store", nursery, random.Random(5))
-    with town.owner() as owner:
-        town.hear(owner, 10)
+def test_a_reader_killed_while_opening_leaves_no_lease(tmp_path: Path, fork_server: ForkServer, point: str) -> None:
+    store_processes = OwnerAndReaders(tmp_path / "store", fork_server, random.Random(5))
+    with store_processes.owner() as owner:
+        store_processes.receive(owner, 10)
         for _ in range(3):
-            with town.spawn("reader", failpoints=f"{point}=kill") as reader:
-                assert reader.wait() == -9, nursery.errors()
-        town.hear(owner, 60)
-    town.look()
-    assert os.listdir(town.path / "readers") == []
+            with store_processes.spawn("reader", failpoints=f"{point}=kill") as reader:
+                assert reader.wait() == -9, fork_server.errors()
+        store_processes.receive(owner, 60)
+    store_processes.assert_released()
+    assert os.listdir(store_processes.path / "readers") == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_long_readers_of_other_processes(tmp_path: Path, nursery: Nursery, seed: int) -> None:
-    town = Town(tmp_path / "store", nursery, random.Random(seed))
-    town.live(80)
-    town.look()
-    assert town.checked > 5_000
+def test_long_readers_of_other_processes(tmp_path: Path, fork_server: ForkServer, seed: int) -> None:
+    store_processes = OwnerAndReaders(tmp_path / "store", fork_server, random.Random(seed))
+    store_processes.run(80)
+    store_processes.assert_released()
+    assert store_processes.checked > 5_000
 
 
-def test_a_killed_reader_holds_nothing_from_the_next_look_on(tmp_path: Path, nursery: Nursery) -> None:
-    town = Town(tmp_path / "store", nursery, random.Random(3))
-    with town.owner():
+def test_a_killed_reader_holds_nothing_after_the_next_check(tmp_path: Path, fork_server: ForkServer) -> None:
+    store_processes = OwnerAndReaders(tmp_path / "store", fork_server, random.Random(3))
+    with store_processes.owner():
         pass
-    with quire.open(town.path, settings=SETTINGS) as store:
+    with quire.open(store_processes.path, settings=SETTINGS) as store:
         shop = store.pages.open("shop")
-        reader = town.spawn("reader")
+        reader = store_processes.spawn("reader")
         while not store.pages._files.look():
             time.sleep(0.01)
         held = store.pages._files.look()[0]
         assert held.pid == reader.pid
         with shop.begin() as txn:
-            txn.write_page(txn.size_pages, bytes(512))  # a page that the list in page 0 expects to be zeros
+            txn.write_page(txn.size_pages, bytes(512))  # a page that page 0 lists as zeros
         assert store.pages.floor(shop.db_id) <= shop.wal.durable.lsn
-        assert reader.kill() == -9, nursery.errors()
+        assert reader.kill() == -9, fork_server.errors()
         assert store.pages.floor(shop.db_id) == shop.wal.durable.lsn
         assert store.pages._files.look() == []
         reader.close()

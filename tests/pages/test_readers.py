@@ -1,4 +1,4 @@
-"""Leases and the floor, on a clock that moves only when told."""
+"""Leases and the floor, with a clock that only tests advance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_floor_is_the_lowest_live_version_or_the_newest(readers: Readers) ->
     assert readers.floor(20) == 20
 
 
-def test_no_lease_is_taken_below_a_floor_that_was_given_out(readers: Readers) -> None:
+def test_no_lease_is_taken_below_a_granted_floor(readers: Readers) -> None:
     readers.floor(10)
     with pytest.raises(SnapshotGone):
         readers.open(9)
@@ -47,7 +47,7 @@ def test_a_floor_never_falls(readers: Readers) -> None:
     assert readers.floor(5) == 10
 
 
-def test_a_lease_runs_out_unless_it_is_renewed(
+def test_a_lease_expires_unless_it_is_renewed(
     readers: Readers, clock: ManualClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silent, alive = readers.open(1, tags={"who": "silent"}), readers.open(2)
@@ -62,7 +62,7 @@ def test_a_lease_runs_out_unless_it_is_renewed(
         readers.require(silent)
     with pytest.raises(LeaseExpired):
         readers.renew(silent.reader_id)
-    readers.close(silent.reader_id)  # it was told; closing is no second error
+    readers.close(silent.reader_id)  # it already got the error; closing is not a second one
     readers.require(alive)
 
 
@@ -75,7 +75,7 @@ def test_a_lease_protects_until_it_is_retired_however_late_that_is(readers: Read
     assert readers.floor(9) == 9
 
 
-def test_holds_never_run_out(readers: Readers, clock: ManualClock) -> None:
+def test_holds_never_expire(readers: Readers, clock: ManualClock) -> None:
     hold = readers.open(3, ttl_seconds=None)
     clock.advance(1e9)
     assert readers.expire() == []
@@ -83,7 +83,7 @@ def test_holds_never_run_out(readers: Readers, clock: ManualClock) -> None:
     readers.close(hold.reader_id)
 
 
-def test_an_unknown_reader_is_told_so(readers: Readers) -> None:
+def test_an_unknown_reader_is_an_error(readers: Readers) -> None:
     closed = readers.open(1)
     readers.close(closed.reader_id)
     for call in (readers.renew, readers.close):
@@ -111,11 +111,11 @@ def test_leases_that_are_kept_alive_live_as_long_as_their_holder(readers: Reader
 
 
 def test_outside_readers_hold_the_floor_too(clock: ManualClock) -> None:
-    outside: list[int | None] = [None]
-    readers = Readers(1, clock, lambda: outside[0])
-    outside[0] = 4
+    outside_floor: list[int | None] = [None]
+    readers = Readers(1, clock, lambda: outside_floor[0])
+    outside_floor[0] = 4
     assert readers.floor(9) == 4
-    outside[0] = None
+    outside_floor[0] = None
     assert readers.floor(9) == 9
 
 
@@ -128,7 +128,7 @@ def test_a_long_reader_is_reported_once(readers: Readers, clock: ManualClock) ->
     assert lease.reported
 
 
-def test_what_was_retired_is_not_remembered_for_ever(readers: Readers, clock: ManualClock) -> None:
+def test_the_number_of_remembered_retired_leases_is_bounded(readers: Readers, clock: ManualClock) -> None:
     for _ in range(RETIRED_MAX + 100):
         readers.open(1)
     clock.advance(LEASE_SECONDS)
@@ -136,11 +136,12 @@ def test_what_was_retired_is_not_remembered_for_ever(readers: Readers, clock: Ma
     assert len(readers._retired) == RETIRED_MAX
 
 
-def test_opening_the_newest_never_meets_a_floor_above_it(readers: Readers) -> None:
-    """A checkpoint that asks for the floor between a reader's look and its lease must not make it fail."""
+def test_opening_the_newest_version_never_conflicts_with_the_floor(readers: Readers) -> None:
+    """A checkpoint that requests the floor between a reader's choice of version and its lease must not make the reader
+    fail."""
     newest = [0]
     stop = threading.Event()
-    seen: list[int] = []
+    versions: list[int] = []
 
     def move() -> None:
         while not stop.is_set():
@@ -153,12 +154,12 @@ def test_opening_the_newest_never_meets_a_floor_above_it(readers: Readers) -> No
         for _ in range(2000):
             lease, version = readers.open_newest(lambda: (newest[0], newest[0]))
             assert readers.given_floor <= lease.lsn == version
-            seen.append(version)
+            versions.append(version)
             readers.close(lease.reader_id)
     finally:
         stop.set()
         mover.join()
-    assert seen == sorted(seen)
+    assert versions == sorted(versions)
 
 
 @given(
@@ -173,21 +174,21 @@ def test_opening_the_newest_never_meets_a_floor_above_it(readers: Readers) -> No
         max_size=40,
     )
 )
-def test_whatever_happens_a_given_floor_is_never_above_a_live_lease(steps: list[tuple[str, int]]) -> None:
+def test_a_granted_floor_is_never_above_a_live_lease(steps: list[tuple[str, int]]) -> None:
     clock = ManualClock()
-    readers, leases, high = Readers(1, clock), [], 0
-    for what, number in steps:
-        if what == "open":
+    readers, leases, newest = Readers(1, clock), [], 0
+    for step, number in steps:
+        if step == "open":
             with suppress(SnapshotGone):
                 leases.append(readers.open(number))
-        elif what == "advance":
+        elif step == "advance":
             clock.advance(number)
             readers.expire()
-        elif what == "floor":
-            high = max(high, number)
-            readers.floor(high)
+        elif step == "floor":
+            newest = max(newest, number)
+            readers.floor(newest)
         elif number < len(leases):
             with suppress(LeaseExpired, UnknownReader):
-                (readers.close if what == "close" else readers.renew)(leases[number].reader_id)
+                (readers.close if step == "close" else readers.renew)(leases[number].reader_id)
         assert all(readers.given_floor <= lease.lsn for lease in leases if lease.open)
-        assert [lease for lease in leases if lease.open] == sorted(readers.peek(), key=lambda each: each.reader_id)
+        assert [lease for lease in leases if lease.open] == sorted(readers.peek(), key=lambda lease: lease.reader_id)

@@ -1,4 +1,4 @@
-"""Recovery: what is kept, what is forgotten, what is refused, and how to read the rest."""
+"""Recovery: what is kept, what is discarded, what is refused, and how to read the rest."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from quire.manifest import tables as t
 from quire.manifest.ops.wal import AppendWalChunk
 from quire.manifest.records import WalState
 from quire.pages.segment_file import SegmentFile
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 from tests.pages.test_wal import index, rows
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return Pages(tmp_path)
 
@@ -28,16 +28,16 @@ def _path(pages: Pages, segment_id: int) -> str:
     return os.path.join(pages.root, f"pages/00000001/wal/{segment_id:08x}.seg")
 
 
-def _overwrite(pages: Pages, segment_id: int, frame: int, at: int = 200, data: bytes = b"damage") -> None:
+def _overwrite(pages: Pages, segment_id: int, frame: int, offset_in_frame: int = 200, data: bytes = b"damage") -> None:
     """Damage a frame's page."""
     with SegmentFile.open(OsDisk(), _path(pages, segment_id)) as file:
         offset = file.header.geometry.frame_offset(frame)
     with OsDisk().open(_path(pages, segment_id)) as raw:
-        raw.write_at(data, offset + at)
+        raw.write_at(data, offset + offset_in_frame)
 
 
-def test_a_database_that_was_killed_is_as_it_was(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_database_is_unchanged_after_a_kill(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     for number in range(9):
         write(store, model, {number: image(), 0: image()})
     pages.crash()
@@ -50,9 +50,9 @@ def test_a_database_that_was_killed_is_as_it_was(small: Pages) -> None:
     pages.stop()
 
 
-def test_an_unfinished_transaction_is_forgotten_and_nothing_is_appended_behind_it(small: Pages) -> None:
-    """P4: frames behind the cut would come back to life at the second crash."""
-    pages, model, store = small, Model(), small.database()
+def test_an_unfinished_transaction_is_discarded_and_nothing_is_appended_after_it(small_pages: Pages) -> None:
+    """P4: frames behind the cut would become valid again at the second crash."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     with store.begin() as txn:
         txn.write_page(1, image())
@@ -72,9 +72,9 @@ def test_an_unfinished_transaction_is_forgotten_and_nothing_is_appended_behind_i
     pages.stop()
 
 
-def test_what_later_segments_hold_never_happened_once_an_earlier_one_is_cut(small: Pages) -> None:
-    """And it does not come back when recovery itself dies half way."""
-    pages, model, store = small, Model(), small.database()
+def test_segments_after_a_cut_segment_are_discarded(small_pages: Pages) -> None:
+    """They do not reappear when recovery itself is interrupted."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     for _ in range(3):  # unsynced: they may be lost in any order
         with store.begin() as txn:
@@ -82,17 +82,17 @@ def test_what_later_segments_hold_never_happened_once_an_earlier_one_is_cut(smal
                 txn.write_page(page, image())
             txn.commit()
     assert sorted(rows(pages)) == [1, 2, 3]
-    _overwrite(pages, 1, 2)  # the first of them is torn, the later ones are whole
+    _overwrite(pages, 1, 2)  # the first of them is torn, the later ones are intact
 
-    class Dead(BaseException):
+    class ProcessDied(BaseException):
         pass
 
     def die(_: str) -> None:
-        raise Dead
+        raise ProcessDied
 
     for point in ("pages.recovery.published", "pages.recovery.sealing", "pages.recovery.sealed"):
         pages.crash()
-        with armed(point, die), pytest.raises(Dead):
+        with armed(point, die), pytest.raises(ProcessDied):
             pages.database()
     pages.crash()
     store = pages.database()
@@ -106,8 +106,8 @@ def test_what_later_segments_hold_never_happened_once_an_earlier_one_is_cut(smal
     pages.stop()
 
 
-def test_a_transaction_that_goes_on_in_the_next_segment_is_whole_or_absent(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_transaction_that_continues_in_the_next_segment_is_complete_or_absent(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     with store.begin() as txn:
         writes = {page: image() for page in range(10)}
@@ -122,13 +122,13 @@ def test_a_transaction_that_goes_on_in_the_next_segment_is_whole_or_absent(small
     pages.stop()
 
 
-def test_damage_to_what_was_synced_is_corruption_that_names_the_place_and_spares_other_databases(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_damage_to_synced_frames_is_located_corruption_and_spares_other_databases(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     other, other_model = pages.database("other"), Model()
     write(other, other_model, {0: image()})
     for _ in range(3):
         write(store, model, {0: image(), 1: image()})
-    _overwrite(pages, 1, 3)  # a later commit says that it was synced
+    _overwrite(pages, 1, 3)  # a later commit proves that it was synced
     pages.crash()
     with pytest.raises(Corruption) as caught:
         pages.database()
@@ -141,8 +141,8 @@ def test_damage_to_what_was_synced_is_corruption_that_names_the_place_and_spares
     pages.stop()
 
 
-def test_the_rest_of_a_damaged_database_can_be_read_without_changing_it(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_the_rest_of_a_damaged_database_can_be_read_without_changing_it(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image(), 1: image()})
     store.wal.publish()
     published = model.newest
@@ -162,8 +162,10 @@ def test_the_rest_of_a_damaged_database_can_be_read_without_changing_it(small: P
     pages.stop()
 
 
-def test_salvage_cuts_the_damage_off_and_says_what_is_lost(small: Pages, capsys: pytest.CaptureFixture[str]) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_salvage_cuts_the_damage_off_and_reports_the_loss(
+    small_pages: Pages, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     for _ in range(4):
         write(store, model, {0: image()})
     _overwrite(pages, 1, 2)
@@ -182,8 +184,8 @@ def test_salvage_cuts_the_damage_off_and_says_what_is_lost(small: Pages, capsys:
     pages.stop()
 
 
-def test_a_missing_segment_is_corruption_of_its_database_alone(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_missing_segment_is_corruption_of_its_database_alone(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     pages.crash()
     os.rename(_path(pages, 1), _path(pages, 1) + ".away")
@@ -197,8 +199,8 @@ def test_a_missing_segment_is_corruption_of_its_database_alone(small: Pages) -> 
     pages.stop()
 
 
-def test_files_without_rows_are_garbage(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_files_without_rows_are_garbage(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     pages.crash()
     Path(_path(pages, 99)).write_bytes(b"of a segment that was never entered")
@@ -208,8 +210,8 @@ def test_files_without_rows_are_garbage(small: Pages) -> None:
     pages.stop()
 
 
-def test_an_open_segment_without_frames_is_discarded(small: Pages) -> None:
-    pages, store = small, small.database()
+def test_an_open_segment_without_frames_is_discarded(small_pages: Pages) -> None:
+    pages, store = small_pages, small_pages.database()
     store.wal._maker.make(1, 1)[0].close()
     assert rows(pages)[1].state is WalState.OPEN
     pages.crash()
@@ -218,9 +220,9 @@ def test_an_open_segment_without_frames_is_discarded(small: Pages) -> None:
     pages.stop()
 
 
-def test_a_sealed_segment_that_is_not_indexed_is_indexed(small: Pages) -> None:
-    """The page-versions document: the segment's own index region is enough."""
-    pages, model, store = small, Model(), small.database()
+def test_a_sealed_segment_that_is_not_indexed_is_indexed(small_pages: Pages) -> None:
+    """The page-versions document: the segment's own index region is sufficient."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image(), 1: image()})
     write(store, model, {0: image(), 7: image()})
     with SegmentFile.open(OsDisk(), _path(pages, 1)) as file:
@@ -242,9 +244,11 @@ def test_a_sealed_segment_that_is_not_indexed_is_indexed(small: Pages) -> None:
     pages.stop()
 
 
-def test_recovery_of_a_large_transaction_publishes_in_steps(small: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recovery_of_a_large_transaction_publishes_in_steps(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.pages.recovery.PUBLISH_ROWS", 4)
-    pages, model, store = small, Model(), small.database()
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(40)})
     with pages.manifest.read() as txn:
         before = txn.feed_bounds()[1]

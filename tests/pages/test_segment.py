@@ -1,4 +1,5 @@
-"""The segment's page and its code agree, byte for byte; what is encoded is read back; what cannot be is refused."""
+"""The format page of segments and the code agree, byte for byte; what is encoded is read back; invalid input is
+refused."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from quire.pages.segment_scan import entries_of, parse_heads
 PAGE = (Path(__file__).parents[2] / "docs/formats/segment.md").read_text("utf-8")
 PAGE_SIZES = [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 
-# The example of the page, written down a second time: neither the code nor the page can drift alone.
+# The example of the format page, repeated: neither the code nor the page can change alone.
 GOLDEN_HEADER = (
     "5157414c53454731 0200 0000 00020000 07000000 1f000000 02000000 00000000 6712000000000000 efcdab8967452301"
     " 0068e5cf8b010000 d8d3c02eff0e255d"
@@ -60,7 +61,7 @@ EXAMPLE_PAGES: list[PageWrite] = [(4, None, 0, 0), (0, b"\xab" * 512, 4200, 30)]
 
 
 def fields(title: str) -> list[tuple[str, str, str]]:
-    """The rows of a table of the page: (field, offset, bytes)."""
+    """The rows of a table of the format page: (field, offset, bytes)."""
     table = PAGE.split(f"| {title} | offset | bytes | meaning |")[1].split("\n\n")[0]
     return re.findall(r"^\| (\w+) \| ([^|]+) \| ([^|]+) \|", table, re.MULTILINE)
 
@@ -87,7 +88,7 @@ def example() -> dict[int, bytes]:
         ),
     ],
 )
-def test_the_pages_tables_are_the_structs(title: str, layout: struct.Struct, names: str) -> None:
+def test_the_format_pages_tables_match_the_structs(title: str, layout: struct.Struct, names: str) -> None:
     rows = [row for row in fields(title) if row[0] != "image"]
     assert [name for name, _, _ in rows] == names.split()
     sizes = [int(size) for _, _, size in rows]
@@ -97,7 +98,7 @@ def test_the_pages_tables_are_the_structs(title: str, layout: struct.Struct, nam
     assert sum(sizes) == layout.size
 
 
-def test_the_pages_numbers_are_the_codes() -> None:
+def test_the_format_pages_numbers_match_the_code() -> None:
     assert f"`{fmt.MAGIC.decode()}`" in PAGE
     assert f"The version is {fmt.VERSION}." in PAGE
     assert f"{fmt.FILE_BYTES_MIN >> 10} KiB for a database's first segment" in PAGE
@@ -109,7 +110,7 @@ def test_the_pages_numbers_are_the_codes() -> None:
     assert ZERO == 1
 
 
-def test_the_pages_example_is_what_the_code_writes_and_reads() -> None:
+def test_the_format_pages_example_is_what_the_code_writes_and_reads() -> None:
     segment = header()
     encoded = encode(segment, 0, EXAMPLE_PAGES, db_size=5, durable_upto_lsn=4710, commit_ms=1_700_000_000_123)
     entries = entries_of(segment, parse_heads(encoded.heads)).tobytes()
@@ -142,9 +143,9 @@ def test_the_seed_is_the_headers_checksum_and_the_frames_number() -> None:
 
 # ── geometry and sizes ────────────────────────────────────────────────────────────────────────────────────────────────
 @given(page_size=st.sampled_from(PAGE_SIZES), file_bytes=st.integers(HEADER_BYTES + 112 + 512, 40 << 20))
-def test_a_geometry_fills_the_file_and_its_parts_touch(page_size: int, file_bytes: int) -> None:
-    one = HEADER_BYTES + 112 + page_size
-    if file_bytes < one:
+def test_a_geometry_fills_the_file_without_gaps(page_size: int, file_bytes: int) -> None:
+    smallest = HEADER_BYTES + 112 + page_size
+    if file_bytes < smallest:
         with pytest.raises(OutOfRange):
             Geometry.fitting(page_size=page_size, file_bytes=file_bytes)
         return
@@ -157,7 +158,7 @@ def test_a_geometry_fills_the_file_and_its_parts_touch(page_size: int, file_byte
 
 
 @pytest.mark.parametrize(("page_size", "capacity"), [(512, 420), (4096, 62), (65536, 3)])
-def test_how_many_frames_the_first_segment_holds(page_size: int, capacity: int) -> None:
+def test_number_of_frames_of_the_first_segment(page_size: int, capacity: int) -> None:
     assert Geometry.fitting(page_size=page_size, file_bytes=fmt.FILE_BYTES_MIN).capacity == capacity
 
 
@@ -213,7 +214,7 @@ def test_headers_round_trip(
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid",
     [
         {"db_id": 0},
         {"db_id": 1 << 32},
@@ -224,14 +225,14 @@ def test_headers_round_trip(
         {"created_at_ms": -1},
     ],
 )
-def test_a_header_that_cannot_be_written_is_refused(wrong: dict[str, int]) -> None:
-    right = {"db_id": 7, "segment_id": 31, "first_lsn": 4711, "salt": 1, "created_at_ms": 0}
+def test_a_header_that_cannot_be_written_is_refused(invalid: dict[str, int]) -> None:
+    valid = {"db_id": 7, "segment_id": 31, "first_lsn": 4711, "salt": 1, "created_at_ms": 0}
     with pytest.raises(OutOfRange):
-        SegmentHeader(geometry=Geometry(512, 2), **(right | wrong))
+        SegmentHeader(geometry=Geometry(512, 2), **(valid | invalid))
 
 
 @given(position=st.integers(0, HEADER_BYTES - 1), flip=st.integers(1, 255))
-def test_any_changed_byte_of_a_header_is_noticed(position: int, flip: int) -> None:
+def test_any_changed_byte_of_a_header_is_detected(position: int, flip: int) -> None:
     data = bytearray(header().encode())
     data[position] ^= flip
     with pytest.raises(Corruption) as caught:
@@ -266,7 +267,7 @@ def test_a_header_with_a_good_checksum_and_impossible_fields_is_corrupt(values: 
 
 
 def test_reserved_fields_are_ignored_but_checked() -> None:
-    """A header with reserved fields in use has another checksum, and its frames other seeds."""
+    """A header with reserved fields in use has another checksum, and its frames have other seeds."""
     data = checked(fmt.MAGIC, 1, 9, 512, 7, 31, 2, 9, 4711, 1, 0)
     decoded = decode_header(data, "x")
     assert decoded.crc64 == int.from_bytes(data[56:], "little")
@@ -274,7 +275,7 @@ def test_reserved_fields_are_ignored_but_checked() -> None:
 
 
 @pytest.mark.parametrize("expected", [{"db_id": 8}, {"segment_id": 30}, {"db_id": 31, "segment_id": 7}])
-def test_a_segment_in_another_ones_place_is_corrupt(expected: dict[str, int]) -> None:
+def test_a_segment_under_the_name_of_another_is_corrupt(expected: dict[str, int]) -> None:
     with pytest.raises(Corruption) as caught:
         decode_header(header().encode(), "x", **expected)
     assert caught.value.where["segment_id"] == 31
@@ -288,30 +289,30 @@ def test_a_segment_in_another_ones_place_is_corrupt(expected: dict[str, int]) ->
     db_size=st.integers(0, 2**32 - 1),
     commit_ms=st.integers(0, 2**64 - 1),
 )
-def test_every_frame_is_valid_in_its_place_and_says_what_was_written(
+def test_every_frame_is_valid_at_its_position_and_has_what_was_written(
     page_size: int, frame_no: int, fills: list[int | None], db_size: int, commit_ms: int
 ) -> None:
     segment = header(page_size, 8)
     images = [None if fill is None else bytes([fill]) * page_size for fill in fills]
-    pages: list[PageWrite] = [(2**32 - 1 - each, image, 2**64 - 1, each) for each, image in enumerate(images)]
+    pages: list[PageWrite] = [(2**32 - 1 - i, image, 2**64 - 1, i) for i, image in enumerate(images)]
     encoded = encode(segment, frame_no, pages, db_size=db_size, durable_upto_lsn=4710, commit_ms=commit_ms)
     assert (encoded.first_frame, encoded.frame_count) == (frame_no, len(pages))
     assert encoded.last_lsn == 4711 + frame_no + len(pages) - 1
     entries = entries_of(segment, parse_heads(encoded.heads)).tobytes()
-    data = bytearray(b"\xee" * segment.geometry.file_bytes)  # what a former life may have left
+    data = bytearray(b"\xee" * segment.geometry.file_bytes)  # what a previous use of the file may have left
     for offset, piece in encoded.pieces:
         data[offset : offset + len(piece)] = piece
-    for each, image in enumerate(images):
-        number = frame_no + each
+    for i, image in enumerate(images):
+        number = frame_no + i
         start = segment.geometry.frame_offset(number)
         head = check_frame(segment, number, data[start : start + segment.geometry.stride])
-        last = each == len(images) - 1
+        last = i == len(images) - 1
         assert head is not None
         assert (head.page, head.lsn, head.prev_lsn, head.prev_segment) == (
-            pages[each][0],
+            pages[i][0],
             4711 + number,
             2**64 - 1,
-            each,
+            i,
         )
         assert head.db_size == (db_size if last else 0)
         promised = (4710, commit_ms) if last and db_size else (0, 0)
@@ -319,7 +320,7 @@ def test_every_frame_is_valid_in_its_place_and_says_what_was_written(
         assert bool(head.flags & ZERO) is (image is None)
         if image is not None:
             assert data[start + 64 : start + 64 + page_size] == image
-        entry = ENTRY.unpack_from(entries, 48 * each)
+        entry = ENTRY.unpack_from(entries, 48 * i)
         assert entry[:6] == head[:6]
         assert entry[6] == head.crc64
 
@@ -350,7 +351,7 @@ def test_a_single_page_is_refused_as_one_of_several(frame_no: int, page: int, si
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
-def test_the_image_of_a_zero_frame_means_nothing(page_size: int) -> None:
+def test_the_image_of_a_zero_frame_is_ignored(page_size: int) -> None:
     segment = header(page_size, 2)
     encoded = encode(segment, 1, [(3, None, 0, 0)], db_size=4)
     ((offset, piece),) = encoded.pieces
@@ -372,7 +373,7 @@ def test_large_zero_pages_leave_gaps_and_small_ones_do_not() -> None:
 @given(
     kind=st.sampled_from(["salt", "db_id", "segment_id", "first_lsn", "frame_no"]), zero=st.booleans(), data=st.data()
 )
-def test_a_frame_is_valid_in_no_other_place(kind: str, zero: bool, data: st.DataObject) -> None:
+def test_a_frame_is_valid_at_no_other_position(kind: str, zero: bool, data: st.DataObject) -> None:
     values = {"salt": 5, "db_id": 7, "segment_id": 31, "first_lsn": 4711}
     segment = SegmentHeader(geometry=Geometry(512, 9), **values)
     ((_, piece),) = encode(segment, 4, [(3, None if zero else bytes(512), 0, 0)], db_size=4).pieces
@@ -386,7 +387,7 @@ def test_a_frame_is_valid_in_no_other_place(kind: str, zero: bool, data: st.Data
 
 
 @given(position=st.integers(0, 64 + 511), flip=st.integers(1, 255), zero=st.booleans())
-def test_any_changed_byte_of_a_frame_is_noticed(position: int, flip: int, zero: bool) -> None:
+def test_any_changed_byte_of_a_frame_is_detected(position: int, flip: int, zero: bool) -> None:
     segment = header()
     ((_, piece),) = encode(segment, 1, [(3, None if zero else b"\x07" * 512, 0, 0)], db_size=4).pieces
     damaged = bytearray(piece)
@@ -403,15 +404,15 @@ def test_a_frame_of_another_length_is_not_a_frame() -> None:
 
 def test_any_buffer_is_an_image() -> None:
     image = bytes(range(256)) * 2
-    want = encode(header(), 0, [(3, image, 0, 0)], db_size=4)
+    expected = encode(header(), 0, [(3, image, 0, 0)], db_size=4)
     for buffer in (bytearray(image), memoryview(image), memoryview(b"x" + image)[1:]):
-        assert encode(header(), 0, [(3, buffer, 0, 0)], db_size=4) == want
+        assert encode(header(), 0, [(3, buffer, 0, 0)], db_size=4) == expected
 
 
 # ── what cannot be encoded ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(("frame_no", "count"), [(0, 0), (0, 3), (1, 2), (2, 1), (-1, 1)])
 def test_transactions_that_do_not_fit_are_refused(frame_no: int, count: int) -> None:
-    pages: list[PageWrite] = [(each, None, 0, 0) for each in range(count)]
+    pages: list[PageWrite] = [(page, None, 0, 0) for page in range(count)]
     with pytest.raises(OutOfRange):
         encode(header(), frame_no, pages, db_size=4)
     with pytest.raises(OutOfRange):
@@ -436,11 +437,11 @@ def test_numbers_that_do_not_fit_their_fields_are_refused(page: PageWrite) -> No
 
 
 def test_commit_fields_that_do_not_fit_are_refused() -> None:
-    for wrong in ({"db_size": 1 << 32}, {"db_size": -1}, {"db_size": 4, "commit_ms": 1 << 64}):
+    for invalid in ({"db_size": 1 << 32}, {"db_size": -1}, {"db_size": 4, "commit_ms": 1 << 64}):
         with pytest.raises(OutOfRange):
-            encode(header(), 0, [(0, None, 0, 0)], **wrong)
+            encode(header(), 0, [(0, None, 0, 0)], **invalid)
 
 
-def test_a_frame_may_not_vouch_for_itself() -> None:
+def test_a_frame_may_not_prove_its_own_durability() -> None:
     with pytest.raises(AssertionError):
         encode(header(), 0, [(0, None, 0, 0)], db_size=4, durable_upto_lsn=4711)

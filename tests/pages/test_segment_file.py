@@ -1,4 +1,4 @@
-"""The segment as a file: durable before it is named, verified when read, and silent about nothing that fails."""
+"""The segment as a file: durable before it is named, verified when read, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def damage(path: str, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
-# ── making ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── creation ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_new_segment_is_a_header_and_zeros(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
         data = Path(segment.path).read_bytes()
@@ -75,7 +75,7 @@ def test_header_and_name_are_durable_before_the_first_frame(tmp_path: Path) -> N
         assert recover_segment(segment).cut == 0
 
 
-def test_a_file_in_the_way_is_not_touched(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
     Path(name(tmp_path)).write_bytes(b"precious")
     with pytest.raises(AlreadyExists):
         create(OsDisk(), name(tmp_path))
@@ -83,7 +83,7 @@ def test_a_file_in_the_way_is_not_touched(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE])
-def test_a_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, fault: Fault) -> None:
+def test_a_segment_that_cannot_be_created_leaves_nothing(tmp_path: Path, fault: Fault) -> None:
     expected = StorageFault if fault is Fault.EIO else DiskFull
     for number, disk in enumerate(each_fault(OsDisk, fault)):
         folder = tmp_path / str(number)
@@ -96,7 +96,7 @@ def test_a_segment_that_cannot_be_made_leaves_nothing(tmp_path: Path, fault: Fau
             assert not disk.fired
 
 
-def test_every_segment_has_a_salt_of_its_own(tmp_path: Path) -> None:
+def test_every_segment_has_its_own_salt(tmp_path: Path) -> None:
     salts = set()
     for number in range(5):
         with create(OsDisk(), str(tmp_path / str(number))) as segment:
@@ -113,7 +113,7 @@ def test_what_was_appended_is_read(tmp_path: Path, page_size: int) -> None:
         assert segment.sync() == segment.last_lsn == 102
         second = segment.append([(1, b"\x09" * page_size, 101, 3)], db_size=3, durable_upto_lsn=102, commit_ms=9)
         assert (len(second), segment.last_lsn, segment.used) == (64, 103, 4)
-        assert not any(segment.read_index()), "entries are written by who publishes"
+        assert not any(segment.read_index()), "only publication writes entries"
         entries = entries_of(segment.header, parse_heads(first + second)).tobytes()
         with IndexWriter(OsDisk(), segment.path, segment.header) as index:
             index.write(0, entries)
@@ -138,16 +138,16 @@ def test_a_large_transaction_is_written_in_slices_and_reads_as_one(tmp_path: Pat
         assert scan.entries.tobytes()[: 60 * 48] == entries_of(segment.header, parse_heads(heads)).tobytes()
 
 
-def test_a_full_segment_takes_no_more_and_the_rest_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_a_full_segment_takes_no_more_frames_and_the_rest_goes_to_the_next(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
-        many = pages(*(number % 200 for number in range(segment.room + 2)))
+        writes = pages(*(number % 200 for number in range(segment.room + 2)))
         with pytest.raises(OutOfRange):
-            segment.append(many, db_size=99)
+            segment.append(writes, db_size=99)
         room = segment.room
-        segment.append(many[:room], db_size=0)
+        segment.append(writes[:room], db_size=0)
         assert (segment.used, segment.room) == (room, 0)
         with pytest.raises(OutOfRange):
-            segment.append(many[room:], db_size=99)
+            segment.append(writes[room:], db_size=99)
         scan = recover_segment(segment)
         assert (scan.cut, scan.good) == (0, room)
         with SegmentFile.create(
@@ -158,12 +158,12 @@ def test_a_full_segment_takes_no_more_and_the_rest_goes_on_elsewhere(tmp_path: P
             first_lsn=segment.last_lsn + 1,
             page_size=512,
             file_bytes=FILE_BYTES,
-        ) as following:
-            following.append(many[room:], db_size=99)
-            assert recover_segment(following).entries["lsn"].tolist() == [100 + room, 101 + room]
+        ) as next_segment:
+            next_segment.append(writes[room:], db_size=99)
+            assert recover_segment(next_segment).entries["lsn"].tolist() == [100 + room, 101 + room]
 
 
-def test_places_that_are_not_in_the_segment_are_refused(tmp_path: Path) -> None:
+def test_positions_outside_the_segment_are_refused(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
         capacity = segment.header.geometry.capacity
         for number in (-1, capacity):
@@ -176,7 +176,7 @@ def test_places_that_are_not_in_the_segment_are_refused(tmp_path: Path) -> None:
                 segment.read_index(count)
 
 
-def test_a_damaged_frame_is_named(tmp_path: Path) -> None:
+def test_a_damaged_frame_is_reported(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
         segment.append(pages(1, 2, 3), db_size=3)
         offset = segment.header.geometry.frame_offset(1)
@@ -199,7 +199,7 @@ def test_a_frame_that_was_never_written_or_is_another_page_is_refused(tmp_path: 
         assert (caught.value.where["page"], caught.value.where["found_page"]) == (0, 1)
 
 
-def test_a_trimmed_copy_can_be_read_and_a_shorter_one_says_so(tmp_path: Path) -> None:
+def test_a_trimmed_copy_can_be_read_and_a_shorter_one_is_an_error(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
         segment.append(pages(1, 2), db_size=2)
         used = recover_segment(segment).used_bytes
@@ -219,7 +219,7 @@ def test_a_trimmed_copy_can_be_read_and_a_shorter_one_says_so(tmp_path: Path) ->
         SegmentFile.open(OsDisk(), name(tmp_path))
 
 
-def test_a_segment_that_was_opened_is_never_appended_to(tmp_path: Path) -> None:
+def test_a_reopened_segment_is_never_appended_to(tmp_path: Path) -> None:
     create(OsDisk(), name(tmp_path)).close()
     with SegmentFile.open(OsDisk(), name(tmp_path)) as segment:
         assert segment.room == 0
@@ -232,15 +232,15 @@ def test_a_segment_that_was_opened_is_never_appended_to(tmp_path: Path) -> None:
 def test_refused_input_changes_nothing(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path), page_size=65536, file_bytes=4 << 20) as segment:
         before = Path(segment.path).read_bytes()
-        wrong: list[Sequence[PageWrite]] = [
+        invalid: list[Sequence[PageWrite]] = [
             [],
             [(0, b"short", 0, 0)],
             [(-1, None, 0, 0)],
             [*pages(*range(40), page_size=65536), (0, b"short", 0, 0)],
         ]
-        for each in wrong:
+        for writes in invalid:
             with pytest.raises(InvalidInput):
-                segment.append(each, db_size=1)
+                segment.append(writes, db_size=1)
         assert Path(segment.path).read_bytes() == before
         segment.append(pages(1, page_size=65536), db_size=1)
         assert segment.used == 1
@@ -254,14 +254,14 @@ def recycle(disk: Disk, folder: str | Path, *, db_id: int = 7, first_lsn: int = 
 
 @pytest.mark.parametrize("page_size", [512, 8192])
 def test_a_recycled_file_keeps_its_size_and_nothing_else(tmp_path: Path, page_size: int) -> None:
-    with create(OsDisk(), name(tmp_path), page_size=page_size) as former:
-        former.append(pages(1, 2, 3, page_size=page_size), db_size=3)
+    with create(OsDisk(), name(tmp_path), page_size=page_size) as previous:
+        previous.append(pages(1, 2, 3, page_size=page_size), db_size=3)
     with recycle(OsDisk(), tmp_path) as segment:
         assert segment.path.endswith("00000009.seg")
         assert os.listdir(tmp_path) == ["00000009.seg"]
         assert os.path.getsize(segment.path) == FILE_BYTES
-        assert segment.header.geometry == former.header.geometry
-        assert segment.header.salt != former.header.salt
+        assert segment.header.geometry == previous.header.geometry
+        assert segment.header.salt != previous.header.salt
         assert (segment.header.segment_id, segment.header.first_lsn, segment.used) == (9, 500, 0)
         assert recover_segment(segment).cut == 0
         with pytest.raises(ChecksumMismatch):
@@ -269,20 +269,20 @@ def test_a_recycled_file_keeps_its_size_and_nothing_else(tmp_path: Path, page_si
         segment.append([(5, None, 0, 0)], db_size=6)
         scan = recover_segment(segment)
         assert (scan.cut, scan.cut_frames) == (1, 0)
-        assert segment.read_frame(0) == bytes(page_size), "the former page shines through a zero frame"
+        assert segment.read_frame(0) == bytes(page_size), "a zero frame must not show the previous page"
 
 
-def test_a_reader_of_the_former_life_sees_no_page_of_the_new_one(tmp_path: Path) -> None:
-    with create(OsDisk(), name(tmp_path)) as former:
-        former.append(pages(1, 2, 3), db_size=3)
+def test_a_reader_of_the_previous_segment_sees_no_page_of_the_new_one(tmp_path: Path) -> None:
+    with create(OsDisk(), name(tmp_path)) as previous:
+        previous.append(pages(1, 2, 3), db_size=3)
         with recycle(OsDisk(), tmp_path) as segment:
             segment.append(pages(7, 8), db_size=2)
             for number in (0, 1):
                 with pytest.raises(ChecksumMismatch):
-                    former.read_frame(number)
+                    previous.read_frame(number)
 
 
-def test_only_a_whole_file_of_the_same_database_is_recycled(tmp_path: Path) -> None:
+def test_only_a_complete_file_of_the_same_database_is_recycled(tmp_path: Path) -> None:
     create(OsDisk(), name(tmp_path)).close()
     before = Path(name(tmp_path)).read_bytes()
     with pytest.raises(InvalidInput):
@@ -320,44 +320,44 @@ def test_a_recycling_that_fails_raises_and_loses_no_other_file(tmp_path: Path, f
         assert len(os.listdir(tmp_path / str(number))) == 1
 
 
-# ── doubt ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── doubtful writes ───────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.EIO, Fault.SHORT_WRITE, Fault.LOST_ANSWER])
 @pytest.mark.parametrize(("operation", "fail_at"), [("write", 1), ("sync", 1)])
 def test_after_a_doubtful_append_or_sync_nothing_more_is_accepted(
     tmp_path: Path, fault: Fault, operation: str, fail_at: int
 ) -> None:
-    made = create(OsDisk(), name(tmp_path))
+    created = create(OsDisk(), name(tmp_path))
     disk = FaultyDisk(OsDisk(), fault, fail_at=fail_at, operation=operation)
-    segment = SegmentFile(disk.open(name(tmp_path)), made.header, writable=True)
+    segment = SegmentFile(disk.open(name(tmp_path)), created.header, writable=True)
     if operation == "sync":
         segment.append(pages(1), db_size=1)
     with pytest.raises(StoreUnusable) as first:
         segment.sync() if operation == "sync" else segment.append(pages(1), db_size=1)
     assert isinstance(first.value.__cause__, StorageFault)
     assert first.value.where["segment_id"] == 3
-    for again in (lambda: segment.append(pages(1), db_size=1), lambda: segment.sync()):
+    for later_call in (lambda: segment.append(pages(1), db_size=1), lambda: segment.sync()):
         with pytest.raises(StoreUnusable):
-            again()
+            later_call()
     segment.close()
-    made.close()
+    created.close()
 
 
 def test_a_slice_that_fails_leaves_no_transaction(tmp_path: Path) -> None:
-    made = create(OsDisk(), name(tmp_path), page_size=65536, file_bytes=4 << 20)
+    created = create(OsDisk(), name(tmp_path), page_size=65536, file_bytes=4 << 20)
     disk = FaultyDisk(OsDisk(), Fault.EIO, fail_at=2, operation="write")
-    with SegmentFile(disk.open(name(tmp_path)), made.header, writable=True) as segment:
+    with SegmentFile(disk.open(name(tmp_path)), created.header, writable=True) as segment:
         with pytest.raises(StoreUnusable):
             segment.append(pages(*range(40), page_size=65536), db_size=40)
         assert segment.used == 0
-    with made:
-        scan = recover_segment(made)
-        assert (scan.cut, scan.good) == (0, 15), "a slice without the commit"
+    with created:
+        scan = recover_segment(created)
+        assert (scan.cut, scan.good) == (0, 15), "a slice without its commit"
 
 
-def test_power_that_goes_off_is_not_turned_into_an_error(tmp_path: Path) -> None:
-    made = create(OsDisk(), name(tmp_path))
+def test_power_loss_is_not_turned_into_an_error(tmp_path: Path) -> None:
+    created = create(OsDisk(), name(tmp_path))
     disk = FaultyDisk(OsDisk(), Fault.POWER_CUT, fail_at=1, operation="write")
-    with made, SegmentFile(disk.open(name(tmp_path)), made.header, writable=True) as segment:
+    with created, SegmentFile(disk.open(name(tmp_path)), created.header, writable=True) as segment:
         with pytest.raises(PowerCut):
             segment.append(pages(1), db_size=1)
         with pytest.raises(StoreUnusable):
@@ -365,7 +365,7 @@ def test_power_that_goes_off_is_not_turned_into_an_error(tmp_path: Path) -> None
 
 
 def test_entries_are_durable_when_they_are_written(tmp_path: Path) -> None:
-    """Rule 2 of publication.py: whoever commits `indexed_upto_lsn` next may rely on the region."""
+    """Rule 2 of publication.py: a commit of `indexed_upto_lsn` may rely on the region."""
     disk = CrashDisk(str(tmp_path / "live"))
     with create(disk, name(disk.root)) as segment:
         heads = segment.append(pages(1, 2), db_size=2)
@@ -379,7 +379,7 @@ def test_entries_are_durable_when_they_are_written(tmp_path: Path) -> None:
         assert recover_segment(segment, indexed_upto_lsn=101).cut == 2
 
 
-def test_entries_go_nowhere_but_into_the_region(tmp_path: Path) -> None:
+def test_entries_are_only_written_into_the_region(tmp_path: Path) -> None:
     with create(OsDisk(), name(tmp_path)) as segment:
         before = Path(segment.path).read_bytes()
         capacity = segment.header.geometry.capacity
@@ -391,7 +391,7 @@ def test_entries_go_nowhere_but_into_the_region(tmp_path: Path) -> None:
 
 
 def test_recovery_syncs_before_it_concludes(tmp_path: Path) -> None:
-    """Frames of a killed process are readable but not on disk; what recovery publishes must not be lost by a later crash."""
+    """Frames of a killed process are readable but not on disk; a later crash must not lose what recovery publishes."""
     disk = CrashDisk(str(tmp_path / "live"))
     create(disk, name(disk.root)).append(pages(1, 2), db_size=2)
     with SegmentFile.open(disk, name(disk.root)) as segment:
@@ -406,16 +406,16 @@ def test_files_are_closed_when_opening_fails(tmp_path: Path, monkeypatch: pytest
     closed: list[str] = []
     close = OsFile.close
 
-    def noted(file: OsFile) -> None:
+    def record_close(file: OsFile) -> None:
         closed.append(file.path)
         close(file)
 
-    monkeypatch.setattr(OsFile, "close", noted)
+    monkeypatch.setattr(OsFile, "close", record_close)
     with pytest.raises(Corruption):
         SegmentFile.open(OsDisk(), name(tmp_path))
     assert closed == [name(tmp_path)]
 
 
-def test_who_only_writes_and_reads_frames_loads_no_numpy() -> None:
+def test_writing_and_reading_frames_imports_no_numpy() -> None:
     code = "import sys; import quire.pages.segment_file; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

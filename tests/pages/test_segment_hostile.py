@@ -1,4 +1,4 @@
-"""Segments whose checksums are right and whose numbers are not: refused or read, within bounds, never a crash."""
+"""Segments with valid checksums and wrong numbers: refused or read, within bounds, never a crash."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from quire.pages.segment import (
 )
 from quire.pages.segment_file import SegmentFile
 from quire.pages.segment_scan import page_map, recover_segment, sealed_entries
-from tests.hostile import memory_of_at_most, numbers
+from tests.hostile import memory_limit, numbers
 
 PAGE_SIZE = 512
-BOUND = 64 * MIB
-"""The largest piece that is read at a time has 4 MiB; the files here have less than 1."""
+MEMORY_LIMIT = 64 * MIB
+"""The largest single read is 4 MiB; the files here are smaller than 1 MiB."""
 
 
 def signed(fields: tuple[int, ...]) -> bytes:
@@ -86,15 +86,15 @@ def test_a_signed_segment_is_refused_or_read_within_bounds(
     body = bytes(min(page_size, 65_536))
     entries, bodies = b"", b""
     for number, (page, size, lsn, prev, segment, flags, durable, time_ms) in enumerate(frames[: max(capacity, 1)]):
-        place = (first_lsn + number) % (1 << 64) if lsn is None else lsn
-        shared = (page, size, place, prev, segment, flags)
-        made = frame((*shared, durable, time_ms, 0), body, base ^ number)
-        entries += entry((*shared, struct.unpack_from("<Q", made, FRAME_CHECKED_BYTES)[0]), base ^ number)
-        bodies += made
+        frame_lsn = (first_lsn + number) % (1 << 64) if lsn is None else lsn
+        shared = (page, size, frame_lsn, prev, segment, flags)
+        encoded_frame = frame((*shared, durable, time_ms, 0), body, base ^ number)
+        entries += entry((*shared, struct.unpack_from("<Q", encoded_frame, FRAME_CHECKED_BYTES)[0]), base ^ number)
+        bodies += encoded_frame
     region = entries.ljust(min(capacity, 1_000) * ENTRY.size, b"\0")
     path = str(tmp_path / "hostile.seg")
     Path(path).write_bytes(head + region + bodies + bytes(pad))
-    with memory_of_at_most(BOUND):
+    with memory_limit(MEMORY_LIMIT):
         try:
             with SegmentFile.open(OsDisk(), path) as file:
                 scan = recover_segment(file, indexed_upto_lsn=(first_lsn + indexed - 1) % (1 << 64) if indexed else 0)
@@ -106,8 +106,8 @@ def test_a_signed_segment_is_refused_or_read_within_bounds(
             pass
 
 
-def test_a_capacity_that_the_file_has_no_room_for_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_capacity_larger_than_the_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     path = tmp_path / "hostile.seg"
     path.write_bytes(signed((2, 0, PAGE_SIZE, 7, 1, 0xFFFF_FFFF, 0, 1, 5, 0)) + bytes(4096))
-    with memory_of_at_most(MIB), pytest.raises(QuireError, match="ends within its index"):
+    with memory_limit(MIB), pytest.raises(QuireError, match="ends within its index"):
         SegmentFile.open(OsDisk(), str(path))

@@ -1,4 +1,4 @@
-"""The verdict on a segment: clean, torn or corrupt, for every way in which bytes can be wrong; and what its entries become."""
+"""The verdict on a segment (clean, torn or corrupt) for every kind of wrong bytes, and what its entries become."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from quire.pages.segment_scan import (
     sealed_entries,
     valid_entries,
 )
-from tests.pages.segments import TRANSACTIONS, Segment, Transaction, kept, valid_frames
+from tests.pages.segments import TRANSACTIONS, Segment, Transaction, count_scanned, valid_frames
 
 ONE = Transaction(pages=((0, 1), (3, None), (1, 2)))
 TWO = Transaction(pages=((2, 1),))
@@ -38,10 +38,14 @@ UNSYNCED = Transaction(pages=((5, 1), (4, 2)), synced=False)
 
 
 def indexed_choices(segment: Segment) -> list[int]:
-    """What `indexed_upto_lsn` may be: nothing, or a synced commit."""
+    """What `indexed_upto_lsn` may be: 0, or a synced commit."""
     return [
         0,
-        *(lsn for each in range(len(segment.done)) if (lsn := segment.lsn_after(each + 1)) <= segment.durable_lsn),
+        *(
+            lsn
+            for i in range(len(segment.written_transactions))
+            if (lsn := segment.lsn_after(i + 1)) <= segment.durable_lsn
+        ),
     ]
 
 
@@ -60,20 +64,22 @@ def test_what_was_written_is_found_whatever_is_indexed(
     segment = Segment(page_size=page_size, capacity=24).write_all(transactions)
     indexed = data.draw(st.sampled_from(indexed_choices(segment)))
     scan = segment.scan(indexed_upto_lsn=indexed)
-    assert kept(segment, scan) == len(transactions)
+    assert count_scanned(segment, scan) == len(transactions)
     assert (scan.cut_reason, scan.cut_frames, len(scan.unfinished)) == (CutReason.NOTHING, 0, 0)
     assert scan.proven_lsn == max(indexed, *segment.claims, 0)
     assert scan.used_bytes == segment.header.geometry.frame_offset(segment.used)
     read = scan.commits["lsn"] > indexed
     assert scan.commits["commit_ms"][read].tolist() == [
-        each.commit_ms for each, was_read in zip(segment.done, read, strict=True) if was_read
+        transaction.commit_ms
+        for transaction, was_read in zip(segment.written_transactions, read, strict=True)
+        if was_read
     ]
 
 
 def test_a_full_segment_is_clean() -> None:
     segment = Segment(capacity=8).write_all([ONE, TWO, ONE, TWO])
     scan = segment.scan()
-    assert kept(segment, scan) == 4
+    assert count_scanned(segment, scan) == 4
     assert (scan.cut, scan.cut_reason) == (8, CutReason.NOTHING)
 
 
@@ -88,14 +94,14 @@ def test_bodies_at_or_below_the_published_lsn_are_not_read() -> None:
     reads: list[tuple[int, int]] = []
     raw = segment.read_raw
 
-    def spy(first: int, count: int) -> bytes:
+    def record_reads(first: int, count: int) -> bytes:
         reads.append((first, count))
         return raw(first, count)
 
-    scan_segment(segment.header, segment.index(), spy, path="x", indexed_upto_lsn=segment.lsn_after(2))
+    scan_segment(segment.header, segment.index(), record_reads, path="x", indexed_upto_lsn=segment.lsn_after(2))
     assert reads == [(4, 28)]
     reads.clear()
-    scan = scan_segment(segment.header, segment.index(), spy, path="x", indexed_upto_lsn=segment.lsn_after(3))
+    scan = scan_segment(segment.header, segment.index(), record_reads, path="x", indexed_upto_lsn=segment.lsn_after(3))
     assert reads == [(6, 26), (5, 1)]  # the last commit's own frame, for its time
     assert scan.last_commit_ms == UNSYNCED.commit_ms
 
@@ -108,7 +114,7 @@ def test_a_transaction_without_its_commit_is_unfinished() -> None:
     for offset, piece in encoded.pieces:
         segment.data[offset : offset + len(piece)] = piece
     scan = segment.scan()
-    assert kept(segment, scan) == 1
+    assert count_scanned(segment, scan) == 1
     assert (scan.cut, scan.good, scan.cut_frames) == (3, 5, 2)
     assert scan.cut_reason is CutReason.UNFINISHED
     assert scan.unfinished["page"].tolist() == [9, 8]
@@ -134,57 +140,57 @@ def test_an_entry_without_its_frame_is_torn(wipe: Wipe) -> None:
     segment = Segment().write_all([ONE, UNSYNCED, UNSYNCED])
     wipe(segment, 4)
     scan = segment.scan()
-    assert kept(segment, scan) == 1
+    assert count_scanned(segment, scan) == 1
     assert (scan.cut_reason, scan.cut_frames, scan.good) == (CutReason.BAD_FRAME, 4, 4)
 
 
 @given(transactions=TRANSACTIONS, garbage=st.randoms(use_true_random=False), data=st.data())
-def test_what_the_region_says_above_the_published_lsn_is_not_looked_at(
+def test_entries_above_the_published_lsn_are_ignored(
     transactions: list[Transaction], garbage: random.Random, data: st.DataObject
 ) -> None:
-    """Not written yet, written before a crash without its batch, or half of it: only the frames count there."""
+    """Not written yet, written before a crash without its batch, or partly written: only the frames count there."""
     segment = Segment(capacity=24).write_all(transactions)
     indexed = data.draw(st.sampled_from(indexed_choices(segment)))
-    whole = segment.scan(indexed_upto_lsn=indexed)
+    expected = segment.scan(indexed_upto_lsn=indexed)
     start = segment.header.geometry.entry_offset(max(indexed - segment.first_lsn + 1, 0))
-    for filled in (bytes, garbage.randbytes):
-        segment.data[start : segment.header.geometry.frames_offset] = filled(
+    for fill in (bytes, garbage.randbytes):
+        segment.data[start : segment.header.geometry.frames_offset] = fill(
             segment.header.geometry.frames_offset - start
         )
         scan = segment.scan(indexed_upto_lsn=indexed)
-        assert kept(segment, scan) == len(transactions)
-        assert scan.entries.tobytes() == whole.entries.tobytes(), "the entries that recovery writes are the same"
-        assert scan.proven_lsn == whole.proven_lsn
+        assert count_scanned(segment, scan) == len(transactions)
+        assert scan.entries.tobytes() == expected.entries.tobytes(), "recovery writes the same entries"
+        assert scan.proven_lsn == expected.proven_lsn
 
 
 def test_entries_of_other_frames_above_the_published_lsn_do_not_count() -> None:
-    """They are valid in their place; but what the frame says is published."""
+    """They are valid at their position, but what the frame says is published."""
     segment = Segment().write_all([ONE, UNSYNCED])
     other = encode(segment.header, 3, [(9, b"\x55" * 512, 6, 3), (8, None, 0, 0)], db_size=0)
     segment.enter(other)
     scan = segment.scan()
-    assert kept(segment, scan) == 2
+    assert count_scanned(segment, scan) == 2
     assert scan.entries["page"].tolist()[3:] == [5, 4]
 
 
-@given(transactions=TRANSACTIONS, former=TRANSACTIONS, salt=st.integers(0, 2**64 - 1))
-def test_frames_of_a_former_life_never_come_alive(
-    transactions: list[Transaction], former: list[Transaction], salt: int
+@given(transactions=TRANSACTIONS, previous=TRANSACTIONS, salt=st.integers(0, 2**64 - 1))
+def test_frames_of_a_previous_use_are_never_valid(
+    transactions: list[Transaction], previous: list[Transaction], salt: int
 ) -> None:
-    old = Segment(salt=salt, first_lsn=4000).write_all(former)
+    old = Segment(salt=salt, first_lsn=4000).write_all(previous)
     new = Segment().write_all(transactions)
-    behind = new.header.geometry
-    new.data[behind.entry_offset(new.used) : behind.frames_offset] = old.data[
-        behind.entry_offset(new.used) : behind.frames_offset
+    geometry = new.header.geometry
+    new.data[geometry.entry_offset(new.used) : geometry.frames_offset] = old.data[
+        geometry.entry_offset(new.used) : geometry.frames_offset
     ]
-    new.data[behind.frame_offset(new.used) :] = old.data[behind.frame_offset(new.used) :]
+    new.data[geometry.frame_offset(new.used) :] = old.data[geometry.frame_offset(new.used) :]
     scan = new.scan()
-    assert kept(new, scan) == len(transactions)
+    assert count_scanned(new, scan) == len(transactions)
     assert scan.cut_reason is CutReason.NOTHING
 
 
-def test_not_even_the_same_lsns_bring_a_former_life_back() -> None:
-    """Worse than anything that can happen (P5): all is as it was, only the salt is another one."""
+def test_frames_of_a_previous_use_are_invalid_even_with_the_same_lsns() -> None:
+    """Worse than anything that can occur (P5): everything is the same except the salt."""
     old = Segment(salt=1).write_all([ONE, TWO])
     old.data[:HEADER_BYTES] = (new := Segment(salt=2)).header.encode()
     new.data = old.data
@@ -212,21 +218,21 @@ def test_damage_at_or_below_a_later_commits_claim_is_corruption(wipe: Wipe, numb
 def test_a_damaged_commit_proves_nothing() -> None:
     segment = Segment().write_all([ONE, TWO, UNSYNCED])
     wipe_frame(segment, 1)
-    wipe_frame(segment, 5)  # the only commit that says that ONE and TWO are durable
+    wipe_frame(segment, 5)  # the only commit that proves that ONE and TWO are durable
     segment_two = Segment().write_all([ONE, TWO])
     wipe_frame(segment_two, 1)
     with pytest.raises(Corruption):
-        segment.scan()  # TWO's commit still vouches for ONE
+        segment.scan()  # TWO's commit still proves ONE
     with pytest.raises(Corruption):
         segment_two.scan()
     wipe_frame(segment_two, 3)
-    assert kept(segment_two, segment_two.scan()) == 0
+    assert count_scanned(segment_two, segment_two.scan()) == 0
 
 
-def test_what_the_caller_knows_to_be_durable_is_never_called_torn() -> None:
+def test_frames_that_the_caller_knows_to_be_durable_are_never_torn() -> None:
     segment = Segment().write_all([ONE, TWO])
     wipe_frame(segment, 3)
-    assert kept(segment, segment.scan()) == 1
+    assert count_scanned(segment, segment.scan()) == 1
     with pytest.raises(Corruption):
         segment.scan(proven_lsn=segment.lsn_after(2))
 
@@ -241,25 +247,25 @@ def test_a_missing_entry_at_or_below_the_published_lsn_is_corruption() -> None:
 def test_damage_to_a_published_body_is_found_when_it_is_read() -> None:
     segment = Segment().write_all([ONE, TWO])
     wipe_frame(segment, 0)
-    assert kept(segment, segment.scan(indexed_upto_lsn=segment.lsn_after(2))) == 2
+    assert count_scanned(segment, segment.scan(indexed_upto_lsn=segment.lsn_after(2))) == 2
     assert valid_frames(segment) == [False, True, True, True]
-    wipe_frame(segment, 3)  # the last commit is read by every scan
+    wipe_frame(segment, 3)  # every scan reads the last commit
     with pytest.raises(Corruption):
         segment.scan(indexed_upto_lsn=segment.lsn_after(2))
 
 
-def test_frames_that_never_were_are_not_missing() -> None:
-    """Rule 5: a segment sealed early, and a proof from the segment behind it."""
+def test_frames_that_were_never_written_are_not_missing() -> None:
+    """Rule 5: a segment was sealed early, and the proof is in the next segment."""
     segment = Segment().write_all([ONE, TWO])
     later = segment.lsn_after(2) + 50
     for known in ({"indexed_upto_lsn": later}, {"proven_lsn": later}):
         with pytest.raises(Corruption):
             segment.scan(**known)
         scan = segment.scan(limit=segment.used, **known)
-        assert kept(segment, scan) == 2
+        assert count_scanned(segment, scan) == 2
 
 
-def test_frames_beyond_the_limit_are_not_looked_at() -> None:
+def test_frames_beyond_the_limit_are_ignored() -> None:
     segment = Segment().write_all([ONE, TWO, UNSYNCED])
     assert segment.scan(limit=3).cut == 3
     assert segment.scan(limit=0).cut == 0
@@ -268,12 +274,12 @@ def test_frames_beyond_the_limit_are_not_looked_at() -> None:
             segment.scan(limit=limit)
 
 
-def test_a_file_that_ends_behind_its_frames_is_as_good_as_a_whole_one() -> None:
+def test_a_file_that_ends_after_its_frames_is_accepted() -> None:
     segment = Segment().write_all([ONE, TWO])
     del segment.data[segment.header.geometry.frame_offset(segment.used) :]
-    assert kept(segment, segment.scan()) == 2
+    assert count_scanned(segment, segment.scan()) == 2
     del segment.data[-1:]
-    assert kept(segment, segment.scan()) == 1
+    assert count_scanned(segment, segment.scan()) == 1
     with pytest.raises(Corruption):
         segment.scan(proven_lsn=segment.lsn_after(2))
 
@@ -281,7 +287,7 @@ def test_a_file_that_ends_behind_its_frames_is_as_good_as_a_whole_one() -> None:
 # ── any damage ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @given(transactions=TRANSACTIONS.filter(bool), flip=st.integers(1, 255), data=st.data())
 def test_a_changed_byte_is_found_or_irrelevant(transactions: list[Transaction], flip: int, data: st.DataObject) -> None:
-    """Whatever byte changes: what is delivered was written, and what had been synced is delivered or reported."""
+    """Whatever byte changes: what is returned was written, and what had been synced is returned or reported."""
     segment = Segment(capacity=24).write_all(transactions)
     indexed = data.draw(st.sampled_from(indexed_choices(segment)))
     geometry = segment.header.geometry
@@ -297,17 +303,17 @@ def test_a_changed_byte_is_found_or_irrelevant(transactions: list[Transaction], 
         bad = scan.where["frame"]
         at_entry = geometry.entry_offset(bad) <= position < geometry.entry_offset(bad + 1)
         at_frame = geometry.frame_offset(bad) <= position < geometry.frame_offset(bad + 1)
-        assert at_entry or at_frame, "another frame was blamed"
+        assert at_entry or at_frame, "another frame was reported"
         assert scan.where["lsn"] <= segment.durable_lsn
         return
-    count = kept(segment, scan)
+    count = count_scanned(segment, scan)
     lost = segment.lsn_after(count) < segment.lsn_after(len(transactions))
     assert not lost or segment.lsn_after(count) >= max(indexed, scan.proven_lsn)
     after = [check_frame(segment.header, number, segment.frame(number)) for number in range(scan.cut)]
     for number, head in enumerate(after):
         start = geometry.frame_offset(number)
         same = before[start : start + geometry.stride] == segment.frame(number)
-        assert same or head is None or head.flags == 1  # changed: refused when read, or an image that means nothing
+        assert same or head is None or head.flags == 1  # changed: refused when it is read, or an image without meaning
 
 
 @given(transactions=TRANSACTIONS, data=st.data())
@@ -326,7 +332,7 @@ def test_random_bytes_in_random_places_never_break_the_scan(
     if isinstance(scan, Corruption):
         assert scan.where["lsn"] <= segment.durable_lsn
     else:
-        kept(segment, scan)
+        count_scanned(segment, scan)
 
 
 # ── sealed segments, rows and maps ────────────────────────────────────────────────────────────────────────────────────
@@ -346,7 +352,7 @@ def test_a_sealed_segment_gives_its_entries_from_a_part_of_the_region() -> None:
 
 
 def test_many_entries_are_checked_like_few() -> None:
-    """Many rows are checked by numpy, few one by one; both must find the same."""
+    """Many rows are checked by numpy, few one by one; both must give the same result."""
     segment = Segment(capacity=700)
     pages: list[PageWrite] = [(page, None, 0, 0) for page in range(700)]
     encoded = encode(segment.header, 0, pages, db_size=700)
@@ -377,29 +383,29 @@ def test_rows_of_a_later_part_keep_their_frame_numbers() -> None:
     assert rows["frame_no"].tolist() == [3]
 
 
-@given(transactions=TRANSACTIONS, more=TRANSACTIONS, shuffled=st.booleans(), data=st.data())
+@given(transactions=TRANSACTIONS, later=TRANSACTIONS, shuffled=st.booleans(), data=st.data())
 def test_a_page_map_is_the_newest_version_at_or_below(
-    transactions: list[Transaction], more: list[Transaction], shuffled: bool, data: st.DataObject
+    transactions: list[Transaction], later: list[Transaction], shuffled: bool, data: st.DataObject
 ) -> None:
     first = Segment().write_all(transactions)
-    second = Segment(first_lsn=first.lsn_after(len(transactions)) + 1, salt=9).write_all(more)
-    parts = [as_rows(each.header, each.scan().entries) for each in (first, second)]
+    second = Segment(first_lsn=first.lsn_after(len(transactions)) + 1, salt=9).write_all(later)
+    parts = [as_rows(segment.header, segment.scan().entries) for segment in (first, second)]
     rows = np.concatenate(parts[::-1] if shuffled else parts)
     upto = data.draw(st.integers(4700, 4711 + first.used + second.used + 3))
-    want: dict[int, int] = {}
+    expected: dict[int, int] = {}
     for page, lsn in sorted(zip(rows["page"].tolist(), rows["lsn"].tolist(), strict=True), key=lambda pair: pair[1]):
         if lsn <= upto:
-            want[page] = lsn
-    found = page_map(rows, upto)
-    assert dict(zip(found["page"].tolist(), found["lsn"].tolist(), strict=True)) == want
-    assert found["page"].tolist() == sorted(want)
-    assert found.dtype == ROW_DTYPE
+            expected[page] = lsn
+    newest = page_map(rows, upto)
+    assert dict(zip(newest["page"].tolist(), newest["lsn"].tolist(), strict=True)) == expected
+    assert newest["page"].tolist() == sorted(expected)
+    assert newest.dtype == ROW_DTYPE
 
 
 def test_a_page_map_does_not_depend_on_the_order_of_segments() -> None:
     first = Segment().write_all([ONE, TWO])
     second = Segment(first_lsn=5000).write_all([TWO, ONE])
-    parts = [as_rows(each.header, each.scan().entries) for each in (second, first)]
+    parts = [as_rows(segment.header, segment.scan().entries) for segment in (second, first)]
     for rows in (np.concatenate(parts), np.concatenate(parts[::-1])):
         assert page_map(rows, 5003)["lsn"].tolist() == [5001, 5003, 5000, 5002]
         assert page_map(rows, 4999)["lsn"].tolist() == [4711, 4713, 4714, 4712]
@@ -416,7 +422,7 @@ def test_an_entry_of_zeros_is_never_valid() -> None:
 
 
 def test_an_entry_or_frame_with_another_lsn_is_not_valid_whatever_its_checksum() -> None:
-    """No crash and no accident makes one; a writer that miscounts would."""
+    """No crash produces one, but a writer that miscounts would."""
     segment = Segment().write_all([TWO])
     entry, frame = bytearray(segment.index()[:ENTRY_BYTES]), bytearray(segment.frame(0))
     entry[8] ^= 1

@@ -1,4 +1,5 @@
-"""Versions lent to readers of other processes: everything they need stays while they read, and nothing else is seen of them."""
+"""Versions lent to readers in other processes: everything they need is kept while they read, and they have no other
+effect."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from quire.pages.anchors import lend
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, ViewReader
-from tests.pages.world import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, Version, assert_reads, image, small_segments, write
 
 SECONDS = 300.0
 
@@ -30,23 +31,23 @@ SECONDS = 300.0
 @pytest.fixture
 def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pages]:
     small_segments(monkeypatch)
-    made = Pages(tmp_path)
-    yield made
-    made.stop()
+    pages = Pages(tmp_path)
+    yield pages
+    pages.stop()
 
 
-def elsewhere(pages: Pages, view: SnapshotView) -> ViewReader:
-    """The view as another process opens it: files and objects, no manifest, nothing cached."""
+def open_elsewhere(pages: Pages, view: SnapshotView) -> ViewReader:
+    """Open the view as another process does: files and objects, no manifest, nothing cached."""
     sources = Sources(root=pages.root, disk=pages.disk, open_store=pages.stores, cache=PageCache(1 << 20))
     return view.open(sources)
 
 
-def reads(pages: Pages, view: SnapshotView, version: Version) -> None:
-    assert_reads(elsewhere(pages, view), version)
+def assert_view_reads(pages: Pages, view: SnapshotView, version: Version) -> None:
+    assert_reads(open_elsewhere(pages, view), version)
 
 
-def changed(pages: Pages, model: Model, name: str = "shop", numbers: range = range(20)) -> None:
-    """Write every page anew, checkpoint and merge it, and delete what nothing refers to, as far as its time has come."""
+def rewrite(pages: Pages, model: Model, name: str = "shop", numbers: range = range(20)) -> None:
+    """Rewrite every page, checkpoint and merge it, and delete unreferenced artifacts whose grace has passed."""
     store = pages.database(name)
     for _ in range(2):
         write(store, model, {number: image() for number in numbers})
@@ -56,45 +57,46 @@ def changed(pages: Pages, model: Model, name: str = "shop", numbers: range = ran
     pages.run(JobKind.DELETE, store.db_id)
 
 
-def _end(_: str) -> None:
+def _interrupt(_: str) -> None:
     raise KeyboardInterrupt
 
 
-def zeros(pages: Pages) -> int:
+def zero_count(pages: Pages) -> int:
     with pages.manifest.read() as txn:
         return txn.count(t.GC_ZERO)
 
 
-def rows(pages: Pages) -> int:
+def lease_row_count(pages: Pages) -> int:
     with pages.manifest.read() as txn:
         return txn.count(t.SNAPSHOT_READERS)
 
 
-def test_what_is_lent_can_be_read_until_the_lease_ends_and_goes_then(pages: Pages) -> None:
-    """In chunks and in the WAL, while all of it is rewritten, absorbed and merged, and its files wait to be used again."""
+def test_a_lent_version_can_be_read_until_its_lease_ends_and_is_deleted_then(pages: Pages) -> None:
+    """In chunks and in the WAL, while everything is rewritten, absorbed and merged, and its files wait to be
+    recycled."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     pages.checkpoint(store)
     write(store, model, {3: image(), 17: image()})
     lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
-    kept = model.newest
+    version = model.newest
     for _ in range(4):
-        changed(pages, model)
+        rewrite(pages, model)
         pages.manifest.leases.renew(lease_id)
-        reads(pages, view, kept)
-    assert zeros(pages) > 0, "what the version needs waits"
+        assert_view_reads(pages, view, version)
+    assert zero_count(pages) > 0, "artifacts of the lent version are kept"
     pages.clock.advance(SECONDS + 1)
     with pytest.raises(LeaseExpired):
         pages.manifest.leases.renew(lease_id)
-    changed(pages, model)
+    rewrite(pages, model)
     pages.clock.advance(GRACE_SECONDS + SECONDS)
     pages.worker().drain()
-    assert (zeros(pages), pages.manifest.leases.expire(), rows(pages)) == (0, 1, 0)
+    assert (zero_count(pages), pages.manifest.leases.expire(), lease_row_count(pages)) == (0, 1, 0)
     with pytest.raises((Corruption, StorageFault, NotFound)):
-        reads(pages, view, kept)
+        assert_view_reads(pages, view, version)
 
 
-def test_lending_is_no_snapshot_and_no_change(pages: Pages) -> None:
+def test_lending_creates_no_snapshot_and_no_change(pages: Pages) -> None:
     """A few reads of 200 databases left 1,216 snapshots and 3,883 changes."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
@@ -102,15 +104,15 @@ def test_lending_is_no_snapshot_and_no_change(pages: Pages) -> None:
     head = pages.manifest.feed.head()
     for _ in range(50):
         lend(pages.engine, ["shop"], SECONDS)
-    assert pages.manifest.feed.head() == head, "nothing was written, so nothing is heard"
+    assert pages.manifest.feed.head() == head, "lending adds no change"
     assert pages.manifest.snapshots.of("shop") == []
-    assert rows(pages) == pages.manifest.leases.count() == 51
+    assert lease_row_count(pages) == pages.manifest.leases.count() == 51
     pages.clock.advance(SECONDS + 1)
     assert pages.manifest.leases.expire() == 51
-    assert (rows(pages), pages.manifest.feed.head()) == (0, head)
+    assert (lease_row_count(pages), pages.manifest.feed.head()) == (0, head)
 
 
-def test_a_lease_holds_no_checkpoint_back(pages: Pages) -> None:
+def test_a_lease_does_not_block_checkpoints(pages: Pages) -> None:
     model, store = Model(), pages.database()
     write(store, model, {0: image()})
     lend(pages.engine, ["shop"], SECONDS)
@@ -125,75 +127,75 @@ def test_databases_of_one_lease_share_a_batch_and_a_renewal(pages: Pages, monkey
         pages.engine.flush(pages.database(name).db_id)
     submit, batches = pages.manifest.submit, list[int]()
 
-    def counted(ops: Sequence[Op], **more: Any) -> ManifestGuard:
+    def count_ops(ops: Sequence[Op], **options: Any) -> ManifestGuard:
         batches.append(len(ops))
-        return submit(ops, **more)
+        return submit(ops, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(pages.manifest, "submit", counted)
+        patched.setattr(pages.manifest, "submit", count_ops)
         lease_id, views = lend(pages.engine, ["a", "b"], SECONDS)
     assert batches == [2]
-    again, more = lend(pages.engine, ["c"], SECONDS, lease_id=lease_id)
-    assert again == lease_id
-    kept = {name: model.newest for name, model in models.items()}
+    same_lease_id, more_views = lend(pages.engine, ["c"], SECONDS, lease_id=lease_id)
+    assert same_lease_id == lease_id
+    versions = {name: model.newest for name, model in models.items()}
     for name, model in models.items():
-        changed(pages, model, name, range(9))
-    for name, view in zip("abc", [*views, *more], strict=True):
-        reads(pages, view, kept[name])
+        rewrite(pages, model, name, range(9))
+    for name, view in zip("abc", [*views, *more_views], strict=True):
+        assert_view_reads(pages, view, versions[name])
     pages.manifest.leases.release(lease_id)
     pages.manifest.leases.release(lease_id)
-    assert rows(pages) == 0
+    assert lease_row_count(pages) == 0
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_lease_outlives_its_owner_for_one_length(pages: Pages, is_killed: bool) -> None:
-    """Whoever reads files by itself goes on while the owner is away, however long that is."""
+def test_a_lease_outlives_its_owner_for_one_duration(pages: Pages, is_killed: bool) -> None:
+    """Readers that access files directly continue while the owner is down, however long that is."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
-    kept = model.newest
+    version = model.newest
     pages.die() if is_killed else pages.stop()
     pages.clock.advance(10 * SECONDS)
     pages.start()
-    changed(pages, model)
-    reads(pages, view, kept)
+    rewrite(pages, model)
+    assert_view_reads(pages, view, version)
     pages.manifest.leases.renew(lease_id)
     pages.clock.advance(SECONDS - 1)
-    changed(pages, model)
+    rewrite(pages, model)
     pages.manifest.leases.expire()
-    assert rows(pages) == 0, "a minute passes in there"
+    assert lease_row_count(pages) == 0, "rewriting advances the clock past the lease"
     pages.clock.advance(GRACE_SECONDS + SECONDS)
     pages.worker().drain()
-    assert zeros(pages) == 0
+    assert zero_count(pages) == 0
 
 
-def test_a_crash_between_rows_and_answer_leaves_a_lease_that_ends_by_itself(pages: Pages) -> None:
+def test_a_crash_between_rows_and_response_leaves_a_lease_that_expires(pages: Pages) -> None:
     model, store = Model(), pages.database()
     write(store, model, {0: image()})
-    with armed("manifest.lease.held", _end), pytest.raises(KeyboardInterrupt):
+    with armed("manifest.lease.held", _interrupt), pytest.raises(KeyboardInterrupt):
         lend(pages.engine, ["shop"], SECONDS)
     pages.crash()
-    assert (rows(pages), pages.manifest.leases.count()) == (1, 1)
+    assert (lease_row_count(pages), pages.manifest.leases.count()) == (1, 1)
     pages.clock.advance(SECONDS + 1)
-    assert (pages.manifest.leases.expire(), rows(pages)) == (1, 0)
+    assert (pages.manifest.leases.expire(), lease_row_count(pages)) == (1, 0)
 
 
-def test_a_database_that_is_closed_is_lent_without_opening_it(pages: Pages) -> None:
+def test_a_closed_database_is_lent_without_opening_it(pages: Pages) -> None:
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     pages.checkpoint(store)
     write(store, model, {3: image(), 17: image()})
-    opened = lend(pages.engine, ["shop"], SECONDS)[1]
+    views_when_open = lend(pages.engine, ["shop"], SECONDS)[1]
     pages.stop()
     pages.start()
     lease_id, views = lend(pages.engine, ["shop"], SECONDS)
     assert list(pages.engine.stores()) == []
-    assert views == opened, "the same version as of one that is open"
-    kept = model.newest
+    assert views == views_when_open, "the same version as of an open database"
+    version = model.newest
     for _ in range(2):
-        changed(pages, model)
+        rewrite(pages, model)
         pages.manifest.leases.renew(lease_id)
-        reads(pages, views[0], kept)
+        assert_view_reads(pages, views[0], version)
 
 
 def test_a_closed_database_with_an_open_log_is_opened_to_be_lent(pages: Pages) -> None:
@@ -203,11 +205,11 @@ def test_a_closed_database_with_an_open_log_is_opened_to_be_lent(pages: Pages) -
     pages.start()
     _, (view,) = lend(pages.engine, ["shop"], SECONDS)
     assert len(list(pages.engine.stores())) == 1
-    reads(pages, view, model.newest)
+    assert_view_reads(pages, view, model.newest)
 
 
-def test_a_database_that_is_opened_and_written_while_it_is_lent_is_lent_whole(pages: Pages) -> None:
-    """Its new leaves with its old log would be no version at all."""
+def test_a_database_opened_and_written_while_it_is_lent_is_lent_consistently(pages: Pages) -> None:
+    """New leaves with an old log would not be a consistent version."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     lend(pages.engine, ["shop"], SECONDS)
@@ -215,39 +217,39 @@ def test_a_database_that_is_opened_and_written_while_it_is_lent_is_lent_whole(pa
     pages.start()
     calls: list[str] = []
 
-    def wake(name: str) -> None:
+    def write_once(name: str) -> None:
         calls.append(name)
         if len(calls) == 1:
             write(again := pages.database(), model, {number: image() for number in range(0, 20, 2)})
             pages.checkpoint(again)
             write(again, model, {1: image()})
 
-    with armed("manifest.lease.held", wake):
+    with armed("manifest.lease.held", write_once):
         _, (view,) = lend(pages.engine, ["shop"], SECONDS)
-    assert len(calls) == 2, "lent again, as one that is open"
-    reads(pages, view, model.newest)
+    assert len(calls) == 2, "lent again as an open database"
+    assert_view_reads(pages, view, model.newest)
 
 
-def test_whether_a_lease_needs_something_is_told_as_fast_for_many_databases_as_for_few(pages: Pages) -> None:
-    """Whoever deletes asks this for each artifact."""
+def test_looking_up_what_a_lease_needs_is_as_fast_for_many_databases_as_for_few(pages: Pages) -> None:
+    """Deletion checks this for each artifact."""
     leases, template = pages.manifest.leases, pages.database().db_id
 
-    def seconds(count: int) -> float:
+    def measure(count: int) -> float:
         lease_id = leases.hold([LentVersion(template, 1)], SECONDS)
         for number in range(count):
             leases.record_origins(lease_id, template + number, {template, template + number})
         assert leases.kept_since(template + count - 1) is not None
         start = time.perf_counter()
         assert [leases.kept_since(template + count + number) for number in range(200)] == [None] * 200
-        taken = time.perf_counter() - start
+        elapsed = time.perf_counter() - start
         leases.release(lease_id)
-        return taken
+        return elapsed
 
-    few = min(seconds(10) for _ in range(3))
-    assert min(seconds(20_000) for _ in range(3)) < 30 * few
+    few = min(measure(10) for _ in range(3))
+    assert min(measure(20_000) for _ in range(3)) < 30 * few
 
 
-def test_what_a_lease_needs_no_longer_goes_with_the_last_version_that_needed_it(pages: Pages) -> None:
+def test_artifacts_are_released_with_the_last_lent_version_that_needs_them(pages: Pages) -> None:
     leases, template = pages.manifest.leases, pages.database().db_id
     forks = [pages.engine.fork("shop", f"fork-{number}") for number in range(2)]
     lease_id = leases.hold([LentVersion(fork, 1) for fork in forks], SECONDS)
@@ -255,51 +257,51 @@ def test_what_a_lease_needs_no_longer_goes_with_the_last_version_that_needed_it(
         leases.record_origins(lease_id, fork, {fork, template})
     leases.release_versions([(lease_id, forks[0])])
     assert leases.kept_since(forks[0]) is None
-    assert leases.kept_since(template) is not None, "the other one needs it"
+    assert leases.kept_since(template) is not None, "the other version still needs it"
     leases.record_origins(lease_id, forks[1], {forks[1]})
     assert leases.kept_since(template) is None
     assert leases.kept_since(forks[1]) is not None
 
 
-def test_what_fell_to_zero_before_a_lease_goes_while_it_lives(pages: Pages) -> None:
-    """A database that is always read must not keep its garbage for ever."""
+def test_artifacts_at_zero_before_a_lease_are_deleted_while_it_lives(pages: Pages) -> None:
+    """A database that is always being read must not keep its garbage forever."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     pages.checkpoint(store)
     for _ in range(6):
         pages.clock.advance(GRACE_SECONDS + 1)
         lend(pages.engine, ["shop"], SECONDS)
-        changed(pages, model)
-    waiting = zeros(pages)
+        rewrite(pages, model)
+    waiting = zero_count(pages)
     for _ in range(12):
         lend(pages.engine, ["shop"], SECONDS)
         pages.clock.advance(2 * GRACE_SECONDS)
-        changed(pages, model)
-    assert zeros(pages) <= 2 * waiting
+        rewrite(pages, model)
+    assert zero_count(pages) <= 2 * waiting
 
 
-def test_a_fork_that_is_lent_keeps_what_its_origins_made(pages: Pages) -> None:
+def test_a_lent_fork_keeps_artifacts_of_its_origins(pages: Pages) -> None:
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     pages.checkpoint(store)
     write(store, model, {2: image()})
     pages.engine.fork("shop", "branch")
-    kept = model.newest
+    version = model.newest
     _, (view,) = lend(pages.engine, ["branch"], SECONDS)
-    branch = model.copy(kept.lsn)
-    changed(pages, model)
-    changed(pages, branch, "branch")
-    reads(pages, view, kept)
+    branch = model.copy(version.lsn)
+    rewrite(pages, model)
+    rewrite(pages, branch, "branch")
+    assert_view_reads(pages, view, version)
 
 
 def test_a_damaged_row_keeps_everything_for_a_while(pages: Pages) -> None:
-    """Nothing is deleted by a row that cannot be read, and a reader's row closes no database."""
+    """Nothing is deleted because of an unreadable row, and a reader's row does not prevent opening a database."""
     model, store = Model(), pages.database()
     write(store, model, {number: image() for number in range(20)})
     pages.checkpoint(store)
     write(store, model, {1: image()})
     lease_id, (view,) = lend(pages.engine, ["shop"], SECONDS)
-    kept = model.newest
+    version = model.newest
     key = t.SNAPSHOT_READERS.key.pack(store.db_id, lease_id)
     env = pages.manifest.env
     with env.begin_write() as txn:
@@ -311,10 +313,10 @@ def test_a_damaged_row_keeps_everything_for_a_while(pages: Pages) -> None:
     pages.stop(check=False)
     pages.start()
     assert pages.engine.floor(store.db_id) == 0
-    changed(pages, model)
+    rewrite(pages, model)
     pages.clock.advance(2 * SECONDS)
-    changed(pages, model)
-    reads(pages, view, kept)
+    rewrite(pages, model)
+    assert_view_reads(pages, view, version)
     pages.manifest.submit([DropReader(store.db_id, lease_id)]).result()  # what a repair does
 
 
@@ -323,14 +325,14 @@ def test_a_version_is_lent_for_seven_days_at_most(pages: Pages, seconds: float) 
     write(pages.database(), Model(), {0: image()})
     with pytest.raises(InvalidInput):
         lend(pages.engine, ["shop"], seconds)
-    assert rows(pages) == 0
+    assert lease_row_count(pages) == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whatever_happens_a_living_lease_reads_its_version(
+def test_a_live_lease_reads_its_version_after_any_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Writes, checkpoints, merges, deletions, restarts and time in any order, with several leases at once."""
+    """Writes, checkpoints, merges, deletions, restarts and clock steps in any order, with several leases at once."""
     small_segments(monkeypatch)
     rng, pages = random.Random(seed), Pages(tmp_path)
     models = {"shop": Model(), "blog": Model()}
@@ -366,10 +368,10 @@ def test_whatever_happens_a_living_lease_reads_its_version(
                 pages.crash() if rng.random() < 0.5 else pages.reopen()
         for _, view, version, until in lent.values():
             if until > pages.clock.monotonic():
-                reads(pages, view, version)
+                assert_view_reads(pages, view, version)
     pages.clock.advance(1_000)
     pages.manifest.leases.expire()
     pages.clock.advance(GRACE_SECONDS + 1)
     pages.worker().drain()
-    assert rows(pages) == 0
+    assert lease_row_count(pages) == 0
     pages.stop()

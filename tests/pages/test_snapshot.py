@@ -1,4 +1,4 @@
-"""Readers: one version each, renewed or run out, and specific errors for everything else."""
+"""Readers: each has one version, is renewed or expires, and gets specific errors for everything else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from quire.core.errors import LeaseExpired, OutOfRange, ReadOnly, UnknownReader
 from quire.core.ids import Epoch
 from quire.pages.readers import LEASE_SECONDS, Lease
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, write
 
 
 def test_a_snapshot_shows_its_version_whatever_happens(pages: Pages) -> None:
@@ -30,7 +30,7 @@ def test_a_snapshot_shows_its_version_whatever_happens(pages: Pages) -> None:
         assert_reads(reader, model.newest)
 
 
-def test_a_snapshot_is_no_place_to_write(pages: Pages) -> None:
+def test_a_snapshot_refuses_writes(pages: Pages) -> None:
     with pages.database().open_snapshot() as reader, pytest.raises(ReadOnly):
         reader.write_page(0, image())
 
@@ -59,7 +59,7 @@ def test_a_page_in_the_cache_is_not_shown_beyond_the_end_of_a_smaller_version(pa
         assert list(dict(reader.scan())) == [0, 1]
 
 
-def test_a_silent_reader_runs_out_and_hears_so(pages: Pages, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_silent_reader_expires_and_gets_an_error(pages: Pages, capsys: pytest.CaptureFixture[str]) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     silent, renewed = store.open_snapshot(tags={"who": "me"}), store.open_snapshot()
@@ -83,7 +83,7 @@ def test_a_silent_reader_runs_out_and_hears_so(pages: Pages, capsys: pytest.Capt
     renewed.close()
 
 
-def test_as_a_context_manager_it_renews_itself(pages: Pages) -> None:
+def test_a_snapshot_used_as_a_context_manager_renews_itself(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     with store.open_snapshot() as reader:
@@ -95,7 +95,7 @@ def test_as_a_context_manager_it_renews_itself(pages: Pages) -> None:
     assert len(store.readers) == 0
 
 
-def test_a_run_out_reader_whose_pages_are_gone_hears_that_it_ran_out(pages: Pages) -> None:
+def test_an_expired_reader_whose_pages_are_gone_gets_lease_expired(pages: Pages) -> None:
     """Not that the database is damaged."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
@@ -105,7 +105,7 @@ def test_a_run_out_reader_whose_pages_are_gone_hears_that_it_ran_out(pages: Page
     write(store, model, {0: image()})
     lease.open = True
     store.readers._retire([lease])
-    lease.open = True  # it looks alive until it is asked again: the moment between two looks
+    lease.open = True  # it seems alive until the next check: the moment between two checks
     pages.checkpoint(store)
     pages.engine.cache._turn(10**9)
     original = store.versions.read
@@ -138,7 +138,7 @@ def test_bulk_reads_and_scans_agree_with_single_reads(tmp_path: Path) -> None:
     pages.stop()
 
 
-def test_a_cold_scan_leaves_the_cache_alone(pages: Pages) -> None:
+def test_a_cold_scan_does_not_change_the_cache(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(40)})
     pages.checkpoint(store)

@@ -1,4 +1,4 @@
-"""The scratch file of a large transaction, and the transaction that goes through it."""
+"""The scratch file of a large transaction, and the transaction that uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.core.settings import PagesSettings
 from quire.durable.files import OsDisk
 from quire.pages.transaction import Spill
 from quire.testing.faults import Fault, FaultyDisk
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, write
 
 SPILL_PAGES = 4
 SETTINGS = PagesSettings(page_size=PAGE, spill_bytes=SPILL_PAGES * PAGE)
@@ -42,20 +42,20 @@ def test_a_spill_behaves_like_a_dict(tmp_path_factory: pytest.TempPathFactory, o
             model.update(images)
         else:
             assert isinstance(op, tuple)
-            what, page = op
-            if what == "drop":
+            action, page = op
+            if action == "drop":
                 spill.drop(page)
                 model.pop(page, None)
             else:
                 spill.drop_from(page)
-                model = {each: data for each, data in model.items() if each < page}
+                model = {number: data for number, data in model.items() if number < page}
     assert sorted(spill) == sorted(model)
     assert len(spill) == len(model)
     assert all(spill.get(page) == model.get(page) and (page in spill) == (page in model) for page in range(10))
     spill.close()
 
 
-def test_the_scratch_file_has_no_name_and_goes_with_the_transaction(tmp_path: Path) -> None:
+def test_the_scratch_file_has_no_name_and_is_removed_with_the_transaction(tmp_path: Path) -> None:
     before = _descriptors()
     spill = Spill(OsDisk(), str(tmp_path), PAGE)
     spill.take({page: image() for page in range(40)})
@@ -65,7 +65,7 @@ def test_the_scratch_file_has_no_name_and_goes_with_the_transaction(tmp_path: Pa
     assert _descriptors() == before
 
 
-def test_bytes_that_come_back_altered_are_not_committed(tmp_path: Path) -> None:
+def test_altered_scratch_bytes_are_not_committed(tmp_path: Path) -> None:
     pages, model = Pages(tmp_path, settings=SETTINGS), Model()
     store = pages.database()
     write(store, model, {0: image()})
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_neither_the_transaction_nor_what_it_has_written(tmp_pa
         st.one_of(st.tuples(st.integers(0, 20), st.integers(0, 3)), st.integers(1, 20)), min_size=1, max_size=40
     )
 )
-@example(steps=[(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), 1])  # everything that was spilled is cut off again
+@example(steps=[(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), 1])  # everything that was spilled is truncated again
 def test_a_transaction_that_spills_is_like_one_that_does_not(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int] | int]
 ) -> None:

@@ -1,4 +1,5 @@
-"""Waiting for syncs: two at a time, settled in order, each for everyone who came in time; a failure is heard by all."""
+"""Waiting for syncs: two at a time, settled in order, each serving all waiters that it covers; a failure reaches all of
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from quire.core.errors import QuireError, StoreUnusable
 from quire.pages import sync_lanes
 from quire.pages.page_source import Mark
 from quire.pages.sync_lanes import LANES, Flight, SyncLanes
-from tests.pages.world import eventually
+from tests.pages.engine_harness import eventually
 
 
 class Sync:
-    """One call of `sync`: it returns, or raises, when the test says so."""
+    """One call of `sync`: it returns or raises when the test says so."""
 
     def __init__(self, flight: Flight) -> None:
         self.flight = flight
@@ -38,7 +39,7 @@ class Sync:
 
 
 class Log:
-    """Something that is written and synced. With `held`, each sync waits in `syncs` for its end."""
+    """A log that is written and synced. With `held`, each sync waits in `syncs` until the test ends it."""
 
     def __init__(self, *, held: bool = False) -> None:
         self.held = held
@@ -55,7 +56,7 @@ class Log:
             return self.written
 
     def _begin(self, flight: Flight, before: Flight | None) -> None:
-        assert before is None or before.lane != flight.lane, "each has a lane of its own"
+        assert before is None or before.lane != flight.lane, "two flights share a lane"
         flight.mark, flight.segments = Mark(self.written, 1), []
 
     def _sync(self, flight: Flight) -> None:
@@ -77,7 +78,7 @@ class Log:
 
 
 class Waiter:
-    """A thread that writes and waits for what it has written."""
+    """A thread that writes and waits until its write is durable."""
 
     def __init__(self, log: Log) -> None:
         self.error: BaseException | None = None
@@ -90,19 +91,19 @@ class Waiter:
     def _run(self) -> None:
         try:
             self._log.lanes.wait_durable(self.lsn)
-            assert self._log.lanes.durable_lsn >= self.lsn, "it went on too early"
+            assert self._log.lanes.durable_lsn >= self.lsn, "it returned too early"
         except BaseException as error:
             self.error = error
         self.is_done = True
 
     def join(self) -> BaseException | None:
         self._thread.join(30)
-        assert not self._thread.is_alive(), "it was forgotten"
+        assert not self._thread.is_alive(), "it was never woken"
         return self.error
 
 
-def flying(log: Log, count: int) -> list[Waiter]:
-    """So many waiters, each of which leads a sync of its own that is under way."""
+def start_leaders(log: Log, count: int) -> list[Waiter]:
+    """Start this many waiters, each of which leads its own running sync."""
     waiters = []
     for number in range(count):
         waiters.append(Waiter(log))
@@ -110,7 +111,7 @@ def flying(log: Log, count: int) -> list[Waiter]:
     return waiters
 
 
-def sleeping(log: Log, count: int) -> list[Waiter]:
+def start_sleepers(log: Log, count: int) -> list[Waiter]:
     before = len(log.lanes._sleepers)
     waiters = [Waiter(log) for _ in range(count)]
     eventually(lambda: len(log.lanes._sleepers) == before + count)
@@ -123,18 +124,18 @@ def assert_idle(log: Log) -> None:
     assert not log.lanes._lock.locked()
 
 
-def test_with_nobody_else_about_a_sync_is_a_call() -> None:
+def test_without_contention_a_sync_is_a_plain_call() -> None:
     log = Log()
     log.lanes.wait_durable(log.write())
     assert (log.settled, log.lanes.durable_lsn) == ([1], 1)
     log.lanes.wait_durable(1)
-    assert len(log.syncs) == 1, "it is durable already"
+    assert len(log.syncs) == 1, "it was already durable"
     assert_idle(log)
 
 
-def test_a_second_writer_does_not_wait_for_the_sync_under_way() -> None:
+def test_a_second_writer_does_not_wait_for_the_running_sync() -> None:
     log = Log(held=True)
-    first, second = flying(log, 2)
+    first, second = start_leaders(log, 2)
     assert [sync.flight.lane for sync in log.syncs] == [0, 1]
     log.syncs[0].end()
     assert first.join() is None
@@ -145,24 +146,24 @@ def test_a_second_writer_does_not_wait_for_the_sync_under_way() -> None:
     assert_idle(log)
 
 
-def test_with_every_lane_taken_the_next_sync_serves_all_who_came_meanwhile() -> None:
+def test_with_every_lane_taken_the_next_sync_serves_all_new_waiters() -> None:
     """One sync serves a group (P7)."""
     log = Log(held=True)
-    leaders, group = flying(log, LANES), sleeping(log, 5)
+    leaders, group = start_leaders(log, LANES), start_sleepers(log, 5)
     assert len(log.syncs) == LANES
     log.syncs[0].end()
     eventually(lambda: len(log.syncs) == LANES + 1)
     for sync in log.syncs:
         sync.end()
-    assert [each.join() for each in leaders + group] == [None] * (LANES + 5)
-    assert log.settled == [1, 2, 7], "one sync for five"
+    assert [waiter.join() for waiter in leaders + group] == [None] * (LANES + 5)
+    assert log.settled == [1, 2, 7], "one sync for five waiters"
     assert_idle(log)
 
 
-def test_who_is_covered_sleeps_though_a_lane_is_free() -> None:
+def test_a_covered_waiter_sleeps_although_a_lane_is_free() -> None:
     log = Log(held=True)
     log.write()
-    (leader,) = flying(log, 1)
+    (leader,) = start_leaders(log, 1)
     late = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     late.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
@@ -173,9 +174,9 @@ def test_who_is_covered_sleeps_though_a_lane_is_free() -> None:
     assert len(log.syncs) == 1
 
 
-def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
+def test_a_served_waiter_does_not_wait_for_the_next_sync() -> None:
     log = Log(held=True)
-    leaders = flying(log, LANES)
+    leaders = start_leaders(log, LANES)
     served = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     served.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
@@ -187,10 +188,10 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
     assert leaders[1].join() is None
 
 
-def test_a_sync_that_is_through_first_waits_for_the_one_before_it() -> None:
+def test_a_sync_that_completes_first_waits_for_the_one_before_it() -> None:
     """Flights are settled in the order in which they began (rule 4)."""
     log = Log(held=True)
-    first, second = flying(log, 2)
+    first, second = start_leaders(log, 2)
     log.syncs[1].end()
     eventually(lambda: len(log.lanes._sleepers) == 1)
     assert (log.settled, log.lanes.durable_lsn, second.is_done) == ([], 0, False)
@@ -199,27 +200,27 @@ def test_a_sync_that_is_through_first_waits_for_the_one_before_it() -> None:
     assert log.settled == [1, 2]
 
 
-@pytest.mark.parametrize("second_is_through", [False, True])
-def test_a_failed_sync_is_heard_by_all_who_wait_and_nothing_is_settled_behind_it(second_is_through: bool) -> None:
+@pytest.mark.parametrize("second_is_done", [False, True])
+def test_a_failed_sync_is_reported_to_all_waiters_and_nothing_is_settled_after_it(second_is_done: bool) -> None:
     log = Log(held=True)
-    leaders, group = flying(log, LANES), sleeping(log, 4)
-    if second_is_through:
+    leaders, group = start_leaders(log, LANES), start_sleepers(log, 4)
+    if second_is_done:
         log.syncs[1].end()
         eventually(lambda: len(log.lanes._sleepers) == 5)
     log.syncs[0].end(OSError("the disk is gone"))
     assert isinstance(leaders[0].join(), OSError)
     log.syncs[1].end()
-    for each in [leaders[1], *group]:
-        assert isinstance(each.join(), StoreUnusable)
+    for waiter in [leaders[1], *group]:
+        assert isinstance(waiter.join(), StoreUnusable)
     assert (log.settled, log.lanes.durable_lsn) == ([], 0)
     assert_idle(log)
     with pytest.raises(StoreUnusable):
         log.lanes.wait_durable(log.write())
 
 
-def test_a_failed_second_sync_leaves_the_first_alone() -> None:
+def test_a_failed_second_sync_does_not_affect_the_first() -> None:
     log = Log(held=True)
-    first, second = flying(log, 2)
+    first, second = start_leaders(log, 2)
     log.syncs[1].end(OSError("the disk is gone"))
     assert isinstance(second.join(), OSError)
     log.syncs[0].end()
@@ -229,16 +230,16 @@ def test_a_failed_second_sync_leaves_the_first_alone() -> None:
 
 
 @pytest.mark.parametrize("step", ["_begin", "_sync"])
-def test_an_interrupt_between_boarding_and_the_sync_is_a_doubt(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
-    """Rule 5: the flight has taken the dirty segments, and nobody else would sync them."""
+def test_an_interrupt_before_the_sync_makes_the_log_unusable(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Rule 5: the flight has taken the dirty segments, and no other flight would sync them."""
     log = Log(held=True)
-    (first,) = flying(log, 1)
+    (first,) = start_leaders(log, 1)
 
-    def interrupted(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(log.lanes, step, interrupted)
+        patch.setattr(log.lanes, step, interrupt)
         assert isinstance(Waiter(log).join(), KeyboardInterrupt)
     assert isinstance(log.failure, KeyboardInterrupt)
     log.syncs[0].end()
@@ -248,8 +249,8 @@ def test_an_interrupt_between_boarding_and_the_sync_is_a_doubt(monkeypatch: pyte
         log.lanes.wait_durable(2)
 
 
-def test_an_interrupt_behind_the_sync_loses_nothing() -> None:
-    """The sync is through: what it made durable is durable, and those it serves hear of it."""
+def test_an_interrupt_after_the_sync_loses_nothing() -> None:
+    """The sync has completed: what it covers is durable, and the waiters it serves are woken."""
     log = Log(held=True)
     settle, calls = log._settle, list[int]()
 
@@ -260,7 +261,7 @@ def test_an_interrupt_behind_the_sync_loses_nothing() -> None:
         settle(flight)
 
     log.lanes._settle = interrupted_once
-    leader = flying(log, 1)[0]
+    leader = start_leaders(log, 1)[0]
     log.write()
     served = threading.Thread(target=log.lanes.wait_durable, args=(1,), daemon=True)
     served.start()
@@ -273,13 +274,13 @@ def test_an_interrupt_behind_the_sync_loses_nothing() -> None:
     assert_idle(log)
 
 
-def test_a_sleeper_that_is_interrupted_leaves_its_turn_to_another() -> None:
-    """It may be the one that was woken to lead; those behind it must not rely on it."""
+def test_an_interrupted_sleeper_passes_its_wake_up_to_another() -> None:
+    """It may be the one that was woken to lead; those behind it must not depend on it."""
     log = Log(held=True)
-    leaders = flying(log, LANES)
+    leaders = start_leaders(log, LANES)
 
     class Interrupted:
-        """A ring whose waiting a signal ends, just when the lane is free."""
+        """A ring whose wait is interrupted by a signal just when the lane becomes free."""
 
         def sleep(self) -> None:
             assert woken.wait(30)
@@ -300,29 +301,29 @@ def test_a_sleeper_that_is_interrupted_leaves_its_turn_to_another() -> None:
         _go_to_sleep = staticmethod(first_is_interrupted)
 
     log.lanes.__class__ = Lanes
-    interrupted, other = sleeping(log, 1)[0], sleeping(log, 1)[0]
+    interrupted, other = start_sleepers(log, 1)[0], start_sleepers(log, 1)[0]
     log.lanes.__class__ = SyncLanes
     log.syncs[0].end()
     assert isinstance(interrupted.join(), KeyboardInterrupt)
     eventually(lambda: len(log.syncs) == LANES + 1)
     for sync in log.syncs:
         sync.end()
-    assert [each.join() for each in [*leaders, other]] == [None, None, None]
+    assert [waiter.join() for waiter in [*leaders, other]] == [None, None, None]
     assert log.failure is None
 
 
-def _interrupting(at: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that interrupts the module under test at the n-th line it comes to."""
-    seen = 0
+def _interrupting(line_count: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that interrupts the module under test at the n-th line it reaches."""
+    lines = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal seen
+        nonlocal lines
         if frame.f_code.co_filename != sync_lanes.__file__ or frame.f_code.co_name == "_abort_flight":
             return None
-        # What a signal cannot do either: come between a block and the release of its lock.
+        # A signal cannot come between a block and the release of its lock either.
         if event == "line" and not _is_with(frame.f_lineno):
-            seen += 1
-            if seen == at:
+            lines += 1
+            if lines == line_count:
                 raise KeyboardInterrupt
         return trace
 
@@ -335,22 +336,23 @@ def _is_with(line: int) -> bool:
 
 
 @pytest.mark.parametrize("role", ["first", "second", "sleeper"])
-def test_an_interrupt_at_any_line_forgets_nobody(role: str) -> None:
-    """The thread is hit at its first line, its second, … until a clean pass. Whoever else waits hears: served, or a failure."""
-    at, was_hit = 0, True
-    while was_hit:
-        at += 1
+def test_an_interrupt_at_any_line_leaves_no_waiter_asleep(role: str) -> None:
+    """The thread is interrupted at its first line, its second, … until a clean pass. All other waiters are served or
+    get an error."""
+    line_count, was_interrupted = 0, True
+    while was_interrupted:
+        line_count += 1
         log = Log(held=True)
-        others = flying(log, {"first": 0, "second": 1, "sleeper": LANES}[role])
-        hit = list[BaseException]()
+        others = start_leaders(log, {"first": 0, "second": 1, "sleeper": LANES}[role])
+        interrupts = list[BaseException]()
 
-        def work(log: Log = log, at: int = at, hit: list[BaseException] = hit) -> None:
+        def work(log: Log = log, line_count: int = line_count, interrupts: list[BaseException] = interrupts) -> None:
             lsn = log.write()
-            sys.settrace(_interrupting(at))
+            sys.settrace(_interrupting(line_count))
             try:
                 log.lanes.wait_durable(lsn)
             except KeyboardInterrupt as interrupt:
-                hit.append(interrupt)
+                interrupts.append(interrupt)
             except StoreUnusable:
                 pass
             finally:
@@ -359,39 +361,39 @@ def test_an_interrupt_at_any_line_forgets_nobody(role: str) -> None:
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         eventually(
-            lambda log=log, others=others, hit=hit: bool(  # type: ignore[misc]
-                hit or log.lanes._sleepers or len(log.syncs) > len(others)
+            lambda log=log, others=others, interrupts=interrupts: bool(  # type: ignore[misc]
+                interrupts or log.lanes._sleepers or len(log.syncs) > len(others)
             )
         )
         others += [Waiter(log)]
         log.held = False
         deadline = time.monotonic() + 30
-        while not all(each.is_done for each in others) or thread.is_alive():
+        while not all(waiter.is_done for waiter in others) or thread.is_alive():
             for sync in [*log.syncs]:
                 sync.end()
-            assert time.monotonic() < deadline, f"interrupted at line {at}, somebody was forgotten"
+            assert time.monotonic() < deadline, f"interrupted at line {line_count}, a waiter was never woken"
             time.sleep(0.0005)
-        was_hit = bool(hit)
-        for error in [each.join() for each in others]:
+        was_interrupted = bool(interrupts)
+        for error in [waiter.join() for waiter in others]:
             assert error is None if log.failure is None else isinstance(error, StoreUnusable | None)
         if log.failure is None:
             log.lanes.wait_durable(log.write())
             assert log.lanes.durable_lsn == log.written
         assert_idle(log)
-    assert at > 8, "the thread was hit at no line of the way"
+    assert line_count > 8, "the thread was never interrupted"
 
 
 @pytest.mark.parametrize("writers", [2, 3, 9])
-def test_nobody_is_forgotten(writers: int) -> None:
+def test_no_waiter_is_left_asleep(writers: int) -> None:
     log = Log()
-    early: list[int] = []
-    under_way: list[int] = []
+    returned_early: list[int] = []
+    running: list[int] = []
 
     def sync(flight: Flight) -> None:
-        under_way.append(flight.lane)
-        assert len(under_way) <= LANES
+        running.append(flight.lane)
+        assert len(running) <= LANES
         time.sleep(random.random() / 2000)
-        under_way.remove(flight.lane)
+        running.remove(flight.lane)
 
     log.lanes._sync = sync
 
@@ -400,32 +402,32 @@ def test_nobody_is_forgotten(writers: int) -> None:
             lsn = log.write()
             log.lanes.wait_durable(lsn)
             if log.lanes.durable_lsn < lsn:
-                early.append(lsn)
+                returned_early.append(lsn)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(writers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-        assert not thread.is_alive(), "somebody was forgotten"
+        assert not thread.is_alive(), "a waiter was never woken"
     assert log.lanes.durable_lsn == log.written == writers * 150
-    assert early == []
+    assert returned_early == []
     assert log.settled == sorted(log.settled)
     assert_idle(log)
 
 
-def test_draining_waits_for_every_sync_under_way() -> None:
+def test_draining_waits_for_every_running_sync() -> None:
     log = Log(held=True)
-    leaders = flying(log, LANES)
-    drained = threading.Thread(target=log.lanes.drain, daemon=True)
-    drained.start()
+    leaders = start_leaders(log, LANES)
+    draining = threading.Thread(target=log.lanes.drain, daemon=True)
+    draining.start()
     eventually(lambda: len(log.lanes._sleepers) == 1)
     log.syncs[0].end()
     assert leaders[0].join() is None
-    assert drained.is_alive()
+    assert draining.is_alive()
     log.syncs[1].end()
-    drained.join(30)
-    assert not drained.is_alive()
+    draining.join(30)
+    assert not draining.is_alive()
     assert leaders[1].join() is None
     log.lanes.drain()
     assert_idle(log)
@@ -433,14 +435,14 @@ def test_draining_waits_for_every_sync_under_way() -> None:
 
 def test_after_a_fork_the_lanes_are_free() -> None:
     log = Log(held=True)
-    leaders = flying(log, LANES)
+    leaders = start_leaders(log, LANES)
     log.lanes._lock.acquire()
     log.lanes.forked()
     assert_idle(log)
-    former, log.syncs, log.held = log.syncs, [], False
+    previous_syncs, log.syncs, log.held = log.syncs, [], False
     log.lanes.wait_durable(log.write())
     assert log.lanes.durable_lsn == 3
-    for sync in former:
+    for sync in previous_syncs:
         sync.end()
-    for each in leaders:
-        assert not isinstance(each.join(), QuireError)
+    for waiter in leaders:
+        assert not isinstance(waiter.join(), QuireError)

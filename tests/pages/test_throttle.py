@@ -10,19 +10,19 @@ from quire.testing.clock import ManualClock
 
 
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.integers(0, 20_000), st.integers(0, 3)), max_size=40))
-def test_no_more_than_the_rate_and_a_second_of_it_passes(rate: int, reads: list[tuple[int, int]]) -> None:
+def test_the_rate_and_one_second_of_burst_are_not_exceeded(rate: int, reads: list[tuple[int, int]]) -> None:
     clock = ManualClock()
     throttle = Throttle(rate, clock, clock.advance)
     started, passed = clock.monotonic(), 0
     for size, pause in reads:
         throttle.take(size)
-        # What was just let through was paid for, up to the burst.
+        # What just passed was paid for, up to the burst.
         passed += size
         assert passed <= rate * (clock.monotonic() - started + 1) + 1
         clock.advance(pause)
 
 
-def test_without_a_rate_nobody_waits() -> None:
+def test_without_a_rate_there_is_no_wait() -> None:
     clock = ManualClock()
     throttle = Throttle(0, clock, clock.advance)
     throttle.take(1 << 40)
@@ -30,7 +30,7 @@ def test_without_a_rate_nobody_waits() -> None:
     assert throttle.waited_seconds == 0.0
 
 
-def test_a_pause_earns_at_most_a_second() -> None:
+def test_a_pause_accumulates_at_most_one_second() -> None:
     clock = ManualClock()
     throttle = Throttle(100, clock, clock.advance)
     clock.advance(1000)

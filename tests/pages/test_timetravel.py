@@ -12,11 +12,11 @@ import pytest
 from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
 from quire.manifest.records import JobKind
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return Pages(tmp_path)
 
@@ -25,8 +25,8 @@ def _now(pages: Pages) -> datetime:
     return datetime.fromtimestamp(pages.clock.now_ms() / 1000, UTC)
 
 
-def test_every_version_that_the_wal_still_has_can_be_opened_by_lsn_and_by_time(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_every_version_in_the_wal_can_be_opened_by_lsn_and_by_time(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     times = []
     for number in range(12):
         write(store, model, {page: image() for page in range(number, number + 3)})
@@ -41,16 +41,16 @@ def test_every_version_that_the_wal_still_has_can_be_opened_by_lsn_and_by_time(s
         with store.open_snapshot(at=version.lsn) as reader:
             assert reader.lsn == version.lsn
             assert_reads(reader, version)
-        for exact in (at, at + timedelta(seconds=9)):
-            with store.open_snapshot(at=exact) as reader:
+        for moment in (at, at + timedelta(seconds=9)):
+            with store.open_snapshot(at=moment) as reader:
                 assert reader.lsn == version.lsn
         with store.open_snapshot(at=Epoch(version.lsn, 0)) as reader:
             assert reader.lsn == version.lsn
     pages.stop()
 
 
-def test_between_two_commits_it_is_the_earlier_one_never_half_a_transaction(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_an_lsn_between_two_commits_opens_the_earlier_one(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     first = write(store, model, {0: image(), 1: image()})
     second = write(store, model, {page: image() for page in range(10)})
     for lsn in range(first.lsn, second.lsn):
@@ -60,26 +60,26 @@ def test_between_two_commits_it_is_the_earlier_one_never_half_a_transaction(smal
     pages.stop()
 
 
-def test_what_a_checkpoint_has_passed_is_gone_unless_a_snapshot_keeps_it(small: Pages) -> None:
-    """The view at E is the leaves of the next anchor and its pins up to E."""
-    pages, model, store = small, Model(), small.database()
+def test_versions_that_a_checkpoint_has_passed_are_gone_unless_a_snapshot_keeps_them(small_pages: Pages) -> None:
+    """The view at E consists of the leaves of the next anchor and its pins up to E."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     for _ in range(3):
         write(store, model, {page: image() for page in range(4)})
     pages.checkpoint(store)
-    lost = model.versions[1:3]
+    lost_versions = model.versions[1:3]
     for _ in range(4):
         write(store, model, {page: image() for page in range(2, 7)})
         pages.clock.advance(10)
-    kept = model.versions[4:]
+    kept_versions = model.versions[4:]
     pages.engine.snapshot("shop", "anchor")
     write(store, model, {0: image()})
     pages.checkpoint(store)
     pages.clock.advance(1000)
     pages.checkpoint(store)
-    for version in lost:
+    for version in lost_versions:
         with pytest.raises(SnapshotGone):
             store.open_snapshot(at=version.lsn)
-    for version in kept:
+    for version in kept_versions:
         with store.open_snapshot(at=version.lsn) as reader:
             assert reader.lsn == version.lsn
             assert_reads(reader, version)
@@ -88,8 +88,8 @@ def test_what_a_checkpoint_has_passed_is_gone_unless_a_snapshot_keeps_it(small: 
     pages.stop()
 
 
-def test_between_an_anchor_and_the_next_version_it_is_the_anchor(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_time_between_an_anchor_and_the_next_version_opens_the_anchor(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(4)})
     first = model.newest
     pages.engine.snapshot("shop", "one")
@@ -108,26 +108,26 @@ def test_between_an_anchor_and_the_next_version_it_is_the_anchor(small: Pages) -
     pages.stop()
 
 
-def test_a_checkpoint_that_comes_while_a_snapshot_is_published_does_not_make_earlier_versions_wrong(
-    small: Pages,
+def test_a_checkpoint_during_the_publication_of_a_snapshot_does_not_make_earlier_versions_wrong(
+    small_pages: Pages,
 ) -> None:
-    """Found by stress: the snapshot then has chunks of its own version and pins from before it; what was in between came out of
-    the chunks. Such a version is gone."""
-    pages, model, store = small, Model(), small.database()
+    """Found by stress: the snapshot then has chunks of its own version and pins from before it, and what was in between
+    was read from the chunks. Such a version must be gone."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     first = write(store, model, {page: image() for page in range(4)})
     write(store, model, {page: image() for page in range(4)})
-    real = pages.manifest.snapshots.publish
+    original = pages.manifest.snapshots.publish
 
-    def publish(*args: Any, **more: Any) -> Any:
+    def publish(*args: Any, **options: Any) -> Any:
         pages.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.db_id)
         pages.worker(JobKind.CHECKPOINT).drain()
-        return real(*args, **more)
+        return original(*args, **options)
 
     pages.manifest.snapshots.publish = publish  # type: ignore[method-assign]
     pages.engine.snapshot("shop", "kept")
     view = pages.engine.view("shop", "kept")
     assert view.pins
-    assert view.links, "the race that this is about"
+    assert view.links, "the race did not happen"
     assert_reads(pages.engine.open_view("shop", "kept"), model.newest)
     with pytest.raises(SnapshotGone):
         store.open_snapshot(at=first.lsn)
@@ -136,14 +136,14 @@ def test_a_checkpoint_that_comes_while_a_snapshot_is_published_does_not_make_ear
     pages.stop()
 
 
-def test_what_is_not_there_yet_or_makes_no_sense_is_refused(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_future_or_invalid_versions_are_refused(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     with pytest.raises(OutOfRange):
         store.open_snapshot(at=model.newest.lsn + 1)
-    for nonsense in (datetime(2024, 1, 1), -1, True):
+    for invalid in (datetime(2024, 1, 1), -1, True):
         with pytest.raises(InvalidInput):
-            store.open_snapshot(at=nonsense)
+            store.open_snapshot(at=invalid)
     with pytest.raises(SnapshotGone):
         store.open_snapshot(at=datetime(2001, 1, 1, tzinfo=UTC))
     with store.open_snapshot(at=_now(pages) + timedelta(days=1)) as reader:
@@ -151,8 +151,8 @@ def test_what_is_not_there_yet_or_makes_no_sense_is_refused(small: Pages) -> Non
     pages.stop()
 
 
-def test_an_earlier_version_is_a_lease_like_any_other(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_an_earlier_version_is_a_lease_like_any_other(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     first = write(store, model, {0: image()})
     write(store, model, {0: image()})
     with store.open_snapshot(at=first.lsn, tags={"back": "then"}):

@@ -1,4 +1,4 @@
-"""Write transactions: what they see, what they refuse, and that the next writer always gets in."""
+"""Write transactions: what they see, what they refuse, and that the next writer is never blocked by an ended one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from quire.core.errors import DatabaseTombstoned, InvalidInput, OutOfRange, ReadOnly, TimedOut
 from quire.core.settings import PagesSettings
 from quire.manifest.records import DbStatus
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, write
 
 
-def test_a_transaction_sees_what_it_writes_and_nobody_else_does(pages: Pages) -> None:
+def test_only_the_transaction_itself_sees_its_writes(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image("old")})
     with store.begin() as txn, store.open_snapshot() as reader:
@@ -29,8 +29,8 @@ def test_a_transaction_sees_what_it_writes_and_nobody_else_does(pages: Pages) ->
         assert_reads(reader, model.newest)
 
 
-def test_what_is_cut_off_and_grown_again_within_a_transaction_is_zeros(pages: Pages) -> None:
-    """Else the old contents would come back (P15)."""
+def test_pages_truncated_and_grown_again_within_a_transaction_are_zeros(pages: Pages) -> None:
+    """Otherwise the old contents would reappear (P15)."""
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(8)})
     with store.begin() as txn:
@@ -64,7 +64,7 @@ def test_a_shrinking_transaction_without_pages_commits_its_size(pages: Pages) ->
         assert_reads(reader, model.newest)
 
 
-def test_a_transaction_that_changed_nothing_makes_no_version(pages: Pages) -> None:
+def test_a_transaction_without_changes_creates_no_version(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     with store.begin() as txn:
@@ -85,7 +85,7 @@ def test_the_first_transaction_may_be_empty(pages: Pages) -> None:
         assert reader.read_pages([]) == {}
 
 
-def test_two_writers_one_of_them_waits_and_is_told_who_is_in_the_way(pages: Pages) -> None:
+def test_a_second_writer_waits_and_gets_the_name_of_the_first(pages: Pages) -> None:
     store = pages.database()
     with store.begin():
         with pytest.raises(TimedOut) as caught:
@@ -130,10 +130,10 @@ def test_an_exception_rolls_back(pages: Pages) -> None:
     store.begin(timeout=0).rollback()
 
 
-def test_a_transaction_that_was_forgotten_lets_the_next_one_in(
+def test_a_garbage_collected_transaction_does_not_block_the_next(
     pages: Pages, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A thread that dies, or a reference that is dropped, would block the database for ever."""
+    """A thread that dies, or a reference that is dropped, would block the database forever."""
     store = pages.database()
 
     def forget() -> None:
@@ -171,7 +171,7 @@ def test_a_database_that_was_set_read_only_or_dropped_takes_no_writes(pages: Pag
 
 
 def test_a_large_transaction_goes_through_a_scratch_file(tmp_path: Path) -> None:
-    """P6: neither its pages nor its frames are in memory at once."""
+    """P6: neither all its pages nor all its frames are in memory at once."""
     pages, model = Pages(tmp_path, settings=PagesSettings(page_size=PAGE, spill_bytes=16 * PAGE)), Model()
     store = pages.database()
     write(store, model, {page: image() for page in range(300)})

@@ -1,4 +1,4 @@
-"""Two syncs of one database at a time: each through a handle of its own, none vouching for what it has not synced."""
+"""Two syncs of one database at a time: each through its own handle, and none proves what it has not synced."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.pages.sync_lanes import Flight
 from quire.pages.transaction import PageGuard
 from quire.testing.crashdisk import CrashDisk, CrashFile, drop_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from tests.pages.world import PAGE, Model, Pages, assert_reads, eventually, image, small_segments, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, eventually, image, small_segments, write
 
 
 class HeldFile(OsFile):
-    """A file whose syncs wait for the test, if it wants them to."""
+    """A file whose syncs wait for the test, if it holds them."""
 
     __slots__ = ("_disk",)
 
@@ -34,7 +34,7 @@ class HeldFile(OsFile):
     def sync(self) -> None:
         disk = self._disk
         if disk.is_holding and self.path.endswith(".seg"):
-            disk.under_way.append(self)
+            disk.running.append(self)
             gate = threading.Event()
             disk.gates.append(gate)
             eventually(lambda: gate.is_set() or disk.gate.is_set())
@@ -44,14 +44,14 @@ class HeldFile(OsFile):
 
 
 class HeldDisk(OsDisk):
-    __slots__ = ("fails", "gate", "gates", "is_holding", "under_way")
+    __slots__ = ("fails", "gate", "gates", "is_holding", "running")
 
     def __init__(self) -> None:
         self.is_holding = self.fails = False
         self.gate = threading.Event()
-        """Opens the way for all syncs; `gates` for one each."""
+        """Releases all syncs; `gates` release one each."""
         self.gates: list[threading.Event] = []
-        self.under_way: list[HeldFile] = []
+        self.running: list[HeldFile] = []
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> HeldFile:
         file = super().open(path, create=create, exclusive=exclusive, write=write)
@@ -61,8 +61,8 @@ class HeldDisk(OsDisk):
         self.is_holding = True
 
 
-class Awaited:
-    """A commit whose thread waits for it."""
+class WaitedCommit:
+    """A commit, and a thread that waits for it."""
 
     def __init__(self, guard: PageGuard) -> None:
         self.guard = guard
@@ -89,7 +89,7 @@ def commit(pages: Pages, page: int, data: bytes) -> PageGuard:
 
 
 def two_handles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small segments too: tests make small ones."""
+    """Use two handles for small segments too, because tests have small ones."""
     monkeypatch.setattr(segment_file, "TWO_HANDLES_BYTES", 0)
 
 
@@ -104,34 +104,34 @@ def test_two_syncs_at_a_time_have_two_handles(tmp_path: Path, monkeypatch: pytes
     for number in range(2):
         guard = commit(pages, number, data := image())
         model.commit(guard.lsn, guard.size_pages, {number: data})
-        waiting.append(Awaited(guard))
-        eventually(lambda number=number: len(disk.under_way) == number + 1)  # type: ignore[misc]
-    first, second = disk.under_way
-    assert first.fileno() != second.fileno(), "Linux tells of a failed write-back once per handle"
+        waiting.append(WaitedCommit(guard))
+        eventually(lambda number=number: len(disk.running) == number + 1)  # type: ignore[misc]
+    first, second = disk.running
+    assert first.fileno() != second.fileno(), "Linux reports a failed write-back once per handle"
     assert first.path == second.path
     disk.gate.set()
-    assert [each.join() for each in waiting] == [None, None]
+    assert [commit_wait.join() for commit_wait in waiting] == [None, None]
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
     pages.stop()
 
 
-def test_syncs_of_a_small_segment_take_turns_and_hear_of_each_others_failure(tmp_path: Path) -> None:
+def test_syncs_of_a_small_segment_are_serialized_and_share_failures(tmp_path: Path) -> None:
     disk = HeldDisk()
     pages = Pages(tmp_path, disk=disk)
     store = pages.database()
     write(store, Model(), {0: image()})
     disk.hold()
-    first = Awaited(commit(pages, 0, image()))
-    eventually(lambda: len(disk.under_way) == 1)
-    second = Awaited(commit(pages, 1, image()))
+    first = WaitedCommit(commit(pages, 0, image()))
+    eventually(lambda: len(disk.running) == 1)
+    second = WaitedCommit(commit(pages, 1, image()))
     eventually(lambda: len(store.wal._lanes._flying) == 2)
-    assert len(disk.under_way) == 1, "one handle, one sync"
+    assert len(disk.running) == 1, "one sync per handle"
     disk.fails = True
     disk.gate.set()
     assert isinstance(first.join(), StoreUnusable)
     assert isinstance(second.join(), StoreUnusable)
-    assert len(disk.under_way) == 1, "the second did not ask a handle that has told its news"
+    assert len(disk.running) == 1, "the second does not sync a handle that has already reported its error"
     disk.is_holding = False
     pages.stop(check=False)
 
@@ -139,39 +139,39 @@ def test_syncs_of_a_small_segment_take_turns_and_hear_of_each_others_failure(tmp
 def test_a_sync_that_fails_for_a_group_fails_all_of_it_and_stops_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """M12: every member hears, nothing more is taken, and what was durable before is there after reopening."""
+    """M12: every member gets the error, nothing more is accepted, and durable commits are there after reopening."""
     two_handles(monkeypatch)
     disk, model = HeldDisk(), Model()
     pages = Pages(tmp_path, disk=disk)
     store, other = pages.database(), pages.database("other")
-    kept = write(store, model, {0: image(), 1: image()})
+    durable_version = write(store, model, {0: image(), 1: image()})
     disk.hold()
-    waiting = [Awaited(commit(pages, 0, image()))]
-    eventually(lambda: len(disk.under_way) == 1)
-    waiting.append(Awaited(commit(pages, 1, image())))
-    eventually(lambda: len(disk.under_way) == 2)
-    waiting += [Awaited(commit(pages, 0, image())) for _ in range(4)]
+    waiting = [WaitedCommit(commit(pages, 0, image()))]
+    eventually(lambda: len(disk.running) == 1)
+    waiting.append(WaitedCommit(commit(pages, 1, image())))
+    eventually(lambda: len(disk.running) == 2)
+    waiting += [WaitedCommit(commit(pages, 0, image())) for _ in range(4)]
     eventually(lambda: len(store.wal._lanes._sleepers) == 4)
     disk.fails = True
     disk.gate.set()
-    assert all(isinstance(each.join(), StoreUnusable) for each in waiting)
-    assert len(disk.under_way) == 2, "after a failure nothing is synced any more"
-    assert store.wal.durable.lsn == kept.lsn
+    assert all(isinstance(commit_wait.join(), StoreUnusable) for commit_wait in waiting)
+    assert len(disk.running) == 2, "nothing is synced after a failure"
+    assert store.wal.durable.lsn == durable_version.lsn
     with pytest.raises(StoreUnusable):
         store.begin()
     disk.is_holding = False
     write(other, Model(), {0: image()})
     with store.open_snapshot() as reader:
-        assert_reads(reader, kept)
+        assert_reads(reader, durable_version)
     again = pages.database()
     assert again is not store
-    assert again.durable_version()[0] >= kept.lsn
+    assert again.durable_version()[0] >= durable_version.lsn
     pages.stop()
 
 
-def test_a_sync_takes_the_segments_of_the_one_under_way(pages: Pages) -> None:
-    """Rule 7 of the WAL. A transaction that was written just before a sync took its segment, but after that had looked what is
-    written, raises no flag again: only the sync under way covers it, and that may still fail."""
+def test_a_sync_takes_the_segments_of_the_running_one(pages: Pages) -> None:
+    """Rule 7 of the WAL. A transaction that is written just before a sync takes its segment, but after that sync read
+    the written lsn, does not mark the segment dirty again: only the running sync covers it, and that may still fail."""
     store = pages.database()
     write(store, Model(), {0: image()})
     wal = store.wal
@@ -179,29 +179,30 @@ def test_a_sync_takes_the_segments_of_the_one_under_way(pages: Pages) -> None:
     class Dirty(deque[Segment]):
         def popleft(self) -> Segment:
             wal._dirty = deque(self)
-            late.append(commit(pages, 1, image()))  # its segment is dirty already
+            late_commits.append(commit(pages, 1, image()))  # its segment is already dirty
             return super().popleft()
 
-    late: list[PageGuard] = []
-    early = commit(pages, 0, image())
+    late_commits: list[PageGuard] = []
+    first_commit = commit(pages, 0, image())
     segment = wal._segment
     first, second = Flight(), Flight()
     wal._dirty = Dirty(wal._dirty)
     wal._begin_sync(first, None)
-    assert (first.mark.lsn, first.segments) == (early.lsn, [segment])
-    wal._dirty.clear()  # what was taken
+    assert (first.mark.lsn, first.segments) == (first_commit.lsn, [segment])
+    wal._dirty.clear()  # the first sync has taken them
     wal._begin_sync(second, first)
-    assert (second.mark.lsn, second.segments) == (late[0].lsn, [segment]), (
-        "it would be durable without a sync of its own"
+    assert (second.mark.lsn, second.segments) == (late_commits[0].lsn, [segment]), (
+        "it would be durable without its own sync"
     )
     assert segment is not None
     segment.is_dirty = True
     wal._dirty.append(segment)
-    late[0].result()
+    late_commits[0].result()
 
 
-def test_a_sync_that_comes_late_to_a_retired_segment_has_nothing_to_do(tmp_path: Path) -> None:
-    """It ended, all of it is published and its file closed, while a second sync that took it from the first was on its way."""
+def test_a_late_sync_of_a_retired_segment_does_nothing(tmp_path: Path) -> None:
+    """The segment is full, published and closed while a second sync, which took it over from the first, is about to
+    start."""
     disk = HeldDisk()
     segment = SegmentFile.create(
         disk, str(tmp_path / "x.seg"), db_id=1, segment_id=1, first_lsn=1, page_size=PAGE, file_bytes=2 << 20
@@ -210,17 +211,17 @@ def test_a_sync_that_comes_late_to_a_retired_segment_has_nothing_to_do(tmp_path:
     disk.hold()
     syncing = threading.Thread(target=segment.sync, args=(1,), daemon=True)
     syncing.start()
-    eventually(lambda: len(disk.under_way) == 1)
+    eventually(lambda: len(disk.running) == 1)
     retiring = threading.Thread(target=segment.retire, daemon=True)
     retiring.start()
     eventually(lambda: segment._is_retired)
-    assert disk.under_way[0].fileno() >= 0, "it is not closed under a sync"
+    assert disk.running[0].fileno() >= 0, "it is not closed during a sync"
     disk.gate.set()
     retiring.join(30)
     syncing.join(30)
-    assert disk.under_way[0].fileno() < 0
+    assert disk.running[0].fileno() < 0
     assert [segment.sync(0), segment.sync(1)] == [1, 1]
-    assert len(disk.under_way) == 1
+    assert len(disk.running) == 1
 
 
 def test_a_segment_that_is_published_and_closed_meanwhile_does_not_fail_a_sync(
@@ -232,53 +233,53 @@ def test_a_segment_that_is_published_and_closed_meanwhile_does_not_fail_a_sync(
     store = pages.database()
     write(store, Model(), {0: image()})
     disk.hold()
-    first = Awaited(commit(pages, 0, image()))
-    eventually(lambda: len(disk.under_way) == 1)
+    first = WaitedCommit(commit(pages, 0, image()))
+    eventually(lambda: len(disk.running) == 1)
     store.wal.seal()
     disk.is_holding = False
-    guard = commit(pages, 1, image())  # makes the next segment
+    guard = commit(pages, 1, image())  # creates the next segment
     disk.hold()
-    second = Awaited(guard)
-    eventually(lambda: len(disk.under_way) == 2)
+    second = WaitedCommit(guard)
+    eventually(lambda: len(disk.running) == 2)
     disk.gates[0].set()
     assert first.join() is None
-    disk.is_holding = False  # what publication syncs
+    disk.is_holding = False  # for the syncs of publication
     store.wal.publish()
     assert not store.wal.has_ended(), "the first segment is closed"
-    assert disk.under_way[0].fileno() < 0
+    assert disk.running[0].fileno() < 0
     disk.gate.set()
-    assert second.join() is None, "it had the first segment on its list"
+    assert second.join() is None, "it had taken the first segment too"
     assert store.wal.failure is None
     pages.stop()
 
 
-def test_a_database_is_closed_behind_the_syncs_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their handles must not be closed, and their numbers given to other files, while they are at it."""
+def test_a_database_is_closed_after_its_running_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their handles must not be closed, and their numbers reused for other files, while they run."""
     two_handles(monkeypatch)
     disk = HeldDisk()
     pages = Pages(tmp_path, disk=disk)
     store = pages.database()
     write(store, Model(), {0: image()})
     disk.hold()
-    waiting = [Awaited(commit(pages, 0, image()))]
-    eventually(lambda: len(disk.under_way) == 1)
-    waiting.append(Awaited(commit(pages, 1, image())))
-    eventually(lambda: len(disk.under_way) == 2)
+    waiting = [WaitedCommit(commit(pages, 0, image()))]
+    eventually(lambda: len(disk.running) == 1)
+    waiting.append(WaitedCommit(commit(pages, 1, image())))
+    eventually(lambda: len(disk.running) == 2)
     closing = threading.Thread(target=store.wal.abandon, args=(StoreClosed("closed"),), daemon=True)
     closing.start()
     eventually(lambda: len(store.wal._lanes._sleepers) >= 1)
-    assert [each.fileno() >= 0 for each in disk.under_way] == [True, True]
+    assert [file.fileno() >= 0 for file in disk.running] == [True, True]
     disk.gate.set()
     closing.join(30)
     assert not closing.is_alive()
-    assert {type(each.join()) for each in waiting} <= {type(None), StoreClosed}
-    assert [each.fileno() for each in disk.under_way] == [-1, -1]
+    assert {type(commit_wait.join()) for commit_wait in waiting} <= {type(None), StoreClosed}
+    assert [file.fileno() for file in disk.running] == [-1, -1]
     disk.is_holding = False
     pages.stop()
 
 
-def test_commits_go_on_through_many_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments end, are published and closed while two syncs are under way all the time."""
+def test_commits_continue_through_many_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are filled, published and closed while two syncs run all the time."""
     two_handles(monkeypatch)
     small_segments(monkeypatch, frames=5)
     pages = Pages(tmp_path, ticking=True)
@@ -312,19 +313,19 @@ def test_commits_go_on_through_many_segments(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_was_acknowledged_survives_power_loss_whoever_synced_it(
+def test_acknowledged_commits_survive_power_loss_whichever_sync_covered_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """Four writers, segments of a few frames, and a disk that forgets what no sync began after."""
+    """Four writers, segments of a few frames, and a disk that loses everything written after the last sync began."""
     two_handles(monkeypatch)
     small_segments(monkeypatch, frames=7)
     rng, sync = random.Random(seed), CrashFile.sync
 
-    def slow(file: CrashFile) -> None:
-        sync(file)  # first: what is written while it is under way is not its business
+    def sync_slowly(file: CrashFile) -> None:
+        sync(file)  # first: a sync does not cover what is written while it runs
         time.sleep(rng.random() / 1000)
 
-    monkeypatch.setattr(CrashFile, "sync", slow)
+    monkeypatch.setattr(CrashFile, "sync", sync_slowly)
     live = CrashDisk(str(tmp_path / "live"))
     power = FaultyDisk(live, Fault.POWER_CUT)
     pages = Pages(tmp_path, disk=power, root=live.path("store"), objects_url="memory://none")
@@ -358,6 +359,6 @@ def test_what_was_acknowledged_survives_power_loss_whoever_synced_it(
     with pages.database().open_snapshot() as reader:
         assert reader.lsn >= max(acknowledged.values())
         for page, lsn in acknowledged.items():
-            newer = [data for at, data in written[page].items() if at >= lsn]
-            assert not lsn or reader.read_page(page) in newer
+            acceptable = [data for written_lsn, data in written[page].items() if written_lsn >= lsn]
+            assert not lsn or reader.read_page(page) in acceptable
     pages.stop()

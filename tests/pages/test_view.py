@@ -1,4 +1,4 @@
-"""Named snapshots as values: picklable, openable with an object store alone, and kept by their rows."""
+"""Named snapshots as values: picklable, openable with only an object store, and kept by their rows."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.pages.view import SnapshotView, without_object
 from tests.objects.conftest import fresh_url, s3_options, s3_server
-from tests.pages import world
-from tests.pages.world import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
-from tests.rules.test_executor_safe import refused_without_lmdb
+from tests.pages import engine_harness
+from tests.pages.engine_harness import GRACE_SECONDS, PAGE, Model, Pages, assert_reads, image, small_segments, write
+from tests.rules.test_executor_safe import failing_without_lmdb
 
 __all__ = ["s3_server"]  # a fixture
 
@@ -56,7 +56,7 @@ EXECUTOR_SAFE = [
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return Pages(tmp_path)
 
@@ -65,15 +65,15 @@ def _sources(root: str, url: str) -> Sources:
     return Sources(root=root, disk=OsDisk(), open_store=lambda _: open_store(url), cache=PageCache(1 << 20))
 
 
-def test_a_named_snapshot_stays_as_it_was_through_everything(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
-    kept = []
+def test_a_named_snapshot_does_not_change(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
+    versions = []
     for number in range(6):
         write(store, model, {page: image() for page in range(number, number + 8)})
         info = pages.engine.snapshot("shop", f"s{number}", tags={"number": str(number)})
         assert (info.anchor_lsn, info.size_pages) == (model.newest.lsn, model.newest.size)
         assert info.anchor_time_ms == pages.clock.now_ms()
-        kept.append((f"s{number}", model.newest))
+        versions.append((f"s{number}", model.newest))
         if number % 2:
             pages.checkpoint(store)
     write(store, model, {0: image()}, truncate=2)
@@ -81,13 +81,13 @@ def test_a_named_snapshot_stays_as_it_was_through_everything(small: Pages) -> No
     pages.clock.advance(GRACE_SECONDS + 1)
     pages.reopen()
     pages.checkpoint(pages.database())
-    for name, version in kept:
+    for name, version in versions:
         assert_reads(pages.engine.open_view("shop", name), version)
     pages.stop()
 
 
-def test_a_view_travels_and_needs_only_an_object_store_and_the_shared_directory(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_pickled_view_needs_only_an_object_store_and_the_shared_directory(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(20)})
     pages.checkpoint(store)
     write(store, model, {page: image() for page in range(5, 9)})
@@ -108,9 +108,9 @@ def test_a_view_travels_and_needs_only_an_object_store_and_the_shared_directory(
     pages.stop()
 
 
-def test_a_view_whose_pins_are_uploaded_needs_no_directory_at_all(small: Pages) -> None:
-    """P16: for executors that share no disk. Evicted segments are read from their objects by the owner, too."""
-    pages, model, store = small, Model(), small.database()
+def test_a_view_whose_pins_are_uploaded_needs_no_directory_at_all(small_pages: Pages) -> None:
+    """P16: for executors without a shared disk. The owner also reads evicted segments from their objects."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(20)})
     pages.checkpoint(store)
     write(store, model, {page: image() for page in range(5, 15)})
@@ -154,27 +154,27 @@ pickle.dump(pages, sys.stdout.buffer)
 """
 
 
-def test_an_executor_without_lmdb_reads_a_view(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_an_executor_without_lmdb_reads_a_view(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(20)})
     pages.checkpoint(store)
     write(store, model, {3: image()})
     pages.engine.snapshot("shop", "kept")
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CHILD, pages.root, pages.objects_url],
         input=pickle.dumps(pages.engine.view("shop", "kept")),
         capture_output=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr.decode()
-    assert pickle.loads(ended.stdout) == {page: model.newest.page(page) for page in range(20)}
-    assert not refused_without_lmdb(EXECUTOR_SAFE)
+    assert process.returncode == 0, process.stderr.decode()
+    assert pickle.loads(process.stdout) == {page: model.newest.page(page) for page in range(20)}
+    assert not failing_without_lmdb(EXECUTOR_SAFE)
     pages.stop()
 
 
-# ── readers that share no disk ────────────────────────────────────────────────────────────────────────────────────────
-ALONE = """
+# ── readers without a shared disk ─────────────────────────────────────────────────────────────────────────────────────
+READ_ALONE = """
 import pickle, sys
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions
@@ -187,21 +187,21 @@ pickle.dump(pages, sys.stdout.buffer)
 
 
 def _read_alone(view: SnapshotView, cwd: Path, options: StoreOptions | None = None) -> dict[int, bytes]:
-    """What a process sees that has the view and the object store, in an empty directory."""
-    ended = subprocess.run(
-        [sys.executable, "-c", ALONE],
+    """What a process in an empty directory reads with the view and the object store."""
+    process = subprocess.run(
+        [sys.executable, "-c", READ_ALONE],
         input=pickle.dumps((view, options)),
         capture_output=True,
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr.decode()
-    found: dict[int, bytes] = pickle.loads(ended.stdout)
-    return found
+    assert process.returncode == 0, process.stderr.decode()
+    contents: dict[int, bytes] = pickle.loads(process.stdout)
+    return contents
 
 
-def test_a_view_that_was_uploaded_is_read_after_the_owners_directory_is_gone(tmp_path: Path) -> None:
+def test_an_uploaded_view_is_read_after_the_owners_directory_is_gone(tmp_path: Path) -> None:
     """A view is opened with nothing but the object store (P16)."""
     settings = StoreSettings(
         object_store=str(tmp_path / "objects"),
@@ -220,18 +220,18 @@ def test_a_view_that_was_uploaded_is_read_after_the_owners_directory_is_gone(tmp
         assert without_object(store.view("shop", "monday"))
         view = store.view("shop", "monday", upload=True)
         assert not without_object(view)
-        assert store.view("shop", "monday", upload=True) == view, "a second time moves nothing"
+        assert store.view("shop", "monday", upload=True) == view, "a second call uploads nothing"
         fork = store.pages.open(store.fork("shop", "copy", at="monday").db_id)
-        forked = model.copy(model.newest.lsn)
-        write(fork, forked, {0: image()})
+        fork_model = model.copy(model.newest.lsn)
+        write(fork, fork_model, {0: image()})
         store.snapshot("copy", "tuesday")
         branch = store.view("copy", "tuesday", upload=True)
-    with quire.open(tmp_path / "store", mode="r") as reading:
-        assert reading.view("shop", "monday", upload=True) == view
+    with quire.open(tmp_path / "store", mode="r") as reading_store:
+        assert reading_store.view("shop", "monday", upload=True) == view
     shutil.move(tmp_path / "store", tmp_path / "gone")
     os.rename(tmp_path / "gone" / "pages", tmp_path / "gone" / "nothing")
-    for each, version in ((view, model.newest), (branch, forked.newest)):
-        assert _read_alone(each, empty) == {page: version.page(page) for page in range(version.size)}
+    for opened_view, version in ((view, model.newest), (branch, fork_model.newest)):
+        assert _read_alone(opened_view, empty) == {page: version.page(page) for page in range(version.size)}
 
 
 def test_a_process_that_only_reads_uploads_nothing(tmp_path: Path) -> None:
@@ -242,8 +242,8 @@ def test_a_process_that_only_reads_uploads_nothing(tmp_path: Path) -> None:
         with store.pages.open("shop").begin() as txn:
             txn.write_page(0, bytes(4096))
         store.snapshot("shop", "monday")
-    with quire.open(tmp_path / "store", mode="r") as reading, pytest.raises(ReadOnly, match="owner"):
-        reading.view("shop", "monday", upload=True)
+    with quire.open(tmp_path / "store", mode="r") as reading_store, pytest.raises(ReadOnly, match="owner"):
+        reading_store.view("shop", "monday", upload=True)
 
 
 def test_a_view_is_read_from_a_bucket_alone(
@@ -251,9 +251,9 @@ def test_a_view_is_read_from_a_bucket_alone(
 ) -> None:
     options = s3_options(f"http://{s3_server[0]}:{s3_server[1]}")
     small_segments(monkeypatch, frames=6)
-    monkeypatch.setattr(world, "open_store", lambda url, **_: open_store(url, options=options))
-    (tmp_path / "world").mkdir()
-    pages = Pages(tmp_path / "world", objects_url=fresh_url())
+    monkeypatch.setattr(engine_harness, "open_store", lambda url, **_: open_store(url, options=options))
+    (tmp_path / "owner").mkdir()
+    pages = Pages(tmp_path / "owner", objects_url=fresh_url())
     pages.engine._upload = lambda keys: upload_now(pages.manifest, pages.worker(), keys)
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(20)})
@@ -263,20 +263,22 @@ def test_a_view_is_read_from_a_bucket_alone(
     view = pages.engine.view("shop", "kept", upload=True)
     assert len(view.pins) > 1
     pages.stop()
-    shutil.rmtree(tmp_path / "world")
+    shutil.rmtree(tmp_path / "owner")
     (tmp_path / "empty").mkdir()
-    found = _read_alone(view, tmp_path / "empty", options)
-    assert found == {page: model.newest.page(page) for page in range(model.newest.size)}
+    contents = _read_alone(view, tmp_path / "empty", options)
+    assert contents == {page: model.newest.page(page) for page in range(model.newest.size)}
 
 
-def test_an_upload_that_fails_for_good_is_said_with_its_reason(small: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_an_upload_that_fails_permanently_is_reported_with_its_reason(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     worker = pages.worker()
     pages.engine._upload = lambda keys: upload_now(pages.manifest, worker, keys, timeout=0.0)
     write(store, model, {page: image() for page in range(5)})
     pages.engine.snapshot("shop", "kept")
     with armed("jobs.upload.announced", "raise:EIO"), pytest.raises(TimedOut, match="upload"):
-        pages.engine.view("shop", "kept", upload=True)  # it will be tried again, and nobody waits so long
+        pages.engine.view("shop", "kept", upload=True)  # it is retried later, after this timeout
     pages.clock.advance(3_600)
     worker.drain()
     assert not without_object(pages.engine.view("shop", "kept", upload=True))
@@ -290,9 +292,9 @@ def test_an_upload_that_fails_for_good_is_said_with_its_reason(small: Pages, mon
 
 
 def test_a_snapshot_that_is_dropped_while_it_is_opened_is_gone_not_damaged(
-    small: Pages, monkeypatch: pytest.MonkeyPatch
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pages, model, store = small, Model(), small.database()
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(12)})
     pages.engine.snapshot("shop", "kept")
     view = pages.engine.view("shop", "kept")
@@ -309,8 +311,8 @@ def test_a_snapshot_that_is_dropped_while_it_is_opened_is_gone_not_damaged(
     pages.stop()
 
 
-def test_a_snapshot_that_is_dropped_while_it_is_read_is_gone_not_damaged(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_snapshot_that_is_dropped_while_it_is_read_is_gone_not_damaged(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(12)})
     pages.engine.snapshot("shop", "kept")
     reader = pages.engine.open_view("shop", "kept")
@@ -329,14 +331,14 @@ def test_a_snapshot_that_is_dropped_while_it_is_read_is_gone_not_damaged(small: 
     pages.stop()
 
 
-def test_a_missing_or_altered_chunk_is_corruption_and_other_slots_are_still_read(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_missing_or_altered_chunk_is_corruption_and_other_slots_are_still_read(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(20)})
     pages.checkpoint(store)
     pages.engine.snapshot("shop", "kept")
     objects = sorted(path for path in Path(pages.objects_url).rglob("base:*"))
     assert len(objects) == 3
-    lost = objects[1].read_bytes()
+    original_bytes = objects[1].read_bytes()
     objects[1].unlink()
     pages.engine.sources.close()
     pages.engine.cache._turn(10**9)
@@ -358,21 +360,21 @@ def test_a_missing_or_altered_chunk_is_corruption_and_other_slots_are_still_read
         with pytest.raises(Corruption, match="missing"):
             live.read_pages(range(20))
         assert live.read_pages([0, 19]) == {page: model.newest.page(page) for page in (0, 19)}
-        altered = bytearray(lost)
+        altered = bytearray(original_bytes)
         altered[200] ^= 1
         objects[1].write_bytes(bytes(altered))
         with pytest.raises(Corruption):
             live.read_page(8)
         with pytest.raises(Corruption):
             reader.read_rows(np.array([9, 8]))
-        objects[1].write_bytes(lost)
-        assert live.read_page(8) == model.newest.page(8), "once it is restored, it is found"
+        objects[1].write_bytes(original_bytes)
+        assert live.read_page(8) == model.newest.page(8), "once it is restored, it is read"
     pages.stop()
 
 
-def test_a_snapshot_includes_what_is_written_and_not_yet_durable_but_no_open_transaction(small: Pages) -> None:
+def test_a_snapshot_includes_written_commits_that_are_not_durable_but_no_open_transaction(small_pages: Pages) -> None:
     """P13: it never waits for an open write transaction."""
-    pages, model, store = small, Model(), small.database()
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     with store.begin() as txn:
         txn.write_page(0, image("written"))
@@ -386,11 +388,11 @@ def test_a_snapshot_includes_what_is_written_and_not_yet_durable_but_no_open_tra
     assert_reads(pages.engine.open_view("shop", "kept"), model.newest)
     with pytest.raises(NameTaken):
         pages.engine.snapshot("shop", "kept")
-    assert len(store.readers) == 0, "its hold is given back, also when it fails"
+    assert len(store.readers) == 0, "its hold is released, also on failure"
     pages.stop()
 
 
-def test_an_empty_database_can_be_kept_and_forked(pages: Pages) -> None:
+def test_an_empty_database_can_be_snapshotted_and_forked(pages: Pages) -> None:
     pages.database()
     pages.engine.snapshot("shop", "nothing")
     assert pages.engine.open_view("shop", "nothing").size_pages == 0
@@ -400,7 +402,7 @@ def test_an_empty_database_can_be_kept_and_forked(pages: Pages) -> None:
         assert_reads(reader, model.newest)
 
 
-def test_clocks_are_not_asked_where_a_view_is_read(pages: Pages) -> None:
+def test_reading_a_view_uses_no_clock(pages: Pages) -> None:
     """`SystemClock` stays with the owner: a view has its own time."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})

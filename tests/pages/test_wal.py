@@ -16,7 +16,7 @@ from quire.manifest import tables as t
 from quire.manifest.records import WalRecord, WalState
 from quire.pages.wal import LSN_BLOCK
 from quire.testing.faults import Fault, FaultyDisk
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, small_segments, write
 
 
 def rows(pages: Pages, db_id: int = 1) -> dict[int, WalRecord]:
@@ -30,7 +30,7 @@ def index(pages: Pages, db_id: int = 1) -> list[tuple[int, int]]:
         return [(key[1], key[2]) for key, _ in txn.scan(t.PAGE_VERSION_INDEX, db_id)]
 
 
-def test_a_segment_goes_from_open_to_indexed_and_its_row_says_what_it_holds(pages: Pages) -> None:
+def test_a_segment_goes_from_open_to_indexed_and_its_row_describes_its_contents(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image(), 1: image()})
     assert rows(pages)[1].state is WalState.OPEN
@@ -44,8 +44,8 @@ def test_a_segment_goes_from_open_to_indexed_and_its_row_says_what_it_holds(page
     assert (row.state, row.first_lsn, row.last_lsn, row.frame_count, row.size_pages) == (WalState.INDEXED, 1, 2, 2, 2)
 
 
-def test_nothing_that_is_not_durable_is_published(pages: Pages) -> None:
-    """Nothing that names an lsn enters the manifest before that lsn is synced (P5)."""
+def test_only_durable_frames_are_published(pages: Pages) -> None:
+    """Nothing with an lsn enters the manifest before that lsn is synced (P5)."""
     store = pages.database()
     with store.begin() as txn:
         txn.write_page(0, image())
@@ -63,19 +63,19 @@ def test_nothing_that_is_not_durable_is_published(pages: Pages) -> None:
     assert rows(pages)[1].state is WalState.INDEXED
 
 
-def test_a_sync_does_not_go_on_for_what_is_written_meanwhile(pages: Pages) -> None:
-    """P7: it used to sync again and again while others wrote, and nobody who waited for the first one heard of it."""
+def test_a_sync_does_not_continue_for_later_writes(pages: Pages) -> None:
+    """P7: a sync used to repeat while others wrote, and waiters of the first one were not woken."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     wal, syncs = store.wal, list[int]()
 
-    def another_writes(_: str) -> None:
+    def append_meanwhile(_: str) -> None:
         syncs.append(wal.written.lsn)
         if len(syncs) < 5:
             wal.append({0: image()}, 1, 1)
 
     first = wal.append({0: image()}, 1, 1)
-    with armed("pages.segment.sync", another_writes):
+    with armed("pages.segment.sync", append_meanwhile):
         wal.sync(first.lsn)
     assert syncs == [first.lsn]
     assert (wal.durable.lsn, wal.written.lsn) == (first.lsn, first.lsn + 1)
@@ -83,21 +83,21 @@ def test_a_sync_does_not_go_on_for_what_is_written_meanwhile(pages: Pages) -> No
     assert wal.durable.lsn == first.lsn + 1
 
 
-def test_publication_is_asked_for_once_until_it_begins(pages: Pages) -> None:
-    store, model, asked = pages.database(), Model(), list[int]()
+def test_publication_is_requested_once_until_it_begins(pages: Pages) -> None:
+    store, model, requests = pages.database(), Model(), list[int]()
     write(store, model, {0: image()})
     wal = store.wal
-    wal._notify, wal._notify_bytes, wal._publish_requested = (lambda: asked.append(wal.written.lsn)), 1, False
+    wal._notify, wal._notify_bytes, wal._publish_requested = (lambda: requests.append(wal.written.lsn)), 1, False
     for _ in range(3):
         write(store, model, {0: image()})
-    assert len(asked) == 1
+    assert len(requests) == 1
     wal.publish()
     write(store, model, {0: image()})
-    assert len(asked) == 2
+    assert len(requests) == 2
 
 
-def test_readers_see_durable_versions_and_writers_what_is_written(pages: Pages) -> None:
-    """Readers open at what is durable (P7), or at what is written if they ask for it (Q2)."""
+def test_readers_see_durable_versions_and_writers_see_written_ones(pages: Pages) -> None:
+    """Readers open at the durable version (P7), or at the written one on request (Q2)."""
     store, model = pages.database(), Model()
     write(store, model, {0: image("old")})
     txn = store.begin()
@@ -132,8 +132,8 @@ def test_a_transaction_across_segments_is_published_and_sealed_as_a_whole(
 def test_a_segment_that_ends_within_a_transaction_has_a_size_that_loses_no_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reopen: bool
 ) -> None:
-    """A checkpoint drops what lies beyond a segment's size. If that were 0, the size before a growing transaction, or the size
-    of a later version, pages would be lost (P15)."""
+    """A checkpoint drops what is beyond a segment's size. If that were 0, the size before a growing transaction, or the
+    size of a later version, pages would be lost (P15)."""
     small_segments(monkeypatch, frames=3)
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
@@ -151,9 +151,9 @@ def test_a_segment_that_ends_within_a_transaction_has_a_size_that_loses_no_page(
     lasts = [row.last_lsn for row in rows(pages).values()]
     for size, last in zip(sizes, lasts):
         version = model.at(last)
-        following = [each for each in model.versions if each.lsn > last]
-        within = version.lsn != last
-        assert size == (max(version.size, following[0].size) if within else version.size)
+        later_versions = [later for later in model.versions if later.lsn > last]
+        ends_within = version.lsn != last
+        assert size == (max(version.size, later_versions[0].size) if ends_within else version.size)
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
     pages.stop()
@@ -194,8 +194,8 @@ def test_a_page_that_is_published_leaves_memory(pages: Pages) -> None:
     assert store.wal.unpublished_bytes == 0
 
 
-def test_begin_publishes_when_too_much_waits(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P6: the index is at most two segments behind, also when nobody waits for commits and no ticker runs."""
+def test_begin_publishes_when_too_much_is_unpublished(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: the index is at most two segments behind, even if no thread waits for commits and no ticker runs."""
     monkeypatch.setattr("quire.pages.pagestore.UNPUBLISHED_MAX", 20 * (PAGE + 64))
     store = pages.database()
     for _ in range(30):
@@ -206,7 +206,7 @@ def test_begin_publishes_when_too_much_waits(pages: Pages, monkeypatch: pytest.M
         assert store.wal.unpublished_bytes <= 25 * (PAGE + 64)
 
 
-def test_an_append_that_fails_half_way_poisons_and_shows_nothing(
+def test_an_append_that_fails_halfway_makes_the_database_unusable_and_is_never_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_segments(monkeypatch, frames=3)
@@ -232,7 +232,7 @@ def test_an_append_that_fails_half_way_poisons_and_shows_nothing(
     pages.stop()
 
 
-def test_readers_of_a_database_that_was_opened_anew_are_still_protected_and_read_on(tmp_path: Path) -> None:
+def test_readers_of_a_reopened_database_are_still_protected_and_continue(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path="*/pages/*")
     pages, model = Pages(tmp_path, disk=disk), Model()
     store = pages.database()
@@ -255,7 +255,7 @@ def test_readers_of_a_database_that_was_opened_anew_are_still_protected_and_read
 
 
 def test_growing_without_writing_makes_zeros_and_is_bounded(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P15: each page that comes into being is a frame, so growing by millions at once is refused, before anything is done."""
+    """P15: each page that is created is a frame, so growing by millions at once is refused before anything happens."""
     store, model = pages.database(), Model()
     write(store, model, {0: image(), 4: image()})
     with store.open_snapshot() as reader:
@@ -287,7 +287,7 @@ def test_every_page_size(tmp_path: Path, page_size: int) -> None:
     pages.stop()
 
 
-def test_after_closing_nothing_is_taken_and_nothing_is_left_to_recover(pages: Pages) -> None:
+def test_after_closing_nothing_is_accepted_and_nothing_needs_recovery(pages: Pages) -> None:
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
     txn = store.begin()
@@ -334,11 +334,11 @@ def test_commit_times_never_go_back(pages: Pages) -> None:
     assert times == sorted(times)
 
 
-def test_after_fork_the_child_cannot_touch_the_parents_wal(pages: Pages) -> None:
-    """M12: an append of the child would land in the parent's segment."""
+def test_after_a_process_fork_the_child_cannot_write_the_parents_wal(pages: Pages) -> None:
+    """M12: an append by the child would be written to the parent's segment."""
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
-    store.wal._append.acquire()  # as if another thread were just appending
+    store.wal._append.acquire()  # as if another thread were appending
     child = os.fork()
     if child == 0:
         code = 1
@@ -356,20 +356,20 @@ def test_after_fork_the_child_cannot_touch_the_parents_wal(pages: Pages) -> None
 
 
 def test_publication_and_reads_race_without_a_gap(pages: Pages) -> None:
-    """P8: a reader that looks into memory first and into the manifest second misses nothing that moves in between."""
+    """P8: a reader that searches memory first and the manifest second misses nothing that moves in between."""
     store, model = pages.database(), Model()
     write(store, model, {page: image() for page in range(8)})
     stop = threading.Event()
-    wrong: list[object] = []
+    mismatches: list[object] = []
 
     def read() -> None:
         while not stop.is_set():
             with store.open_snapshot() as reader:
                 version = model.at(reader.lsn)
-                pages.engine.cache._turn(10**9)  # nothing is answered from memory
+                pages.engine.cache._turn(10**9)  # nothing is served from memory
                 for page in range(8):
                     if reader.read_page(page) != version.page(page):
-                        wrong.append((page, reader.lsn))
+                        mismatches.append((page, reader.lsn))
 
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
@@ -385,7 +385,7 @@ def test_publication_and_reads_race_without_a_gap(pages: Pages) -> None:
     stop.set()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert not mismatches
 
 
 def test_bad_pages_are_refused_before_anything_happens(pages: Pages) -> None:

@@ -1,4 +1,4 @@
-"""Making segments: all or nothing, recycled where possible, ids never twice."""
+"""Creation of segments: all or nothing, recycled where possible, ids never reused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.manifest.records import JobKind, WalState
 from quire.testing.faults import Fault, FaultyDisk
+from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
 from tests.pages.test_wal import rows
-from tests.pages.world import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
 
 
 def _files(pages: Pages, db_id: int = 1) -> set[str]:
@@ -23,17 +23,17 @@ def _files(pages: Pages, db_id: int = 1) -> set[str]:
 
 def _inodes(pages: Pages) -> set[int]:
     folder = Path(pages.root) / "pages/00000001/wal"
-    return {each.stat().st_ino for each in folder.iterdir()}
+    return {path.stat().st_ino for path in folder.iterdir()}
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def small_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pages:
     small_segments(monkeypatch, frames=6)
     return Pages(tmp_path)
 
 
-def test_files_of_truncated_segments_are_used_again(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_files_of_truncated_segments_are_recycled(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(12)})
     before = _inodes(pages)
     pages.checkpoint(store)
@@ -44,7 +44,7 @@ def test_files_of_truncated_segments_are_used_again(small: Pages) -> None:
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
     pages.clock.advance(GRACE_SECONDS + 1)
-    pages.run(JobKind.CHECKPOINT, store.db_id)  # the delete job finds the names gone: a success
+    pages.run(JobKind.CHECKPOINT, store.db_id)  # the delete job finds the names gone, which is a success
     assert 1 not in rows(pages)
     pages.crash()
     with pages.database().open_snapshot() as reader:
@@ -52,24 +52,24 @@ def test_files_of_truncated_segments_are_used_again(small: Pages) -> None:
     pages.stop()
 
 
-def test_a_file_that_a_snapshot_needs_is_not_used_again(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_file_that_a_snapshot_needs_is_not_recycled(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(12)})
-    kept = model.newest
+    snapshot_version = model.newest
     pages.engine.snapshot("shop", "kept")
     pages.checkpoint(store)
     write(store, model, {page: image() for page in range(12)})
     assert store.wal.recycled == 0
-    assert_reads(pages.engine.open_view("shop", "kept"), kept)
+    assert_reads(pages.engine.open_view("shop", "kept"), snapshot_version)
     pages.manifest.snapshots.drop("shop", "kept")
     write(store, model, {page: image() for page in range(12)})
     assert store.wal.recycled == 2
     pages.stop()
 
 
-def test_a_reader_that_is_still_at_a_recycled_file_looks_again(small: Pages) -> None:
-    """P8: it finds another salt there, and then the chunk."""
-    pages, model, store = small, Model(), small.database()
+def test_a_reader_of_a_recycled_file_looks_its_page_up_again(small_pages: Pages) -> None:
+    """P8: it finds another salt there, and then reads the chunk."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(6)})
     segment = pages.engine.sources.segment(store.db_id, 1)  # an open handle on the file of segment 1
     with store.open_snapshot() as reader:
@@ -101,13 +101,13 @@ def test_a_file_that_cannot_be_recycled_is_replaced_by_a_new_one(
     pages.stop()
 
 
-def test_a_busy_database_has_its_next_file_ready(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_busy_database_has_its_next_file_ready(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
-    assert not store.wal.prepare(), "it is not half full"
+    assert not store.wal.prepare(), "the segment is not half full"
     write(store, model, {page: image() for page in range(4)})
     assert store.wal.prepare()
-    assert not store.wal.prepare(), "one is enough"
+    assert not store.wal.prepare(), "one spare is enough"
     assert "00000000.seg" in _files(pages)
     write(store, model, {page: image() for page in range(6)})
     assert store.wal.recycled == 1
@@ -118,13 +118,14 @@ def test_a_busy_database_has_its_next_file_ready(small: Pages) -> None:
     pages.crash()
     assert "00000000.seg" in _files(pages)
     pages.database()
-    assert "00000000.seg" not in _files(pages), "a spare of an earlier life is garbage"
+    assert "00000000.seg" not in _files(pages), "a spare of an earlier process is garbage"
     pages.stop()
 
 
-def test_a_spare_being_prepared_does_not_take_the_place_of_one_being_recycled(small: Pages) -> None:
-    """Found by SIGKILL: the writer renamed the file that the ticker had just put there, and wrote on without a header."""
-    pages, model, store = small, Model(), small.database()
+def test_a_spare_being_prepared_does_not_replace_one_being_recycled(small_pages: Pages) -> None:
+    """Found by SIGKILL: the writer renamed the file that the ticker had just put there, and continued without a
+    header."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(5)})
     assert store.wal.prepare()
     preparers: list[threading.Thread] = []
@@ -136,8 +137,8 @@ def test_a_spare_being_prepared_does_not_take_the_place_of_one_being_recycled(sm
 
     with armed("pages.segment.recycled", prepare_meanwhile):
         write(store, model, {page: image() for page in range(5)})
-    for each in preparers:
-        each.join()
+    for preparer in preparers:
+        preparer.join()
     assert preparers
     pages.crash()
     with pages.database().open_snapshot() as reader:
@@ -145,8 +146,8 @@ def test_a_spare_being_prepared_does_not_take_the_place_of_one_being_recycled(sm
     pages.stop()
 
 
-def test_a_refused_segment_leaves_no_file_and_no_row(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_refused_segment_leaves_no_file_and_no_row(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     with armed("pages.wal.made", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
         write(store, Model(), {page: image() for page in range(20)})
@@ -156,18 +157,18 @@ def test_a_refused_segment_leaves_no_file_and_no_row(small: Pages) -> None:
     pages.stop()
 
 
-def test_when_nobody_knows_whether_rows_were_committed_their_ids_are_burned_and_their_rows_discarded(
-    small: Pages,
+def test_if_a_commit_is_in_doubt_its_ids_are_not_reused_and_its_rows_are_discarded(
+    small_pages: Pages,
 ) -> None:
-    """A row that stays open would hold every checkpoint back; an id that is used twice would make two files of one name."""
-    pages, model, store = small, Model(), small.database()
+    """A row that stays open would block every checkpoint; an id that is used twice would give two files one name."""
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {page: image() for page in range(6)})
-    real = pages.manifest.submit
+    submit = pages.manifest.submit
 
     class Interrupted(BaseException):
         pass
 
-    class Lost:
+    class InterruptedGuard:
         """A guard whose wait is interrupted although its batch commits."""
 
         def __init__(self, guard: object) -> None:
@@ -177,10 +178,10 @@ def test_when_nobody_knows_whether_rows_were_committed_their_ids_are_burned_and_
             self.guard.result()  # type: ignore[attr-defined]
             raise Interrupted
 
-    pages.manifest.submit = lambda ops: Lost(real(ops))  # type: ignore[assignment, return-value]
+    pages.manifest.submit = lambda ops: InterruptedGuard(submit(ops))  # type: ignore[assignment, return-value]
     with pytest.raises(Interrupted), store.begin() as txn:
         txn.write_page(0, image())
-    pages.manifest.submit = real
+    pages.manifest.submit = submit
     assert store.wal.failure is None
     assert rows(pages)[2].state is WalState.OPEN
     write(store, model, {page: image() for page in range(6)})
@@ -195,8 +196,8 @@ def test_when_nobody_knows_whether_rows_were_committed_their_ids_are_burned_and_
     pages.stop()
 
 
-def test_a_read_only_or_dropped_database_gets_no_segment(small: Pages) -> None:
-    pages, model, store = small, Model(), small.database()
+def test_a_commit_whose_frames_cannot_be_written_leaves_no_new_segment(small_pages: Pages) -> None:
+    pages, model, store = small_pages, Model(), small_pages.database()
     write(store, model, {0: image()})
     before = _files(pages)
     with pytest.raises(StoreUnusable), armed("pages.segment.frames", "raise:EIO"), store.begin() as txn:

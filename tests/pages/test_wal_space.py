@@ -1,4 +1,4 @@
-"""What a WAL takes on the disk: sizes follow what is used, sealed segments keep no zeros, and crashes lose nothing."""
+"""The disk space of a WAL: sizes follow the used bytes, sealed segments keep no zeros, and crashes lose nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.durable.files import OsDisk
 from quire.manifest.records import WalState
 from quire.pages.segment import FILE_BYTES_MAX, FILE_BYTES_MIN
 from quire.pages.wal_files import SPARE
+from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
 from tests.pages.test_wal import rows
-from tests.pages.world import Model, Pages, assert_reads, image, small_segments, write
 
 
 def _wal(pages: Pages) -> dict[int, Path]:
@@ -34,7 +34,7 @@ def interrupt(_: str) -> None:
 
 # ── sizes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_segment_doubles_only_if_the_one_before_was_filled(tmp_path: Path) -> None:
-    """Each new segment doubled, however empty the last one was."""
+    """Each new segment doubled, however empty the previous one was."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     for _ in range(10):
@@ -42,7 +42,7 @@ def test_a_segment_doubles_only_if_the_one_before_was_filled(tmp_path: Path) -> 
         assert max(_sizes(pages).values()) == FILE_BYTES_MIN
         pages.engine.flush(store.db_id)
     filled = {page: image() for page in range(FILE_BYTES_MIN // 512)}
-    write(store, model, filled)  # a little more than one segment holds
+    write(store, model, filled)  # slightly more than one segment holds
     write(store, model, filled)
     assert max(_sizes(pages).values()) > FILE_BYTES_MIN
     pages.engine.flush(store.db_id)
@@ -50,12 +50,12 @@ def test_a_segment_doubles_only_if_the_one_before_was_filled(tmp_path: Path) -> 
     pages.engine.flush(store.db_id)
     write(store, model, {0: image()})
     last = max(_wal(pages))
-    assert _sizes(pages)[last] == FILE_BYTES_MIN, "one that was busy once goes back to the smallest size"
+    assert _sizes(pages)[last] == FILE_BYTES_MIN, "after a busy phase the size returns to the smallest"
     pages.stop()
 
 
 def test_a_sealed_segment_keeps_only_its_used_bytes(tmp_path: Path) -> None:
-    """Sealed and pinned files kept their zeros."""
+    """Sealed and pinned files used to keep their zeros."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     for number in range(5):
@@ -69,7 +69,7 @@ def test_a_sealed_segment_keeps_only_its_used_bytes(tmp_path: Path) -> None:
     pages.stop()
 
 
-def test_zeros_that_an_earlier_version_left_are_given_back_when_the_database_is_opened(tmp_path: Path) -> None:
+def test_zeros_that_an_earlier_version_left_are_released_when_the_database_is_opened(tmp_path: Path) -> None:
     pages, model = Pages(tmp_path), Model()
     write(pages.database(), model, {0: image(), 1: image()})
     pages.engine.snapshot("shop", "kept")
@@ -86,8 +86,8 @@ def test_zeros_that_an_earlier_version_left_are_given_back_when_the_database_is_
 
 
 @pytest.mark.parametrize("point", ["pages.wal.trimmed", "pages.wal.sealed"])
-def test_a_crash_beside_the_cut_loses_nothing(tmp_path: Path, point: str) -> None:
-    """Before the seal: an open segment whose file ends behind its last frame. After it: the seal says the same."""
+def test_a_crash_around_the_trim_loses_nothing(tmp_path: Path, point: str) -> None:
+    """Before the seal: an open segment whose file ends after its last frame. After it: the seal has the same size."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     write(store, model, {page: image() for page in range(9)})
@@ -102,7 +102,7 @@ def test_a_crash_beside_the_cut_loses_nothing(tmp_path: Path, point: str) -> Non
 
 
 def test_only_filled_files_are_recycled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was cut needs its zeros again: that is what making a file costs."""
+    """A trimmed file needs its zeros again, which is the cost of creating a file."""
     small_segments(monkeypatch, frames=6)
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
@@ -115,7 +115,7 @@ def test_only_filled_files_are_recycled(tmp_path: Path, monkeypatch: pytest.Monk
     pages.stop()
 
 
-def test_a_database_that_stops_writing_has_no_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_database_has_no_spare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_segments(monkeypatch, frames=6)
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
@@ -128,21 +128,21 @@ def test_a_database_that_stops_writing_has_no_spare(tmp_path: Path, monkeypatch:
     pages.stop()
 
 
-def test_the_budget_counts_what_the_file_system_has_given(tmp_path: Path) -> None:
+def test_the_budget_counts_the_space_that_the_file_system_allocated(tmp_path: Path) -> None:
     settings = PagesSettings(page_size=512)
     pages = Pages(tmp_path, settings=settings)
     store, model = pages.database(), Model()
     write(store, model, {0: image()})
-    assert pages.engine.quota.used(store.db_id) == FILE_BYTES_MIN, "an open segment with the zeros it has ahead"
+    assert pages.engine.quota.used(store.db_id) == FILE_BYTES_MIN, "an open segment with its preallocated zeros"
     pages.engine.flush(store.db_id)
-    given = sum(path.stat().st_blocks * 512 for path in _wal(pages).values())
-    assert pages.engine.quota.used(store.db_id) == given < FILE_BYTES_MIN
+    allocated_bytes = sum(path.stat().st_blocks * 512 for path in _wal(pages).values())
+    assert pages.engine.quota.used(store.db_id) == allocated_bytes < FILE_BYTES_MIN
     pages.stop()
 
 
 # ── files without a row ───────────────────────────────────────────────────────────────────────────────────────────────
 def test_segments_newer_than_a_restored_manifest_are_quarantined(tmp_path: Path) -> None:
-    """A manifest from an older copy has no rows of segments with acknowledged commits; opening deleted them."""
+    """A manifest from an older copy has no rows for segments with acknowledged commits; opening used to delete them."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     write(store, model, {0: image()})
@@ -165,7 +165,7 @@ def test_segments_newer_than_a_restored_manifest_are_quarantined(tmp_path: Path)
 
 
 @pytest.mark.parametrize("contents", [b"", bytes(FILE_BYTES_MIN)])
-def test_what_a_crash_left_of_a_new_file_is_removed(tmp_path: Path, contents: bytes) -> None:
+def test_leftovers_of_a_new_file_after_a_crash_are_removed(tmp_path: Path, contents: bytes) -> None:
     pages, model = Pages(tmp_path), Model()
     write(pages.database(), model, {0: image()})
     pages.stop()
@@ -179,7 +179,7 @@ def test_what_a_crash_left_of_a_new_file_is_removed(tmp_path: Path, contents: by
 
 
 @pytest.mark.parametrize("point", ["pages.segment.created", "pages.wal.made"])
-def test_a_file_made_before_its_row_is_removed(tmp_path: Path, point: str) -> None:
+def test_a_file_created_before_its_row_is_removed(tmp_path: Path, point: str) -> None:
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     write(store, model, {0: image()})
@@ -210,13 +210,13 @@ def test_a_file_without_a_row_that_cannot_be_read_is_quarantined(tmp_path: Path)
 
 # ── files with a row ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_another_segment_under_a_name_is_refused(tmp_path: Path) -> None:
-    """A WAL of another database, or of the same one in another life."""
+    """A WAL of another database, or of an earlier incarnation of the same one."""
     pages, model = Pages(tmp_path), Model()
     store = pages.database()
     write(store, model, {0: image()})
     pages.crash()
     path = _wal(pages)[1]
-    whole = path.read_bytes()
+    original = path.read_bytes()
     (tmp_path / "other").mkdir()
     other = Pages(tmp_path / "other")
     write(other.database(), Model(), {0: image()})
@@ -224,14 +224,14 @@ def test_another_segment_under_a_name_is_refused(tmp_path: Path) -> None:
     path.write_bytes(_wal(other)[1].read_bytes())  # the same database and segment id, another salt
     with pytest.raises(Corruption, match="does not match the manifest"):
         pages.database()
-    path.write_bytes(whole)
+    path.write_bytes(original)
     with pages.database().open_snapshot() as reader:
         assert_reads(reader, model.newest)
     pages.stop()
     other.stop()
 
 
-def test_a_sealed_segment_that_is_missing_or_cut_short_is_told_at_open(
+def test_a_missing_or_truncated_sealed_segment_is_reported_at_open(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pages, model = Pages(tmp_path), Model()
@@ -241,10 +241,10 @@ def test_a_sealed_segment_that_is_missing_or_cut_short_is_told_at_open(
     write(store, model, {1: image()})
     pages.engine.flush(store.db_id)
     pages.stop()
-    whole = _wal(pages)[1].read_bytes()
-    _wal(pages)[1].write_bytes(whole[:-100])
+    first_bytes = _wal(pages)[1].read_bytes()
+    _wal(pages)[1].write_bytes(first_bytes[:-100])
     second = _wal(pages)[2]
-    kept = second.read_bytes()
+    second_bytes = second.read_bytes()
     second.unlink()
     pages.start()
     store = pages.database()
@@ -252,9 +252,9 @@ def test_a_sealed_segment_that_is_missing_or_cut_short_is_told_at_open(
         reader.read_page(0)
     with store.open_snapshot() as reader, pytest.raises(Corruption):
         reader.read_page(1)
-    told = capsys.readouterr().err
-    assert "wal.segment_cut_short" in told
-    assert "wal.segment_missing" in told
+    log = capsys.readouterr().err
+    assert "wal.segment_cut_short" in log
+    assert "wal.segment_missing" in log
     pages.stop()
-    second.write_bytes(kept)
-    _wal(pages)[1].write_bytes(whole)
+    second.write_bytes(second_bytes)
+    _wal(pages)[1].write_bytes(first_bytes)

@@ -1,4 +1,5 @@
-"""The disk begins with a commit before its sync: only where that is waited for, and never in place of the sync."""
+"""The disk starts writing a commit before its sync: only if a thread waits for the commit, and never in place of the
+sync."""
 
 from __future__ import annotations
 
@@ -17,28 +18,28 @@ from quire.pages.pagestore import PageStore
 from quire.pages.segment import FRAME_HEAD_BYTES
 from quire.pages.transaction import PageGuard
 from quire.testing.crashdisk import CrashDisk, drop_all
-from tests.pages.world import PAGE, Model, Pages, assert_reads, image, opened, write
+from tests.pages.engine_harness import PAGE, Model, Pages, assert_reads, image, opened, write
 
 STRIDE = FRAME_HEAD_BYTES + PAGE
 
 
-class Steps:
-    """What a commit does to its segment on the real disk, step by step."""
+class RecordedSteps:
+    """The calls that a commit makes on its segment, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[str, int]] = []
-        true_write, true_begin, true_sync = OsFile.write_at, OsFile.begin_write_back, OsFile.sync
+        self.steps: list[tuple[str, int]] = []
+        original_write, original_begin, original_sync = OsFile.write_at, OsFile.begin_write_back, OsFile.sync
 
         def write_at(file: OsFile, data: bytes, offset: int) -> None:
-            true_write(file, data, offset)
+            original_write(file, data, offset)
             self._note(file, "write", len(data), offset)
 
         def begin(file: OsFile, size: int, offset: int) -> None:
-            true_begin(file, size, offset)
+            original_begin(file, size, offset)
             self._note(file, "begin", size, offset)
 
         def sync(file: OsFile) -> None:
-            true_sync(file)
+            original_sync(file)
             self._note(file, "sync", 0, 0)
 
         monkeypatch.setattr(OsFile, "write_at", write_at)
@@ -50,12 +51,12 @@ class Steps:
         if file.path.endswith(".seg"):
             if step == "write":
                 self.offset = offset
-            assert step != "begin" or offset == self.offset, "it begins with what was just written"
-            self.seen.append((step, size))
+            assert step != "begin" or offset == self.offset, "write-back begins with what was just written"
+            self.steps.append((step, size))
 
     def take(self) -> list[tuple[str, int]]:
-        seen, self.seen = self.seen, []
-        return seen
+        steps, self.steps = self.steps, []
+        return steps
 
 
 def commit(store: PageStore, *numbers: int) -> PageGuard:
@@ -65,22 +66,22 @@ def commit(store: PageStore, *numbers: int) -> PageGuard:
         return txn.commit()
 
 
-def test_the_disk_begins_with_a_commit_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_back_begins_for_a_commit_that_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as pages:
         store = pages.database()
         commit(store, 0).result()
-        steps = Steps(monkeypatch)
+        steps = RecordedSteps(monkeypatch)
         for numbers in ((0,), (0, 1, 2)):
             size = STRIDE * len(numbers)
             commit(store, *numbers).result()
             assert steps.take() == [("write", size), ("begin", size), ("sync", 0)]
 
 
-def test_not_with_one_behind_another_that_nobody_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_back_after_a_commit_that_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as pages:
         store = pages.database()
         commit(store, 0)
-        steps = Steps(monkeypatch)
+        steps = RecordedSteps(monkeypatch)
         commit(store, 0)
         commit(store, 1).result()
         assert steps.take() == [("write", STRIDE), ("write", STRIDE), ("sync", 0)]
@@ -88,30 +89,30 @@ def test_not_with_one_behind_another_that_nobody_waits_for(tmp_path: Path, monke
         assert ("begin", STRIDE) in steps.take()
 
 
-def test_not_with_a_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_back_for_a_large_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment_file, "SLICE_BYTES", 2 * STRIDE)
     with opened(tmp_path) as pages:
         store = pages.database()
         commit(store, 0).result()
-        steps = Steps(monkeypatch)
+        steps = RecordedSteps(monkeypatch)
         commit(store, 0, 1, 2).result()
         assert [step for step, _ in steps.take()] == ["write", "write", "sync"]
 
 
-def test_not_with_one_of_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_write_back_after_a_commit_of_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as pages, ThreadPoolExecutor(1) as other:
         store = pages.database()
         commit(store, 0).result()
-        steps = Steps(monkeypatch)
+        steps = RecordedSteps(monkeypatch)
         other.submit(lambda: commit(store, 0).result()).result()
         commit(store, 0).result()
-        assert ("begin", STRIDE) not in steps.take(), "writers that take turns"
+        assert ("begin", STRIDE) not in steps.take(), "writers in alternating threads"
         commit(store, 0).result()
         assert ("begin", STRIDE) in steps.take()
 
 
 @pytest.mark.parametrize("number", sorted(files.ADVICE_ERRNOS))
-def test_an_advice_that_is_not_taken_changes_nothing(
+def test_an_ignored_write_back_call_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(files, "_write_back_call", lambda: lambda *_: number)
@@ -123,14 +124,14 @@ def test_an_advice_that_is_not_taken_changes_nothing(
             assert_reads(reader, model.newest)
 
 
-def test_where_the_system_has_no_such_call_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_system_support_there_is_no_write_back_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_write_back_call", lambda: None)
     with opened(tmp_path) as pages:
         commit(pages.database(), 0).result()
 
 
 @pytest.mark.parametrize(("number", "expected"), [(errno.ENOSPC, DiskFull), (errno.EIO, StorageFault)])
-def test_a_failure_of_it_is_a_doubt(
+def test_a_failed_write_back_makes_the_database_unusable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, expected: type[Exception]
 ) -> None:
     pages, model = Pages(tmp_path), Model()
@@ -143,14 +144,14 @@ def test_a_failure_of_it_is_a_doubt(
         assert isinstance(caught.value.__cause__, expected)
     with pytest.raises(StoreUnusable):
         store.begin()
-    assert store.wal.durable.lsn == model.newest.lsn, "nothing was called durable"
-    store = pages.database()  # opened anew: the frame may have got there or not, and a kill leaves it there
+    assert store.wal.durable.lsn == model.newest.lsn, "nothing was reported as durable"
+    store = pages.database()  # reopened: the frame may or may not be on disk, and a kill leaves it there
     assert store.wal.durable.lsn >= model.newest.lsn
     commit(store, 0).result()
     pages.stop()
 
 
-def test_the_call_itself(tmp_path: Path) -> None:
+def test_the_write_back_call(tmp_path: Path) -> None:
     file = preallocate(OsDisk(), str(tmp_path / "file"), 8192)
     file.write_at(b"abc", 4000)
     begin_write_back(file, 3, 4000)
@@ -165,8 +166,8 @@ def test_the_call_itself(tmp_path: Path) -> None:
         os.fstat(descriptor)
 
 
-def test_only_a_sync_makes_durable(tmp_path: Path) -> None:
-    """A disk without such a step loses all that was not synced; one with it promises no more."""
+def test_only_a_sync_makes_a_commit_durable(tmp_path: Path) -> None:
+    """A disk without this call loses everything unsynced; one with it promises no more."""
     disk = CrashDisk(str(tmp_path / "disk"))
     pages, model = Pages(tmp_path, disk=disk, root=disk.root), Model()
     store = pages.database()

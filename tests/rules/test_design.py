@@ -1,4 +1,5 @@
-"""Codes such as M7 that code, tests and pages cite are defined in docs/design.md; what docs/design/seeds.md names exists."""
+"""Codes such as M7 in code, tests and pages are defined in docs/design.md; everything that docs/design/seeds.md names
+exists."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ CODE = re.compile(r"""(?<![-\w./%'"=])[A-Z][0-9]{1,2}(?![\w%'"=/-]|\.\w)""")
 """Not a code: part of a date or a version (2020-W53), of a path, of a quoted value."""
 DEFINED = re.compile(r"^\*\*([A-Z][0-9]{1,2}) — ", re.MULTILINE)
 POINT = re.compile(r"\b[Ii]ssues? [0-9]+,?(?: (?:and )?[A-Z][0-9]{1,2},?)+")
-"""A point of an issue, named with its issue."""
+"""A point of an issue, cited with its issue."""
 RULE = re.compile(r"^  ([A-Z][0-9]{1,2})  \S", re.MULTILINE)
-"""A checker's rule, in the list at the top of its module."""
+"""A rule of a checker, in the list at the top of its module."""
 CHECKERS = (
     "src/quire/manifest/check.py",
     "src/quire/stream/mlog_verify.py",
@@ -33,7 +34,7 @@ KINDS = {".py", ".md", ".toml", ".yml", ".yaml"}
 
 
 def prose(file: Path) -> Iterator[str]:
-    """What people read in a file: comments and docstrings of a program, all of a page."""
+    """The text for readers in a file: comments and docstrings of a program, all of a page."""
     text = file.read_text("utf-8")
     if file.suffix != ".py":
         yield text
@@ -62,14 +63,14 @@ def test_every_code_that_is_cited_is_defined() -> None:
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*") if file.suffix in KINDS]
     files += [*ROOT.glob("*.md"), *ROOT.glob("*.toml")]
     missing = {str(file.relative_to(ROOT)): codes for file in files if (codes := undefined(file))}
-    assert not missing, "define these in docs/design.md, or say in words what is meant"
+    assert not missing, "define these in docs/design.md, or state in words what is meant"
 
 
 CITED = re.compile(r"\(([A-Z][0-9]{1,2}(?:, [A-Z][0-9]{1,2})*)\)")
 
 
 def test_a_code_in_parentheses_is_not_a_checkers_rule_of_another_package() -> None:
-    """Hazard: L4 counted as defined, because the checker of manifest logs has a rule of that name."""
+    """Hazard: L4 counted as defined, because the checker of manifest logs has a rule with that name."""
     paragraphs = set(DEFINED.findall(DESIGN.read_text("utf-8")))
     rules: dict[str, set[str]] = {}
     for source in modules():
@@ -88,7 +89,7 @@ def test_a_code_in_parentheses_is_not_a_checkers_rule_of_another_package() -> No
 
 def test_a_code_is_defined_once() -> None:
     counts = Counter(DEFINED.findall(DESIGN.read_text("utf-8")))
-    assert len(counts) > 50, "is the pattern right?"
+    assert len(counts) > 50, "is the pattern still correct?"
     assert not [code for code, count in counts.items() if count > 1]
 
 
@@ -97,7 +98,7 @@ def test_checkers_list_their_rules() -> None:
     assert {source.path for source in modules()} >= set(CHECKERS)
 
 
-def test_an_undefined_code_is_noticed(tmp_path: Path) -> None:
+def test_an_undefined_code_is_detected(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text('"""Says (X9) and P8; issue 19 B10."""\nname = "X7"\nwhen = 1  # the week 2020-W53, X8\n')
     assert undefined(program) == ["X8", "X9"]
@@ -109,31 +110,31 @@ NAMED = re.compile(r"`([\w/]+\.(?:py|md))(?:::(\w+))?`")
 
 
 def missing(text: str) -> list[str]:
-    """What a page names and the repository does not have: modules below src/quire, pages, tests below tests/."""
-    bad = []
+    """The names on a page that the repository does not have: modules below src/quire, pages, tests below tests/."""
+    absent = []
     for path, test in NAMED.findall(text):
         name = path.rpartition("/")[2]
         folders = ("tests",) if test or name.startswith("test_") else ("src/quire", ".")
         files = [ROOT / folder / path for folder in folders if (ROOT / folder / path).exists()]
         if not files or (test and not re.search(rf"def {test}\b", files[0].read_text("utf-8"))):
-            bad.append(f"{path}::{test}" if test else path)
-    return bad
+            absent.append(f"{path}::{test}" if test else path)
+    return absent
 
 
-def test_what_the_page_of_claims_names_exists() -> None:
+def test_everything_that_the_page_of_claims_names_exists() -> None:
     text = CLAIMS.read_text("utf-8")
-    assert len(NAMED.findall(text)) > 600, "is the pattern right?"
+    assert len(NAMED.findall(text)) > 600, "is the pattern still correct?"
     assert not missing(text)
 
 
-def test_every_claim_says_where_it_is_or_why_it_is_not() -> None:
+def test_every_claim_has_a_location_or_a_reason() -> None:
     rows = [line.split(" | ") for line in CLAIMS.read_text("utf-8").splitlines() if line.startswith("| ")]
     rows = [row for row in rows if row[0] != "| claim"]
     assert len(rows) > 350
     assert not [row for row in rows if len(row) not in (3, 4) or not row[2].strip(" |")]
 
 
-def test_a_name_that_leads_nowhere_is_noticed() -> None:
+def test_a_name_of_nothing_is_detected() -> None:
     text = "`lsm/kv.py` `lsm/nothing.py` `lsm/test_kv.py::test_nothing` `docs/pages.md`"
     assert missing(text) == ["lsm/nothing.py", "lsm/test_kv.py::test_nothing"]
 
@@ -142,11 +143,13 @@ def test_a_name_that_leads_nowhere_is_noticed() -> None:
 BARE_RULE = re.compile(r'"""(?:Rules? )?[A-Z]?[0-9]{1,2}(?:(?:, | and )[A-Z]?[0-9]{1,2})*[.;]?"""')
 
 
-def test_a_docstring_says_the_thing_and_not_only_its_rules_number() -> None:
+def test_a_docstring_states_its_rule_and_not_only_the_number() -> None:
     assert all(map(BARE_RULE.search, ('"""Rules 1 and 2."""', '"""R1, R2."""')))
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     bare = [str(file.relative_to(ROOT)) for file in files if BARE_RULE.search(file.read_text("utf-8"))]
-    assert bare == ["tests/rules/test_design.py"], "say it in a sentence; the rule's number may stand at its end"
+    assert bare == ["tests/rules/test_design.py"], (
+        "state it in a sentence; the number of the rule can follow at its end"
+    )
 
 
 def test_the_design_documents_are_named_by_subject_and_not_by_number() -> None:

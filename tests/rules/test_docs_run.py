@@ -1,7 +1,7 @@
-"""Every ```python block of the README and of the pages in docs/ runs as it stands, in an empty directory.
+"""Every ```python block of the README and of the pages in docs/ runs unchanged in an empty directory.
 
-Blocks of one page are separate programs: a reader copies one of them. Those that use Spark share the session of the test
-run. Formats and decisions have no programs, only bytes.
+The blocks of a page are separate programs, since a reader copies one of them. Those that use Spark share the session of the
+test run. The pages about formats and decisions have no programs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 def programs(page: Path) -> list[tuple[int, str]]:
     """(line, code) of each block of a page."""
     text = page.read_text("utf-8")
-    return [(text.count("\n", 0, found.start(1)) + 1, found[1]) for found in BLOCK.finditer(text)]
+    return [(text.count("\n", 0, block.start(1)) + 1, block[1]) for block in BLOCK.finditer(text)]
 
 
 def uses_spark(code: str) -> bool:
-    """Such blocks run in the process that has the session: their ids say so (tests/conftest.py)."""
+    """Such blocks run in the process that has the session; their ids contain "Spark" (tests/conftest.py)."""
     return "quire.spark" in code
 
 
@@ -46,8 +46,8 @@ def run(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:
-    """Run a block in this process, with the session of the test run; what it wrote to standard error."""
-    request.getfixturevalue("lent_spark")
+    """Run a block in this process, with the session of the test run; returns its standard error."""
+    request.getfixturevalue("shared_spark")
     captured: pytest.CaptureFixture[str] = request.getfixturevalue("capsys")
     request.getfixturevalue("monkeypatch").chdir(directory)
     exec(compile(code, "block", "exec"), {"__name__": "__main__"})
@@ -58,11 +58,11 @@ def run_here(code: str, directory: Path, request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("code", BLOCKS)
 def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if uses_spark(code):
-        assert run_here(code, tmp_path, request) == "", "a program from the docs does not complain"
+        assert run_here(code, tmp_path, request) == "", "a program from the docs must not write to standard error"
         return
-    ended = run(code, tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert not ended.stderr, "a program from the docs does not complain"
+    result = run(code, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr, "a program from the docs must not write to standard error"
 
 
 def test_the_readme_has_a_tour_and_its_two_commands() -> None:
@@ -76,11 +76,11 @@ def test_make_targets_that_pages_name_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
     named = {(page.name, target) for page in pages for target in COMMANDS.findall(page.read_text("utf-8"))}
-    assert named, "nobody says `make …`: is the pattern right?"
-    assert not [each for each in named if each[1] not in targets]
+    assert named, "no page names a `make` target: is the pattern still correct?"
+    assert not [pair for pair in named if pair[1] not in targets]
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_are_valid() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     missing = [
         f"{page.relative_to(ROOT)}: {link}"
@@ -91,7 +91,7 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert not missing
 
 
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+def test_a_block_that_fails_is_detected(tmp_path: Path) -> None:
     assert run("raise SystemExit(3)", tmp_path).returncode == 3
     page = tmp_path / "page.md"
     page.write_text("words\n\n```python\nx = 1\n```\n\n```\nnot this\n```\n")

@@ -1,4 +1,4 @@
-"""What runs on an executor imports where `import lmdb` fails: a cluster's machines have no manifest."""
+"""Modules that run on an executor can be imported without `lmdb`: the machines of a cluster have no manifest."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ EXECUTOR_SAFE = [
     "quire.stream.warm",
 ]
 
-# One process for all: a module that was refused is not remembered, and imports go in no circle (test_imports.py), so that the
-# order in which they are imported changes nothing.
+# One process for all: a failed import is not cached, and imports have no cycle (test_imports.py), so that their order does not
+# matter.
 WITHOUT_LMDB = """
 import importlib, json, sys
 
@@ -90,21 +90,21 @@ print(json.dumps(verdict))
 """
 
 
-def refused_without_lmdb(names: list[str], *paths: Path) -> dict[str, str]:
-    """The modules of `names` that cannot be imported without lmdb, with what they say."""
+def failing_without_lmdb(names: list[str], *paths: Path) -> dict[str, str]:
+    """The modules of `names` that cannot be imported without lmdb, with their error messages."""
     arguments = [json.dumps([str(path) for path in (SRC, *paths)]), json.dumps(names)]
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", WITHOUT_LMDB, *arguments], capture_output=True, text=True, timeout=120, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    verdict: dict[str, str] = json.loads(ended.stdout)
+    assert result.returncode == 0, result.stderr
+    verdict: dict[str, str] = json.loads(result.stdout)
     return {name: error for name, error in verdict.items() if error}
 
 
 def needs_lmdb(source: Source) -> bool:
-    """Whether importing the module imports lmdb; what is in functions or under TYPE_CHECKING does not count here."""
+    """Whether importing the module imports lmdb; imports in functions or under TYPE_CHECKING do not count here."""
     at_once = {node.lineno for node in source.tree.body}
-    return any(each.is_in("lmdb") and each.line in at_once for each in imports(source))
+    return any(imported.is_in("lmdb") and imported.line in at_once for imported in imports(source))
 
 
 def test_declared_modules_import_without_lmdb() -> None:
@@ -112,17 +112,17 @@ def test_declared_modules_import_without_lmdb() -> None:
     missing = [pattern for pattern in EXECUTOR_SAFE if not any(fnmatchcase(name, pattern) for name in names)]
     assert not missing, f"no module matches {missing}: was it renamed?"
     safe = [name for name in names if any(fnmatchcase(name, pattern) for pattern in EXECUTOR_SAFE)]
-    assert not refused_without_lmdb(safe)
+    assert not failing_without_lmdb(safe)
 
 
 def test_the_check_can_fail(tmp_path: Path) -> None:
     (tmp_path / "straight.py").write_text("import lmdb")
     (tmp_path / "around.py").write_text("import straight")
     (tmp_path / "innocent.py").write_text("import json")
-    assert refused_without_lmdb(["straight", "around", "innocent"], tmp_path).keys() == {"straight", "around"}
+    assert failing_without_lmdb(["straight", "around", "innocent"], tmp_path).keys() == {"straight", "around"}
 
 
-def test_modules_of_the_manifest_that_need_lmdb_are_refused() -> None:
+def test_modules_that_need_lmdb_are_detected() -> None:
     users = [source.module for source in modules() if needs_lmdb(source)]
-    assert users, "nobody imports lmdb: what is the manifest made of?"
-    assert refused_without_lmdb(users).keys() == set(users)
+    assert users, "no module imports lmdb: does the test still find imports?"
+    assert failing_without_lmdb(users).keys() == set(users)

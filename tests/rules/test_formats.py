@@ -1,7 +1,7 @@
 """Each on-disk format has one module that owns its bytes and one page that describes them, and each names the other.
-No page that the code cites is missing.
+Every page that the code cites exists.
 
-That the numbers on a page agree with the structs is tested beside each format; here, that no page is orphaned or thin.
+Tests beside each format compare the numbers on a page with the structs; here, no page is orphaned or incomplete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.rules.tree import ROOT, modules
 
 PAGES = sorted(file for file in (ROOT / "docs" / "formats").glob("*.md") if file.name != "README.md")
 
-# What a reader of a format asks, in this order; CONTRIBUTING.md explains each.
+# The sections of a page, in this order; CONTRIBUTING.md explains each.
 SECTIONS = ["Layout", "Example", "Reading", "Evolution", "Downsides"]
 
 OWNER = re.compile(r"^Owner: `(quire(?:\.\w+)+)`", re.MULTILINE)
@@ -26,7 +26,7 @@ def sections(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page_answers_what_a_reader_asks(page: Path) -> None:
+def test_page_has_all_sections(page: Path) -> None:
     headings = sections(page.read_text("utf-8"))
     assert [heading for heading in headings if heading in SECTIONS] == SECTIONS, f"{page.name} needs {SECTIONS}"
 

@@ -1,7 +1,7 @@
-"""docs/formats/manifest.md says what the code says: tables, records, enumerations, packed layouts, ops, and the example.
+"""docs/formats/manifest.md agrees with the code: tables, records, enumerations, packed layouts, operations, and the example.
 
-The page is read as a reader reads it: by its headings and tables. Whatever is added to the code and not to the page, or the
-other way round, is a difference, and a difference fails.
+The page is parsed by its headings and tables. Anything that is in the code and not on the page, or the other way round, is
+a difference, and a difference fails.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ Row = tuple[str, ...]
 
 # ── reading the page ──────────────────────────────────────────────────────────────────────────────────────────────────
 def cells(line: str) -> Row:
-    """The cells of a table's line, code marks taken off."""
+    """The cells of a line of a table, without backticks."""
     parts = re.split(r"(?<!\\)\|", line.strip().strip("|"))
     return tuple(part.strip().strip("`").replace("\\|", "|") for part in parts)
 
 
 def table_with_head(page: str, first: str, *, under: str = "") -> list[Row]:
-    """The lines of the table whose first column is headed `first`, below the heading `under` if one is given."""
+    """The rows of the table whose first column is headed `first`, below the heading `under` if it is given."""
     if under:
-        found = re.search(rf"^#+ {re.escape(under)}$", page, re.MULTILINE)
-        assert found, f"the page has no heading {under!r}"
-        page = page[found.end() :]
+        heading = re.search(rf"^#+ {re.escape(under)}$", page, re.MULTILINE)
+        assert heading, f"the page has no heading {under!r}"
+        page = page[heading.end() :]
     lines = page.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith(f"| {first} |")), None)
     assert start is not None, f"the page has no table headed {first!r}"
@@ -62,14 +62,14 @@ def table_with_head(page: str, first: str, *, under: str = "") -> list[Row]:
 
 
 def differences(page: Iterable[Row], code: Iterable[Row]) -> list[str]:
-    """What one has and the other has not; and, if they have the same, whether the order differs."""
-    written, meant = list(page), list(code)
-    found = [f"the page lacks {row}" for row in meant if row not in written]
-    found += [f"the page has, and the code has not, {row}" for row in written if row not in meant]
-    return found or ([] if written == meant else ["the order differs"])
+    """The rows that only one of them has; if there are none, whether the order differs."""
+    page_rows, code_rows = list(page), list(code)
+    problems = [f"the page lacks {row}" for row in code_rows if row not in page_rows]
+    problems += [f"the code lacks {row}, which the page has" for row in page_rows if row not in code_rows]
+    return problems or ([] if page_rows == code_rows else ["the order differs"])
 
 
-# ── what the code says ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading the code ──────────────────────────────────────────────────────────────────────────────────────────────────
 def body_of(table: Table[Any]) -> str:
     return f"packed, {table.codec.packed.size} bytes" if table.codec.packed else "msgpack"
 
@@ -117,7 +117,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 def record_rows(record: type[records.Record]) -> list[Row]:
     hints = get_type_hints(record)
-    return [(each.name, spelling(hints[each.name]), default_of(each)) for each in msgspec.structs.fields(record)]
+    return [(field.name, spelling(hints[field.name]), default_of(field)) for field in msgspec.structs.fields(record)]
 
 
 def packed_layout(table: Table[Any]) -> str:
@@ -136,12 +136,12 @@ def columns(layout: struct.Struct, names: Sequence[str]) -> list[Row]:
 
 NESTED = {records.Pin, LsmLogEnd}
 """Records that are fields of others."""
-RECORDS = sorted({table.codec.record_type for table in TABLES.values()} | NESTED, key=lambda each: each.__name__)
+RECORDS = sorted({table.codec.record_type for table in TABLES.values()} | NESTED, key=lambda record: record.__name__)
 ENUMERATIONS: list[type[enum.IntEnum]] = [
     *(
-        each
-        for each in vars(records).values()
-        if isinstance(each, type) and issubclass(each, enum.IntEnum) and each is not enum.IntEnum
+        kind
+        for kind in vars(records).values()
+        if isinstance(kind, type) and issubclass(kind, enum.IntEnum) and kind is not enum.IntEnum
     ),
     ArtifactKind,
     Component,
@@ -157,7 +157,7 @@ def test_page_lists_every_table_as_it_is() -> None:
 def test_page_lists_every_op_as_it_is() -> None:
     page = table_with_head(PAGE, "tag")
     assert not differences([row[:5] for row in page], op_rows(OPS))
-    assert all(row[5] for row in page), "every op has an effect"
+    assert all(row[5] for row in page), "every operation has a documented effect"
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: str(record.__name__))
@@ -166,12 +166,12 @@ def test_page_lists_the_fields_of_every_record(record: type[records.Record]) -> 
     assert not differences([row[:3] for row in page], record_rows(record))
 
 
-def test_page_describes_no_record_that_is_gone() -> None:
+def test_page_describes_no_record_that_does_not_exist() -> None:
     assert sorted(re.findall(r"^#### (\w+)$", PAGE, re.MULTILINE)) == [record.__name__ for record in RECORDS]
 
 
 def test_page_lists_every_enumeration_as_it_is() -> None:
-    code = [(each.__name__, ", ".join(f"{one.value} {one.name}" for one in each)) for each in ENUMERATIONS]
+    code = [(kind.__name__, ", ".join(f"{member.value} {member.name}" for member in kind)) for kind in ENUMERATIONS]
     assert not differences(table_with_head(PAGE, "enumeration"), code)
 
 
@@ -216,7 +216,7 @@ def test_page_lists_the_names_in_meta() -> None:
 
 # ── the example ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def hex_of(block: str) -> str:
-    """The hex digits of a block of `01 00   what it means` lines."""
+    """The hex digits of a block of lines such as `01 00   meaning`."""
     return "".join(re.match(r"(?:[0-9a-f]{2}(?: |$))+", line)[0] for line in block.splitlines()).replace(" ", "")  # type: ignore[index]
 
 
@@ -242,7 +242,7 @@ def test_example_is_what_the_code_writes(tmp_path: Path) -> None:
     assert not [row for row in example_rows() if row not in stored]
 
 
-def test_example_decodes_to_what_the_page_says() -> None:
+def test_example_decodes_to_the_values_of_the_page() -> None:
     rows = {name: (bytes.fromhex(key), bytes.fromhex(value)) for name, key, value in example_rows()}
     decoded = {
         name: (TABLES[name].key.unpack(key), TABLES[name].rows.decode(key, value))
@@ -265,19 +265,19 @@ def test_example_decodes_to_what_the_page_says() -> None:
 
 
 # ── the comparison itself ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_table_added_without_the_page_is_noticed() -> None:
+def test_a_table_that_is_missing_on_the_page_is_detected() -> None:
     with_one_more = {**TABLES, "invented": TABLES["db"]}
     assert differences(table_with_head(PAGE, "table"), table_rows(with_one_more)) == [
         "the page lacks " + str(("invented", *table_rows(TABLES)[0][1:]))
     ]
 
 
-def test_an_op_added_without_the_page_is_noticed() -> None:
+def test_an_op_that_is_missing_on_the_page_is_detected() -> None:
     page = [row[:5] for row in table_with_head(PAGE, "tag")]
     assert len(differences(page, op_rows({**OPS, 9999: OPS[1]}))) == 1
 
 
-def test_a_row_of_the_page_that_is_changed_is_noticed() -> None:
+def test_a_changed_row_of_the_page_is_detected() -> None:
     changed = PAGE.replace("`db_id u32, shard u16`", "`db_id u32, shard u32`")
     assert changed != PAGE
     assert len(differences(table_with_head(changed, "table"), table_rows(TABLES))) == 2

@@ -1,6 +1,6 @@
-"""What leaves the repository: the wheel, the image, and the front page that people see first.
+"""What is published: the wheel, the container image, and the README.
 
-Docker is not needed: the Dockerfile is read, and what its image would run is run here.
+Docker is not needed: the Dockerfile is parsed, and the commands of its image are run here.
 """
 
 from __future__ import annotations
@@ -36,43 +36,45 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 # ── the wheel ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def built_wheel(out: Path, **variables: str) -> Path:
-    """Built as `pip install .` builds it, with the build backend that is installed."""
+    """Build the wheel as `pip install .` does, with the installed build backend."""
     pip(variables, "wheel", str(ROOT), "-w", str(out))
-    (made,) = out.iterdir()
-    return made
+    (wheel_file,) = out.iterdir()
+    return wheel_file
 
 
 def pip(variables: dict[str, str], *arguments: str) -> None:
     command = [sys.executable, "-m", "pip", *arguments, "--no-deps", "--no-build-isolation", "-q"]
-    ended = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
+    result = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a machine without a compiler."""
+    """A wheel built without a compiler."""
     return built_wheel(tmp_path_factory.mktemp("wheel"), CC="/no/such/compiler")
 
 
-def test_without_a_compiler_the_wheel_is_a_pure_one(wheel: Path) -> None:
+def test_without_a_compiler_the_wheel_is_pure_python(wheel: Path) -> None:
     assert wheel.name == f"quire-{PROJECT['project']['version']}-py3-none-any.whl"
 
 
 def test_the_wheel_has_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
-    ours = {file.relative_to(SRC).as_posix() for file in (SRC / "quire").rglob("*") if file.is_file()}
-    ours = {name for name in ours if "__pycache__" not in name and not name.endswith(".so")}
+    expected = {file.relative_to(SRC).as_posix() for file in (SRC / "quire").rglob("*") if file.is_file()}
+    expected = {name for name in expected if "__pycache__" not in name and not name.endswith(".so")}
     packed = set(zipfile.ZipFile(wheel).namelist())
     info = f"quire-{PROJECT['project']['version']}.dist-info"
-    assert {name for name in packed if not name.startswith(info)} == ours
+    assert {name for name in packed if not name.startswith(info)} == expected
     assert "quire/py.typed" in packed
     assert f"{info}/licenses/LICENSE" in packed
 
 
 def test_man_pages_are_installed_where_man_looks(tmp_path: Path) -> None:
-    """As `make dist` builds it; `man` looks in `share/man` beside the `bin` of an environment that is on the PATH."""
+    """As built by `make dist`; `man` searches `share/man` beside the `bin` directories on the PATH."""
     assert write_man_pages([str(tmp_path / "man1")]) == 0
-    made = built_wheel(tmp_path / "wheel", QUIRE_PURE="1", QUIRE_MAN=str(tmp_path / "man1"))
-    pip({}, "install", str(made), "--target", str(tmp_path / "environment"))  # with --prefix it would uninstall ours
+    wheel_file = built_wheel(tmp_path / "wheel", QUIRE_PURE="1", QUIRE_MAN=str(tmp_path / "man1"))
+    pip(
+        {}, "install", str(wheel_file), "--target", str(tmp_path / "environment")
+    )  # --prefix would uninstall the current one
     installed = tmp_path / "environment" / "share" / "man" / "man1"
     assert {page.name: page.read_text("utf-8") for page in installed.iterdir()} == pages()
     assert "quire-mirror-run.1" in pages()
@@ -84,10 +86,10 @@ compiler = pytest.mark.skipif(
 )
 
 
-def shim_of(site: Path) -> str:
-    """What `quire doctor` says of an installed quire."""
+def doctor_detail(site: Path) -> str:
+    """What `quire doctor` reports about the C code of an installed quire."""
     environment = {name: value for name, value in os.environ.items() if name != "QUIRE_PURE"}
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "quire", "doctor", "--json"],
         cwd=site,
         env=environment | {"PYTHONPATH": str(site)},
@@ -95,21 +97,21 @@ def shim_of(site: Path) -> str:
         text=True,
         timeout=100,
     )
-    return str(next(row["detail"] for row in json.loads(ended.stdout) if row["check"] == "sqlite"))
+    return str(next(row["detail"] for row in json.loads(result.stdout) if row["check"] == "sqlite"))
 
 
 @pytest.mark.slow
 @compiler
-def test_with_a_compiler_the_wheel_has_the_c_part_and_uses_it(tmp_path: Path) -> None:
-    made = built_wheel(tmp_path / "wheel", QUIRE_PURE="0")
-    assert re.fullmatch(r"quire-[\d.]+-py3-none-linux_\w+\.whl", made.name)
-    zipfile.ZipFile(made).extractall(tmp_path / "site")
-    assert shim_of(tmp_path / "site").endswith("tables are decoded for Spark in C, small reads are answered in C")
+def test_with_a_compiler_the_wheel_contains_and_uses_the_c_code(tmp_path: Path) -> None:
+    wheel_file = built_wheel(tmp_path / "wheel", QUIRE_PURE="0")
+    assert re.fullmatch(r"quire-[\d.]+-py3-none-linux_\w+\.whl", wheel_file.name)
+    zipfile.ZipFile(wheel_file).extractall(tmp_path / "site")
+    assert doctor_detail(tmp_path / "site").endswith("tables are decoded for Spark in C, small reads are answered in C")
 
 
 @pytest.mark.slow
 @compiler
-def test_an_editable_install_builds_the_c_part_or_does_without(tmp_path: Path) -> None:
+def test_an_editable_install_builds_the_c_code_if_it_can(tmp_path: Path) -> None:
     for name in (
         "pyproject.toml",
         "hatch_build.py",
@@ -120,36 +122,36 @@ def test_an_editable_install_builds_the_c_part_or_does_without(tmp_path: Path) -
     shutil.copytree(SRC, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for variables, detail in (({"CC": "cc", "QUIRE_PURE": ""}, "in C"), ({"CC": "/no/such/compiler"}, "not built")):
         pip(variables, "install", "-e", str(tmp_path), "--ignore-installed", "--prefix", str(tmp_path / "prefix"))
-        assert detail in shim_of(tmp_path / "src")
+        assert detail in doctor_detail(tmp_path / "src")
 
 
-def test_the_wheel_says_what_the_project_says(wheel: Path) -> None:
+def test_the_metadata_of_the_wheel_matches_the_project(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
-        told = email.message_from_bytes(archive.read(name))
+        (name,) = (path for path in archive.namelist() if path.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
         scripts = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
-    assert told["Requires-Python"] == PROJECT["project"]["requires-python"]
-    assert told["License-Expression"] == "Apache-2.0"
-    assert set(told.get_all("Provides-Extra", [])) == set(PROJECT["project"]["optional-dependencies"])
-    needs = [each for each in told.get_all("Requires-Dist", []) if "extra ==" not in each]
-    assert len(needs) == len(PROJECT["project"]["dependencies"])
-    assert "versioned, tiered storage engine" in told["Summary"]
-    assert str(told.get_payload()).startswith("# quire")
+    assert metadata["Requires-Python"] == PROJECT["project"]["requires-python"]
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["project"]["optional-dependencies"])
+    required = [requirement for requirement in metadata.get_all("Requires-Dist", []) if "extra ==" not in requirement]
+    assert len(required) == len(PROJECT["project"]["dependencies"])
+    assert "versioned, tiered storage engine" in metadata["Summary"]
+    assert str(metadata.get_payload()).startswith("# quire")
     (script,) = re.findall(r"^\[console_scripts\]\nquire = ([\w.]+):(\w+)$", scripts, re.MULTILINE)
     assert callable(getattr(import_module(script[0]), script[1]))
 
 
-def test_what_is_in_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
-    """From the unpacked wheel alone, away from the source tree."""
+def test_the_contents_of_the_wheel_run(wheel: Path, tmp_path: Path) -> None:
+    """From the unpacked wheel alone, outside of the source tree."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONWARNINGS": "error"}
 
     def run(*arguments: str) -> str:
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
         )
-        assert (ended.returncode, ended.stderr) == (0, "")
-        return ended.stdout
+        assert (result.returncode, result.stderr) == (0, "")
+        return result.stdout
 
     assert run("-c", "import quire; print(quire.__file__)").startswith(str(tmp_path))
     assert PROJECT["project"]["version"] in run("-m", "quire", "--version")
@@ -157,15 +159,15 @@ def test_what_is_in_the_wheel_runs(wheel: Path, tmp_path: Path) -> None:
     assert "Usage" in run("-m", "quire", "--help")
 
 
-def test_the_source_distribution_has_what_tests_and_examples_need() -> None:
+def test_the_source_distribution_contains_the_files_that_tests_and_examples_need() -> None:
     included = PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     assert {"src", "tests", "bench", "docs", "deploy", "examples"} <= set(included)
     assert [name for name in included if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.slow
-def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
-    """As `make dist` builds them, from two copies of the tree, at different times and with other files beside them."""
+def test_two_builds_are_identical(tmp_path: Path) -> None:
+    """Built as by `make dist`, from two copies of the tree, at different times and with different other files."""
     line = next(line for line in (ROOT / "Makefile").read_text("utf-8").splitlines() if "hatchling build" in line)
     before, command = line.replace("-d dist > /dev/null", "").split("$(BIN)/")
     variables = {**os.environ, **dict(re.findall(r"(\w+)=([\w/]+)", before.replace("$(BUILD)", "build")))}
@@ -184,15 +186,15 @@ def test_two_builds_are_the_same_bytes(tmp_path: Path) -> None:
         write_man_pages([str(tree / "build" / "man" / "man1")])
         out = tmp_path / f"dist-{number}"
         arguments = [sys.executable, *shlex.split(command)[1:], "-d", str(out)]
-        ended = subprocess.run(arguments, cwd=tree, env=variables, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr
+        result = subprocess.run(arguments, cwd=tree, env=variables, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
         built.append({file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(out.iterdir())})
     version = PROJECT["project"]["version"]
     assert list(built[0]) == [f"quire-{version}-py3-none-any.whl", f"quire-{version}.tar.gz"]
     assert built[0] == built[1]
 
 
-# ── units of systemd ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── systemd units ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def units() -> list[Path]:
     return sorted((ROOT / "deploy" / "systemd").iterdir())
 
@@ -212,12 +214,12 @@ def test_units_run_commands_that_exist_and_timers_have_their_service(unit: Path)
     command: click.Command = Program().load_all()
     while isinstance(command, click.Group):
         command = command.commands[words.pop(0)]
-    command.make_context("quire", words)  # raises for an option that there is not
+    command.make_context("quire", words)  # raises for an unknown option
 
 
 # ── the image ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def statements() -> list[tuple[str, str]]:
-    """(keyword, rest) of each statement of the Dockerfile, continued lines joined, comments left out."""
+    """(keyword, rest) of each statement of the Dockerfile, with continued lines joined and without comments."""
     lines = [line for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines() if not line.startswith("#")]
     joined = "\n".join(lines).replace("\\\n", " ")
     return [(line.split(None, 1)[0], line.split(None, 1)[1].strip()) for line in joined.splitlines() if line.strip()]
@@ -227,7 +229,7 @@ def last(keyword: str) -> str:
     return [rest for word, rest in statements() if word == keyword][-1]
 
 
-def test_every_statement_is_one_and_every_source_is_sent_to_the_build() -> None:
+def test_every_statement_is_known_and_every_source_is_in_the_build_context() -> None:
     known = {
         "ARG",
         "FROM",
@@ -254,12 +256,12 @@ def test_every_statement_is_one_and_every_source_is_sent_to_the_build() -> None:
     assert sources
     for name in sources:
         assert (ROOT / name).exists(), name
-        assert f"!{name}" in ignored, f"{name} is not sent: .dockerignore"
+        assert f"!{name}" in ignored, f".dockerignore excludes {name}"
     built_from = {"src", *(PROJECT["project"][name] for name in ("readme",)), *PROJECT["project"]["license-files"]}
     assert built_from <= set(sources), "the wheel cannot be built without them"
 
 
-def test_the_image_is_slim_has_a_python_that_fits_and_is_nobody_special() -> None:
+def test_the_image_is_slim_with_a_supported_python_and_an_unprivileged_user() -> None:
     version = last("ARG").removeprefix("PYTHON=")
     assert version in SpecifierSet(PROJECT["project"]["requires-python"])
     assert {rest.split(" AS ")[0] for word, rest in statements() if word == "FROM"} == {"python:${PYTHON}-slim"}
@@ -273,36 +275,36 @@ def test_the_image_is_slim_has_a_python_that_fits_and_is_nobody_special() -> Non
     assert last("VOLUME") in installed
 
 
-def test_what_the_image_runs_serves_and_is_healthy(tmp_path: Path) -> None:
+def test_the_command_of_the_image_serves_and_is_healthy(tmp_path: Path) -> None:
     """The default command and the health check, with another directory and another port."""
     shell, flag, line = json.loads(last("CMD"))
     assert (shell, flag) == ("sh", "-c")
     assert f"0.0.0.0:{last('EXPOSE')}" in line
     line = line.replace("/data", str(tmp_path / "data")).replace(f":{last('EXPOSE')}", ":0")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
-    served = subprocess.Popen([shell, flag, line], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([shell, flag, line], stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        assert served.stdout is not None
-        told = ""
-        while not (found := re.search(r"http://[\d.]+:(\d+)", told)):
-            more = served.stdout.readline()
-            assert more, f"it ended: {told}"
-            told += more
+        assert process.stdout is not None
+        output = ""
+        while not (address := re.search(r"http://[\d.]+:(\d+)", output)):
+            text = process.stdout.readline()
+            assert text, f"the command ended: {output}"
+            output += text
         check = json.loads(last("HEALTHCHECK").partition("CMD ")[2])
         assert f":{last('EXPOSE')}/healthz" in check[-1]
-        code = check[-1].replace(f":{last('EXPOSE')}/", f":{found[1]}/")
+        code = check[-1].replace(f":{last('EXPOSE')}/", f":{address[1]}/")
         assert check[:2] == ["python", "-c"]
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-        assert {each.name for each in (tmp_path / "data").glob("*.token")} == {"admin.token", "read.token"}
-        served.send_signal(getattr(signal, last("STOPSIGNAL")))
-        assert served.wait(60) == 0
+        assert {file.name for file in (tmp_path / "data").glob("*.token")} == {"admin.token", "read.token"}
+        process.send_signal(getattr(signal, last("STOPSIGNAL")))
+        assert process.wait(60) == 0
     finally:
-        served.kill()
-        served.communicate()
+        process.kill()
+        process.communicate()
 
 
-# ── the front page ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_readme_has_a_short_tour_a_picture_and_ways_on() -> None:
+# ── the README ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_the_readme_has_a_short_tour_a_picture_and_links() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     tour = next(code for _, code in programs(ROOT / "README.md") if "fork_of" in code)
     assert len(tour.splitlines()) <= 20

@@ -1,4 +1,4 @@
-"""The public surface: which names it has, that importing it costs nothing, and that docs, examples and benchmarks use it."""
+"""The public API: its names are pinned, importing it loads nothing, and docs, examples and benchmarks use only it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.core import errors
 from quire.core.limits import CHUNK_BYTES, GIB, SLOTS_PER_LEAF
 from tests.rules.tree import ROOT, SRC, Import, Source, imports, parse, sources
 
-# A name here is a promise to users: taking one away is a breaking change and belongs in the changelog.
+# A name here is a promise to users: removing one is a breaking change and belongs in the changelog.
 FUNCTIONS_AND_CLASSES = [
     "Archive",
     "ArchiveSettings",
@@ -180,11 +180,11 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 
 
 def imported_by(statement: str) -> list[str]:
-    """The modules that a statement loads in a bare interpreter, beyond what every module may have."""
+    """The modules that a statement loads in a bare interpreter, except those that every module may load."""
     command = [sys.executable, "-I", "-S", "-c", IMPORTED_BY, str(SRC), statement]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 0, ended.stderr
-    loaded: list[str] = json.loads(ended.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    loaded: list[str] = json.loads(result.stdout)
     return loaded
 
 
@@ -228,7 +228,7 @@ def test_an_error_loads_only_the_errors() -> None:
     assert loaded == ["quire", "quire.core", "quire.core.errors", "quire.core.lazy"]
 
 
-# ── who uses it ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── users of the API ──────────────────────────────────────────────────────────────────────────────────────────────────
 PROGRAM = re.compile(r"^```(?:python)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -239,13 +239,14 @@ def public() -> set[str]:
 
 
 def private_imports(path: str, text: str) -> Iterator[str]:
-    for each in imports(parse(path, text)):
-        if each.is_in("quire") and each.name not in public():
-            yield f"{path}:{each.line}: {each.name}"
+    for imported in imports(parse(path, text)):
+        if imported.is_in("quire") and imported.name not in public():
+            yield f"{path}:{imported.line}: {imported.name}"
 
 
 def private_lines(page: Path) -> Iterator[str]:
-    """Private imports in the blocks of a page; those without a language may be half programs, so lines are matched."""
+    """Private imports in the code blocks of a page; blocks without a language may be incomplete, so lines are
+    matched."""
     for block in PROGRAM.findall(page.read_text("utf-8")):
         for line in re.findall(r"^\s*((?:from quire\S* import|import quire).*)$", block, re.MULTILINE):
             yield from private_imports(page.name, line)
@@ -334,25 +335,25 @@ def test_private_imports_are_found_in_strings_too() -> None:
 
 def test_benchmarks_take_a_public_name_where_there_is_one() -> None:
     """Readers of a benchmark should learn the public API from it."""
-    homes = {value: name for name in public() if (value := defined_as(name))}
+    public_names = {value: name for name in public() if (value := defined_as(name))}
     problems = [
-        f"{source.path}:{used.line}: {used.name} is public as {homes[used.name]}"
+        f"{source.path}:{used.line}: {used.name} is public as {public_names[used.name]}"
         for source in sources("bench")
         for used in imports_of_benchmark(source)
-        if used.name in homes and used.name not in public()
+        if used.name in public_names and used.name not in public()
     ]
     assert not problems
 
 
 def test_numbers_that_benchmarks_repeat_are_those_of_the_code() -> None:
-    """They are copies, because a number is no reason to import a private module."""
+    """They are copies, because a number is not a reason to import a private module."""
     assert snapshots.CHUNKS * CHUNK_BYTES == 1024 * GIB
     assert snapshots.SLOTS_PER_LEAF == SLOTS_PER_LEAF
     assert wire.GARBAGE_ALLOCATIONS == GARBAGE_ALLOCATIONS
 
 
 def defined_as(name: str) -> str:
-    """`quire.store.store.Store` for `quire.Store`; empty for what is no class or function."""
+    """`quire.store.store.Store` for `quire.Store`; empty for anything but classes and functions."""
     package, _, last = name.rpartition(".")
     value = getattr(import_module(package), last, None) if package else None
     module = getattr(value, "__module__", "")

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING's recipes promise: who follows one and forgets a step is told here.
+"""The recipes of CONTRIBUTING: a forgotten step is reported here.
 
 Records, operations and enumerations are compared with their page by test_manifest_doc.py, commands by cli/test_program.py,
 metrics by tests/service/web/test_metrics.py.
@@ -39,15 +39,15 @@ def page(name: str) -> str:
 
 def recipe(title: str) -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    found = re.search(rf"^### {title}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
-    assert found, f"CONTRIBUTING has no recipe {title!r}"
-    return found[1]
+    section = re.search(rf"^### {title}\n(.*?)(?=^##)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"CONTRIBUTING has no recipe {title!r}"
+    return section[1]
 
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_a_recipe_has_few_steps_and_names_files_that_exist(title: str) -> None:
     steps, _, after = recipe(title).partition("Docs:")
-    assert after, "a recipe says what to document and what to test"
+    assert after, "a recipe states what to document and what to test"
     assert len(re.findall(r"^\d\. ", steps, re.MULTILINE)) <= SOURCE_FILES_MAX
     named = re.findall(r"`((?:src|docs|tests|deploy)/[^`]*?)`", recipe(title))
     assert named
@@ -70,20 +70,20 @@ def test_every_spark_source_is_documented() -> None:
 
 
 def test_every_threshold_has_a_sentence() -> None:
-    """One sentence may stand below two fields that belong together."""
+    """One sentence may follow two fields that belong together."""
     for name, struct in vars(settings).items():
-        if name.endswith("Settings") and name != "StoreSettings":  # whose fields are the others
+        if name.endswith("Settings") and name != "StoreSettings":  # its fields are the other classes
             notes = [(field, text.partition("` ")[2]) for field, text in fields(struct)]
             for (field, note), (_, below) in zip(notes, [*notes[1:], ("", "")]):
                 assert note or below, f"{name}.{field} needs a sentence below it"
 
 
-def test_every_pragma_that_is_judged_is_documented() -> None:
+def test_every_pragma_that_is_handled_is_documented() -> None:
     source = ast.parse(Path(ROOT / "src/quire/sqlite/pragmas.py").read_text("utf-8"))
-    judged = {
+    handled = {
         str(node.value.value)
         for node in ast.walk(source)
         if isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant)
     }
-    assert "mmap_size" in judged, "the pattern no longer fits `answer_pragma`"
-    assert not [name for name in judged if f"| `{name}`" not in page("sqlite.md")]
+    assert "mmap_size" in handled, "the pattern no longer matches `answer_pragma`"
+    assert not [name for name in handled if f"| `{name}`" not in page("sqlite.md")]

@@ -1,4 +1,4 @@
-"""The documentation site: what is generated is up to date, every page is reachable, and our words are defined.
+"""The documentation site: generated files are up to date, every page is reachable, and terms are defined.
 
 `make docs` builds it with warnings as errors; here is what can be checked without Sphinx.
 """
@@ -15,7 +15,7 @@ from docs import api
 from tests.rules.tree import ROOT, modules
 
 DOCS = ROOT / "docs"
-WORDS = [
+TERMS = [
     "adopt",
     "anchor",
     "artifact",
@@ -84,7 +84,7 @@ def test_pictures_and_tables_of_benchmarks_are_up_to_date() -> None:
 
 
 def test_every_missed_target_is_explained() -> None:
-    """A page that is silent about a red bar is worse than the bar."""
+    """A missed target without an explanation is worse than the missed target."""
     text = (DOCS / "benchmarks.md").read_text("utf-8")
     missed = [
         f"{path.stem}: {name}"
@@ -94,7 +94,7 @@ def test_every_missed_target_is_explained() -> None:
         and draw.goodness(ratio["value"], ratio["target"], ratio["better"]) < 1
         and f"`{name}`" not in text
     ]
-    assert not missed, "say in docs/benchmarks.md why"
+    assert not missed, "explain it in docs/benchmarks.md"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_bar_is_longer_the_better_the_ratio_is(value: float, target: float, be
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
-    """Else Sphinx warns, and nobody finds it."""
+    """Otherwise Sphinx warns, and readers do not find it."""
     index = (DOCS / "index.md").read_text("utf-8")
     listed = set(re.findall(r"^(?:\w+ <)?([\w./-]+?)>?$", index, re.MULTILINE))
     pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
@@ -114,23 +114,23 @@ def test_every_page_is_in_the_table_of_contents() -> None:
     assert not [page.name for page in (DOCS / "formats").glob("[a-z]*.md") if f"]({page.name})" not in formats]
 
 
-def test_every_picture_is_shown_somewhere() -> None:
+def test_every_picture_is_shown_on_a_page() -> None:
     text = "".join(page.read_text("utf-8") for page in [ROOT / "README.md", *DOCS.glob("*.md")])
     assert not [image.name for image in (DOCS / "images").iterdir() if f"images/{image.name})" not in text]
 
 
-def test_the_glossary_has_our_words() -> None:
+def test_the_glossary_defines_the_terms_of_the_project() -> None:
     terms = re.findall(r"^\*\*(.+)\*\*$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
     defined = {word for term in terms for word in re.findall(r"\w+", term.lower())}
-    assert not set(WORDS) - defined
+    assert not set(TERMS) - defined
 
 
-def test_code_has_packages_and_layers_not_rooms() -> None:
-    """One word for one thing: a part of `src/quire` is a package."""
-    word = re.compile(r"\b(?:this|per|other|new) rooms?\b|\brooms\b|\bhouse (?:rule|test)", re.IGNORECASE)
+def test_code_speaks_of_packages_and_layers() -> None:
+    """One term for one concept: a part of `src/quire` is a package."""
+    pattern = re.compile(r"\b(?:this|per|other|new) rooms?\b|\brooms\b|\bhouse (?:rule|test)", re.IGNORECASE)
     assert not [
         f"{source.path}:{number}: {line.strip()}"
         for source in modules()
         for number, line in enumerate(source.text.splitlines(), 1)
-        if word.search(line)
+        if pattern.search(line)
     ]

@@ -1,4 +1,4 @@
-"""quire's own threads are recognised by their names: they do not wait for the archive (core/barrier.py)."""
+"""Threads of quire are recognised by their names: they do not wait for the archive (core/barrier.py)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ CALLERS = {
     "src/quire/service/web/calls.py: http-call",
     "src/quire/service/web/server.py: web-call",
 }
-"""Threads that acknowledge changes to somebody."""
-GIVEN = {"src/quire/jobs/leases.py", "src/quire/jobs/runner.py", "src/quire/archive/archiver.py"}
-"""Modules whose callers choose the name."""
+"""Threads that acknowledge changes to a client."""
+NAMED_BY_CALLER = {"src/quire/jobs/leases.py", "src/quire/jobs/runner.py", "src/quire/archive/archiver.py"}
+"""Modules that get the name from their callers."""
 
 
-def test_every_thread_that_quire_starts_has_a_name_of_ours() -> None:
+def test_every_thread_that_quire_starts_has_the_prefix() -> None:
     unnamed = []
     for source in sources("src"):
         for node in source.nodes:
@@ -28,11 +28,11 @@ def test_every_thread_that_quire_starts_has_a_name_of_ours() -> None:
             keyword = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}.get(called)
             if keyword is None:
                 continue
-            given = next((argument.value for argument in node.keywords if argument.arg == keyword), None)
-            text = ast.unparse(given).lstrip("f").strip("\"'") if given is not None else ""
+            argument_value = next((argument.value for argument in node.keywords if argument.arg == keyword), None)
+            text = ast.unparse(argument_value).lstrip("f").strip("\"'") if argument_value is not None else ""
             if (
                 not text.startswith(THREAD_PREFIX)
-                and source.path not in GIVEN
+                and source.path not in NAMED_BY_CALLER
                 and f"{source.path}: {text}" not in CALLERS
             ):
                 unnamed.append(f"{source.path}:{node.lineno} {text}")

@@ -1,4 +1,4 @@
-"""The source tree as the rules of the code base see it: each file once, parsed, with every import it contains."""
+"""The source tree as the rules use it: each file is parsed once, with every import that it contains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Source:
     text: str
     tree: ast.Module
     nodes: tuple[ast.AST, ...]
-    """Every node of the tree: a dozen rules look at all of them, and walking takes as long as parsing."""
+    """Every node of the tree: a dozen rules read all of them, and walking takes as long as parsing."""
 
     @property
     def module(self) -> str:
@@ -56,8 +56,8 @@ def parse(path: str, text: str) -> Source:
 def sources(folder: str) -> tuple[Source, ...]:
     """The Python files under a folder of the repository; none if there is no such folder."""
     files = sorted((ROOT / folder).rglob("*.py"))
-    # Millions of objects that stay: every collection, now and later in this process, would look at them all.
-    gc.collect()  # what is garbage now would never be looked at again
+    # Millions of objects that stay: without `freeze`, every later garbage collection in this process would visit them all.
+    gc.collect()  # current garbage would be frozen, too, and never be freed
     gc.disable()
     try:
         return tuple(parse(file.relative_to(ROOT).as_posix(), file.read_text("utf-8")) for file in files)
@@ -75,10 +75,10 @@ def imports(source: Source) -> Iterator[Import]:
     for node in source.nodes:
         match node:
             case ast.Import(names=names):
-                yield from (Import(each.name, node.lineno) for each in names)
+                yield from (Import(alias.name, node.lineno) for alias in names)
             case ast.ImportFrom(names=names):
                 base = _base(source, node)
-                yield from (Import(f"{base}.{each.name}", node.lineno) for each in names)
+                yield from (Import(f"{base}.{alias.name}", node.lineno) for alias in names)
             case ast.Call(
                 func=ast.Name(id="import_module" | "__import__") | ast.Attribute(attr="import_module"),
                 args=[ast.Constant(value=str(name)), *_],
@@ -90,6 +90,6 @@ def _base(source: Source, node: ast.ImportFrom) -> str:
     if not node.level:
         return node.module or ""
     package = source.module.split(".")
-    up = node.level - source.is_package
-    parents = package[: len(package) - up]
+    levels = node.level - source.is_package
+    parents = package[: len(package) - levels]
     return ".".join([*parents, node.module] if node.module else parents)

@@ -1,4 +1,4 @@
-"""A served store and a client of it; the store is sound when the test ends."""
+"""A served store and a client of it. The manifest is checked when the test ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.service.client import Client, connect
 from quire.store.store import Store
-from tests.service.world import OWNER, end, line, process, served
+from tests.service.owners import OWNER, end, line, process, served
 
 Start = Callable[..., tuple[subprocess.Popen[str], str]]
 
@@ -27,8 +27,8 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def service(path: Path) -> Iterator[tuple[Store, Any]]:
-    with served(path) as both:
-        yield both
+    with served(path) as store_and_server:
+        yield store_and_server
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def client(server: Any) -> Iterator[Client]:
 
 @pytest.fixture
 def owner(path: Path) -> Iterator[Start]:
-    """Start an owner as a process of its own: (process, address)."""
+    """Start an owner in a separate process; returns (process, address)."""
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str, **environment: str) -> tuple[subprocess.Popen[str], str]:
@@ -57,5 +57,5 @@ def owner(path: Path) -> Iterator[Start]:
         return started[-1], line(started[-1])
 
     yield start
-    for each in started:
-        end(each)
+    for owner_process in started:
+        end(owner_process)

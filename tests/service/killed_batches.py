@@ -1,8 +1,8 @@
-"""An owner that takes batches of a streaming query, and may be killed at a failpoint on the way.
+"""An owner that applies batches of a streaming query, and can be killed at a failpoint.
 
     QUIRE_FAILPOINTS=stream.batch.appended=1*off->kill python -m tests.service.killed_batches PATH stream 0 1
 
-Each batch has two rows, which name it.
+Each batch has two rows, which contain its number.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def stream_of(**columns: list[str]) -> bytes:
 
 
 def take(loads: Loads, kind: str, load: int, batch: int) -> None:
-    """Have a store take a batch."""
+    """Have a store apply a batch."""
     names = [f"{batch}-0", f"{batch}-1"]
     if kind == "sqlite":
         loads.put(PutPart(load, "0-0", 0, stream_of(name=names)))
-        how = {"create": True, "create_database": True, "query": QUERY, "batch": batch}
-        loads.insert(LoadRows(load, "sqlite", "t", ("0-0",), (("name", "TEXT"),), **how))  # type: ignore[arg-type]
+        options = {"create": True, "create_database": True, "query": QUERY, "batch": batch}
+        loads.insert(LoadRows(load, "sqlite", "t", ("0-0",), (("name", "TEXT"),), **options))  # type: ignore[arg-type]
     elif kind == "kv":
         loads.put(PutPart(load, "0-0", 0, stream_of(key=names, value=[f"by load {load}"] * 2)))
         loads.write_pairs(LoadPairs(load, "kv", ("0-0",), ("key", "value"), QUERY, batch, create=True))
@@ -46,7 +46,7 @@ def take(loads: Loads, kind: str, load: int, batch: int) -> None:
 
 
 def main(path: str, kind: str, *batches: str) -> None:
-    """See above."""
+    """Apply the batches that the command line names."""
     with quire.open(path, settings=QUIET) as store:
         loads = Loads(store)
         for batch in map(int, batches):

@@ -1,4 +1,4 @@
-"""Who may come in: tokens, TLS, versions; and that every refusal is counted and told."""
+"""Access control: tokens, TLS, protocol versions. Every refusal is counted and logged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.service.tokens import Tokens, bearer, ensure_token, read_token
 from quire.sqlite import dbapi
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.service.world import reserve, settings
+from tests.service.owners import reserve, settings
 
 LOCAL = "127.0.0.1:0"
 
@@ -37,7 +37,7 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "quire test")])
     now = dt.datetime(2020, 1, 1, tzinfo=dt.UTC)
     names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))])
-    made = (
+    command = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(subject)
@@ -49,7 +49,7 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
         .sign(key, hashes.SHA256())
     )
     cert_file, key_file = folder / f"{name}.pem", folder / f"{name}.key"
-    cert_file.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    cert_file.write_bytes(command.public_bytes(serialization.Encoding.PEM))
     plain = serialization.NoEncryption()
     key_file.write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.TraditionalOpenSSL, plain)
@@ -65,10 +65,10 @@ def owned(path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What was told about refused calls."""
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr(admission, "emit", lambda _, event, **fields: told.append({"event": event, **fields}))
-    return told
+    """The logged refusals."""
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(admission, "emit", lambda _, event, **fields: events.append({"event": event, **fields}))
+    return events
 
 
 def connected(address: str, token_file: str = "", **more: Any) -> Client:
@@ -76,11 +76,11 @@ def connected(address: str, token_file: str = "", **more: Any) -> Client:
 
 
 # ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refused: list[dict[str, Any]]) -> None:
+def test_over_tcp_a_token_is_needed_and_defines_the_permissions(owned: Store, refused: list[dict[str, Any]]) -> None:
     with owned.serve(f"grpc://{LOCAL}") as server:
         admin, read = (os.path.join(owned.path, name) for name in ("admin.token", "read.token"))
-        for each in (admin, read):
-            assert stat.S_IMODE(os.stat(each).st_mode) == 0o600
+        for token_file in (admin, read):
+            assert stat.S_IMODE(os.stat(token_file).st_mode) == 0o600
         with connected(server.address, admin) as client:
             assert client.server.role == "admin"
             client.create("shop", "pages")
@@ -88,7 +88,9 @@ def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refus
             assert client.server.role == "read"
             assert client.database("shop").name == "shop"
             assert client.table("db").num_rows == 1
-            client.renew_lease(client.lend(["shop"], 60).lease_id)  # to read a version needs no more than to read
+            client.renew_lease(
+                client.lend(["shop"], 60).lease_id
+            )  # reading a version needs no more than read permission
             for call in (
                 lambda: client.create("other", "pages"),
                 lambda: client.drop("shop"),
@@ -101,12 +103,12 @@ def test_over_tcp_a_token_is_needed_and_says_what_is_allowed(owned: Store, refus
                 with pytest.raises(quire.AccessDenied, match="admin token"):
                     call()
         assert server.figures().refused == 5
-        assert [each["call"] for each in refused][:2] == ["create", "drop"]
-        assert all(each["peer"].startswith("ipv4:127.0.0.1") for each in refused)
-        assert [each.name for each in owned.databases()] == ["shop"]
+        assert [event["call"] for event in refused][:2] == ["create", "drop"]
+        assert all(event["peer"].startswith("ipv4:127.0.0.1") for event in refused)
+        assert [database.name for database in owned.databases()] == ["shop"]
 
 
-def test_no_token_a_wrong_one_and_a_cut_one_are_refused_and_told(
+def test_missing_wrong_and_truncated_tokens_are_refused_and_logged(
     owned: Store, tmp_path: Path, refused: list[dict[str, Any]]
 ) -> None:
     with owned.serve(f"grpc://{LOCAL}") as server:
@@ -119,14 +121,14 @@ def test_no_token_a_wrong_one_and_a_cut_one_are_refused_and_told(
             with pytest.raises(quire.Unauthenticated):
                 connected(server.address, str(file) if wrong else "")
         assert server.figures().refused == len(refused) == 5
-        assert [each["reason"] for each in refused] == ["the call has no token"] + ["the token is wrong"] * 4
-        assert all(good not in str(each) for each in refused)
+        assert [event["reason"] for event in refused] == ["the call has no token"] + ["the token is wrong"] * 4
+        assert all(good not in str(event) for event in refused)
         assert server.figures().calls == 0
 
 
 @pytest.fixture
 def signed(owned: Store, tmp_path: Path) -> Callable[..., str]:
-    """Makes a file with a signed token."""
+    """Creates a file with a signed token."""
 
     def make(*databases: str, **more: Any) -> str:
         file = tmp_path / f"{'-'.join(databases)}{more}.token"
@@ -137,7 +139,7 @@ def signed(owned: Store, tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def test_a_signed_token_allows_its_databases_and_nothing_else(owned: Store, signed: Callable[..., str]) -> None:
+def test_a_signed_token_allows_only_its_databases(owned: Store, signed: Callable[..., str]) -> None:
     owned.sqlite("shop", create=True).execute("create table t(x); insert into t values (1)")
     for name in ("clicks", "other"):
         owned.create(name, "stream")
@@ -146,7 +148,7 @@ def test_a_signed_token_allows_its_databases_and_nothing_else(owned: Store, sign
     with owned.serve(f"grpc://{LOCAL}") as server:
         with connected(server.address, signed("shop", "clicks", "sessions", "planned")) as client:
             assert client.server.role == "jwt"
-            assert (client.path, client.objects_url) == ("", "")  # nothing of its business
+            assert (client.path, client.objects_url) == ("", "")  # not covered by its token
             shop = client.sqlite("shop")
             shop.execute("insert into t values (2)")
             shop.commit()
@@ -189,7 +191,7 @@ def test_a_signed_token_that_has_expired_is_refused_at_the_next_call(owned: Stor
         connected(server.address, signed("clicks", ttl_seconds=60, clock=ManualClock(now_ms=0)))
 
 
-def test_a_token_from_the_environment_and_files_of_ones_own(
+def test_a_token_from_the_environment_and_own_token_files(
     owned: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admin, read = str(tmp_path / "a"), str(tmp_path / "r")
@@ -200,7 +202,7 @@ def test_a_token_from_the_environment_and_files_of_ones_own(
         assert not os.path.exists(os.path.join(owned.path, "admin.token"))
 
 
-def test_token_files_others_may_read_are_refused(tmp_path: Path) -> None:
+def test_token_files_that_others_can_read_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "token"
     token = ensure_token(str(file))
     assert ensure_token(str(file)) == read_token(str(file)) == token
@@ -226,8 +228,8 @@ def test_the_two_tokens_differ() -> None:
         assert tokens.grant(bearer(header)) is None
 
 
-def test_a_flood_of_refusals_is_counted_and_not_logged_in_full(refused: list[dict[str, Any]]) -> None:
-    class Still:
+def test_a_flood_of_refusals_is_counted_and_logged_in_part(refused: list[dict[str, Any]]) -> None:
+    class FixedClock:
         now = 5.0
 
         def monotonic(self) -> float:
@@ -236,7 +238,7 @@ def test_a_flood_of_refusals_is_counted_and_not_logged_in_full(refused: list[dic
         def now_ms(self) -> int:
             return 0
 
-    clock = Still()
+    clock = FixedClock()
     refusals = admission.Refusals(clock)
     for _ in range(100):
         refusals.add(quire.AccessDenied("no"))
@@ -265,7 +267,7 @@ def test_tls_with_the_right_and_the_wrong_certificate(owned: Store, tmp_path: Pa
             quire.connect(server.address.replace("grpc+tls", "grpc"), token_file=token, timeout=1)
 
 
-def test_tls_wants_both_files_and_only_where_it_is_used(owned: Store, tmp_path: Path) -> None:
+def test_tls_needs_both_files_and_a_tls_address(owned: Store, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
     for address, options in (
         (f"grpc+tls://{LOCAL}", {}),
@@ -284,22 +286,22 @@ def test_tls_wants_both_files_and_only_where_it_is_used(owned: Store, tmp_path: 
     assert not os.path.exists(os.path.join(owned.path, "quire.sock"))
 
 
-def test_a_port_that_is_taken_is_said(owned: Store) -> None:
+def test_a_port_in_use_is_reported(owned: Store) -> None:
     with owned.serve(f"grpc://{LOCAL}") as server, pytest.raises(quire.InvalidInput, match="cannot listen"):
         owned.serve(server.address)
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("told", ["2", "", "nonsense"])
-def test_another_version_is_told_so(server: Any, told: str, refused: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("version", ["2", "", "nonsense"])
+def test_another_protocol_version_is_reported(server: Any, version: str, refused: list[dict[str, Any]]) -> None:
     raw = flight.FlightClient(server.address)
-    headers = [(wire.VERSION_HEADER.encode(), told.encode())] if told else []
-    for ask in (
+    headers = [(wire.VERSION_HEADER.encode(), version.encode())] if version else []
+    for send in (
         lambda options: list(raw.do_action(flight.Action("hello", b""), options)),
         lambda options: raw.do_get(flight.Ticket(b""), options).read_all(),
     ):
         with pytest.raises(flight.FlightServerError) as caught:
-            ask(flight.FlightCallOptions(headers=headers))
+            send(flight.FlightCallOptions(headers=headers))
         form = wire.read_form(bytes(caught.value.extra_info))
         assert form.kind == "Incompatible"
         assert form.where["ours"] == wire.WIRE_VERSION
@@ -313,7 +315,7 @@ def test_a_client_of_another_version_raises_incompatible(server: Any, monkeypatc
         quire.connect(server.address, timeout=5)
 
 
-def test_a_reader_does_not_serve(path: Path) -> None:
+def test_a_read_only_store_cannot_serve(path: Path) -> None:
     quire.open(path).close()
     with quire.open(path, "r") as reader, pytest.raises(quire.ReadOnly):
         reader.serve()

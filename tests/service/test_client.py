@@ -1,4 +1,4 @@
-"""A client does what a local store does, and gets the same values."""
+"""A client behaves like a local store and returns the same values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.manifest.feed import Start
 from quire.manifest.records import JobKind, JobState
 from quire.service.client import Client, connect
 from quire.store.store import Store
-from tests.service.world import reserve
+from tests.service.owners import reserve
 
 
 def fill(store: Store, name: str, numbers: range, byte: bytes) -> None:
@@ -35,16 +35,16 @@ def shop(store: Store) -> None:
     fill(store, "shop", range(8), b"a")
 
 
-def test_databases_are_made_listed_renamed_and_dropped(client: Client, store: Store) -> None:
-    made = client.create("shop", "pages", tags={"by": "ann"})
-    assert plain(made) == plain(store.database("shop"))
+def test_databases_are_created_listed_renamed_and_dropped(client: Client, store: Store) -> None:
+    created = client.create("shop", "pages", tags={"by": "ann"})
+    assert plain(created) == plain(store.database("shop"))
     assert plain(client.databases()) == plain(store.databases())
     assert client.rename("shop", "bazaar").name == "bazaar"
-    assert client.drop("bazaar").db_id == made.db_id
+    assert client.drop("bazaar").db_id == created.db_id
     assert client.databases() == []
 
 
-def test_errors_arrive_as_what_they_were(client: Client) -> None:
+def test_errors_keep_their_class_and_fields(client: Client) -> None:
     client.create("shop", "pages")
     with pytest.raises(quire.NameTaken) as taken:
         client.create("shop", "pages")
@@ -101,15 +101,15 @@ def test_a_leased_reader_reads_its_version_while_the_owner_writes_and_checkpoint
 
 @pytest.mark.usefixtures("shop")
 def test_checkpoint_and_merge_run_at_the_owner(client: Client) -> None:
-    begun = client.checkpoint("shop", wait=False)
-    assert begun.kind is JobKind.CHECKPOINT
+    job = client.checkpoint("shop", wait=False)
+    assert job.kind is JobKind.CHECKPOINT
     assert client.checkpoint("shop").state is JobState.SUCCEEDED
     assert client.table("chunk_catalog").num_rows == 1
     assert client.merge("shop").state is JobState.SUCCEEDED
 
 
 def test_a_checkpoint_of_a_stream_runs_at_the_owner(client: Client, store: Store) -> None:
-    """The page says "the same", and a client got `WrongKind`."""
+    """The documentation promises the same behaviour, but a client got `WrongKind`."""
     clicks = store.stream("clicks", create=True)
     clicks.append([b"one", b"two"]).result()
     clicks.seal()
@@ -119,23 +119,23 @@ def test_a_checkpoint_of_a_stream_runs_at_the_owner(client: Client, store: Store
 
 
 @pytest.mark.usefixtures("shop")
-def test_a_job_whose_attempt_fails_is_given_back_pending(client: Client) -> None:
+def test_a_job_whose_attempt_failed_is_returned_as_pending(client: Client) -> None:
     with armed("jobs.worker.claimed", "1*raise:EIO"):
         job = client.checkpoint("shop", timeout=60)
     assert (job.state, job.record.attempt, job.record.failures) == (JobState.PENDING, 1, 1)
-    again = client.checkpoint("shop", timeout=60)
-    assert (again.job_id, again.state, again.record.attempt) == (job.job_id, JobState.SUCCEEDED, 2)
+    repeated = client.checkpoint("shop", timeout=60)
+    assert (repeated.job_id, repeated.state, repeated.record.attempt) == (job.job_id, JobState.SUCCEEDED, 2)
 
 
-def test_batches_come_back_as_receipts_in_order(client: Client, store: Store) -> None:
+def test_batches_return_receipts_in_order(client: Client, store: Store) -> None:
     guards = [client.submit(reserve(number)) for number in range(1, 301)]
     receipts = [guard.result(60) for guard in guards]
-    assert [each.sequence for each in receipts] == list(range(1, 301))
+    assert [receipt.sequence for receipt in receipts] == list(range(1, 301))
     assert receipts[-1].generations == {1: 300}
     assert store.feed.head() == 300
 
 
-def test_a_bad_batch_fails_alone(client: Client) -> None:
+def test_an_invalid_batch_fails_alone(client: Client) -> None:
     good, bad, after = client.submit(reserve(1)), client.submit(reserve(-1)), client.submit(reserve(2))
     assert good.result(60).sequence == 1
     with pytest.raises(quire.InvalidInput, match="cannot be read"):
@@ -179,17 +179,17 @@ def test_the_feed_is_read_acknowledged_and_followed(client: Client, store: Store
     page = client.feed.fetch("app", 2)
     assert page == store.feed.fetch("app", 2)
     only = client.feed.fetch("app", databases=["b"], tables="db")
-    assert ([each.sequence for each in only.changes], only.next_sequence) == ([2], 4)
+    assert ([change.sequence for change in only.changes], only.next_sequence) == ([2], 4)
     client.feed.acknowledge("app", 2)
-    assert [each.sequence for each in client.feed.fetch("app").changes] == [3]
+    assert [change.sequence for change in client.feed.fetch("app").changes] == [3]
     assert client.feed.lag() == {"app": 1}
-    assert [each.sequence for each in client.feed.follow("app", timeout=0)] == [3]
+    assert [change.sequence for change in client.feed.follow("app", timeout=0)] == [3]
     assert client.feed.cursor("app").acked_sequence == 3
     assert client.feed.store_id() == store.feed.store_id() == client.server.store_id
     late = client.feed.register(Start.LATEST)
     assert late.acked_sequence == client.feed.head() == 3
     client.feed.drop(late.cursor_id)
-    assert [each.name for each in client.feed.cursors()] == ["app"]
+    assert [cursor.name for cursor in client.feed.cursors()] == ["app"]
     with pytest.raises(quire.UnknownCursor):
         client.feed.fetch("nobody")
 
@@ -197,7 +197,7 @@ def test_the_feed_is_read_acknowledged_and_followed(client: Client, store: Store
 def test_waiting_for_a_change_wakes_at_once(client: Client, store: Store) -> None:
     with pytest.raises(quire.TimedOut):
         client.feed.wait(0, timeout=0.1)
-    waits: list[float] = []
+    pauses: list[float] = []
     for number in range(10):
         committed: list[float] = []
 
@@ -209,16 +209,16 @@ def test_waiting_for_a_change_wakes_at_once(client: Client, store: Store) -> Non
         thread = threading.Thread(target=commit)
         thread.start()
         client.feed.wait(number, timeout=10)
-        woken = time.monotonic()
+        woken_at = time.monotonic()
         thread.join()
-        waits.append(woken - committed[0])
-    # Not in pieces of a poll: most wake-ups come within a few ms of the commit, whatever else the machine does.
-    assert sorted(waits)[2] < 0.1
+        pauses.append(woken_at - committed[0])
+    # Not at the interval of a poll: most wake-ups come within a few ms of the commit, whatever the load of the machine.
+    assert sorted(pauses)[2] < 0.1
 
 
 def test_info_figures_and_hello(client: Client, store: Store) -> None:
     store.create("shop", "pages")
-    # the writer counts a commit after it has answered: before the next one at the latest
+    # the writer counts a commit after it has answered, at the latest before the next one
     store.create("basket", "pages")
     assert client.info().databases == store.info().databases
     figures = client.figures()
@@ -235,7 +235,7 @@ def test_a_client_pickles_as_its_address(client: Client) -> None:
         assert other.uri == client.uri
 
 
-def test_a_closed_client_says_so(server: Any) -> None:
+def test_a_closed_client_raises(server: Any) -> None:
     client = connect(server.address)
     client.close()
     client.close()
@@ -245,7 +245,7 @@ def test_a_closed_client_says_so(server: Any) -> None:
         client.submit(reserve(1))
 
 
-def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_address_is_refused(tmp_path: Path) -> None:
     for uri in ("ftp://x:1", "grpc://", "grpc+unix://", "http://", "http://x:99999"):
         with pytest.raises(quire.InvalidInput, match="not the address"):
             quire.connect(uri)
@@ -258,7 +258,7 @@ def test_what_is_no_address_is_refused(tmp_path: Path) -> None:
         quire.connect(tmp_path)
 
 
-def test_nobody_there_is_unavailable_after_the_timeout(tmp_path: Path) -> None:
+def test_without_an_owner_connect_raises_unavailable_after_the_timeout(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(quire.Unavailable, match="cannot be reached"):
         quire.connect(f"grpc+unix://{tmp_path}/none.sock", timeout=0.5)

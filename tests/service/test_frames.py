@@ -1,4 +1,5 @@
-"""Frames: what is none is refused in words and closes its own connection, nothing else; nothing is allocated on a promise."""
+"""Frames: an invalid frame is refused with an error and closes only its own connection; a length field alone allocates
+nothing."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ from quire.service.frames import (
     write_framed,
 )
 from quire.service.wire import WIRE_VERSION, RemoteError, error_of, read_answer, write_call
-from tests.hostile import memory_of_at_most
-from tests.service.world import served
+from tests.hostile import memory_limit
+from tests.service.owners import served
 
 HELLO = PREFACE.pack(MAGIC, WIRE_VERSION, bytes(16))
 DATABASES = write_framed("databases", "", write_call(b"", m.Nothing()))
@@ -44,7 +45,7 @@ DATABASES = write_framed("databases", "", write_call(b"", m.Nothing()))
 
 @contextmanager
 def raw(server: Any) -> Iterator[socket.socket]:
-    """A connection on which anything can be said."""
+    """A connection for arbitrary bytes."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30)
         connection.connect(server.address.removeprefix("grpc+unix://") + ".f")
@@ -52,7 +53,7 @@ def raw(server: Any) -> Iterator[socket.socket]:
 
 
 def refusal(connection: socket.socket) -> QuireError:
-    """The error that is said before the connection is closed."""
+    """The error that is sent before the connection is closed."""
     reader = FrameReader(connection)
     with pytest.raises(RemoteError) as refused:
         read_answer(reader.frame(MIB), Any)
@@ -61,9 +62,9 @@ def refusal(connection: socket.socket) -> QuireError:
     return error_of(refused.value.form)
 
 
-# ── what is said ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── invalid frames ────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20),
@@ -76,27 +77,38 @@ def refusal(connection: socket.socket) -> QuireError:
         HELLO + SIZE.pack(6) + b"\xdd\xff\xff\xff\xff\x00",
         HELLO + SIZE.pack(1) + b"\x90",
     ],
-    ids=["http", "grpc", "zeros", "noise", "4 GiB", "above the limit", "no msgpack", "empty", "a promise", "no call"],
+    ids=[
+        "http",
+        "grpc",
+        "zeros",
+        "noise",
+        "4 GiB",
+        "above the limit",
+        "no msgpack",
+        "empty",
+        "a false length",
+        "no call",
+    ],
 )
-def test_what_is_no_frame_is_refused_and_closes_its_connection_alone(server: Any, client: Client, said: bytes) -> None:
-    with memory_of_at_most(64 * MIB), raw(server) as connection:
-        connection.sendall(said)
+def test_an_invalid_frame_is_refused_and_closes_only_its_connection(server: Any, client: Client, data: bytes) -> None:
+    with memory_limit(64 * MIB), raw(server) as connection:
+        connection.sendall(data)
         assert isinstance(refusal(connection), InvalidInput)
     assert client.databases() == []
     assert server.figures().refused >= 1
 
 
-def test_another_version_is_told_which_one_is_spoken(server: Any) -> None:
+def test_a_version_mismatch_reports_the_supported_version(server: Any) -> None:
     with raw(server) as connection:
         connection.sendall(PREFACE.pack(MAGIC, 99, bytes(16)))
         assert "version 99" in refusal(connection).what
 
 
-@pytest.mark.parametrize("said", [b"", HELLO[:5], HELLO, HELLO + DATABASES[:2], HELLO + DATABASES[:-1]])
-def test_half_a_frame_and_a_hang_up_leave_nothing_behind(server: Any, client: Client, said: bytes) -> None:
+@pytest.mark.parametrize("data", [b"", HELLO[:5], HELLO, HELLO + DATABASES[:2], HELLO + DATABASES[:-1]])
+def test_half_a_frame_and_a_disconnect_leave_nothing_behind(server: Any, client: Client, data: bytes) -> None:
     before = server._frames.connections
     with raw(server) as connection:
-        connection.sendall(said)
+        connection.sendall(data)
     deadline = time.monotonic() + 60
     while server._frames.connections > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -127,7 +139,7 @@ def test_frames_in_pieces_and_several_at_once_are_answered_in_order(server: Any)
         ("sql.execute", b"\x92\xc4\x00\x95\xa4gone\x01\x01\xa8select 1\x90", "the SQL connection does not exist"),
     ],
 )
-def test_a_call_that_makes_no_sense_is_refused_and_the_connection_goes_on(
+def test_an_invalid_call_is_refused_and_the_connection_stays_open(
     server: Any, name: str, body: bytes, error: str
 ) -> None:
     with raw(server) as connection:
@@ -139,7 +151,7 @@ def test_a_call_that_makes_no_sense_is_refused_and_the_connection_goes_on(
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_call_or_refused(data: bytes) -> None:
+def test_any_bytes_are_parsed_as_a_call_or_refused(data: bytes) -> None:
     try:
         call = read_framed(data)
     except FrameError:
@@ -148,7 +160,7 @@ def test_any_bytes_are_a_call_or_refused(data: bytes) -> None:
 
 
 # ── limits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_one_connection_too_many_is_told_so(path: Path) -> None:
+def test_one_connection_too_many_is_refused_with_a_reason(path: Path) -> None:
     with served(path, connections_max=2) as (_, server), quire.connect(server.address) as client, raw(server) as second:
         second.sendall(HELLO + DATABASES)
         assert FrameReader(second).frame(MIB)
@@ -158,42 +170,42 @@ def test_one_connection_too_many_is_told_so(path: Path) -> None:
 
 
 def test_an_answer_too_long_for_its_client_is_not_read() -> None:
-    near, far = socket.socketpair()
-    with near, far:
-        far.sendall(SIZE.pack(ANSWER_BYTES_MAX + 1))
+    left_end, right_end = socket.socketpair()
+    with left_end, right_end:
+        right_end.sendall(SIZE.pack(ANSWER_BYTES_MAX + 1))
         with pytest.raises(FrameError, match="exceeds the limit"):
-            FrameReader(near).frame(ANSWER_BYTES_MAX)
+            FrameReader(left_end).frame(ANSWER_BYTES_MAX)
 
 
-def test_the_socket_is_its_owners_alone_and_goes_with_the_server(path: Path) -> None:
+def test_the_socket_is_accessible_to_its_owner_only_and_removed_with_the_server(path: Path) -> None:
     with served(path) as (_, server):
-        place = server.address.removeprefix("grpc+unix://") + ".f"
-        assert stat.S_IMODE(os.stat(place).st_mode) == 0o600
-    assert not os.path.exists(place)
+        socket_path = server.address.removeprefix("grpc+unix://") + ".f"
+        assert stat.S_IMODE(os.stat(socket_path).st_mode) == 0o600
+    assert not os.path.exists(socket_path)
 
 
-def test_closing_answers_who_waits_and_hangs_up(path: Path) -> None:
+def test_closing_answers_waiting_calls_and_disconnects(path: Path) -> None:
     with served(path, stop_seconds=30.0) as (_, server):
         client = quire.connect(server.address, timeout=1)
         stream = client.stream("s", create=True)
-        seen: list[object] = []
+        records: list[object] = []
 
         def wait() -> None:
             try:
-                seen.extend(stream.tail(timeout=60))
-            except Unavailable as gone:
-                seen.append(gone)
+                records.extend(stream.tail(timeout=60))
+            except Unavailable as error:
+                records.append(error)
 
         waiting = threading.Thread(target=wait)
         waiting.start()
         while not server.figures().waits_now:
             time.sleep(0.01)
-        began = time.monotonic()
+        started = time.monotonic()
         server.close()
         waiting.join(60)
-        assert len(seen) == 1
-        assert isinstance(seen[0], Unavailable)
-        assert time.monotonic() - began < 25, "it did not wait for its stop_seconds"
+        assert len(records) == 1
+        assert isinstance(records[0], Unavailable)
+        assert time.monotonic() - started < 25, "closing does not wait for stop_seconds"
         client.close()
 
 
@@ -201,21 +213,21 @@ def test_a_call_that_was_just_read_is_answered_when_the_server_closes(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hazard: a connection was treated as idle, and shut down, between reading a call and executing it."""
-    closing: list[threading.Thread] = []
+    idle_are_closed: list[threading.Thread] = []
     idle_are_told = threading.Event()
     hang_up = FrameServer._hang_up
 
-    def told(frames: FrameServer, *arguments: Any, **options: Any) -> None:
+    def hang_up_and_signal(frames: FrameServer, *arguments: Any, **options: Any) -> None:
         hang_up(frames, *arguments, **options)
         idle_are_told.set()
 
     def read(frame: bytes) -> FramedCall:
-        closing.append(threading.Thread(target=server._frames.close))
-        closing[0].start()
+        idle_are_closed.append(threading.Thread(target=server._frames.close))
+        idle_are_closed[0].start()
         assert idle_are_told.wait(60)
         return read_framed(frame)
 
-    monkeypatch.setattr(FrameServer, "_hang_up", told)
+    monkeypatch.setattr(FrameServer, "_hang_up", hang_up_and_signal)
     monkeypatch.setattr(frame_server, "read_framed", read)
     with raw(server) as connection:
         connection.sendall(HELLO + DATABASES)
@@ -223,11 +235,11 @@ def test_a_call_that_was_just_read_is_answered_when_the_server_closes(
         assert read_answer(reader.frame(MIB), Any) == []
         with pytest.raises(EOFError):
             reader.exactly(1)
-    closing[0].join(60)
+    idle_are_closed[0].join(60)
     assert server._frames.connections == 0
 
 
-def test_a_copy_takes_no_writes_through_frames(path: Path) -> None:
+def test_a_read_only_copy_accepts_no_writes_through_frames(path: Path) -> None:
     with quire.open(path) as store:
         store.copy_of = "memory://"
         with (
@@ -238,7 +250,7 @@ def test_a_copy_takes_no_writes_through_frames(path: Path) -> None:
             client.create("shop", "pages")
 
 
-def test_after_a_fork_parent_and_child_have_connections_of_their_own(server: Any, client: Client) -> None:
+def test_after_a_fork_parent_and_child_have_separate_connections(server: Any, client: Client) -> None:
     assert client.databases() == []
     pid = os.fork()
     if not pid:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.world import end, line, process
+from tests.service.owners import end, line, process
 
 PROGRAM = """
 import gc, os, sys, time, quire

@@ -1,4 +1,4 @@
-"""`quire.connect("http://…")`: whom it takes for an owner, lost answers, waiting writers, servers that are none of ours."""
+"""`quire.connect("http://…")`: which servers it accepts as owners, lost answers, waiting writers, foreign servers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quire.service.client import Client
 from quire.service.commands import RemoteCommand
 from quire.service.tokens import Credentials
 from quire.sqlite import dbapi
+from tests.service.owners import served
 from tests.service.test_access import certificate
-from tests.service.web.world import Asker
-from tests.service.world import served
+from tests.service.web.http_client import HttpClient
 
 LOCAL = "http://127.0.0.1:0"
 
@@ -38,7 +38,7 @@ def connected(server: Any, path: Path, **options: Any) -> Client:
     return quire.connect(server.address, token_file=str(path / "admin.token"), **options)
 
 
-def test_a_client_without_a_token_reads_on_loopback_and_is_refused_where_readers_are_asked(path: Path) -> None:
+def test_a_client_without_a_token_reads_on_loopback_unless_readers_need_one(path: Path) -> None:
     with served(path, LOCAL) as (store, server), quire.connect(server.address) as client:
         store.create("shop", "pages")
         assert [info.name for info in client.databases()] == ["shop"]
@@ -50,28 +50,26 @@ def test_a_client_without_a_token_reads_on_loopback_and_is_refused_where_readers
 
 def test_another_version_of_the_protocol_is_refused(path: Path) -> None:
     with served(path, LOCAL) as (_, server):
-        told = Asker(server.address).ask("POST", "/v1/call/hello", b"")
-        assert (told.status, json.loads(told.body)["error"]) == (400, "Incompatible")
+        response = HttpClient(server.address).request("POST", "/v1/call/hello", b"")
+        assert (response.status, json.loads(response.body)["error"]) == (400, "Incompatible")
 
 
-def test_commands_are_for_the_owners_own_machine(client: Client) -> None:
+def test_commands_are_only_for_the_owners_machine(client: Client) -> None:
     with pytest.raises(quire.AccessDenied, match="owner's machine"):
         client._channel.call("command", RemoteCommand("ls", b"{}", b"", 0))
 
 
-def test_tables_say_where_they_can_be_had(client: Client) -> None:
+def test_tables_are_refused_over_http_with_a_hint(client: Client) -> None:
     with pytest.raises(quire.InvalidInput, match="Flight") as refused:
         client.table("db")
     assert "quire serve --listen grpc://" in refused.value.hint
 
 
-def test_what_was_done_is_not_done_again_when_its_answer_is_lost(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_whose_answer_is_lost_takes_effect_once(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[int] = []
     whole = HTTPConnection.getresponse
 
-    def lose(connection: HTTPConnection) -> HTTPResponse:
+    def lose_response(connection: HTTPConnection) -> HTTPResponse:
         answer = whole(connection)
         if len(lost) < 2:
             lost.append(answer.status)
@@ -80,7 +78,7 @@ def test_what_was_done_is_not_done_again_when_its_answer_is_lost(
 
     shop = client.sqlite("shop", autocommit=True)
     numbers = client.stream("numbers", create=True)
-    monkeypatch.setattr(HTTPConnection, "getresponse", lose)
+    monkeypatch.setattr(HTTPConnection, "getresponse", lose_response)
     shop.execute("insert into t values (1)")
     lost.clear()
     assert numbers.append(b"one").result() == 1
@@ -109,11 +107,11 @@ def test_the_holder_of_the_lock_commits_while_writers_wait(client: Client) -> No
     assert holder.execute("select count(*) from t").fetchone() == (24,)
 
 
-def test_a_client_pickles_and_a_server_that_closed_is_told(path: Path) -> None:
+def test_a_client_pickles_and_a_closed_server_is_reported(path: Path) -> None:
     with served(path, LOCAL) as (_, server):
         client = connected(server, path, timeout=0.5)
-        with pickle.loads(pickle.dumps(client)) as again:
-            assert again.databases() == []
+        with pickle.loads(pickle.dumps(client)) as copy:
+            assert copy.databases() == []
     with pytest.raises(quire.Unavailable, match="cannot be reached"):
         client.databases()
     client.close()
@@ -126,8 +124,8 @@ def test_an_interrupted_statement_ends_at_the_owner(client: Client) -> None:
         shop.execute("with recursive n(x) as (select 1 union all select x + 1 from n) select max(x) from n")
 
 
-# ── servers that are none of ours ─────────────────────────────────────────────────────────────────────────────────────
-class Foreign(BaseHTTPRequestHandler):
+# ── foreign servers ───────────────────────────────────────────────────────────────────────────────────────────────────
+class ForeignServer(BaseHTTPRequestHandler):
     status, body = 200, b"<html>"
 
     def do_POST(self) -> None:
@@ -151,8 +149,8 @@ class Foreign(BaseHTTPRequestHandler):
         (403, b'{"error": "AccessDenied", "message": "no", "hint": "h"}', quire.AccessDenied),
     ],
 )
-def test_a_server_that_is_no_owner_is_told_apart(status: int, body: bytes, error: type[Exception]) -> None:
-    server = HTTPServer(("127.0.0.1", 0), type("Handler", (Foreign,), {"status": status, "body": body}))
+def test_a_server_that_is_not_an_owner_is_recognised(status: int, body: bytes, error: type[Exception]) -> None:
+    server = HTTPServer(("127.0.0.1", 0), type("Handler", (ForeignServer,), {"status": status, "body": body}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         with pytest.raises(error):
@@ -165,8 +163,8 @@ def test_a_server_that_is_no_owner_is_told_apart(status: int, body: bytes, error
 def test_https_with_the_right_and_the_wrong_certificate(path: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
     other, _ = certificate(tmp_path, "other")
-    given = Credentials(tls_cert_file=cert, tls_key_file=key)
-    with quire.open(path) as store, store.serve_http("https://127.0.0.1:0", given) as server:
+    credentials = Credentials(tls_cert_file=cert, tls_key_file=key)
+    with quire.open(path) as store, store.serve_http("https://127.0.0.1:0", credentials) as server:
         with connected(server, path, tls_ca_file=cert) as client:
             assert client.databases() == []
         for wrong in (other, ""):
@@ -208,7 +206,7 @@ def test_a_url_is_enough_for_dbapi(path: Path, client: Client) -> None:
         ("/shop?at=monday", "monday"),
     ],
 )
-def test_a_url_that_names_nothing_is_refused(client: Client, rest: str, expected: str) -> None:
+def test_a_url_without_a_database_is_refused(client: Client, rest: str, expected: str) -> None:
     with pytest.raises(dbapi.OperationalError, match=expected) as caught:
         dbapi.connect(client.uri + rest)
     assert caught.value.sqlite_errorname == "SQLITE_CANTOPEN"

@@ -1,4 +1,4 @@
-"""Answers that get lost: whatever a call changes, it changes once (M11)."""
+"""Lost answers: whatever a call changes, it changes once (M11)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from quire.service.idempotency import run_once
 from quire.service.wire import read_answer, write_call
 from quire.store.store import Store
 from tests.service.conftest import Start
-from tests.service.world import HEADERS, Relay, losing_answers, reserve
+from tests.service.owners import HEADERS, Relay, losing_answers, reserve
 
 
 @pytest.fixture
-def furnished(store: Store) -> Store:
-    """A store with something of everything."""
+def populated(store: Store) -> Store:
+    """A store with one of each kind of thing that a call can change."""
     store.create("shop", "pages")
     opened = store.pages.open("shop")
     with opened.begin() as transaction:
@@ -79,14 +79,14 @@ NEEDS_A_JOB = {"claim", "complete", "fail", "fail for good", "defer"}
 def rows(store: Store) -> dict[str, int]:
     with store.manifest.read() as txn:
         tables = (t.DB, t.DB_NAMES, t.SNAPSHOT_INDEX, t.JOB_QUEUE, t.CHANGE_CURSORS, t.SNAPSHOT_READERS)
-        return {each.name: txn.count(each) for each in tables}
+        return {table.name: txn.count(table) for table in tables}
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_whose_answers_are_lost_is_done_once(
-    name: str, furnished: Store, client: Client, tmp_path: Path
+def test_a_call_whose_answers_are_lost_is_executed_once(
+    name: str, populated: Store, client: Client, tmp_path: Path
 ) -> None:
-    """The same call on a second store, with nothing lost, says what must have happened."""
+    """The same call on a second store, without lost answers, gives the expected state."""
     with quire.open(tmp_path / "other") as other, other.serve() as server, connect(server.address) as undisturbed:
         other.create("shop", "pages")
         opened = other.pages.open("shop")
@@ -94,71 +94,73 @@ def test_a_call_whose_answers_are_lost_is_done_once(
             transaction.write_page(0, b"a" * opened.page_size)
         other.snapshot("shop", "kept")
         other.feed.register(name="old")
-        for each in (furnished, other):
+        for target in (populated, other):
             if name in NEEDS_A_JOB:
-                each.manifest.jobs.enqueue(JobKind.VERIFY)
+                target.manifest.jobs.enqueue(JobKind.VERIFY)
         expected = CALLS[name](undisturbed)
         with losing_answers(3) as lost:
             assert CALLS[name](client) == expected
         assert len(lost) == 3
-        assert rows(furnished) == rows(other)
-        if name != "start":  # its job goes on by itself
-            assert furnished.feed.head() == other.feed.head()
+        assert rows(populated) == rows(other)
+        if name != "start":  # its job continues by itself
+            assert populated.feed.head() == other.feed.head()
 
 
 @pytest.mark.parametrize(
     ("point", "is_there"),
     [("manifest.commit.flushed", False), ("manifest.commit.durable", True), ("service.answer", True)],
 )
-def test_a_call_whose_owner_is_killed_is_done_once(path: Path, owner: Start, point: str, is_there: bool) -> None:
-    """Before its commit, after it, and with the answer in hand: the client repeats the call to the next owner."""
+def test_a_call_whose_owner_is_killed_is_executed_once(path: Path, owner: Start, point: str, is_there: bool) -> None:
+    """The owner is killed before the commit, after it, and before the answer is sent: the client repeats the call to
+    the next owner."""
     quire.open(path).close()
     script = "1*off->kill" if point == "service.answer" else "kill"  # the first answer is that to `hello`
     first, address = owner(QUIRE_FAILPOINTS=f"{point}={script}")
     with quire.connect(address, timeout=60) as client:
-        made: list[Any] = []
-        calling = threading.Thread(target=lambda: made.append(client.create("shop", "pages")))
-        calling.start()
+        created: list[Any] = []
+        thread = threading.Thread(target=lambda: created.append(client.create("shop", "pages")))
+        thread.start()
         assert first.wait(30) == -9
         with quire.open(path, "r") as reader:
-            assert [each.name for each in reader.databases()] == (["shop"] if is_there else [])
+            assert [database.name for database in reader.databases()] == (["shop"] if is_there else [])
         owner()
-        calling.join(60)
-        assert [each.db_id for each in made] == [1]
-        assert [each.name for each in client.databases()] == ["shop"]
+        thread.join(60)
+        assert [database.db_id for database in created] == [1]
+        assert [database.name for database in client.databases()] == ["shop"]
         assert client.feed.head() == 1
 
 
-@pytest.mark.parametrize("harm", ["drop", "swallow"])
+@pytest.mark.parametrize("fault", ["drop", "swallow"])
 def test_a_connection_that_breaks_or_goes_silent_under_an_answer(
-    harm: str, store: Store, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, store: Store, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`swallow`: the owner's answer vanishes and the connection stays: only the deadline of the attempt helps."""
+    """`swallow`: the owner's answer is discarded and the connection stays open; only the timeout of the attempt ends
+    it."""
     monkeypatch.setattr(channel, "ATTEMPT_SECONDS", 0.5)
     relay = Relay(tmp_path / "relay.sock", server.address.removeprefix("grpc+unix://"))
     try:
         with connect(relay.uri) as client:
             head = store.feed.head()
-            relay.harm = lambda: harm if store.feed.head() > head and store.feed.head() < head + 2 else ""
+            relay.fault = lambda: fault if store.feed.head() > head and store.feed.head() < head + 2 else ""
             done: list[int] = []
 
             def call() -> None:
                 done.append(client._channel.call("create", m.Create("shop", "pages"), attempt_seconds=0.5).db_id)
 
-            calling = threading.Thread(target=call)
-            calling.start()
+            thread = threading.Thread(target=call)
+            thread.start()
             while store.feed.head() == head:
                 time.sleep(0.01)
             time.sleep(0.7)
-            store.create("other", "stream")  # from here on the relay is honest
-            calling.join(30)
+            store.create("other", "stream")  # from here on the relay forwards everything
+            thread.join(30)
             assert done == [store.database("shop").db_id]
             assert store.feed.head() == head + 2
     finally:
         relay.close()
 
 
-def test_two_of_the_same_call_at_once_are_one(store: Store, server: Any) -> None:
+def test_two_identical_concurrent_calls_take_effect_once(store: Store, server: Any) -> None:
     body = write_call(b"k" * 16, m.MakeSnapshot("shop"))
     store.create("shop", "pages")
     answers: list[int] = []
@@ -171,21 +173,21 @@ def test_two_of_the_same_call_at_once_are_one(store: Store, server: Any) -> None
         raw.close()
 
     threads = [threading.Thread(target=call) for _ in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert answers == [1] * 8
     assert len(store.manifest.snapshots.of("shop")) == 1
 
 
-# ── `run_once` itself ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── `run_once` itself ─────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def keyed(store: Store) -> Callable[..., Any]:
     manifest = store.manifest
 
     def run(key: bytes, do: Callable[[], Any], action: str = "make") -> Any:
-        return run_once(manifest, key, action, (RegisterDb,), lambda op: op.db_id, do, lambda told: ("again", told))
+        return run_once(manifest, key, action, (RegisterDb,), lambda op: op.db_id, do, lambda db_id: ("again", db_id))
 
     return run
 
@@ -194,7 +196,7 @@ def register(store: Store, name: str) -> int:
     return store.manifest.register_db(name, DbKind.LSM)
 
 
-def test_a_call_that_fails_leaves_no_key(store: Store, keyed: Callable[..., Any]) -> None:
+def test_a_failed_call_leaves_no_key(store: Store, keyed: Callable[..., Any]) -> None:
     def fail() -> None:
         raise quire.Overloaded("full")
 
@@ -204,7 +206,7 @@ def test_a_call_that_fails_leaves_no_key(store: Store, keyed: Callable[..., Any]
     assert keyed(b"a" * 16, lambda: register(store, "y")) == ("again", 1)
 
 
-def test_a_call_that_fails_after_its_effect_has_happened(store: Store, keyed: Callable[..., Any]) -> None:
+def test_a_call_that_fails_after_its_effect_counts_as_done(store: Store, keyed: Callable[..., Any]) -> None:
     def half() -> None:
         register(store, "x")
         raise quire.TimedOut("reading what was made took too long")
@@ -218,7 +220,7 @@ def test_a_key_belongs_to_one_action(store: Store, keyed: Callable[..., Any]) ->
         keyed(b"a" * 16, lambda: register(store, "y"), action="other")
 
 
-def test_the_key_stays_with_its_thread(store: Store, keyed: Callable[..., Any]) -> None:
+def test_a_key_applies_to_its_thread_only(store: Store, keyed: Callable[..., Any]) -> None:
     def do() -> int:
         other = threading.Thread(target=lambda: register(store, "elsewhere"))
         other.start()
@@ -228,10 +230,10 @@ def test_the_key_stays_with_its_thread(store: Store, keyed: Callable[..., Any]) 
     assert keyed(b"a" * 16, do) == 2
     assert keyed(b"a" * 16, do) == ("again", 2)
     store.manifest.submit([RegisterDb(7, DbRecord("third", DbKind.LSM, 0))]).result()
-    assert [each.name for each in store.databases()] == ["elsewhere", "here", "third"]
+    assert [database.name for database in store.databases()] == ["elsewhere", "here", "third"]
 
 
-def test_a_job_claimed_twice_with_one_key_is_one_claim(furnished: Store, client: Client) -> None:
+def test_a_job_claimed_twice_with_one_key_is_one_claim(populated: Store, client: Client) -> None:
     job_id = client.jobs.enqueue(JobKind.VERIFY)
     other = client.jobs.enqueue(JobKind.VERIFY)
     with losing_answers():

@@ -1,4 +1,4 @@
-"""Remote workers and readers: leases, zombies, and processes that are killed."""
+"""Remote workers and readers: leases, zombies, and killed processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.manifest.records import JobKind, JobState
 from quire.service.client import Client
 from quire.service.remote_jobs import RemotePageReader
 from quire.store.store import Store
-from tests.service.world import end, line, process, reserve
+from tests.service.owners import end, line, process, reserve
 
 WORKER = """
 import sys, quire
@@ -33,10 +33,10 @@ def test_a_remote_worker_claims_renews_and_completes_with_effects(client: Client
     assert (job.job_id, job.payload, job.state) == (job_id, {"deep": True}, JobState.IN_FLIGHT)
     assert client.jobs.claim("other") is None
     client.jobs.renew(job, "w", done=3, total=9)
-    found = client.jobs.get(job_id)
-    assert found == store.manifest.jobs.get(job_id)
-    assert found.lease is not None
-    assert (found.lease.done, found.lease.total) == (3, 9)
+    stored = client.jobs.get(job_id)
+    assert stored == store.manifest.jobs.get(job_id)
+    assert stored.lease is not None
+    assert (stored.lease.done, stored.lease.total) == (3, 9)
     client.jobs.complete(job, {"problems": 0}, ops=reserve(77))
     done = client.jobs.get(job_id)
     assert (done.state, done.result) == (JobState.SUCCEEDED, {"problems": 0})
@@ -50,25 +50,25 @@ def test_failures_are_counted_and_jobs_cancelled_and_retried(client: Client) -> 
     assert client.jobs.fail(job, "first") is JobState.PENDING
     with pytest.raises(quire.IllegalTransition):
         client.jobs.complete(job)
-    again = client.jobs.claim_job(job_id, "w")
-    assert again is not None
+    second_claim = client.jobs.claim_job(job_id, "w")
+    assert second_claim is not None
     with pytest.raises(quire.IllegalTransition):
-        client.jobs.complete(job)  # the first attempt, a zombie
-    assert client.jobs.fail(again, "second") is JobState.FAILED_PERMANENT
+        client.jobs.complete(job)  # the first attempt has become a zombie
+    assert client.jobs.fail(second_claim, "second") is JobState.FAILED_PERMANENT
     retried = client.jobs.retry(job_id)
     client.jobs.cancel(retried)
-    assert [each.job_id for each in client.jobs.jobs(JobState.CANCELLED)] == [retried]
+    assert [job.job_id for job in client.jobs.jobs(JobState.CANCELLED)] == [retried]
     assert client.jobs.outstanding(0, JobKind.DELETE) == 0
 
 
-def test_a_remote_worker_may_not_take_a_name_of_the_owners(client: Client) -> None:
+def test_a_remote_worker_cannot_use_an_owners_name(client: Client) -> None:
     client.jobs.enqueue(JobKind.VERIFY)
     for name in ("owner:worker", ""):
         with pytest.raises(quire.InvalidInput, match="unique name"):
             client.jobs.claim(name)
 
 
-def test_what_a_killed_client_held_runs_out(client: Client, store: Store, server: object) -> None:
+def test_leases_of_a_killed_client_expire(client: Client, store: Store, server: object) -> None:
     store.create("shop", "pages")
     opened = store.pages.open("shop")
     with opened.begin() as transaction:
@@ -82,7 +82,7 @@ def test_what_a_killed_client_held_runs_out(client: Client, store: Store, server
         worker.wait()
         with opened.begin() as transaction:
             transaction.write_page(0, b"b" * opened.page_size)
-        assert store.pages.floor(opened.db_id) == lsn, "it may be alive: its lease protects it"
+        assert store.pages.floor(opened.db_id) == lsn, "the client may be alive: its lease protects it"
         deadline = time.monotonic() + 30
         while store.pages.floor(opened.db_id) == lsn or not store.manifest.jobs.expire():
             assert time.monotonic() < deadline
@@ -94,7 +94,7 @@ def test_what_a_killed_client_held_runs_out(client: Client, store: Store, server
         end(worker)
 
 
-def test_a_reader_that_lost_its_lease_is_told(client: Client, store: Store, path: Path) -> None:
+def test_a_reader_that_lost_its_lease_is_notified(client: Client, store: Store, path: Path) -> None:
     store.create("shop", "pages")
     opened = store.pages.open("shop")
     with opened.begin() as transaction:

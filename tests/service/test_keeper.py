@@ -1,4 +1,4 @@
-"""The command line and a live owner (K8): what one process owns, others change through its socket."""
+"""The command line while another process owns the store (K8): commands change it through the owner's socket."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ import quire
 from quire.cli import main
 from quire.core.json_values import plain
 from quire.store.store import Store
-from tests.cli.conftest import Ended, quire_program
-from tests.service.world import served
+from tests.cli.conftest import CommandResult, quire_program
+from tests.service.owners import served
 
 
 @pytest.fixture
-def live(path: Path) -> Iterator[Store]:
+def owner_store(path: Path) -> Iterator[Store]:
     with served(path) as (store, _):
         yield store
 
 
-def run(path: Path, *arguments: str, code: int = 0) -> Ended:
-    """A command in this process: the lock does not care whose process the owner is."""
+def run(path: Path, *arguments: str, code: int = 0) -> CommandResult:
+    """Run a command in this process: the lock does not depend on which process the owner is."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
-        found = main.run([*arguments, "--store", str(path)])
-    ended = Ended(found, out.getvalue(), err.getvalue())
-    assert (ended.code, ended.err if not code else "") == (code, "")
-    return ended
+        exit_code = main.run([*arguments, "--store", str(path)])
+    result = CommandResult(exit_code, out.getvalue(), err.getvalue())
+    assert (result.code, result.err if not code else "") == (code, "")
+    return result
 
 
-def test_commands_change_a_store_that_a_live_owner_has(path: Path, live: Store) -> None:
-    made = quire_program("create", "shop", "--kind", "pages", "--store", str(path))  # and once from another process
-    assert (made.returncode, made.stdout) == (0, "created shop, a pages database with id 1\n")
-    opened = live.pages.open("shop")
+def test_commands_change_a_store_with_a_live_owner(path: Path, owner_store: Store) -> None:
+    created = quire_program("create", "shop", "--kind", "pages", "--store", str(path))  # once from another process
+    assert (created.returncode, created.stdout) == (0, "created shop, a page database with id 1\n")
+    opened = owner_store.pages.open("shop")
     with opened.begin() as transaction:
         transaction.write_page(0, b"a" * opened.page_size)
-    kept = run(path, "snapshot", "create", "shop", "monday", "--tag", "by=ann")
-    assert "created snapshot monday (id 1) of shop" in kept.out
-    assert live.manifest.snapshots.get("shop", "monday").tags == {"by": "ann"}
+    snapshot = run(path, "snapshot", "create", "shop", "monday", "--tag", "by=ann")
+    assert "created snapshot monday (id 1) of shop" in snapshot.out
+    assert owner_store.manifest.snapshots.get("shop", "monday").tags == {"by": "ann"}
     run(path, "fork", "shop", "copy", "--at", "monday")
     run(path, "fork", "shop", "newest")
     run(path, "rename", "newest", "latest")
-    assert [each.name for each in live.databases()] == ["copy", "latest", "shop"]
+    assert [database.name for database in owner_store.databases()] == ["copy", "latest", "shop"]
     assert "dropped copy" in run(path, "drop", "copy", "--yes").out
     run(path, "drop", "nothing", "--yes", code=3)
     assert "a database with this name already exists" in run(path, "create", "shop", code=4).err
 
 
 def test_the_json_is_the_same_with_and_without_an_owner(path: Path, tmp_path: Path) -> None:
-    def told(where: Path) -> list[Any]:
+    def outputs(store_path: Path) -> list[Any]:
         answers = [
-            json.loads(run(where, *command, "--json").out)
+            json.loads(run(store_path, *command, "--json").out)
             for command in (["create", "shop"], ["rename", "shop", "bazaar"], ["drop", "bazaar", "--now", "--yes"])
         ]
-        for each in answers:
-            each.get("dropped", each).pop("created_at_ms")
+        for row in answers:
+            row.get("dropped", row).pop("created_at_ms")
         return answers
 
-    alone = tmp_path / "alone"
-    quire.open(alone).close()
+    unserved = tmp_path / "alone"
+    quire.open(unserved).close()
     with served(path) as (store, _):
-        assert told(path) == told(alone)
+        assert outputs(path) == outputs(unserved)
         assert plain(store.databases()) == []
 
 
-def test_an_owner_that_does_not_listen_is_told_as_before(path: Path) -> None:
+def test_an_owner_that_does_not_listen_is_reported(path: Path) -> None:
     with quire.open(path):
         assert "another owner has this open" in run(path, "create", "shop", code=5).err

@@ -1,4 +1,5 @@
-"""An owner that is killed while it takes a batch of a streaming query: the batch is taken once, by whoever repeats it."""
+"""An owner that is killed while it applies a batch of a streaming query: the batch is applied once, by the process that
+repeats it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.service.loads import QUERY_KEYS
+from quire.service.tickets import QUERY_KEYS
 from tests.programs import run_program
 from tests.rules.tree import ROOT
 from tests.service.killed_batches import QUIET
@@ -19,9 +20,9 @@ from tests.service.killed_batches import QUIET
 def run(path: Path, kind: str, *batches: int, failpoints: str = "") -> int:
     environment = {**os.environ, "QUIRE_FAILPOINTS": failpoints}
     command = ["-m", "tests.service.killed_batches", str(path), kind, *map(str, batches)]
-    ended = run_program(command, env=environment, cwd=ROOT, timeout=120, capture_output=True)
-    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr
-    return ended.returncode
+    result = run_program(command, env=environment, cwd=ROOT, timeout=120, capture_output=True)
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr
+    return result.returncode
 
 
 def names_of(path: Path, kind: str) -> list[str]:
@@ -48,7 +49,7 @@ def names_of(path: Path, kind: str) -> list[str]:
     ],
 )
 @pytest.mark.slow
-def test_a_batch_is_taken_once_although_its_owner_is_killed(tmp_path: Path, kind: str, point: str) -> None:
+def test_a_batch_is_applied_once_although_its_owner_is_killed(tmp_path: Path, kind: str, point: str) -> None:
     path = tmp_path / "store"
     with quire.open(path, settings=QUIET):
         pass
@@ -58,7 +59,7 @@ def test_a_batch_is_taken_once_although_its_owner_is_killed(tmp_path: Path, kind
 
 
 def test_a_batch_whose_record_was_not_written_is_found_by_its_key(tmp_path: Path) -> None:
-    """The hardest place: the records are there, and `stream.json` says only that they were to come."""
+    """The hardest case: the records are present, and `stream.json` says only that they are about to be written."""
     path = tmp_path / "store"
     with quire.open(path, settings=QUIET):
         pass

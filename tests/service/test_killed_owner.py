@@ -1,5 +1,5 @@
-"""The owner is killed at a step of a client's call, by the Unix socket and over HTTP: what was acknowledged is there, what was
-repeated happened once, and the client goes on with the next owner by itself."""
+"""The owner is killed at a step of a client's call, over the Unix socket and over HTTP: acknowledged changes are
+present, repeated calls have happened once, and the client continues with the next owner by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import quire
 from quire.service.client import Client
 from quire.sqlite import dbapi
-from tests.service.world import HTTP_OWNER, OWNER, end, line, process
+from tests.service.owners import HTTP_OWNER, OWNER, end, line, process
 
 WRITES = 6
 
@@ -36,11 +36,11 @@ FAST = {
     "frames": ("service.answer", "stream.hot.synced", "lsm.wal.appended", "sql.served"),
     "http": ("service.answer", "sql.served"),
 }
-"""Points that are reached in every run, by carrier."""
+"""Failpoints that every run reaches, by carrier."""
 
 
 class Owners:
-    """One owner after the other: who dies is replaced."""
+    """Successive owners: one that died is replaced."""
 
     def __init__(self, path: Path, carrier: str, failpoints: str) -> None:
         self._over = False
@@ -49,7 +49,7 @@ class Owners:
         self._owner = process(*self._program, QUIRE_FAILPOINTS=failpoints)
         self.address = line(self._owner)
         if carrier == "http":
-            self._program[2] = self.address  # where the client looks for the next one
+            self._program[2] = self.address  # where the client looks for the next owner
         self._thread = threading.Thread(target=self._replace)
         self._thread.start()
 
@@ -73,16 +73,16 @@ class Owners:
 @contextmanager
 def owners(path: Path, carrier: str, failpoints: str) -> Iterator[tuple[Owners, Client]]:
     running = Owners(path, carrier, failpoints)
-    token = {"token_file": str(path / "admin.token")} if carrier == "http" else {}
+    token = str(path / "admin.token") if carrier == "http" else ""
     try:
-        with quire.connect(running.address, timeout=120, **token) as client:
+        with quire.connect(running.address, timeout=120, token_file=token) as client:
             yield running, client
     finally:
         running.close()
 
 
 def write_rows(connection: dbapi.Connection, number: int) -> None:
-    """A transaction of two rows, done once by a program that listens to what it is told."""
+    """Insert two rows in one transaction, exactly once, and handle errors as a correct program does."""
     while True:
         try:
             connection.execute("insert into t values (?, 'a')", (number,))
@@ -104,7 +104,7 @@ def write_rows(connection: dbapi.Connection, number: int) -> None:
         for passed in (1, 3, 9)
     ],
 )
-def test_an_owner_killed_at_any_step_has_what_it_acknowledged_once(
+def test_an_owner_killed_at_any_step_has_acknowledged_changes_exactly_once(
     path: Path, carrier: str, point: str, passed: int
 ) -> None:
     with quire.open(path) as store:
@@ -125,17 +125,17 @@ def test_an_owner_killed_at_any_step_has_what_it_acknowledged_once(
             payload for number in range(WRITES) for payload in (b"%d" % number, b"second")
         ]
         assert ids == [1 + 2 * number for number in range(WRITES)]
-        assert lsns == [number + 1 for number in range(WRITES)], "a batch that was written twice would have two"
+        assert lsns == [number + 1 for number in range(WRITES)], "a batch written twice would add two"
         assert kv.get(b"n") == b"%d" % (WRITES - 1)
         assert len(list(kv.scan())) == WRITES + 1
         rows = shop.execute("select a, b from t order by a, b").fetchall()
         assert rows == [(number, letter) for number in range(WRITES) for letter in "ab"]
     if point in FAST[carrier] and passed == 3:
-        assert running.deaths == 1, "the point was not reached"
+        assert running.deaths == 1, "the failpoint was not reached"
 
 
 def test_a_key_is_known_after_the_segment_was_sealed_and_the_log_flushed(path: Path) -> None:
-    """The keys of calls outlive the files that they were written to."""
+    """Idempotency keys outlive the files that they were written to."""
     key, other = bytes(range(16)), bytes(range(1, 17))
     with quire.open(path) as store:
         stream, kv = store.stream("s", create=True), store.kv("k", create=True)

@@ -1,4 +1,4 @@
-"""Loads into key-value databases over the wire: ids, publishing once, dropping; and versions to be read."""
+"""Loads into key-value sets through a client: ids, publishing once, dropping; and leased versions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ LOAD = 77
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store", settings=QUIET) as made:
-        made.kv("cart", create=True).put(b"a", b"before")
-        yield made
-        for kv in made.kvs.databases().values():
+    with quire.open(tmp_path / "store", settings=QUIET) as owner:
+        owner.kv("cart", create=True).put(b"a", b"before")
+        yield owner
+        for kv in owner.kvs.databases().values():
             assert list(problems(kv)) == []
-        assert made.manifest.check() == []
+        assert owner.manifest.check() == []
 
 
 @pytest.fixture
 def client(store: Store) -> Iterator[Client]:
     store.serve()
-    with quire.connect(store.path) as made:
-        yield made
+    with quire.connect(store.path) as connected:
+        yield connected
 
 
 def take(
@@ -49,18 +49,18 @@ def take(
 
 def written(destination: TableDestination, rows: dict[bytes, bytes]) -> list[int]:
     ids = iter(destination.ids)
-    place = LoadTarget(
+    target = LoadTarget(
         directory=destination.directory,
         lsn=destination.lsn,
         table_bytes=destination.table_bytes,
         options=TableOptions(compression="zstd"),
     )
-    writer = BulkWriter(OsDisk(), place, lambda count: [next(ids) for _ in range(count)])
+    writer = BulkWriter(OsDisk(), target, lambda count: [next(ids) for _ in range(count)])
     writer.add(pa.array(list(rows), pa.binary()), pa.array(list(rows.values()), pa.binary()))
     return writer.finish()
 
 
-def test_tasks_get_ids_of_their_own_and_one_lsn(store: Store, client: Client) -> None:
+def test_tasks_get_distinct_ids_and_one_lsn(store: Store, client: Client) -> None:
     shelves = [take(client, 3), take(client, 3), take(client, 1, load=LOAD + 1)]
     ids = [sst_id for destination in shelves for sst_id in destination.ids]
     assert len(set(ids)) == 7
@@ -71,7 +71,7 @@ def test_tasks_get_ids_of_their_own_and_one_lsn(store: Store, client: Client) ->
     assert not store.kv("cart").loading
 
 
-def test_a_load_is_published_once_however_often_it_is_asked_for(store: Store, client: Client) -> None:
+def test_a_load_is_published_once_however_often_it_is_requested(store: Store, client: Client) -> None:
     ids = written(take(client), {b"a": b"1", b"b": b"2"})
     assert [client.publish_tables(LOAD, "cart", ids) for _ in range(3)] == [2, 2, 2]
     assert dict(store.kv("cart").scan()) == {b"a": b"1", b"b": b"2"}
@@ -79,7 +79,7 @@ def test_a_load_is_published_once_however_often_it_is_asked_for(store: Store, cl
         take(client)
 
 
-def test_an_owner_that_restarts_answers_for_what_it_did_and_refuses_what_it_lost(tmp_path: Path) -> None:
+def test_a_restarted_owner_answers_for_published_loads_and_refuses_lost_ones(tmp_path: Path) -> None:
     path = tmp_path / "other"
     with quire.open(path, settings=QUIET) as store:
         store.kv("cart", create=True)
@@ -103,7 +103,7 @@ def test_an_owner_that_restarts_answers_for_what_it_did_and_refuses_what_it_lost
             assert dict(store.kv("cart").scan()) == {b"a": b"1"}
 
 
-def test_dropping_a_load_takes_its_files_and_may_be_repeated(store: Store, client: Client) -> None:
+def test_dropping_a_load_removes_its_files_and_can_be_repeated(store: Store, client: Client) -> None:
     ids = written(take(client), {b"x": b"1"})
     for _ in range(2):
         client.drop_tables(LOAD)
@@ -112,7 +112,7 @@ def test_dropping_a_load_takes_its_files_and_may_be_repeated(store: Store, clien
         client.publish_tables(LOAD, "cart", ids)
 
 
-def test_a_load_that_nobody_asks_for_any_more_is_dropped(
+def test_an_abandoned_load_is_dropped(
     store: Store, client: Client, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     take(client)
@@ -123,7 +123,7 @@ def test_a_load_that_nobody_asks_for_any_more_is_dropped(
     client.drop_tables(LOAD + 1)
 
 
-def test_what_makes_no_sense_is_refused(store: Store, client: Client) -> None:
+def test_invalid_loads_are_refused(store: Store, client: Client) -> None:
     for count in (0, kv_loads.IDS_MAX + 1):
         with pytest.raises(quire.InvalidInput, match="can take 1"):
             take(client, count)
@@ -136,13 +136,13 @@ def test_what_makes_no_sense_is_refused(store: Store, client: Client) -> None:
     store.create("shop", "pages")
     with pytest.raises(quire.WrongKind):
         take(client, load=5, database="shop")
-    assert client.publish_tables(6, "new", [], create=True) == 0, "a load without rows makes the database all the same"
+    assert client.publish_tables(6, "new", [], create=True) == 0, "a load without rows also creates the database"
     assert client.database("new").kind.name == "LSM"
 
 
-def test_versions_are_lent_and_go(store: Store, client: Client) -> None:
-    lent = client.lend_kv("cart", 60)
-    version = lent.version
+def test_versions_are_leased_and_expire(store: Store, client: Client) -> None:
+    view = client.lend_kv("cart", 60)
+    version = view.version
     assert (version.lsn, len(version.sst_ids)) == (1, 1)
     assert client.snapshots("cart") == []
     assert Path(version.directory, "sst", f"{version.sst_ids[0]:06d}.sst").exists()
@@ -151,9 +151,9 @@ def test_versions_are_lent_and_go(store: Store, client: Client) -> None:
     with pytest.raises(quire.UnknownSnapshot):
         client.kv_version("cart", "absent")
     store.kvs.sweep()
-    assert Path(version.directory).exists(), "it is read"
-    client.renew_lease(lent.lease_id)
-    client.release_lease(lent.lease_id)
+    assert Path(version.directory).exists(), "it is being read"
+    client.renew_lease(view.lease_id)
+    client.release_lease(view.lease_id)
     store.kvs.sweep()
     assert not Path(version.directory).exists()
     assert Path(client.kv_version("cart", "monday").directory).exists()

@@ -1,4 +1,4 @@
-"""Rows into SQLite over the wire: parts in order, one transaction, once; and versions that are lent."""
+"""Loading rows into SQLite through a client: parts in order, one transaction, exactly once; and leased versions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ import pytest
 from quire.core.errors import AlreadyExists, Conflict, InvalidInput, LeaseExpired, NotFound, OutOfRange, UnknownDatabase
 from quire.service import loads, tables
 from quire.service.client import Client
-from quire.service.loads import QUERY_KEYS, Loads, values_of
+from quire.service.loads import Loads, values_of
 from quire.service.tickets import (
     LOAD_PAIRS,
     LOAD_PUT,
     LOAD_RECORDS,
+    QUERY_KEYS,
     LoadPairs,
     LoadRecords,
     PutPart,
     TableTicket,
 )
 from quire.store.store import Store
-from tests.service.world import losing_answers, reserve
+from tests.service.owners import losing_answers, reserve
 
 COLUMNS = [("a", "INTEGER"), ("b", "TEXT")]
 LOAD = 4711
 
 
 def arrow(*rows: tuple[Any, ...]) -> bytes:
-    """Rows as the bytes of a stream."""
+    """Rows as the bytes of an Arrow stream."""
     sink = pa.BufferOutputStream()
     batch = pa.RecordBatch.from_pylist([{"a": a, "b": b} for a, b in rows])
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -61,7 +62,7 @@ def staged(store: Store) -> list[str]:
     return [path.name for path in Path(store.path, "scratch").glob("*")]
 
 
-def test_all_parts_that_are_named_are_inserted_and_no_others(client: Client, shop: Store) -> None:
+def test_exactly_the_named_parts_are_inserted(client: Client, shop: Store) -> None:
     put(client, "0-1", arrow((1, "x"), (2, None)))
     put(client, "1-2", arrow((3, "of an attempt that failed")))
     put(client, "1-3", arrow((3, "y")))
@@ -78,7 +79,7 @@ def test_tasks_may_all_begin_at_once(client: Client, shop: Store) -> None:
     assert client.load_rows(4, "shop", "t", ["4-7"], columns=COLUMNS) == 1
 
 
-def test_a_load_is_inserted_once_however_often_it_is_asked_for(client: Client, shop: Store) -> None:
+def test_a_load_is_inserted_once_however_often_it_is_requested(client: Client, shop: Store) -> None:
     put(client, "0-1", arrow((1, "x")))
     with losing_answers() as lost:
         assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS) == 1
@@ -88,7 +89,7 @@ def test_a_load_is_inserted_once_however_often_it_is_asked_for(client: Client, s
     assert rows_of(shop, "SELECT load, rows FROM quire_loads") == [(LOAD, 1)]
 
 
-def test_bytes_that_come_twice_change_nothing_and_a_gap_is_refused(client: Client, shop: Store) -> None:
+def test_repeated_bytes_change_nothing_and_a_gap_is_refused(client: Client, shop: Store) -> None:
     data = arrow((1, "x"))
     put(client, "0-1", data)
     put(client, "0-1", data, step=64)
@@ -100,7 +101,7 @@ def test_bytes_that_come_twice_change_nothing_and_a_gap_is_refused(client: Clien
     assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS) == 1
 
 
-def test_a_row_that_the_table_refuses_takes_all_with_it(client: Client, shop: Store) -> None:
+def test_a_row_that_the_table_refuses_rolls_back_the_whole_load(client: Client, shop: Store) -> None:
     put(client, "0-1", arrow((1, "x"), (2, "y"), (1, "again")))
     with pytest.raises(Conflict, match="UNIQUE"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS)
@@ -119,7 +120,7 @@ def test_overwriting_is_part_of_the_transaction(client: Client, shop: Store) -> 
     assert rows_of(shop) == [(1, "new")]
 
 
-def test_what_is_not_there_is_said(client: Client, shop: Store) -> None:
+def test_missing_or_mismatched_targets_and_parts_are_refused(client: Client, shop: Store) -> None:
     put(client, "0-1", arrow((1, "x")))
     with pytest.raises(UnknownDatabase):
         client.load_rows(LOAD, "nope", "t", ["0-1"], columns=COLUMNS)
@@ -129,7 +130,7 @@ def test_what_is_not_there_is_said(client: Client, shop: Store) -> None:
         client.load_rows(LOAD, "shop", "t", ["0-2"], columns=COLUMNS)
     with pytest.raises(InvalidInput, match="columns of a part differ"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS[:1])
-    with pytest.raises(InvalidInput, match="no column named"):
+    with pytest.raises(InvalidInput, match="no such column"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=[("a", ""), ("c", "")])
     assert client.load_rows(LOAD, "shop", "u", ["0-1"], columns=COLUMNS, create=True) == 1
     assert rows_of(shop, "SELECT sql FROM sqlite_schema WHERE name = 'u'") == [
@@ -137,7 +138,7 @@ def test_what_is_not_there_is_said(client: Client, shop: Store) -> None:
     ]
 
 
-def test_a_load_that_nobody_ends_goes_when_it_is_old(shop: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_load_expires(shop: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quire.service.loads.IDLE_SECONDS", 0.0)
     loads = Loads(shop)
     loads.put(PutPart(1, "0-1", 0, b"x"))
@@ -157,25 +158,25 @@ def test_values_are_what_sqlite_can_store() -> None:
     assert values_of(pa.array([b"x", None])) == [b"x", None]
 
 
-def test_a_lent_version_is_no_snapshot_and_goes_by_itself(client: Client, shop: Store) -> None:
-    """People saw what was lent to Spark as snapshots of theirs."""
-    lent = client.lend(["shop"], 60)
-    (view,) = lent.views
+def test_a_leased_version_is_not_a_snapshot_and_expires(client: Client, shop: Store) -> None:
+    """Versions leased to Spark were listed among the users' snapshots."""
+    lease = client.lend(["shop"], 60)
+    (view,) = lease.views
     assert (view.snapshot_id, view.name, view.size_pages > 0) == (0, "", True)
     with shop.pages.open_view("shop", shop.snapshot("shop", "now").snapshot_id) as now:
         assert dict(view.open(shop.pages.sources).scan()) == dict(now.scan())
     with losing_answers() as lost:
         client.lend(["shop"], 60)
-    assert lost, "one whose answer was lost is asked for again, and the first ends by itself"
+    assert lost, "a lease whose answer was lost is requested again, and the first one expires"
     assert [snapshot.name for snapshot in client.snapshots("shop")] == ["now"]
-    client.renew_lease(lent.lease_id)
-    assert client.lend(["shop"], 60, lease_id=lent.lease_id).lease_id == lent.lease_id
-    client.release_lease(lent.lease_id)
-    client.release_lease(lent.lease_id)
+    client.renew_lease(lease.lease_id)
+    assert client.lend(["shop"], 60, lease_id=lease.lease_id).lease_id == lease.lease_id
+    client.release_lease(lease.lease_id)
+    client.release_lease(lease.lease_id)
     with pytest.raises(LeaseExpired):
-        client.renew_lease(lent.lease_id)
+        client.renew_lease(lease.lease_id)
     with pytest.raises(LeaseExpired):
-        client.lend(["shop"], 60, lease_id=lent.lease_id)
+        client.lend(["shop"], 60, lease_id=lease.lease_id)
     for seconds in (0, -1, 1e9):
         with pytest.raises(InvalidInput):
             client.lend(["shop"], seconds)
@@ -193,7 +194,7 @@ def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monke
     assert all(parts)
     assert list(chain.from_iterable(parts)) == list(range(1, 51))
     assert client.table_cuts("change_log", 1) == []
-    assert client.table_cuts("db", 4) == [], "few rows are one part"
+    assert client.table_cuts("db", 4) == [], "a few rows are one part"
     assert all((20,) < cut < (40,) for cut in client.table_cuts("change_log", 4, start=(20,), stop=(40,)))
 
 
@@ -212,11 +213,11 @@ def test_raw_rows_are_the_bytes_on_disk_without_their_checksums(client: Client, 
 QUERY = "cc73cb48-e9fa-4786-9855-08d03e9b0f31"
 
 
-def test_a_batch_is_written_once_whatever_load_brings_it(client: Client, shop: Store) -> None:
+def test_a_batch_is_written_once_whichever_load_contains_it(client: Client, shop: Store) -> None:
     for load, batch, key in ((1, 0, 1), (2, 0, 2), (3, 1, 3), (4, 0, 4)):
         put(client, "0-1", arrow((key, "x")), load)
         rows = client.load_rows(load, "shop", "t", ["0-1"], columns=COLUMNS, query=QUERY, batch=batch)
-        assert rows == (0 if load == 4 else 1), "an older batch than the last is not counted"
+        assert rows == (0 if load == 4 else 1), "a batch older than the last is not counted"
     assert rows_of(shop) == [(1, "x"), (3, "x")]
     put(client, "0-1", arrow((5, "x")), 5)
     client.load_rows(5, "shop", "t", ["0-1"], columns=COLUMNS, query="another", batch=0)
@@ -254,7 +255,9 @@ def test_rows_with_a_key_replace_and_flagged_ones_are_deleted(client: Client, sh
     assert rows_of(shop) == [(1, "z"), (2, "back")]
     put(client, "0-1", arrow((1, "p"), (1, "q")), LOAD + 2)
     client.load_rows(LOAD + 2, "shop", "u", ["0-1"], columns=COLUMNS, keys=("a", "b"), create=True)
-    assert rows_of(shop, "SELECT a, b FROM u") == [(1, "p"), (1, "q")], "all columns are keys: nothing to update"
+    assert rows_of(shop, "SELECT a, b FROM u") == [(1, "p"), (1, "q")], (
+        "all columns are keys: there is nothing to update"
+    )
     assert rows_of(shop, "SELECT name FROM pragma_table_info('u') WHERE pk") == [("a",), ("b",)]
 
 
@@ -267,7 +270,7 @@ def flags(*rows: tuple[Any, ...]) -> bytes:
     return bytes(sink.getvalue())
 
 
-def test_keys_that_cannot_be_used_are_refused(client: Client, shop: Store) -> None:
+def test_unusable_keys_are_refused(client: Client, shop: Store) -> None:
     put(client, "0-1", arrow((None, "x")))
     with pytest.raises(InvalidInput, match="a row has no key"):
         client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, keys=("a",))
@@ -291,7 +294,7 @@ def test_a_table_that_exists_is_refused_or_left_alone(client: Client, shop: Stor
 
 
 def columns(**values: list[Any]) -> bytes:
-    """Columns as the bytes of a stream."""
+    """Columns as the bytes of an Arrow stream."""
     sink = pa.BufferOutputStream()
     batch = pa.RecordBatch.from_pydict(values)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -333,9 +336,9 @@ def test_a_batch_is_appended_to_a_stream_once(client: Client, store: Store) -> N
     for load, batch, query in ((1, 0, QUERY), (2, 0, QUERY), (3, 1, QUERY), (4, 0, QUERY), (5, 0, "other"), (6, 0, "")):
         put(client, "0-1", columns(payload=[f"{load}", f"{load}!"]), load)
         records(client, load, batch, query)
-    assert records(client, 6, 0, "") == 0, "a load that is repeated has no parts any more"
-    found = [record.payload.decode() for record in store.stream("log").read()]
-    assert found == ["1", "1!", "3", "3!", "5", "5!", "6", "6!"]
+    assert records(client, 6, 0, "") == 0, "a repeated load has no parts"
+    payloads = [record.payload.decode() for record in store.stream("log").read()]
+    assert payloads == ["1", "1!", "3", "3!", "5", "5!", "6", "6!"]
     put(client, "0-1", columns(payload=[None]), 7)
     with pytest.raises(InvalidInput, match="no payload"):
         records(client, 7, 2)

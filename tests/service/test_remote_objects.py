@@ -1,4 +1,5 @@
-"""A client's streams and key-value sets do what those of the store do: one behaviour, tried on both, over both carriers."""
+"""Streams and key-value sets of a client behave like those of the store: the same tests run on both, over all
+carriers."""
 
 from __future__ import annotations
 
@@ -25,14 +26,14 @@ from quire.service.remote_stream import RemoteStream
 from quire.store.store import Store
 from quire.stream.state import Retention
 from quire.stream.stream import Stream
-from tests.service.world import OWNER, end, line, losing_answers, process, served
+from tests.service.owners import OWNER, end, line, losing_answers, process, served
 
 CARRIERS = ("local", "frames", "flight", "http")
 
 
 @pytest.fixture(params=CARRIERS)
-def door(request: pytest.FixtureRequest, path: Path) -> Iterator[Store | Client]:
-    """What `stream` and `kv` are asked of: the store, or a client of it."""
+def source(request: pytest.FixtureRequest, path: Path) -> Iterator[Store | Client]:
+    """The object with `stream` and `kv`: the store, or a client of it."""
     if request.param == "local":
         with quire.open(path) as store:
             yield store
@@ -67,7 +68,7 @@ OWNERS_STREAM = {
     "tick",
     "upload",
 }
-"""Of files, tiers and the owner's own threads: `quire stream` has commands for them."""
+"""Methods for files, tiers and the owner's threads: `quire stream` has commands for them."""
 OWNERS_KV = {
     "is_busy",
     "abandon",
@@ -85,7 +86,7 @@ OWNERS_KV = {
     "require_open",
     "close",
 }
-"""Of loads, snapshots and the engine's own threads, and `close`: the owner's set is closed with its store, by nobody else."""
+"""Methods for loads, snapshots and the engine's threads, and `close`: only the store closes the owner's set."""
 
 
 def methods(kind: type) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def methods(kind: type) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("local", "remote", "left_out", "added"),
     [
-        (Stream, RemoteStream, OWNERS_STREAM, {"settle"}),  # what an append's result waits with
+        (Stream, RemoteStream, OWNERS_STREAM, {"settle"}),  # what the result of an append waits with
         (Kv, RemoteKv, OWNERS_KV, set()),
         (KvSnapshot, RemoteKvSnapshot, {"batches_then_close", "pairs_then_close"}, set()),  # of `kv.batches` itself
     ],
@@ -103,22 +104,22 @@ def methods(kind: type) -> dict[str, Any]:
 def test_a_client_has_the_methods_of_the_store_with_the_same_signatures(
     local: type, remote: type, left_out: set[str], added: set[str]
 ) -> None:
-    here, there = methods(local), methods(remote)
-    assert set(there) - set(here) == added, "what a client can do, the owner can: by the same name"
-    assert set(here) - set(there) == left_out, (
-        "a new method belongs to clients, too, or into the list of the owner's own"
+    local_methods, remote_methods = methods(local), methods(remote)
+    assert set(remote_methods) - set(local_methods) == added, "the owner has every method of the client"
+    assert set(local_methods) - set(remote_methods) == left_out, (
+        "add the new method to the client, or to the list of owner-only methods"
     )
-    for name in set(here) & set(there):
-        if isinstance(here[name], property):
-            assert isinstance(there[name], property), name
+    for name in set(local_methods) & set(remote_methods):
+        if isinstance(local_methods[name], property):
+            assert isinstance(remote_methods[name], property), name
         else:
-            parameters = inspect.signature(here[name]).parameters
-            assert list(inspect.signature(there[name]).parameters.values()) == list(parameters.values()), name
+            parameters = inspect.signature(local_methods[name]).parameters
+            assert list(inspect.signature(remote_methods[name]).parameters.values()) == list(parameters.values()), name
 
 
 # ── keys and values ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_values_are_read_as_they_were_written(door: Any) -> None:
-    kv = door.kv("k", create=True)
+def test_values_are_read_as_they_were_written(source: Any) -> None:
+    kv = source.kv("k", create=True)
     assert kv.get(b"a") is None
     kv.put(b"a", b"1")
     kv.put(bytearray(b"b"), memoryview(b"2"), sync=False)
@@ -136,9 +137,9 @@ def test_values_are_read_as_they_were_written(door: Any) -> None:
     assert list(kv.scan()) == [(b"b", b"2")]
 
 
-def test_scans_take_ranges_prefixes_and_both_directions(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans_take_ranges_prefixes_and_both_directions(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_actions, "PAGE_ROWS", 7)
-    kv = door.kv("k", create=True)
+    kv = source.kv("k", create=True)
     pairs = [(b"%03d" % number, b"v%d" % number) for number in range(100)]
     kv.write(dict(pairs))
     assert list(kv.scan()) == pairs
@@ -154,9 +155,9 @@ def test_scans_take_ranges_prefixes_and_both_directions(door: Any, monkeypatch: 
         kv.scan(prefix=b"0", low=b"1")
 
 
-def test_a_scan_is_of_the_moment_it_began(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_reads_the_state_at_its_start(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_actions, "PAGE_ROWS", 3)
-    kv = door.kv("k", create=True)
+    kv = source.kv("k", create=True)
     kv.write({b"%d" % number: b"old" for number in range(9)})
     scan = kv.scan()
     first = next(scan)
@@ -164,8 +165,8 @@ def test_a_scan_is_of_the_moment_it_began(door: Any, monkeypatch: pytest.MonkeyP
     assert {first[1], *(value for _, value in scan)} == {b"old"}
 
 
-def test_a_snapshot_stays_as_it_was(door: Any) -> None:
-    kv = door.kv("k", create=True)
+def test_a_snapshot_does_not_change(source: Any) -> None:
+    kv = source.kv("k", create=True)
     kv.put(b"a", b"1")
     with kv.snapshot() as before:
         kv.write({b"a": b"2", b"b": b"3"})
@@ -191,25 +192,25 @@ def test_a_snapshot_stays_as_it_was(door: Any) -> None:
         (b"x" * 70_000, b"", OutOfRange),
     ],
 )
-def test_what_is_no_key_or_value_is_refused(door: Any, key: Any, value: Any, error: type[Exception]) -> None:
+def test_an_invalid_key_or_value_is_refused(source: Any, key: Any, value: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        door.kv("k", create=True).put(key, value)
+        source.kv("k", create=True).put(key, value)
 
 
-def test_a_batch_with_a_key_is_written_once(door: Any) -> None:
-    kv, key = door.kv("k", create=True), bytes(range(16))
+def test_a_batch_with_a_key_is_written_once(source: Any) -> None:
+    kv, key = source.kv("k", create=True), bytes(range(16))
     lsn = kv.write({b"a": b"1"}, key=key)
     kv.put(b"a", b"2")
     assert kv.write({b"a": b"1"}, key=key) == lsn
-    assert kv.get(b"a") == b"2", "the call that came again has changed nothing"
+    assert kv.get(b"a") == b"2", "the repeated call has changed nothing"
     with pytest.raises(InvalidInput, match="16 bytes"):
         kv.write({b"a": b"1"}, key=b"short")
 
 
 # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_records_are_read_as_they_were_appended(door: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_are_read_as_they_were_appended(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_actions, "PAGE_ROWS", 4)
-    stream = door.stream("s", create=True)
+    stream = source.stream("s", create=True)
     one = stream.append(b"one")
     assert (one.record, one.count, one.result()) == (1, 1, 1)
     assert one.done
@@ -231,31 +232,31 @@ def test_records_are_read_as_they_were_appended(door: Any, monkeypatch: pytest.M
         list(stream.read(17))
 
 
-def test_what_nobody_asks_for_is_appended_too(door: Any) -> None:
-    stream = door.stream("s", create=True)
+def test_an_append_whose_result_is_not_awaited_is_durable_too(source: Any) -> None:
+    stream = source.stream("s", create=True)
     for number in range(1_000):
         stream.append(b"%d" % number)
     assert stream.sync() == 1_001
     assert [record.payload for record in stream.read()] == [b"%d" % number for number in range(1_000)]
 
 
-def test_a_tail_sees_what_comes_and_ends_when_nothing_does(door: Any) -> None:
-    stream = door.stream("s", create=True)
+def test_a_tail_returns_new_records_and_ends_at_its_timeout(source: Any) -> None:
+    stream = source.stream("s", create=True)
     stream.append([b"a", b"b"]).result()
     assert [record.payload for record in stream.tail(1, timeout=0.2)] == [b"a", b"b"]
     assert (stream.wait(2, 0), stream.wait(3, 0.05)) == (True, False)
     tail = stream.tail(timeout=60)
-    seen: list[bytes] = []
-    reader = threading.Thread(target=lambda: seen.append(next(tail).payload))
+    payloads: list[bytes] = []
+    reader = threading.Thread(target=lambda: payloads.append(next(tail).payload))
     reader.start()
-    while reader.is_alive():  # a tail begins with what comes after it was asked
+    while reader.is_alive():  # a tail starts with the first record after the call
         stream.append(b"later").result()
         reader.join(0.05)
-    assert seen == [b"later"]
+    assert payloads == [b"later"]
 
 
-def test_consumers_keep_their_positions(door: Any) -> None:
-    stream = door.stream("s", create=True)
+def test_consumers_keep_their_positions(source: Any) -> None:
+    stream = source.stream("s", create=True)
     stream.append([b"a", b"b", b"c"]).result()
     assert stream.register("app") == 1
     stream.ack("app", 3)
@@ -268,8 +269,8 @@ def test_consumers_keep_their_positions(door: Any) -> None:
         stream.position("app")
 
 
-def test_records_that_retention_took_are_lost_not_skipped(door: Any) -> None:
-    stream = door.stream("s", create=True)
+def test_records_removed_by_retention_raise_instead_of_being_skipped(source: Any) -> None:
+    stream = source.stream("s", create=True)
     stream.append([b"a", b"b"]).result()
     assert stream.seal()
     assert not stream.seal()
@@ -281,29 +282,29 @@ def test_records_that_retention_took_are_lost_not_skipped(door: Any) -> None:
 
 
 @pytest.mark.parametrize("records", ["text", [b"a", "b"], [1], None, pa.array([b"a", None])])
-def test_what_is_no_record_is_refused(door: Any, records: Any) -> None:
+def test_an_invalid_record_is_refused(source: Any, records: Any) -> None:
     with pytest.raises(InvalidInput):
-        door.stream("s", create=True).append(records)
+        source.stream("s", create=True).append(records)
 
 
-def test_an_append_with_a_key_is_appended_once(door: Any) -> None:
-    stream, key = door.stream("s", create=True), bytes(range(16))
+def test_an_append_with_a_key_is_appended_once(source: Any) -> None:
+    stream, key = source.stream("s", create=True), bytes(range(16))
     first = stream.append([b"a", b"b"], key=key).result()
     assert stream.append(b"c").result() == 3
     assert stream.append([b"a", b"b"], key=key).result() == first
     assert [record.payload for record in stream.read()] == [b"a", b"b", b"c"]
 
 
-def test_a_name_of_another_kind_or_none_is_refused(door: Any) -> None:
-    door.stream("s", create=True)
+def test_a_missing_name_or_one_of_another_kind_is_refused(source: Any) -> None:
+    source.stream("s", create=True)
     with pytest.raises(quire.WrongKind):
-        door.kv("s", create=True)
-    for open_one in (door.kv, door.stream):
+        source.kv("s", create=True)
+    for open_one in (source.kv, source.stream):
         with pytest.raises(quire.UnknownDatabase):
             open_one("nothing")
 
 
-# ── what only a client has ────────────────────────────────────────────────────────────────────────────────────────────
+# ── clients only ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_writes_whose_answers_are_lost_happen_once(client: Client) -> None:
     kv, stream = client.kv("k", create=True), client.stream("s", create=True)
     with losing_answers(3) as lost:
@@ -314,10 +315,10 @@ def test_writes_whose_answers_are_lost_happen_once(client: Client) -> None:
     assert [record.payload for record in stream.read()] == [b"x", b"y"]
 
 
-def test_one_append_too_large_is_refused_and_the_others_are_not(client: Client, store: Store) -> None:
+def test_an_append_that_is_too_large_is_refused_alone(client: Client, store: Store) -> None:
     stream = client.stream("s", create=True)
     limit = store.settings.stream.record_bytes_max
-    with stream._sending:  # so that all three travel together
+    with stream._sending:  # all three are sent together
         first, large, last = stream.append(b"a"), stream.append(bytes(limit + 1)), stream.append(b"b")
     assert (first.result(), last.result()) == (1, 2)
     with pytest.raises(OutOfRange, match="size limit"):
@@ -326,7 +327,7 @@ def test_one_append_too_large_is_refused_and_the_others_are_not(client: Client, 
         stream.append(bytes(store.settings.service.body_bytes_max))
 
 
-def test_what_a_client_holds_is_its_own_and_ends_with_it(
+def test_resources_of_a_client_are_its_own_and_are_released_with_it(
     server: Any, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_holdings, "GRACE_SECONDS", 0.0)
@@ -352,7 +353,7 @@ def test_what_a_client_holds_is_its_own_and_ends_with_it(
     assert store.kv("k").snapshots.lsns() == ()
 
 
-def test_a_client_loads_neither_a_web_server_nor_spark(server: Any) -> None:
+def test_a_client_imports_neither_a_web_server_nor_spark(server: Any) -> None:
     program = """
 import sys, quire
 client = quire.connect(sys.argv[1])
@@ -365,7 +366,7 @@ print(sorted({"starlette", "uvicorn", "pyspark", "obstore", "jwt"} & set(sys.mod
     assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "[]\n"
 
 
-def test_a_second_process_reads_beside_the_owner_what_a_client_wrote(path: Path) -> None:
+def test_another_process_reads_beside_the_owner_what_a_client_wrote(path: Path) -> None:
     owner = process(OWNER, str(path))
     with quire.connect(line(owner)) as client:
         stream, kv = client.stream("s", create=True), client.kv("k", create=True)

@@ -1,5 +1,5 @@
-"""SQL connections of clients: the class, the results and the errors of local ones, over both carriers; transactions, lost
-answers, vanished clients, many writers."""
+"""SQL connections of clients: the class, results and errors of local connections, over both carriers; transactions,
+lost answers, vanished clients, many writers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from quire.service.client import Client
 from quire.service.handlers_sql import SQL
 from quire.sqlite import dbapi, statements
 from quire.store.store import Store
-from tests.service.world import OWNER, Broken, end, line, losing_answers, process, served
+from tests.service.owners import OWNER, BrokenConnection, end, line, losing_answers, process, served
 
 Connect = Callable[..., dbapi.Connection]
 
 
 @pytest.fixture(params=["local", "frames", "flight", "http"])
 def open_shop(request: pytest.FixtureRequest, path: Path) -> Iterator[Connect]:
-    """Opens connections to `shop`: in this process, or through a client."""
+    """Opens connections to `shop`, in this process or through a client."""
     if request.param == "local":
         with quire.open(path) as store:
             yield lambda **options: dbapi.wrap(store.sqlite("shop", create="at" not in options, **options))
@@ -48,11 +48,11 @@ def shop(open_shop: Connect) -> Iterator[dbapi.Connection]:
     connection.close()
 
 
-# ── the same as a local one ───────────────────────────────────────────────────────────────────────────────────────────
+# ── same behaviour as a local connection ──────────────────────────────────────────────────────────────────────────────
 VALUES = [None, 0, -(2**63), 2**63 - 1, 1.5, float("inf"), "", "täg", "a\0b", b"", b"\0\xff", True]
 
 
-def test_values_come_back_as_they_went(shop: dbapi.Connection) -> None:
+def test_values_round_trip(shop: dbapi.Connection) -> None:
     assert type(shop) is dbapi.Connection
     shop.executemany("insert into t(b) values (?)", [(value,) for value in VALUES])
     assert [row[0] for row in shop.execute("select b from t order by a")] == VALUES
@@ -60,7 +60,9 @@ def test_values_come_back_as_they_went(shop: dbapi.Connection) -> None:
     assert row == (b"ab", "2026-01-31")
 
 
-def test_transactions_begin_with_a_write_and_end_when_they_are_told(shop: dbapi.Connection, open_shop: Connect) -> None:
+def test_transactions_begin_with_a_write_and_end_with_commit_or_rollback(
+    shop: dbapi.Connection, open_shop: Connect
+) -> None:
     other = open_shop()
     cursor = shop.execute("insert into t values (1, 'x')")
     assert (shop.in_transaction, cursor.rowcount, cursor.lastrowid) == (True, 1, 1)
@@ -78,7 +80,7 @@ def test_transactions_begin_with_a_write_and_end_when_they_are_told(shop: dbapi.
     other.close()
 
 
-def test_rows_come_in_bunches_and_cursors_do_not_disturb_each_other(shop: dbapi.Connection) -> None:
+def test_rows_are_fetched_in_batches_and_cursors_are_independent(shop: dbapi.Connection) -> None:
     shop.executemany("insert into t values (?, ?)", ((number, "v" * 50) for number in range(5_000)))
     shop.commit()
     one, two = shop.execute("select a from t order by a"), shop.execute("select a from t order by a desc")
@@ -107,17 +109,17 @@ def test_rows_come_in_bunches_and_cursors_do_not_disturb_each_other(shop: dbapi.
     ],
 )
 def test_errors_are_those_of_sqlite3(shop: dbapi.Connection, sql: str, values: Any) -> None:
-    """The class, the code and its name, and the text, as the standard library has them."""
-    theirs = sqlite3.connect(":memory:")
-    theirs.execute("create table t(a integer primary key, b)")
+    """The class, the code, its name, and the text equal those of the standard library."""
+    plain_connection = sqlite3.connect(":memory:")
+    plain_connection.execute("create table t(a integer primary key, b)")
     with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever it is
-        theirs.execute(sql, values).fetchall()
+        plain_connection.execute(sql, values).fetchall()
     with pytest.raises(Exception) as raised:  # noqa: PT011 - as above
         shop.execute(sql, values).fetchall()
     assert type(raised.value).__name__ == type(expected.value).__name__
     wanted = getattr(expected.value, "sqlite_errorname", None)
     assert getattr(raised.value, "sqlite_errorname", None) == wanted
-    theirs.close()
+    plain_connection.close()
 
 
 def test_an_earlier_version_is_read_and_not_written(shop: dbapi.Connection, open_shop: Connect, path: Path) -> None:
@@ -133,7 +135,7 @@ def test_an_earlier_version_is_read_and_not_written(shop: dbapi.Connection, open
     old.close()
 
 
-def test_what_needs_sqlite_in_this_process_says_so(client: Client) -> None:
+def test_features_that_need_sqlite_in_this_process_are_refused(client: Client) -> None:
     connection = client.sqlite("shop", create=True)
     with pytest.raises(dbapi.NotSupportedError, match="goes to a server"):
         connection.create_function("f", 1, abs)
@@ -143,7 +145,7 @@ def test_what_needs_sqlite_in_this_process_says_so(client: Client) -> None:
         client.sqlite("nothing")
 
 
-# ── what may be done ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── permissions ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("address", ["grpc://127.0.0.1:0", "http://127.0.0.1:0"])
 def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: Path, address: str) -> None:
     with served(path, address) as (store, server):
@@ -158,15 +160,15 @@ def test_over_the_network_sql_stays_in_its_database_and_readers_only_read(path: 
             assert reader.sqlite("shop").execute("select count(*) from t").fetchone() == (0,)
             with pytest.raises(dbapi.OperationalError, match=r"readonly.*quire token create"):
                 reader.sqlite("shop").execute("insert into t values (1)")
-            assert reader.sqlite("shop").execute("pragma cache_size").fetchone() == (-4096,), "a server has hundreds"
+            assert reader.sqlite("shop").execute("pragma cache_size").fetchone() == (-4096,), (
+                "a server has hundreds of connections"
+            )
             with pytest.raises(quire.AccessDenied):
                 reader.sqlite("other", create=True)
         assert [info.name for info in store.databases()] == ["shop"]
 
 
-def test_over_the_network_a_row_is_bounded_whatever_else_runs_on_its_connection(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_over_the_network_the_size_of_a_row_is_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statements, "ROW_BYTES_MAX", 1 << 20)
     token = str(path / "admin.token")
     with served(path, "http://127.0.0.1:0") as (_, server), quire.connect(server.address, token_file=token) as client:
@@ -188,7 +190,7 @@ def test_through_the_socket_sql_may_do_what_the_owner_may(client: Client) -> Non
     connection.execute("create table o.t(a)")
 
 
-# ── when something goes wrong ─────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_statement_whose_answer_is_lost_is_run_once(client: Client) -> None:
     connection = client.sqlite("shop", create=True, isolation_level=None)
     connection.execute("create table t(a)")
@@ -210,7 +212,7 @@ def test_a_statement_whose_answer_is_lost_is_run_once(client: Client) -> None:
         ("pragma user_version = 7", [(1,)]),
     ],
 )
-def test_a_write_that_begins_like_a_query_is_not_run_again_on_another_connection(
+def test_a_write_that_looks_like_a_query_is_not_repeated_on_another_connection(
     server: Any, client: Client, statement: str, done_once: list[tuple[int]]
 ) -> None:
     connection = client.sqlite("shop", create=True, isolation_level=None)
@@ -232,12 +234,12 @@ def test_a_write_that_begins_like_a_query_is_not_run_again_on_another_connection
         "pragma application_id",
     ],
 )
-def test_a_query_whose_connection_is_lost_is_run_again_however_it_begins(
+def test_a_query_whose_connection_is_lost_is_repeated_however_it_begins(
     server: Any, client: Client, query: str
 ) -> None:
     connection = client.sqlite("shop", create=True, isolation_level=None)
     connection.executescript("create table t(a); insert into t values (1); pragma application_id = 1")
-    for passed in (1, 0):  # the second time the statement is known, and not prepared first
+    for passed in (1, 0):  # the second time the statement is cached, and not prepared first
         with losing_connection(server, passed=passed) as lost:
             assert connection.execute(query).fetchall() == [(1,)]
         assert len(lost) == 1
@@ -245,17 +247,18 @@ def test_a_query_whose_connection_is_lost_is_run_again_however_it_begins(
 
 @contextmanager
 def losing_connection(server: Any, *, passed: int) -> Iterator[list[str]]:
-    """The call after `passed` answered ones is executed, then its SQL connection ends at the owner and its answer is lost."""
+    """The call after `passed` answered ones is executed; then its SQL connection ends at the owner and its answer is
+    lost."""
     holdings, answers, lost = server._service.holdings, itertools.count(), list[str]()
 
-    def lose(name: str) -> None:
+    def drop_connection(name: str) -> None:
         if next(answers) == passed:
             lost.append(name)
             for holding in list(holdings._all.values()):
                 holdings.release(holding.client, holding.holding_id)
-            raise Broken("the connection broke")
+            raise BrokenConnection("the connection broke")
 
-    with armed("service.answer", lose):
+    with armed("service.answer", drop_connection):
         yield lost
 
 
@@ -282,13 +285,13 @@ sys.stdin.read()
 """
 
 
-def test_a_transaction_in_which_nothing_is_done_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_transaction_is_rolled_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_holdings, "SWEEP_SECONDS", 0.02)
     with served(path, sql_transaction_seconds=0.1) as (_, server), quire.connect(server.address) as client:
         idle, other = client.sqlite("shop", create=True), client.sqlite("shop", timeout=60)
         idle.execute("create table t(a)")
         idle.execute("insert into t values (1)")
-        other.execute("insert into t values (2)")  # waits until the first is rolled back
+        other.execute("insert into t values (2)")  # waits until the first transaction is rolled back
         other.commit()
         with pytest.raises(dbapi.OperationalError, match="rolled back: nothing was done"):
             idle.execute("insert into t values (3)")
@@ -299,7 +302,7 @@ def test_a_transaction_in_which_nothing_is_done_is_rolled_back(path: Path, monke
 
 
 def test_the_holder_of_the_lock_commits_while_forty_writers_wait(path: Path) -> None:
-    """Fewer places for calls than writers: SQL takes none, or nobody could commit."""
+    """There are more writers than call slots: SQL uses no slot, otherwise the holder could not commit."""
     with served(path, calls_max=4, busy_seconds=0.1) as (store, server), quire.connect(server.address) as client:
         holder = client.sqlite("shop", create=True)
         holder.execute("create table t(a)")
@@ -319,7 +322,7 @@ def test_the_holder_of_the_lock_commits_while_forty_writers_wait(path: Path) -> 
         for writer in writers:
             writer.start()
         deadline = time.monotonic() + 60
-        while server._frames.connections < 40 and time.monotonic() < deadline:  # each of them waits in its own
+        while server._frames.connections < 40 and time.monotonic() < deadline:  # each writer waits in its own call
             time.sleep(0.01)
         holder.commit()
         for writer in writers:
@@ -329,7 +332,7 @@ def test_the_holder_of_the_lock_commits_while_forty_writers_wait(path: Path) -> 
 
 
 def test_a_connection_survives_its_owner(path: Path) -> None:
-    """What can be run again is run again; a transaction that was begun is reported as lost."""
+    """Repeatable statements are repeated; an open transaction is reported as lost."""
     owner = process(OWNER, str(path))
     client = quire.connect(line(owner), timeout=60)
     reading, writing, idle = (client.sqlite("shop", create=True) for _ in range(3))
@@ -343,7 +346,7 @@ def test_a_connection_survives_its_owner(path: Path) -> None:
         writing.execute("insert into t values (2)")
     writing.execute("insert into t values (3)")
     writing.commit()
-    idle.execute("insert into t values (4)")  # the first of a transaction: nothing of it was ever committed
+    idle.execute("insert into t values (4)")  # the first statement of a transaction: nothing of it was committed
     idle.commit()
     assert reading.execute("select a from t order by a").fetchall() == [(3,), (4,)]
     client.close()
@@ -357,15 +360,15 @@ def test_dbapi_connects_through_the_server_of_another_process(path: Path) -> Non
         connection.execute("create table t(a)")
         connection.execute("insert into t values (1)")
     connection.close()
-    again = dbapi.connect(f"quire:///{path}/shop?mode=rw")
-    assert again.execute("select * from t").fetchall() == [(1,)]
-    again.close()
+    reopened = dbapi.connect(f"quire:///{path}/shop?mode=rw")
+    assert reopened.execute("select * from t").fetchall() == [(1,)]
+    reopened.close()
     with pytest.raises(dbapi.OperationalError, match="unable to open"):
         dbapi.connect(f"quire:///{path}/nothing?mode=rw")
     end(owner)
 
 
-def test_nothing_stays_behind(server: Any, client: Client, store: Store) -> None:
+def test_nothing_is_left_behind(server: Any, client: Client, store: Store) -> None:
     for _ in range(5):
         connection = client.sqlite("shop", create=True)
         connection.execute("select 1").fetchone()

@@ -1,4 +1,4 @@
-"""`quire serve` as a process: what it says, who it lets in, how it ends."""
+"""`quire serve` as a process: its output, access control, and shutdown."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def serve(path: Path) -> Iterator[Serve]:
         return started[-1]
 
     yield start
-    for each in started:
-        each.kill()
-        each.communicate()
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def address(line: str) -> str:
@@ -43,7 +43,7 @@ def address(line: str) -> str:
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path, end: signal.Signals) -> None:
+def test_serve_prints_its_address_serves_and_ends_cleanly(serve: Serve, path: Path, end: signal.Signals) -> None:
     process = serve()
     assert process.stdout is not None
     first = process.stdout.readline()
@@ -58,25 +58,25 @@ def test_it_says_where_it_listens_serves_and_ends_well(serve: Serve, path: Path,
     assert out.startswith("served ")
     assert not (path / "quire.sock").exists()
     with quire.open(path) as store:
-        assert [each.name for each in store.databases()] == ["shop"]
+        assert [database.name for database in store.databases()] == ["shop"]
 
 
 @pytest.mark.parametrize("name", ['a "b" c', "größe"])
-def test_a_store_with_an_awkward_path_prints_what_can_be_pasted(serve: Serve, tmp_path: Path, name: str) -> None:
+def test_the_printed_code_is_valid_for_an_awkward_path(serve: Serve, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     quire.open(path).close()
     process = serve("--http", "127.0.0.1:0", store=path)
     assert process.stdout is not None
     with quire.connect(address(process.stdout.readline())) as client:
         assert client.path == str(path)
-    where = address(process.stdout.readline())
-    pasted = ast.parse(process.stdout.readline().removeprefix("SQL from Python: "))
-    texts = [node.value for node in ast.walk(pasted) if isinstance(node, ast.Constant)]
-    assert (where in texts, str(path / "admin.token") in texts) == (True, True)
+    url = address(process.stdout.readline())
+    printed_code = ast.parse(process.stdout.readline().removeprefix("SQL from Python: "))
+    texts = [node.value for node in ast.walk(printed_code) if isinstance(node, ast.Constant)]
+    assert (url in texts, str(path / "admin.token") in texts) == (True, True)
 
 
-def test_what_is_ignored_stays_ignored(path: Path) -> None:
-    """`nohup quire serve &` was ended by an interrupt that was meant for others."""
+def test_ignored_signals_stay_ignored(path: Path) -> None:
+    """`nohup quire serve &` was ended by an interrupt meant for other processes."""
     quire.open(path).close()
     command = [sys.executable, "-m", "quire", "serve", "--store", str(path)]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -88,9 +88,9 @@ def test_what_is_ignored_stays_ignored(path: Path) -> None:
         signal.signal(signal.SIGINT, before)
     try:
         assert process.stdout is not None
-        where = address(process.stdout.readline())
+        url = address(process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        with quire.connect(where) as client:
+        with quire.connect(url) as client:
             client.create("shop", "pages")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
@@ -99,7 +99,7 @@ def test_what_is_ignored_stays_ignored(path: Path) -> None:
         process.communicate()
 
 
-def test_on_the_network_it_makes_tokens_and_asks_for_them(serve: Serve, path: Path, tmp_path: Path) -> None:
+def test_on_the_network_serve_creates_tokens_and_requires_them(serve: Serve, path: Path, tmp_path: Path) -> None:
     token = tmp_path / "admin"
     process = serve("--listen", "grpc://127.0.0.1:0", "--admin-token", str(token), "--json")
     assert process.stderr is not None
@@ -111,13 +111,13 @@ def test_on_the_network_it_makes_tokens_and_asks_for_them(serve: Serve, path: Pa
         client.drop("shop")
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=30)
-    ended = json.loads(out)
-    assert ended["addresses"] == [local, network]
-    assert (ended["calls"] >= 4, ended["refused"]) == (True, 1)
+    output = json.loads(out)
+    assert output["addresses"] == [local, network]
+    assert (output["calls"] >= 4, output["refused"]) == (True, 1)
     assert "service.refused" in err
 
 
-def test_what_cannot_be_is_said_with_its_exit_code(serve: Serve, path: Path) -> None:
+def test_invalid_arguments_are_refused_with_an_exit_code(serve: Serve, path: Path) -> None:
     wrong = serve("--listen", "ftp://x")
     _, err = wrong.communicate(timeout=30)
     assert (wrong.returncode, "cannot listen on this address" in err) == (2, True)

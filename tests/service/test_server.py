@@ -1,4 +1,4 @@
-"""The server under bad input, many clients, and its own end."""
+"""The server with invalid input, many clients, and at shutdown."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from quire.service.handlers_jobs import JobHandlers
 from quire.service.handlers_sql import SqlHandlers
 from quire.store.store import Store
 from tests.service.conftest import Start
-from tests.service.world import HEADERS, end, line, process, reserve, served
+from tests.service.owners import HEADERS, end, line, process, reserve, served
 
 OPTIONS = flight.FlightCallOptions(headers=HEADERS, timeout=30)
 
 
-def ask(raw: Any, name: str, body: bytes) -> wire.ErrorForm | None:
-    """The error that a raw action is answered with."""
+def call_action(raw: Any, name: str, body: bytes) -> wire.ErrorForm | None:
+    """The error that a raw action returns."""
     whole = b"".join(bytes(part.body) for part in raw.do_action(flight.Action(name, body), OPTIONS))
     if whole[:1] == wire.BAD:
         return wire.read_form(whole[1:])
@@ -58,7 +58,7 @@ def test_every_action_has_a_handler_and_every_handler_an_action() -> None:
     assert methods == {"do_" + name.replace(".", "_") for name in m.ACTIONS}
 
 
-# ── bad input ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── invalid input ─────────────────────────────────────────────────────────────────────────────────────────────────────
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
@@ -78,24 +78,24 @@ ANYTHING = st.recursive(
     request_=ANYTHING,
     body=st.binary(),
 )
-def test_garbage_is_answered_with_an_error_of_ours_and_changes_nothing(
+def test_garbage_is_answered_with_an_error_and_changes_nothing(
     name: str, key: bytes, request_: Any, body: bytes, raw: Any, store: Store
 ) -> None:
     for sent in (msgspec.msgpack.encode([key, request_]), body):
-        form = ask(raw, name, sent)
+        form = call_action(raw, name, sent)
         assert form is None or form.kind not in ("QuireError", "InternalError"), form
         assert "Traceback" not in str(form)
     assert store.databases() == []
 
 
 def put(raw: Any) -> None:
-    """Whether the refusal is heard at the beginning or at the end is the transport's affair."""
+    """The transport decides whether the refusal arrives at the beginning or at the end."""
     writer, _ = raw.do_put(flight.FlightDescriptor.for_path("db"), pa.schema([("a", pa.int64())]), OPTIONS)
     writer.close()
 
 
 def test_unknown_actions_other_calls_and_long_bodies_are_refused(raw: Any, path: Path) -> None:
-    form = ask(raw, "format.disk", b"")
+    form = call_action(raw, "format.disk", b"")
     assert form is not None
     assert form.kind == "InvalidInput"
     for call in (
@@ -108,8 +108,8 @@ def test_unknown_actions_other_calls_and_long_bodies_are_refused(raw: Any, path:
         assert "Traceback" not in str(caught.value)
     with pytest.raises(flight.FlightServerError, match="does not offer this call"):
         put(raw)
-    assert {each.type for each in raw.list_actions(OPTIONS)} == set(m.ACTIONS)
-    form = ask(raw, "create", b"x" * (17 << 20))
+    assert {action.type for action in raw.list_actions(OPTIONS)} == set(m.ACTIONS)
+    form = call_action(raw, "create", b"x" * (17 << 20))
     assert form is not None
     assert form.what == "the call is too long"
 
@@ -124,13 +124,13 @@ def test_bad_tickets_are_refused(raw: Any, ticket: bytes) -> None:
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_key_is_refused_where_none_is_taken(raw: Any) -> None:
-    form = ask(raw, "info", wire.write_call(b"k" * 16, m.Nothing()))
+def test_a_key_is_refused_by_actions_that_take_none(raw: Any) -> None:
+    form = call_action(raw, "info", wire.write_call(b"k" * 16, m.Nothing()))
     assert form is not None
     assert form.what == "this action takes no idempotency key"
 
 
-def test_a_bug_is_told_as_one_without_its_traceback(
+def test_an_internal_error_is_reported_without_its_traceback(
     client: Client, store: Store, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> None:
@@ -143,8 +143,8 @@ def test_a_bug_is_told_as_one_without_its_traceback(
     assert "service.bug" in capfd.readouterr().err
 
 
-# ── many at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_long_polls_and_streams_leave_room_for_calls_and_are_bounded(path: Path) -> None:
+# ── concurrency ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_long_polls_and_streams_are_limited_and_leave_capacity_for_calls(path: Path) -> None:
     with served(path, waits_max=3, streams_max=1, calls_max=2, busy_seconds=0.05, batch_bytes=64 * 1024) as (
         store,
         server,
@@ -155,8 +155,8 @@ def test_long_polls_and_streams_leave_room_for_calls_and_are_bounded(path: Path)
         with connect(server.address) as client:
             head = client.feed.head()
             waiting = [threading.Thread(target=lambda: client.feed.wait(head, timeout=30)) for _ in range(3)]
-            for each in waiting:
-                each.start()
+            for thread in waiting:
+                thread.start()
             while server.figures().waits_now < 3:
                 time.sleep(0.01)
             with pytest.raises(quire.Overloaded, match="long polls"):
@@ -165,36 +165,36 @@ def test_long_polls_and_streams_leave_room_for_calls_and_are_bounded(path: Path)
             next(stream)
             with pytest.raises(quire.Overloaded, match="streams"):
                 client.table("job_queue")
-            assert client.databases() == []  # calls have their own places
+            assert client.databases() == []  # calls have their own slots
             store.create("shop", "pages")
-            for each in waiting:
-                each.join(60)
+            for thread in waiting:
+                thread.join(60)
             stream.close()  # type: ignore[attr-defined]
             del stream
             figures = server.figures()
             assert (figures.waits_now, figures.busy) == (0, 2)
 
 
-def test_calls_are_bounded_and_say_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_calls_are_limited_and_refused_with_a_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(path, calls_max=2, busy_seconds=0.05) as (store, server), connect(server.address) as client:
-        inside, go = threading.Semaphore(0), threading.Event()
+        inside, release = threading.Semaphore(0), threading.Event()
 
         def slow(**_: Any) -> list[Any]:
             inside.release()
-            go.wait(30)
+            release.wait(30)
             return []
 
         monkeypatch.setattr(store, "databases", slow)
         threads = [threading.Thread(target=client.databases) for _ in range(2)]
-        for each in threads:
-            each.start()
+        for thread in threads:
+            thread.start()
         for _ in threads:
             assert inside.acquire(timeout=60)
         with pytest.raises(quire.Overloaded, match="limit for calls"):
             client.info()
-        go.set()
-        for each in threads:
-            each.join(60)
+        release.set()
+        for thread in threads:
+            thread.join(60)
         assert client.info().readers >= 0
 
 
@@ -206,14 +206,14 @@ def test_eight_clients_submit_at_once_and_nothing_is_lost(store: Store, server: 
                 guard.result(30)
 
     threads = [threading.Thread(target=work, args=(1_000 * number + 1,)) for number in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     assert store.feed.head() == 400
 
 
-# ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── shutdown ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_closing_answers_long_polls_at_once(path: Path) -> None:
     with served(path, stop_seconds=60) as (_, server):
         client = connect(server.address, timeout=0.5)
@@ -232,17 +232,17 @@ def test_closing_answers_long_polls_at_once(path: Path) -> None:
         started = time.monotonic()
         server.close()
         server.close()
-        assert time.monotonic() - started < 2, "it does not wait for the poll to end by itself"
+        assert time.monotonic() - started < 2, "closing does not wait for the poll to end"
         waiting.join(60)
         assert isinstance(failures[0], quire.Unavailable)
         client.close()
 
 
-def test_a_wait_goes_on_with_the_next_owner(path: Path, owner: Start) -> None:
+def test_a_wait_continues_with_the_next_owner(path: Path, owner: Start) -> None:
     first, address = owner()
     with quire.connect(address, timeout=60) as client:
-        woken: list[int] = []
-        waiting = threading.Thread(target=lambda: woken.append(client.feed.wait(0, timeout=60)))
+        sequences: list[int] = []
+        waiting = threading.Thread(target=lambda: sequences.append(client.feed.wait(0, timeout=60)))
         waiting.start()
         time.sleep(0.3)
         first.kill()
@@ -250,7 +250,7 @@ def test_a_wait_goes_on_with_the_next_owner(path: Path, owner: Start) -> None:
         owner()
         client.create("shop", "pages")
         waiting.join(60)
-        assert woken == [1]
+        assert sequences == [1]
 
 
 def test_the_store_closes_its_servers(path: Path) -> None:
@@ -265,7 +265,7 @@ def test_the_store_closes_its_servers(path: Path) -> None:
 
 
 def test_a_forked_child_leaves_the_socket_to_its_parent(path: Path) -> None:
-    """The child of a fork() that runs off the end of the owner's blocks must not take the parent's socket away."""
+    """Hazard: the child of a fork() that leaves the owner's `with` blocks removes the parent's socket."""
     program = """
 import os, sys, quire
 with quire.open(sys.argv[1]) as store, store.serve() as server:

@@ -1,4 +1,4 @@
-"""Signed tokens and what they allow: the claims of libSQL's server, and nothing that only looks like one."""
+"""Signed tokens and their permissions: the claims of libSQL's server; look-alikes are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CLAIMS: list[tuple[dict[str, Any], dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("claims", "allowed"), CLAIMS, ids=lambda value: json.dumps(value))
-def test_claims_mean_what_they_mean_to_libsqls_server(
+def test_claims_have_the_meaning_of_libsqls_server(
     keys: Verifier, key: Ed25519PrivateKey, claims: dict[str, Any], allowed: dict[str, str]
 ) -> None:
     grant = keys.grant(signed(key, claims))
@@ -79,20 +79,16 @@ def test_claims_mean_what_they_mean_to_libsqls_server(
      {"exp": -1e999}, {"nbf": 1e999}, {"exp": None, "p": []}],
     ids=json.dumps,
 )  # fmt: skip
-def test_claims_that_cannot_be_read_allow_nothing(
-    keys: Verifier, key: Ed25519PrivateKey, claims: dict[str, Any]
-) -> None:
-    """Least of all what a token without claims does: everything."""
+def test_unreadable_claims_allow_nothing(keys: Verifier, key: Ed25519PrivateKey, claims: dict[str, Any]) -> None:
+    """Hazard: they are treated like a token without claims, which allows everything."""
     header = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
-    body = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=")  # `jwt.encode` would refuse some of them
+    body = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=")  # `jwt.encode` refuses some of them
     signature = base64.urlsafe_b64encode(key.sign(header + b"." + body)).rstrip(b"=")
     with pytest.raises(Unauthenticated):
         keys.grant(b".".join((header, body, signature)).decode())
 
 
-def test_a_token_ends_when_it_says_so_also_for_who_has_come_in(
-    keys: Verifier, key: Ed25519PrivateKey, clock: ManualClock
-) -> None:
+def test_a_token_expires_also_for_open_connections(keys: Verifier, key: Ed25519PrivateKey, clock: ManualClock) -> None:
     now = clock.now_ms() // 1000
     token = signed(key, {"id": "shop", "exp": now + 60})
     grant = keys.grant(token)
@@ -107,7 +103,7 @@ def test_a_token_ends_when_it_says_so_also_for_who_has_come_in(
         keys.grant(signed(key, {"nbf": now + 3600}))
 
 
-def test_only_our_keys_and_only_eddsa_are_believed(keys: Verifier, key: Ed25519PrivateKey) -> None:
+def test_only_our_keys_and_only_eddsa_are_accepted(keys: Verifier, key: Ed25519PrivateKey) -> None:
     public = key.public_key().public_bytes(PEM, DER)
     token = signed(key, {"id": "shop"})
     head, body, signature = token.split(".")
@@ -127,7 +123,7 @@ def test_only_our_keys_and_only_eddsa_are_believed(keys: Verifier, key: Ed25519P
     for text in forged:
         with pytest.raises(Unauthenticated, match="the token is wrong"):
             keys.grant(text)
-    # the public key is no secret for HMAC
+    # the public key must not work as an HMAC secret
     mac_head = base64.urlsafe_b64encode(b'{"alg":"HS256","typ":"JWT"}').rstrip(b"=").decode()
     mac = base64.urlsafe_b64encode(hmac.digest(public, f"{mac_head}.{body}".encode(), "sha256")).rstrip(b"=")
     with pytest.raises(Unauthenticated):
@@ -136,7 +132,7 @@ def test_only_our_keys_and_only_eddsa_are_believed(keys: Verifier, key: Ed25519P
 
 
 # ── keys and creation ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_token_is_made_for_databases_and_a_time(tmp_path: Path, clock: ManualClock) -> None:
+def test_a_token_is_created_for_databases_and_a_lifetime(tmp_path: Path, clock: ManualClock) -> None:
     root = str(tmp_path)
     token = create_token(root, ["shop"], read_only=True, ttl_seconds=3600, clock=clock)
     assert stat.S_IMODE(os.stat(tmp_path / "jwt.key").st_mode) == 0o600
@@ -156,7 +152,7 @@ def test_a_token_is_made_for_databases_and_a_time(tmp_path: Path, clock: ManualC
         create_token(root, ["../shop"])
 
 
-def test_a_key_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_key_or_one_that_others_can_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "jwt.key"
     ensure_signing_key(str(path))
     os.chmod(path, 0o644)
@@ -187,7 +183,7 @@ def test_public_keys_are_read_as_pem_and_as_base64(tmp_path: Path, clock: Manual
 
 
 # ── grants ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_refusal_says_whether_another_token_would_help() -> None:
+def test_a_refusal_states_whether_another_token_would_help() -> None:
     with pytest.raises(Unauthenticated, match="needs a token"):
         Grant.NOTHING.check("shop")
     loopback = Grant(holder="loopback", everywhere=Access.READ, is_anonymous=True)
@@ -204,7 +200,7 @@ def test_a_refusal_says_whether_another_token_would_help() -> None:
     Grant.ADMIN.check_admin()
 
 
-def test_a_grant_says_the_same_of_a_database_that_exists_and_of_one_that_does_not() -> None:
+def test_a_grant_does_not_reveal_whether_a_database_exists() -> None:
     single = Grant(holder="jwt", databases={"shop": Access.READ})
     refusals = []
     for name in ("exists", "does-not"):

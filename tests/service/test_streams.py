@@ -1,4 +1,4 @@
-"""Streams over the wire: where records are, and how far consumers have read; what a token for reading may not do."""
+"""Streams through a client: where records are, and how far consumers have read; what a read token cannot do."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from quire.service import tickets as m
 from quire.service.channel import Channel
 from quire.store.store import Store
 from quire.stream.state import Retention
-from tests.service.world import settings
+from tests.service.owners import settings
 
 
 @pytest.fixture
 def store(path: Path) -> Iterator[Store]:
-    with quire.open(path, settings=settings()) as made:
-        clicks = made.stream("clicks", create=True)
+    with quire.open(path, settings=settings()) as opened:
+        clicks = opened.stream("clicks", create=True)
         for _ in range(3):
             clicks.append([b"x" * 100] * 10).result()
             clicks.seal()
         clicks.append([b"open"] * 5).result()
-        yield made
+        yield opened
 
 
 @pytest.fixture
 def channel(store: Store) -> Iterator[Channel]:
-    made = Channel(store.serve().address)
-    yield made
-    made.close()
+    opened = Channel(store.serve().address)
+    yield opened
+    opened.close()
 
 
-def test_a_share_says_which_segments_have_the_records(store: Store, channel: Channel) -> None:
+def test_a_share_lists_the_segments_of_its_records(store: Store, channel: Channel) -> None:
     whole = channel.ask(m.STREAM_SHARE, m.OfStream("clicks"))
     assert (whole.first_record, whole.end_record) == (1, 36)
-    spans = [(each.base_record, each.end_record, bool(each.sealed_ms)) for each in whole.segments]
+    spans = [(segment.base_record, segment.end_record, bool(segment.sealed_ms)) for segment in whole.segments]
     assert spans == [(1, 11, True), (11, 21, True), (21, 31, True), (31, 36, False)]
     some = channel.ask(m.STREAM_SHARE, m.OfStream("clicks", 12, 22))
-    assert [each.segment_id for each in some.segments] == [2, 3]
+    assert [segment.segment_id for segment in some.segments] == [2, 3]
     assert channel.ask(m.STREAM_SHARE, m.OfStream("clicks", 12, 12)).segments == ()
     sent = channel.ask(m.STREAM_SHARE, m.OfStream("clicks", 30, 33, True))
-    assert [bool(each.key) for each in sent.segments] == [True, True], "the open one was sealed and uploaded"
+    assert [bool(segment.key) for segment in sent.segments] == [True, True], "the open segment was sealed and uploaded"
     view = store.stream("clicks").ledger.view
-    assert [each.is_remote for each in view] == [False, False, True, True]
+    assert [segment.is_remote for segment in view] == [False, False, True, True]
     with pytest.raises(OutOfRange):
         channel.ask(m.STREAM_SHARE, m.OfStream("clicks", 37))
     store.create("shop", "pages")
@@ -54,7 +54,7 @@ def test_a_share_says_which_segments_have_the_records(store: Store, channel: Cha
         channel.ask(m.STREAM_SHARE, m.OfStream("shop"))
 
 
-def test_consumers_move_forward_alone(store: Store, channel: Channel) -> None:
+def test_consumers_only_move_forward(store: Store, channel: Channel) -> None:
     assert channel.ask(m.STREAM_REGISTER, m.RegisterConsumer("clicks", "etl")) == 1
     channel.ask(m.STREAM_ACK, m.AckRecords("clicks", "etl", 21))
     channel.ask(m.STREAM_ACK, m.AckRecords("clicks", "etl", 5))
@@ -79,8 +79,8 @@ def test_consumers_move_forward_alone(store: Store, channel: Channel) -> None:
         channel.ask(m.STREAM_SHARE, m.OfStream("clicks", 1))
 
 
-def test_waiting_ends_with_a_record_or_with_the_time(store: Store, channel: Channel) -> None:
-    assert channel.ask(m.STREAM_WAIT, m.WaitForRecord("clicks", 35, 30.0)) == 36, "it is there"
+def test_waiting_ends_with_a_record_or_at_the_timeout(store: Store, channel: Channel) -> None:
+    assert channel.ask(m.STREAM_WAIT, m.WaitForRecord("clicks", 35, 30.0)) == 36, "the record exists already"
     assert channel.ask(m.STREAM_WAIT, m.WaitForRecord("clicks", 36, 0.05)) == 36
     later = threading.Timer(0.2, lambda: store.stream("clicks").append(b"more").result())
     later.start()
@@ -88,7 +88,7 @@ def test_waiting_ends_with_a_record_or_with_the_time(store: Store, channel: Chan
     later.join()
 
 
-def test_a_token_for_reading_reads(store: Store) -> None:
+def test_a_read_token_can_read(store: Store) -> None:
     server = store.serve("grpc://127.0.0.1:0")
     reader = Channel(server.address, token_file=str(Path(store.path, "read.token")))
     try:
@@ -104,7 +104,7 @@ def test_a_token_for_reading_reads(store: Store) -> None:
         reader.close()
 
 
-def test_manifest_logs_are_switched_from_elsewhere(store: Store) -> None:
+def test_manifest_logs_can_be_switched_remotely(store: Store) -> None:
     stream = store.stream("clicks")
     client = quire.connect(store.serve("grpc://127.0.0.1:0").address, token_file=str(Path(store.path, "admin.token")))
     assert client.manifest_log_mode() == "on"

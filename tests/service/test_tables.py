@@ -1,4 +1,4 @@
-"""Tables over the wire: windows, columns, sizes, and clients that are slow or lose their connection."""
+"""Tables through a client: ranges, columns, sizes, and clients that are slow or lose their connection."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.service.messages import TableTicket
 from quire.service.tables import TableStream
 from quire.store.store import Store
 from tests.service.conftest import Start
-from tests.service.world import Relay, end, line, process, reserve, served
+from tests.service.owners import Relay, end, line, process, reserve, served
 
 SLOW = """
 import sys, quire
@@ -36,11 +36,11 @@ for batch in client.scan("job_queue"):
         sys.stdin.readline()
 print(rows, flush=True)
 """
-"""Reads one batch, and the rest when it is told to."""
+"""Reads one batch, and the rest when stdin says so."""
 
 
 def grow(store: Store, jobs: int) -> None:
-    """Jobs whose rows have 64 KiB each, and only them."""
+    """Add jobs whose rows have 64 KiB each."""
     record = store.manifest.jobs.record(JobKind.VERIFY, 0, b"x" * 65_536)
     store.manifest.submit([EnqueueJob(number, record) for number in range(1, jobs + 1)]).result()
 
@@ -60,7 +60,7 @@ def test_a_table_is_what_a_local_reader_sees(client: Client, store: Store) -> No
     assert client.table("job_queue", columns=["job_id"]).schema.names == ["job_id"]
 
 
-def test_what_is_wrong_with_a_question_is_said(client: Client) -> None:
+def test_invalid_queries_are_refused_with_a_reason(client: Client) -> None:
     for wrong in (
         {"table": "nothing"},
         {"table": "db", "columns": ["name", "nothing"]},
@@ -88,28 +88,28 @@ KEYS = st.none() | st.tuples(st.integers(0, 130))
 
 
 @given(start=KEYS, stop=KEYS, limit=st.integers(0, 130), size=st.integers(1, 20_000), cut=st.integers(0, 5))
-def test_windows_of_any_size_give_the_same_rows(
+def test_ranges_of_any_size_give_the_same_rows(
     manifest: Any, start: Any, stop: Any, limit: int, size: int, cut: int
 ) -> None:
     first, last = (start or (0,))[0], (stop or (1_000,))[0]
     wanted = [number for number in range(1, 121) if first <= number < last]
     wanted = wanted[:limit] if limit else wanted
-    found: list[int] = []
+    db_ids: list[int] = []
     after = b""
-    # A client that has `cut` batches and then goes on with another stream sees nothing twice and misses nothing.
+    # A client that stops after `cut` batches and continues with another stream gets no row twice and misses none.
     while True:
-        ticket = TableTicket("db", (), start, stop, ("db_id",), limit - len(found) if limit else 0, after)
+        ticket = TableTicket("db", (), start, stop, ("db_id",), limit - len(db_ids) if limit else 0, after)
         reader = TableStream(manifest, ticket, size)
         for number, (batch, mark) in enumerate(reader.batches()):
-            found += batch["db_id"].to_pylist()
+            db_ids += batch["db_id"].to_pylist()
             after = mark
             if cut and number + 1 == cut:
                 break
         else:
             break
-        if limit and len(found) >= limit:
+        if limit and len(db_ids) >= limit:
             break
-    assert found == wanted
+    assert db_ids == wanted
 
 
 def test_batches_are_bounded_in_bytes(manifest: Any) -> None:
@@ -126,7 +126,7 @@ def test_batches_are_bounded_in_rows(manifest: Any, monkeypatch: pytest.MonkeyPa
 
 
 def until_blocked(server: Any) -> int:
-    """The batches that were sent when no more are: what the transport takes for itself is full."""
+    """The number of batches that were sent when the buffers of the transport are full."""
     sent = -1
     while sent != (now := server.figures().batches_sent):
         sent = now
@@ -134,7 +134,7 @@ def until_blocked(server: Any) -> int:
     return sent
 
 
-def test_a_client_that_stops_reading_holds_nothing_and_stalls_nobody(path: Path) -> None:
+def test_a_client_that_stops_reading_holds_no_resources_and_stalls_nobody(path: Path) -> None:
     with served(path, batch_bytes=64 * 1024) as (store, server):
         grow(store, jobs=400)
         slow = process(SLOW, server.address)
@@ -147,10 +147,10 @@ def test_a_client_that_stops_reading_holds_nothing_and_stalls_nobody(path: Path)
                 guard = store.manifest.submit(reserve(10**8 + number))
                 assert store.manifest.env.gate.visitors() == []
             guard.result(60)
-            spent = time.monotonic() - started
+            elapsed = time.monotonic() - started
             figures = server.figures()
-            assert (figures.streams_now, figures.batches_sent) == (1, sent), "it is blocked by its client"
-            assert spent < 30
+            assert (figures.streams_now, figures.batches_sent) == (1, sent), "the stream is blocked by its client"
+            assert elapsed < 30
             with connect(server.address) as other:
                 assert other.feed.head() == 1_001
             slow.send_signal(signal.SIGCONT)
@@ -161,7 +161,7 @@ def test_a_client_that_stops_reading_holds_nothing_and_stalls_nobody(path: Path)
             end(slow)
 
 
-def test_closing_hangs_up_on_a_client_that_neither_reads_nor_leaves(path: Path) -> None:
+def test_closing_disconnects_a_client_that_neither_reads_nor_leaves(path: Path) -> None:
     with served(path, batch_bytes=64 * 1024, stop_seconds=0.3) as (store, server):
         grow(store, jobs=400)
         slow = process(SLOW, server.address)
@@ -177,17 +177,17 @@ def test_closing_hangs_up_on_a_client_that_neither_reads_nor_leaves(path: Path) 
             end(slow)
 
 
-def test_a_stream_goes_on_behind_the_last_row_when_its_connection_breaks(path: Path, tmp_path: Path) -> None:
+def test_a_stream_continues_after_the_last_row_when_its_connection_breaks(path: Path, tmp_path: Path) -> None:
     with served(path, batch_bytes=64 * 1024) as (store, server):
         grow(store, jobs=300)
         relay = Relay(tmp_path / "relay.sock", server.address.removeprefix("grpc+unix://"))
         pieces = [0]
 
-        def harm() -> str:
+        def drop_once() -> str:
             pieces[0] += 1
             return "drop" if pieces[0] % 60 == 0 else ""
 
-        relay.harm = harm
+        relay.fault = drop_once
         try:
             with connect(relay.uri) as client:
                 sequences = [n for batch in client.scan("job_queue") for n in batch["job_id"].to_pylist()]
@@ -206,10 +206,10 @@ def test_a_stream_survives_its_owner(path: Path, owner: Start) -> None:
     first, address = owner()
     with quire.connect(address, timeout=60) as client:
         batches = client.scan("job_queue")
-        seen = next(batches)["job_id"].to_pylist()
+        job_ids = next(batches)["job_id"].to_pylist()
         first.kill()
         first.wait()
         owner()
         for batch in batches:
-            seen += batch["job_id"].to_pylist()
-    assert seen == list(range(1, 401))
+            job_ids += batch["job_id"].to_pylist()
+    assert job_ids == list(range(1, 401))

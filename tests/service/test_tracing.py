@@ -1,4 +1,5 @@
-"""The trace of a client goes with its calls: into the owner's spans, and into the change records that it led to."""
+"""The trace of a client travels with its calls, into the owner's spans and into the change records that result from
+them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.core.tracing import attached_trace, current_traceparent, span, trace_id
-from tests.service.world import end, line, process
+from tests.service.owners import end, line, process
 
 RECORDING = """
 from opentelemetry import trace
@@ -36,9 +37,9 @@ with quire.open(sys.argv[1], settings=alone) as store, store.serve(*sys.argv[2:3
 spans = []
 if "exporter" in globals():
     spans = [
-        {"name": each.name, "trace": f"{each.context.trace_id:032x}", "attributes": dict(each.attributes or {}),
-         "parent": f"{each.parent.span_id:016x}" if each.parent else ""}
-        for each in exporter.get_finished_spans()
+        {"name": span.name, "trace": f"{span.context.trace_id:032x}", "attributes": dict(span.attributes or {}),
+         "parent": f"{span.parent.span_id:016x}" if span.parent else ""}
+        for span in exporter.get_finished_spans()
     ]
 print(json.dumps({"changes": changes, "spans": spans}), flush=True)
 """
@@ -48,19 +49,19 @@ import json, sys
 import quire
 from quire.manifest.ops.base import Counter, ReserveIds
 tracer = trace.get_tracer("app")
-told = {}
+traces = {}
 with quire.connect(sys.argv[1], **({"token_file": sys.argv[2]} if sys.argv[2:] else {})) as client:
     client.create("untraced", "pages")
     for name in ("one", "two"):
         with tracer.start_as_current_span(name) as request:
             context = request.get_span_context()
-            told[name] = [f"{context.trace_id:032x}", f"{context.span_id:016x}"]
+            traces[name] = [f"{context.trace_id:032x}", f"{context.span_id:016x}"]
             client.create(name, "pages")
-            client.submit([ReserveIds(Counter.JOB, 100 + len(told))]).result()
+            client.submit([ReserveIds(Counter.JOB, 100 + len(traces))]).result()
     with tracer.start_as_current_span("three") as request:
-        told["three"] = [f"{request.get_span_context().trace_id:032x}", ""]
+        traces["three"] = [f"{request.get_span_context().trace_id:032x}", ""]
         client.checkpoint("one")
-print(json.dumps(told), flush=True)
+print(json.dumps(traces), flush=True)
 """
 
 
@@ -74,34 +75,34 @@ def test_a_change_record_has_the_trace_of_the_client(tmp_path: Path, recording: 
         traces = json.loads(client.communicate(timeout=120)[0])
         assert owner.stdin is not None
         print(file=owner.stdin, flush=True)
-        told = json.loads(line(owner))
+        recorded = json.loads(line(owner))
     finally:
         end(owner)
-    expect_changes(told["changes"], traces)
+    expect_changes(recorded["changes"], traces)
     if recording:
-        expect_spans(told["spans"], traces)
+        expect_spans(recorded["spans"], traces)
 
 
 def expect_changes(changes: list[Any], traces: dict[str, list[str]]) -> None:
-    found = [(ops[0], trace) for trace, ops in changes if ops[0] in ("RegisterDb", "ReserveIds")]
+    traced = [(ops[0], trace) for trace, ops in changes if ops[0] in ("RegisterDb", "ReserveIds")]
     one, two = traces["one"][0], traces["two"][0]
-    registered = [trace for op, trace in found if op == "RegisterDb"]
+    registered = [trace for op, trace in traced if op == "RegisterDb"]
     assert registered[1:] == [one, two]
-    assert registered[0] not in (one, two), "nobody traced that, unless the owner does by itself"
-    assert [trace for op, trace in found if op == "ReserveIds" and trace in (one, two)] == [one, two], (
-        "each batch by itself"
+    assert registered[0] not in (one, two), "not traced by the client, only perhaps by the owner"
+    assert [trace for op, trace in traced if op == "ReserveIds" and trace in (one, two)] == [one, two], (
+        "each batch has its own trace"
     )
     of_the_job = {op for trace, ops in changes for op in ops if trace == traces["three"][0]}
-    assert {"EnqueueJob", "CompleteJob"} <= of_the_job, "a job belongs to who asked for it"
+    assert {"EnqueueJob", "CompleteJob"} <= of_the_job, "a job has the trace of its requester"
 
 
 def expect_spans(spans: list[dict[str, Any]], traces: dict[str, list[str]]) -> None:
     for trace, parent in (traces["one"], traces["two"]):
         (call,) = [
-            each for each in spans if each["trace"] == trace and each["attributes"].get("quire.action") == "create"
+            span for span in spans if span["trace"] == trace and span["attributes"].get("quire.action") == "create"
         ]
         assert (call["name"], call["parent"], call["attributes"]["quire.role"]) == ("Service.call", parent, "admin")
-    assert {"Service.call", "Job.run"} <= {each["name"] for each in spans if each["trace"] == traces["three"][0]}
+    assert {"Service.call", "Job.run"} <= {span["name"] for span in spans if span["trace"] == traces["three"][0]}
 
 
 @pytest.mark.parametrize(
@@ -116,12 +117,12 @@ def expect_spans(spans: list[dict[str, Any]], traces: dict[str, list[str]]) -> N
         "ff-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ],
 )
-def test_what_is_no_trace_is_none(text: str) -> None:
+def test_an_invalid_trace_is_ignored(text: str) -> None:
     with attached_trace(text):
         assert (trace_id(), current_traceparent()) == ("", "")
 
 
-def test_a_trace_that_came_is_the_one_that_goes_on() -> None:
+def test_a_received_trace_is_passed_on() -> None:
     text = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with attached_trace(text):
         assert current_traceparent() == text

@@ -1,4 +1,4 @@
-"""Calls, answers and errors as bytes."""
+"""Encoding of calls, answers and errors."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from quire.service import messages as m
 from quire.service import wire
 from tests.rules.tree import ROOT
 
-KINDS = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, QuireError)]
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, QuireError)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_error_arrives_as_it_left(kind: type[QuireError]) -> None:
+def test_every_error_round_trips(kind: type[QuireError]) -> None:
     error = kind("what", hint="do", name="shop", count=2**64 - 1, nothing=None, yes=True, raw=b"\x00", some=[1, "a"])
     with pytest.raises(wire.RemoteError) as refused:
         wire.read_answer(b"".join(wire.write_error(error)), int)
     arrived = wire.error_of(refused.value.form)
     assert type(arrived) is kind
     assert (arrived.what, arrived.hint, arrived.where) == (error.what, error.hint, error.where)
-    again = pickle.loads(pickle.dumps(arrived))
-    assert (type(again), str(again)) == (kind, str(error))
+    copy = pickle.loads(pickle.dumps(arrived))
+    assert (type(copy), str(copy)) == (kind, str(error))
 
 
-def test_a_class_the_client_does_not_know_is_the_root_and_says_its_name() -> None:
+def test_an_unknown_error_class_becomes_the_base_class_and_keeps_its_name() -> None:
     for kind in ("FromTheFuture", "Any", "__name__", "annotations"):
         error = wire.error_of(wire.ErrorForm(kind, "what", "", {"what": 1, "hint": 2, "kind": 3, "x": 4}))
         assert type(error) is QuireError
@@ -41,16 +41,16 @@ def test_a_class_the_client_does_not_know_is_the_root_and_says_its_name() -> Non
         assert error.where["x"] == 4
 
 
-def test_what_msgpack_does_not_know_becomes_text() -> None:
+def test_values_that_msgpack_cannot_encode_become_text() -> None:
     error = quire.InvalidInput("x" * 9_000, a=object, b=2**70, c={"a": 1}, d=(1, (2, DbKind.LSM)), e="y" * 9_000)
     form = wire.form_of(error)
     assert form.where["b"] == str(2**70)
     assert form.where["d"] == [1, [2, 3]]
-    assert len(wire.write_form(error)) < 7_000, "it must fit a header"
+    assert len(wire.write_form(error)) < 7_000, "it must fit into a header"
     assert isinstance(wire.error_of(form), quire.InvalidInput)
 
 
-def test_long_answers_are_cut_and_put_together() -> None:
+def test_long_answers_are_split_and_joined() -> None:
     value = [b"x" * 700_000] * 5
     parts = list(wire.write_answer(value))
     assert max(map(len, parts)) <= wire.PART_BYTES
@@ -59,7 +59,7 @@ def test_long_answers_are_cut_and_put_together() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_and_never_runs(body: bytes) -> None:
+def test_garbage_is_refused_and_never_executed(body: bytes) -> None:
     for action in m.ACTIONS.values():
         try:
             key, request = wire.read_call(body, action.request)
@@ -88,10 +88,10 @@ def test_a_key_has_sixteen_bytes() -> None:
         wire.read_call(wire.write_call(b"k", m.Nothing()), m.Nothing)
 
 
-def test_versions_must_be_the_same() -> None:
+def test_protocol_versions_must_be_equal() -> None:
     assert wire.version_error(str(wire.WIRE_VERSION)) is None
-    for theirs in ("", "0", "2", "one"):
-        wrong = wire.version_error(theirs)
+    for version in ("", "0", "2", "one"):
+        wrong = wire.version_error(version)
         assert wrong is not None
         assert "same version" in wrong.hint
 
@@ -99,14 +99,17 @@ def test_versions_must_be_the_same() -> None:
 def test_the_page_lists_every_action() -> None:
     page = (ROOT / "docs" / "formats" / "wire.md").read_text("utf-8")
     listed = [row.split("|")[1:5] for row in page.splitlines() if row.startswith("| `")]
-    told = {
-        name.strip(" `"): (request.strip(" `"), who.strip(), key.strip() == "yes") for name, request, who, key in listed
+    documented = {
+        name.strip(" `"): (request.strip(" `"), caller.strip(), key.strip() == "yes")
+        for name, request, caller, key in listed
     }
-    assert told == {each.name: (_form(each.request), _who(each), each.keyed) for each in m.ACTIONS.values()}
+    assert documented == {
+        action.name: (_form(action.request), _permission(action), action.keyed) for action in m.ACTIONS.values()
+    }
 
 
-def _who(action: m.Action) -> str:
-    """Who may, as the page says it."""
+def _permission(action: m.Action) -> str:
+    """The permission, in the words of the page."""
     if action.scope is m.Scope.HELD:
         return "any"
     if action.scope is m.Scope.DATABASE:
@@ -125,10 +128,10 @@ def test_the_examples_of_the_page_are_right() -> None:
 
 
 def _bytes(line: str) -> bytes:
-    """Hexadecimal numbers and texts in quotes."""
+    """Parses hexadecimal numbers and quoted text."""
     parts = [word[1:-1].encode() if word[0] == '"' else bytes.fromhex(word) for word in line.split()]
     return b"".join(parts)
 
 
 def _form(request: type[m.Request]) -> str:
-    return f"[{', '.join(each.name for each in msgspec.structs.fields(request))}]"
+    return f"[{', '.join(field.name for field in msgspec.structs.fields(request))}]"

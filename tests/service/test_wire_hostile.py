@@ -1,4 +1,4 @@
-"""Messages that promise more than they hold, or nest deeper than any stack: refused in words, on both sides."""
+"""Messages with false lengths, or nested deeper than any stack: refused with an error, by owner and client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.core.errors import Incompatible, InvalidInput, QuireError
 from quire.core.limits import MIB
 from quire.service import messages as m
 from quire.service.wire import BAD, GOOD, ErrorForm, RemoteError, error_of, read_answer, read_call, read_form
-from tests.hostile import PROMISES, memory_of_at_most
+from tests.hostile import FALSE_LENGTHS, memory_limit
 
 REQUESTS = [
     kind
@@ -23,21 +23,21 @@ REQUESTS = [
 BOUND = 64 * MIB
 
 
-@pytest.mark.parametrize("promise", PROMISES, ids=range(len(PROMISES)))
-def test_promises_are_refused_by_the_owner_and_by_the_client(promise: bytes) -> None:
-    """The client met a deep answer with `RecursionError`."""
-    with memory_of_at_most(BOUND):
+@pytest.mark.parametrize("data", FALSE_LENGTHS, ids=range(len(FALSE_LENGTHS)))
+def test_false_lengths_are_refused_by_the_owner_and_by_the_client(data: bytes) -> None:
+    """The client failed with `RecursionError` on a deeply nested answer."""
+    with memory_limit(BOUND):
         for kind in REQUESTS:
-            for body in (promise, b"\x92\xc4\x00" + promise, b"\x92\xc4\x00\x9f" + b"\x00" * 14 + promise):
+            for body in (data, b"\x92\xc4\x00" + data, b"\x92\xc4\x00\x9f" + b"\x00" * 14 + data):
                 with pytest.raises(InvalidInput):
                     read_call(body, kind)
         for answer in (Any, list[int], dict[str, Any], ErrorForm):
             with pytest.raises(Incompatible):
-                read_answer(GOOD + promise, answer)
+                read_answer(GOOD + data, answer)
         with pytest.raises(RemoteError) as refused:
-            read_answer(BAD + b"\x95\xa1x\xa1y\xa0\x81\xa1z" + promise, Any)
+            read_answer(BAD + b"\x95\xa1x\xa1y\xa0\x81\xa1z" + data, Any)
         assert isinstance(error_of(refused.value.form), QuireError)
-        assert read_form(promise).kind == "QuireError"
+        assert read_form(data).kind == "QuireError"
 
 
 values = st.recursive(
@@ -53,7 +53,9 @@ values = st.recursive(
     request=st.lists(values, max_size=8),
     cut=st.integers(0, 20),
 )
-def test_any_call_of_any_values_is_read_or_refused(kind: type[Any], key: bytes, request: list[Any], cut: int) -> None:
+def test_any_call_with_any_values_is_decoded_or_refused(
+    kind: type[Any], key: bytes, request: list[Any], cut: int
+) -> None:
     body = msgspec.msgpack.encode([key, request])
     for data in (body, body[: len(body) - cut]):
         try:
@@ -63,5 +65,5 @@ def test_any_call_of_any_values_is_read_or_refused(kind: type[Any], key: bytes, 
 
 
 @given(form=st.lists(values, max_size=6))
-def test_any_error_of_any_values_is_raised_as_one_of_ours(form: list[Any]) -> None:
+def test_any_error_with_any_values_is_raised_as_an_error_of_quire(form: list[Any]) -> None:
     assert isinstance(error_of(read_form(msgspec.msgpack.encode(form))), QuireError)

@@ -1,9 +1,10 @@
-"""A driver with executors in processes of their own (`local-cluster`), for tests of what they can reach.
+"""A driver with executors in separate processes (`local-cluster`), for tests of what executors can access.
 
-    python -m tests.spark.cluster_child objects BASE          all bytes are in S3 (moto, TLS), the owner is at the end of TCP
+    python -m tests.spark.cluster_child objects BASE          all bytes are in S3 (moto, TLS), the owner is reached over
+    TCP
     python -m tests.spark.cluster_child archive BASE ARCHIVE  executors run the Python of a packed environment
 
-It says what it found as a line of JSON.
+It prints its results as a line of JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def started(config: dict[str, str]) -> SparkSession:
 
 
 def fill(store: Store) -> None:
-    """Rows in chunks, and rows that are in the log alone."""
+    """Rows in chunks, and rows that are only in the log."""
     with store.sqlite("shop", create=True) as shop:
         shop.execute("create table orders(id integer primary key, who text)")
         shop.executemany("insert into orders values (?, ?)", [(n, f"w{n % 3}") for n in range(ROWS)])
@@ -52,8 +53,8 @@ def fill(store: Store) -> None:
     store.snapshot("shop", "monday")
 
 
-def asked(spark: SparkSession, options: dict[str, str]) -> dict[str, Any]:
-    """The same question to two sources."""
+def read_both(spark: SparkSession, options: dict[str, str]) -> dict[str, Any]:
+    """Read the same snapshot with two sources."""
     at = {**options, "database": "shop", "snapshot": "monday"}
     orders = spark.read.format("quire.sqlite").options(**at, table="orders", partitions="4").load()
     pages = spark.read.format("quire.pages").options(**at).load()
@@ -66,9 +67,9 @@ def asked(spark: SparkSession, options: dict[str, str]) -> dict[str, Any]:
 # ── objects ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @contextmanager
 def s3(cert_file: str, key_file: str) -> Iterator[str]:
-    """An S3 over TLS; its address."""
+    """An S3 server with TLS; yields its address."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of moto's and its dependencies' own making
+        warnings.simplefilter("ignore")  # from moto and its dependencies
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
         from werkzeug.serving import make_server
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -87,7 +88,7 @@ def s3(cert_file: str, key_file: str) -> Iterator[str]:
 
 
 def s3_environment(cert_file: str, endpoint: str) -> dict[str, str]:
-    """How the processes of a test reach `s3`."""
+    """The environment with which processes reach `s3`."""
     return {
         "SSL_CERT_FILE": cert_file,
         "AWS_ENDPOINT_URL": endpoint,
@@ -98,7 +99,7 @@ def s3_environment(cert_file: str, endpoint: str) -> dict[str, str]:
 
 
 def unseen_store(name: str) -> StoreSettings:
-    """Of a store whose objects are in `s3`, and whose directory executors do not see."""
+    """Settings of a store whose objects are in `s3` and whose directory is not visible to executors."""
     return StoreSettings(
         object_store=f"s3://{BUCKET}/{name}",
         maintenance=MaintenanceSettings(enabled=False, executors_see_store=False),
@@ -106,7 +107,7 @@ def unseen_store(name: str) -> StoreSettings:
 
 
 def objects(base: Path) -> None:
-    """Executors get a view, the object store's URL, and nothing of the store's directory."""
+    """Executors get a view and the object store's URL, but no access to the store's directory."""
     cert_file, key_file = certificate(base, "machine")
     with s3(cert_file, key_file) as endpoint:
         os.environ.update(s3_environment(cert_file, endpoint))
@@ -118,11 +119,11 @@ def objects(base: Path) -> None:
             reading = {**over_tcp, "token_file": str(base / "store" / "read.token")}
             spark = started({})
             refused = _error(spark, {**reading, "database": "shop", "snapshot": "monday", "table": "orders"})
-            first = asked(spark, admin)
-            again = asked(spark, reading)  # all of it is in objects by now
+            first = read_both(spark, admin)
+            again = read_both(spark, reading)  # everything is in objects by now
             table = spark.read.format("quire.table").options(**reading, table="db").load().count()
             job = store.checkpoint("shop", runner="spark")
-            found = {
+            report = {
                 "first": first,
                 "same_for_readers": first == again,
                 "refused": "admin token" in refused,
@@ -130,17 +131,17 @@ def objects(base: Path) -> None:
                 "table": table,
                 "roots": sorted(_roots(admin)),
                 "job": job.state.name,
-                "problems": [str(each) for each in store.manifest.check()],
+                "problems": [str(problem) for problem in store.manifest.check()],
             }
-            print(json.dumps(found), flush=True)
+            print(json.dumps(report), flush=True)
             spark.stop()
 
 
 def _error(spark: SparkSession, options: dict[str, str]) -> str:
-    """What somebody hears who may only read, while a segment is not uploaded yet."""
+    """The error for a client that may only read, while a segment is not uploaded yet."""
     try:
         spark.read.format("quire.sqlite").options(**options).load().count()
-    except Exception as error:  # whatever Spark makes of it
+    except Exception as error:  # Spark wraps it in various types
         return str(error)
     return ""
 
@@ -150,31 +151,31 @@ def _secret(options: dict[str, str]) -> str:
 
 
 def _plan(spark: SparkSession, options: dict[str, str]) -> str:
-    """Everything that Spark shows of a query."""
+    """Everything that Spark shows about a query."""
     frame: Any = spark.read.format("quire.sqlite").options(**options, database="shop", table="orders").load()
     return str(frame._jdf.queryExecution().toString())
 
 
 def _roots(options: dict[str, str]) -> set[str]:
-    """What directories tasks are told of: none."""
+    """The directories that tasks are given: none."""
     from pyspark.sql.types import LongType, StructField, StructType
 
     from quire.spark.sources import sqlite
 
-    given = sqlite.SqliteSource.parse({**options, "database": "shop", "snapshot": "monday", "table": "orders"})
-    reader = sqlite.SqliteReader(given, StructType([StructField("id", LongType())]))
+    parsed = sqlite.SqliteSource.parse({**options, "database": "shop", "snapshot": "monday", "table": "orders"})
+    reader = sqlite.SqliteReader(parsed, StructType([StructField("id", LongType())]))
     return {piece.version.root for part in reader.partitions() for piece in part.value}
 
 
 # ── archive ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def archive(base: Path, packed: str) -> None:
-    """Workers say which Python they are; rows of SQLite are read by it."""
+    """Workers report which Python they run, which also reads rows of SQLite."""
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False, executors_see_store=True))
     with quire.open(base / "store", settings=settings) as store:
         fill(store)
         spark = started({"spark.archives": f"{packed}#env", "spark.pyspark.python": "./env/bin/python"})
 
-        def who(batches):  # type: ignore[no-untyped-def]  # it travels by value
+        def describe_worker(batches):  # type: ignore[no-untyped-def]  # pickled by value
             import sys
 
             import pyarrow as pa
@@ -183,15 +184,21 @@ def archive(base: Path, packed: str) -> None:
 
             for batch in batches:
                 row = {"prefix": [sys.prefix], "quire": [quire.pages.view.__file__]}
-                yield pa.RecordBatch.from_pydict({name: each * batch.num_rows for name, each in row.items()})
+                yield pa.RecordBatch.from_pydict({name: values * batch.num_rows for name, values in row.items()})
 
-        places = spark.range(4).repartition(4).mapInArrow(who, "prefix string, quire string").distinct().collect()
-        found = {
-            "asked": asked(spark, options_of(store)),
-            "places": [[row.prefix, row.quire] for row in places],
+        interpreters = (
+            spark.range(4)
+            .repartition(4)
+            .mapInArrow(describe_worker, "prefix string, quire string")
+            .distinct()
+            .collect()
+        )
+        report = {
+            "asked": read_both(spark, options_of(store)),
+            "places": [[row.prefix, row.quire] for row in interpreters],
             "job": store.checkpoint("shop", runner="spark").state.name,
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(report), flush=True)
         spark.stop()
 
 

@@ -1,7 +1,7 @@
-"""Both ends of Spark Connect, each in a process of its own: it would not share one with a classic session.
+"""Server and client of Spark Connect, each in its own process, because they cannot share one with a classic session.
 
-python -m tests.spark.connect_child serve PORT     a Spark with a Connect server in it, until its input ends
-python -m tests.spark.connect_child use URL BASE   quire as a client of it, over a store in BASE; says what it found
+python -m tests.spark.connect_child serve PORT     a Spark with a Connect server, until its input ends
+python -m tests.spark.connect_child use URL BASE   quire as a client, with a store in BASE; prints its results
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.spark.sessions import attach, session
 
 
 def serve(port: str) -> None:
-    """Rows of sources are read by this Spark's workers."""
+    """Rows of sources are read by the workers of this Spark."""
     config = {
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.address": "127.0.0.1",
@@ -33,25 +33,27 @@ def use(url: str, base: str) -> None:
     """What a user does, without a JVM in this process."""
     from pyspark.sql import SparkSession
 
-    theirs = SparkSession.builder.remote(url).getOrCreate()
+    remote_session = SparkSession.builder.remote(url).getOrCreate()
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False, executors_see_store=True))
     with quire.open(Path(base) / "store", settings=settings) as store:
         with store.sqlite("shop", create=True) as shop:
             shop.execute("create table orders(id integer primary key, who text)")
             shop.executemany("insert into orders values (?, ?)", [(n, f"w{n % 3}") for n in range(1_000)])
         store.snapshot("shop", "monday")
-        spark = attach(theirs)
+        spark = attach(remote_session)
         is_connect = type(spark).__module__.startswith("pyspark.sql.connect") and session() is spark
-        here = options_of(store)
-        orders = spark.read.format("quire.sqlite").options(**here, database="shop", table="orders", snapshot="monday")
+        options = options_of(store)
+        orders = spark.read.format("quire.sqlite").options(
+            **options, database="shop", table="orders", snapshot="monday"
+        )
         counts = [tuple(row) for row in orders.load().groupBy("who").count().orderBy("who").collect()]
         few = orders.load().filter("id >= 998").count()
-        changes = spark.read.format("quire.changes").options(**here).load()
+        changes = spark.read.format("quire.changes").options(**options).load()
         sequences = [row.sequence for row in changes.select("sequence").orderBy("sequence").collect()]
         job = store.checkpoint("shop", runner="spark")
         again = orders.load().count()
-        problems = [str(each) for each in store.manifest.check()]
-    found = {
+        problems = [str(problem) for problem in store.manifest.check()]
+    report = {
         "is_connect": is_connect,
         "counts": counts,
         "few": few,
@@ -60,7 +62,7 @@ def use(url: str, base: str) -> None:
         "again": again,
         "problems": problems,
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(report), flush=True)
     spark.stop()
 
 

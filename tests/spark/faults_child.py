@@ -1,8 +1,8 @@
-"""The driver that the fault tests start, and kill: databases of known content, checkpointed in one run on Spark.
+"""The driver that the fault tests start and kill: databases of known content, checkpointed in one run on Spark.
 
     python -m tests.spark.faults_child BASE MASTER EXECUTOR_FAILPOINTS [kill-executor]
 
-It says `ran` and the jobs' states when the run is over. A driver that is started again finds the jobs where they were.
+It prints `ran` and the states of the jobs at the end of the run. A restarted driver resumes the jobs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.manifest.records import JobKind
 from quire.spark.runner import SparkRunner
 from quire.spark.sessions import session
 from tests.jobs.checkpoint_child import Owner
-from tests.pages.world import Model, image, write
+from tests.pages.engine_harness import Model, image, write
 
 DATABASES, PAGES = 6, 40
 
@@ -40,7 +40,7 @@ SPECULATION = {
 
 
 def content(db: int) -> Model:
-    """What a database holds after `fill`."""
+    """The content of a database after `fill`."""
     model = Model()
     pages = {page: image(f"{db}-{page}") for page in range(PAGES)}
     model.commit(1, PAGES, pages)
@@ -48,25 +48,25 @@ def content(db: int) -> Model:
 
 
 def fill(owner: Owner) -> None:
-    """Make the databases."""
+    """Create the databases."""
     for db in range(DATABASES):
         write(owner.database(f"db-{db}"), Model(), content(db).newest.pages)
 
 
 def executors() -> list[psutil.Process]:
-    """Processes of executors that our JVM has started."""
-    found = []
+    """The executor processes of our JVM."""
+    processes = []
     for process in psutil.Process().children(recursive=True):
         try:
             if any("CoarseGrainedExecutorBackend" in word for word in process.cmdline()):
-                found.append(process)
+                processes.append(process)
         except psutil.Error:
-            continue  # it has ended meanwhile
-    return found
+            continue  # the process has ended
+    return processes
 
 
 def kill_one_when_busy(base: str) -> None:
-    """Wait for the first object, then kill an executor: tasks of it are under way."""
+    """Wait for the first object, then kill an executor while it runs tasks."""
     objects = Path(base, "objects")
     while not any(objects.rglob("base:*")):
         time.sleep(0.02)
@@ -75,12 +75,12 @@ def kill_one_when_busy(base: str) -> None:
 
 
 def main(base: str, master: str, failpoints: str, *more: str) -> None:
-    """See above."""
+    """Run the driver; see the module's docstring."""
     config = {"spark.executor.memory": "800m", "spark.task.maxFailures": "8", "spark.default.parallelism": "4"}
     if failpoints:
         config["spark.executorEnv.QUIRE_FAILPOINTS"] = failpoints
     if master.startswith("local-cluster"):
-        config |= SPECULATION | {"spark.shuffle.io.retryWait": "500ms"}  # a killed executor does not come back
+        config |= SPECULATION | {"spark.shuffle.io.retryWait": "500ms"}  # a killed executor does not return
     spark: Any = session(master, memory="700m", config=config)
     owner = Owner(Path(base))
     owner.manifest.jobs.recover()
@@ -101,7 +101,7 @@ def main(base: str, master: str, failpoints: str, *more: str) -> None:
     work = Path(os.environ.get("SPARK_HOME", "") or Path(sys.modules["pyspark"].__file__ or "").parent, "work")
     app = spark.conf.get("spark.app.id")
     spark.stop()
-    shutil.rmtree(work / app, ignore_errors=True)  # a local cluster's executors leave their logs there
+    shutil.rmtree(work / app, ignore_errors=True)  # executors of a local cluster leave their logs there
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""A driver on a standalone cluster that other processes run, for the tests that kill it or its executors.
+"""A driver on a standalone cluster of other processes, for the tests that kill it or its executors.
 
-python -m tests.spark.standalone_child MASTER count OPTIONS       reads a table, and says what it found as a line of JSON
-python -m tests.spark.standalone_child MASTER stream OPTIONS DIR  writes files of DIR/in to a table, in a streaming query
-python -m tests.spark.standalone_child MASTER mirror OPTIONS DIR [POINT]  changes the store in DIR, runs its mirror; is killed
-                                                                  at a failpoint, or says what was done as a line of JSON
+python -m tests.spark.standalone_child MASTER count OPTIONS       reads a table, and prints its results as a line of
+JSON
+python -m tests.spark.standalone_child MASTER stream OPTIONS DIR  writes the files of DIR/in to a table, in a streaming
+query
+python -m tests.spark.standalone_child MASTER mirror OPTIONS DIR [POINT]  changes the store in DIR and runs its mirror;
+is killed
+                                                                  at a failpoint, or prints its results as a line of
+                                                                  JSON
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ import msgspec
 import quire
 from quire.durable.failpoints import armed
 from quire.spark.sessions import session
-from tests.jobs.mirror_world import fill
+from tests.jobs.mirrored_store import fill
 from tests.spark.cluster_child import BUCKET, unseen_store
 
 LAKE = f"s3://{BUCKET}/lake"
 
 
-def main(master: str, what: str, given: str, *more: str) -> None:
-    """See above."""
+def main(master: str, action: str, options_json: str, *more: str) -> None:
+    """Run the driver; see the module's docstring."""
     config = {
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -36,13 +40,13 @@ def main(master: str, what: str, given: str, *more: str) -> None:
         "spark.task.maxFailures": "8",
     }
     spark = session(master, memory="600m", config=config)
-    options: dict[str, str] = json.loads(given)
+    options: dict[str, str] = json.loads(options_json)
     print("started", flush=True)
-    if what == "count":
+    if action == "count":
         orders = spark.read.format("quire.sqlite").options(**options, database="shop", table="orders", partitions="8")
         counts = orders.load().groupBy("who").count().orderBy("who").collect()
         print(json.dumps([tuple(row) for row in counts]), flush=True)
-    elif what == "mirror":
+    elif action == "mirror":
         print(mirrored(*more), flush=True)
     else:
         (base,) = more
@@ -54,7 +58,7 @@ def main(master: str, what: str, given: str, *more: str) -> None:
 
 
 def mirrored(path: str, point: str = "") -> str:
-    """What a run of the mirror did, after changes."""
+    """The result of a run of the mirror, after changes."""
     with quire.open(path, settings=unseen_store("mirrored")) as store:
         if not store.mirrors.list():
             for number in range(8):

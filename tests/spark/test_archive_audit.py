@@ -1,4 +1,4 @@
-"""The audit of an archive on executors finds what threads find, and its differences are a DataFrame."""
+"""The audit of an archive on executors finds the same as on threads, and its differences are a DataFrame."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def test_executors_find_what_threads_find(spark: SparkSession, tmp_path: Path) -> None:
+def test_executors_and_threads_find_the_same_problems(spark: SparkSession, tmp_path: Path) -> None:
     bucket = Bucket(tmp_path)
     assert bucket.audit(runner="spark").is_sound
-    altered, gone = bucket.one("/file/"), bucket.one("/base:")
+    altered, missing = bucket.one("/file/"), bucket.one("/base:")
     data = bytearray(altered.read_bytes())
     data[-1] ^= 1
     altered.write_bytes(data)
-    gone.unlink()
-    (gone.parent / "base:000000ff").write_bytes(b"nobody's")
+    missing.unlink()
+    (missing.parent / "base:000000ff").write_bytes(b"nobody's")
     now_ms = bucket.now_ms()
-    there, here = (audit_bucket(bucket.url, now_ms=now_ms, runner=runner) for runner in ("spark", "threads"))
-    assert (there.runner, here.runner) == ("spark", "threads")
-    assert sorted(row["state"] for row in there.problems) == ["ALTERED", "MISSING"]
-    assert (there.problems, there.orphans) == (here.problems, here.orphans)
-    frame = spark.createDataFrame(there.table())
+    on_spark, on_threads = (audit_bucket(bucket.url, now_ms=now_ms, runner=runner) for runner in ("spark", "threads"))
+    assert (on_spark.runner, on_threads.runner) == ("spark", "threads")
+    assert sorted(row["state"] for row in on_spark.problems) == ["ALTERED", "MISSING"]
+    assert (on_spark.problems, on_spark.orphans) == (on_threads.problems, on_threads.orphans)
+    frame = spark.createDataFrame(on_spark.table())
     assert {row.state for row in frame.collect()} == {"ALTERED", "MISSING", "ORPHANED"}

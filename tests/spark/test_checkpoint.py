@@ -1,4 +1,6 @@
-"""Checkpoints and merges on Spark: the same objects as with threads, one run for many databases, nothing lost or doubled."""
+"""Checkpoints and merges on Spark: the same objects as with threads, one run for many databases, nothing lost or
+duplicated.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from quire.objects.api import list_objects
 from quire.objects.open import open_store
 from tests.jobs.checkpoint_child import KINDS, RETRY_SECONDS, Owner, Scene, images
 from tests.jobs.test_checkpoint_many import assert_all, drop, fill, run, states
-from tests.pages.world import Model, write
-from tests.spark.world import SparkOwner
+from tests.pages.engine_harness import Model, write
+from tests.spark.spark_owner import SparkOwner
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -26,19 +28,19 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def owner(spark: SparkSession, tmp_path: Path) -> Iterator[SparkOwner]:
-    made = SparkOwner(tmp_path, spark=spark)
-    yield made
-    made.stop()
+    owner = SparkOwner(tmp_path, spark=spark)
+    yield owner
+    owner.stop()
 
 
 def _bodies(owner: Owner) -> dict[str, bytes]:
     store = open_store(owner.objects_url)
-    return {each.key: store.get(each.key) for each in list_objects(store)}
+    return {info.key: store.get(info.key) for info in list_objects(store)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_spark_writes_the_objects_that_threads_write(spark: SparkSession, tmp_path: Path, kind: str) -> None:
-    """To the byte: so one may go on where the other was interrupted."""
+    """Byte for byte, so that one runner can resume where the other was interrupted."""
     (tmp_path / "threads").mkdir()
     scene = Scene.make(tmp_path / "threads", kind)
     shutil.copytree(tmp_path / "threads", tmp_path / "spark")
@@ -46,39 +48,41 @@ def test_spark_writes_the_objects_that_threads_write(spark: SparkSession, tmp_pa
     for name in ("threads", "spark"):
         plain = scene.open(tmp_path / name)
         plain.stop()
-        made = SparkOwner(tmp_path / name, clock=plain.clock, maintenance=plain.maintenance, spark=spark)
-        made.objects_url = str(tmp_path / name / "objects")
-        made.database()
-        worker = made.worker() if name == "spark" else Owner.worker(made)
+        owner = SparkOwner(tmp_path / name, clock=plain.clock, maintenance=plain.maintenance, spark=spark)
+        owner.objects_url = str(tmp_path / name / "objects")
+        owner.database()
+        worker = owner.worker() if name == "spark" else Owner.worker(owner)
         worker.run(scene.job_id)
-        assert made.state(scene.job_id) is JobState.SUCCEEDED, made.job(scene.job_id).record.error
-        bodies.append(_bodies(made))
-        scene.assert_readable(made)
-        made.settle()
-        scene.assert_readable(made)
-        made.stop()
+        assert owner.state(scene.job_id) is JobState.SUCCEEDED, owner.job(scene.job_id).record.error
+        bodies.append(_bodies(owner))
+        scene.assert_readable(owner)
+        owner.settle()
+        scene.assert_readable(owner)
+        owner.stop()
     assert bodies[0] == bodies[1]
 
 
-def test_many_databases_are_one_run_and_one_that_is_dropped_fails_alone(owner: SparkOwner) -> None:
+def test_many_databases_are_one_run_and_a_dropped_one_fails_alone(owner: SparkOwner) -> None:
     models = fill(owner, 40)
-    gone = 7
-    with armed("jobs.checkpoint.planned", lambda _: drop(owner, gone)):
+    dropped_id = 7
+    with armed("jobs.checkpoint.planned", lambda _: drop(owner, dropped_id)):
         jobs = run(owner, runners=owner.runners)
-    assert jobs[gone].state is JobState.FAILED_PERMANENT
-    assert states({db_id: job for db_id, job in jobs.items() if db_id != gone}) == {JobState.SUCCEEDED}
-    del models[gone]
+    assert jobs[dropped_id].state is JobState.FAILED_PERMANENT
+    assert states({db_id: job for db_id, job in jobs.items() if db_id != dropped_id}) == {JobState.SUCCEEDED}
+    del models[dropped_id]
     assert_all(owner, models)
-    owner.engine.close_database(gone)
+    owner.engine.close_database(dropped_id)
     Owner.settle(owner)
     assert_all(owner, models)
 
 
-def test_an_attempt_that_fails_before_its_batch_is_gone_on_with(owner: SparkOwner) -> None:
-    """A driver that dies between the last object and the manifest's batch: what is there is adopted, not written again."""
+def test_an_attempt_that_fails_before_its_batch_is_resumed(owner: SparkOwner) -> None:
+    """A driver that dies between the last object and the manifest's batch: existing objects are adopted, not written
+    again.
+    """
     store, model = owner.database(), Model()
     write(store, model, images(*range(40)))
-    job_id = owner.ask()
+    job_id = owner.enqueue()
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         owner.worker().run(job_id)
     assert owner.state(job_id) is JobState.PENDING
@@ -92,8 +96,8 @@ def test_an_attempt_that_fails_before_its_batch_is_gone_on_with(owner: SparkOwne
     owner.assert_newest(model)
 
 
-def test_a_damaged_segment_is_told_as_what_it_is(owner: SparkOwner) -> None:
-    """And not as a failure of Spark's."""
+def test_a_damaged_segment_is_reported_as_such(owner: SparkOwner) -> None:
+    """Not as a failure of Spark."""
     models = fill(owner, 3)
     owner.engine.flush(2)
     owner.engine.close_database(2)
@@ -108,20 +112,20 @@ def test_a_damaged_segment_is_told_as_what_it_is(owner: SparkOwner) -> None:
     assert_all(owner, models)
 
 
-def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
+def test_snapshots_and_forks_can_be_created_and_dropped_meanwhile(owner: SparkOwner) -> None:
     store, model = owner.database(), Model()
     write(store, model, images(*range(20)))
     owner.engine.snapshot("shop", "early")
     early = model.newest
     write(store, model, images(3, 9))
 
-    def come_and_go(_: str) -> None:
+    def create_and_drop(_: str) -> None:
         write(store, model, images(1, 17))
         owner.engine.fork("shop", "fork")
         owner.manifest.snapshots.drop("shop", "early")
         owner.engine.snapshot("shop", "late")
 
-    with armed("jobs.checkpoint.planned", come_and_go):
+    with armed("jobs.checkpoint.planned", create_and_drop):
         jobs = {
             job.db_id: job for job in run_many(replace(owner.context(), runners=owner.runners), JobKind.CHECKPOINT, [1])
         }
@@ -134,21 +138,21 @@ def test_snapshots_and_forks_come_and_go_meanwhile(owner: SparkOwner) -> None:
 
 
 def test_two_checkpoints_of_one_database_at_once(owner: SparkOwner) -> None:
-    """The second finds the job taken, a merge waits for the plan: one of them publishes, once."""
+    """The second one finds the job taken, and a merge waits for the plan: one of them publishes, once."""
     models = fill(owner, 2)
-    seen: list[Any] = []
+    results: list[Any] = []
 
     def again(_: str) -> None:
-        if not seen:
-            seen.append(None)  # what is started here comes by, too
-            seen.append(run_many(owner.context(), JobKind.CHECKPOINT, [1, 2]))
-            merge = owner.ask(JobKind.MERGE)
+        if not results:
+            results.append(None)  # the run started here reaches this failpoint, too
+            results.append(run_many(owner.context(), JobKind.CHECKPOINT, [1, 2]))
+            merge = owner.enqueue(JobKind.MERGE)
             owner.worker(JobKind.MERGE, JobKind.CHECKPOINT).drain()
-            seen.append(owner.state(merge))
+            results.append(owner.state(merge))
 
     with armed("jobs.checkpoint.planned", again):
         jobs = run(owner, runners=owner.runners)
-    assert seen[1:] == [[], JobState.PENDING], "nobody else was given the databases"
+    assert results[1:] == [[], JobState.PENDING], "no other run gets the databases"
     assert states(jobs) == {JobState.SUCCEEDED}
     assert [kind for kind, _ in owner.chain(0)] == ["BASE"]
     assert_all(owner, models)
@@ -157,11 +161,11 @@ def test_two_checkpoints_of_one_database_at_once(owner: SparkOwner) -> None:
 
 
 def test_an_object_store_that_fails_for_a_while(owner: SparkOwner) -> None:
-    """Every put fails; the jobs are pending with what they met, and the next run goes on with the same plans."""
+    """Every put fails; the jobs are pending with the error, and the next run resumes the same plans."""
     models = fill(owner, 3)
     blocked = Path(owner.objects_url, ".tmp")
     blocked.parent.mkdir(exist_ok=True)
-    blocked.symlink_to("/sys")  # where nobody makes a file
+    blocked.symlink_to("/sys")  # where no file can be created
     jobs = run(owner, runners=owner.runners)
     assert states(jobs) == {JobState.PENDING}
     assert all(job.record.error for job in jobs.values())
@@ -172,13 +176,13 @@ def test_an_object_store_that_fails_for_a_while(owner: SparkOwner) -> None:
     owner.clock.advance(RETRY_SECONDS)
     jobs = run(owner, runners=owner.runners)
     assert states(jobs) == {JobState.SUCCEEDED}
-    assert [[job.result["generation"]] for job in jobs.values()] == [list(each) for each in plans]
+    assert [[job.result["generation"]] for job in jobs.values()] == [list(plan) for plan in plans]
     assert_all(owner, models)
     Owner.settle(owner)
 
 
-def test_a_store_that_takes_the_place_of_another_is_no_surprise(spark: SparkSession, tmp_path: Path) -> None:
-    """Python workers outlive stores: one that remembered a directory would write into what is not there any more."""
+def test_a_store_that_replaces_another_is_handled(spark: SparkSession, tmp_path: Path) -> None:
+    """Python workers outlive stores: one that cached a directory would write into a directory that no longer exists."""
     for _ in range(2):
         (tmp_path / "here").mkdir()
         owner = SparkOwner(tmp_path / "here", spark=spark)

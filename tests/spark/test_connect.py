@@ -52,7 +52,7 @@ def test_sources_and_jobs_work_through_connect(url: str, tmp_path: Path) -> None
     }
 
 
-def test_without_its_packages_connect_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_packages_connect_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "find_spec", lambda name: None if name == "grpc" else object())
     monkeypatch.setattr("pyspark.sql.SparkSession.getActiveSession", lambda: None)
     with pytest.raises(SparkUnavailable, match="Spark Connect") as caught:

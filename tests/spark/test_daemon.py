@@ -1,4 +1,4 @@
-"""Workers that nobody listens to any more."""
+"""Workers whose connection is closed."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pyspark import daemon as original
 from quire.spark import daemon
 
 
-def test_a_worker_that_nobody_listens_to_ends_without_a_word(
+def test_a_worker_whose_connection_is_closed_ends_silently(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ours, theirs = socket.socketpair()
+    local, remote = socket.socketpair()
 
     def talking(sock: socket.socket, _: bool) -> int:
         while True:
             sock.send(b"rows that nobody wants")
 
     monkeypatch.setattr(daemon, "_work", talking)
-    theirs.close()
-    with ours:
-        assert daemon.worker(ours, True) == 1, "it may not have another task"
+    remote.close()
+    with local:
+        assert daemon.worker(local, True) == 1, "it must not get another task"
     assert capfd.readouterr() == ("", "")
 
 
-def test_everything_else_is_pysparks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = socket.socketpair()
+def test_other_errors_are_handled_by_pyspark(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, remote = socket.socketpair()
 
     def failing(sock: socket.socket, authenticated: bool) -> int:
-        raise ValueError(f"{sock is ours} {authenticated}")
+        raise ValueError(f"{sock is local} {authenticated}")
 
-    with ours, theirs:
-        monkeypatch.setattr(daemon, "_work", lambda sock, authenticated: 0 if sock is ours and authenticated else 2)
-        assert daemon.worker(ours, True) == 0
+    with local, remote:
+        monkeypatch.setattr(daemon, "_work", lambda sock, authenticated: 0 if sock is local and authenticated else 2)
+        assert daemon.worker(local, True) == 0
         monkeypatch.setattr(daemon, "_work", failing)
         with pytest.raises(ValueError, match="True False"):
-            daemon.worker(ours, False)
-    assert original.worker.__module__ == "pyspark.daemon", "it is replaced in the daemon's process alone"
+            daemon.worker(local, False)
+    assert original.worker.__module__ == "pyspark.daemon", "it is replaced only in the daemon's process"

@@ -1,4 +1,4 @@
-"""Errors of quire in Spark's messages: the sentence and its hint come before the traceback."""
+"""Quire's errors in Spark's messages: the sentence and its hint come before the traceback."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from quire.core.errors import NotFound, QuireError
 from quire.spark.sources import error_messages
 from quire.spark.sources.registry import SOURCES
-from tests.spark.sourced import Owned, owned
+from tests.spark.served_store import ServedStore, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 class Reader(error_messages.ReadableErrors):
-    """Fails in both ways."""
+    """A reader that fails in both ways."""
 
     def partitions(self) -> list[int]:
         raise NotFound("no such table", hint="it has: orders")
@@ -66,13 +66,13 @@ def test_every_source_explains_its_errors() -> None:
 
 
 def first(error: BaseException) -> str:
-    """What stands before the traceback."""
+    """The text before the traceback."""
     return str(error).partition("Traceback (most recent call last)")[0]
 
 
 @pytest.mark.slow
 def test_spark_shows_the_sentence_first(spark: SparkSession, tmp_path: Path) -> None:
-    with owned(spark, tmp_path / "store") as owner:
+    with serve_store(spark, tmp_path / "store") as owner:
         owner.run("shop", "CREATE TABLE orders(id INTEGER, who TEXT)", "INSERT INTO orders VALUES (1, 'ada')")
         with pytest.raises(Exception, match="no such table") as planned:
             owner.read("quire.sqlite", database="shop", table="nope")
@@ -83,6 +83,6 @@ def test_spark_shows_the_sentence_first(spark: SparkSession, tmp_path: Path) -> 
         assert not isinstance(in_a_task.value, QuireError)
 
 
-def _read_as_dates(owner: Owned):  # type: ignore[no-untyped-def]
+def _read_as_dates(owner: ServedStore):  # type: ignore[no-untyped-def]
     reader = owner.spark.read.format("quire.sqlite").schema("id date")
     return reader.options(**owner.options, database="shop", table="orders").load()

@@ -1,4 +1,4 @@
-"""Executors and drivers that are really killed: nothing is lost, nothing is doubled, and no object is left over."""
+"""Executors and drivers are really killed: nothing is lost or duplicated, and no object is left over."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import pytest
 
 from quire.manifest.records import JobKind, JobState
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner
-from tests.pages.world import Version, assert_reads
+from tests.pages.engine_harness import Version, assert_reads
 from tests.rules.tree import SRC
 from tests.spark.faults_child import DATABASES, content
 
 CLUSTER = "local-cluster[2,1,1024]"
 SECONDS = 560
-"""Five JVMs are started on the way, on two cores perhaps."""
+"""Five JVMs are started, possibly on two cores."""
 
 
 def drive(base: Path, master: str, failpoints: str = "", *more: str, driver: str = "") -> tuple[int, list[str]]:
-    """Run a driver to its end; its exit code, and what it said."""
+    """Run a driver to its end. Returns its exit code and its output."""
     environment = {**os.environ, "PYTHONPATH": f"{SRC}:{SRC.parent}", "QUIRE_FAILPOINTS": driver}
     if not driver:
         del environment["QUIRE_FAILPOINTS"]
     command = [sys.executable, "-m", "tests.spark.faults_child", str(base), master, failpoints, *more]
-    ended = subprocess.run(
+    result = subprocess.run(
         command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment, cwd=SRC.parent
     )
-    said = ended.stdout.splitlines()
-    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr[-4000:]
-    return ended.returncode, said
+    lines = result.stdout.splitlines()
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr[-4000:]
+    return result.returncode, lines
 
 
-def assert_whole(base: Path) -> None:
-    """Every page is there, and after what is due was done there is no object that no row speaks of."""
+def assert_complete(base: Path) -> None:
+    """Assert that every page is there, and that after maintenance there is no object without a row."""
     owner = Owner(base)
     owner.manifest.jobs.recover()
     owner.clock.advance(2_000)
@@ -50,31 +50,31 @@ def assert_whole(base: Path) -> None:
         owner.clock.advance(RETRY_SECONDS)
         owner.settle()
     jobs = [job for job in owner.manifest.jobs.jobs() if job.kind is JobKind.CHECKPOINT]
-    assert len(jobs) == DATABASES, "one job for each database, whatever happened on the way"
+    assert len(jobs) == DATABASES, "one job per database, whatever happened"
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
     assert all(owner.chain(0, db_id) for db_id in range(1, DATABASES + 1))
     owner.stop()
 
 
 @pytest.mark.slow
-def test_an_executor_that_is_killed_and_tasks_that_run_twice(tmp_path: Path) -> None:
-    """Spark starts another executor and gives it the tasks again, and copies of slow ones to whoever is free."""
-    code, said = drive(tmp_path, CLUSTER, "jobs.checkpoint.stored=sleep:300", "kill-executor")
+def test_a_killed_executor_and_repeated_tasks_lose_nothing(tmp_path: Path) -> None:
+    """Spark starts another executor and repeats the tasks, and runs copies of slow ones elsewhere."""
+    code, lines = drive(tmp_path, CLUSTER, "jobs.checkpoint.stored=sleep:300", "kill-executor")
     assert code == 0
-    assert said == ["killed", "ran" + " SUCCEEDED" * DATABASES]
-    assert_whole(tmp_path)
+    assert lines == ["killed", "ran" + " SUCCEEDED" * DATABASES]
+    assert_complete(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["planned", "written", "published"])
-def test_a_driver_that_is_killed_before_or_after_its_batch(tmp_path: Path, point: str) -> None:
-    code, said = drive(tmp_path, "local[2]", driver=f"jobs.checkpoint.{point}=kill")
+def test_a_driver_killed_before_or_after_its_batch_loses_nothing(tmp_path: Path, point: str) -> None:
+    code, lines = drive(tmp_path, "local[2]", driver=f"jobs.checkpoint.{point}=kill")
     assert code == -signal.SIGKILL
-    assert not said
-    code, said = drive(tmp_path, "local[2]")
+    assert not lines
+    code, lines = drive(tmp_path, "local[2]")
     assert code == 0
     if point != "published":
-        assert said == ["ran" + " SUCCEEDED" * DATABASES]
+        assert lines == ["ran" + " SUCCEEDED" * DATABASES]
     assert_published_once(tmp_path)
 
 
@@ -91,18 +91,18 @@ def assert_published_once(base: Path) -> None:
 
 
 def content_at(lsn: int, db: int) -> Version:
-    """What a database holds, with the lsn that the store gave it."""
+    """The content of a database, with the lsn that the store assigned."""
     return replace(content(db).newest, lsn=lsn)
 
 
 @pytest.mark.slow
-def test_an_object_store_that_loses_answers(tmp_path: Path) -> None:
-    """The object is there and the answer is lost: Spark runs the task again, and it adopts what is there.
+def test_an_object_store_that_loses_responses(tmp_path: Path) -> None:
+    """The object is stored but the response is lost: Spark repeats the task, which adopts the existing object.
 
-    Each worker process fails at its tenth object and ends with that; a task has fewer, so there is always one that ends.
+    Each worker process fails at its tenth object and ends; a task has fewer, so one of them always succeeds.
     """
     points = "jobs.checkpoint.stored=9*off->1*raise:EIO"
-    code, said = drive(tmp_path, CLUSTER, points)
+    code, lines = drive(tmp_path, CLUSTER, points)
     assert code == 0
-    assert said == ["ran" + " SUCCEEDED" * DATABASES]
+    assert lines == ["ran" + " SUCCEEDED" * DATABASES]
     assert_published_once(tmp_path)

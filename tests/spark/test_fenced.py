@@ -1,4 +1,6 @@
-"""An owner that loses its bucket while Spark works for it: executors cannot ask whose it is, the driver does (decision 017)."""
+"""An owner loses its bucket while Spark works for it: executors cannot check the ownership, the driver does (decision
+017).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def bases(bucket: Path) -> set[str]:
 
 @pytest.mark.parametrize(("step", "written"), [("planned", 0), ("written", 1)])
 def test_a_driver_that_lost_its_bucket_starts_no_task_and_publishes_nothing(
-    lent_spark: SparkSession, tmp_path: Path, step: str, written: int
+    shared_spark: SparkSession, tmp_path: Path, step: str, written: int
 ) -> None:
     bucket, clock = tmp_path / "bucket", ManualClock()
     with quire.open(tmp_path / "first", settings=settings(str(bucket)), clock=clock) as store:
@@ -50,17 +52,19 @@ def test_a_driver_that_lost_its_bucket_starts_no_task_and_publishes_nothing(
     with quire.open(tmp_path / "first", settings=settings(str(bucket)), clock=clock) as store:
         fill(store, "first")
         store.pages.flush(store.database("shop").db_id)
-        before, there = chunks(store), bases(bucket)
+        before, objects_before = chunks(store), bases(bucket)
 
         def take_over(_: object) -> None:
             quire.open(tmp_path / "second", settings=settings(str(bucket)), clock=clock, takeover=True).close()
-            clock.advance(120.0)  # the driver's last look is more than a minute old
+            clock.advance(120.0)  # the driver's last check is more than a minute old
 
         with armed(f"jobs.checkpoint.{step}", take_over), pytest.raises(StoreFenced):
             store.heavy.checkpoint_all(runner="spark")
         assert chunks(store) == before, "nothing is published"
-        assert len(bases(bucket) - there) == written
-        assert all("/e/00000001/" in key for key in bases(bucket)), "executors write names of the epoch they were given"
+        assert len(bases(bucket) - objects_before) == written
+        assert all("/e/00000001/" in key for key in bases(bucket)), (
+            "executors use names of the epoch that they were given"
+        )
         with pytest.raises(StoreFenced):
             store.create("late", "pages")
     with pytest.raises(StoreFenced):

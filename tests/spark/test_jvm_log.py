@@ -1,4 +1,4 @@
-"""What the JVM says is passed on, but for the stack of a worker that Spark has let go."""
+"""The output of the JVM is passed on, except for the traceback of a worker that Spark has released."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ LINES = st.sampled_from(
 )
 
 
-def all_heard(text: bytes, cuts: list[int]) -> bytes:
-    log, said, begin = TracebackFilter(), b"", 0
+def filtered(text: bytes, cuts: list[int]) -> bytes:
+    log, output, begin = TracebackFilter(), b"", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
-        said += log.feed(text[begin:end])
+        output += log.feed(text[begin:end])
         begin = end
-    return said + log.rest()
+    return output + log.rest()
 
 
 @given(st.lists(LINES), st.lists(st.integers(0, 10_000)))
-def test_what_is_no_stack_of_the_daemon_is_passed_on_whole(lines: list[bytes], cuts: list[int]) -> None:
-    assert all_heard(b"".join(lines), cuts) == b"".join(lines)
+def test_other_output_is_passed_on_completely(lines: list[bytes], cuts: list[int]) -> None:
+    assert filtered(b"".join(lines), cuts) == b"".join(lines)
 
 
 @given(st.lists(st.sampled_from([b"a line\n", b"\n", STACK])), st.lists(st.integers(0, 10_000)))
-def test_the_stack_is_left_out_wherever_it_is_cut(lines: list[bytes], cuts: list[int]) -> None:
-    assert all_heard(b"".join(lines), cuts) == b"".join(each for each in lines if each != STACK)
+def test_the_traceback_is_removed_however_it_is_divided(lines: list[bytes], cuts: list[int]) -> None:
+    assert filtered(b"".join(lines), cuts) == b"".join(line for line in lines if line != STACK)
 
 
-def test_a_broken_pipe_of_somebody_else_is_passed_on() -> None:
+def test_a_broken_pipe_of_other_code_is_passed_on() -> None:
     other = STACK.replace(b"line 95, in worker", b"line 95, in mine")
-    assert all_heard(other, []) == other
-    assert all_heard(STACK.replace(b"BrokenPipeError", b"ValueError"), [40]) != b""
+    assert filtered(other, []) == other
+    assert filtered(STACK.replace(b"BrokenPipeError", b"ValueError"), [40]) != b""
 
 
-def test_what_has_no_line_break_is_not_held_back() -> None:
+def test_output_without_a_line_break_is_not_delayed() -> None:
     log = TracebackFilter()
     assert log.feed(b"[Stage 1:==>  (1 + 2) / 8]\r") == b"[Stage 1:==>  (1 + 2) / 8]\r"
     assert log.feed(b"Traceback (most recent") == b""
@@ -86,8 +86,8 @@ print("done")
 """
 
 
-def said_by(idle_seconds: float) -> str:
-    """What a process with a session of its own has on standard error."""
+def stderr_of_idle_session(idle_seconds: float) -> str:
+    """The standard error of a process with its own session."""
     environment = {**os.environ, "PYTHONWARNINGS": ""}
     command = [sys.executable, "-c", textwrap.dedent(IDLE), str(idle_seconds)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=True)
@@ -96,8 +96,8 @@ def said_by(idle_seconds: float) -> str:
 
 
 @pytest.mark.slow
-def test_a_session_that_was_idle_says_nothing_of_it_and_the_rest_is_heard() -> None:
-    said = said_by(80)
-    assert "of a worker" in said
-    assert "BrokenPipeError" not in said
-    assert "Traceback" not in said
+def test_an_idle_session_prints_no_traceback_and_other_output_is_kept() -> None:
+    output = stderr_of_idle_session(80)
+    assert "of a worker" in output
+    assert "BrokenPipeError" not in output
+    assert "Traceback" not in output

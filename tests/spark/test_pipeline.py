@@ -1,6 +1,8 @@
-"""The example of a declarative pipeline: each file once in the table, judged by the data and by Spark's checkpoint.
+"""The example of a declarative pipeline: each file is in the table once, according to the data and to Spark's
+checkpoint.
 
-`spark-pipelines run` of Spark 4.3 exits with 1 after a run that has completed, so its exit code is not looked at."""
+`spark-pipelines run` of Spark 4.3 exits with 1 after a completed run, so its exit code is ignored.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import pytest
 import quire
 from quire.spark.java import find_java, quiet_home
 from tests.rules.tree import ROOT
-from tests.spark.sourced import QUIET
+from tests.spark.served_store import QUIET
 
 
 def run_pipeline(tmp_path: Path) -> str:
@@ -55,11 +57,11 @@ def test_the_pipeline_of_the_examples_writes_each_file_once(tmp_path: Path) -> N
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         store.serve()
         put(tmp_path, "1.json", {"id": 1, "who": "ada", "price": 9.5}, {"id": 2, "who": "bob", "price": 3})
-        said = run_pipeline(tmp_path)
+        output = run_pipeline(tmp_path)
         put(tmp_path, "2.json", {"id": 1, "gone": True}, {"id": 3, "who": "eve", "price": 1})
-        said += run_pipeline(tmp_path)
+        output += run_pipeline(tmp_path)
         with closing(store.sqlite("shop")) as shop:
-            assert list(shop.execute("SELECT * FROM orders ORDER BY id")) == [(2, "bob", 3.0), (3, "eve", 1.0)], said
-            assert list(shop.execute("SELECT batch FROM quire_sinks")) == [(1,)], said
+            assert list(shop.execute("SELECT * FROM orders ORDER BY id")) == [(2, "bob", 3.0), (3, "eve", 1.0)], output
+            assert list(shop.execute("SELECT batch FROM quire_sinks")) == [(1,)], output
     commits = sorted(path.name for path in (tmp_path / "storage").rglob("commits/*") if path.name.isdecimal())
-    assert commits == ["0", "1"], said
+    assert commits == ["0", "1"], output

@@ -1,5 +1,6 @@
-"""Spark and a store that came back from its bucket: streaming queries with checkpoints of the former owner, and jobs whose
-input is still in the bucket."""
+"""Spark and a store restored from its bucket: streaming queries with checkpoints of the former owner, and jobs whose
+input is still in the bucket.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ from quire.manifest.records import JobState
 from quire.spark import options_of
 from quire.spark.sources import stream
 from quire.spark.sources.base import Options
-from tests.archive.world import contents, settings
+from tests.archive.archived_store import contents, settings
 from tests.objects.conftest import CREDENTIALS, fresh_url, s3_options, s3_server
-from tests.spark.sourced import run_available
+from tests.spark.served_store import run_available
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -33,7 +34,9 @@ FIRST = 2 << 40
 def drain(
     spark: SparkSession, source: str, column: str, base: Path, *, sink: str = "parquet", **options: str
 ) -> list[int]:
-    """Run a query over what is there now, with its checkpoint below `base`; what its sink has then, if that is files."""
+    """Run a query on the available data, with its checkpoint below `base`. Returns the content of its sink, if that is
+    files.
+    """
     frame = spark.readStream.format(source).options(**options).load()
     writer = frame.select(column).writeStream.format(sink).option("path", str(base / "out"))
     run_available(writer.option("checkpointLocation", str(base / "checkpoint")))
@@ -43,12 +46,12 @@ def drain(
 
 
 class Reader:
-    """A streaming query's reader as Spark's process has it."""
+    """The reader of a streaming query, as in Spark's process."""
 
     def __init__(self, store: quire.Store, **options: str) -> None:
-        given = {**options_of(store), "stream": "events", "consumer": "etl", **options}
-        asked = Options(given, source="quire.stream", known=stream.StreamSource.KNOWN)
-        self.reader = stream.RecordsQueryReader(asked, stream.shape(asked))
+        all_options = {**options_of(store), "stream": "events", "consumer": "etl", **options}
+        parsed = Options(all_options, source="quire.stream", known=stream.StreamSource.KNOWN)
+        self.reader = stream.RecordsQueryReader(parsed, stream.shape(parsed))
 
     def __enter__(self) -> stream.RecordsQueryReader:
         return self.reader
@@ -71,7 +74,7 @@ def test_batches_of_records_cross_a_takeover_and_offsets_of_lost_records_are_ref
             while offset["record"] < first + 4:
                 offset = reader.latestOffset(offset, ReadMaxRows(4))
                 ends.append(offset["record"])
-            assert ends == [5, first + 1, first + 4], "four records each, none of them of the gap"
+            assert ends == [5, first + 1, first + 4], "four records each, none from the gap"
             assert reader.latestOffset({**start, "record": 8}, ReadMinRows(5))["record"] == 8
             parts = reader.partitions(start, offset)
             rows = [row for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
@@ -80,7 +83,7 @@ def test_batches_of_records_cross_a_takeover_and_offsets_of_lost_records_are_ref
             reader.commit({**start, "record": 8})
             reader.partitions(
                 {**start, "record": 8}, offset
-            )  # the consumer stands behind the gap now, which is the same place
+            )  # the consumer is after the gap now, which is the same position
             for position in (9, first - 1):
                 lost = {**start, "record": position}
                 for refused in (
@@ -94,33 +97,33 @@ def test_batches_of_records_cross_a_takeover_and_offsets_of_lost_records_are_ref
 
 
 @pytest.mark.slow
-def test_a_query_goes_on_across_a_takeover_and_a_checkpoint_of_lost_records_is_refused(
+def test_a_query_continues_across_a_takeover_and_a_checkpoint_of_lost_records_is_refused(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     def records(store: quire.Store, base: Path, sink: str = "parquet") -> list[int]:
-        given = {**options_of(store), "stream": "events", "consumer": "etl"}
-        return drain(spark, "quire.stream", "id", base, sink=sink, **given)
+        source_options = {**options_of(store), "stream": "events", "consumer": "etl"}
+        return drain(spark, "quire.stream", "id", base, sink=sink, **source_options)
 
     def sequences(store: quire.Store) -> list[int]:
-        given = {**options_of(store), "cursor": "etl"}
-        return drain(spark, "quire.changes", "sequence", tmp_path / "sequences", sink="noop", **given)
+        source_options = {**options_of(store), "cursor": "etl"}
+        return drain(spark, "quire.changes", "sequence", tmp_path / "sequences", sink="noop", **source_options)
 
     bucket = tmp_path / "bucket"
-    with quire.open(tmp_path / "former", settings=settings(bucket)) as former:
-        former.feed.register(name="etl")  # or it would be lost itself
-        events = former.stream("events", create=True)
+    with quire.open(tmp_path / "former", settings=settings(bucket)) as former_store:
+        former_store.feed.register(name="etl")  # otherwise the cursor itself would be lost
+        events = former_store.stream("events", create=True)
         events.append([b"kept %d" % number for number in range(7)]).result()
-        assert records(former, tmp_path / "records") == list(range(1, 8))
-        # Without the sink, whose own log cannot be copied.
+        assert records(former_store, tmp_path / "records") == list(range(1, 8))
+        # Without the sink, because its log cannot be copied.
         shutil.copytree(tmp_path / "records" / "checkpoint", tmp_path / "lost" / "checkpoint")
-        assert former.archive is not None
-        former.archive.wait(30)
+        assert former_store.archive is not None
+        former_store.archive.wait(30)
         quire.restore(str(bucket), tmp_path / "successor")
         events.append([b"lost %d" % number for number in range(4)]).result()
-        former.create("lost", "lsm")
-        records(former, tmp_path / "lost", "noop")
-        sequences(former)
-        former.archive.wait(30)
+        former_store.create("lost", "lsm")
+        records(former_store, tmp_path / "lost", "noop")
+        sequences(former_store)
+        former_store.archive.wait(30)
     with quire.open(tmp_path / "successor", takeover=True, discard=True, settings=settings(bucket)) as store:
         store.stream("events").append([b"new", b"newer"]).result()
         with pytest.raises(Exception, match="were lost when the store was taken over"):
@@ -130,19 +133,19 @@ def test_a_query_goes_on_across_a_takeover_and_a_checkpoint_of_lost_records_is_r
         assert records(store, tmp_path / "records") == [*range(1, 8), FIRST, FIRST + 1]
 
 
-def test_jobs_on_executors_read_what_a_restored_store_still_has_in_its_bucket(
+def test_jobs_on_executors_read_objects_that_are_only_in_the_bucket_of_a_restored_store(
     spark: SparkSession, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The S3 protocol: merging and verifying tables and segments that are not in the restored directory."""
+    """With the S3 protocol: merging and verifying tables and segments that are not in the restored directory."""
     assert spark
     endpoint, url = "http://{}:{}".format(*request.getfixturevalue("s3_server")), fresh_url()
-    given = ", ".join(f'{name} = "{value}"' for name, value in CREDENTIALS.items())
+    credentials = ", ".join(f'{name} = "{value}"' for name, value in CREDENTIALS.items())
     lines = [
         "[objects]",
         f'endpoint = "{endpoint}"',
         "allow_http = true",
         'region = "us-east-1"',
-        f"credentials = {{ {given} }}",
+        f"credentials = {{ {credentials} }}",
     ]
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "quire.toml").write_text("\n".join([f'object_store = "{url}"', *lines]) + "\n")

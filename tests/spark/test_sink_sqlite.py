@@ -10,26 +10,26 @@ import pytest
 
 from quire.core.errors import Conflict
 from quire.service.loads import Loads
+from tests.spark.served_store import ServedStore, serve_store
 from tests.spark.sinks import FileQuery
-from tests.spark.sourced import Owned, owned
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 @pytest.fixture
-def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
-    with owned(spark, tmp_path / "store") as made:
-        made.run("shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, who TEXT)")
-        yield made
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[ServedStore]:
+    with serve_store(spark, tmp_path / "store") as owner:
+        owner.run("shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, who TEXT)")
+        yield owner
 
 
-def staged(owner: Owned) -> list[Path]:
+def staged(owner: ServedStore) -> list[Path]:
     return list(Path(owner.store.path, "scratch").glob("*"))
 
 
 @pytest.mark.slow
-def test_batches_are_appended_once_although_spark_repeats_the_last(owner: Owned, tmp_path: Path) -> None:
+def test_batches_are_appended_once_although_spark_repeats_the_last(owner: ServedStore, tmp_path: Path) -> None:
     query = FileQuery(owner, tmp_path, "id long, who string", options={"database": "shop", "table": "log"})
     query.add({"id": 1, "who": "a"}, {"id": 2, "who": "b"})
     query.add({"id": 3, "who": "c"})
@@ -50,7 +50,7 @@ def test_batches_are_appended_once_although_spark_repeats_the_last(owner: Owned,
     assert owner.query("shop", "SELECT batch FROM quire_sinks ORDER BY batch") == [(2,), (2,)]
 
 
-def test_rows_are_replaced_by_key_and_deleted_by_flag_in_the_order_they_come(owner: Owned, tmp_path: Path) -> None:
+def test_rows_are_replaced_by_key_and_deleted_by_flag_in_order(owner: ServedStore, tmp_path: Path) -> None:
     options = {"database": "shop", "table": "t", "key": "id", "delete": "gone"}
     query = FileQuery(owner, tmp_path, "id long, who string, gone boolean", options=options)
     query.add({"id": 1, "who": "a"}, {"id": 2, "who": "b"}, {"id": 3, "who": "c"})
@@ -60,7 +60,7 @@ def test_rows_are_replaced_by_key_and_deleted_by_flag_in_the_order_they_come(own
 
 
 @pytest.mark.slow
-def test_complete_mode_replaces_the_table(owner: Owned, tmp_path: Path) -> None:
+def test_complete_mode_replaces_the_table(owner: ServedStore, tmp_path: Path) -> None:
     options = {"database": "counts", "table": "n", "create": "database"}
     query = FileQuery(owner, tmp_path, "id long", options=options, mode="complete")
     query.add({"id": 1}, {"id": 2})
@@ -70,8 +70,10 @@ def test_complete_mode_replaces_the_table(owner: Owned, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_abort_after_a_commit_undoes_nothing(owner: Owned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner has written the batch, and its answer is an error: Spark aborts, and the query fails."""
+def test_an_abort_after_a_commit_undoes_nothing(
+    owner: ServedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has written the batch, but its response is an error: Spark aborts, and the query fails."""
     written = Loads.insert
 
     def fails(self: Loads, request: Any) -> int:
@@ -85,6 +87,6 @@ def test_an_abort_after_a_commit_undoes_nothing(owner: Owned, tmp_path: Path, mo
         with pytest.raises(Exception, match="the answer is lost"):
             query.run()
     assert owner.query("shop", "SELECT * FROM t") == [(1, "a")]
-    query.run()  # the table has a primary key: a second insertion would fail
+    query.run()  # the table has a primary key: inserting twice would fail
     assert owner.query("shop", "SELECT * FROM t") == [(1, "a")]
     assert staged(owner) == []

@@ -1,4 +1,6 @@
-"""Sources read a store from its bucket alone: the rows are the owner's at that cut, and the owner's directory is not there."""
+"""Sources read a store from its bucket alone: the rows are those of the owner at that cut, without the owner's
+directory.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def test_rows_of_every_kind_come_from_the_bucket(spark: SparkSession, tmp_path: Path) -> None:
+def test_rows_of_every_kind_are_read_from_the_bucket(spark: SparkSession, tmp_path: Path) -> None:
     settings = StoreSettings(
         object_store=str(tmp_path / "bucket"),
         maintenance=MaintenanceSettings(enabled=False),
@@ -47,7 +49,7 @@ def test_rows_of_every_kind_come_from_the_bucket(spark: SparkSession, tmp_path: 
             db.executemany("insert into item values (?)", [(n,) for n in range(300)])
         store.checkpoint("shop")
         with store.sqlite("shop") as db:
-            db.execute("insert into item values (300)")  # in the WAL alone
+            db.execute("insert into item values (300)")  # only in the WAL
         store.create("cart", "lsm")
         for n in range(100):
             store.kv("cart").put(b"%03d" % n, b"v", sync=False)
@@ -63,8 +65,8 @@ def test_rows_of_every_kind_come_from_the_bucket(spark: SparkSession, tmp_path: 
         options = options_of(archived)
         assert options["store"] != str(tmp_path / "store")
 
-        def rows(source: str, **given: str) -> list[tuple[Any, ...]]:
-            frame = spark.read.format(source).options(**options, **given).load()
+        def rows(source: str, **source_options: str) -> list[tuple[Any, ...]]:
+            frame = spark.read.format(source).options(**options, **source_options).load()
             return [tuple(row) for row in frame.collect()]
 
         numbers = rows("quire.sqlite", database="shop", table="item")
@@ -103,25 +105,25 @@ def fill(store: quire.Store) -> None:
         db.execute("delete from item where n = 7")
     store.kv("cart", create=True).put(b"alice", b"3 apples")
     store.stream("events", create=True).append([b"one", b"two"]).result()
-    store.create("late", "lsm")  # a change behind the base, which has none
+    store.create("late", "lsm")  # a change after the base
     archived(store)
 
 
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this test's notes of copies are; their processes end with it."""
+    """The directory of this test's records of copies; their processes end with the test."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
-    def noted(*given: Any, **more: Any) -> subprocess.Popen[bytes]:
-        started.append(popen(*given, **more))
+    def recording_popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
         return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", noted)
+    monkeypatch.setattr(subprocess, "Popen", recording_popen)
     yield tmp_path / "quire"
     for process in started:
-        with suppress(ProcessLookupError, ChildProcessError):  # one that could open nothing
+        with suppress(ProcessLookupError, ChildProcessError):  # a process that could not open its store
             os.kill(process.pid, signal.SIGTERM)
             os.waitpid(process.pid, 0)
 
@@ -144,8 +146,8 @@ def test_sources_read_a_standby_by_its_directory(
     with quire.Standby(url, tmp_path / "standby", options=options) as standby:
         standby.poll()
 
-        def rows(source: str, **given: str) -> list[tuple[Any, ...]]:
-            frame = spark.read.format(source).options(store=str(tmp_path / "standby"), **given).load()
+        def rows(source: str, **source_options: str) -> list[tuple[Any, ...]]:
+            frame = spark.read.format(source).options(store=str(tmp_path / "standby"), **source_options).load()
             return [tuple(row) for row in frame.collect()]
 
         numbers = [n for n in range(101) if n != 7]
@@ -158,9 +160,9 @@ def test_sources_read_a_standby_by_its_directory(
         ]
         records = rows("quire.stream", stream="events", columns="payload")
         assert [bytes(payload) for (payload,) in records] == [b"one", b"two"]
-        given = {"database": "shop", "table": "item", "from": "first"}
-        changed = {(row[2], row[-1]) for row in rows("quire.rows", **given)}
-        assert changed == {("insert", 100), ("delete", 7)}
+        source_options = {"database": "shop", "table": "item", "from": "first"}
+        changed_rows = {(row[2], row[-1]) for row in rows("quire.rows", **source_options)}
+        assert changed_rows == {("insert", 100), ("delete", 7)}
         changes = rows("quire.changes", columns="sequence,kinds")
         assert changes[-1][0] >= sequence
         assert any("RegisterDb" in kinds for _, kinds in changes)
@@ -173,7 +175,7 @@ def test_sources_read_a_standby_by_its_directory(
             writer.trigger(availableNow=True).start().awaitTermination()
 
 
-def test_a_bucket_is_read_by_its_url_as_the_environment_says(
+def test_a_bucket_is_read_by_its_url_with_the_environments_credentials(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, copies: Path
 ) -> None:
     url = fresh_url()
@@ -200,7 +202,7 @@ def test_a_bucket_is_read_by_its_url_as_the_environment_says(
     assert payloads(archived_at=between) == [b"one", b"two"]
 
 
-def test_a_copy_is_used_again_while_it_is_fresh_and_is_removed_at_its_end(
+def test_a_copy_is_reused_while_it_is_fresh_and_removed_at_its_end(
     tmp_path: Path, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket = str(tmp_path / "bucket")
@@ -213,7 +215,7 @@ def test_a_copy_is_used_again_while_it_is_fresh_and_is_removed_at_its_end(
         client.kv("cart").put(b"a", b"b")
     monkeypatch.setattr(archive_copies, "FRESH_SECONDS", 0)
     second = access_of({"store": bucket})
-    assert second != first, "an older copy stays for those who read it, and a query gets a newer one"
+    assert second != first, "an older copy stays for its readers, and a new query gets a newer one"
     with first.connect() as client, second.connect() as other:
         assert client.kv("cart").get(b"alice") == other.kv("cart").get(b"alice") == b"3 apples"
 
@@ -234,7 +236,7 @@ def test_a_copy_ends_with_its_driver(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_restored_directory_is_read_as_of_its_moment(tmp_path: Path, copies: Path) -> None:
+def test_a_restored_directory_is_read_as_of_its_restore_time(tmp_path: Path, copies: Path) -> None:
     bucket = str(tmp_path / "bucket")
     with quire.open(tmp_path / "store", settings=in_async(bucket)) as store:
         fill(store)
@@ -249,7 +251,7 @@ def test_a_restored_directory_is_read_as_of_its_moment(tmp_path: Path, copies: P
     assert sorted(numbers) == [n for n in range(101) if n != 7]
 
 
-def test_what_cannot_be_opened_is_the_querys_error(tmp_path: Path, copies: Path) -> None:
+def test_a_failure_to_open_is_an_error_of_the_query(tmp_path: Path, copies: Path) -> None:
     with quire.open(tmp_path / "store", settings=in_async(str(tmp_path / "bucket"))) as store:
         fill(store)
         with pytest.raises(InvalidInput, match="`archived_at` needs an archive"):
@@ -262,13 +264,13 @@ def test_what_cannot_be_opened_is_the_querys_error(tmp_path: Path, copies: Path)
         access_of({"store": str(tmp_path / "nothing")})
 
 
-def test_the_driver_is_the_jvm_above_a_process_or_itself(tmp_path: Path) -> None:
+def test_the_driver_is_the_parent_jvm_or_the_process_itself(tmp_path: Path) -> None:
     assert driver_of(os.getpid()) == os.getpid()
     shutil.copy(shutil.which("bash") or "/bin/bash", tmp_path / "java")
     java = subprocess.Popen([tmp_path / "java", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
     assert java.stdout is not None
     below = int(java.stdout.readline())
-    while psutil.Process(below).name() == "java":  # forked, and not yet another program
+    while psutil.Process(below).name() == "java":  # forked, but exec() has not run yet
         time.sleep(0.01)
     assert driver_of(below) == java.pid
     os.kill(below, signal.SIGTERM)

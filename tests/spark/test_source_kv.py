@@ -1,4 +1,4 @@
-"""`quire.kv`: bulk loads that come whole and once, and reads of one version, in pieces."""
+"""`quire.kv`: bulk loads that are applied completely and once, and reads of one version, in pieces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.spark.sources import kv
 from quire.spark.sources.base import Options
 from quire.spark.sources.kv import WRITING, KeyRange, KvWriter, TablesMessage, cut
 from quire.spark.sources.kv_load import bulk_load, in_ranges
-from tests.spark.sourced import Owned, owned
+from tests.spark.served_store import ServedStore, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -33,37 +33,37 @@ PAIRS = StructType([StructField("key", StringType()), StructField("value", Strin
 
 
 @pytest.fixture
-def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
-    with owned(spark, tmp_path / "store") as made:
-        cart = made.store.kv("cart", create=True)
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[ServedStore]:
+    with serve_store(spark, tmp_path / "store") as owner:
+        cart = owner.store.kv("cart", create=True)
         cart.write({b"a": b"before", b"id-000007": b"before"})
-        yield made
-        for each in made.store.kvs.databases().values():
-            assert list(problems(each)) == []
+        yield owner
+        for database in owner.store.kvs.databases().values():
+            assert list(problems(database)) == []
 
 
-def write(owner: Owned, frame: DataFrame, mode: str = "append", **options: Any) -> None:
-    given = {"database": "cart", **options}
-    frame.write.format("quire.kv").mode(mode).options(**owner.options, **given).save()
+def write(owner: ServedStore, frame: DataFrame, mode: str = "append", **options: Any) -> None:
+    all_options = {"database": "cart", **options}
+    frame.write.format("quire.kv").mode(mode).options(**owner.options, **all_options).save()
 
 
-def ids(owner: Owned, count: int, partitions: int) -> DataFrame:
-    """Rows in no order, spread over partitions by chance."""
+def ids(owner: ServedStore, count: int, partitions: int) -> DataFrame:
+    """Rows in no order, spread randomly across partitions."""
     frame = owner.spark.range(0, count, numPartitions=partitions)
     mixed = f"format_string('id-%06d', (id * 7919) % {count}) AS key"
     return frame.selectExpr(mixed, "CAST(id AS STRING) AS value")
 
 
-def tables_of(owner: Owned, database: str = "cart") -> list[Path]:
+def tables_of(owner: ServedStore, database: str = "cart") -> list[Path]:
     db_id = owner.store.database(database).db_id
     return sorted(Path(owner.store.path, "lsm", f"{db_id:08x}", "sst").glob("*.sst"))
 
 
-def test_rows_in_any_order_come_in_one_step_and_are_read_back(owner: Owned) -> None:
+def test_rows_in_any_order_are_loaded_atomically_and_read_back(owner: ServedStore) -> None:
     cart, before = owner.store.kv("cart"), owner.store.kv("cart").last_lsn
     write(owner, ids(owner, 1_000, 3))
-    assert cart.last_lsn == before + 1, "one lsn for all of it"
-    assert cart.get(b"id-000007") != b"before", "newer than what was there"
+    assert cart.last_lsn == before + 1, "one lsn for the whole load"
+    assert cart.get(b"id-000007") != b"before", "newer than the existing value"
     assert cart.get(b"a") == b"before"
     read = owner.read("quire.kv", database="cart", keys="string", values="string")
     assert [field.dataType for field in read.schema.fields] == [StringType(), StringType()]
@@ -72,20 +72,20 @@ def test_rows_in_any_order_come_in_one_step_and_are_read_back(owner: Owned) -> N
     assert len(rows) == 1_001
 
 
-def test_a_bulk_load_needs_no_compaction_and_null_deletes(owner: Owned) -> None:
+def test_a_bulk_load_needs_no_compaction_and_null_deletes(owner: ServedStore) -> None:
     frame = ids(owner, 2_000, 3).unionByName(owner.spark.createDataFrame([("a", None)], PAIRS))
     bulk_load(frame, owner.store, "cart", partitions=4)
     cart = owner.store.kv("cart")
     assert cart.get(b"a") is None
-    assert cart.stats().levels[0] == 1, "what was flushed for the load"
+    assert cart.stats().levels[0] == 1, "the table flushed for the load"
     assert cart.stats().levels[1] == 4
     assert sum(1 for _ in cart.scan()) == 2_000
     bulk_load(frame.selectExpr("key AS k", "'x' AS v"), owner.options, "other", key="k", value="v")
     assert dict(owner.store.kv("other").scan(prefix=b"id-000001")) == {b"id-000001": b"x"}
 
 
-def test_a_thread_of_ones_own_loads_after_it_asked_for_the_session(owner: Owned) -> None:
-    """Spark looks for the source in the active session, and each thread has its own."""
+def test_another_thread_can_load_after_it_requested_the_session(owner: ServedStore) -> None:
+    """Spark looks for the source in the active session, which is per thread."""
 
     def load() -> None:
         write(owner, ids(owner, 3, 1).sparkSession.sql("SELECT 'plain' AS key, 'x' AS value"))
@@ -101,22 +101,22 @@ def test_a_thread_of_ones_own_loads_after_it_asked_for_the_session(owner: Owned)
     assert owner.store.kv("cart").get(b"id-000009") is not None
 
 
-def test_ranges_are_disjoint_and_of_about_the_same_size_whatever_the_keys_are(owner: Owned) -> None:
+def test_ranges_are_disjoint_and_of_about_the_same_size_whatever_the_keys_are(owner: ServedStore) -> None:
     frame = owner.spark.range(0, 30_000, numPartitions=3).selectExpr(
         "if(id < 20000, concat('same-', id), string(id * id)) AS key", "'x' AS value"
     )
     ranged = in_ranges(frame, 8).withColumn("part", spark_partition_id())
-    found = ranged.groupBy("part").agg(
+    summary = ranged.groupBy("part").agg(
         count("*").alias("rows"), min_("key").alias("low"), max_("key").alias("high")
-    )  # text that is ASCII: Spark's order is ours
-    parts = sorted(found.collect(), key=lambda row: row["low"])
+    )  # for ASCII text, Spark's order is ours
+    parts = sorted(summary.collect(), key=lambda row: row["low"])
     assert sum(row["rows"] for row in parts) == 30_000
     assert len(parts) == 8
-    assert all(left["high"] < right["low"] for left, right in pairwise(parts))
+    assert all(part["high"] < next_part["low"] for part, next_part in pairwise(parts))
     assert max(row["rows"] for row in parts) < 2 * 30_000 / 8
 
 
-def test_reads_of_a_snapshot_a_prefix_a_range_and_filters(owner: Owned) -> None:
+def test_reads_of_a_snapshot_a_prefix_a_range_and_filters(owner: ServedStore) -> None:
     bulk_load(ids(owner, 1_000, 2), owner.store, "cart")
     owner.store.snapshot("cart", "monday")
     cart = owner.store.kv("cart")
@@ -133,15 +133,15 @@ def test_reads_of_a_snapshot_a_prefix_a_range_and_filters(owner: Owned) -> None:
         "id-000501": b"new",
         "id-000502": cart.get(b"id-000502"),
     }
-    kept = monday.filter("key >= 'id-000998' OR key = 'a'").filter("key > 'b'")
-    assert [row["key"] for row in kept.orderBy("key").collect()] == ["id-000998", "id-000999"]
+    filtered = monday.filter("key >= 'id-000998' OR key = 'a'").filter("key > 'b'")
+    assert [row["key"] for row in filtered.orderBy("key").collect()] == ["id-000998", "id-000999"]
     binary = owner.read("quire.kv", database="cart")
     assert [bytes(row["value"]) for row in binary.filter("key = X'69642D303030353031'").collect()] == [b"new"]
     by_id = owner.store.manifest.snapshots.get("cart", "monday").snapshot_id
     assert owner.read("quire.kv", snapshot=by_id, low="id-000500", high="id-000501", **text).count() == 1
 
 
-def test_pieces_are_disjoint_and_have_everything(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_disjoint_and_complete(owner: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cart = owner.store.kv("cart")
     for start in range(0, 6_000, 2_000):
         cart.write({b"%06d" % n: bytes(200) for n in range(start, start + 3_000)}, sync=False)
@@ -151,22 +151,22 @@ def test_pieces_are_disjoint_and_have_everything(owner: Owned, monkeypatch: pyte
     monkeypatch.setattr(kv, "PIECE_BYTES", 1)
     pieces = list(cut(version.directory, version.sst_ids, KeyRange(), 5))
     assert 4 <= len(pieces) <= 6
-    assert all(left.range.high == right.range.low for left, right in pairwise(pieces))
+    assert all(piece_.range.high == next_piece.range.low for piece_, next_piece in pairwise(pieces))
     assert (pieces[0].range.low, pieces[-1].range.high) == (b"", None)
-    assert min(len(piece.sst_ids) for piece in pieces) < len(version.sst_ids), "only tables that have keys there"
+    assert min(len(piece.sst_ids) for piece in pieces) < len(version.sst_ids), "only tables with keys in the range"
     narrow = list(cut(version.directory, version.sst_ids, KeyRange(b"002500", b"002501"), 5))
     assert [(task.directory, task.range) for task in narrow] == [(version.directory, KeyRange(b"002500", b"002501"))]
 
 
-def test_an_empty_frame_and_an_empty_database(owner: Owned) -> None:
+def test_an_empty_frame_and_an_empty_database(owner: ServedStore) -> None:
     write(owner, owner.spark.createDataFrame([], PAIRS), database="new")
     assert owner.read("quire.kv", database="new").collect() == []
     assert owner.read("quire.kv", database="cart", low="z", high="b").collect() == []
 
 
-def test_a_job_that_fails_leaves_nothing(owner: Owned) -> None:
-    there = tables_of(owner)
-    # One task: another one, which Spark has not stopped yet, might write its table when the load has been dropped.
+def test_a_job_that_fails_leaves_nothing(owner: ServedStore) -> None:
+    tables_before = tables_of(owner)
+    # One task: a second one, not yet stopped by Spark, might write its table after the load was dropped.
     frame = owner.spark.range(1, 101, numPartitions=1).selectExpr(
         "CAST(id AS STRING) AS key", "if(id = 99, raise_error('no luck'), 'x') AS value"
     )
@@ -175,11 +175,11 @@ def test_a_job_that_fails_leaves_nothing(owner: Owned) -> None:
     cart = owner.store.kv("cart")
     assert dict(cart.scan(prefix=b"1")) == {}
     assert not cart.loading
-    assert len(tables_of(owner)) <= len(there) + 1, "nothing but what was flushed when the load began"
+    assert len(tables_of(owner)) <= len(tables_before) + 1, "only the table flushed when the load began"
 
 
 @pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_key_that_comes_twice_is_refused_wherever_it_is(owner: Owned, partitions: int) -> None:
+def test_a_duplicate_key_is_refused_wherever_it_is(owner: ServedStore, partitions: int) -> None:
     frame = owner.spark.range(0, 300, numPartitions=partitions).selectExpr(
         "CAST(id % 250 AS STRING) AS key", "'x' AS value"
     )
@@ -188,10 +188,10 @@ def test_a_key_that_comes_twice_is_refused_wherever_it_is(owner: Owned, partitio
     assert [key for key, _ in owner.store.kv("cart").scan()] == [b"a", b"id-000007"]
 
 
-def test_a_major_compaction_runs_on_executors(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_major_compaction_runs_on_executors(owner: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     cart = owner.store.kv("cart")
     for number in range(3):
-        cart.write({b"%05d" % (each * 2 + number): b"v%d" % number for each in range(400)})
+        cart.write({b"%05d" % (i * 2 + number): b"v%d" % number for i in range(400)})
         cart.flush()
     expected = dict(cart.scan())
     monkeypatch.setattr("quire.jobs.compaction.job.tasks_for", lambda _size, _workers: 3)
@@ -202,23 +202,23 @@ def test_a_major_compaction_runs_on_executors(owner: Owned, monkeypatch: pytest.
     assert dict(cart.scan()) == expected
 
 
-def writer_of(owner: Owned, **options: str) -> KvWriter:
-    given = {**owner.options, "database": "cart", **options}
-    return KvWriter(Options(given, source="test", known=WRITING), PAIRS, overwrite=False)
+def writer_of(owner: ServedStore, **options: str) -> KvWriter:
+    all_options = {**owner.options, "database": "cart", **options}
+    return KvWriter(Options(all_options, source="test", known=WRITING), PAIRS, overwrite=False)
 
 
-def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned) -> None:
-    """What Spark does when an executor dies, a task is slow, or the answer to a commit is lost."""
+def test_a_repeated_attempt_and_a_repeated_commit_duplicate_nothing(owner: ServedStore) -> None:
+    """What Spark does when an executor dies, a task is slow, or the response to a commit is lost."""
     writer = writer_of(owner)
     batch = pa.RecordBatch.from_pydict({"key": ["x", "y"], "value": ["1", "2"]})
     first, second = writer.write(iter([batch])), writer.write(iter([batch]))
     assert isinstance(first, TablesMessage)
-    assert set(first.ids).isdisjoint(second.ids), "each attempt has ids of its own"
+    assert set(first.ids).isdisjoint(second.ids), "each attempt has its own ids"
     for _ in range(2):
         writer.commit([second])
     cart = owner.store.kv("cart")
     assert dict(cart.scan(low=b"x")) == {b"x": b"1", b"y": b"2"}
-    assert not any(f"{each:06d}.sst" in {path.name for path in tables_of(owner)} for each in first.ids)
+    assert not any(f"{sst_id:06d}.sst" in {path.name for path in tables_of(owner)} for sst_id in first.ids)
     cart.put(b"x", b"later")
     cart.compact()
     writer.commit([second])
@@ -227,37 +227,37 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned) -
         writer.write(iter([batch]))
 
 
-def test_an_attempt_that_outlives_its_job_is_swept(owner: Owned) -> None:
+def test_an_attempt_that_outlives_its_job_is_swept(owner: ServedStore) -> None:
     writer = writer_of(owner)
     batch = pa.RecordBatch.from_pydict({"key": ["x"], "value": ["1"]})
     late: list[TablesMessage] = []
 
     def batches() -> Iterator[pa.RecordBatch]:
         yield batch
-        writer.abort([])  # the job has failed meanwhile; this task does not know
+        writer.abort([])  # the job has failed; this task is not aware of it
 
     cart = owner.store.kv("cart")
-    with cart.upkeep.compaction_lock():  # the flush with which a load begins has the background look for what is dead
+    with cart.upkeep.compaction_lock():  # the flush at the start of a load triggers a background sweep
         late.append(writer.write(batches()))
-        assert f"{late[0].ids[0]:06d}.sst" in {path.name for path in tables_of(owner)}, "nobody swept it yet"
+        assert f"{late[0].ids[0]:06d}.sst" in {path.name for path in tables_of(owner)}, "it is not swept yet"
     cart.compact()
     assert f"{late[0].ids[0]:06d}.sst" not in {path.name for path in tables_of(owner)}
     with pytest.raises(quire.NotFound, match="not running"):
         writer.commit([late[0]])
 
 
-def test_loads_at_the_same_time_never_collide_and_the_later_one_wins(owner: Owned) -> None:
-    one, other = writer_of(owner), writer_of(owner)
-    made = [
-        (each, each.write(iter([pa.RecordBatch.from_pydict({"key": ["k", name], "value": [name, name]})])))
-        for each, name in ((one, "one"), (other, "other"))
+def test_concurrent_loads_never_collide_and_the_later_one_wins(owner: ServedStore) -> None:
+    first, second = writer_of(owner), writer_of(owner)
+    written = [
+        (writer, writer.write(iter([pa.RecordBatch.from_pydict({"key": ["k", name], "value": [name, name]})])))
+        for writer, name in ((first, "one"), (second, "other"))
     ]
-    assert set(made[0][1].ids).isdisjoint(made[1][1].ids)
-    for each, message in reversed(made):
-        each.commit([message])
+    assert set(written[0][1].ids).isdisjoint(written[1][1].ids)
+    for writer, message in reversed(written):
+        writer.commit([message])
     cart = owner.store.kv("cart")
     assert dict(cart.scan(low=b"k")) == {b"k": b"other", b"one": b"one", b"other": b"other"}
-    assert cart.get(b"k") == b"other", "it began later, although it was there first"
+    assert cart.get(b"k") == b"other", "it began later, although it was committed first"
 
 
 @pytest.mark.slow
@@ -272,8 +272,8 @@ def test_loads_at_the_same_time_never_collide_and_the_later_one_wins(owner: Owne
         (["'x' AS key", "'x' AS value"], {"snapshot": "x"}, "no such option"),
     ],
 )
-def test_what_cannot_be_written_is_said(
-    owner: Owned, columns: list[str], options: dict[str, str], message: str
+def test_invalid_writes_are_refused_with_a_reason(
+    owner: ServedStore, columns: list[str], options: dict[str, str], message: str
 ) -> None:
     with pytest.raises(Exception, match=message):
         write(owner, owner.spark.range(1).selectExpr(*columns), **options)
@@ -281,7 +281,7 @@ def test_what_cannot_be_written_is_said(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_read_is_said(owner: Owned) -> None:
+def test_invalid_reads_are_refused_with_a_reason(owner: ServedStore) -> None:
     owner.store.kv("cart").put(b"\xff", b"\xff")
     with pytest.raises(Exception, match="not UTF-8"):
         owner.read("quire.kv", database="cart", keys="string").collect()

@@ -1,6 +1,6 @@
-"""What reading from Spark leaves in a store: nothing that people see, and after some minutes nothing at all.
+"""What reading from Spark leaves in a store: nothing that users see, and after some minutes nothing at all.
 
-Without a session: readers plan and read in this process, as Spark has them do it in its own.
+Without a session: readers plan and read in this process, as Spark does in its own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.stream import StreamSource
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import opened
+from tests.spark.served_store import open_served
 
 DATABASES = 40
-"""More than all leases of these tests: one for each database would show."""
+"""More than all leases of these tests, so that a lease per database would be noticed."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
-    with opened(tmp_path / "store", clock) as store:
+    with open_served(tmp_path / "store", clock) as store:
         yield store
 
 
@@ -50,14 +50,14 @@ def fill(store: Store, name: str, rows: int = 3) -> None:
 
 
 def planned(store: Store, kind: Any, **options: Any) -> tuple[Any, list[Any]]:
-    """(reader, partitions), as Spark makes them when it plans the first query on a DataFrame."""
+    """(reader, partitions), as Spark creates them when it plans the first query on a DataFrame."""
     source = kind({"store": store.path, **{name.rstrip("_"): str(value) for name, value in options.items()}})
     reader = source.reader(source.schema())
     return reader, list(reader.partitions())
 
 
 def read(reader: Any, parts: list[Any]) -> list[tuple[Any, ...]]:
-    """What tasks read."""
+    """The rows that tasks read."""
     return sorted(tuple(row.values()) for part in parts for batch in reader.read(part) for row in batch.to_pylist())
 
 
@@ -67,24 +67,24 @@ def rows(store: Store) -> int:
 
 
 def test_many_reads_of_many_databases_leave_no_snapshot_and_no_change(store: Store, clock: ManualClock) -> None:
-    """A few reads of 200 databases left 1,216 snapshots and 3,883 changes, shown to people as theirs."""
+    """A few reads of 200 databases left 1,216 snapshots and 3,883 changes, visible to users as their own."""
     for number in range(DATABASES):
         fill(store, f"tenant-{number:03d}")
-    read(*planned(store, SqliteSource, databases="tenant-*", table="t"))  # whose logs were open are sealed now
-    head, seen = store.feed.head(), store.info()
+    read(*planned(store, SqliteSource, databases="tenant-*", table="t"))  # seals open logs
+    head, info_before = store.feed.head(), store.info()
     for _ in range(5):
-        found = read(*planned(store, SqliteSource, databases="tenant-*", table="t"))
-        assert len(found) == 3 * DATABASES
+        rows_read = read(*planned(store, SqliteSource, databases="tenant-*", table="t"))
+        assert len(rows_read) == 3 * DATABASES
         assert read(*planned(store, PagesSource, databases="tenant-00*"))
         assert store.info().snapshots == 0
         assert not any(store.manifest.snapshots.of(f"tenant-{number:03d}") for number in range(0, DATABASES, 20))
-    assert store.feed.head() == head, "the feed hears nothing of readers"
-    assert store.info().databases == seen.databases
-    assert store.manifest.leases.count() == 11, "one for each query, not for each database"
+    assert store.feed.head() == head, "readers cause no changes in the feed"
+    assert store.info().databases == info_before.databases
+    assert store.manifest.leases.count() == 11, "one per query, not per database"
     assert rows(store) == 6 * DATABASES + 5 * 10
     clock.advance(KEEP_SECONDS + 1)
     store.maintain()
-    assert (store.manifest.leases.count(), rows(store)) == (0, 0), "some minutes later nothing is left"
+    assert (store.manifest.leases.count(), rows(store)) == (0, 0), "after some minutes nothing is left"
     with store.manifest.read() as txn:
         assert txn.count(t.SNAPSHOT_INDEX) == 0
         assert not [row for _, row in txn.scan(t.AUDIT) if "SNAPSHOT" in row.action.name]
@@ -127,10 +127,13 @@ def test_key_value_sets_are_read_together_under_one_lease(store: Store) -> None:
     assert read(reader, parts) == [(f"cart-{number}", b"k", b"new") for number in range(3)]
     assert store.manifest.leases.count() == 1
     assert read(*planned(store, KvSource, tags="tier=gold")) == [("cart-2", b"k", b"new")]
-    given = {"databases": "cart-*", "snapshot": "nightly"}
-    assert read(*planned(store, KvSource, **given, absent="skip")) == [("cart-1", b"k", b"1"), ("cart-2", b"k", b"2")]
+    source_options = {"databases": "cart-*", "snapshot": "nightly"}
+    assert read(*planned(store, KvSource, **source_options, absent="skip")) == [
+        ("cart-1", b"k", b"1"),
+        ("cart-2", b"k", b"2"),
+    ]
     with pytest.raises(UnknownSnapshot):
-        planned(store, KvSource, **given)
+        planned(store, KvSource, **source_options)
 
 
 def test_streams_are_read_together(store: Store) -> None:
@@ -159,7 +162,7 @@ def test_a_frame_reads_the_version_of_its_first_query_as_long_as_it_is_kept(stor
         store.maintain()
         assert read(reader, parts) == before
         lease_id = parts[0].value[0].version.lease_id
-        assert not has_ended(reader.access, lease_id), "who reads keeps it"
+        assert not has_ended(reader.access, lease_id), "reading renews the lease"
     clock.advance(KEEP_SECONDS + 1)
     store.maintain()
     clock.advance(KEEP_SECONDS)
@@ -172,30 +175,30 @@ def test_a_frame_reads_the_version_of_its_first_query_as_long_as_it_is_kept(stor
 def test_a_task_renews_while_it_reads(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, "shop")
     reader, parts = planned(store, SqliteSource, database="shop", table="t")
-    heard: list[int] = []
+    renewed: list[int] = []
     enough = threading.Event()
     renew = store.manifest.leases.renew
 
-    def counted(lease_id: int) -> None:
+    def recording_renew(lease_id: int) -> None:
         renew(lease_id)
-        heard.append(lease_id)
-        if len(heard) == 3:
+        renewed.append(lease_id)
+        if len(renewed) == 3:
             enough.set()
 
-    monkeypatch.setattr(store.manifest.leases, "renew", counted)
+    monkeypatch.setattr(store.manifest.leases, "renew", recording_renew)
     lease_id = parts[0].value[0].version.lease_id
     with kept(reader.access, lease_id, 0.04):
         assert enough.wait(60)
-    assert set(heard) == {lease_id}
-    with kept(reader.access, 0, 1):  # a named snapshot needs none
+    assert set(renewed) == {lease_id}
+    with kept(reader.access, 0, 1):  # a named snapshot needs no lease
         pass
 
 
-def test_an_owner_that_is_away_fails_no_task(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_owner_fails_no_task(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "RENEW_SECONDS", 0.1)
     access = access_of({"store": store.path})
-    assert has_ended(access, 12_345), "an owner that is there knows"
-    away = type(access)(uri="grpc+unix:///nowhere.sock")
-    assert not has_ended(away, 12_345)
+    assert has_ended(access, 12_345), "a reachable owner knows that the lease has ended"
+    unreachable = type(access)(uri="grpc+unix:///nowhere.sock")
+    assert not has_ended(unreachable, 12_345)
     with pytest.raises(LeaseExpired):
         store.manifest.leases.renew(12_345)

@@ -1,4 +1,4 @@
-"""The parts that data sources are made of, without Spark: ranges of rowids, rows as columns, dealing, opening, options."""
+"""The components of data sources, without Spark: ranges of rowids, rows as columns, distribution, opening, options."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from quire.spark.access import access_of, options_of
 from quire.spark.sources.base import Options, arrow_schema, fitted, spark_schema
 from quire.spark.sources.changes import SCHEMA, as_batch, operations_json
 from quire.spark.sources.views import LocatedVersion, ViewPiece, balanced_groups, opened
-from quire.sqlite.arrow_rows import STEP_ROWS, coalesced, column, row_batches
+from quire.sqlite.arrow_rows import coalesced, column, row_batches
 from quire.sqlite.read_ahead import ReadAhead
 from quire.sqlite.row_changes import RowChange, diff_sorted
+from quire.sqlite.row_reads import STEP_ROWS
 from quire.sqlite.trees import LEAST, MOST, rowid_ranges, varint
-from tests.spark.sourced import QUIET
+from tests.spark.served_store import QUIET
 
 
 # ── ranges ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def image_of(rowids: list[int], page_size: int = 512) -> Iterator[tuple[apsw.Connection, Any, int]]:
     connection = apsw.Connection(":memory:")
     connection.execute(f"PRAGMA page_size = {page_size}; CREATE TABLE t(id INTEGER PRIMARY KEY, a TEXT)")
-    connection.executemany("INSERT INTO t VALUES (?, 'some text to fill pages')", [(each,) for each in rowids])
+    connection.executemany("INSERT INTO t VALUES (?, 'some text to fill pages')", [(number,) for number in rowids])
     image = connection.serialize("main")
     root = connection.execute("SELECT rootpage FROM sqlite_schema").get
     yield connection, lambda page: image[(page - 1) * page_size : page * page_size], root
@@ -51,22 +52,24 @@ def image_of(rowids: list[int], page_size: int = 512) -> Iterator[tuple[apsw.Con
     st.sets(st.integers(LEAST, MOST), max_size=400) | st.sets(st.integers(0, 500), max_size=400),
     st.integers(1, 9),
 )
-def test_ranges_hold_every_rowid_once(rowids: set[int], wanted: int) -> None:
+def test_ranges_cover_every_rowid_once(rowids: set[int], count: int) -> None:
     for connection, read, root in image_of(sorted(rowids)):
-        ranges = rowid_ranges(read, root, wanted)
-        assert 1 <= len(ranges) <= wanted
+        ranges = rowid_ranges(read, root, count)
+        assert 1 <= len(ranges) <= count
         assert (ranges[0][0], ranges[-1][1]) == (LEAST, MOST)
-        assert all(one[1] + 1 == two[0] for one, two in zip(ranges, ranges[1:]))  # noqa: RUF007 - pairs of pairs
-        found = [
+        assert all(left[1] + 1 == right[0] for left, right in zip(ranges, ranges[1:]))  # noqa: RUF007 - pairs of pairs
+        rowids_read = [
             row[0]
             for bounds in ranges
             for row in connection.execute("SELECT id FROM t WHERE id BETWEEN ? AND ? ORDER BY id", bounds)
         ]
-        assert found == sorted(rowids)
+        assert rowids_read == sorted(rowids)
 
 
 def test_ranges_are_of_about_the_same_size_whatever_the_rowids() -> None:
-    """Half of the rows close together, half far apart: ranges of equal width would give one task nearly all of them."""
+    """Half of the rows are close together, half far apart: ranges of equal width would give one task nearly all of
+    them.
+    """
     rowids = [*range(5_000), *(10**12 + number * 10**9 for number in range(5_000))]
     for connection, read, root in image_of(rowids):
         counts = [
@@ -77,19 +80,19 @@ def test_ranges_are_of_about_the_same_size_whatever_the_rowids() -> None:
         assert max(counts) < 2 * min(counts)
 
 
-def test_a_page_that_is_no_tree_makes_one_range() -> None:
+def test_a_page_that_is_not_a_tree_gives_one_range() -> None:
     assert rowid_ranges(lambda _: b"\5" + b"\xff" * 50, 2, 4) == [(LEAST, MOST)]
     assert rowid_ranges(lambda _: b"", 2, 4) == [(LEAST, MOST)]
 
 
 @given(st.integers(LEAST, MOST))
-def test_numbers_of_sqlite_are_read_as_it_writes_them(number: int) -> None:
+def test_varints_of_sqlite_are_decoded(number: int) -> None:
     unsigned = number % (1 << 64)
     if unsigned >= 1 << 56:
         written = [0x80 | (unsigned >> shift) & 0x7F for shift in range(57, 7, -7)] + [unsigned & 0xFF]
     else:
         digits = [unsigned >> shift & 0x7F for shift in range(49, -1, -7)]
-        first = next((place for place, digit in enumerate(digits) if digit), len(digits) - 1)
+        first = next((i for i, digit in enumerate(digits) if digit), len(digits) - 1)
         written = [0x80 | digit for digit in digits[first:-1]] + [digits[-1]]
     assert varint(bytes(written), 0) == number
 
@@ -100,11 +103,11 @@ KINDS = [pa.int64(), pa.int32(), pa.float64(), pa.string(), pa.binary(), pa.bool
 
 
 @given(st.lists(VALUES, min_size=1, max_size=8), st.sampled_from(KINDS))
-def test_a_value_is_read_as_it_is_or_as_null_and_neighbours_do_not_matter(values: list[Any], kind: pa.DataType) -> None:
-    found = column(tuple(values), kind, "c", null_misfits=True).to_pylist()
-    for value, read in zip(values, found):
-        (alone,) = column((value,), kind, "c", null_misfits=True).to_pylist()
-        assert alone == read or (math.isinf(alone) and math.isinf(read))
+def test_a_value_is_read_unchanged_or_as_null_whatever_its_neighbours(values: list[Any], kind: pa.DataType) -> None:
+    cells = column(tuple(values), kind, "c", null_misfits=True).to_pylist()
+    for value, read in zip(values, cells):
+        (single,) = column((value,), kind, "c", null_misfits=True).to_pylist()
+        assert single == read or (math.isinf(single) and math.isinf(read))
         if read is None:
             continue
         if kind == pa.string():
@@ -126,20 +129,20 @@ def test_a_misfit_is_an_error_that_names_it() -> None:
 def test_batches_have_all_rows_in_order() -> None:
     schema = pa.schema([("n", pa.int64()), ("s", pa.string())])
     rows = [(number, None if number % 5 else str(number)) for number in range(3 * STEP_ROWS + 7)]
-    made = list(coalesced(row_batches(iter(rows), schema, null_misfits=False)))
-    assert len(made) == 1, "small steps become one batch"
-    assert list(zip(*made[0].to_pydict().values())) == rows
+    batches = list(coalesced(row_batches(iter(rows), schema, null_misfits=False)))
+    assert len(batches) == 1, "small batches are joined into one"
+    assert list(zip(*batches[0].to_pydict().values())) == rows
     wide = [(number, "x" * 100_000) for number in range(200)]
-    made = list(coalesced(row_batches(iter(wide), schema, null_misfits=False)))
-    assert [row for batch in made for row in zip(*batch.to_pydict().values())] == wide
+    batches = list(coalesced(row_batches(iter(wide), schema, null_misfits=False)))
+    assert [row for batch in batches for row in zip(*batch.to_pydict().values())] == wide
 
 
 # ── changes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_operations_are_told_as_everywhere() -> None:
+def test_operations_are_encoded_as_everywhere_else() -> None:
     record = DbRecord("shop", DbKind.PAGES, 7, config_hash=b"\x00\xff", tags={"a": "b"})
     ops = [ReserveIds(Counter.JOB, 7), RegisterDb(3, record), ReserveIds(Counter.CURSOR, 2**63), TrimChanges()]
-    assert [json.loads(each) for each in operations_json(ops)] == plain(ops)
-    assert [each.encode() for each in operations_json(ops)] == [msgspec.json.encode(plain(op)) for op in ops], (
+    assert [json.loads(text) for text in operations_json(ops)] == plain(ops)
+    assert [text.encode() for text in operations_json(ops)] == [msgspec.json.encode(plain(op)) for op in ops], (
         "byte for byte"
     )
     change = ChangeRecord(
@@ -150,12 +153,12 @@ def test_operations_are_told_as_everywhere() -> None:
     assert row["kinds"] == ["RegisterDb"]
     odd = ChangeRecord(6, 0, (RegisterDb(4, DbRecord("two\nlines", DbKind.PAGES, 7)),), ())
     rows = as_batch([odd, ChangeRecord(7, 0, (), ()), change], arrow_schema(SCHEMA)).to_pylist()
-    found = [json.loads(each["operations"]) for each in rows]
-    assert found == [plain(odd.operations), [], plain(change.operations)]
+    operations = [json.loads(record_row["operations"]) for record_row in rows]
+    assert operations == [plain(odd.operations), [], plain(change.operations)]
 
 
 # ── versions ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_pieces_are_dealt_evenly() -> None:
+def test_pieces_are_distributed_evenly() -> None:
     pieces: list[ViewPiece[int]] = [ViewPiece(None, number, number % 13 * 100) for number in range(200)]  # type: ignore[arg-type]
     heaps = balanced_groups(pieces, 7)
     assert sorted(piece.part for heap in heaps for piece in heap) == list(range(200))
@@ -164,7 +167,7 @@ def test_pieces_are_dealt_evenly() -> None:
     assert balanced_groups([], 7) == []
 
 
-def test_who_reads_ahead_reads_the_same_with_and_without_the_stores_directory(tmp_path: Path) -> None:
+def test_reading_ahead_gives_the_same_with_and_without_the_stores_directory(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         with closing(store.sqlite("shop", create=True)) as connection:
             connection.execute("CREATE TABLE t(a)")
@@ -201,11 +204,11 @@ def test_unsigned_numbers_become_signed_with_the_same_bits() -> None:
     batch = pa.RecordBatch.from_pydict(
         {"h": pa.array([1, 2**64 - 1], pa.uint64()), "k": pa.array([1, 255], pa.uint8())}
     )
-    wanted = arrow_schema(spark_schema(batch.schema))
-    assert fitted(batch, wanted).to_pydict() == {"h": [1, -1], "k": [1, 255]}
+    target_schema = arrow_schema(spark_schema(batch.schema))
+    assert fitted(batch, target_schema).to_pydict() == {"h": [1, -1], "k": [1, 255]}
 
 
-def test_two_walks_side_by_side_find_what_differs() -> None:
+def test_two_parallel_scans_find_the_differences() -> None:
     before = {1: ("a",), 2: (1,), 4: (None,)}
     after = {2: (1.0,), 3: ("c",), 4: (None,)}
     assert list(diff_sorted(iter(before.items()), iter(after.items()))) == [
@@ -224,4 +227,4 @@ def test_options_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         access_of({"store": "grpc://host:1", "token": "secret"})
     monkeypatch.setenv("QUIRE_TOKEN_FILE", "/some/token")
     assert access_of({"store": "grpc://host:1"}).token_file == "/some/token"
-    assert access_of({"store": "grpc+unix:///x.sock"}).token_file == "", "who comes through the socket needs none"
+    assert access_of({"store": "grpc+unix:///x.sock"}).token_file == "", "clients of the socket need no token"

@@ -1,4 +1,4 @@
-"""Where sources find objects, and how: places of namespaces, quire.toml's endpoint and credentials, former owner epochs."""
+"""How sources find objects: locations of namespaces, endpoint and credentials of quire.toml, former owner epochs."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ __all__ = ["s3_server"]  # a fixture
 
 
 def rows(reader: Any) -> list[dict[str, Any]]:
-    """What a reader has, by way of a pickle as executors get it."""
+    """The rows of a reader that was pickled, as for executors."""
     parts = pickle.loads(pickle.dumps(list(reader.partitions())))
     return [
         row for part in parts for batch in pickle.loads(pickle.dumps(reader)).read(part) for row in batch.to_pylist()
     ]
 
 
-def asked(source: type[QuireSource], options: dict[str, str], **more: str) -> Options:
+def options_for(source: type[QuireSource], options: dict[str, str], **more: str) -> Options:
     return source.parse({**options, **more})
 
 
-def test_a_store_is_given_opened_by_its_path_or_by_options(tmp_path: Path) -> None:
+def test_a_store_is_given_open_by_path_or_by_options(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
-        for given in (store, str(tmp_path), tmp_path, {"store": str(tmp_path)}):
-            assert options_of(given) == {"store": str(tmp_path)}
-            with access_of(options_of(given)).connect() as client:
+        for argument in (store, str(tmp_path), tmp_path, {"store": str(tmp_path)}):
+            assert options_of(argument) == {"store": str(tmp_path)}
+            with access_of(options_of(argument)).connect() as client:
                 assert client.server.path == store.path
 
 
-def test_sources_reach_object_stores_as_quire_toml_says(
+def test_sources_use_the_endpoint_and_credentials_of_quire_toml(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoint = "http://{}:{}".format(*request.getfixturevalue("s3_server"))
@@ -67,18 +67,18 @@ def test_sources_reach_object_stores_as_quire_toml_says(
         clicks.evict(warm=True)
         clicks.ledger.log.rotate()
         clicks.tick()
-        assert list_objects(clicks.store), "the objects are in the namespace's place"
+        assert list_objects(clicks.store), "the objects are in the namespace's location"
         with store.sqlite("shop", create=True) as db:
             db.execute("create table t(x)")
         store.checkpoint("shop")
         options = options_of(store)
 
         records = stream.RecordsReader(
-            given := asked(stream.StreamSource, options, stream="clicks"), stream.shape(given)
+            parsed := options_for(stream.StreamSource, options, stream="clicks"), stream.shape(parsed)
         )
         assert [row["payload"] for row in rows(records)] == [b"one", b"two"]
         logs = manifest_log.ManifestLogTable(
-            asked(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
+            options_for(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
         )
         assert "UploadDone" in {row["type"] for row in rows(logs)}
         source = pages.PagesSource(dict(options, database="shop", upload="true"))
@@ -92,8 +92,8 @@ def test_sources_reach_object_stores_as_quire_toml_says(
             assert object_options(elsewhere) == {}
 
 
-def test_a_log_of_a_former_owner_epoch_is_read_as_far_as_the_stream_went_on_from_it(tmp_path: Path) -> None:
-    """stream.json remembers where: what a deposed owner has written beyond that is no part of the log."""
+def test_a_log_of_a_former_owner_epoch_is_read_up_to_the_takeover(tmp_path: Path) -> None:
+    """stream.json has the position: later records of a deposed owner are not part of the log."""
     with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         clicks = store.stream("clicks", create=True)
         log = clicks.ledger.log
@@ -109,10 +109,10 @@ def test_a_log_of_a_former_owner_epoch_is_read_as_far_as_the_stream_went_on_from
     with quire.open(tmp_path / "store", settings=SETTINGS) as store:
         clicks = store.stream("clicks")
         (begin,) = clicks.ledger.log.objects.begins  # type: ignore[union-attr]
-        clicks.store.put(first.chunk_key(begin.chunk), foreign)  # the deposed owner goes on
+        clicks.store.put(first.chunk_key(begin.chunk), foreign)  # the deposed owner continues to write
         options = options_of(store)
         logs = manifest_log.ManifestLogTable(
-            asked(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
+            options_for(manifest_log.ManifestLogSource, options, tier="object"), manifest_log.SCHEMA
         )
-        found = rows(logs)
-        assert [row["ordinal"] for row in found] == list(range(count))
+        records = rows(logs)
+        assert [row["ordinal"] for row in records] == list(range(count))

@@ -1,7 +1,8 @@
-"""Every source answers every question on one DataFrame as it answers it alone, whatever was asked of it before.
+"""Every query on a DataFrame of a source has the same result in any order of queries.
 
-A reader that took Spark's filters kept them, so `count()` gave 1000, a filter 4, and `count()` again 4. What Spark
-keeps of a source between queries must not change what it answers.
+A reader that accepted Spark's filters kept them, so `count()` gave 1000, a filter 4, and `count()` again 4. The state
+that Spark
+keeps of a source between queries must not change results.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import pandas as pd  # type: ignore[import-untyped]
 import pytest
 from pyspark.sql import functions as sf
 
-from tests.spark.sourced import Owned, owned
+from tests.spark.served_store import ServedStore, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 MANY = 1_000
-COLUMNS_ASKED = 4
-"""Each question is a job of Spark's: some tenths of a second."""
+COLUMNS_QUERIED = 4
+"""Each query is a Spark job: some tenths of a second."""
 
 ONCE: dict[str, tuple[str, dict[str, Any]]] = {
     "sqlite": ("quire.sqlite", {"database": "shop", "table": "orders"}),
@@ -46,38 +47,38 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "stream, range": ("quire.stream", {"stream": "clicks", "start": 20, "end": 70, "since": 1}),
     "table, key": ("quire.table", {"table": "wal_catalog", "key": "1"}),
 }
-"""And with their options."""
+"""The same sources with their options."""
 
 SOURCES = ONCE | MORE
 EVERY = [*ONCE, *(pytest.param(what, marks=pytest.mark.slow) for what in MORE)]
 
-Question = tuple[str, Callable[["DataFrame"], Any], Callable[[pd.DataFrame], Any]]
+FrameQuery = tuple[str, Callable[["DataFrame"], Any], Callable[[pd.DataFrame], Any]]
 
 
 @pytest.fixture(scope="module")
-def owner(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owned]:
-    with owned(spark, tmp_path_factory.mktemp("questions") / "store") as made:
+def owner(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
+    with serve_store(spark, tmp_path_factory.mktemp("questions") / "store") as owner:
         for name in ("shop", "east", "west"):
-            made.run(
+            owner.run(
                 name,
                 "CREATE TABLE orders(id INTEGER PRIMARY KEY, who TEXT, price REAL, body BLOB)",
                 "INSERT INTO orders VALUES (?, ?, ?, ?)",
                 rows=[(n, f"w{n % 7}", n / 4, bytes([n % 9] * 40)) for n in range(MANY)],
             )
-        made.store.checkpoint("shop")
-        made.store.snapshot("shop", "monday")
-        made.run("shop", "DELETE FROM orders WHERE id % 5 = 0", "UPDATE orders SET price = -1 WHERE id % 11 = 3")
-        cart = made.store.kv("cart", create=True)
+        owner.store.checkpoint("shop")
+        owner.store.snapshot("shop", "monday")
+        owner.run("shop", "DELETE FROM orders WHERE id % 5 = 0", "UPDATE orders SET price = -1 WHERE id % 11 = 3")
+        cart = owner.store.kv("cart", create=True)
         cart.write({b"key-%03d" % n: b"%d" % (n % 4) for n in range(200)})
-        clicks = made.store.stream("clicks", create=True)
+        clicks = owner.store.stream("clicks", create=True)
         for start in range(0, 90, 30):
             clicks.append([b"%d" % (n % 6) for n in range(start, start + 30)]).result()
             clicks.seal()
-        yield made
+        yield owner
 
 
 def plain(value: Any) -> Any:
-    """A value that can be compared and counted: bytes of Spark's are bytearrays."""
+    """A value that can be compared and counted: Spark returns bytes as bytearrays."""
     return bytes(value) if isinstance(value, bytearray) else value
 
 
@@ -98,8 +99,8 @@ def literal(value: Any) -> Any:
     return sf.lit(bytearray(value) if isinstance(value, bytes) else value.item() if hasattr(value, "item") else value)
 
 
-def compared(name: str, sign: str, value: Any) -> Question:
-    """How many rows compare so with a value, as Spark and as pandas count them."""
+def compared(name: str, sign: str, value: Any) -> FrameQuery:
+    """The number of rows for which a comparison holds, in Spark and in pandas."""
     compare = eq if sign == "=" else gt
     return (
         f"{name} {sign}",
@@ -108,11 +109,11 @@ def compared(name: str, sign: str, value: Any) -> Question:
     )
 
 
-def questions(frame: DataFrame, truth: pd.DataFrame) -> list[Question]:
-    """Everything, and two filters that have nothing in common."""
-    names = [name for name in scalars(frame) if truth[name].notna().any()]
-    name = max(names, key=lambda each: truth[each].nunique())
-    values = sorted(truth[name].dropna().unique())
+def frame_queries(frame: DataFrame, expected_rows: pd.DataFrame) -> list[FrameQuery]:
+    """A count of all rows, and two disjoint filters."""
+    names = [name for name in scalars(frame) if expected_rows[name].notna().any()]
+    name = max(names, key=lambda column_: expected_rows[column_].nunique())
+    values = sorted(expected_rows[name].dropna().unique())
     return [
         ("count", lambda df: df.count(), len),
         compared(name, "=", values[0]),
@@ -121,77 +122,86 @@ def questions(frame: DataFrame, truth: pd.DataFrame) -> list[Question]:
 
 
 def every_pair(count: int) -> list[int]:
-    """A row of numbers in which each one follows each one, itself included: a de Bruijn sequence of pairs.
+    """A sequence of numbers in which each number follows each number, itself included: a de Bruijn sequence of pairs.
 
     >>> every_pair(2)
     [0, 0, 1, 1, 0]
     """
-    found = [0]
-    left = {(one, two) for one in range(count) for two in range(count)}
-    while left:
-        here = found[-1]
-        step = next((two for two in (*range(1, count), 0) if (here, two) in left and two != here), None)
-        chosen = here if (here, here) in left else step
-        assert chosen is not None, "greedy steps, zero last, never run out"
-        left.discard((here, chosen))
-        found.append(chosen)
-    return found
+    sequence = [0]
+    pairs = {(first, second) for first in range(count) for second in range(count)}
+    while pairs:
+        current = sequence[-1]
+        step = next(
+            (
+                following
+                for following in (*range(1, count), 0)
+                if (current, following) in pairs and following != current
+            ),
+            None,
+        )
+        next_number = current if (current, current) in pairs else step
+        assert next_number is not None, "greedy steps, with zero last, never run out"
+        pairs.discard((current, next_number))
+        sequence.append(next_number)
+    return sequence
 
 
-@pytest.mark.parametrize("what", EVERY)
-def test_each_question_has_one_answer_in_every_order(owner: Owned, what: str) -> None:
-    source, options = SOURCES[what]
-    truth = as_pandas(owner.read(source, **options))
-    assert len(truth) > 1, "there is something to ask about"
+@pytest.mark.parametrize("source_name", EVERY)
+def test_each_query_has_one_result_in_every_order(owner: ServedStore, source_name: str) -> None:
+    source, options = SOURCES[source_name]
+    expected_rows = as_pandas(owner.read(source, **options))
+    assert len(expected_rows) > 1, "the source has several rows"
     frame = owner.read(source, **options)
-    asked = questions(frame, truth)
-    expected = {name: of_pandas(truth) for name, _, of_pandas in asked}
-    assert 0 < expected[asked[1][0]] < len(truth) or len(truth) == expected[asked[1][0]] == 1
-    for step, number in enumerate(every_pair(len(asked))):
-        name, of_spark, _ = asked[number]
-        assert of_spark(frame) == expected[name], f"{name}, as question {step}"
-    for column in reversed(scalars(frame)[:COLUMNS_ASKED]):  # keys come first, so they are asked about last
-        value = next((cell for cell in truth[column] if cell is not None and cell == cell), None)
+    queries = frame_queries(frame, expected_rows)
+    expected = {name: of_pandas(expected_rows) for name, _, of_pandas in queries}
+    assert 0 < expected[queries[1][0]] < len(expected_rows) or len(expected_rows) == expected[queries[1][0]] == 1
+    for step, number in enumerate(every_pair(len(queries))):
+        name, of_spark, _ = queries[number]
+        assert of_spark(frame) == expected[name], f"{name}, as query {step}"
+    for column in reversed(scalars(frame)[:COLUMNS_QUERIED]):  # keys come first, so they are queried last
+        value = next((cell for cell in expected_rows[column] if cell is not None and cell == cell), None)
         if value is not None:
             name, of_spark, of_pandas = compared(column, "=", value)
-            assert of_spark(frame) == of_pandas(truth), name
-    name = asked[1][0].split()[0]
-    found = sorted((plain(row[0]) for row in frame.select(name).collect()), key=repr)
-    assert found == [row[0] for row in rows(truth, [name])], "a projection, after all of them"
+            assert of_spark(frame) == of_pandas(expected_rows), name
+    name = queries[1][0].split()[0]
+    values = sorted((plain(row[0]) for row in frame.select(name).collect()), key=repr)
+    assert values == [row[0] for row in rows(expected_rows, [name])], "a projection, after all filters"
 
 
-def told(frame: DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
+def frame_rows(frame: DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
     return sorted((tuple(map(plain, row)) for row in frame.select(*columns).collect()), key=repr)
 
 
-def rows(truth: pd.DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
-    cells = truth[columns].astype(object).where(truth[columns].notna(), None)
+def rows(expected_rows: pd.DataFrame, columns: list[str]) -> list[tuple[Any, ...]]:
+    cells = expected_rows[columns].astype(object).where(expected_rows[columns].notna(), None)
     return sorted((tuple(row) for row in cells.itertuples(index=False, name=None)), key=repr)
 
 
-@pytest.mark.parametrize("what", EVERY)
-def test_a_frame_may_be_joined_and_united_with_itself_cut_and_cached(owner: Owned, what: str) -> None:
-    source, options = SOURCES[what]
-    truth = as_pandas(owner.read(source, **options))
+@pytest.mark.parametrize("source_name", EVERY)
+def test_a_frame_can_be_joined_with_itself_united_limited_and_cached(owner: ServedStore, source_name: str) -> None:
+    source, options = SOURCES[source_name]
+    expected_rows = as_pandas(owner.read(source, **options))
     frame = owner.read(source, **options)
-    names = [name for name in scalars(frame) if truth[name].notna().any()]
-    name = max(names, key=lambda each: truth[each].nunique())
-    values = sorted(truth[name].dropna().unique())
+    names = [name for name in scalars(frame) if expected_rows[name].notna().any()]
+    name = max(names, key=lambda column_: expected_rows[column_].nunique())
+    values = sorted(expected_rows[name].dropna().unique())
     middle, last = values[len(values) // 2], values[-1]
-    above = truth[name].map(lambda value: value is not None and value > middle)
+    above = expected_rows[name].map(lambda value: value is not None and value > middle)
     few, end = frame.where(sf.col(name) > literal(middle)), frame.where(sf.col(name) == literal(last))
 
     united = few.union(end).union(frame)
-    assert told(united, names) == rows(pd.concat([truth[above], truth[truth[name] == last], truth]), names)
+    assert frame_rows(united, names) == rows(
+        pd.concat([expected_rows[above], expected_rows[expected_rows[name] == last], expected_rows]), names
+    )
     joined = few.alias("a").join(frame.alias("b"), sf.col(f"a.{name}") == sf.col(f"b.{name}"))
-    assert joined.count() == len(truth[above].merge(truth, on=name))
+    assert joined.count() == len(expected_rows[above].merge(expected_rows, on=name))
     assert frame.limit(1).count() == 1
-    assert frame.count() == len(truth), "a limit is not kept either"
+    assert frame.count() == len(expected_rows), "a limit is not kept either"
 
-    kept = frame.cache()
+    cached = frame.cache()
     try:
-        assert kept.where(sf.col(name) == literal(last)).count() == int((truth[name] == last).sum())
-        assert told(kept, names) == rows(truth, names)
+        assert cached.where(sf.col(name) == literal(last)).count() == int((expected_rows[name] == last).sum())
+        assert frame_rows(cached, names) == rows(expected_rows, names)
     finally:
-        kept.unpersist()
-    assert frame.count() == len(truth)
+        cached.unpersist()
+    assert frame.count() == len(expected_rows)

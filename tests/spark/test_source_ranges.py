@@ -1,6 +1,6 @@
 """Very many databases in one query: partitions are ranges of names, and tasks ask the owner for the versions of theirs.
 
-Without a session, but for the last test: readers plan here, and read from pickles as Spark's tasks do.
+All tests but the last run without a session: readers plan here, and read from pickles as Spark's tasks do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.views import LentRange, LocatedVersion, VersionReaders, joined
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import QUIET, opened, owned, rows_of
+from tests.spark.served_store import QUIET, open_served, rows_of, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -64,7 +64,7 @@ def store(tmp_path: Path, clock: ManualClock, small: None) -> Iterator[Store]:
 
 
 def name(number: int) -> str:
-    return f"tenant-{number * 7 % DATABASES:03d}"  # the order of names is not that of ids
+    return f"tenant-{number * 7 % DATABASES:03d}"  # names are not in the order of ids
 
 
 def run(store: Store, database: str, *statements: str) -> None:
@@ -74,14 +74,14 @@ def run(store: Store, database: str, *statements: str) -> None:
 
 
 def planned(store: Store, **options: Any) -> tuple[Any, list[Any]]:
-    given = {"store": store.path, "table": "t", "databases": "tenant-*", **options}
-    source = SqliteSource({name: str(value) for name, value in given.items()})
+    all_options = {"store": store.path, "table": "t", "databases": "tenant-*", **options}
+    source = SqliteSource({name: str(value) for name, value in all_options.items()})
     reader = source.reader(source.schema())
     return reader, list(reader.partitions())
 
 
 def read(reader: Any, parts: list[Any]) -> list[tuple[Any, ...]]:
-    """What tasks read, by way of pickles."""
+    """The rows that tasks read, from pickles."""
     tasks = pickle.loads(pickle.dumps([(reader, part) for part in parts]))
     return sorted(
         tuple(row.values()) for reader, part in tasks for batch in reader.read(part) for row in batch.to_pylist()
@@ -92,8 +92,8 @@ def expected(numbers: Iterator[int] | range = range(DATABASES)) -> list[tuple[An
     return [row for number in numbers for row in ((f"tenant-{number:03d}", 1, "x"), (f"tenant-{number:03d}", 2, "y"))]
 
 
-class Counted:
-    """A `submit` that notes how much it is given."""
+class RecordingSubmit:
+    """A `submit` that records the number of operations."""
 
     def __init__(self, submit: Any) -> None:
         self.submit, self.sizes = submit, list[int]()
@@ -106,11 +106,11 @@ class Counted:
 def test_many_databases_are_ranges_of_names_of_even_weight(store: Store, clock: ManualClock) -> None:
     head = store.feed.head()
     reader, parts = planned(store, partitions=4)
-    ranges = [each for part in parts for each in part.value]
-    assert all(isinstance(each, LentRange) for each in ranges)
+    ranges = [range_ for part in parts for range_ in part.value]
+    assert all(isinstance(range_, LentRange) for range_ in ranges)
     assert len(ranges) <= 32
-    assert len(pickle.dumps(parts)) < 8_000, "no list of databases"
-    weights = [sum(each.size_bytes for each in part.value) for part in parts]
+    assert len(pickle.dumps(parts)) < 8_000, "the partitions do not list databases"
+    weights = [sum(range_.size_bytes for range_ in part.value) for part in parts]
     assert len(parts) == 4
     assert max(weights) < 1.4 * min(weights)
     assert read(reader, parts) == expected()
@@ -120,19 +120,19 @@ def test_many_databases_are_ranges_of_names_of_even_weight(store: Store, clock: 
     clock.advance(KEEP_SECONDS + 1)
     store.maintain()
     with store.manifest.read() as txn:
-        assert txn.count(t.SNAPSHOT_READERS) == 0, "no trace some minutes later"
+        assert txn.count(t.SNAPSHOT_READERS) == 0, "nothing is left after some minutes"
     with pytest.raises(SnapshotGone, match="load it again"):
         read(reader, parts)
 
 
 def test_few_databases_are_listed_and_need_no_owner_to_be_read(store: Store) -> None:
     reader, parts = planned(store, databases="tenant-00*")
-    assert not [each for part in parts for each in part.value if isinstance(each, LentRange)]
+    assert not [piece for part in parts for piece in part.value if isinstance(piece, LentRange)]
     assert read(reader, parts) == expected(range(10))
 
 
 def test_the_databases_of_a_task_share_a_batch(store: Store) -> None:
-    """Spark spends some time on each batch, however small."""
+    """Spark has a cost per batch, however small."""
     for databases, rows in (("tenant-00*", 20), ("tenant-*", 2 * DATABASES)):
         reader, parts = planned(store, databases=databases, partitions=1)
         assert [batch.num_rows for part in parts for batch in reader.read(part)] == [rows]
@@ -149,16 +149,16 @@ def test_a_version_that_a_task_reads_in_several_ranges_is_opened_once(
     versions: list[LocatedVersion] = []
     open_version = VersionReaders.open
 
-    def opened(readers: VersionReaders, version: LocatedVersion) -> Any:
+    def recording_open(readers: VersionReaders, version: LocatedVersion) -> Any:
         versions.append(version)
         return open_version(readers, version)
 
-    monkeypatch.setattr(VersionReaders, "open", opened)
+    monkeypatch.setattr(VersionReaders, "open", recording_open)
     assert [row[1] for row in read(reader, parts)] == list(range(400))
     assert len(versions) == 1
 
 
-def test_what_happens_after_the_plan_is_not_read(store: Store) -> None:
+def test_changes_after_the_plan_are_not_read(store: Store) -> None:
     reader, parts = planned(store)
     run(store, "tenant-000", "INSERT INTO t VALUES (3, 'later')")
     run(store, "tenant-050", "DELETE FROM t")
@@ -167,8 +167,8 @@ def test_what_happens_after_the_plan_is_not_read(store: Store) -> None:
     store.drop("template")
     store.maintain()
     with store.manifest.read() as txn:
-        assert txn.count(t.DB) < DATABASES, "what was dropped is removed: nothing of its own is left"
-    assert read(reader, parts) == expected(), "as planned: what was dropped, too"
+        assert txn.count(t.DB) < DATABASES, "dropped databases are removed completely"
+    assert read(reader, parts) == expected(), "as planned, including dropped databases"
     assert len(read(*planned(store))) == 2 * DATABASES + 1 - 2 + 1 - 6
     assert store.manifest.check() == []
 
@@ -176,7 +176,7 @@ def test_what_happens_after_the_plan_is_not_read(store: Store) -> None:
 def test_a_plan_outlives_its_owner(store: Store, tmp_path: Path, clock: ManualClock) -> None:
     reader, parts = planned(store)
     store.close()
-    with opened(tmp_path / "store", clock) as again:
+    with open_served(tmp_path / "store", clock) as again:
         assert read(reader, parts) == expected()
         assert again.manifest.leases.count() == 1
 
@@ -189,49 +189,49 @@ def test_databases_that_are_dropped_while_a_query_is_planned_are_left_out(
     assert rows == expected(number for number in range(DATABASES) if number not in (100, 110))
 
 
-def at_name(monkeypatch: pytest.MonkeyPatch, reached: str, act: Callable[[], object]) -> None:
-    """Have something happen when the list of databases has come to a name."""
+def at_name(monkeypatch: pytest.MonkeyPatch, reached: str, callback: Callable[[], object]) -> None:
+    """Run a callback when the listing of databases reaches a name."""
     each_name = views.DatabaseSelection.each_name
 
     def acting(self: Any, client: Any) -> Iterator[str]:
         for name in each_name(self, client):
             yield name
             if name == reached:
-                act()
+                callback()
 
     monkeypatch.setattr(views.DatabaseSelection, "each_name", acting)
 
 
-def test_a_whole_call_of_databases_may_be_dropped_and_the_others_are_not_listed_for_it(
+def test_all_databases_of_a_call_can_be_dropped_without_listing_the_others(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty call was refused, and each dropped database had all of them listed."""
-    gone = [0, 1, 2, 60, 61, 62, 119]
-    at_name(monkeypatch, "tenant-015", lambda: store.drop_many([f"tenant-{number:03d}" for number in gone]))
+    """An empty call was refused, and each dropped database caused all of them to be listed."""
+    dropped = [0, 1, 2, 60, 61, 62, 119]
+    at_name(monkeypatch, "tenant-015", lambda: store.drop_many([f"tenant-{number:03d}" for number in dropped]))
     monkeypatch.setattr(views.DatabaseSelection, "matching", lambda *_: pytest.fail("a list of all databases"))
     rows = read(*planned(store))
-    assert rows == expected(number for number in range(DATABASES) if number not in gone)
+    assert rows == expected(number for number in range(DATABASES) if number not in dropped)
     assert store.manifest.leases.count() == 1
 
 
 def test_a_database_that_is_renamed_while_a_query_is_planned_is_read_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large one was met under both names."""
+    """A large one was found under both names."""
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 64 << 10)
     numbers = "WITH RECURSIVE n(i) AS (VALUES(10) UNION ALL SELECT i + 1 FROM n WHERE i < 3000)"
     run(store, "tenant-005", f"{numbers} INSERT INTO t SELECT i, printf('%0100d', i) FROM n")
 
     def rename() -> None:
-        store.rename("tenant-005", "tenant-200")  # large
+        store.rename("tenant-005", "tenant-200")  # a large one
         store.rename("tenant-006", "tenant-201")
 
-    monkeypatch.setattr(views, "LISTED_AT_ONCE", 50)  # the list has not come to the new names
+    monkeypatch.setattr(views, "LISTED_AT_ONCE", 50)  # the listing has not reached the new names
     at_name(monkeypatch, "tenant-070", rename)
-    found = read(*planned(store))
-    assert len(found) == len(set(found)) == 2 * DATABASES + 2_991
-    assert len({row[0] for row in found}) == DATABASES
-    assert {row[0] for row in found if row[0] >= "tenant-2"} == {"tenant-200", "tenant-201"}
+    rows_read = read(*planned(store))
+    assert len(rows_read) == len(set(rows_read)) == 2 * DATABASES + 2_991
+    assert len({row[0] for row in rows_read}) == DATABASES
+    assert {row[0] for row in rows_read if row[0] >= "tenant-2"} == {"tenant-200", "tenant-201"}
 
 
 def test_a_plan_that_fails_keeps_nothing(store: Store) -> None:
@@ -257,29 +257,30 @@ def test_a_database_that_is_dropped_before_its_log_is_uploaded_is_left_out(
     monkeypatch.setattr(Client, "lend", late)
     reader, parts = planned(store, upload="true")
     assert not dropped
-    changed = {"tenant-004", "tenant-051"}
+    changed_names = {"tenant-004", "tenant-051"}
     rows = [row for row in expected() if row[0] != "tenant-050"]
-    assert read(reader, parts) == sorted((*row[:2], "z" if row[0] in changed else row[2]) for row in rows)
+    assert read(reader, parts) == sorted((*row[:2], "z" if row[0] in changed_names else row[2]) for row in rows)
 
 
 def test_a_call_that_fails_after_its_rows_were_written_keeps_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A database was opened and dropped between the rows of the lease and the look at its version: its row had no version,
-    and whoever came to it was told that the lease had ended."""
+    """A database was opened and dropped between the rows of the lease and the read of its version: its row had no
+    version, and the error for its reader was that the lease had ended.
+    """
     at_rest, looks = anchors._mark_at_rest, list[int]()
 
     def dropped_at_second(engine: Any, txn: Any, db_id: int) -> Any:
         looks.append(db_id)
-        if looks.count(db_id) == 1 or db_id != wanted:
+        if looks.count(db_id) == 1 or db_id != db_id_1:
             return at_rest(engine, txn, db_id)
         store.drop("tenant-001")
         return None
 
-    wanted = store.database("tenant-001").db_id
+    db_id_1 = store.database("tenant-001").db_id
     monkeypatch.setattr(anchors, "_mark_at_rest", dropped_at_second)
     reader, parts = planned(store)
-    assert looks.count(wanted) == 2
+    assert looks.count(db_id_1) == 2
     assert read(reader, parts) == expected(number for number in range(DATABASES) if number != 1)
 
 
@@ -295,43 +296,43 @@ def test_names_of_any_alphabet_are_at_the_ends_of_ranges(store: Store) -> None:
     ]
     store.fork_many("template", names)
     reader, parts = planned(store)
-    ends = {each.last for part in parts for each in part.value}
+    ends = {range_.last for part in parts for range_ in part.value}
     assert max(ends) == "tenant-\U0001f600z"
     assert {row[0] for row in read(reader, parts)} == {*names, *(row[0] for row in expected())}
     assert len(read(reader, parts)) == 2 * (DATABASES + len(names))
 
 
-def test_a_task_that_is_repeated_or_given_up_reads_the_same(store: Store) -> None:
+def test_a_repeated_or_abandoned_task_reads_the_same(store: Store) -> None:
     reader, parts = planned(store, partitions=2)
-    begun = reader.read(parts[0])
-    assert next(begun).num_rows, "a task that fails here"
-    begun.close()
+    started = reader.read(parts[0])
+    assert next(started).num_rows, "the task fails here"
+    started.close()
     first = read(reader, parts[:1])
     run(store, first[0][0], "DELETE FROM t")
-    assert read(reader, [parts[0], parts[0]]) == sorted(first * 2), "two of them at once, as with speculation"
+    assert read(reader, [parts[0], parts[0]]) == sorted(first * 2), "two attempts at once, as with speculation"
 
 
 def test_a_task_opens_the_object_store_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It did so for each database, and read again what forks share."""
+    """It was opened per database, and what forks share was read repeatedly."""
     opened_stores = list[str]()
 
-    def counted(url: str, **more: Any) -> Any:
+    def recording_open(url: str, **more: Any) -> Any:
         opened_stores.append(url)
         return open_store(url, **more)
 
     reader, parts = planned(store, upload="true", partitions=2)
-    monkeypatch.setattr(views, "open_store", counted)
-    found = [tuple(row.values()) for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
-    assert sorted(found) == expected()
+    monkeypatch.setattr(views, "open_store", recording_open)
+    rows_read = [tuple(row.values()) for part in parts for batch in reader.read(part) for row in batch.to_pylist()]
+    assert sorted(rows_read) == expected()
     assert len(opened_stores) == len(parts) == 2
 
 
-def test_patterns_and_tags_choose_within_ranges(store: Store) -> None:
+def test_patterns_and_tags_select_within_ranges(store: Store) -> None:
     odd = [number for number in range(DATABASES) if number % 2]
     for number in odd:
         store.set_options(f"tenant-{number:03d}", tags={"plan": "paid"})
     reader, parts = planned(store, tags="plan=paid")
-    assert all(isinstance(each, LentRange) for part in parts for each in part.value)
+    assert all(isinstance(range_, LentRange) for part in parts for range_ in part.value)
     store.set_options("tenant-000", tags={"plan": "paid"})
     store.set_options("tenant-001", tags={})
     assert read(reader, parts) == expected(iter(odd))
@@ -350,63 +351,65 @@ def test_snapshots_of_many_databases_are_ranges_too(store: Store) -> None:
         planned(store, snapshot="nightly")
     assert store.manifest.leases.count() == 0
     reader, parts = planned(store, snapshot="nightly", absent="skip", partitions=3)
-    assert all(isinstance(each, LentRange) for part in parts for each in part.value)
+    assert all(isinstance(range_, LentRange) for part in parts for range_ in part.value)
     assert len(pickle.dumps(parts)) < 8_000
     for number in (1, 50, 119):
         store.drop_snapshot(f"tenant-{number:03d}", "nightly")
     store.snapshot("tenant-003", "nightly")
     store.drop("tenant-006", snapshots=True)
     store.maintain()
-    there = [number for number in range(DATABASES) if number not in without]
-    assert read(reader, parts) == expected(iter(there)), "as planned, what was dropped, too"
+    present = [number for number in range(DATABASES) if number not in without]
+    assert read(reader, parts) == expected(iter(present)), "as planned, including dropped databases"
     assert store.manifest.leases.count() == 1
-    kept = [number for number in range(DATABASES) if number not in (1, 4, 5, 6, 50, 70, 119)]
-    assert read(*planned(store, snapshot=1, absent="skip", upload="true")) == expected(iter(kept)), "by their ids"
+    remaining = [number for number in range(DATABASES) if number not in (1, 4, 5, 6, 50, 70, 119)]
+    assert read(*planned(store, snapshot=1, absent="skip", upload="true")) == expected(iter(remaining)), (
+        "by snapshot id"
+    )
     assert store.manifest.check() == []
 
 
-def test_columns_of_all_databases_are_looked_at_in_waves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All names were taken at once, and the columns of each database kept."""
+def test_columns_of_all_databases_are_read_in_waves(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All names were listed at once, and the columns of each database kept."""
     monkeypatch.setattr(sqlite, "COLUMNS_AT_ONCE", 10)
     each_name, columns = views.DatabaseSelection.each_name, sqlite._columns
-    ahead = [0, 0]  # now, and at most
+    ahead = [0, 0]  # current and maximum
 
-    def counted(self: Any, client: Any) -> Iterator[str]:
+    def counting_names(self: Any, client: Any) -> Iterator[str]:
         for name in each_name(self, client):
             ahead[0] += 1
             ahead[1] = max(ahead)
             yield name
 
-    def looked(*args: Any) -> Any:
-        found = columns(*args)
+    def counting_columns(*args: Any) -> Any:
+        result = columns(*args)
         ahead[0] -= 1
-        return found
+        return result
 
-    monkeypatch.setattr(views.DatabaseSelection, "each_name", counted)
-    monkeypatch.setattr(sqlite, "_columns", looked)
+    monkeypatch.setattr(views.DatabaseSelection, "each_name", counting_names)
+    monkeypatch.setattr(sqlite, "_columns", counting_columns)
     source = SqliteSource({"store": store.path, "table": "t", "databases": "tenant-*", "merge_schema": "true"})
     assert source.schema().names == ["_database", "a", "b"]
     assert ahead[1] <= 10
 
 
-def test_large_databases_among_many_are_cut_as_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_databases_among_many_are_divided(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "PIECE_BYTES", 64 << 10)
     numbers = "WITH RECURSIVE n(i) AS (VALUES(10) UNION ALL SELECT i + 1 FROM n WHERE i < 3000)"
     more = f"{numbers} INSERT INTO t SELECT i, hex(i) FROM n"
     big = ["tenant-000", "tenant-007", "tenant-008", "tenant-119"]
-    for each in big:
-        run(store, each, more, "INSERT INTO t SELECT a + 5000, printf('%0100d', a) FROM t")
+    for database in big:
+        run(store, database, more, "INSERT INTO t SELECT a + 5000, printf('%0100d', a) FROM t")
     reader, parts = planned(store, partitions=8)
-    pieces = [each for part in parts for each in part.value if not isinstance(each, LentRange)]
+    pieces = [piece_ for part in parts for piece_ in part.value if not isinstance(piece_, LentRange)]
     assert {piece.version.database for piece in pieces} == set(big)
     assert len(pieces) > len(big)
-    found = read(reader, parts)
-    assert len(found) == len(set(found)), "no row twice"
-    assert [row for row in found if row[1] < 10] == expected()
-    assert len([row for row in found if row[1] >= 10]) == len(big) * (2 * 2_991 + 2)
+    rows_read = read(reader, parts)
+    assert len(rows_read) == len(set(rows_read)), "no row is read twice"
+    assert [row for row in rows_read if row[1] < 10] == expected()
+    assert len([row for row in rows_read if row[1] >= 10]) == len(big) * (2 * 2_991 + 2)
 
 
-def test_options_mean_the_same_over_many(store: Store) -> None:
+def test_options_mean_the_same_for_many_databases(store: Store) -> None:
     run(store, "tenant-005", "ALTER TABLE t ADD COLUMN c", "UPDATE t SET c = 7")
     run(store, "tenant-006", "DROP TABLE t")
     with pytest.raises(NotFound):
@@ -431,7 +434,7 @@ def test_options_mean_the_same_over_many(store: Store) -> None:
 def test_a_lease_on_more_databases_than_a_batch_has_rows_is_renewed_and_ends(
     store: Store, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store.manifest, "submit", submits := Counted(store.manifest.submit))
+    monkeypatch.setattr(store.manifest, "submit", submits := RecordingSubmit(store.manifest.submit))
     monkeypatch.setattr(leases, "ROWS_AT_ONCE", 50)
     reader, parts = planned(store)
     for _ in range(3):
@@ -447,18 +450,18 @@ def test_a_lease_on_more_databases_than_a_batch_has_rows_is_renewed_and_ends(
 
 def test_neighbours_are_joined_up_to_a_size() -> None:
     def cuts(ranges: list[LentRange]) -> list[tuple[str, str, int]]:
-        return [(each.after, each.last, each.size_bytes) for each in ranges]
+        return [(range_.after, range_.last, range_.size_bytes) for range_ in ranges]
 
     ranges = [LentRange(1, str(number), str(number + 1), 10, "") for number in range(5)]
     assert cuts(joined(ranges, 25)) == [("0", "2", 20), ("2", "4", 20), ("4", "5", 10)]
     assert cuts(joined(ranges, 100)) == [("0", "5", 50)]
     apart = [LentRange(1, "a", "b", 10, ""), LentRange(1, "c", "d", 10, "")]
-    assert joined(apart, 100) == apart, "a large database is between them"
+    assert joined(apart, 100) == apart, "a large database lies between them"
 
 
 def test_spark_reads_more_databases_than_it_lists(spark: SparkSession, tmp_path: Path) -> None:
-    """With the limits as they are: other processes plan and read."""
-    with owned(spark, tmp_path / "many") as many:
+    """With the default limits: other processes plan and read."""
+    with serve_store(spark, tmp_path / "many") as many:
         many.run("template", "CREATE TABLE t(a INTEGER PRIMARY KEY)", "INSERT INTO t VALUES (1), (2)")
         many.store.fork_many("template", [f"tenant-{number:04d}" for number in range(1_100)])
         frame = many.read("quire.sqlite", databases="tenant-*", table="t")

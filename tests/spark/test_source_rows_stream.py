@@ -1,6 +1,7 @@
-"""`quire.rows` as a stream: all rows, then what changed, exactly once over restarts, by versions that its consumer holds.
+"""`quire.rows` as a stream: all rows, then the changes, exactly once across restarts, with versions that its consumer
+holds.
 
-Most tests drive a reader as Spark's micro-batches do; one has Spark do it.
+Most tests drive a reader as Spark's micro-batches do; one runs on Spark.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quire.spark.sources.rows import RowsQueryReader, RowsSource
 from quire.store.store import Store
 from quire.store.why import why
 from quire.testing.clock import ManualClock
-from tests.spark.sourced import QUIET, opened, owned
+from tests.spark.served_store import QUIET, open_served, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,7 +50,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
-    with opened(tmp_path / "store", clock) as store:
+    with open_served(tmp_path / "store", clock) as store:
         yield store
 
 
@@ -60,24 +61,25 @@ def run(store: Store, database: str, *statements: str) -> None:
 
 
 class Query:
-    """What Spark does with a reader: an offset is written down before its batch is planned, and committed when the next one
-    is."""
+    """What Spark does with a reader: an offset is recorded before its batch is planned, and committed when the next one
+    is planned.
+    """
 
     def __init__(self, store: Store, **options: Any) -> None:
-        given = {"databases": "*", "table": "t", "consumer": "c", **options}
-        self._options = {"store": store.path, **{name.rstrip("_"): str(value) for name, value in given.items()}}
+        all_options = {"databases": "*", "table": "t", "consumer": "c", **options}
+        self._options = {"store": store.path, **{name.rstrip("_"): str(value) for name, value in all_options.items()}}
         self.schema = RowsSource(self._options).schema()
         self.offsets: list[dict[str, Any]] = []
         self.restart()
 
     def restart(self) -> None:
-        """Begin again with the same checkpoint."""
+        """Start again with the same checkpoint."""
         reader = RowsSource(self._options).streamReader(self.schema)
         self.reader: RowsQueryReader = pickle.loads(pickle.dumps(reader))
         _readers.append(self.reader)
 
     def plan(self) -> bool:
-        """Whether there is a next batch; then its offset is written down."""
+        """Whether there is a next batch; if so, its offset is recorded."""
         if not self.offsets:
             self.offsets.append(self.reader.initialOffset())
         end = self.reader.latestOffset(self.offsets[-1], ReadAllAvailable())
@@ -92,7 +94,7 @@ class Query:
         """The rows of the last batch."""
         start, end = self.offsets[-2:]
         if len(self.offsets) == 2:
-            assert self.reader.initialOffset() == start, "Spark asks again for the first batch"
+            assert self.reader.initialOffset() == start, "Spark asks for the first batch again"
         return sorted(
             (row["_database"], row["_op"], row["_key"], row["a"])
             for part in self.reader.partitions(start, end)
@@ -101,7 +103,7 @@ class Query:
         )
 
     def next(self) -> list[tuple[Any, ...]]:
-        """The rows of the next batch; none if there is none."""
+        """The rows of the next batch, or an empty list."""
         return self.rows() if self.plan() else []
 
 
@@ -110,14 +112,14 @@ def pins(store: Store) -> int:
         return txn.count(t.SNAPSHOT_READERS)
 
 
-def test_all_rows_then_what_changed(store: Store) -> None:
+def test_all_rows_are_followed_by_changes(store: Store) -> None:
     for name in ("east", "west"):
         run(store, name, "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     query = Query(store)
     everything = [("east", "insert", "1", 1), ("west", "insert", "1", 1)]
     assert query.next() == everything
     query.restart()
-    assert query.rows() == everything, "the driver was killed in its first batch"
+    assert query.rows() == everything, "as after a kill in the first batch"
     assert query.next() == []
     run(store, "west", "INSERT INTO t VALUES (2)")
     run(store, "west", "UPDATE t SET a = 7 WHERE a = 1")
@@ -129,11 +131,11 @@ def test_all_rows_then_what_changed(store: Store) -> None:
     run(store, "east", "DELETE FROM t")
     assert query.next() == [("east", "delete", "1", 1)]
     query.next()
-    assert pins(store) == 5, "a version of each database, and that of the batch before"
+    assert pins(store) == 5, "a version per database, and that of the previous batch"
     assert store.info().snapshots == 0
 
 
-def test_checkpoints_and_merges_take_nothing_away_from_a_consumer(store: Store, clock: ManualClock) -> None:
+def test_checkpoints_and_merges_keep_the_versions_of_a_consumer(store: Store, clock: ManualClock) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1), (2)")
     query = Query(store)
     assert len(query.next()) == 2
@@ -147,7 +149,7 @@ def test_checkpoints_and_merges_take_nothing_away_from_a_consumer(store: Store, 
     assert query.next() == []
 
 
-def test_a_batch_is_the_same_when_it_is_planned_again(store: Store) -> None:
+def test_a_batch_is_the_same_when_planned_again(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     run(store, "gone", "CREATE TABLE t(a)", "INSERT INTO t VALUES (8)")
     query = Query(store)
@@ -159,14 +161,14 @@ def test_a_batch_is_the_same_when_it_is_planned_again(store: Store) -> None:
     run(store, "shop", "INSERT INTO t VALUES (3)")
     store.drop("gone")
     query.restart()
-    assert query.rows() == expected, "the driver was killed before the batch was done"
+    assert query.rows() == expected, "as after a kill before the end of the batch"
     assert query.next() == [("gone", "delete", "1", 8), ("shop", "insert", "3", 3)]
     query.restart()
     assert query.rows() == [("gone", "delete", "1", 8), ("shop", "insert", "3", 3)]
     assert query.next() == []
 
 
-def test_an_offset_that_was_never_written_down_is_forgotten(store: Store) -> None:
+def test_an_offset_that_was_never_recorded_is_released(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     query = Query(store)
     query.next()
@@ -179,7 +181,7 @@ def test_an_offset_that_was_never_written_down_is_forgotten(store: Store) -> Non
     assert pins(store) == 2
 
 
-def test_a_store_that_is_opened_again_still_has_the_versions(store: Store, tmp_path: Path, clock: ManualClock) -> None:
+def test_a_reopened_store_still_has_the_versions(store: Store, tmp_path: Path, clock: ManualClock) -> None:
     with quire.open(tmp_path / "other", settings=QUIET, clock=clock) as other:
         options_of(other)
         run(other, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1), (2)")
@@ -196,24 +198,24 @@ def test_a_store_that_is_opened_again_still_has_the_versions(store: Store, tmp_p
         _readers.pop().stop()
 
 
-def test_a_dropped_database_is_all_deletes_and_one_with_its_name_is_compared_with_it(store: Store) -> None:
+def test_a_dropped_database_gives_deletes_and_a_new_one_with_its_name_is_compared_with_it(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1), (2), (3)")
     run(store, "other", "CREATE TABLE t(a)", "INSERT INTO t VALUES (5)")
     store.snapshot("shop", "monday")
     query = Query(store, notices="true")
     query.next()
     run(store, "shop", "DELETE FROM t WHERE a = 3", "INSERT INTO t VALUES (4)")
-    assert query.next() == [("shop", "update", "3", 4)], "the rowid is used again"
-    # Rewound: a fork of the snapshot takes the name.
+    assert query.next() == [("shop", "update", "3", 4)], "the rowid is reused"
+    # Rewound: a fork of the snapshot takes over the name.
     store.fork("shop", "back", at="monday")
     store.rename("shop", "abandoned")
     store.rename("back", "shop")
-    told = query.next()
-    assert [row for row in told if row[0] == "shop"] == [
+    rows = query.next()
+    assert [row for row in rows if row[0] == "shop"] == [
         ("shop", "replaced", "another database has this name now", None),
         ("shop", "update", "3", 3),
     ]
-    assert len([row for row in told if row[0] == "abandoned"]) == 3
+    assert len([row for row in rows if row[0] == "abandoned"]) == 3
     store.drop("abandoned", snapshots=True)
     store.drop("other")
     assert query.next() == [
@@ -227,7 +229,7 @@ def test_a_dropped_database_is_all_deletes_and_one_with_its_name_is_compared_wit
     assert query.next() == []
 
 
-def test_a_database_that_is_rolled_back_gives_the_rows_by_which_it_went_back(store: Store) -> None:
+def test_a_rollback_gives_the_rows_that_it_changed(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1), (2)")
     store.snapshot("shop", "monday")
     query = Query(store)
@@ -239,10 +241,10 @@ def test_a_database_that_is_rolled_back_gives_the_rows_by_which_it_went_back(sto
     assert query.next() == []
 
 
-def test_an_owner_that_ends_before_a_version_is_kept_leaves_nothing_that_counts(
+def test_an_owner_that_ends_before_a_version_is_recorded_leaves_nothing(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lease is there, the version as a value is not: Spark was never told of it."""
+    """The lease exists but the version's row does not: Spark never got it."""
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     query = Query(store)
     query.next()
@@ -261,7 +263,7 @@ def test_an_owner_that_ends_before_a_version_is_kept_leaves_nothing_that_counts(
     assert pins(store) == 2
 
 
-def test_a_consumer_that_is_not_heard_of_lets_go_of_everything(store: Store, clock: ManualClock) -> None:
+def test_a_silent_consumer_releases_everything(store: Store, clock: ManualClock) -> None:
     for name in ("east", "west"):
         run(store, name, "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     query = Query(store)
@@ -270,7 +272,7 @@ def test_a_consumer_that_is_not_heard_of_lets_go_of_everything(store: Store, clo
     query.next()
     for _ in range(3):
         clock.advance(DAY - 60)
-        assert query.next() == [], "a query that idles keeps its versions, all of them"
+        assert query.next() == [], "an idle query keeps all of its versions"
     assert pins(store) == 3
     with store.manifest.read() as txn:
         assert "is the consumer c of row changes" in str(why(txn, "west"))
@@ -293,7 +295,7 @@ def test_an_older_checkpoint_is_refused(store: Store) -> None:
     with pytest.raises(CursorLost, match="older checkpoint"):
         query.next()
     again = Query(store)
-    assert len(again.next()) == 5, "a new checkpoint begins with all rows"
+    assert len(again.next()) == 5, "a new checkpoint starts with all rows"
     assert pins(store) == 1
     other = Query(store)
     other.offsets = [{**query.offsets[0], "store": "another"}]
@@ -301,19 +303,19 @@ def test_an_older_checkpoint_is_refused(store: Store) -> None:
         other.next()
 
 
-def test_few_databases_at_a_time_and_none_is_starved(store: Store) -> None:
+def test_the_databases_of_a_batch_are_limited_and_none_is_starved(store: Store) -> None:
     for number in range(5):
         run(store, f"d{number}", "CREATE TABLE t(a)", "INSERT INTO t VALUES (0)")
     query = Query(store, max_databases=2)
-    seen: list[str] = []
+    databases: list[str] = []
     for _ in range(5):
         run(store, "d0", "INSERT INTO t VALUES (1)")
-        seen += sorted({row[0] for row in query.next()})
-    assert set(seen[:6]) == {"d0", "d1", "d2", "d3", "d4"}
+        databases += sorted({row[0] for row in query.next()})
+    assert set(databases[:6]) == {"d0", "d1", "d2", "d3", "d4"}
 
 
-def test_few_changes_at_a_time_however_large_one_is(store: Store) -> None:
-    """A batch ends before the database with which it would have more than `max_pages`; one that is larger comes alone."""
+def test_the_changes_of_a_batch_are_limited(store: Store) -> None:
+    """A batch ends before the database with which it would exceed `max_pages`; a larger database is a batch by itself."""
     for number in range(4):
         run(store, f"d{number}", "CREATE TABLE t(a TEXT)", "INSERT INTO t VALUES (0)")
     query = Query(store, max_pages=1_000)
@@ -322,11 +324,11 @@ def test_few_changes_at_a_time_however_large_one_is(store: Store) -> None:
     many = f"{numbers} INSERT INTO t SELECT printf('%4000d', i) FROM n"
     for number in range(4):
         run(store, f"d{number}", many if number in (1, 2) else "INSERT INTO t VALUES (1)")
-    seen = [sorted({row[0] for row in query.next()}) for _ in range(5)]
-    assert seen == [["d0"], ["d1"], ["d2"], ["d3"], []]
+    batches = [sorted({row[0] for row in query.next()}) for _ in range(5)]
+    assert batches == [["d0"], ["d1"], ["d2"], ["d3"], []]
 
 
-def test_dropped_databases_count(store: Store) -> None:
+def test_dropped_databases_count_towards_the_limit(store: Store) -> None:
     for number in range(5):
         run(store, f"d{number}", "CREATE TABLE t(a)", "INSERT INTO t VALUES (0)")
     query = Query(store, max_databases=2)
@@ -345,7 +347,7 @@ def test_dropped_databases_count(store: Store) -> None:
     assert pins(store) == 1
 
 
-def test_what_is_available_now_ends(store: Store) -> None:
+def test_a_run_of_the_available_data_ends(store: Store) -> None:
     for number in range(3):
         run(store, f"d{number}", "CREATE TABLE t(a)", "INSERT INTO t VALUES (0)")
     query = Query(store, max_databases=1)
@@ -358,13 +360,13 @@ def test_what_is_available_now_ends(store: Store) -> None:
     assert sorted(map(sorted, batches)) == [["d0"], ["d1"], ["d2"]]
     query.restart()
     query.reader.prepareForTriggerAvailableNow()
-    left = []
+    remaining = []
     while query.plan():
-        left += query.rows()
-    assert {row[0] for row in left} == {"d0", "d1", "d2"}
+        remaining += query.rows()
+    assert {row[0] for row in remaining} == {"d0", "d1", "d2"}
 
 
-def test_a_stream_can_begin_now_or_at_a_snapshot(store: Store) -> None:
+def test_a_stream_can_start_now_or_at_a_snapshot(store: Store) -> None:
     run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
     store.snapshot("shop", "monday")
     run(store, "shop", "INSERT INTO t VALUES (2)")
@@ -384,12 +386,12 @@ def test_a_stream_can_begin_now_or_at_a_snapshot(store: Store) -> None:
 
 @pytest.mark.slow
 def test_on_spark(spark: SparkSession, tmp_path: Path) -> None:
-    with owned(spark, tmp_path / "store") as owner:
+    with serve_store(spark, tmp_path / "store") as owner:
         owner.run("east", "CREATE TABLE t(id INTEGER PRIMARY KEY, a)", "INSERT INTO t VALUES (1, 1), (2, 2)")
 
         def read_all() -> None:
-            given = {"databases": "*", "table": "t", "consumer": "lake", "notices": "false"}
-            frame = spark.readStream.format("quire.rows").options(**owner.options, **given).load()
+            source_options = {"databases": "*", "table": "t", "consumer": "lake", "notices": "false"}
+            frame = spark.readStream.format("quire.rows").options(**owner.options, **source_options).load()
             writer = frame.writeStream.format("parquet").option("checkpointLocation", str(tmp_path / "checkpoint"))
             query = writer.trigger(availableNow=True).start(str(tmp_path / "out"))
             query.awaitTermination()

@@ -1,6 +1,6 @@
-"""Types of SQLite columns on Spark: what was declared, unless a sample of the values contradicts it.
+"""Types of SQLite columns on Spark: the declared type, unless a sample of the values contradicts it.
 
-Most tests plan and read in this process, as Spark has it done in its own.
+Most tests plan and read in this process, as Spark does in its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.spark.sources.pages import PagesSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.sqlite_tables import parsed_types
 from quire.store.store import Store
-from tests.spark.sourced import QUIET, owned
+from tests.spark.served_store import QUIET, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store", settings=QUIET) as made:
-        options_of(made)
-        yield made
+    with quire.open(tmp_path / "store", settings=QUIET) as store:
+        options_of(store)
+        yield store
 
 
 def fill(store: Store, database: str, table: str, *rows: tuple[Any, ...]) -> None:
@@ -50,8 +50,8 @@ def types(store: Store, **options: Any) -> dict[str, str]:
 
 
 def rows(store: Store, **options: Any) -> list[tuple[Any, ...]]:
-    made = source(store, **options)
-    reader = made.reader(made.schema())
+    sqlite_source = source(store, **options)
+    reader = sqlite_source.reader(sqlite_source.schema())
     return [
         tuple(row.values()) for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()
     ]
@@ -75,7 +75,7 @@ def test_columns_without_a_type_get_that_of_their_values(store: Store) -> None:
     ]
 
 
-def test_values_that_contradict_a_declaration_decide(store: Store) -> None:
+def test_values_take_precedence_over_a_declaration(store: Store) -> None:
     fill(
         store, "shop", "t(i INTEGER, r REAL, s TEXT, f BOOL, d DATE, m MONEY)",
         (1, 1.5, "a", 1, "2024-02-29", 5), ("one", "?", b"\x00", "yes", 1_700_000_000, 2.5),
@@ -94,7 +94,7 @@ def test_all_parts_of_a_large_table_are_sampled(store: Store) -> None:
     assert types(store, database="shop") == {"a": "double"}
 
 
-def test_types_can_be_given_and_what_does_not_fit_follows_one_rule(store: Store) -> None:
+def test_types_can_be_given_and_misfits_follow_one_rule(store: Store) -> None:
     fill(store, "shop", "t(price, day, note)", ("1.50", "2024-02-29", "x"), ("2", "2024-03-01", 7))
     assert types(store, database="shop", types="price decimal(10,2), DAY date") == {
         "price": "decimal(10,2)", "day": "date", "note": "string",
@@ -110,19 +110,19 @@ def test_types_can_be_given_and_what_does_not_fit_follows_one_rule(store: Store)
 @pytest.mark.parametrize(
     "text", ["price", "price money", "price double qty int", "price decimal(4)", "price bigint(1,2)"]
 )
-def test_types_that_cannot_be_read_are_refused(text: str) -> None:
+def test_unparsable_types_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="must list columns and their types"):
         parsed_types(text)
 
 
-def test_types_are_read(store: Store) -> None:
+def test_types_are_parsed(store: Store) -> None:
     read: dict[str, DataType] = parsed_types(" a int , `b c` decimal( 5 , 2 ),d STRING ")
     assert {name: kind.simpleString() for name, kind in read.items()} == {
         "a": "int", "b c": "decimal(5,2)", "d": "string",
     }  # fmt: skip
 
 
-def test_columns_of_all_databases_are_merged_if_that_is_asked_for(store: Store) -> None:
+def test_columns_of_all_databases_are_merged_on_request(store: Store) -> None:
     fill(store, "d1", "t(a INTEGER, b TEXT)", (1, "x"))
     fill(store, "d2", "t(B TEXT, c, a REAL)", ("y", 5, 2.5))
     fill(store, "d3", "other(z)")
@@ -134,7 +134,7 @@ def test_columns_of_all_databases_are_merged_if_that_is_asked_for(store: Store) 
     assert sorted(rows(store, **merged)) == [("d1", 1.0, "x", None), ("d2", 2.5, "y", 5)]
 
 
-def test_a_snapshot_is_each_databases_own_and_one_that_is_missing_an_error_or_skipped(store: Store) -> None:
+def test_each_database_has_its_own_snapshot_and_a_missing_one_is_an_error_or_skipped(store: Store) -> None:
     for number in range(3):
         fill(store, f"d{number}", "t(a)", (number,))
         if number:
@@ -143,17 +143,19 @@ def test_a_snapshot_is_each_databases_own_and_one_that_is_missing_an_error_or_sk
             connection.execute("INSERT INTO t VALUES (99)")
     with pytest.raises(UnknownSnapshot, match="nightly"):
         types(store, databases="d*", snapshot="nightly")
-    given = {"databases": "d*", "snapshot": "nightly", "absent": "skip"}
-    assert sorted(rows(store, **given)) == [("d1", 1), ("d2", 2)]
-    made = PagesSource({"store": store.path, **given})
-    reader = made.reader(made.schema())
+    source_options = {"databases": "d*", "snapshot": "nightly", "absent": "skip"}
+    assert sorted(rows(store, **source_options)) == [("d1", 1), ("d2", 2)]
+    pages_source = PagesSource({"store": store.path, **source_options})
+    reader = pages_source.reader(pages_source.schema())
     assert len(list(reader.partitions())) > 0
     with pytest.raises(UnknownSnapshot, match="nightly"):
-        PagesSource({"store": store.path, **given, "absent": "error"}).reader(made.schema()).partitions()
+        PagesSource({"store": store.path, **source_options, "absent": "error"}).reader(
+            pages_source.schema()
+        ).partitions()
 
 
 def test_prices_without_types_are_summed_in_ansi_mode(spark: SparkSession, tmp_path: Path) -> None:
-    with owned(spark, tmp_path / "store") as owner:
+    with serve_store(spark, tmp_path / "store") as owner:
         owner.run(
             "tpch",
             "CREATE TABLE lineitem(orderkey, quantity, price, discount, returnflag, shipdate)",

@@ -1,4 +1,4 @@
-"""`df.write.format("quire.sqlite")`: all of a job's rows or none, once, whatever becomes of its tasks."""
+"""`df.write.format("quire.sqlite")`: all rows of a job or none, once, whatever happens to its tasks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pyspark.sql.types import LongType, StructField, StructType
 from quire.spark.sources.base import Options
 from quire.spark.sources.sqlite_write import WRITING, SqliteTarget
 from quire.spark.sources.writers import PartMessage, PartWriter
-from tests.spark.sourced import Owned, owned
+from tests.spark.served_store import ServedStore, serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 
 @pytest.fixture
-def owner(spark: SparkSession, tmp_path: Path) -> Iterator[Owned]:
-    with owned(spark, tmp_path / "store") as made:
-        made.run("shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, who TEXT)", "INSERT INTO t VALUES (0, 'before')")
-        yield made
+def owner(spark: SparkSession, tmp_path: Path) -> Iterator[ServedStore]:
+    with serve_store(spark, tmp_path / "store") as owner:
+        owner.run("shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, who TEXT)", "INSERT INTO t VALUES (0, 'before')")
+        yield owner
 
 
-def write(owner: Owned, frame: DataFrame, mode: str = "append", **options: Any) -> None:
-    given = {"database": "shop", "table": "t", **options}
-    frame.write.format("quire.sqlite").mode(mode).options(**owner.options, **given).save()
+def write(owner: ServedStore, frame: DataFrame, mode: str = "append", **options: Any) -> None:
+    all_options = {"database": "shop", "table": "t", **options}
+    frame.write.format("quire.sqlite").mode(mode).options(**owner.options, **all_options).save()
 
 
-def staged(owner: Owned) -> list[Path]:
+def staged(owner: ServedStore) -> list[Path]:
     return list(Path(owner.store.path, "scratch").glob("*"))
 
 
-def test_rows_of_all_tasks_are_appended_in_one_transaction(owner: Owned) -> None:
+def test_rows_of_all_tasks_are_appended_in_one_transaction(owner: ServedStore) -> None:
     before = owner.query("shop", "PRAGMA quire_epoch")
     frame = owner.spark.range(1, 1_001, numPartitions=3).selectExpr("id", "concat('w', id) AS who")
     write(owner, frame)
@@ -44,12 +44,12 @@ def test_rows_of_all_tasks_are_appended_in_one_transaction(owner: Owned) -> None
     assert staged(owner) == []
 
 
-def test_overwriting_replaces_the_rows_and_columns_are_matched_by_name(owner: Owned) -> None:
+def test_overwriting_replaces_the_rows_and_columns_are_matched_by_name(owner: ServedStore) -> None:
     write(owner, owner.spark.range(5, 7).selectExpr("'x' AS who", "id"), "overwrite")
     assert owner.query("shop", "SELECT * FROM t") == [(5, "x"), (6, "x")]
 
 
-def test_a_new_table_has_the_types_of_the_frame_and_is_read_back_as_it_was(owner: Owned) -> None:
+def test_a_new_table_has_the_types_of_the_frame_and_is_read_back_unchanged(owner: ServedStore) -> None:
     frame = owner.spark.sql(
         "SELECT 1 AS n, 2.5D AS r, 'é' AS s, true AS b, X'00FF' AS x, DATE'2024-02-29' AS d, "
         "TIMESTAMP'2024-02-29 12:30:00.5' AS t, CAST(1.25 AS DECIMAL(8,2)) AS m, CAST(NULL AS INT) AS z"
@@ -62,12 +62,12 @@ def test_a_new_table_has_the_types_of_the_frame_and_is_read_back_as_it_was(owner
     assert back.schema(frame.schema).load().collect() == frame.collect()
 
 
-def test_an_empty_frame_writes_nothing_and_succeeds(owner: Owned) -> None:
+def test_an_empty_frame_writes_nothing_and_succeeds(owner: ServedStore) -> None:
     write(owner, owner.spark.range(0).selectExpr("id", "'x' AS who"))
     assert owner.query("shop", "SELECT count(*) FROM t") == [(1,)]
 
 
-def test_a_job_that_fails_leaves_nothing(owner: Owned) -> None:
+def test_a_job_that_fails_leaves_nothing(owner: ServedStore) -> None:
     frame = owner.spark.range(1, 101, numPartitions=2).selectExpr(
         "id", "if(id = 99, raise_error('no luck'), 'x') AS who"
     )
@@ -77,14 +77,14 @@ def test_a_job_that_fails_leaves_nothing(owner: Owned) -> None:
     assert staged(owner) == []
 
 
-def test_rows_that_the_table_refuses_fail_the_job_and_leave_nothing(owner: Owned) -> None:
+def test_rows_that_the_table_refuses_fail_the_job_and_leave_nothing(owner: ServedStore) -> None:
     with pytest.raises(Exception, match=r"Conflict.*UNIQUE"):
         write(owner, owner.spark.range(0, 10).selectExpr("id", "'x' AS who"))
     assert owner.query("shop", "SELECT * FROM t") == [(0, "before")]
     assert staged(owner) == []
 
 
-def test_into_a_fork_that_is_made_with_it(owner: Owned) -> None:
+def test_rows_are_written_into_a_new_fork(owner: ServedStore) -> None:
     owner.store.snapshot("shop", "monday")
     owner.run("shop", "DELETE FROM t")
     frame = owner.spark.range(1, 3).selectExpr("id", "'x' AS who")
@@ -95,13 +95,15 @@ def test_into_a_fork_that_is_made_with_it(owner: Owned) -> None:
     assert owner.query("copy", "SELECT count(*) FROM t") == [(4,)]
 
 
-def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Spark does when an executor dies, or when the answer to a commit is lost."""
+def test_a_repeated_attempt_and_a_repeated_commit_duplicate_nothing(
+    owner: ServedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Spark does when an executor dies, or when the response to a commit is lost."""
     import pyarrow as pa
 
-    given = {**owner.options, "database": "shop", "table": "t"}
+    source_options = {**owner.options, "database": "shop", "table": "t"}
     schema = StructType([StructField("id", LongType())])
-    options = Options(given, source="test", known=WRITING)
+    options = Options(source_options, source="test", known=WRITING)
     writer = PartWriter(options.access(), SqliteTarget(options, schema, overwrite=False))
     batch = pa.RecordBatch.from_pydict({"id": [1, 2, 3]})
 
@@ -109,7 +111,7 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, m
         def __init__(self, attempt: int) -> None:
             self.attempt = attempt
 
-        def partitionId(self) -> int:  # noqa: N802 - Spark gives these names
+        def partitionId(self) -> int:  # noqa: N802 - Spark's names
             return 0
 
         def taskAttemptId(self) -> int:  # noqa: N802
@@ -131,10 +133,12 @@ def test_a_repeated_attempt_and_a_repeated_commit_double_nothing(owner: Owned, m
         ("array(1) AS a", {}, r"cannot store array"),
         ("1 AS a", {"database": "nope"}, "UnknownDatabase"),
         ("1 AS a", {"table": "nope", "create": "false"}, "no such table"),
-        ("1 AS a", {}, "no column named a"),
+        ("1 AS a", {}, "no such column"),
         ("1 AS a", {"snapshot": "monday"}, "has no such option"),
     ],
 )
-def test_what_is_wrong_is_said(owner: Owned, columns: str, options: dict[str, str], message: str) -> None:
+def test_invalid_options_are_refused_with_a_reason(
+    owner: ServedStore, columns: str, options: dict[str, str], message: str
+) -> None:
     with pytest.raises(Exception, match=message):
         write(owner, owner.spark.sql(f"SELECT {columns}"), **options)

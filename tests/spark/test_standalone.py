@@ -1,5 +1,6 @@
-"""A cluster as it is run elsewhere: a master and two workers in processes of their own, executors that see nothing of the
-store's directory, objects in S3. Executors and drivers are killed, and S3 is away for a while."""
+"""A realistic cluster: a master and two workers as processes, executors without access to the store's directory,
+objects in S3. Executors and drivers are killed, and S3 is unavailable for a while.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from deltalake import DeltaTable
 import quire
 from quire.service.loads import Loads
 from quire.spark.java import find_java, quiet_home
-from tests.jobs.mirror_world import read_databases, sorted_rows
+from tests.jobs.mirrored_store import read_databases, sorted_rows
 from tests.rules.tree import ROOT
 from tests.service.test_access import certificate
 from tests.spark.cluster_child import fill, s3, s3_environment, unseen_store
@@ -46,7 +47,7 @@ class Cluster:
     drivers: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def drive(self, *words: str) -> subprocess.Popen[str]:
-        """A driver that has its session."""
+        """Start a driver, and wait for its session."""
         command = [
             sys.executable,
             "-m",
@@ -66,39 +67,41 @@ class Cluster:
         return driver
 
     def executors(self) -> list[psutil.Process]:
-        """Processes of executors that the workers have started."""
-        found = []
+        """The executor processes of the workers."""
+        processes = []
         for worker in self.workers:
             for process in psutil.Process(worker.pid).children(recursive=True):
                 try:
                     if any("CoarseGrainedExecutorBackend" in word for word in process.cmdline()):
-                        found.append(process)
+                        processes.append(process)
                 except psutil.Error:
-                    continue  # it has ended meanwhile
-        return found
+                    continue  # the process has ended
+        return processes
 
 
-def ended(driver: subprocess.Popen[str]) -> str:
-    """The last line of a driver that succeeds."""
+def last_line_of(driver: subprocess.Popen[str]) -> str:
+    """The last line of the output of a driver that succeeds."""
     out, error = driver.communicate(timeout=SECONDS)
     assert driver.returncode == 0, error[-4_000:]
     return out.splitlines()[-1]
 
 
-def started(environment: dict[str, str], cwd: Path, name: str, *words: str) -> tuple[subprocess.Popen[str], str]:
-    """A process of Spark's, by its class, and the line of its log that says that it is up."""
+def start_spark_process(
+    environment: dict[str, str], cwd: Path, name: str, *words: str
+) -> tuple[subprocess.Popen[str], str]:
+    """Start a Spark process by its class. Returns it with the log line that reports its start."""
     java = os.path.join(environment["JAVA_HOME"], "bin", "java")
     opens = ["--add-opens=java.base/sun.nio.ch=ALL-UNNAMED", "--add-opens=java.base/java.nio=ALL-UNNAMED"]
     command = [java, "-Xmx256m", *opens, "-cp", JARS, f"org.apache.spark.deploy.{name}", "--host", "127.0.0.1", *words]
     process = subprocess.Popen(command, env=environment, cwd=cwd, text=True, stderr=subprocess.PIPE)
     assert process.stderr is not None
-    seen = []
+    lines = []
     for line in process.stderr:
-        seen.append(line)
+        lines.append(line)
         if "Starting Spark master at" in line or "Successfully registered with master" in line:
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # so that it never waits for us
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its pipe never fills up
             return process, line
-    raise AssertionError("".join(seen)[-3_000:])
+    raise AssertionError("".join(lines)[-3_000:])
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +114,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ):
         environment = {**os.environ, "JAVA_HOME": quiet_home(find_java()), "PYTHONPATH": str(ROOT)}
         environment["SPARK_LOCAL_IP"] = "127.0.0.1"
-        # Where workers start executors from; without the version they look for a build of Spark's sources.
+        # The directory from which workers start executors; without the version they look for a build of Spark's sources.
         environment |= {"SPARK_HOME": os.path.dirname(pyspark.__file__), "SPARK_SCALA_VERSION": "2.13"}
         processes: list[subprocess.Popen[str]] = []
         with quire.open(base / "store", settings=unseen_store("standalone")) as store:
@@ -120,13 +123,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             token = str(base / "store" / "admin.token")
             options = {"store": server.address, "tls_ca_file": cert_file, "token_file": token}
             try:
-                master, line = started(environment, base, "master.Master", "--port", "0", "--webui-port", "0")
+                master, line = start_spark_process(
+                    environment, base, "master.Master", "--port", "0", "--webui-port", "0"
+                )
                 processes.append(master)
                 url = line.split()[-1]
                 for number in range(2):
                     work = str(base / f"worker-{number}")
                     words = ["--webui-port", "0", "--cores", "1", "--memory", "800m", "--work-dir", work, url]
-                    processes.append(started(environment, base, "worker.Worker", *words)[0])
+                    processes.append(start_spark_process(environment, base, "worker.Worker", *words)[0])
                 cluster = Cluster(url, store, options, processes[1:], environment)
                 yield cluster
                 processes += cluster.drivers
@@ -147,24 +152,24 @@ def set_environment(**values: str) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_an_executor_is_killed_while_it_reads(cluster: Cluster) -> None:
+def test_a_read_survives_a_killed_executor(cluster: Cluster) -> None:
     driver = cluster.drive("count")
     while not (running := cluster.executors()):
         assert driver.poll() is None
     running[0].kill()
-    assert json.loads(ended(driver)) == EXPECTED
+    assert json.loads(last_line_of(driver)) == EXPECTED
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_s3_is_away_for_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses the next forty requests, of the owner's and the executors'."""
+def test_a_read_survives_an_outage_of_s3(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses the next forty requests, of the owner and of the executors."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication
 
     served = DomainDispatcherApplication.__call__
     refused: list[str] = []
 
-    def away(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
+    def refuse_some(self: Any, environ: dict[str, Any], start_response: Any) -> Any:
         if len(refused) < 40:
             refused.append(environ["PATH_INFO"])
             start_response("503 Slow Down", [("Content-Length", "0")])
@@ -173,14 +178,14 @@ def test_s3_is_away_for_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatc
 
     with closing(cluster.store.sqlite("shop")) as shop, shop:
         shop.execute("UPDATE orders SET who = who WHERE id = 1")
-    monkeypatch.setattr(DomainDispatcherApplication, "__call__", away)
-    assert json.loads(ended(cluster.drive("count"))) == EXPECTED
+    monkeypatch.setattr(DomainDispatcherApplication, "__call__", refuse_some)
+    assert json.loads(last_line_of(cluster.drive("count"))) == EXPECTED
     assert len(refused) == 40
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_driver_is_killed_when_its_batch_was_written(
+def test_a_driver_killed_after_its_batch_was_written_duplicates_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -202,32 +207,32 @@ def test_a_driver_is_killed_when_its_batch_was_written(
     first = cluster.drive("stream", str(tmp_path))
     first.communicate(timeout=SECONDS)
     assert first.returncode == -signal.SIGKILL
-    assert ended(cluster.drive("stream", str(tmp_path))) == "written"
+    assert last_line_of(cluster.drive("stream", str(tmp_path))) == "written"
     with closing(cluster.store.sqlite("shop")) as shop:
-        found = [number for (number,) in shop.execute("SELECT id FROM copied ORDER BY id")]
-        assert found == [10 * number + row for number in range(3) for row in range(5)]
+        ids = [number for (number,) in shop.execute("SELECT id FROM copied ORDER BY id")]
+        assert ids == [10 * number + row for number in range(3) for row in range(5)]
         assert list(shop.execute("SELECT batch FROM quire_sinks")) == [(2,)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_mirror_outlives_its_executors_and_its_driver(cluster: Cluster, tmp_path: Path) -> None:
-    """Files are written by executors that see buckets only, and each change is in the table once."""
-    where = str(tmp_path / "mirrored")
-    driver = cluster.drive("mirror", where)
+def test_a_mirror_survives_killed_executors_and_drivers(cluster: Cluster, tmp_path: Path) -> None:
+    """Files are written by executors that only have access to buckets, and each change is in the table once."""
+    store_path = str(tmp_path / "mirrored")
+    driver = cluster.drive("mirror", store_path)
     while not (running := cluster.executors()):
         assert driver.poll() is None
     running[0].kill()
-    first = json.loads(ended(driver))
+    first = json.loads(last_line_of(driver))
     assert (first["runner"], first["full"], first["rows_written"]) == ("spark", True, 16_000)
-    # Between the table's commit and its adoption: the next driver finds the number of the batch in the table.
-    killed = cluster.drive("mirror", where, "jobs.mirror.committed")
+    # Killed between the table's commit and its adoption: the next driver finds the batch number in the table.
+    killed = cluster.drive("mirror", store_path, "jobs.mirror.committed")
     killed.communicate(timeout=SECONDS)
     assert killed.returncode == -signal.SIGKILL
-    third = json.loads(ended(cluster.drive("mirror", where)))
+    third = json.loads(last_line_of(cluster.drive("mirror", store_path)))
     assert (third["runner"], third["full"], third["changed"]) == ("spark", False, 1)
     assert third["batch_id"] > first["batch_id"] + 1
-    found = sorted_rows(DeltaTable(LAKE).to_pyarrow_table().to_pylist())
-    with quire.open(where, "r") as store:
+    rows = sorted_rows(DeltaTable(LAKE).to_pyarrow_table().to_pylist())
+    with quire.open(store_path, "r") as store:
         assert store.mirrors.status("lake").changed == 0
-        assert found == read_databases(store)
+        assert rows == read_databases(store)

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def test_rows_of_several_stores_are_one_dataframe_and_jobs_run_for_all(tmp_path: Path, spark: SparkSession) -> None:
-    with quire.open(tmp_path / "one") as one, quire.open(tmp_path / "two") as two:
-        for store, rows in ((one, 2), (two, 3)):
+    with quire.open(tmp_path / "one") as first, quire.open(tmp_path / "two") as second:
+        for store, rows in ((first, 2), (second, 3)):
             with store.sqlite("tenant-1", create=True) as database:
                 database.execute("CREATE TABLE t(x)")
                 database.executemany("INSERT INTO t VALUES (?)", [(number,) for number in range(rows)])
-        frame = read_stores(spark, [one, two], "quire.sqlite", databases="tenant-*", table="t")
+        frame = read_stores(spark, [first, second], "quire.sqlite", databases="tenant-*", table="t")
         counts = {row["_store"]: row["count"] for row in frame.groupBy("_store").count().collect()}
-        assert counts == {one.path: 2, two.path: 3}
-        jobs = run_stores([one, two], lambda store: store.heavy.verify(runner="threads"))
+        assert counts == {first.path: 2, second.path: 3}
+        jobs = run_stores([first, second], lambda store: store.heavy.verify(runner="threads"))
         assert [job.state for job in jobs] == [JobState.SUCCEEDED] * 2
 
 
@@ -44,10 +44,10 @@ SOURCES: dict[str, dict[str, str]] = {
 
 
 def test_every_source_reads_several_stores(tmp_path: Path, spark: SparkSession) -> None:
-    """The page on scale promises it; a source that is added is tried here too."""
+    """docs/scale.md promises it; new sources are included automatically."""
     assert set(SOURCES) == {source.NAME for source in registry.SOURCES}
-    with quire.open(tmp_path / "one") as one, quire.open(tmp_path / "two") as two:
-        for store in (one, two):
+    with quire.open(tmp_path / "one") as first, quire.open(tmp_path / "two") as second:
+        for store in (first, second):
             with store.sqlite("shop", create=True) as database:
                 database.execute("CREATE TABLE t(x)")
                 store.snapshot("shop", "before")
@@ -55,8 +55,8 @@ def test_every_source_reads_several_stores(tmp_path: Path, spark: SparkSession) 
             store.kv("settings", create=True).put(b"key", b"value")
             store.stream("clicks", create=True).append(b"record").result()
         for source, options in SOURCES.items():
-            rows = read_stores(spark, [one, two], source, **options).select("_store").distinct().collect()
-            assert {row["_store"] for row in rows} == {one.path, two.path}, source
+            rows = read_stores(spark, [first, second], source, **options).select("_store").distinct().collect()
+            assert {row["_store"] for row in rows} == {first.path, second.path}, source
 
 
 def test_no_store_is_refused(spark: SparkSession) -> None:

@@ -1,4 +1,4 @@
-"""`make run`: the whole tour, jobs and queries on local Spark included."""
+"""`make run`: the whole tour, including jobs and queries on local Spark."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def is_whole(told: dict[str, Any]) -> None:
-    assert told["problems"] == []
-    assert told["stream"]["records"] == 50_000
-    assert (told["kv"]["before"], told["kv"]["after"]) == (10, 9)
-    assert told["spark"]["checkpoints"] == ["succeeded", "succeeded"]
-    assert [(each["database"], each["rows"]) for each in told["spark"]["totals"]] == [
+def assert_complete_tour(report: dict[str, Any]) -> None:
+    assert report["problems"] == []
+    assert report["stream"]["records"] == 50_000
+    assert (report["kv"]["before"], report["kv"]["after"]) == (10, 9)
+    assert report["spark"]["checkpoints"] == ["succeeded", "succeeded"]
+    assert [(row["database"], row["rows"]) for row in report["spark"]["totals"]] == [
         ("shop", 20_000),
         ("shop-experiment", 20_000),
     ]
-    assert told["spark"]["changed"] == told["sqlite"]["changed"] == 20
-    assert told["spark"]["verify"]["damaged"] == []
-    assert told["spark"]["verify"]["verified"] > 3
+    assert report["spark"]["changed"] == report["sqlite"]["changed"] == 20
+    assert report["spark"]["verify"]["damaged"] == []
+    assert report["spark"]["verify"]["verified"] > 3
 
 
-def test_the_tour_on_spark(lent_spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tour_on_spark(shared_spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["tour", "--spark", "--json", "--store", str(tmp_path / "store")]) == 0
-    is_whole(json.loads(capsys.readouterr().out))
+    assert_complete_tour(json.loads(capsys.readouterr().out))
 
 
 @pytest.mark.slow
-def test_the_tour_with_a_session_of_its_own(tmp_path: Path) -> None:
+def test_the_tour_with_its_own_session(tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "quire", "tour", "--spark", "--json", "--store", str(tmp_path / "store")]
-    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
-    assert ended.stderr == ""
-    is_whole(json.loads(ended.stdout))
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True)
+    assert result.stderr == ""
+    assert_complete_tour(json.loads(result.stdout))

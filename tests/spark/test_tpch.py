@@ -1,4 +1,4 @@
-"""TPC-H's first and third query through Spark give SQLite's own answers."""
+"""Queries 1 and 3 of TPC-H give the same results on Spark as on SQLite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from bench.tpch import QUERIES, agree, fill, generate, native
 from quire.spark.catalog import register
-from tests.spark.sourced import owned
+from tests.spark.served_store import serve_store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,7 +28,7 @@ def test_queries_agree_with_sqlite(spark: SparkSession, tmp_path: Path, kind: st
     files = tmp_path / "tpch"
     files.mkdir()
     generate(files, 0.002)
-    with owned(spark, tmp_path / "store") as owner:
+    with serve_store(spark, tmp_path / "store") as owner:
         fill(owner.store, kind, files, declared=kind == "declared")
         with register(owner.store, kind) as registered:
             for query in QUERIES.values():

@@ -1,4 +1,4 @@
-"""A run on Spark is a span of whoever asked for it."""
+"""A run on Spark is a span of its caller."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def length(task: str, _: object) -> int:
 
 
 def test_a_run_is_a_span(spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, dict[str, Any]]] = []
+    spans: list[tuple[str, dict[str, Any]]] = []
 
     @contextmanager
     def start(name: str) -> Iterator[Any]:
-        told: dict[str, Any] = {}
-        seen.append((name, told))
-        yield SimpleNamespace(set_attribute=told.__setitem__)
+        attributes: dict[str, Any] = {}
+        spans.append((name, attributes))
+        yield SimpleNamespace(set_attribute=attributes.__setitem__)
 
     tracer = SimpleNamespace(start_as_current_span=start)
     runner = SparkRunner(spark, root=str(tmp_path), objects_url=str(tmp_path))
     monkeypatch.setitem(sys.modules, TRACE_API, SimpleNamespace(get_tracer=lambda _: tracer))
-    assert sorted(each.result() for each in runner.map(length, ["a", "bb"])) == [1, 2]
-    assert seen == [("Spark.run", {"quire.tasks": 2})]
+    assert sorted(result.result() for result in runner.map(length, ["a", "bb"])) == [1, 2]
+    assert spans == [("Spark.run", {"quire.tasks": 2})]

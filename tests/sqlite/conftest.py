@@ -1,4 +1,6 @@
-"""A store per test, and a database in it; afterwards the store must be sound, and SQLite finds nothing wrong in it."""
+"""A store per test, and a database in it. After the test, the store has no problems and SQLite's integrity check
+passes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ Connect = Callable[..., apsw.Connection]
 
 
 def assert_sound(store: Store) -> None:
-    """The manifest breaks no rule, and every database that SQLite has written is whole."""
+    """Assert that the manifest breaks no rule, and that every database passes SQLite's integrity check."""
     assert store.manifest.check() == []
     for info in store.databases():
         if info.kind is DbKind.PAGES:
@@ -33,7 +35,7 @@ def assert_sound(store: Store) -> None:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
-    """Where the store of a test is; whatever the test does to it, it is sound afterwards."""
+    """The directory of a test's store. Whatever the test does to it, the store is checked afterwards."""
     path = tmp_path / "store"
     yield path
     if path.exists():
@@ -42,29 +44,29 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def pure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python answers SQLite, also where there is a shim."""
+def python_vfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the Python VFS even where the C shim is available."""
     monkeypatch.setenv(SWITCH, "1")
 
 
 @pytest.fixture
 def store(root: Path) -> Iterator[Store]:
-    with quire.open(root, settings=SETTINGS) as opened:
-        yield opened
+    with quire.open(root, settings=SETTINGS) as store:
+        yield store
 
 
 @pytest.fixture
 def connect(store: Store) -> Iterator[Connect]:
-    """Connections to `shop`, or to another database; closed at the end."""
-    made: list[apsw.Connection] = []
+    """Opens connections to `shop`, or to another database, and closes them at the end."""
+    connections: list[apsw.Connection] = []
 
     def open_connection(name: str = "shop", **options: object) -> apsw.Connection:
         options.setdefault("create", "at" not in options and "fork_of" not in options)
-        made.append(store.sqlite(name, **options))  # type: ignore[arg-type]  # passed through
-        return made[-1]
+        connections.append(store.sqlite(name, **options))  # type: ignore[arg-type]  # passed through
+        return connections[-1]
 
     yield open_connection
-    for connection in made:
+    for connection in connections:
         connection.close()
 
 
@@ -78,14 +80,14 @@ def shop(connect: Connect) -> apsw.Connection:
 
 
 def count(connection: apsw.Connection, table: str = "t") -> int:
-    """The rows of a table."""
-    found = connection.execute(f"select count(*) from {table}").get
-    assert isinstance(found, int)
-    return found
+    """The number of rows of a table."""
+    number = connection.execute(f"select count(*) from {table}").get
+    assert isinstance(number, int)
+    return number
 
 
 def extended(caught: pytest.ExceptionInfo[apsw.Error]) -> int:
-    """The extended result code of an error that was raised."""
+    """The extended result code of the raised error."""
     code = getattr(caught.value, "extendedresult", None)
     assert isinstance(code, int)
     return code

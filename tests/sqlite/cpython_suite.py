@@ -1,7 +1,9 @@
 """Runs CPython's own tests of `sqlite3` on `quire.sqlite.dbapi`: `python -m tests.sqlite.cpython_suite test_dump …`.
 
-They ask for databases in memory and for files in the working directory. Both become databases of one store here: a new one for
-each connection to `:memory:`, and one by the file's name, with an empty file beside it where the tests look for one. Writes one
+The tests use databases in memory and files in the working directory. Here, both become databases of one store: a new
+one for
+each connection to `:memory:`, and one per file name, with an empty file where the tests expect the file. The program
+writes one
 line of JSON: the outcome of each test.
 """
 
@@ -28,7 +30,7 @@ NUMBERS = itertools.count()
 
 
 def open_in(store: quire.Store, database: str, *, timeout: float, uri: bool) -> Driver:
-    """The database that stands for what a test opens."""
+    """The database that replaces the one that a test opens."""
     path, read_only = database, False
     if uri and database.startswith("file:"):
         location, _, query = database[5:].partition("?")
@@ -43,7 +45,7 @@ def open_in(store: quire.Store, database: str, *, timeout: float, uri: bool) -> 
             raise error_of(dbapi.SQLITE_CANTOPEN, "unable to open database file")
         with open(path, "wb"):
             pass
-        if any(info.name == name for info in store.databases()):  # a test has removed its file
+        if any(info.name == name for info in store.databases()):  # a test has removed the file
             store.drop(name)
     connection = store.sqlite(name, create=True, timeout=timeout)
     if read_only:
@@ -52,7 +54,7 @@ def open_in(store: quire.Store, database: str, *, timeout: float, uri: bool) -> 
 
 
 class Outcomes(unittest.TestResult):
-    """By the test's name, without its package."""
+    """The outcomes, by the test's name without its package."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +89,7 @@ def main(modules: list[str]) -> None:
         os.mkdir(work)
         os.chdir(work)
         driver.open_path = lambda database, *, timeout, uri: open_in(store, database, timeout=timeout, uri=uri)
-        # A test whose connections are closed by the garbage collector leaves its databases; the store's sync is not tested.
+        # A test whose connections are closed by the garbage collector leaves its databases. Syncs of the store are not tested.
         suite = unittest.defaultTestLoader.loadTestsFromNames([f"test.test_sqlite3.{name}" for name in modules])
         suite.run(outcomes)
         os.chdir("/")

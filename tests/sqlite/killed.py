@@ -1,8 +1,10 @@
-"""Runs in a process of its own, to be killed: threads write through SQLite and tell over the line what was committed.
+"""Runs in a child process that tests kill: threads write through SQLite and report what was committed.
 
-Each transaction of a writer adds one row to its log, blobs of random size, and its counters: half of it would be noticed. It
-tells `ack WRITER NUMBER` when the commit has returned, for writers that wait for the disk. Between them some transactions are
-rolled back, after SQLite's cache has spilled.
+Each transaction of a writer adds a row to its log, a blob of random size, and updates its counters, so that a partial
+transaction
+is detected. Writers that wait for the disk send `ack WRITER NUMBER` when the commit has returned. Some transactions are
+rolled
+back after SQLite's cache has spilled.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import quire
 from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings
 from quire.durable.failpoints import arm_from
 from quire.store.store import Store
-from tests.nursery import Line
+from tests.fork_server import Channel
 
 SETTINGS = StoreSettings(
     maintenance=MaintenanceSettings(enabled=False), pages=PagesSettings(publish_seconds=0.01, seal_seconds=0.05)
@@ -32,13 +34,13 @@ SCHEMA = (
 
 
 def warm_up() -> None:
-    """Load what a store loads only when somebody needs it."""
+    """Import the modules that a store loads on demand."""
     for module in ("quire.store.wiring", "quire.sqlite.connect", "quire.sqlite.live"):
         importlib.import_module(module)
 
 
 def transaction(connection: apsw.Connection, writer: int, rng: random.Random) -> int:
-    """One transaction; its number."""
+    """Run one transaction, and return its number."""
     with connection:
         connection.execute("insert or ignore into state values (?, 0, 0)", (writer,))
         number = int(connection.execute("select numbers from state where writer = ?", (writer,)).get)
@@ -50,16 +52,16 @@ def transaction(connection: apsw.Connection, writer: int, rng: random.Random) ->
         if rng.random() < 0.1:
             connection.execute("delete from log where writer = -1")
         if rng.random() < 0.15:
-            raise Undone
+            raise RollBack
     return number + 1
 
 
-class Undone(Exception):
-    """The transaction is to be rolled back."""
+class RollBack(Exception):
+    """Raised to roll a transaction back."""
 
 
-def write(store: Store, line: Line, writer: int, seed: int) -> None:
-    """Write until death."""
+def write(store: Store, channel: Channel, writer: int, seed: int) -> None:
+    """Write until the process is killed."""
     rng = random.Random(seed * 100 + writer)
     connection = store.sqlite("shop", timeout=60)
     connection.transaction_mode = "IMMEDIATE"
@@ -68,10 +70,10 @@ def write(store: Store, line: Line, writer: int, seed: int) -> None:
     if not waits:
         connection.execute("pragma synchronous=normal")
     while True:
-        with suppress(Undone):
+        with suppress(RollBack):
             number = transaction(connection, writer, rng)
             if waits:
-                line.send(f"ack {writer} {number}".encode())
+                channel.send(f"ack {writer} {number}".encode())
         if rng.random() < 0.01:
             store.checkpoint("shop")
         if rng.random() < 0.005:
@@ -79,25 +81,25 @@ def write(store: Store, line: Line, writer: int, seed: int) -> None:
         time.sleep(rng.random() * 0.002)
 
 
-def write_and_tell(store: Store, line: Line, writer: int, seed: int) -> None:
-    """The same; a writer that ends has found something wrong."""
+def write_and_report(store: Store, channel: Channel, writer: int, seed: int) -> None:
+    """Write; a writer that ends has found an error, which is reported."""
     try:
-        write(store, line, writer, seed)
+        write(store, channel, writer, seed)
     except BaseException as error:
-        line.send(f"died {writer} {type(error).__name__}: {error}".encode())
+        channel.send(f"died {writer} {type(error).__name__}: {error}".encode())
 
 
-def run(line: Line) -> None:
-    """Open the store and let the writers loose."""
-    told = json.loads(line.receive() or b"{}")
-    arm_from(told["failpoints"])
-    store = quire.open(told["root"], settings=SETTINGS)
+def run(channel: Channel) -> None:
+    """Open the store and start the writers."""
+    options = json.loads(channel.receive() or b"{}")
+    arm_from(options["failpoints"])
+    store = quire.open(options["root"], settings=SETTINGS)
     store.sqlite("shop", create=True).execute(SCHEMA)
     threads = [
-        threading.Thread(target=write_and_tell, args=(store, line, writer, told["seed"]), daemon=True)
-        for writer in range(told["writers"])
+        threading.Thread(target=write_and_report, args=(store, channel, writer, options["seed"]), daemon=True)
+        for writer in range(options["writers"])
     ]
-    line.send(b"open")
+    channel.send(b"open")
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Runs in a process of its own, to be killed at a step of a rollback."""
+"""Runs in a child process that is killed at a step of a rollback."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 
 import quire
 from quire.durable.failpoints import arm_from
-from tests.nursery import Line
+from tests.fork_server import Channel
 from tests.sqlite.killed import SETTINGS
 
 
-def run(line: Line) -> None:
-    """Roll `shop` back to `monday`, and say so."""
-    told = json.loads(line.receive() or b"{}")
-    with quire.open(told["root"], settings=SETTINGS) as store:
+def run(channel: Channel) -> None:
+    """Roll `shop` back to `monday`, and send the name of the new snapshot."""
+    options = json.loads(channel.receive() or b"{}")
+    with quire.open(options["root"], settings=SETTINGS) as store:
         store.pages.open("shop")
-        arm_from(told["failpoints"])
-        done = store.rollback("shop", to="monday")
-        line.send(done.snapshot.encode())
+        arm_from(options["failpoints"])
+        result = store.rollback("shop", to="monday")
+        channel.send(result.snapshot.encode())

@@ -1,6 +1,6 @@
-"""Generated SQL: seeded, so that a failure can be run again. It means the same to every SQLite of one version.
+"""Generated SQL: seeded, so that a failure can be repeated. It has the same result in every SQLite of one version.
 
-Most statements succeed; some fail (a table that is not there, a constraint, a second BEGIN), and must fail alike.
+Most statements succeed; some fail (a missing table, a constraint, a second BEGIN), and must fail in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Statements:
     def __iter__(self) -> Iterator[tuple[str, tuple[object, ...]]]:
         kinds = [
             (self._insert, 30), (self._update, 14), (self._delete, 8), (self._select, 30), (self._transaction, 12),
-            (self._savepoint, 8), (self._create, 4), (self._alter, 3), (self._drop, 1), (self._upkeep, 2),
+            (self._savepoint, 8), (self._create, 4), (self._alter, 3), (self._drop, 1), (self._maintenance, 2),
         ]  # fmt: skip
         makers, weights = zip(*kinds)
         for table in TABLES[:2]:
@@ -108,5 +108,5 @@ class Statements:
         table = self._table()
         return self._rng.choice((f"drop index if exists i_{table}", f"drop table {table}", f"drop view v_{table}")), ()
 
-    def _upkeep(self) -> tuple[str, tuple[object, ...]]:
+    def _maintenance(self) -> tuple[str, tuple[object, ...]]:
         return self._rng.choice(("vacuum", "pragma incremental_vacuum(3)", "pragma quick_check")), ()

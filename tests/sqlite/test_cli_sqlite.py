@@ -1,4 +1,4 @@
-"""`quire sqlite`: import, export, follow and shell, as people and scripts call them."""
+"""`quire sqlite`: import, export, follow and shell, as people and scripts use them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from quire.cli.sqlite import followed_text
 from quire.core.errors import SnapshotGone
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed
-from tests.cli.conftest import Ended, on_a_terminal, quire_program
+from tests.cli.conftest import CommandResult, on_a_terminal, quire_program
 from tests.programs import Program
 from tests.rules.tree import SRC
-from tests.service.world import OWNER, end, line, process
-from tests.sqlite.followed import Obedient, content, truth
-from tests.sqlite.ordinary import dump, integrity, make
+from tests.service.owners import OWNER, end, line, process
+from tests.sqlite.follow_helpers import SqlProgram, content, sqlite_content
+from tests.sqlite.sqlite_files import dump, integrity, make
 
 WAL = "PRAGMA journal_mode=wal; PRAGMA wal_autocheckpoint=20"
 TABLE = "CREATE TABLE t (id INTEGER PRIMARY KEY, x)"
@@ -46,16 +46,16 @@ def root(tmp_path: Path) -> Iterator[Path]:
         assert store.manifest.check() == []
 
 
-def run(root: Path, *arguments: str, typed: str = "") -> Ended:
-    """Run a command in this process: starting one takes longer than most of them."""
+def run(root: Path, *arguments: str, typed: str = "") -> CommandResult:
+    """Run a command in this process: starting another one takes longer than most commands."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "stdin", io.StringIO(typed))
         code = main.run(["sqlite", *arguments, "--store", str(root)])
-    return Ended(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
-def test_in_and_out(root: Path, tmp_path: Path) -> None:
+def test_import_and_export(root: Path, tmp_path: Path) -> None:
     file, out = make(tmp_path / "shop.db"), tmp_path / "out.db"
     first = run(root, "import", str(file))
     assert (first.code, first.err) == (0, "")
@@ -66,30 +66,30 @@ def test_in_and_out(root: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(file)) as connection:
         connection.execute("UPDATE item SET name = 'changed' WHERE id = 7")
         connection.commit()
-    second = run(root, "import", str(file), "shop", "--json").data
+    second = run(root, "import", str(file), "shop", "--replace", "--json").data
     assert (second["created"], second["name"], second["note"]) == (False, "shop", "")
     assert 0 < second["changed_pages"] < second["size_pages"]
-    assert "already matches" in run(root, "import", str(file)).out
+    assert "already matches" in run(root, "import", str(file), "--replace").out
 
-    done = run(root, "export", "shop", str(out), "--check", "--json").data
+    exported = run(root, "export", "shop", str(out), "--check", "--json").data
     assert dump(out) == dump(file)
-    assert done["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
-    taken = run(root, "export", "shop", str(out))
-    assert (taken.code, taken.out) == (4, "")
-    assert "--force" in taken.err
+    assert exported["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    existing = run(root, "export", "shop", str(out))
+    assert (existing.code, existing.out) == (4, "")
+    assert "--force" in existing.err
     for at in ("monday", "1"):
-        told = run(root, "export", "shop", str(out), "--at", at, "--force")
-        assert "as of snapshot monday (id 1)" in told.out
+        dated = run(root, "export", "shop", str(out), "--at", at, "--force")
+        assert "as of snapshot monday (id 1)" in dated.out
         assert out.read_bytes() == monday
-    again = run(root, "export", "shop", str(out), "--at", done["epoch"], "--force", "--json")
-    assert again.data["lsn"] == done["lsn"]
+    again = run(root, "export", "shop", str(out), "--at", exported["epoch"], "--force", "--json")
+    assert again.data["lsn"] == exported["lsn"]
     later = run(root, "export", "shop", str(out), "--at", "0s", "--force", "--json")
-    assert later.data["lsn"] == done["lsn"]
+    assert later.data["lsn"] == exported["lsn"]
     assert "in the future" in run(root, "export", "shop", str(out), "--at", "2999-01-01", "--force").err
     assert integrity(out) == "ok"
 
 
-def test_what_cannot_be_done_has_its_code(root: Path, tmp_path: Path) -> None:
+def test_failures_have_exit_codes(root: Path, tmp_path: Path) -> None:
     (tmp_path / "noise.db").write_bytes(os.urandom(5000))
     refused = run(root, "import", str(tmp_path / "noise.db"), "--json")
     assert refused.code == 2
@@ -102,7 +102,7 @@ def test_what_cannot_be_done_has_its_code(root: Path, tmp_path: Path) -> None:
     assert run(root, "import", str(file)).code == 7
     file.unlink()
     run(root, "import", str(make(file)))
-    assert run(root, "import", str(make(tmp_path / "small.db", page_size=512)), "shop").code == 8
+    assert run(root, "import", str(make(tmp_path / "small.db", page_size=512)), "shop", "--replace").code == 8
     assert run(root, "export", "nobody", str(tmp_path / "out.db")).code == 3
     unknown = run(root, "export", "shop", str(tmp_path / "out.db"), "--at", "never")
     assert unknown.code == 3
@@ -111,37 +111,37 @@ def test_what_cannot_be_done_has_its_code(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("point", ["pages.segment.frames", "pages.wal.synced"])
-def test_an_import_that_was_killed_is_done_again(root: Path, tmp_path: Path, point: str) -> None:
+def test_a_killed_import_can_be_repeated(root: Path, tmp_path: Path, point: str) -> None:
     file = make(tmp_path / "shop.db")
     env = {"QUIRE_FAILPOINTS": f"{point}=kill"}
     killed = quire_program("sqlite", "import", str(file), "--store", str(root), env=env)
     assert killed.returncode == -signal.SIGKILL
     with quire.open(root) as store:
-        assert content(store, "shop") in (b"", file.read_bytes()), "all of it or nothing"
-    assert run(root, "import", str(file)).code == 0
+        assert content(store, "shop") in (b"", file.read_bytes()), "an import is atomic"
+    assert run(root, "import", str(file), "--replace").code == 0
     with quire.open(root) as store:
         assert content(store, "shop") == file.read_bytes()
 
 
 def test_progress_is_for_terminals(root: Path, tmp_path: Path) -> None:
     file = make(tmp_path / "shop.db")
-    shown = "\n".join(on_a_terminal("sqlite", "import", str(file), "--store", str(root)))
-    assert "copying" in shown
-    assert "/s" in shown, "the rate"
+    output = "\n".join(on_a_terminal("sqlite", "import", str(file), "--store", str(root)))
+    assert "copying" in output
+    assert "/s" in output, "the transfer rate"
     assert run(root, "import", str(file), "other").err == ""
 
 
-def test_follow_once_takes_what_is_new(root: Path, tmp_path: Path) -> None:
-    with Obedient(tmp_path / "app.db") as app:
-        app.do(WAL, TABLE, ROW)
+def test_follow_once_copies_new_changes(root: Path, tmp_path: Path) -> None:
+    with SqlProgram(tmp_path / "app.db") as app:
+        app.run_sql(WAL, TABLE, ROW)
         first = run(root, "follow", str(app.path), "--once", "--json").data
         assert (first["name"], first["compares"], first["transactions"]) == ("app", 1, 0)
-        app.do(ROW, ROW)
+        app.run_sql(ROW, ROW)
         second = run(root, "follow", str(app.path), "--once")
         assert second.out == f"app matches {app.path}: 2 transactions; {second.out.split('; ')[1]}"
         assert run(root, "follow", str(app.path), "--once").out == f"app matches {app.path}: no changes\n"
         with quire.open(root) as store:
-            assert content(store, "app") == truth(app.path)
+            assert content(store, "app") == sqlite_content(app.path)
     assert run(root, "follow", str(tmp_path / "missing.db"), "--once").code == 3
 
 
@@ -154,17 +154,17 @@ def start_following(root: Path, file: Path, **more: str) -> subprocess.Popen[str
 def wait_for_position(root: Path) -> None:
     deadline = time.monotonic() + 120
     while not list(root.glob("pages/*/follow.json")):
-        assert time.monotonic() < deadline, "nothing was followed"
+        assert time.monotonic() < deadline, "the follower has not started"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_follow_ends_in_order(root: Path, tmp_path: Path, number: signal.Signals) -> None:
-    with Obedient(tmp_path / "app.db") as app:
-        app.do(WAL, TABLE, ROW)
+def test_follow_ends_cleanly_on_a_signal(root: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with SqlProgram(tmp_path / "app.db") as app:
+        app.run_sql(WAL, TABLE, ROW)
         process = start_following(root, app.path)
         wait_for_position(root)
-        app.do(*[ROW] * 50)
+        app.run_sql(*[ROW] * 50)
         time.sleep(0.3)
         process.send_signal(number)
         out, _ = process.communicate(timeout=120)
@@ -172,29 +172,31 @@ def test_follow_ends_in_order(root: Path, tmp_path: Path, number: signal.Signals
         assert json.loads(out)["lsn"] > 0
         run(root, "follow", str(app.path), "copy", "--once")
         with quire.open(root) as store:
-            assert content(store) == truth(app.path)
+            assert content(store) == sqlite_content(app.path)
 
 
 @pytest.mark.parametrize("point", ["sqlite.follow.committed", "pages.wal.synced"])
-def test_a_follower_killed_at_a_point_goes_on(root: Path, tmp_path: Path, point: str) -> None:
-    with Obedient(tmp_path / "app.db") as app:
-        app.do(WAL, TABLE, ROW)
+def test_a_killed_follower_can_be_restarted(root: Path, tmp_path: Path, point: str) -> None:
+    with SqlProgram(tmp_path / "app.db") as app:
+        app.run_sql(WAL, TABLE, ROW)
         for hits in (0, 3):
             process = start_following(root, app.path, QUIRE_FAILPOINTS=f"{point}={hits}*off->kill")
             deadline = time.monotonic() + 120
-            while process.poll() is None and time.monotonic() < deadline:  # it dies at a commit: so there must be some
-                app.do(ROW, "UPDATE t SET x = randomblob(500) WHERE id % 9 = 1")
+            while (
+                process.poll() is None and time.monotonic() < deadline
+            ):  # it is killed at a commit, so there must be commits
+                app.run_sql(ROW, "UPDATE t SET x = randomblob(500) WHERE id % 9 = 1")
                 time.sleep(0.03)
             process.communicate(timeout=120)
             assert process.returncode == -signal.SIGKILL
         run(root, "follow", str(app.path), "copy", "--once")
         with quire.open(root) as store:
-            assert content(store) == truth(app.path)
+            assert content(store) == sqlite_content(app.path)
 
 
 # ── the shell ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_the_shell_opens_on_a_malformed_schema_and_repairs_it(root: Path, tmp_path: Path) -> None:
-    """Neither a connection nor the shell began."""
+    """Neither a connection nor the shell could be opened."""
     run(root, "import", str(make(tmp_path / "shop.db")))
     spoil = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABLE', 'CREATE TABEL') WHERE name = 'item'"
     mend = "UPDATE sqlite_master SET sql = replace(sql, 'CREATE TABEL', 'CREATE TABLE') WHERE name = 'item'"
@@ -214,9 +216,9 @@ def test_the_shell_runs_statements(root: Path, tmp_path: Path) -> None:
     assert run(root, "shell", "shop", "DELETE FROM item WHERE id > 50").code == 0
     assert run(root, "shell", "shop", "SELECT count(*) FROM item", "PRAGMA integrity_check").out == "50\nok\n"
     assert run(root, "shell", "shop", "SELECT count(*) FROM item", "--at", "monday").out == "200\n"
-    wrong = run(root, "shell", "shop", "SELECT nonsense")
-    assert wrong.code == 2
-    assert "no such column: nonsense" in wrong.err
+    failed = run(root, "shell", "shop", "SELECT nonsense")
+    assert failed.code == 2
+    assert "no such column: nonsense" in failed.err
     read_only = run(root, "shell", "shop", "DELETE FROM item", "--at", "monday")
     assert read_only.code == 2
     assert "readonly" in read_only.err
@@ -234,8 +236,8 @@ def test_the_shell_writes_beside_a_server(root: Path, tmp_path: Path) -> None:
     assert run(root, "shell", "shop", "SELECT count(*) FROM item", "--at", "monday").out == "200\n"
     both = run(root, "shell", "shop", "BEGIN", "DELETE FROM item", "SELECT count(*) FROM item", "ROLLBACK")
     assert (both.code, both.out) == (0, "0\n")
-    wrong = run(root, "shell", "shop", "SELECT nonsense")
-    assert (wrong.code, wrong.err.count("no such column: nonsense")) == (2, 1)
+    failed = run(root, "shell", "shop", "SELECT nonsense")
+    assert (failed.code, failed.err.count("no such column: nonsense")) == (2, 1)
     script = "DELETE FROM item WHERE id = 1;\n.tables item%\nSELECT count(*) FROM item;\n"
     typed = run(root, "shell", "shop", typed=script)
     assert (typed.code, "item" in typed.out, typed.out.endswith("49\n")) == (0, True, True)
@@ -243,26 +245,26 @@ def test_the_shell_writes_beside_a_server(root: Path, tmp_path: Path) -> None:
     assert run(root, "shell", "shop", "SELECT count(*) FROM item").out == "49\n"
 
 
-def test_an_error_in_a_statement_is_told_once(root: Path, tmp_path: Path) -> None:
+def test_an_error_in_a_statement_is_reported_once(root: Path, tmp_path: Path) -> None:
     run(root, "import", str(make(tmp_path / "shop.db")))
-    wrong = run(root, "shell", "shop", "SELEC 1")
-    assert (wrong.code, wrong.out, wrong.err.count("syntax error")) == (2, "", 1)
+    failed = run(root, "shell", "shop", "SELEC 1")
+    assert (failed.code, failed.out, failed.err.count("syntax error")) == (2, "", 1)
     for_programs = run(root, "shell", "shop", "SELEC 1", "--json")
-    assert "syntax error" in str(json.loads(for_programs.err)["error"]), "nothing else is on stderr"
+    assert "syntax error" in str(json.loads(for_programs.err)["error"]), "stderr contains nothing else"
     timed = run(root, "shell", "shop", ".timer on", "SELECT 7")
     assert (timed.code, timed.out) == (0, "7\n")
-    assert timed.err, "what the shell says beside its rows is shown"
+    assert timed.err, "messages of the shell are shown"
 
 
-def test_the_shell_has_no_colours_if_nobody_wants_them(root: Path, tmp_path: Path) -> None:
+def test_the_shell_has_no_colours_with_no_color(root: Path, tmp_path: Path) -> None:
     run(root, "import", str(make(tmp_path / "shop.db")))
-    shown = on_a_terminal("sqlite", "shell", "shop", "SELECT 7, 'seven', NULL", "--store", str(root))
-    assert "seven" in "".join(shown)
-    assert "\x1b" not in "".join(shown), "NO_COLOR"
+    output = on_a_terminal("sqlite", "shell", "shop", "SELECT 7, 'seven', NULL", "--store", str(root))
+    assert "seven" in "".join(output)
+    assert "\x1b" not in "".join(output), "NO_COLOR"
 
 
 @pytest.mark.parametrize(
-    ("done", "text"),
+    ("result", "text"),
     [
         (Followed(compares=1, pages=9), "1 comparison of all pages; 9 pages written"),
         (Followed(compares=3, pages=1), "3 comparisons of all pages; 1 page written"),
@@ -270,28 +272,28 @@ def test_the_shell_has_no_colours_if_nobody_wants_them(root: Path, tmp_path: Pat
          "2 transactions, 2 patches over restarted logs; 2 pages written"),
     ],
 )  # fmt: skip
-def test_what_a_follower_did_in_words(done: Followed, text: str) -> None:
-    assert followed_text(done, "app.db", "app") == f"app matches app.db: {text}"
+def test_the_summary_of_a_follower(result: Followed, text: str) -> None:
+    assert followed_text(result, "app.db", "app") == f"app matches app.db: {text}"
 
 
 def test_the_shell_reads_what_is_typed(root: Path, tmp_path: Path) -> None:
     run(root, "import", str(make(tmp_path / "shop.db")))
     typed = "SELECT 'hello ' || count(*) FROM item;\n.tables item%\n"
-    ended = run(root, "shell", "shop", typed=typed)
-    assert (ended.code, ended.err) == (0, "")
-    assert "hello 200" in ended.out
-    assert "item" in ended.out.splitlines()[-1]
+    result = run(root, "shell", "shop", typed=typed)
+    assert (result.code, result.err) == (0, "")
+    assert "hello 200" in result.out
+    assert "item" in result.out.splitlines()[-1]
     assert run(root, "shell", "shop", typed=".exit 3\n").code == 3
-    failed = run(root, "shell", "shop", typed="SELEC 1;\nSELECT 'goes' || ' on'")  # without a semicolon at its end
+    failed = run(root, "shell", "shop", typed="SELEC 1;\nSELECT 'goes' || ' on'")  # without a final semicolon
     assert failed.code == 1
     assert "goes on" in failed.out
     assert "syntax error" in failed.err
     as_a_program = quire_program("sqlite", "shell", "shop", "--store", str(root), input=typed)
-    assert as_a_program.stdout == ended.out
+    assert as_a_program.stdout == result.out
 
 
-def test_changes_made_in_the_shell_come_out(root: Path, tmp_path: Path) -> None:
-    """Import, modify through SQLite on quire, export: as if SQLite had done it on a file."""
+def test_changes_made_in_the_shell_are_exported(root: Path, tmp_path: Path) -> None:
+    """Import, modify with SQLite on quire, export: the result is the same as with SQLite on a file."""
     file, out = make(tmp_path / "shop.db", page_size=1024, auto_vacuum=1), tmp_path / "out.db"
     run(root, "import", str(file))
     changes = (
@@ -303,8 +305,8 @@ def test_changes_made_in_the_shell_come_out(root: Path, tmp_path: Path) -> None:
     assert run(root, "shell", "shop", *changes).code == 0
     assert run(root, "export", "shop", str(out), "--check").code == 0
     with closing(apsw.Connection(str(file))) as connection:
-        for each in changes:
-            connection.execute(each)
+        for change in changes:
+            connection.execute(change)
     assert dump(out) == dump(file)
 
 
@@ -334,19 +336,21 @@ while True:
 """
 
 
-def kill_both_again_and_again(root: Path, tmp_path: Path, seed: int, lives: int) -> None:
-    """A writing program and its follower die at any moment, each on its own; versions are whole, the last one is the file."""
+def kill_both_repeatedly(root: Path, tmp_path: Path, seed: int, rounds: int) -> None:
+    """A writing program and its follower are killed at any moment, independently; versions are complete, and the last
+    one equals the file.
+    """
     rng = random.Random(seed)
     file = tmp_path / "app.db"
     writer = Program(["-c", BUSY, str(file), str(seed)])
     process = start_following(root, file)
     try:
-        for life in range(lives):
+        for round_ in range(rounds):
             time.sleep(0.4 + rng.random() * 1.2)
             if rng.random() < 0.4:
                 writer.kill()
                 writer.wait()
-                writer = Program(["-c", BUSY, str(file), str(seed * 100 + life)])
+                writer = Program(["-c", BUSY, str(file), str(seed * 100 + round_)])
             else:
                 process.kill()
                 process.communicate()
@@ -359,47 +363,47 @@ def kill_both_again_and_again(root: Path, tmp_path: Path, seed: int, lives: int)
         process.communicate()
     run(root, "follow", str(file), "copy", "--once")
     with quire.open(root) as store:
-        assert content(store) == truth(file)
-        assert_versions_are_whole(store, tmp_path / "version.db")
+        assert content(store) == sqlite_content(file)
+        assert_versions_are_complete(store, tmp_path / "version.db")
 
 
-def assert_versions_are_whole(store: quire.Store, out: Path) -> None:
+def assert_versions_are_complete(store: quire.Store, out: Path) -> None:
     newest = store.pages.open("copy").durable_version()[0]
-    looked = 0
+    checked = 0
     for lsn in range(newest, 0, -max(newest // 12, 1)):
         try:
             export_file(store.pages, "copy", out, at=lsn, force=True, check=True)
         except SnapshotGone:
-            break  # a checkpoint of ours has gone beyond it
+            break  # a checkpoint has removed older versions
         with closing(apsw.Connection(str(out))) as connection:
             assert connection.execute("SELECT a = b FROM pair").fetchall() in ([], [(1,)])
-        looked += 1
-    assert looked
+        checked += 1
+    assert checked
 
 
 def test_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path) -> None:
-    kill_both_again_and_again(root, tmp_path, seed=1, lives=3)
+    kill_both_repeatedly(root, tmp_path, seed=1, rounds=3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 20))
 def test_long_a_follower_and_its_program_are_killed(root: Path, tmp_path: Path, seed: int) -> None:
-    kill_both_again_and_again(root, tmp_path, seed, lives=20)
+    kill_both_repeatedly(root, tmp_path, seed, rounds=20)
 
 
-def test_a_missing_chunk_is_told_as_that_and_not_as_a_bug(root: Path) -> None:
+def test_a_missing_chunk_is_reported_as_such_and_not_as_a_bug(root: Path) -> None:
     with quire.open(root) as store:
         store.create("shop", "pages")
         with closing(store.sqlite("shop")) as db:
             db.execute(f"{TABLE}; INSERT INTO t (x) VALUES (1)")
         store.checkpoint("shop")
-        store.worker.drain()  # what the chunk holds leaves the page index
+        store.worker.drain()  # the pages in the chunk leave the page index
     for path in (root / "objects").rglob("base:*"):
         path.unlink()
-    for ended in (
+    for result in (
         run(root, "shell", "shop", "SELECT * FROM t"),
         run(root, "shell", "shop", typed="SELECT * FROM t;\n"),
     ):
-        assert ended.code == 7
-        assert "a chunk's object is missing" in ended.err
-        assert "a bug" not in ended.err
+        assert result.code == 7
+        assert "a chunk's object is missing" in result.err
+        assert "a bug" not in result.err

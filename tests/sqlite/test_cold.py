@@ -1,4 +1,4 @@
-"""Reading cold from S3 through the VFS: what is fetched is what the query touches."""
+"""Cold reads from S3 through the VFS: only the data that a query touches is fetched."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ ROWS = 3_000
 
 
 def fetched(endpoint: FaultyProxy) -> list[int]:
-    """Bytes of each ranged read so far."""
+    """The sizes of the ranged reads so far."""
     ranges = [
-        each.headers["range"] for each in endpoint.seen(lambda each: each.method == "GET" and "range" in each.headers)
+        request.headers["range"]
+        for request in endpoint.requests(lambda request: request.method == "GET" and "range" in request.headers)
     ]
     spans = [text.removeprefix("bytes=").split("-") for text in ranges]
     return [int(last) - int(first) + 1 for first, last in spans]
 
 
 def cold(store: Store, target: ObjectStore, url: str) -> Callable[[], apsw.Connection]:
-    """Copy what a snapshot is made of to S3; a connection to it that has nothing in memory."""
+    """Copy the objects of a snapshot to S3. Returns a function that connects to it without anything in memory."""
     local = open_store(store.objects_url)
     for info in list_objects(local):
         target.put(info.key, local.get(info.key))
     view = store.pages.view("shop", "cold")
-    assert not view.pins, "a checkpoint has absorbed everything"
+    assert not view.pins, "everything is in chunks"
     remote = replace(view, spaces=tuple((url, prefix) for _, prefix in view.spaces))
 
     def connect() -> apsw.Connection:

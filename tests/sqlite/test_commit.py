@@ -1,4 +1,4 @@
-"""A transaction is there whole or not at all: rollbacks of every kind, and commits that fail at every step."""
+"""A transaction is applied completely or not at all: rollbacks of every kind, and commits that fail at every step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_rollback_after_the_cache_spilled(shop: apsw.Connection, connect: Connec
     shop.execute("begin")
     shop.executemany("insert into t values (?, ?)", ((number, "x" * 900) for number in range(1_000, 2_000)))
     shop.execute("update t set b = 'gone'")
-    assert count(connect()) == 10, "nobody sees it"
+    assert count(connect()) == 10, "the rows are not visible to others"
     shop.execute("rollback")
     assert checksum(shop) == before == checksum(connect())
-    assert shop.pragma("quire_epoch") == epoch, "nothing was committed, not even what was there before"
+    assert shop.pragma("quire_epoch") == epoch, "nothing was committed"
     assert shop.pragma("integrity_check") == "ok"
 
 
@@ -46,7 +46,7 @@ def test_rollback_of_the_first_transaction_leaves_an_empty_database(connect: Con
     assert connect("fresh").execute("select name from sqlite_schema").get == "u"
 
 
-def test_savepoints_roll_back_to_where_they_were(shop: apsw.Connection, connect: Connect) -> None:
+def test_savepoints_roll_back(shop: apsw.Connection, connect: Connect) -> None:
     shop.pragma("cache_size", 10)
     shop.execute("begin; delete from t where id = 0; savepoint a")
     shop.executemany("insert into t values (?, ?)", ((number, "x" * 900) for number in range(1_000, 1_500)))
@@ -64,7 +64,7 @@ def test_a_statement_that_fails_in_the_middle_is_undone_alone(shop: apsw.Connect
     assert count(connect()) == 11
 
 
-def test_a_connection_that_is_closed_or_forgotten_in_a_transaction_lets_others_write(
+def test_a_connection_closed_or_dropped_in_a_transaction_releases_the_writer_slot(
     store: Store, shop: apsw.Connection, connect: Connect
 ) -> None:
     other = store.sqlite("shop")
@@ -94,10 +94,10 @@ def test_full_waits_for_the_disk_and_normal_does_not(store: Store, shop: apsw.Co
         before = wal.syncs
         shop.execute("update t set b = ?", (level,))
         assert (wal.syncs > before) is waits or (not waits and wal.durable is wal.written), level
-        assert connect().execute("select distinct b from t").get == level, "everybody sees it at once"
+        assert connect().execute("select distinct b from t").get == level, "other connections see it at once"
 
 
-def test_the_level_stays_where_sqlite_refuses_to_change_it(store: Store, shop: apsw.Connection) -> None:
+def test_the_level_is_unchanged_where_sqlite_refuses_to_change_it(store: Store, shop: apsw.Connection) -> None:
     wal = store.pages.open("shop").wal
     shop.execute("begin")
     with pytest.raises(apsw.SQLError, match="inside a transaction"):
@@ -109,7 +109,7 @@ def test_the_level_stays_where_sqlite_refuses_to_change_it(store: Store, shop: a
     assert wal.durable is wal.written
 
 
-def test_what_nobody_waited_for_is_synced_within_a_second_or_so(store: Store, shop: apsw.Connection) -> None:
+def test_commits_without_a_wait_are_synced_within_about_a_second(store: Store, shop: apsw.Connection) -> None:
     wal = store.pages.open("shop").wal
     shop.pragma("synchronous", "off")
     shop.execute("delete from t")
@@ -122,19 +122,19 @@ def test_what_nobody_waited_for_is_synced_within_a_second_or_so(store: Store, sh
 # ── failing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture
 def faulty(root: Path) -> Iterator[tuple[Store, FaultyDisk]]:
-    """A store on a disk that can be told to fail: by `arm`."""
+    """A store on a disk that can be made to fail with `arm`."""
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC, operation="none")
     with suppress(StoreUnusable), quire.open(root, settings=SETTINGS, disk=disk) as store:
         yield store, disk
 
 
 def arm(disk: FaultyDisk, fault: Fault, operation: str, fail_at: int) -> None:
-    """The n-th such call on a WAL segment from now on fails."""
+    """Make the n-th such call on a WAL segment fail."""
     disk.arm(fault, fail_at=fail_at, operation=operation, path="*.seg*")
 
 
 def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -> None:
-    """A large transaction needs new segments; each call that makes one fails once. Nothing is lost, nothing is half there."""
+    """A large transaction needs new segments; each call that creates one fails once. Nothing is lost or there in part."""
     store, disk = faulty
     connection, other = store.sqlite("shop", create=True), store.sqlite("shop")
     connection.execute("create table t(id integer primary key, b text)")
@@ -149,7 +149,7 @@ def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -
         assert "rolled back" in str(error)
         assert count(connection) == count(other) == 1
         assert connection.pragma("integrity_check") == "ok"
-    assert failed >= 1, "the fault was never met"
+    assert failed >= 1, "the fault never occurred"
     assert count(connection) == count(other) == 801
     connection.close()
     other.close()
@@ -159,35 +159,35 @@ def test_disk_full_in_the_middle_of_a_commit(faulty: tuple[Store, FaultyDisk]) -
 def test_a_transaction_that_was_refused_for_space_is_not_written_later(
     faulty: tuple[Store, FaultyDisk], root: Path, fault: Fault
 ) -> None:
-    """SQLITE_FULL means not done, after the next commit and after opening again; a retry doubles nothing."""
+    """SQLITE_FULL means not done, also after the next commit and after reopening; a retry causes no duplicate."""
     store, disk = faulty
     connection = store.sqlite("shop", create=True)
     connection.execute("create table t(id integer primary key, b blob)")
-    said: dict[int, str] = {}
-    while not said or disk.fired:
-        number = len(said) + 1
+    outcomes: dict[int, str] = {}
+    while not outcomes or disk.fired:
+        number = len(outcomes) + 1
         store.pages.open("shop").wal.seal()
         arm(disk, fault, "*", number)
-        said[number] = _insert_once(connection, number)
+        outcomes[number] = _insert_once(connection, number)
         fired = disk.fired
         arm(disk, fault, "none", 0)
-        while _insert_once(connection, 1000 + number, "null") == "unknown":  # or the ticker has met the fault
+        while _insert_once(connection, 1000 + number, "null") == "unknown":  # the fault may have hit the ticker instead
             connection.close()
             connection = store.sqlite("shop")
-        there = connection.execute("select count(*) from t where id = ?", (number,)).get
-        assert there in {"refused": [0], "done": [1], "unknown": [0, 1]}[said[number]]
-        said[number] = ["refused", "done"][there]
+        row_count = connection.execute("select count(*) from t where id = ?", (number,)).get
+        assert row_count in {"refused": [0], "done": [1], "unknown": [0, 1]}[outcomes[number]]
+        outcomes[number] = ["refused", "done"][row_count]
         disk.fired = fired
     connection.close()
-    assert list(said.values()).count("refused") > 1, "nothing was refused, and this shows nothing"
+    assert list(outcomes.values()).count("refused") > 1, "nothing was refused: the test proves nothing"
     store.close()
     with quire.open(root, settings=SETTINGS) as again, again.sqlite("shop") as connection:
         rows = {number for (number,) in connection.execute("select id from t where id < 1000")}
-    assert rows == {number for number, outcome in said.items() if outcome == "done"}
+    assert rows == {number for number, outcome in outcomes.items() if outcome == "done"}
 
 
 def _insert_once(connection: apsw.Connection, number: int, value: str = "randomblob(400000)") -> str:
-    """Insert a row, by default one that takes a segment or two; what was said of it."""
+    """Insert a row, by default one that needs a segment or two, and return the outcome."""
     try:
         connection.execute(f"insert or replace into t values (?, {value})", (number,))
     except apsw.FullError:
@@ -198,7 +198,9 @@ def _insert_once(connection: apsw.Connection, number: int, value: str = "randomb
 
 
 def large_transaction(connection: apsw.Connection, disk: FaultyDisk, fail_at: int) -> apsw.FullError | None:
-    """Write more than the open segment has room for while the n-th opening of a segment fails; the error, if it was met."""
+    """Write more than fits into the open segment while the n-th creation of a segment fails. Returns the error, if it
+    occurred.
+    """
     arm(disk, Fault.ENOSPC, "open", fail_at)
     try:
         connection.execute("begin")
@@ -211,7 +213,7 @@ def large_transaction(connection: apsw.Connection, disk: FaultyDisk, fail_at: in
     return None
 
 
-def test_a_failed_sync_stops_writes_until_somebody_connects_anew(faulty: tuple[Store, FaultyDisk]) -> None:
+def test_a_failed_sync_stops_writes_until_a_new_connection(faulty: tuple[Store, FaultyDisk]) -> None:
     store, disk = faulty
     connection, reader = store.sqlite("shop", create=True), store.sqlite("shop")
     connection.execute("create table t(a); insert into t values (1)")
@@ -220,18 +222,18 @@ def test_a_failed_sync_stops_writes_until_somebody_connects_anew(faulty: tuple[S
         connection.execute("insert into t values (2)")
     assert caught.value.__cause__ is not None
     assert disk.fired
-    for each in (connection, reader):
+    for db in (connection, reader):
         with pytest.raises(apsw.IOError, match="WAL failed") as caught:
-            each.execute("insert into t values (3)")
+            db.execute("insert into t values (3)")
         assert isinstance(caught.value.__cause__, StoreUnusable)
     arm(disk, Fault.EIO, "none", 0)
     fresh = store.sqlite("shop")
-    there = count(fresh)
-    assert there in (1, 2), "nobody knows which"
+    row_count = count(fresh)
+    assert row_count in (1, 2), "the outcome is unknown"
     fresh.execute("insert into t values (3)")
-    for each in (connection, reader, fresh):  # the older ones go on with it
-        assert count(each) == there + 1
-        each.close()
+    for db in (connection, reader, fresh):  # the older ones use the new engine
+        assert count(db) == row_count + 1
+        db.close()
 
 
 def test_an_interrupt_in_the_commit_rolls_back(
@@ -251,21 +253,21 @@ def test_an_interrupt_in_the_commit_rolls_back(
     assert count(shop) == count(connect()) == 9
 
 
-def test_no_room_in_the_budget_is_full(
+def test_an_exhausted_budget_is_sqlite_full(
     store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = store.pages.open("shop")
-    asked: list[float] = []
+    timeouts: list[float] = []
 
     def no_room(_: object, timeout: float) -> None:
-        asked.append(timeout)
+        timeouts.append(timeout)
         raise QuotaExceeded("the WAL budget is used up", hint="checkpoint", db_id=1)
 
     monkeypatch.setattr(pages, "room_until", 0)
     monkeypatch.setattr(pages, "_wait_for_room", no_room)
     with pytest.raises(apsw.FullError, match="budget is used up"):
         shop.execute("delete from t")
-    assert asked == [0, live.ROOM_SECONDS], "a checkpoint gets its time"
+    assert timeouts == [0, live.ROOM_SECONDS], "a checkpoint gets time to finish"
     monkeypatch.setattr(pages, "_wait_for_room", lambda *_: None)
     shop.execute("delete from t where id = 1")
     assert count(connect()) == 9
@@ -274,7 +276,7 @@ def test_no_room_in_the_budget_is_full(
 def test_a_failed_commit_of_one_of_two_databases_leaves_the_other_committed(
     store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each database is atomic; a transaction over two is not (docs/sqlite.md)."""
+    """Each database is atomic; a transaction across two databases is not (docs/sqlite.md)."""
     connect("other").execute("create table u(a)")
     shop.execute("attach 'other' as o")
     wal = store.pages.open("other").wal
@@ -291,11 +293,11 @@ def test_a_failed_commit_of_one_of_two_databases_leaves_the_other_committed(
     assert (count(connect()), count(connect("other"), "u")) == (0, 0)
 
 
-@pytest.mark.usefixtures("pure")  # else no sync reaches Python
-def test_a_database_that_fails_before_the_commit_takes_the_others_back_with_it(
+@pytest.mark.usefixtures("python_vfs")  # with the shim, no sync reaches Python
+def test_a_failure_before_the_commit_rolls_back_all_attached_databases(
     shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite syncs all files first and commits then: what is synced may still be rolled back (Q1)."""
+    """SQLite syncs all files first and commits then: a synced file may still be rolled back (Q1)."""
     connect("other").execute("create table u(a)")
     shop.execute("attach 'other' as o")
     synced: list[live.LiveFile] = []
@@ -314,5 +316,5 @@ def test_a_database_that_fails_before_the_commit_takes_the_others_back_with_it(
 
 
 def checksum(connection: apsw.Connection) -> object:
-    """Everything in the table, in short."""
+    """A checksum of the table."""
     return connection.execute("select count(*), sum(id), group_concat(b) from t").get

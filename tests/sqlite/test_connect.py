@@ -1,4 +1,4 @@
-"""Connecting: the newest version, earlier ones, forks, other databases and files; and every way in which it may fail."""
+"""Connecting: the newest version, earlier ones, forks, other databases and files; and every way in which it can fail."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.sqlite.conftest import SETTINGS, Connect, count, extended
 
 
 # ── the newest version ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_one_connection_commits_another_reads(shop: apsw.Connection, connect: Connect) -> None:
+def test_commits_are_visible_to_other_connections(shop: apsw.Connection, connect: Connect) -> None:
     assert count(connect()) == 10
 
 
-def test_what_was_committed_is_there_after_reopening(root: Path) -> None:
+def test_commits_survive_reopening(root: Path) -> None:
     with quire.open(root, settings=SETTINGS) as store:
         connection = store.sqlite("shop", create=True)
         connection.execute("create table t(a); insert into t values (1), (2)")
@@ -49,7 +49,7 @@ def test_what_was_committed_is_there_after_reopening(root: Path) -> None:
         connection.close()
 
 
-def test_a_database_is_made_only_if_asked_for(store: Store) -> None:
+def test_a_database_is_created_only_on_request(store: Store) -> None:
     with pytest.raises(UnknownDatabase, match="no database has this name"):
         store.sqlite("shop")
     store.sqlite("shop", create=True).close()
@@ -63,7 +63,7 @@ def test_other_kinds_of_databases_are_refused(store: Store) -> None:
         store.sqlite("log")
 
 
-def test_names_that_mean_something_in_a_uri_are_names(connect: Connect) -> None:
+def test_names_with_uri_characters_are_plain_names(connect: Connect) -> None:
     for name in ("größe 1", "a?at=b", "50%", "a&b=c#d", "x-journal", "x-wal"):
         connection = connect(name)
         connection.execute("create table t(a); insert into t values (1)")
@@ -79,7 +79,7 @@ def test_a_with_block_is_a_transaction_and_leaves_the_connection_open(shop: apsw
     assert count(connect()) == 9
     with pytest.raises(apsw.SQLError), shop:
         shop.execute("delete from t; delete from nosuch")
-    assert count(shop) == 9, "the connection goes on"
+    assert count(shop) == 9, "the connection stays usable"
 
 
 def test_renaming_leaves_connections_alone(store: Store, shop: apsw.Connection, connect: Connect) -> None:
@@ -89,7 +89,7 @@ def test_renaming_leaves_connections_alone(store: Store, shop: apsw.Connection, 
 
 
 # ── earlier versions ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_snapshot_stays_what_it_was(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+def test_a_snapshot_does_not_change(store: Store, shop: apsw.Connection, connect: Connect) -> None:
     store.snapshot("shop", "monday")
     old = connect(at="monday")
     shop.execute("delete from t where id < 5")
@@ -116,7 +116,7 @@ def test_a_commit_that_is_not_on_disk_yet_can_be_read_by_its_epoch(shop: apsw.Co
     assert count(connect(at=int(str(shop.pragma("quire_epoch"))))) == 9
 
 
-def test_any_moment_can_be_read(shop: apsw.Connection, connect: Connect) -> None:
+def test_any_point_in_time_can_be_read(shop: apsw.Connection, connect: Connect) -> None:
     time.sleep(0.01)
     before = datetime.now(UTC)
     time.sleep(0.01)
@@ -125,7 +125,7 @@ def test_any_moment_can_be_read(shop: apsw.Connection, connect: Connect) -> None
     assert count(connect(at=datetime.now(UTC) + timedelta(days=1))) == 0
 
 
-def test_versions_that_are_not_there_are_refused(shop: apsw.Connection, connect: Connect) -> None:
+def test_missing_versions_are_refused(shop: apsw.Connection, connect: Connect) -> None:
     with pytest.raises(UnknownSnapshot):
         connect(at="monday")
     with pytest.raises(InvalidInput, match="does not exist yet"):
@@ -152,7 +152,7 @@ def test_fork_and_open_in_one_call(store: Store, shop: apsw.Connection, connect:
     assert (count(now), count(then), count(shop)) == (0, 10, 5)
 
 
-def test_fork_at_takes_what_at_takes(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+def test_fork_at_accepts_the_same_values_as_at(store: Store, shop: apsw.Connection, connect: Connect) -> None:
     epoch = int(str(shop.pragma("quire_epoch")))
     time.sleep(0.01)
     moment = datetime.now(UTC)
@@ -206,7 +206,7 @@ def test_attach_creates_a_database_as_sqlite_creates_a_file(store: Store, shop: 
     assert "nosuch" not in [info.name for info in store.databases()]
 
 
-def test_a_setting_refuses_to_attach_what_is_not_there(tmp_path: Path) -> None:
+def test_a_setting_refuses_to_attach_missing_databases(tmp_path: Path) -> None:
     settings = StoreSettings(pages=PagesSettings(attach_creates=False))
     with quire.open(tmp_path / "strict", settings=settings) as store:
         with contextlib.closing(store.sqlite("shop", create=True)) as shop:
@@ -217,7 +217,7 @@ def test_a_setting_refuses_to_attach_what_is_not_there(tmp_path: Path) -> None:
         assert sorted(info.name for info in store.databases()) == ["copy", "shop"]
 
 
-def test_attach_a_version_that_is_not_there(shop: apsw.Connection) -> None:
+def test_attaching_a_missing_version_is_refused(shop: apsw.Connection) -> None:
     for uri in ("file:shop?at=nosuch", "file:shop?epoch=x", "file:shop?time=x", "file:shop?at=a&epoch=1"):
         with pytest.raises(apsw.CantOpenError):
             shop.execute("attach ? as n", (uri,))
@@ -234,10 +234,10 @@ def test_attach_from_a_connection_to_a_file(store: Store, shop: apsw.Connection,
     plain.close()
 
 
-def test_a_lock_that_sqlite_never_gives_back_writes_all_the_same(
+def test_exclusive_locking_mode_does_not_prevent_commits(
     store: Store, shop: apsw.Connection, connect: Connect, tmp_path: Path
 ) -> None:
-    """`locking_mode=exclusive` of another main database holds for what is attached later."""
+    """`locking_mode=exclusive` of another main database also applies to databases that are attached later."""
     flags = apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
     plain = apsw.Connection(str(tmp_path / "plain.db"), flags=flags)
     plain.execute("pragma locking_mode=exclusive; create table x(a)")
@@ -260,12 +260,12 @@ def test_vacuum_into_a_file_and_into_a_new_database(
     shop.execute("vacuum into 'copy'")
     assert count(connect("copy", create=False)) == 10
     connect("other").execute("create table unlike(x)")
-    for there in ("copy", "other", "shop"):
+    for target in ("copy", "other", "shop"):
         with pytest.raises(apsw.SQLError, match="output file already exists"):
-            shop.execute(f"vacuum into '{there}'")
+            shop.execute(f"vacuum into '{target}'")
 
 
-def test_damage_is_told_with_its_place(
+def test_damage_is_reported_with_its_page(
     shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def damaged(_: object, page: int) -> bytes:
@@ -274,7 +274,7 @@ def test_damage_is_told_with_its_place(
     reader = connect()
     with monkeypatch.context() as patch:
         patch.setattr(ReadPin, "read_page", damaged)
-        with pytest.raises(apsw.CorruptError, match="page=1") as caught:  # the schema was read by `connect`
+        with pytest.raises(apsw.CorruptError, match="page=1") as caught:  # `connect` has read the schema
             reader.execute("select * from t").fetchall()
     assert isinstance(caught.value.__cause__, ChecksumMismatch)
     assert count(reader) == 10
@@ -289,7 +289,9 @@ pragma writable_schema=on; update sqlite_master set sql = 'create tabel t(a)' wh
 def test_a_malformed_schema_can_be_connected_to_and_repaired(
     store: Store, shop: apsw.Connection, connect: Connect
 ) -> None:
-    """`connect` itself read the schema, and failed; native SQLite connects, and its first statement fails."""
+    """`connect` itself read the schema and failed; with native SQLite the connection succeeds and the first statement
+    fails.
+    """
     shop.execute(MALFORMED)
     shop.close()
     store.snapshot("shop", "broken")
@@ -307,7 +309,7 @@ def test_a_malformed_schema_can_be_connected_to_and_repaired(
 
 
 # ── endings ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_connections_that_outlive_the_store_fail_and_say_why(root: Path) -> None:
+def test_connections_that_outlive_the_store_fail_with_a_reason(root: Path) -> None:
     store = quire.open(root, settings=SETTINGS)
     connection, writer = store.sqlite("shop", create=True), store.sqlite("shop")
     connection.execute("create table t(a)")
@@ -317,9 +319,9 @@ def test_connections_that_outlive_the_store_fail_and_say_why(root: Path) -> None
     cursor = connection.execute("with recursive n(i) as (select 1 union all select i + 1 from n) select i from n, t")
     writer.execute("begin immediate; insert into t values (1)")
     store.close()
-    for each in (connection, fresh):
+    for db in (connection, fresh):
         with pytest.raises(apsw.IOError, match="closed"):
-            each.execute("select * from sqlite_schema").fetchall()
+            db.execute("select * from sqlite_schema").fetchall()
     with pytest.raises(apsw.IOError, match="closed"):
         writer.execute("commit")
     with pytest.raises(apsw.IOError, match="closed"):
@@ -327,8 +329,8 @@ def test_connections_that_outlive_the_store_fail_and_say_why(root: Path) -> None
     with pytest.raises(apsw.IOError, match="closed"):
         old.execute("select * from t").fetchall()
     cursor.close()
-    for each in (connection, writer, old, fresh):
-        each.close()
+    for db in (connection, writer, old, fresh):
+        db.close()
     with pytest.raises(StoreClosed):
         store.sqlite("shop")
 
@@ -338,7 +340,7 @@ def test_closing_under_threads_that_read_and_write_ends_them_with_an_error(root:
     first = store.sqlite("shop", create=True)
     first.execute("create table t(id integer primary key, b text)")
     first.close()
-    started, ended = threading.Barrier(5), []
+    started, errors = threading.Barrier(5), []
 
     def work(statement: str) -> None:
         connection = store.sqlite("shop")
@@ -348,7 +350,7 @@ def test_closing_under_threads_that_read_and_write_ends_them_with_an_error(root:
             while True:
                 connection.execute(statement).fetchall()
         except apsw.Error as error:
-            ended.append(error)
+            errors.append(error)
         connection.close()
 
     statements = ["insert into t(b) values (hex(randomblob(500)))"] * 2 + ["select sum(length(b)) from t"] * 2
@@ -360,12 +362,12 @@ def test_closing_under_threads_that_read_and_write_ends_them_with_an_error(root:
     store.close()
     for thread in threads:
         thread.join(60)
-    assert len(ended) == 4
-    assert all(isinstance(error, apsw.IOError) for error in ended), ended
+    assert len(errors) == 4
+    assert all(isinstance(error, apsw.IOError) for error in errors), errors
 
 
 def test_connections_outlive_everything_else(root: Path) -> None:
-    """The VFS and the store are gone for whoever looks; the connection holds what it needs."""
+    """Nothing else refers to the VFS and the store; the connection keeps what it needs."""
     store = quire.open(root, settings=SETTINGS)
     connection = store.sqlite("shop", create=True)
     connection.execute("create table t(a)")
@@ -381,11 +383,11 @@ def test_a_database_that_is_dropped_while_it_is_open(store: Store, shop: apsw.Co
     reader = connect()
     reader.execute("begin; select * from t").fetchall()
     store.drop("shop")
-    # The engine looks every quarter of a second: before it has noticed, the manifest refuses the write; then the log does.
+    # The engine checks every quarter of a second: until then the manifest refuses the write, afterwards the log does.
     with pytest.raises((apsw.ReadOnlyError, apsw.IOError), match="dropped") as caught:
         shop.execute("delete from t")
     assert isinstance(caught.value, apsw.IOError) or extended(caught) == apsw.SQLITE_READONLY_DBMOVED
-    until_noticed(store)
+    wait_until_drop_is_noticed(store)
     with pytest.raises(apsw.IOError, match="dropped"):
         shop.execute("select count(*) from t").get  # noqa: B018 - reads
     fresh = connect()
@@ -398,18 +400,18 @@ def test_a_transaction_of_a_dropped_database_is_rolled_back(store: Store, shop: 
     store.drop("shop")
     with pytest.raises(apsw.IOError, match=r"rolled back.*dropped"):
         shop.execute("commit")
-    until_noticed(store)
+    wait_until_drop_is_noticed(store)
 
 
-def until_noticed(store: Store) -> None:
-    """The engine looks every quarter of a second which databases are gone."""
+def wait_until_drop_is_noticed(store: Store) -> None:
+    """Wait until the engine, which checks every quarter of a second, has noticed the drop."""
     deadline = time.monotonic() + 60
     while store.pages.stores() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not store.pages.stores()
 
 
-def test_a_forked_child_is_refused_and_the_parent_goes_on(store: Store, shop: apsw.Connection) -> None:
+def test_a_forked_child_is_refused_and_the_parent_continues(store: Store, shop: apsw.Connection) -> None:
     child = os.fork()
     if not child:
         try:
@@ -424,7 +426,7 @@ def test_a_forked_child_is_refused_and_the_parent_goes_on(store: Store, shop: ap
     assert count(shop) == 11
 
 
-def test_idle_versions_are_given_back_and_used_ones_renewed(store: Store, shop: apsw.Connection) -> None:
+def test_idle_versions_are_released_and_used_ones_renewed(store: Store, shop: apsw.Connection) -> None:
     pages = store.pages.open("shop")
     databases: SqliteDatabases = store._parts.sqlite
     cursor = shop.execute("select id from t")

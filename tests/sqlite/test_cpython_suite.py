@@ -1,7 +1,8 @@
 """CPython's own tests of `sqlite3`, run on `quire.sqlite.dbapi` with databases of a store (`cpython_suite.py`).
 
-They come with Python itself. Where a distribution leaves them out (Debian: `libpython3-testsuite`; Docker's python images), put
-the `Lib` of CPython's sources of the same version into QUIRE_CPYTHON_LIB.
+They are part of Python. Where a distribution leaves them out (Debian: `libpython3-testsuite`; Docker's python images),
+set
+QUIRE_CPYTHON_LIB to the `Lib` directory of CPython's sources of the same version.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CANNOT_HOLD = {
     "test_regression.RegressionTests.test_bind_mutating_list": "parameters are copied before adapters run, so "
     "changing the list meanwhile is no error",
 }
-"""Why each of them fails."""
+"""The reason of each expected failure."""
 
 MODULES = {
     "dbapi": ["test_dbapi"],
@@ -47,7 +48,7 @@ MODULES = {
 
 
 def library() -> Path:
-    """Where the package `test` of this Python is; skips if it is nowhere."""
+    """The directory of this Python's package `test`; skips if it is missing."""
     for home in (os.environ.get(VARIABLE, ""), sysconfig.get_path("stdlib")):
         if home and (Path(home) / "test" / "test_sqlite3" / "test_dbapi.py").is_file():
             return Path(home)
@@ -60,7 +61,7 @@ def library() -> Path:
 @pytest.mark.parametrize("group", MODULES)
 def test_cpythons_tests_of_sqlite3_pass(group: str) -> None:
     path = os.pathsep.join([str(ROOT), str(library())])
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.sqlite.cpython_suite", *MODULES[group]],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
@@ -68,8 +69,8 @@ def test_cpythons_tests_of_sqlite3_pass(group: str) -> None:
         timeout=250,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr
-    outcomes: dict[str, str] = json.loads(ended.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    outcomes: dict[str, str] = json.loads(result.stdout.splitlines()[-1])
     failed = {name: text for name, text in outcomes.items() if text != "passed" and not text.startswith("skipped")}
     expected = {name for name in CANNOT_HOLD if name.partition(".")[0] in MODULES[group]} & set(outcomes)
     assert set(failed) == expected, "\n".join(failed[name] for name in sorted(set(failed) - expected))

@@ -1,4 +1,4 @@
-"""PEP 249 over a connection: what programs written for the standard library's sqlite3 expect."""
+"""PEP 249 on a connection: what programs written for the standard library's sqlite3 expect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wrapped(shop: apsw.Connection) -> dbapi.Connection:
     return dbapi.wrap(shop)
 
 
-def test_a_transaction_begins_by_itself_before_a_write_and_ends_when_told(
+def test_a_transaction_begins_implicitly_before_a_write_and_ends_explicitly(
     wrapped: dbapi.Connection, connect: Connect
 ) -> None:
     other = connect()
@@ -69,7 +69,7 @@ def test_fetching(wrapped: dbapi.Connection) -> None:
     assert cursor.description is None
 
 
-def test_what_a_write_tells(wrapped: dbapi.Connection) -> None:
+def test_rowcount_and_lastrowid_after_a_write(wrapped: dbapi.Connection) -> None:
     cursor = wrapped.execute("update t set b = 'x' where id < 4")
     assert cursor.rowcount == 4
     cursor = wrapped.execute("insert into t(b) values ('new') returning id")
@@ -82,7 +82,7 @@ def test_what_a_write_tells(wrapped: dbapi.Connection) -> None:
     cursor.close()
 
 
-def test_dates_are_text_and_functions_are_pythons(wrapped: dbapi.Connection) -> None:
+def test_dates_are_text_and_functions_are_python_callables(wrapped: dbapi.Connection) -> None:
     moment = dt.datetime(2026, 1, 31, 12, 30)
     assert wrapped.execute("select ?, ?", (moment, moment.date())).fetchone() == ("2026-01-31 12:30:00", "2026-01-31")
     wrapped.create_function("twice", 1, lambda value: value * 2, deterministic=True)
@@ -112,7 +112,7 @@ def test_errors_are_those_of_pep_249(store: Store, wrapped: dbapi.Connection, co
         wrapped.execute("select 1")
 
 
-def test_programs_may_catch_and_ask_for_what_the_standard_library_names(wrapped: dbapi.Connection) -> None:
+def test_names_of_the_standard_library_are_available(wrapped: dbapi.Connection) -> None:
     wrapped.row_factory = sqlite3.Row
     for row in (
         wrapped.execute('select 7 as Id, \'tea\' as "a ""b"').fetchone(),
@@ -127,23 +127,25 @@ def test_programs_may_catch_and_ask_for_what_the_standard_library_names(wrapped:
         assert issubclass(getattr(dbapi, name), getattr(sqlite3, name))
 
 
-def test_a_cursor_that_runs_a_statement_while_it_is_iterated_goes_on_with_that_one(wrapped: dbapi.Connection) -> None:
-    """Cursors whose statement has ended leave what they ran on to others."""
+def test_a_cursor_that_executes_while_it_is_iterated_continues_with_the_new_statement(
+    wrapped: dbapi.Connection,
+) -> None:
+    """A cursor whose statement has ended leaves its underlying apsw cursor to others."""
     cursor = wrapped.execute("select id from t order by id limit 2")
-    seen = [next(iter(cursor))[0]]
+    values = [next(iter(cursor))[0]]
     assert wrapped.execute("select 8").fetchone() == (8,)
     assert cursor.fetchall() == [(1,)]
     other = wrapped.execute("select 9 union all select 10")
     for (number,) in cursor.execute("select 11 union all select 12"):
-        seen.append(number)
+        values.append(number)
         if number == 12:
             cursor.execute("select 13 union all select 14")
-    assert (seen, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
+    assert (values, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
 
 
-def test_every_error_of_ours_has_a_code_of_sqlites() -> None:
+def test_every_quire_error_has_an_sqlite_code() -> None:
     class Fuller(DiskFull):
-        """A kind that nobody has thought of."""
+        """A subclass that the mapping does not list."""
 
     assert code_of(Fuller("full")) == apsw.SQLITE_FULL
     assert code_of(ValueError()) == apsw.SQLITE_IOERR
@@ -151,7 +153,7 @@ def test_every_error_of_ours_has_a_code_of_sqlites() -> None:
 
 
 class Base(DeclarativeBase):
-    """What the tests below map."""
+    """The base of the mapped classes below."""
 
 
 class Author(Base):
@@ -168,8 +170,8 @@ class Book(Base):
     author: Mapped[Author] = relationship(back_populates="books")
 
 
-def test_an_orm_counts_what_it_changed_and_not_what_triggers_and_cascades_did(store: Store) -> None:
-    """SQLAlchemy raised StaleDataError, because `rowcount` had the rows of triggers and cascades in it."""
+def test_rowcount_excludes_rows_changed_by_triggers_and_cascades(store: Store) -> None:
+    """SQLAlchemy raised StaleDataError, because `rowcount` included rows changed by triggers and cascades."""
     engine = sa.create_engine(
         "sqlite://", module=dbapi, poolclass=sa.QueuePool, creator=lambda: dbapi.wrap(store.sqlite("shop", create=True))
     )
@@ -192,7 +194,7 @@ def test_an_orm_counts_what_it_changed_and_not_what_triggers_and_cascades_did(st
         assert session.scalars(sa.select(Author.name).order_by(Author.id)).all() == ["Ben", "Cy"]
         assert session.scalar(sa.select(sa.func.count(Book.id))) == 6
         assert session.scalar(sa.text("select count(*) from log")) == 6
-        # A result of which one row is taken holds nothing: what another connection commits is seen by the next query.
+        # A result of which one row is fetched holds no version: the next query sees commits of other connections.
         with engine.begin() as other:
             other.execute(sa.text("delete from author"))
         session.rollback()

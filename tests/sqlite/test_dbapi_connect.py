@@ -1,4 +1,4 @@
-"""`dbapi.connect`: what it opens, what it shares, and what it refuses; and what sqlite3's own tests do not ask."""
+"""`dbapi.connect`: what it opens, shares and refuses; and cases that sqlite3's own tests do not cover."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_path_a_url_and_a_uri_name_the_same_database(tmp_path: Path, monkeypat
     assert read("quire:///store/shop?at=monday") == ("monday",)
 
 
-def test_what_was_opened_for_reading_cannot_be_written(tmp_path: Path) -> None:
+def test_a_read_only_connection_cannot_write(tmp_path: Path) -> None:
     filled(tmp_path / "store")
     for database in ("quire:///{}/shop?at=monday", "quire:///{}/shop?mode=ro"):
         connection = dbapi.connect(database.format(tmp_path / "store"))
@@ -64,7 +64,7 @@ def test_a_store_is_opened_once_and_closed_with_its_last_connection(tmp_path: Pa
     first.close()
     second.execute("attach 'shop' as s")
     assert second.execute("select count(*) from s.t").fetchone() == (0,)
-    del second  # dropped, not closed: the store goes with it all the same
+    del second  # dropped without close(): the store is closed as well
     with quire.open(tmp_path / "store") as store:
         assert sorted(info.name for info in store.databases()) == ["other", "shop"]
         shared = dbapi.connect(tmp_path / "store" / "shop")  # the program's own store
@@ -74,7 +74,7 @@ def test_a_store_is_opened_once_and_closed_with_its_last_connection(tmp_path: Pa
         assert store.is_open
 
 
-def test_what_cannot_be_opened_is_an_operational_error_with_a_code(tmp_path: Path) -> None:
+def test_a_failure_to_open_is_an_operational_error_with_a_code(tmp_path: Path) -> None:
     plain = tmp_path / "plain.db"
     apsw.Connection(str(plain)).execute("create table t(a)")
     (tmp_path / "full").mkdir()
@@ -99,7 +99,7 @@ OWNER = (
 )
 
 
-def test_beside_another_owner_it_reads_and_says_why_it_cannot_write(tmp_path: Path) -> None:
+def test_beside_another_owner_snapshots_can_be_read_and_writing_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "store")
     command = ["-c", OWNER, str(tmp_path / "store")]
     with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
@@ -118,39 +118,39 @@ STARTING = (
 )
 
 
-def test_it_waits_for_an_owner_that_is_starting_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_waits_for_an_owner_that_is_starting_to_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(tmp_path / "store")
     command = ["-c", STARTING, str(tmp_path / "store")]
     with Program(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "owner\n"
-        told: list[float] = []
+        sleeps: list[float] = []
 
         def sleep(seconds: float) -> None:
-            if not told:  # it has found an owner that does not serve
+            if not sleeps:  # it has found an owner that does not serve yet
                 assert owner.stdin is not None
                 owner.stdin.write("serve\n")
                 owner.stdin.flush()
-            told.append(seconds)
+            sleeps.append(seconds)
             threading.Event().wait(seconds)
 
         monkeypatch.setattr("quire.store.sqlite_urls.time.sleep", sleep)
         connection = dbapi.connect(tmp_path / "store" / "shop", timeout=120)
-        assert told
+        assert sleeps
         assert connection.execute("select count(*) from t").fetchone()[0] >= 1
         connection.close()
         owner.communicate()
 
 
-def test_memory_is_sqlites_own() -> None:
-    one = dbapi.connect("file:m?mode=memory&cache=shared", uri=True)
+def test_memory_databases_are_those_of_sqlite() -> None:
+    first = dbapi.connect("file:m?mode=memory&cache=shared", uri=True)
     other = dbapi.connect("file:m?mode=memory&cache=shared", uri=True)
-    one.execute("create table t(a)")
+    first.execute("create table t(a)")
     assert other.execute("select count(*) from t").fetchone() == (0,)
     assert dbapi.connect(":memory:").execute("select 1").fetchall() == [(1,)]
 
 
-def test_pragmas_that_the_store_answers_name_their_column(tmp_path: Path) -> None:
+def test_pragmas_answered_by_the_store_have_column_names(tmp_path: Path) -> None:
     connection = dbapi.connect(tmp_path / "store" / "shop")
     for pragma in ("journal_mode=WAL", "main.journal_mode = delete", "locking_mode=exclusive", "mmap_size=4096"):
         cursor = connection.execute(f"/* as programs do */ PRAGMA {pragma}")
@@ -176,7 +176,7 @@ def test_columns_follow_the_schema(tmp_path: Path) -> None:
 
 
 def test_a_description_follows_the_schema_inside_and_outside_of_transactions(tmp_path: Path) -> None:
-    """Columns of a statement that is known are looked at again only where they may have changed."""
+    """The columns of a cached statement are read again only where they may have changed."""
     first, second = dbapi.connect(tmp_path / "store" / "shop"), dbapi.connect(tmp_path / "store" / "shop")
     query = "select * from item limit 1"
 
@@ -192,7 +192,7 @@ def test_a_description_follows_the_schema_inside_and_outside_of_transactions(tmp
     first.execute("insert into item values (3, 4)")
     assert names(first) == names(first) == ["a", "c"]
     first.execute("alter table item rename column c to d")
-    assert names(first) == ["a", "d"], "our own, inside of one"
+    assert names(first) == ["a", "d"], "its own change, inside of one"
     with pytest.raises(dbapi.OperationalError):
         first.executescript("alter table item rename column d to e; select * from nothing")
     assert names(first) == ["a", "e"], "a script that failed half way"
@@ -243,15 +243,15 @@ def test_with_autocommit_on_only_sql_begins_a_transaction() -> None:
     connection.execute("insert into t values (1)")
     assert not in_transaction(connection)
     connection.execute("begin")
-    connection.commit()  # has no effect, as sqlite3's
+    connection.commit()  # has no effect, as in sqlite3
     assert in_transaction(connection)
     with pytest.raises(ValueError, match="autocommit must be"):
         connection.autocommit = 7
 
 
 # ── a driver that is not local ────────────────────────────────────────────────────────────────────────────────────────
-class Wire:
-    """A driver as a client has it: SQLite is elsewhere."""
+class RemoteDriver:
+    """A driver of a client: SQLite runs in another process."""
 
     local: apsw.Connection | None = None
 
@@ -269,8 +269,8 @@ class Wire:
         self._below.examine(cursor, sql, bindings, prepared, many=many)
 
 
-def test_a_connection_over_a_wire_is_the_same_class_and_says_what_it_cannot_do() -> None:
-    connection = dbapi.Connection(Wire())
+def test_a_remote_connection_has_the_same_class_and_reports_unsupported_operations() -> None:
+    connection = dbapi.Connection(RemoteDriver())
     connection.execute("create table t(a)")
     assert connection.executemany("insert into t values (?)", [(1,), (2,)]).rowcount == 2
     assert list(connection.execute("select a from t")) == [(1,), (2,)]
@@ -288,7 +288,7 @@ def test_a_connection_over_a_wire_is_the_same_class_and_says_what_it_cannot_do()
     connection.close()
 
 
-def test_any_thread_may_use_a_connection_that_allows_it() -> None:
+def test_a_connection_that_allows_it_can_be_used_by_any_thread() -> None:
     connection = dbapi.connect(":memory:", check_same_thread=False)
     rows: list[object] = []
     thread = threading.Thread(target=lambda: rows.extend(connection.execute("select 1")))
@@ -297,7 +297,7 @@ def test_any_thread_may_use_a_connection_that_allows_it() -> None:
     assert rows == [(1,)]
 
 
-def test_a_child_of_a_fork_is_told_so(tmp_path: Path) -> None:
+def test_a_child_of_a_fork_gets_an_error(tmp_path: Path) -> None:
     filled(tmp_path / "store")
     connection = dbapi.connect(tmp_path / "store" / "shop")
     child = os.fork()

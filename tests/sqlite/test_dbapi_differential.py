@@ -1,7 +1,9 @@
-"""The same steps on `sqlite3` of the standard library and on `quire.sqlite.dbapi` give the same answers.
+"""The same steps on `sqlite3` of the standard library and on `quire.sqlite.dbapi` have the same results.
 
-The oracle writes a file in WAL mode, where readers have snapshots as here. A dropped cursor kept its snapshot, one
-behind a comment wrote outside a transaction, counts included what triggers did, several statements of one call were run.
+The reference is a file in WAL mode, where readers have snapshots as here. Bugs that this found: a dropped cursor kept
+its snapshot,
+a statement after a comment wrote outside a transaction, counts included rows changed by triggers, and one call ran
+several statements.
 """
 
 from __future__ import annotations
@@ -52,15 +54,15 @@ def ours(store: Store) -> Iterator[Pair]:
 
 
 def outcome(step: Callable[[], Any]) -> Any:
-    """What a step returns, or the name of the error it raises."""
+    """The result of a step, or the name of the error that it raises."""
     try:
         return step()
     except Exception as error:
         return type(error).__name__
 
 
-def told(cursor: Any) -> tuple[Any, ...]:
-    """What a cursor tells about its statement."""
+def cursor_state(cursor: Any) -> tuple[Any, ...]:
+    """The attributes of a cursor after its statement."""
     return cursor.rowcount, cursor.lastrowid, cursor.description
 
 
@@ -72,7 +74,7 @@ def prepared(pair: Pair) -> Pair:
 
 
 def assert_same(native: Pair, ours: Pair, steps: Steps) -> list[Any]:
-    gc.disable()  # what a cycle keeps must not be let go of by luck
+    gc.disable()  # a reference cycle must not be collected by chance
     try:
         expected = steps(*prepared(native))
         assert steps(*prepared(ours)) == expected
@@ -82,71 +84,82 @@ def assert_same(native: Pair, ours: Pair, steps: Steps) -> list[Any]:
 
 
 # ── cursors that are dropped, or have no more rows ────────────────────────────────────────────────────────────────────────
-def drop_a_cursor(one: Any, other: Any) -> list[Any]:
-    one.execute("select id from parent").fetchone()
-    other.execute("insert into parent values (10, 'ten')")
-    other.commit()
-    return [one.execute("select count(*) from parent").fetchone(), one.execute("drop table log").rowcount]
+def drop_a_cursor(first: Any, second: Any) -> list[Any]:
+    first.execute("select id from parent").fetchone()
+    second.execute("insert into parent values (10, 'ten')")
+    second.commit()
+    return [first.execute("select count(*) from parent").fetchone(), first.execute("drop table log").rowcount]
 
 
-def fetch_the_only_row(one: Any, other: Any) -> list[Any]:
-    cursor = one.cursor()
+def fetch_the_only_row(first: Any, other: Any) -> list[Any]:
+    cursor = first.cursor()
     row = cursor.execute("select count(*) from parent").fetchone()
     other.execute("insert into parent values (10, 'ten')")
     other.commit()
-    second = one.cursor()
-    fresh = second.execute("select count(*) from parent").fetchone()
-    one.execute("insert into parent values (11, 'eleven')")
-    one.commit()
-    one.execute("drop table log")
-    return [row, fresh, cursor.fetchone(), second.fetchall()]
+    cursor2 = first.cursor()
+    fresh = cursor2.execute("select count(*) from parent").fetchone()
+    first.execute("insert into parent values (11, 'eleven')")
+    first.commit()
+    first.execute("drop table log")
+    return [row, fresh, cursor.fetchone(), cursor2.fetchall()]
 
 
-def fetch_exactly_what_is_there(one: Any, other: Any) -> list[Any]:
-    cursor = one.execute("select id from parent")
+def fetch_exactly_what_is_there(first: Any, second: Any) -> list[Any]:
+    cursor = first.execute("select id from parent")
     rows = cursor.fetchmany(3)
-    other.execute("insert into parent values (10, 'ten')")
-    other.commit()
-    return [rows, one.execute("select count(*) from parent").fetchone(), outcome(lambda: write(one)), cursor.fetchone()]
-
-
-def hold_a_cursor_with_rows_left(one: Any, other: Any) -> list[Any]:
-    cursor = one.execute("select id from parent")
-    row = cursor.fetchone()
-    other.execute("insert into parent values (10, 'ten')")
-    other.commit()
-    held = one.execute("select count(*) from parent").fetchone()
-    refused = outcome(lambda: write(one))
-    cursor.close()
-    one.rollback()
-    return [row, held, refused, one.execute("select count(*) from parent").fetchone(), outcome(lambda: write(one))]
-
-
-def iterate_and_leave(one: Any, other: Any) -> list[Any]:
-    for row in one.execute("select id from parent"):
-        assert row == (1,)
-        break
-    other.execute("insert into parent values (10, 'ten')")
-    other.commit()
+    second.execute("insert into parent values (10, 'ten')")
+    second.commit()
     return [
-        one.execute("select count(*) from parent").fetchone(),
-        outcome(lambda: one.execute("drop table log").rowcount),
+        rows,
+        first.execute("select count(*) from parent").fetchone(),
+        outcome(lambda: write(first)),
+        cursor.fetchone(),
     ]
 
 
-def leave_rows_of_an_insert(one: Any, other: Any) -> list[Any]:
-    one.execute("insert into parent(name) values ('x'), ('y') returning id").fetchone()
-    one.commit()
-    cursor = one.execute("insert into parent(name) values ('z'), ('zz') returning id")
+def hold_a_cursor_with_rows_left(first: Any, second: Any) -> list[Any]:
+    cursor = first.execute("select id from parent")
+    row = cursor.fetchone()
+    second.execute("insert into parent values (10, 'ten')")
+    second.commit()
+    count_before = first.execute("select count(*) from parent").fetchone()
+    refused = outcome(lambda: write(first))
+    cursor.close()
+    first.rollback()
+    return [
+        row,
+        count_before,
+        refused,
+        first.execute("select count(*) from parent").fetchone(),
+        outcome(lambda: write(first)),
+    ]
+
+
+def iterate_and_leave(first: Any, second: Any) -> list[Any]:
+    for row in first.execute("select id from parent"):
+        assert row == (1,)
+        break
+    second.execute("insert into parent values (10, 'ten')")
+    second.commit()
+    return [
+        first.execute("select count(*) from parent").fetchone(),
+        outcome(lambda: first.execute("drop table log").rowcount),
+    ]
+
+
+def leave_rows_of_an_insert(first: Any, second: Any) -> list[Any]:
+    first.execute("insert into parent(name) values ('x'), ('y') returning id").fetchone()
+    first.commit()
+    cursor = first.execute("insert into parent(name) values ('z'), ('zz') returning id")
     counts = [cursor.rowcount, cursor.fetchone(), cursor.rowcount]
-    refused = outcome(one.commit)
+    refused = outcome(first.commit)
     return [
         *counts,
         refused,
         cursor.fetchall(),
-        told(cursor),
-        one.commit(),
-        other.execute("select * from parent").fetchall(),
+        cursor_state(cursor),
+        first.commit(),
+        second.execute("select * from parent").fetchall(),
     ]
 
 
@@ -167,19 +180,21 @@ def write(connection: Any) -> int:
         leave_rows_of_an_insert,
     ],
 )
-def test_a_statement_ends_when_its_last_row_is_fetched_or_its_cursor_goes(
+def test_a_statement_ends_when_its_last_row_is_fetched_or_its_cursor_is_dropped(
     native: Pair, ours: Pair, steps: Steps
 ) -> None:
     assert_same(native, ours, steps)
 
 
 def test_a_dropped_cursor_after_an_error_pins_nothing(native: Pair, ours: Pair) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        failed = outcome(lambda: one.execute("select id, abs(-9223372036854775807 - (id > 2)) from parent").fetchall())
-        cursor = one.execute("select id, abs(-9223372036854775807 - (id > 2)) from parent")
+    def steps(first: Any, second: Any) -> list[Any]:
+        failed = outcome(
+            lambda: first.execute("select id, abs(-9223372036854775807 - (id > 2)) from parent").fetchall()
+        )
+        cursor = first.execute("select id, abs(-9223372036854775807 - (id > 2)) from parent")
         rows = [outcome(cursor.fetchone) for _ in range(4)]
-        write(other)
-        return [failed, rows, one.execute("select count(*) from parent").fetchone(), outcome(lambda: write(one))]
+        write(second)
+        return [failed, rows, first.execute("select count(*) from parent").fetchone(), outcome(lambda: write(first))]
 
     assert "OperationalError" in assert_same(native, ours, steps)
 
@@ -218,36 +233,36 @@ WRITES = [
 
 @pytest.mark.parametrize("level", ["", "DEFERRED", "IMMEDIATE", "EXCLUSIVE", None])
 def test_a_transaction_begins_before_the_same_statements(native: Pair, ours: Pair, level: str | None) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        one.isolation_level = level
-        seen: list[Any] = []
+    def steps(first: Any, second: Any) -> list[Any]:
+        first.isolation_level = level
+        results: list[Any] = []
         for text in (beginning.format(write) for beginning in BEGINNINGS for write in WRITES):
-            cursor = one.cursor()
-            # What `explain` lists differs between versions of SQLite.
-            run = outcome(lambda: cursor.execute(text) and (None if "explain" in text else told(cursor)))  # noqa: B023
+            cursor = first.cursor()
+            # The output of `explain` differs between versions of SQLite.
+            run = outcome(lambda: cursor.execute(text) and (None if "explain" in text else cursor_state(cursor)))  # noqa: B023
             cursor.close()
-            seen += [text, run, one.in_transaction]
-            one.rollback()
-            seen.append(other.execute("select count(*), total(id) from parent").fetchone())
-        return seen
+            results += [text, run, first.in_transaction]
+            first.rollback()
+            results.append(second.execute("select count(*), total(id) from parent").fetchone())
+        return results
 
     assert_same(native, ours, steps)
 
 
-def test_what_is_written_behind_a_comment_can_be_rolled_back(native: Pair, ours: Pair) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        one.execute("-- hint\ninsert into parent values (10, 'ten')")
-        one.rollback()
-        return [one.execute("select count(*) from parent").fetchone()]
+def test_a_write_after_a_comment_can_be_rolled_back(native: Pair, ours: Pair) -> None:
+    def steps(first: Any, second: Any) -> list[Any]:
+        first.execute("-- hint\ninsert into parent values (10, 'ten')")
+        first.rollback()
+        return [first.execute("select count(*) from parent").fetchone()]
 
     assert assert_same(native, ours, steps) == [(3,)]
 
 
 # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_counts_leave_out_what_triggers_and_cascades_do(native: Pair, ours: Pair) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        cursor = one.cursor()
-        seen: list[Any] = []
+def test_counts_exclude_triggers_and_cascades(native: Pair, ours: Pair) -> None:
+    def steps(first: Any, second: Any) -> list[Any]:
+        cursor = first.cursor()
+        results: list[Any] = []
         for statement in (
             "update parent set name = 'x' where id < 3",
             "delete from parent where id = 1",
@@ -258,13 +273,13 @@ def test_counts_leave_out_what_triggers_and_cascades_do(native: Pair, ours: Pair
             "update parent set name = 'z' returning id",
         ):
             rows = cursor.execute(statement).fetchall()
-            seen += [rows, told(cursor)]
+            results += [rows, cursor_state(cursor)]
         cursor.executemany("update parent set name = ? where id >= ?", [("p", 2), ("q", 3), ("r", 99)])
-        seen.append(told(cursor))
+        results.append(cursor_state(cursor))
         cursor.executemany("delete from parent where id = ?", iter([(2,), (3,)]))
-        seen += [told(cursor), cursor.fetchall()]
+        results += [cursor_state(cursor), cursor.fetchall()]
         cursor.executemany("delete from parent where id = ?", [])
-        return [*seen, told(cursor), one.in_transaction]
+        return [*results, cursor_state(cursor), first.in_transaction]
 
     expected = assert_same(native, ours, steps)
     assert [entry[0] for entry in expected[1:4:2]] == [2, 1]
@@ -287,25 +302,25 @@ TAILS = [
 
 @pytest.mark.parametrize("statement", ["insert into log values ('x')", "select 'é' || '…'", "create table z(a)"])
 def test_one_call_runs_one_statement(native: Pair, ours: Pair, statement: str) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        seen: list[Any] = []
+    def steps(first: Any, second: Any) -> list[Any]:
+        results: list[Any] = []
         for tail in TAILS:
-            cursor = one.cursor()
-            seen += [tail, outcome(lambda: cursor.execute(statement + tail).fetchall()), told(cursor)]  # noqa: B023
-            # Nothing is left of a refused one: nothing is locked, nothing has begun.
-            seen += [one.in_transaction, one.in_transaction or outcome(lambda: write(other))]
+            cursor = first.cursor()
+            results += [tail, outcome(lambda: cursor.execute(statement + tail).fetchall()), cursor_state(cursor)]  # noqa: B023
+            # A refused call has no effect: nothing is locked, and no transaction was begun.
+            results += [first.in_transaction, first.in_transaction or outcome(lambda: write(second))]
             for table in ("log", "sqlite_master"):
-                seen.append(one.execute(f"select count(*) from {table}").fetchone())
-            one.rollback()
-            one.execute("drop table if exists z")
-        return seen
+                results.append(first.execute(f"select count(*) from {table}").fetchone())
+            first.rollback()
+            first.execute("drop table if exists z")
+        return results
 
     assert_same(native, ours, steps)
 
 
-def test_several_rows_of_parameters_are_for_one_statement_that_writes(native: Pair, ours: Pair) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        cursor = one.cursor()
+def test_executemany_is_for_one_writing_statement(native: Pair, ours: Pair) -> None:
+    def steps(first: Any, second: Any) -> list[Any]:
+        cursor = first.cursor()
         return [
             outcome(lambda: cursor.executemany("insert into log values (?); insert into log values (?)", [("a",)])),
             outcome(lambda: cursor.executemany("select ?", [(1,)])),
@@ -313,17 +328,17 @@ def test_several_rows_of_parameters_are_for_one_statement_that_writes(native: Pa
             outcome(
                 lambda: cursor.executemany("with x(a) as (select ?) insert into log select a from x", [(1,)]).rowcount
             ),
-            one.in_transaction,
+            first.in_transaction,
             cursor.executemany("insert into log values (?) returning what", [("c",), ("d",)]).fetchall(),
-            one.execute("select what from log").fetchall(),
+            first.execute("select what from log").fetchall(),
         ]
 
     assert_same(native, ours, steps)
 
 
-def test_a_closed_cursor_says_so(native: Pair, ours: Pair) -> None:
-    def steps(one: Any, other: Any) -> list[Any]:
-        cursor = one.execute("select id from parent")
+def test_a_closed_cursor_raises(native: Pair, ours: Pair) -> None:
+    def steps(first: Any, second: Any) -> list[Any]:
+        cursor = first.execute("select id from parent")
         cursor.close()
         cursor.close()
         return [
@@ -334,16 +349,16 @@ def test_a_closed_cursor_says_so(native: Pair, ours: Pair) -> None:
     assert assert_same(native, ours, steps) == ["ProgrammingError"] * 4
 
 
-def test_a_cursor_that_is_used_again_forgets_its_version_first(native: Pair, ours: Pair) -> None:
+def test_a_reused_cursor_releases_its_version_first(native: Pair, ours: Pair) -> None:
     """A statement that begins a transaction must not begin it on the version that the same cursor was reading."""
 
-    def steps(one: Any, other: Any) -> list[Any]:
-        cursor = one.execute("select id, name from parent order by id")
-        write(other)
+    def steps(first: Any, second: Any) -> list[Any]:
+        cursor = first.execute("select id, name from parent order by id")
+        write(second)
         return [
             outcome(lambda: cursor.execute("insert into parent(name) values ('new')") and None),
             outcome(cursor.fetchone),
-            one.in_transaction,
+            first.in_transaction,
         ]
 
     assert assert_same(native, ours, steps) == [None, None, True]
@@ -377,34 +392,34 @@ step = st.one_of(
 )
 
 
-def play(chosen: list[tuple[str, int, str]], one: Any, other: Any) -> list[Any]:
-    """Steps with three cursors, and after each of them what can be seen."""
-    cursors = [one.cursor() for _ in range(3)]
-    seen: list[Any] = []
-    for what, number, statement in chosen:
+def play(steps: list[tuple[str, int, str]], first: Any, second: Any) -> list[Any]:
+    """Run steps with three cursors, and record the visible state after each."""
+    cursors = [first.cursor() for _ in range(3)]
+    results: list[Any] = []
+    for action, number, statement in steps:
         cursor = cursors[number]
-        match what:
+        match action:
             case "execute":
-                seen.append(outcome(lambda: cursor.execute(statement) and None))  # noqa: B023
+                results.append(outcome(lambda: cursor.execute(statement) and None))  # noqa: B023
             case "fetchone" | "fetchall":
-                seen.append(outcome(getattr(cursor, what)))
+                results.append(outcome(getattr(cursor, action)))
             case "new":
-                cursors[number] = cursor = one.cursor()
+                cursors[number] = cursor = first.cursor()
             case "drop":
-                cursors[number] = cursor = one.execute("select count(*) from log")
+                cursors[number] = cursor = first.execute("select count(*) from log")
             case "write beside":
-                seen.append(outcome(lambda: write(other)))
-                other.rollback()
+                results.append(outcome(lambda: write(second)))
+                second.rollback()
             case _:
-                seen.append(outcome(getattr(one, what)))
-        seen += [what, statement, told(cursor), one.in_transaction]
-        seen.append(other.execute("select count(*), group_concat(name) from parent").fetchone())
-    return seen
+                results.append(outcome(getattr(first, action)))
+        results += [action, statement, cursor_state(cursor), first.in_transaction]
+        results.append(second.execute("select count(*), group_concat(name) from parent").fetchone())
+    return results
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(chosen=st.lists(step, min_size=1, max_size=25))
-def test_any_steps_are_answered_alike(store: Store, tmp_path: Path, chosen: list[tuple[str, int, str]]) -> None:
+@given(steps=st.lists(step, min_size=1, max_size=25))
+def test_any_steps_have_the_same_results(store: Store, tmp_path: Path, steps: list[tuple[str, int, str]]) -> None:
     native: list[Any] = [sqlite3.connect(tmp_path / "native.db", timeout=0) for _ in range(2)]
     ours: list[Any] = [dbapi.wrap(store.sqlite("shop", create=True, timeout=0)) for _ in range(2)]
     try:
@@ -417,7 +432,7 @@ def test_any_steps_are_answered_alike(store: Store, tmp_path: Path, chosen: list
                 f"drop table if exists extra; {SCHEMA}"
             )
         gc.disable()
-        assert play(chosen, *ours) == play(chosen, *native)
+        assert play(steps, *ours) == play(steps, *native)
     finally:
         gc.enable()
         for connection in (*native, *ours):
@@ -425,11 +440,11 @@ def test_any_steps_are_answered_alike(store: Store, tmp_path: Path, chosen: list
 
 
 def apsw_cursors() -> int:
-    # By type(): isinstance() asks a weak proxy of somebody else for its class, and raises if what it stood for is gone.
-    return sum(issubclass(type(kept), apsw.Cursor) for kept in gc.get_objects())
+    # type() instead of isinstance(), which dereferences foreign weak proxies and raises if their object is gone.
+    return sum(issubclass(type(obj), apsw.Cursor) for obj in gc.get_objects())
 
 
-def test_a_dropped_cursor_of_ours_is_gone_without_the_garbage_collector(store: Store) -> None:
+def test_a_dropped_cursor_is_freed_without_the_garbage_collector(store: Store) -> None:
     connection = dbapi.wrap(store.sqlite("shop", create=True))
     gc.disable()
     try:

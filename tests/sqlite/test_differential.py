@@ -1,4 +1,6 @@
-"""The same generated statements on quire and on a file: identical results, identical errors, the same database in the end."""
+"""The same generated statements on quire and on a file: identical results, identical errors, and the same database in
+the end.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +28,24 @@ def result(connection: apsw.Connection, statement: str, values: tuple[object, ..
 
 
 def dump(connection: apsw.Connection) -> list[object]:
-    """Everything in a database, by its schema."""
+    """The whole content of a database, ordered by its schema."""
     schema = list(connection.execute("select type, name, sql from sqlite_schema order by name"))
     tables = [str(name) for kind, name, _ in schema if kind == "table"]
     return [schema, *(list(connection.execute(f'select * from "{table}" order by 1')) for table in tables)]
 
 
 def _fetch(cursor: apsw.Cursor, rows: int) -> list[object]:
-    """So many rows, and the error if there was one."""
-    found: list[object] = []
+    """Up to `rows` rows, and the error if there was one."""
+    fetched: list[object] = []
     try:
-        found.extend(islice(cursor, rows))
+        fetched.extend(islice(cursor, rows))
     except apsw.Error as error:
-        found.append(f"{type(error).__name__}: {error}")
-    return found
+        fetched.append(f"{type(error).__name__}: {error}")
+    return fetched
 
 
 class Pair:
-    """The two databases, and what happens to the one of them that a file knows nothing of."""
+    """The two databases, and operations on the store that have no counterpart for a file."""
 
     def __init__(self, directory: Path, rng: random.Random) -> None:
         self._rng = rng
@@ -66,22 +68,23 @@ class Pair:
                 connection.execute(pragma).fetchall()
 
     def read_along(self) -> None:
-        """Now and then begin to read on both and go on a few statements later, whatever those have done to the rows."""
-        chance = self._rng.random()
-        if self._cursors and chance < 0.1:
+        """At random, start reading on both, and continue a few statements later, whatever they did to the rows."""
+        draw = self._rng.random()
+        if self._cursors and draw < 0.1:
             assert _fetch(self._cursors[0], 1_000) == _fetch(self._cursors[1], 1_000), "the rest of an open cursor"
-            self._let_go()
-        elif not self._cursors and chance < 0.03:
+            self._close_cursors()
+        elif not self._cursors and draw < 0.03:
             table = self._rng.choice(TABLES)
             try:
                 self._cursors = [
-                    each.execute(f"select id, a, b from {table} order by id") for each in (self.native, self.ours)
+                    connection.execute(f"select id, a, b from {table} order by id")
+                    for connection in (self.native, self.ours)
                 ]
             except apsw.SQLError:
-                return  # there is no such table just now
+                return  # the table does not exist at the moment
             assert _fetch(self._cursors[0], 2) == _fetch(self._cursors[1], 2)
 
-    def _let_go(self) -> None:
+    def _close_cursors(self) -> None:
         for cursor in self._cursors:
             cursor.close(True)
         self._cursors = []
@@ -90,22 +93,22 @@ class Pair:
         assert dump(self.native) == dump(self.ours)
 
     def between(self) -> None:
-        """What may happen between two statements, outside of a transaction: nothing of it is seen."""
-        chance = self._rng.random()
-        if self.native.in_transaction or chance > 0.02:
+        """Operations between two statements, outside of a transaction, that must not be visible."""
+        draw = self._rng.random()
+        if self.native.in_transaction or draw > 0.02:
             return
-        self._let_go()
-        if chance < 0.004:
+        self._close_cursors()
+        if draw < 0.004:
             self.store.checkpoint("shop")
-        elif chance < 0.008:
+        elif draw < 0.008:
             name = f"kept-{len(self._snapshots)}"
             self.store.snapshot("shop", name)
             self._snapshots[name] = dump(self.native)
-        elif chance < 0.014:
+        elif draw < 0.014:
             self.native.close()
             self.ours.close()
             self._connect()
-        elif chance < 0.017:
+        elif draw < 0.017:
             self.native.close()
             self.ours.close()
             self.store.close()
@@ -113,14 +116,14 @@ class Pair:
             self._connect()
 
     def finish(self) -> None:
-        self._let_go()
+        self._close_cursors()
         for connection in (self.native, self.ours):
             if connection.in_transaction:
                 connection.execute("rollback")
         self.compare()
         for name, expected in self._snapshots.items():
             old = self.store.sqlite("shop", at=name)
-            assert dump(old) == expected, f"snapshot {name} is another one"
+            assert dump(old) == expected, f"snapshot {name} has changed"
             old.close()
         self.native.close()
         self.ours.close()
@@ -129,7 +132,7 @@ class Pair:
 
 
 def run(directory: Path, seed: int, statements: int) -> int:
-    """Run so many statements on both; how many of them succeeded."""
+    """Run statements on both databases, and return how many of them succeeded."""
     pair, succeeded = Pair(directory, random.Random(seed)), 0
     for number, (statement, values) in enumerate(islice(Statements(seed), statements)):
         native, ours = result(pair.native, statement, values), result(pair.ours, statement, values)
@@ -145,11 +148,11 @@ def run(directory: Path, seed: int, statements: int) -> int:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_generated_statements_do_the_same_on_both(tmp_path: Path, seed: int) -> None:
+def test_generated_statements_have_the_same_results(tmp_path: Path, seed: int) -> None:
     assert run(tmp_path, seed, 500) > 150
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 112))
-def test_long_generated_statements_do_the_same_on_both(tmp_path: Path, seed: int) -> None:
+def test_long_generated_statements_have_the_same_results(tmp_path: Path, seed: int) -> None:
     assert run(tmp_path, seed, 2_000) > 600

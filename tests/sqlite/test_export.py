@@ -1,4 +1,4 @@
-"""Export: any version as a file that SQLite opens; the whole file or none; in and out again nothing is lost."""
+"""Export: any version as a file that SQLite opens, written completely or not at all; import and export lose nothing."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from quire.sqlite.exporting import Exported, export_file, without_log
 from quire.sqlite.importing import import_file
 from quire.store.store import Store
 from quire.testing.faults import Fault, PowerCut, each_fault
-from tests.sqlite.ordinary import dump, fill, integrity, make
+from tests.sqlite.sqlite_files import dump, fill, integrity, make
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store") as opened:
-        yield opened
-        assert opened.manifest.check() == []
+    with quire.open(tmp_path / "store") as store:
+        yield store
+        assert store.manifest.check() == []
 
 
 def put(store: Store, path: Path, name: str = "shop") -> int:
@@ -52,7 +52,7 @@ def modified(path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("page_size", [512, 1024, 4096, 65536])
 @pytest.mark.parametrize("auto_vacuum", [0, 2], ids=["plain", "auto-vacuum"])
-def test_in_changed_and_out_again_is_exact(store: Store, tmp_path: Path, page_size: int, auto_vacuum: int) -> None:
+def test_import_modify_and_export_is_exact(store: Store, tmp_path: Path, page_size: int, auto_vacuum: int) -> None:
     file = make(tmp_path / "shop.db", page_size=page_size, auto_vacuum=auto_vacuum)
     put(store, file)
     modified(file, seed=2)
@@ -60,15 +60,19 @@ def test_in_changed_and_out_again_is_exact(store: Store, tmp_path: Path, page_si
     store.checkpoint("shop")
     modified(file, seed=3)
     put(store, file)
-    done = export_file(store.pages, "shop", tmp_path / "out.db", check=True)
+    exported = export_file(store.pages, "shop", tmp_path / "out.db", check=True)
     assert (tmp_path / "out.db").read_bytes() == file.read_bytes()
     assert dump(tmp_path / "out.db") == dump(file)
     assert integrity(tmp_path / "out.db") == "ok"
-    assert done.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert (done.page_size, done.size_pages, done.checked) == (page_size, file.stat().st_size // page_size, True)
+    assert exported.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert (exported.page_size, exported.size_pages, exported.checked) == (
+        page_size,
+        file.stat().st_size // page_size,
+        True,
+    )
 
 
-def test_a_database_in_wal_mode_comes_out_without_a_log(store: Store, tmp_path: Path) -> None:
+def test_a_database_in_wal_mode_is_exported_without_a_log(store: Store, tmp_path: Path) -> None:
     file = make(tmp_path / "shop.db", wal=True)
     put(store, file)
     export_file(store.pages, "shop", tmp_path / "out.db")
@@ -95,7 +99,7 @@ def test_every_version_can_be_exported(store: Store, tmp_path: Path) -> None:
         moment = datetime.fromtimestamp(then.time_ms / 1000, UTC)
         for at in (then.lsn, Epoch(lsn, segment), moment):
             if isinstance(at, datetime) and number < 2 and versions[number + 1][0].time_ms == then.time_ms:
-                continue  # within one millisecond the later version counts
+                continue  # of versions within one millisecond, the latest is chosen
             export_file(store.pages, "shop", out, at=at, force=True)
             assert out.read_bytes() == body
         export_file(store.pages, "shop", out, snapshot=f"v{number}", force=True)
@@ -104,7 +108,7 @@ def test_every_version_can_be_exported(store: Store, tmp_path: Path) -> None:
     assert out.read_bytes() == file.read_bytes()
 
 
-def test_nothing_is_overwritten_unasked(store: Store, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_without_force(store: Store, tmp_path: Path) -> None:
     put(store, make(tmp_path / "shop.db"))
     out = tmp_path / "out.db"
     out.write_text("mine")
@@ -119,7 +123,7 @@ def test_nothing_is_overwritten_unasked(store: Store, tmp_path: Path) -> None:
     assert integrity(out) == "ok"
 
 
-def test_what_cannot_be_exported_says_why(store: Store, tmp_path: Path) -> None:
+def test_failures_to_export_have_a_reason(store: Store, tmp_path: Path) -> None:
     out = tmp_path / "out.db"
     store.create("raw", "pages")
     with pytest.raises(InvalidInput, match="no SQLite database"):
@@ -145,8 +149,8 @@ def test_what_cannot_be_exported_says_why(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.SHORT_WRITE, Fault.LOST_ANSWER, Fault.POWER_CUT])
-def test_whatever_fails_there_is_no_half_file(store: Store, tmp_path: Path, fault: Fault) -> None:
-    """Every step of the disk fails in turn, until a clean pass."""
+def test_a_failed_export_leaves_no_partial_file(store: Store, tmp_path: Path, fault: Fault) -> None:
+    """Every call to the disk fails in turn, until a run has no failure."""
     put(store, make(tmp_path / "shop.db", page_size=65536))
     out = tmp_path / "out.db"
     out.write_text("before")
@@ -155,10 +159,10 @@ def test_whatever_fails_there_is_no_half_file(store: Store, tmp_path: Path, faul
         with suppress(StorageFault, PowerCut):
             export_file(store.pages, "shop", out, force=True, disk=disk)
         failed += disk.fired
-        assert out.read_text("latin-1") == "before" or integrity(out) == "ok", f"half a file after {disk.calls[-1]}"
+        assert out.read_text("latin-1") == "before" or integrity(out) == "ok", f"a partial file after {disk.calls[-1]}"
     assert failed > 5
     assert integrity(out) == "ok"
-    assert not Path(f"{out}.tmp").exists(), "the next export takes the place of what was left"
+    assert not Path(f"{out}.tmp").exists(), "the next export replaces the temporary file"
 
 
 def test_a_file_that_reads_back_differently_is_not_kept(
@@ -172,7 +176,7 @@ def test_a_file_that_reads_back_differently_is_not_kept(
     assert sorted(os.listdir(tmp_path)) == ["shop.db", "store"]
 
 
-def test_a_check_by_sqlite_finds_damage(store: Store, tmp_path: Path) -> None:
+def test_a_check_by_sqlite_detects_damage(store: Store, tmp_path: Path) -> None:
     put(store, make(tmp_path / "shop.db"))
     with store.pages.open("shop").begin() as txn:
         txn.write_page(2, b"\xff" * 4096)

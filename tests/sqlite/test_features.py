@@ -1,4 +1,4 @@
-"""All of SQLite: what its users expect to work works, on every page size."""
+"""The features of SQLite that its users expect, on every page size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE_SIZES = [512 << step for step in range(8)]
 
 
 def fill(connection: apsw.Connection, rows: int = 300) -> None:
-    """A table with an index, small rows and a few that need overflow pages."""
+    """A table with an index, small rows, and some rows with overflow pages."""
     connection.execute("create table t(id integer primary key, b text, c blob); create index i on t(b)")
     with connection:
         connection.executemany(
@@ -53,13 +53,13 @@ def test_every_page_size_by_pragma_before_the_first_write(store: Store, connect:
     assert early.execute("select count(*) from sqlite_schema").get == 0
     connection.pragma("page_size", page_size)
     fill(connection, 60)
-    assert count(early) == 60, "it learns the page size when it reads"
+    assert count(early) == 60, "a connection learns the page size when it reads"
     assert store.pages.open("shop").page_size == page_size
     early.execute("delete from t")
     assert count(connection) == 0
 
 
-def test_the_page_size_of_a_database_that_has_one_stays(shop: apsw.Connection) -> None:
+def test_the_page_size_of_an_existing_database_does_not_change(shop: apsw.Connection) -> None:
     with pytest.raises(apsw.SQLError, match="page size of a quire database is fixed: 4096, not 8192"):
         shop.pragma("page_size", 8192)
     assert shop.pragma("page_size", 4096) is None
@@ -67,13 +67,13 @@ def test_the_page_size_of_a_database_that_has_one_stays(shop: apsw.Connection) -
     assert shop.pragma("page_size") == 4096
 
 
-def test_a_page_size_that_is_none_is_refused(connect: Connect) -> None:
+def test_an_invalid_page_size_is_refused(connect: Connect) -> None:
     with pytest.raises(InvalidInput, match="power of two"):
         connect(page_size=1000)
 
 
 # ── the file's life ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_vacuum_gives_pages_back(store: Store, connect: Connect) -> None:
+def test_vacuum_frees_pages(store: Store, connect: Connect) -> None:
     connection = connect()
     fill(connection)
     before = connection.pragma("page_count")
@@ -126,8 +126,8 @@ def test_backup_in_and_out(store: Store, connect: Connect, tmp_path: Path) -> No
     with copy.backup("main", connection, "main") as backup:
         backup.step()
     assert count(copy) == 200
-    for each in (plain, back):
-        each.close()
+    for file in (plain, back):
+        file.close()
 
 
 def test_a_backup_of_another_page_size_into_a_database_is_refused_and_nothing_is_lost(
@@ -145,9 +145,9 @@ def test_a_backup_of_another_page_size_into_a_database_is_refused_and_nothing_is
 def test_temporary_tables_and_sorting_on_disk(shop: apsw.Connection) -> None:
     shop.execute("pragma temp_store=file; pragma cache_size=10; create temp table x(a, b)").fetchall()
     shop.executemany("insert into x values (?, ?)", ((number * 7_919 % 10_007, "y" * 200) for number in range(5_000)))
-    found = [row[0] for row in shop.execute("select a from x order by a, b")]
-    assert found == sorted(found)
-    assert len(found) == 5_000
+    values = [row[0] for row in shop.execute("select a from x order by a, b")]
+    assert values == sorted(values)
+    assert len(values) == 5_000
 
 
 # ── what SQLite is made of ────────────────────────────────────────────────────────────────────────────────────────────
@@ -192,7 +192,7 @@ def test_blobs_are_read_and_written_in_place(shop: apsw.Connection, connect: Con
         assert blob.read(13) == b"in the middle"
 
 
-def test_triggers_and_foreign_keys_are_sqlites(shop: apsw.Connection) -> None:
+def test_triggers_and_foreign_keys_work(shop: apsw.Connection) -> None:
     shop.execute(
         "pragma foreign_keys=on; create table c(t integer references t(id) on delete cascade);"
         "create table log(what); create trigger d after delete on t begin insert into log values (old.id); end;"
@@ -212,7 +212,7 @@ def test_journal_modes(shop: apsw.Connection) -> None:
     assert count(shop) == 10
 
 
-def test_the_page_says_what_becomes_of_each_mode() -> None:
+def test_the_page_documents_each_journal_mode() -> None:
     page = (ROOT / "docs" / "sqlite.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| `memory` \| (.+) \|$", page, re.MULTILINE))
     assert {mode for modes in rows for mode in re.findall(r"\w+", modes)} == {*NOTES, JOURNAL_MODE}
@@ -221,22 +221,22 @@ def test_the_page_says_what_becomes_of_each_mode() -> None:
     assert f"| `off` | an error: `{refusal.partition(';')[0]}` |" in page
 
 
-def test_another_journal_mode_than_asked_for_is_told_once(
+def test_a_different_journal_mode_is_reported_once(
     shop: apsw.Connection, connect: Connect, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answer is SQLite's word for it; the reason is in the log."""
+    """SQLite's answer names the actual mode; the log explains it."""
     log_once.cache_clear()
     for mode in ("wal", "WAL", "persist", "memory"):
         assert shop.pragma("journal_mode", mode) == "memory"
         assert connect().execute(f"pragma journal_mode={mode}").get == "memory"
     shop.pragma("locking_mode", "exclusive")
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split(" note=")[0] for line in told] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" note=")[0] for line in lines] == [
         "quire warning: sqlite.pragma pragma='journal_mode' asked='wal' answered='memory'",
         "quire warning: sqlite.pragma pragma='journal_mode' asked='persist' answered='memory'",
         "quire warning: sqlite.pragma pragma='locking_mode' asked='exclusive' answered='normal'",
     ]
-    assert "never wait for each other" in told[0]
+    assert "never wait for each other" in lines[0]
 
 
 LISTENER = """
@@ -249,15 +249,15 @@ with quire.open(sys.argv[1]) as store:
 """
 
 
-def test_who_listens_to_the_log_of_sqlite_hears_of_it_too(tmp_path: Path) -> None:
-    ended = subprocess.run(
+def test_the_log_handler_of_sqlite_is_notified_as_well(tmp_path: Path) -> None:
+    result = subprocess.run(
         [sys.executable, "-c", LISTENER, str(tmp_path)], capture_output=True, text=True, timeout=100, check=True
     )
-    assert ended.stdout.startswith("True PRAGMA journal_mode=wal is answered with 'memory': readers and the writer")
+    assert result.stdout.startswith("True PRAGMA journal_mode=wal is answered with 'memory': readers and the writer")
 
 
-def test_an_orm_that_asks_for_wal_mode_goes_on(store: Store) -> None:
-    """What SQLAlchemy's own documentation tells people to do for each new connection."""
+def test_an_orm_that_requests_wal_mode_works(store: Store) -> None:
+    """What SQLAlchemy's documentation recommends for each new connection."""
 
     def prepare(connection: dbapi.Connection, _: object) -> None:
         cursor = connection.cursor()
@@ -284,10 +284,10 @@ def test_an_orm_that_asks_for_wal_mode_goes_on(store: Store) -> None:
     engine.dispose()
 
 
-def test_a_mode_for_all_databases_reaches_ours_through_a_file_and_loses_nothing(
+def test_a_journal_mode_for_all_attached_databases_loses_nothing(
     store: Store, shop: apsw.Connection, tmp_path: Path
 ) -> None:
-    """An unqualified pragma speaks to every attached database, and only the first one's file is asked."""
+    """An unqualified pragma applies to every attached database, but only the first one's file is asked."""
     flags = apsw.SQLITE_OPEN_URI | apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE
     plain = apsw.Connection(str(tmp_path / "plain.db"), flags=flags)
     plain.execute(f"create table x(a); attach 'file:shop?vfs={store.sqlite_vfs}' as shop")
@@ -297,7 +297,7 @@ def test_a_mode_for_all_databases_reaches_ours_through_a_file_and_loses_nothing(
         assert count(shop) == count(plain, "shop.t") == 10
         plain.execute("pragma shop.cache_size=5; begin; savepoint s")
         plain.execute("update shop.t set b = hex(randomblob(9000)); insert into shop.t values (99, 'x')")
-        if mode != "off":  # without a journal SQLite cannot go back to a savepoint
+        if mode != "off":  # without a journal SQLite cannot roll back to a savepoint
             plain.execute("rollback to s")
         plain.execute("rollback")
         assert shop.execute("select group_concat(length(b)) from t").get == ",".join("5" * 10)
@@ -316,7 +316,7 @@ def test_an_attached_database_keeps_its_journal_in_memory_too(shop: apsw.Connect
     assert count(shop, "o.u") == 0
 
 
-def test_modes_that_make_no_sense_are_answered_and_nothing_changes(shop: apsw.Connection, connect: Connect) -> None:
+def test_invalid_modes_are_answered_and_change_nothing(shop: apsw.Connection, connect: Connect) -> None:
     assert shop.pragma("locking_mode", "exclusive") == "normal"
     assert shop.pragma("mmap_size", 1 << 30) == "0"
     assert shop.pragma("wal_checkpoint") is not None

@@ -1,4 +1,4 @@
-"""Follow: any steps of the other program in any order, drawn from a seed, with kills and new followers in between."""
+"""Follow: random steps of the other program, from a seed, with kills and new followers in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import quire
 from quire.sqlite.follow import load
 from quire.store.store import Store
-from tests.sqlite.followed import Obedient, content, follower, truth
+from tests.sqlite.follow_helpers import SqlProgram, content, follower, sqlite_content
 
 TABLE = "CREATE TABLE t (id INTEGER PRIMARY KEY, x)"
 ROW = "INSERT INTO t (x) VALUES (randomblob(3000))"
@@ -35,9 +35,9 @@ STEPS = (
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store") as opened:
-        yield opened
-        assert opened.manifest.check() == []
+    with quire.open(tmp_path / "store") as store:
+        yield store
+        assert store.manifest.check() == []
 
 
 @pytest.fixture
@@ -48,35 +48,35 @@ def path(tmp_path: Path) -> Path:
 
 def assert_follows(store: Store, path: Path, seed: int, rounds: int) -> None:
     rng = random.Random(seed)
-    app, ours = Obedient(path), follower(store, path)
+    app, file_follower = SqlProgram(path), follower(store, path)
     try:
-        app.do("PRAGMA cache_size=10", "PRAGMA journal_mode=wal", TABLE)
+        app.run_sql("PRAGMA cache_size=10", "PRAGMA journal_mode=wal", TABLE)
         for _ in range(rounds):
-            app.do(*rng.choices(STEPS, k=rng.randrange(1, 7)))
-            fate = rng.random()
-            if fate < 0.08:
+            app.run_sql(*rng.choices(STEPS, k=rng.randrange(1, 7)))
+            draw = rng.random()
+            if draw < 0.08:
                 app.kill()
-                app = Obedient(path)
-            elif fate < 0.16:
+                app = SqlProgram(path)
+            elif draw < 0.16:
                 app.close()
-                app = Obedient(path)
-            elif fate < 0.24:
-                ours = follower(store, path)
-            ours.look()
-            assert content(store) == truth(path)
-        known = load(ours._disk, store.path, store.database("copy").db_id)
-        assert known is not None
-        assert known.lsn == store.pages.open("copy").durable_version()[0]
+                app = SqlProgram(path)
+            elif draw < 0.24:
+                file_follower = follower(store, path)
+            file_follower.look()
+            assert content(store) == sqlite_content(path)
+        position = load(file_follower._disk, store.path, store.database("copy").db_id)
+        assert position is not None
+        assert position.lsn == store.pages.open("copy").durable_version()[0]
     finally:
         app.close()
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_happens_in_between(store: Store, path: Path, seed: int) -> None:
+def test_random_programs_are_followed(store: Store, path: Path, seed: int) -> None:
     assert_follows(store, path, seed, rounds=25)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 130))
-def test_long_whatever_happens_in_between(store: Store, path: Path, seed: int) -> None:
+def test_long_random_programs_are_followed(store: Store, path: Path, seed: int) -> None:
     assert_follows(store, path, seed, rounds=150)

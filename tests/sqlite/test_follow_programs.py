@@ -1,5 +1,6 @@
-"""Follow what other people's programs write: Django through its ORM, and libSQL, each in a process of its own, in WAL mode; and
-leave them alone while they write."""
+"""Follow files that other programs write, Django with its ORM and libSQL, each in its own process in WAL mode, without
+disturbing them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ import quire
 from quire.sqlite.follow import Follower
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, assert_sound
-from tests.sqlite.followed import Obedient, content, follower, truth
-from tests.sqlite.ordinary import heard, program, tell
+from tests.sqlite.follow_helpers import SqlProgram, content, follower, sqlite_content
+from tests.sqlite.sqlite_files import program, read_line, send_line
 
 DJANGO = """
 import sys
@@ -117,18 +118,18 @@ connection.close()
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store", settings=SETTINGS) as opened:
-        yield opened
-        assert_sound(opened)
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        yield store
+        assert_sound(store)
 
 
 @contextmanager
 def running(text: str, path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program in WAL mode; it ends in order."""
+    """Run a program in WAL mode, and check that it ends cleanly."""
     path.parent.mkdir(exist_ok=True)
     process = program(text, str(path))
     try:
-        assert heard(process) == "wal"
+        assert read_line(process) == "wal"
         yield process
         process.communicate(timeout=120)
         assert process.returncode == 0
@@ -137,14 +138,14 @@ def running(text: str, path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def told(store: Store, ours: Follower, process: subprocess.Popen[str], line: str) -> None:
-    """The program does something; after a look our database is its file."""
-    assert tell(process, line) == "ok", line
-    ours.look()
-    assert content(store) == truth(Path(ours.path)), line
+def run_and_compare(store: Store, file_follower: Follower, process: subprocess.Popen[str], line: str) -> None:
+    """Send a command to the program, poll, and compare the database with the file."""
+    assert send_line(process, line) == "ok", line
+    file_follower.look()
+    assert content(store) == sqlite_content(Path(file_follower.path)), line
 
 
-def asked(store: Store, query: str) -> object:
+def query_copy(store: Store, query: str) -> object:
     connection = store.sqlite("copy")
     try:
         return connection.execute(query).get
@@ -161,20 +162,22 @@ DJANGO_LINES = (
 def test_django(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "live" / "django.db"
     with running(DJANGO, path) as app:
-        ours = follower(store, path)
+        file_follower = follower(store, path)
         for line in DJANGO_LINES:
-            told(store, ours, app, line)
-        before = ours.done.transactions
-        told(store, ours, app, "sell 4")
-        assert ours.done.transactions == before + 1, "one atomic block is one version"
-        said = tell(app, "total")
-        assert said == f"{asked(store, 'select sum(cents) from shop_order')} ok"
-    with running(DJANGO, path) as app:  # it comes back, and its log is a new one
-        told(store, ours, app, "sell 9")
-    ours.look()
-    assert content(store) == truth(path)
-    assert ours.done.transactions >= 5, "most came out of the log, one by one"
-    assert asked(store, "select json_extract(details, '$.n[3]') from shop_order where item = 'item 8' limit 1") == 8
+            run_and_compare(store, file_follower, app, line)
+        before = file_follower.done.transactions
+        run_and_compare(store, file_follower, app, "sell 4")
+        assert file_follower.done.transactions == before + 1, "one atomic block is one version"
+        total = send_line(app, "total")
+        assert total == f"{query_copy(store, 'select sum(cents) from shop_order')} ok"
+    with running(DJANGO, path) as app:  # the program restarts with a new log
+        run_and_compare(store, file_follower, app, "sell 9")
+    file_follower.look()
+    assert content(store) == sqlite_content(path)
+    assert file_follower.done.transactions >= 5, "most transactions were copied from the log"
+    assert (
+        query_copy(store, "select json_extract(details, '$.n[3]') from shop_order where item = 'item 8' limit 1") == 8
+    )
 
 
 LIBSQL_LINES = (
@@ -192,47 +195,48 @@ LIBSQL_LINES = (
 
 
 def test_libsql(store: Store, tmp_path: Path) -> None:
-    """Its vectors and their index are pages as any other; SQLite reads the rows, but does not know the index's function."""
+    """Vectors and their index are ordinary pages; SQLite reads the rows, but does not know the index's function."""
     path = tmp_path / "live" / "libsql.db"
     with running(LIBSQL, path) as app:
-        ours = follower(store, path)
+        file_follower = follower(store, path)
         for line in LIBSQL_LINES:
-            told(store, ours, app, line)
+            run_and_compare(store, file_follower, app, line)
     with running(LIBSQL, path) as app:
-        told(store, ours, app, "INSERT INTO item VALUES (5, 'five', vector('[2,2,2]'), 'back')")
-        wanted = "select group_concat(id || name) from item not indexed where id < 10 order by id"
-        assert asked(store, wanted) == "1ONE,3three,4four,5five"
+        run_and_compare(store, file_follower, app, "INSERT INTO item VALUES (5, 'five', vector('[2,2,2]'), 'back')")
+        query = "select group_concat(id || name) from item not indexed where id < 10 order by id"
+        assert query_copy(store, query) == "1ONE,3three,4four,5five"
         with pytest.raises(apsw.SQLError, match="libsql_vector_idx"):
-            asked(store, "pragma integrity_check")
-        told(store, ours, app, "DROP INDEX item_e")
-    ours.look()
-    assert content(store) == truth(path)
-    assert asked(store, "pragma integrity_check") == "ok"
+            query_copy(store, "pragma integrity_check")
+        run_and_compare(store, file_follower, app, "DROP INDEX item_e")
+    file_follower.look()
+    assert content(store) == sqlite_content(path)
+    assert query_copy(store, "pragma integrity_check") == "ok"
 
 
 def test_the_program_is_not_disturbed(store: Store, tmp_path: Path) -> None:
-    """A program that would not wait a millisecond for anybody writes while it is looked at without a pause, and no byte of its
-    files is ours: after the last look they are what they were before it."""
+    """A program with a busy timeout of 0 writes while its file is polled without a pause. The follower changes no byte
+    of its files.
+    """
     path = tmp_path / "live" / "app.db"
     path.parent.mkdir()
-    with Obedient(path) as app:
-        app.do("PRAGMA busy_timeout=0", "PRAGMA journal_mode=wal", "CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
-        ours, stop = follower(store, path), threading.Event()
-        thread = threading.Thread(target=ours.run, args=(stop, 0.0))
+    with SqlProgram(path) as app:
+        app.run_sql("PRAGMA busy_timeout=0", "PRAGMA journal_mode=wal", "CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
+        file_follower, stop = follower(store, path), threading.Event()
+        thread = threading.Thread(target=file_follower.run, args=(stop, 0.0))
         thread.start()
         try:
-            done, patience = 0, time.monotonic() + 120  # a look takes long on a busy machine
-            while done < 100 or (ours.done.looks <= 20 and time.monotonic() < patience):
-                done += 1
-                app.do("INSERT INTO t (x) VALUES (randomblob(900))", "UPDATE t SET x = 'y' WHERE id % 5 = 1")
+            rounds, deadline = 0, time.monotonic() + 120  # a poll takes long on a busy machine
+            while rounds < 100 or (file_follower.done.looks <= 20 and time.monotonic() < deadline):
+                rounds += 1
+                app.run_sql("INSERT INTO t (x) VALUES (randomblob(900))", "UPDATE t SET x = 'y' WHERE id % 5 = 1")
         finally:
             stop.set()
             thread.join(60)
-        assert ours.done.looks > 20
+        assert file_follower.done.looks > 20
         files = [path, Path(f"{path}-wal")]
         before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
-        ours.look()
-        assert content(store) == truth(path)
+        file_follower.look()
+        assert content(store) == sqlite_content(path)
         assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
 
 
@@ -246,25 +250,27 @@ def _many(rounds: int) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_libsql_for_long(store: Store, tmp_path: Path) -> None:
+def test_libsql_for_many_rounds(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "live" / "libsql.db"
     with running(LIBSQL, path) as app:
-        ours = follower(store, path)
-        told(store, ours, app, "CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
+        file_follower = follower(store, path)
+        run_and_compare(store, file_follower, app, "CREATE TABLE t (id INTEGER PRIMARY KEY, x)")
         for line in _many(200):
-            told(store, ours, app, line)
-    assert ours.done.transactions > 300, "of 400; the rest fell together with a checkpoint"
+            run_and_compare(store, file_follower, app, line)
+    assert file_follower.done.transactions > 300, "of 400; the rest coincided with a checkpoint"
 
 
 @pytest.mark.slow
-def test_django_for_long(store: Store, tmp_path: Path) -> None:
+def test_django_for_many_rounds(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "live" / "django.db"
     with running(DJANGO, path) as app:
-        ours = follower(store, path)
-        told(store, ours, app, "migrate")
+        file_follower = follower(store, path)
+        run_and_compare(store, file_follower, app, "migrate")
         for number in range(60):
             for line in ("sell 30", "nested", "fail 9", "cancel"):
-                told(store, ours, app, line)
+                run_and_compare(store, file_follower, app, line)
             if number % 10 == 9:
-                told(store, ours, app, f"sql PRAGMA wal_checkpoint({('PASSIVE', 'TRUNCATE')[number // 10 % 2]})")
-    assert ours.done.transactions > 150, "of 180; the rest fell together with a checkpoint"
+                run_and_compare(
+                    store, file_follower, app, f"sql PRAGMA wal_checkpoint({('PASSIVE', 'TRUNCATE')[number // 10 % 2]})"
+                )
+    assert file_follower.done.transactions > 150, "of 180; the rest coincided with a checkpoint"

@@ -1,4 +1,4 @@
-"""Files that the owner follows by itself: until it is told to stop, across restarts, beside everything else it does."""
+"""Files that the owner follows in the background: until stopped, across restarts, alongside everything else."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def app(tmp_path: Path) -> Iterator[sqlite3.Connection]:
-    with closing(sqlite3.connect(tmp_path / "app.db", isolation_level=None, check_same_thread=False)) as made:
-        made.executescript("PRAGMA journal_mode=wal; create table t(x); insert into t values(1);")
-        yield made
+    with closing(sqlite3.connect(tmp_path / "app.db", isolation_level=None, check_same_thread=False)) as app:
+        app.executescript("PRAGMA journal_mode=wal; create table t(x); insert into t values(1);")
+        yield app
 
 
 def rows(store: Store, name: str = "app") -> int:
@@ -41,19 +41,19 @@ def rows(store: Store, name: str = "app") -> int:
     return int(count)
 
 
-def has(wanted: int, count: Callable[[], int]) -> bool:
-    return count() == wanted
+def has(expected: int, count: Callable[[], int]) -> bool:
+    return count() == expected
 
 
-def test_a_file_is_followed_while_snapshots_are_made(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+def test_a_file_is_followed_while_snapshots_are_created(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
     with quire.open(path) as store:
-        kept = store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
-        assert (kept.database, kept.path, kept.running) == ("app", str(tmp_path / "app.db"), True)
-        for wanted in (2, 3):
+        followed = store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
+        assert (followed.database, followed.path, followed.running) == ("app", str(tmp_path / "app.db"), True)
+        for expected in (2, 3):
             app.execute("insert into t values(0)")
-            assert eventually(partial(has, wanted, partial(rows, store)))
-            store.snapshot("app", f"at {wanted}")
-        assert store.database("app").follows == kept.path
+            assert eventually(partial(has, expected, partial(rows, store)))
+            store.snapshot("app", f"at {expected}")
+        assert store.database("app").follows == followed.path
         assert store.info().followed_files == 1
         assert [snapshot.name for snapshot in store.manifest.snapshots.of("app")] == ["at 2", "at 3"]
         with pytest.raises(Conflict, match="another file"):
@@ -68,7 +68,7 @@ def test_a_file_is_followed_while_snapshots_are_made(path: Path, tmp_path: Path,
         assert store.manifest.check() == []
 
 
-def test_a_file_that_cannot_be_followed_is_not_promised_to_be(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_followed_is_not_registered(path: Path, tmp_path: Path) -> None:
     with quire.open(path) as store:
         with pytest.raises(NotFound):
             store.followers.follow(tmp_path / "nowhere.db")
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_followed_is_not_promised_to_be(path: Path, tmp_pa
             store.manifest.submit([FollowSqliteFile(store.database("clicks").db_id, "/x.db", 1)]).result()
 
 
-def test_a_file_that_goes_away_is_waited_for_and_says_so(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+def test_a_file_that_disappears_is_awaited_and_reported(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
     with quire.open(path) as store:
         store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
         app.close()
@@ -89,7 +89,7 @@ def test_a_file_that_goes_away_is_waited_for_and_says_so(path: Path, tmp_path: P
         assert store.followers.file("app").running
 
 
-def test_dropping_the_database_ends_it(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
+def test_dropping_the_database_ends_following(path: Path, tmp_path: Path, app: sqlite3.Connection) -> None:
     with quire.open(path) as store:
         store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
         db_id = store.database("app").db_id
@@ -102,21 +102,21 @@ def test_dropping_the_database_ends_it(path: Path, tmp_path: Path, app: sqlite3.
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_goes_on_after_its_restart(
+def test_a_restarted_server_continues_to_follow(
     path: Path, tmp_path: Path, app: sqlite3.Connection, end: signal.Signals
 ) -> None:
     with quire.open(path) as store:
         store.followers.follow(tmp_path / "app.db", interval_seconds=0.01)
         store.rename("app", "site")
     app.execute("insert into t values(2)")
-    for wanted in (2, 3):
+    for expected in (2, 3):
         with served_by(path) as serving:
-            assert eventually(partial(has, wanted, partial(published, path)))
+            assert eventually(partial(has, expected, partial(published, path)))
             serving.send_signal(end)
             serving.wait(30)
         app.execute("insert into t values(3)")
     with quire.open(path) as store:
-        assert not store.followers.file("site").running, "who opens the store is no server"
+        assert not store.followers.file("site").running, "opening a store does not start followers"
         assert store.followers.stop("site").path == str(tmp_path / "app.db")
     with served_by(path) as serving:
         with quire.open(path, mode="r") as reader:
@@ -135,15 +135,15 @@ def served_by(path: Path) -> subprocess.Popen[str]:
 
 
 def published(path: Path) -> int:
-    """What a process beside the server reads."""
+    """The rows that another process reads."""
     with quire.open(path, mode="r") as reader, reader.sqlite("site") as db:
         count = db.execute("select count(*) from t").get
     return int(count)
 
 
-def looked(store: Store, name: str) -> bool:
-    done = store.followers.file(name).done
-    return done is not None and done.lsn > 0
+def has_polled(store: Store, name: str) -> bool:
+    result = store.followers.file(name).done
+    return result is not None and result.lsn > 0
 
 
 def configured(*entries: quire.FollowSettings) -> quire.StoreSettings:
@@ -160,13 +160,13 @@ def test_files_of_quire_toml_are_followed_with_snapshots_forks_and_retention(
     )
     with quire.open(path, settings=settings) as store:
         store.create("clicks", "stream")
-        kept = store.followers.resume()
-        assert [(file.database, file.configured, file.running) for file in kept] == [
+        followed = store.followers.resume()
+        assert [(file.database, file.configured, file.running) for file in followed] == [
             ("later", True, True),
             ("shop", True, True),
-        ], "what cannot be followed does not keep the others back"
+        ], "a file that cannot be followed does not affect the others"
         count = partial(rows, store, "shop")
-        assert eventually(lambda: looked(store, "shop"))
+        assert eventually(lambda: has_polled(store, "shop"))
         assert count() == 1
         store.manifest.retention.set("shop", quire.RetentionRecord(keep_last=1, keep_named=False))
         store.snapshot("shop", "monday")
@@ -181,18 +181,18 @@ def test_files_of_quire_toml_are_followed_with_snapshots_forks_and_retention(
         assert rows(store, "trial") == 1
         with closing(sqlite3.connect(tmp_path / "later.db")) as later:
             later.executescript("create table t(x); insert into t values (1)")
-        assert eventually(lambda: looked(store, "later"))
+        assert eventually(lambda: has_polled(store, "later"))
         assert eventually(partial(has, 1, partial(rows, store, "later")))
         with pytest.raises(Conflict, match=r"quire\.toml"):
             store.followers.stop("shop")
     with quire.open(path, settings=configured(settings.follow[1])) as store:
         assert [file.database for file in store.followers.resume()] == ["later"], (
-            "what is taken out there is followed no more"
+            "a file removed from quire.toml is no longer followed"
         )
         assert store.database("shop").follows == ""
 
 
-def test_a_follow_block_that_makes_no_sense_is_refused(path: Path) -> None:
+def test_an_invalid_follow_block_is_refused(path: Path) -> None:
     path.mkdir()
     (path / "quire.toml").write_text('[[follow]]\nfile = ""\n', "utf-8")
     with pytest.raises(quire.InvalidConfig, match=r"follow\.file"):

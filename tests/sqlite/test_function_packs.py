@@ -1,4 +1,4 @@
-"""Packs of functions for SQL: in this process, and at the owner for a connection through its server."""
+"""Packs of SQL functions: in this process, and in the owner for a connection through its server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def define(connection: dbapi.Connection) -> None:
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`numbers` is installed, `broken` needs something that is not."""
+    """`numbers` is installed; `broken` needs a missing package."""
 
     class Broken:
         def load(self) -> None:
@@ -26,12 +26,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         def load(self) -> function_packs.Pack:
             return define
 
-    def found(*, group: str, name: str) -> list[Broken | Numbers]:
+    def find_entry_points(*, group: str, name: str) -> list[Broken | Numbers]:
         assert group == "quire.sql_functions"
         installed: dict[str, list[Broken | Numbers]] = {"broken": [Broken()], "numbers": [Numbers()]}
         return installed.get(name, [])
 
-    monkeypatch.setattr(function_packs, "entry_points", found)
+    monkeypatch.setattr(function_packs, "entry_points", find_entry_points)
     function_packs._pack.cache_clear()
 
 
@@ -44,7 +44,7 @@ def test_a_url_names_packs(tmp_path: Path) -> None:
             dbapi.connect(f"quire:///{tmp_path}/store/shop?functions=numbers,{name}")
 
 
-def test_the_owner_defines_what_it_has(tmp_path: Path) -> None:
+def test_the_owner_defines_its_installed_packs(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store") as store, store.serve(), quire.connect(tmp_path / "store") as client:
         store.sqlite("shop", create=True).close()
         connection = dbapi.Connection(client.sqlite_driver("shop", functions=("nosuch", "numbers")))

@@ -1,4 +1,4 @@
-"""Snapshot isolation: readers and the writer do not wait for each other, and nobody writes on what is no longer so."""
+"""Snapshot isolation: readers and the writer do not wait for each other, and a stale transaction cannot write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_read_transaction_sees_one_version(shop: apsw.Connection, connect: Con
     assert count(reader) == 5
 
 
-def test_a_writer_is_not_kept_waiting_by_readers_nor_they_by_it(shop: apsw.Connection, connect: Connect) -> None:
+def test_readers_and_the_writer_do_not_block_each_other(shop: apsw.Connection, connect: Connect) -> None:
     reader, late = connect(timeout=0), connect(timeout=0)
     reader.execute("begin")
     assert count(reader) == 10
@@ -34,7 +34,7 @@ def test_a_writer_is_not_kept_waiting_by_readers_nor_they_by_it(shop: apsw.Conne
     reader.execute("commit")
 
 
-def test_who_has_read_something_older_may_not_write(shop: apsw.Connection, connect: Connect) -> None:
+def test_a_transaction_that_has_read_an_older_version_cannot_write(shop: apsw.Connection, connect: Connect) -> None:
     stale = connect()
     stale.execute("begin")
     assert count(stale) == 10
@@ -48,7 +48,7 @@ def test_who_has_read_something_older_may_not_write(shop: apsw.Connection, conne
     assert count(shop) == 8
 
 
-def test_staleness_is_told_at_once_even_while_somebody_writes(shop: apsw.Connection, connect: Connect) -> None:
+def test_a_stale_transaction_fails_at_once_even_while_another_writes(shop: apsw.Connection, connect: Connect) -> None:
     stale, writer = connect(), connect()
     stale.execute("begin")
     count(stale)
@@ -72,18 +72,18 @@ def test_one_writer_at_a_time_and_the_busy_timeout(shop: apsw.Connection, connec
     brief = connect(timeout=0.05)
     with pytest.raises(apsw.BusyError):
         brief.execute("delete from t")
-    ended = run(patient.execute, "delete from t where id = 2")
+    join = run(patient.execute, "delete from t where id = 2")
     time.sleep(0.03)
     shop.execute("commit")
-    ended()
+    join()
     assert count(shop) == 8
 
 
-def test_a_busy_handler_is_asked(shop: apsw.Connection, connect: Connect) -> None:
-    other, asked = connect(), []
+def test_a_busy_handler_is_called(shop: apsw.Connection, connect: Connect) -> None:
+    other, attempts = connect(), []
 
     def handler(times: int) -> bool:
-        asked.append(times)
+        attempts.append(times)
         if times == 3:
             shop.execute("rollback")
         return times < 10
@@ -91,7 +91,7 @@ def test_a_busy_handler_is_asked(shop: apsw.Connection, connect: Connect) -> Non
     other.set_busy_handler(handler)
     shop.execute("begin immediate")
     other.execute("delete from t")
-    assert asked == [0, 1, 2, 3]
+    assert attempts == [0, 1, 2, 3]
     shop.execute("begin immediate")
     other.set_busy_handler(lambda times: times < 2)
     with pytest.raises(apsw.BusyError):
@@ -99,42 +99,42 @@ def test_a_busy_handler_is_asked(shop: apsw.Connection, connect: Connect) -> Non
     shop.execute("rollback")
 
 
-def test_a_writer_past_sqlite_is_waited_for_too(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+def test_a_writer_that_bypasses_sqlite_is_waited_for_too(store: Store, shop: apsw.Connection, connect: Connect) -> None:
     pages = store.pages.open("shop")
     impatient, patient = connect(timeout=0), connect(timeout=30)
     txn = pages.begin()
     with pytest.raises(apsw.BusyError):
         impatient.execute("delete from t")
-    ended = run(patient.execute, "delete from t where id = 2")
+    join = run(patient.execute, "delete from t where id = 2")
     time.sleep(0.03)
     txn.rollback()
-    ended()
+    join()
     assert count(shop) == 9
 
 
-def test_pages_that_change_past_sqlite_are_seen_even_if_the_change_counter_stays(
+def test_pages_changed_outside_of_sqlite_are_visible_without_a_new_change_counter(
     store: Store, shop: apsw.Connection, connect: Connect
 ) -> None:
-    """As `sqlite follow` does: it copies pages, and in WAL mode SQLite leaves the counter alone."""
+    """As with `sqlite follow`: it copies pages, and in WAL mode SQLite does not change the counter."""
     pages = store.pages.open("shop")
     before = {page: pages.open_snapshot().read_page(page) for page in range(2)}
     reader = connect()
     shop.execute("update t set b = 'changed' where id = 3")
-    assert [each.execute("select b from t where id = 3").get for each in (reader, shop)] == ["changed"] * 2
+    assert [db.execute("select b from t where id = 3").get for db in (reader, shop)] == ["changed"] * 2
     with pages.begin() as txn:
         header = txn.read_page(0)
         txn.write_page(1, before[1])
         assert header == txn.read_page(0)
-    assert [each.execute("select b from t where id = 3").get for each in (reader, shop)] == ["row 3"] * 2
+    assert [db.execute("select b from t where id = 3").get for db in (reader, shop)] == ["row 3"] * 2
     shop.execute("update t set b = 'again' where id = 4")
     assert reader.execute("select group_concat(b) from t where id in (3, 4)").get == "row 3,again"
     shop.execute("update t set b = 'once more' where id = 4")
     with pages.begin() as txn:
         txn.write_page(1, before[1])
-    assert shop.execute("select b from t where id = 4").get == "row 4", "right after its own commit too"
+    assert shop.execute("select b from t where id = 4").get == "row 4", "also right after its own commit"
 
 
-def test_a_cursor_that_outlives_its_own_commit_reads_on(shop: apsw.Connection, connect: Connect) -> None:
+def test_a_cursor_that_outlives_its_own_commit_continues_to_read(shop: apsw.Connection, connect: Connect) -> None:
     other = connect()
     shop.pragma("cache_size", 1)
     with shop:
@@ -162,13 +162,13 @@ def test_many_threads_lose_no_update(shop: apsw.Connection, connect: Connect) ->
             connection.execute("update n set v = ?", (value + 1,))
             connection.execute("commit")
 
-    for ended in [run(client, connect(timeout=60)) for _ in range(6)]:
-        ended()
+    for join in [run(client, connect(timeout=60)) for _ in range(6)]:
+        join()
     assert shop.execute("select v from n").get == 150
 
 
-def test_readers_among_writers_always_see_whole_transactions(shop: apsw.Connection, connect: Connect) -> None:
-    """Money moves between two accounts; each sum that anybody sees is the same."""
+def test_concurrent_readers_see_only_complete_transactions(shop: apsw.Connection, connect: Connect) -> None:
+    """Money moves between two accounts; the sum is constant in every snapshot."""
     shop.execute("create table a(id integer primary key, v integer); insert into a values (1, 500), (2, 500)")
     stop = threading.Event()
 
@@ -196,11 +196,11 @@ def test_readers_among_writers_always_see_whole_transactions(shop: apsw.Connecti
 
     readers = [run(reader, connect()) for _ in range(3)]
     writers = [run(writer, patient(), amount) for amount in (3, 4)]
-    for ended in writers:
-        ended()
+    for join in writers:
+        join()
     stop.set()
-    for ended in readers:
-        ended()
+    for join in readers:
+        join()
     assert shop.execute("select v from a where id = 1").get == 500 - 40 * 7
 
 
@@ -219,10 +219,10 @@ def test_a_long_read_transaction_keeps_its_version_through_checkpoints(
     assert reader.execute("select distinct b from t").get == "new 4"
 
 
-def test_the_turn_is_one_holders() -> None:
+def test_the_writer_slot_has_one_holder() -> None:
     slot, mine, other = WriterSlot(), object(), object()
     assert slot.try_acquire(mine)
-    assert slot.try_acquire(mine), "it is already"
+    assert slot.try_acquire(mine), "the holder may acquire it again"
     assert not slot.try_acquire(other)
     slot.release(other)
     assert slot.is_held
@@ -231,42 +231,42 @@ def test_the_turn_is_one_holders() -> None:
     assert time.monotonic() - started >= 0.015
     slot.release(mine)
     slot.release(mine)
-    assert slot.wait(100), "it is free"
+    assert slot.wait(100), "the slot is free"
     assert slot.try_acquire(other)
 
 
-def test_who_gives_the_turn_back_wakes_the_one_that_has_slept_longest() -> None:
+def test_releasing_the_writer_slot_wakes_the_longest_waiter() -> None:
     slot, holder, woken = WriterSlot(), object(), []
     assert slot.try_acquire(holder)
 
     def sleeper(number: int) -> None:
         assert slot.wait(100)
         woken.append(number)
-        slot.release(slot)  # nobody's: wakes nobody
+        slot.release(slot)  # not the holder: wakes no waiter
 
-    ended = []
+    joins = []
     for number in range(3):
-        ended.append(run(sleeper, number))
+        joins.append(run(sleeper, number))
         wait_until(lambda number=number: len(slot._waiters) == number + 1)  # type: ignore[misc]
     for number in range(3):
         slot.release(holder)
-        ended[number]()
+        joins[number]()
         assert woken == list(range(number + 1))
         assert slot.try_acquire(holder)
     assert not slot._waiters
 
 
-def test_who_loses_again_and_again_sleeps_as_long_as_sqlite_says(
+def test_repeated_attempts_sleep_as_long_as_sqlite_requests(
     shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite counts its timeout in sleeps: if all of them ended at once, so would the timeout."""
+    """SQLite counts its timeout in sleeps: if each sleep returned at once, the timeout would expire early."""
     waits: list[float] = []
 
-    def in_vain(_: WriterSlot, seconds: float) -> bool:
+    def return_at_once(_: WriterSlot, seconds: float) -> bool:
         waits.append(seconds)
         return True
 
-    monkeypatch.setattr(WriterSlot, "wait", in_vain)
+    monkeypatch.setattr(WriterSlot, "wait", return_at_once)
     shop.execute("begin immediate")
     other = connect(timeout=0.5)
     for _ in range(2):
@@ -288,22 +288,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def run(work: Callable[..., object], *arguments: object) -> Callable[[], None]:
-    """Do it in a thread; the result waits for it and raises what it raised."""
+    """Start a thread. Returns a function that joins it and raises its error."""
     raised: list[BaseException] = []
 
-    def body() -> None:
+    def capture() -> None:
         try:
             work(*arguments)
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=body)
+    thread = threading.Thread(target=capture)
     thread.start()
 
-    def ended() -> None:
+    def join() -> None:
         thread.join(100)
         assert not thread.is_alive()
         if raised:
             raise raised[0]
 
-    return ended
+    return join

@@ -1,4 +1,6 @@
-"""Processes that write through SQLite are killed: what was acknowledged is there, nothing is half there, nothing is corrupt."""
+"""Processes that write through SQLite are killed: acknowledged transactions survive, none is there in part, nothing is
+corrupt.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 
 import quire
 from quire.testing.manifest import assert_clean
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 from tests.sqlite.killed import SETTINGS
 
 WRITERS = 3
@@ -22,54 +24,56 @@ POINTS = ("pages.segment.frames", "pages.segment.sync", "pages.wal.synced", "pag
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery("tests.sqlite.killed:run", warm_up="tests.sqlite.killed:warm_up") as made:
-        yield made
+def fork_server() -> Iterator[ForkServer]:
+    with ForkServer("tests.sqlite.killed:run", warm_up="tests.sqlite.killed:warm_up") as fork_server:
+        yield fork_server
 
 
-class Lives:
-    """One store and the processes that die on it, one after another."""
+class KilledRuns:
+    """One store, and the processes that are killed while they write to it, one after another."""
 
-    def __init__(self, root: Path, nursery: Nursery) -> None:
+    def __init__(self, root: Path, fork_server: ForkServer) -> None:
         self.root = root
-        self.nursery = nursery
+        self.fork_server = fork_server
         self.acknowledged = dict.fromkeys(range(WRITERS), 0)
         self.transactions = 0
 
-    def live(self, seed: int, kill_after: float, failpoints: str = "", *, least: int = 0) -> None:
-        """A process writes until it is killed: so many seconds after the store is open and `least` are acknowledged."""
-        already = sum(self.acknowledged.values())
-        told = {"root": str(self.root), "seed": seed, "writers": WRITERS, "failpoints": failpoints}
-        with self.nursery.spawn() as child:
-            child.line.send(json.dumps(told).encode())
+    def run_process(self, seed: int, kill_after: float, failpoints: str = "", *, least: int = 0) -> None:
+        """Run a process that writes until it is killed: `kill_after` seconds after `least` transactions were
+        acknowledged.
+        """
+        acknowledged_before = sum(self.acknowledged.values())
+        options = {"root": str(self.root), "seed": seed, "writers": WRITERS, "failpoints": failpoints}
+        with self.fork_server.spawn() as child:
+            child.channel.send(json.dumps(options).encode())
             deadline = None
-            while (message := child.line.receive()) is not None:
+            while (message := child.channel.receive()) is not None:
                 words = message.decode().split()
                 assert words[0] != "died", message
                 if words[0] != "open":
                     writer, number = int(words[1]), int(words[2])
                     assert number == self.acknowledged[writer] + 1, f"writer {writer}: {number} was acknowledged before"
                     self.acknowledged[writer] = number
-                if deadline is None and sum(self.acknowledged.values()) - already >= least:
+                if deadline is None and sum(self.acknowledged.values()) - acknowledged_before >= least:
                     deadline = time.monotonic() + kill_after
                 if deadline is not None and time.monotonic() >= deadline:
                     child.kill()
             status = child.wait()
-        assert status == -signal.SIGKILL, self.nursery.errors()
+        assert status == -signal.SIGKILL, self.fork_server.errors()
 
-    def look(self) -> None:
-        """Every promise, after a death."""
+    def check(self) -> None:
+        """Check every guarantee after a kill."""
         with quire.open(self.root, settings=SETTINGS) as store:
             assert_clean(store.manifest)
             connection = store.sqlite("shop", create=True)
             assert connection.pragma("integrity_check") == "ok"
             if connection.execute("select count(*) from sqlite_schema").get:
-                self._whole(connection)
+                self._check_transactions(connection)
             else:
                 assert not any(self.acknowledged.values())
             connection.close()
 
-    def _whole(self, connection: apsw.Connection) -> None:
+    def _check_transactions(self, connection: apsw.Connection) -> None:
         logged = {
             writer: rest
             for writer, *rest in connection.execute(
@@ -79,39 +83,39 @@ class Lives:
         state = {writer: rest for writer, *rest in connection.execute("select writer, numbers, bytes from state")}
         for writer, (numbers, size) in state.items():
             expected = [numbers, numbers, size, size]
-            assert logged.get(writer, [0, 0, 0, 0]) == expected, f"writer {writer}: half a transaction"
+            assert logged.get(writer, [0, 0, 0, 0]) == expected, f"writer {writer}: a partial transaction"
         for writer, number in self.acknowledged.items():
-            found = state[writer][0] if writer in state else 0
-            assert isinstance(found, int)
-            assert found >= number, f"writer {writer}: {number} was acknowledged, {found} is there"
-            self.transactions += found - number
-            self.acknowledged[writer] = found
+            committed = state[writer][0] if writer in state else 0
+            assert isinstance(committed, int)
+            assert committed >= number, f"writer {writer}: {number} was acknowledged, {committed} is there"
+            self.transactions += committed - number
+            self.acknowledged[writer] = committed
 
 
 @pytest.fixture
-def lives(tmp_path: Path, nursery: Nursery) -> Lives:
-    return Lives(tmp_path / "store", nursery)
+def runs(tmp_path: Path, fork_server: ForkServer) -> KilledRuns:
+    return KilledRuns(tmp_path / "store", fork_server)
 
 
-def test_killed_at_any_moment(lives: Lives) -> None:
+def test_killed_at_any_moment(runs: KilledRuns) -> None:
     rng = random.Random(1)
     for seed in range(4):
-        lives.live(seed, rng.random() * 0.5, least=6)
-        lives.look()
+        runs.run_process(seed, rng.random() * 0.5, least=6)
+        runs.check()
 
 
 @pytest.mark.parametrize("point", POINTS[:3])
-def test_killed_at_a_step_of_the_commit(lives: Lives, point: str) -> None:
+def test_killed_at_a_step_of_the_commit(runs: KilledRuns, point: str) -> None:
     for seed, hits in enumerate((2, 30)):
-        lives.live(seed, 30, f"{point}={hits}*off->kill")
-        lives.look()
+        runs.run_process(seed, 30, f"{point}={hits}*off->kill")
+        runs.check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_long_killed_again_and_again(lives: Lives, seed: int) -> None:
+def test_long_killed_again_and_again(runs: KilledRuns, seed: int) -> None:
     rng = random.Random(seed)
-    for life in range(12):
+    for round_ in range(12):
         failpoints = f"{rng.choice(POINTS)}={rng.randint(0, 300)}*off->kill" if rng.random() < 0.5 else ""
-        lives.live(seed * 100 + life, rng.random() * 3, failpoints)
-        lives.look()
+        runs.run_process(seed * 100 + round_, rng.random() * 3, failpoints)
+        runs.check()

@@ -1,4 +1,4 @@
-"""Columns that are taken from leaves are those that SQLite's rows make, whatever is in the table and in damaged pages."""
+"""Columns decoded from leaves equal SQLite's rows, whatever is in the table, and in damaged pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SOURCE = Path(leaf_columns.__file__).with_suffix(".c")
 
 @pytest.fixture(scope="module", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The decoder as its source is now."""
+    """The decoder, built from its current source."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     target = tmp_path_factory.mktemp("leaves") / "libquireleaves.so"
@@ -81,18 +81,20 @@ def pages_of(connection: apsw.Connection) -> Pages:
     return Pages(connection.serialize("main"))
 
 
-class Read:
-    """A table, read both ways."""
+class TableReads:
+    """A table, read both ways: from leaves and by SQLite."""
 
-    def __init__(self, pages: Pages, wanted: list[tuple[str, pa.DataType]] | None = None, *, null_misfits: bool = True):
+    def __init__(
+        self, pages: Pages, columns: list[tuple[str, pa.DataType]] | None = None, *, null_misfits: bool = True
+    ):
         self.pages, self.null_misfits = pages, null_misfits
         with connected(pages) as connection:
             self.table = find_table(connection, "t", "db")
             self.schema = pa.schema(
-                wanted or [(each.name, each.type) for each in sampled(connection, self.table, pages)]
+                columns or [(column.name, column.type) for column in sampled(connection, self.table, pages)]
             )
-        self.asked: list[Rowids] = []
-        """What was left to SQLite."""
+        self.left_to_sqlite: list[Rowids] = []
+        """The ranges that were left to SQLite."""
 
     def leaves(self, span: Rowids = EVERYTHING) -> list[tuple[Any, ...]]:
         query = ColumnQuery(self.table, self.schema)
@@ -100,12 +102,12 @@ class Read:
         assert decoder is not None
         with connected(self.pages) as connection:
 
-            def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
-                self.asked.append(some)
-                return self._rows(connection, some)
+            def as_rows(rowids: Rowids) -> Iterator[pa.RecordBatch]:
+                self.left_to_sqlite.append(rowids)
+                return self._rows(connection, rowids)
 
-            made = leaf_batches(self.pages, self.table.root, decoder, span, query.batch_of_leaves, as_rows)
-            return listed(made)
+            batches = leaf_batches(self.pages, self.table.root, decoder, span, query.batch_of_leaves, as_rows)
+            return listed(batches)
 
     def rows(self, span: Rowids = EVERYTHING) -> list[tuple[Any, ...]]:
         with connected(self.pages) as connection:
@@ -113,22 +115,22 @@ class Read:
 
     def _rows(self, connection: apsw.Connection, span: Rowids) -> Iterator[pa.RecordBatch]:
         names = ", ".join(f'"{name}"' for name in self.schema.names)
-        where = "" if span == EVERYTHING else f" WHERE {self.table.rowid} BETWEEN {span[0]} AND {span[1]}"
-        found = connection.execute(f"SELECT {names} FROM t NOT INDEXED{where} ORDER BY {self.table.rowid}")
-        return row_batches(iter(found), self.schema, null_misfits=self.null_misfits)
+        condition = "" if span == EVERYTHING else f" WHERE {self.table.rowid} BETWEEN {span[0]} AND {span[1]}"
+        cursor = connection.execute(f"SELECT {names} FROM t NOT INDEXED{condition} ORDER BY {self.table.rowid}")
+        return row_batches(iter(cursor), self.schema, null_misfits=self.null_misfits)
 
 
-def listed(made: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
-    """Rows, with -0.0 told from 0.0 and True from 1."""
+def listed(unmerged: Iterator[pa.RecordBatch]) -> list[tuple[Any, ...]]:
+    """Rows as text, which distinguishes -0.0 from 0.0 and True from 1."""
     batches = []
-    for batch in coalesced(made):
+    for batch in coalesced(unmerged):
         batch.validate(full=True)
         batches.append(batch)
     return [tuple(map(repr, row.values())) for batch in batches for row in batch.to_pylist()]
 
 
 def outcome(read: Any, *arguments: Any) -> Any:
-    """What it gives, or what it raises."""
+    """The result of a call, or the name of its error."""
     try:
         return read(*arguments)
     except (apsw.Error, InvalidInput, UnicodeDecodeError) as error:
@@ -150,14 +152,14 @@ values = {"INTEGER": numbers, "REAL": reals, "TEXT": strings, "BLOB": blobs, "BO
 
 
 def value_of(declared: str, is_tidy: bool) -> st.SearchStrategy[Any]:
-    """Values of a column: mostly what it was declared for."""
+    """Values of a column: mostly of its declared type."""
     likely = values.get(declared, numbers)
     return st.one_of(st.none(), likely) if is_tidy else st.one_of(likely, likely, numbers, reals, strings, blobs)
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[tuple[str, Any]]:
-    """SQL that makes a table `t`."""
+    """SQL that creates a table `t`."""
     is_tidy = draw(st.sampled_from([True, True, False]))
     declared = draw(st.lists(st.sampled_from(DECLARED), min_size=1, max_size=6))
     columns = [f"c{number} {kind}" for number, kind in enumerate(declared)]
@@ -170,12 +172,12 @@ def histories(draw: st.DrawFn) -> list[tuple[str, Any]]:
     steps: list[tuple[str, Any]] = [(f"PRAGMA page_size = {size}", ()), (f"CREATE TABLE t({', '.join(columns)})", ())]
     names = [f"c{number}" for number in range(len(declared))]
     for added in range(draw(st.integers(1, 3))):
-        places = ", ".join("?" * (len(names) + 1))
+        placeholders = ", ".join("?" * (len(names) + 1))
         near = set(range(draw(st.integers(-50, 50)), draw(st.integers(0, 200))))
         ids = near | draw(st.sets(st.integers(-(2**63), 2**63 - 1), max_size=4))
         some = draw(st.lists(st.tuples(*[value_of(kind, is_tidy) for kind in declared]), min_size=1, max_size=8))
-        rows = [(rowid, *some[place % len(some)]) for place, rowid in enumerate(sorted(ids))]
-        sql = f"INSERT OR REPLACE INTO t(rowid, {', '.join(names)}) VALUES ({places})"
+        rows = [(rowid, *some[i % len(some)]) for i, rowid in enumerate(sorted(ids))]
+        sql = f"INSERT OR REPLACE INTO t(rowid, {', '.join(names)}) VALUES ({placeholders})"
         steps += [(sql, row) for row in rows]
         if draw(st.booleans()):
             steps.append(("DELETE FROM t WHERE rowid % 3 = ?", (draw(st.integers(0, 2)),)))
@@ -188,7 +190,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, Any]]:
     return steps
 
 
-def made(steps: list[tuple[str, Any]]) -> Pages:
+def pages_after(steps: list[tuple[str, Any]]) -> Pages:
     with closing(apsw.Connection(":memory:")) as connection:
         for sql, bindings in steps:
             connection.execute(sql, bindings)
@@ -196,23 +198,25 @@ def made(steps: list[tuple[str, Any]]) -> Pages:
 
 
 @given(steps=histories(), data=st.data(), null_misfits=st.booleans())
-def test_columns_are_what_rows_are(steps: list[tuple[str, Any]], data: st.DataObject, null_misfits: bool) -> None:
-    """All types, NULLs, overflow pages, added columns, gaps, misfits: the same values, or the same error."""
-    pages = made(steps)
+def test_decoded_columns_equal_sqlites_rows(
+    steps: list[tuple[str, Any]], data: st.DataObject, null_misfits: bool
+) -> None:
+    """All types, NULLs, overflow pages, added columns, gaps and misfits: the same values, or the same error."""
+    pages = pages_after(steps)
     with connected(pages) as connection:
         table = find_table(connection, "t", "db")
-        types = {each.name: each.type for each in sampled(connection, table, pages)}
-    stored = [each.name for each in table.columns if each.place is not None]
-    chosen = data.draw(st.lists(st.sampled_from(stored), min_size=1, unique=True))
-    wanted = [
+        types = {column.name: column.type for column in sampled(connection, table, pages)}
+    stored = [column.name for column in table.columns if column.place is not None]
+    names = data.draw(st.lists(st.sampled_from(stored), min_size=1, unique=True))
+    columns = [
         (name, data.draw(st.sampled_from([types[name]] * 4 + list(KINDS))))
-        for name in chosen
+        for name in names
         if leaf_columns.WantedColumn.of(table, name, types[name]) is not None
     ]
-    wanted = [(name, kind) for name, kind in wanted if leaf_columns.WantedColumn.of(table, name, kind) is not None]
-    if not wanted:
+    columns = [(name, kind) for name, kind in columns if leaf_columns.WantedColumn.of(table, name, kind) is not None]
+    if not columns:
         return
-    read = Read(pages, wanted, null_misfits=null_misfits)
+    read = TableReads(pages, columns, null_misfits=null_misfits)
     assert outcome(read.leaves) == outcome(read.rows)
     middle = data.draw(st.integers(-60, 300))
     for span in ((LEAST, middle), (middle, MOST), (middle, middle + 40)):
@@ -229,39 +233,39 @@ def plain(rows: int = 5_000, page_size: int = 1_024) -> Pages:
         return pages_of(connection)
 
 
-def test_a_plain_table_is_not_asked_of_sqlite() -> None:
-    read = Read(plain())
+def test_a_plain_table_is_decoded_without_sqlite() -> None:
+    read = TableReads(plain())
     assert read.leaves() == read.rows()
-    assert read.asked == []
+    assert read.left_to_sqlite == []
     assert read.leaves((1_234, 3_456)) == read.rows((1_234, 3_456))
-    assert read.asked == []
+    assert read.left_to_sqlite == []
 
 
-def test_odd_rows_cost_only_themselves() -> None:
-    """A misfit and a long text are SQLite's; their neighbours are not."""
+def test_only_unusual_rows_are_left_to_sqlite() -> None:
+    """A misfit and a long text are read by SQLite; their neighbours are not."""
     with closing(apsw.Connection(":memory:")) as connection:
         connection.execute("CREATE TABLE t(n INTEGER, s TEXT)")
         connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, f"text {n}") for n in range(20_000)])
         connection.execute("UPDATE t SET n = 'many' WHERE rowid = 7000")
         connection.execute("UPDATE t SET s = ? WHERE rowid = 9000", ("long" * 5_000,))
         pages = pages_of(connection)
-    read = Read(pages, [("n", pa.int64()), ("s", pa.string())])
+    read = TableReads(pages, [("n", pa.int64()), ("s", pa.string())])
     assert read.leaves() == read.rows()
-    assert read.asked == [(7_000, 7_000), (9_000, 9_000)]
+    assert read.left_to_sqlite == [(7_000, 7_000), (9_000, 9_000)]
     with pytest.raises(InvalidInput, match="many"):
-        Read(pages, [("n", pa.int64())], null_misfits=False).leaves()
+        TableReads(pages, [("n", pa.int64())], null_misfits=False).leaves()
 
 
 def test_a_column_before_a_long_text_needs_no_overflow_page() -> None:
     with closing(apsw.Connection(":memory:")) as connection:
         connection.execute("CREATE TABLE t(n INTEGER, s TEXT)")
         connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, "long" * 5_000) for n in range(50)])
-        read = Read(pages_of(connection), [("n", pa.int64())])
+        read = TableReads(pages_of(connection), [("n", pa.int64())])
     assert read.leaves() == read.rows()
-    assert read.asked == []
+    assert read.left_to_sqlite == []
 
 
-def test_pages_may_have_reserved_bytes() -> None:
+def test_pages_can_have_reserved_bytes() -> None:
     with closing(apsw.Connection(":memory:")) as connection:
         reserved = ctypes.c_int(24)
         connection.file_control("main", apsw.SQLITE_FCNTL_RESERVE_BYTES, ctypes.addressof(reserved))
@@ -269,11 +273,11 @@ def test_pages_may_have_reserved_bytes() -> None:
         connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, "x" * (n % 500)) for n in range(900)])
         pages = pages_of(connection)
     assert pages.images[0][20] == 24
-    read = Read(pages)
+    read = TableReads(pages)
     assert read.leaves() == read.rows()
 
 
-def test_what_records_do_not_say_is_left_to_sqlite() -> None:
+def test_columns_that_records_do_not_contain_are_left_to_sqlite() -> None:
     with closing(apsw.Connection(":memory:")) as connection:
         connection.execute("CREATE TABLE t(id INTEGER PRIMARY KEY, r REAL, n INT, v INT AS (n + 1), d DATE)")
         connection.execute("CREATE TABLE w(a INT PRIMARY KEY) WITHOUT ROWID; CREATE VIEW o AS SELECT n FROM t")
@@ -284,9 +288,9 @@ def test_what_records_do_not_say_is_left_to_sqlite() -> None:
 
         assert allowed("t", "ID", pa.int64())
         assert allowed("t", "r", pa.float64())
-        assert not allowed("t", "r", pa.int64()), "SQLite makes doubles of them"
+        assert not allowed("t", "r", pa.int64()), "SQLite converts them to doubles"
         assert not allowed("t", "id", pa.string())
-        assert not allowed("t", "v", pa.int64()), "it is in no record"
+        assert not allowed("t", "v", pa.int64()), "it is not in the record"
         assert not allowed("t", "d", pa.date32())
         assert not allowed("t", "absent", pa.int64())
         assert not allowed("w", "a", pa.int64())
@@ -295,19 +299,19 @@ def test_what_records_do_not_say_is_left_to_sqlite() -> None:
         assert not allowed("t", "n", pa.int64(), other), "UTF-16"
 
 
-def test_without_the_c_part_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_c_library_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = plain()
-    read = Read(pages)
+    read = TableReads(pages)
 
     def batches() -> list[tuple[Any, ...]]:
         with connected(pages) as connection:
             return listed(table_batches(connection, ColumnQuery(read.table, read.schema), pages=pages, in_order=True))
 
-    here = batches()
+    with_library = batches()
     monkeypatch.setenv(c_extensions.SWITCH, "1")
     assert LeafDecoder.of(pages, read.table, [("n", pa.int64())]) is None
     assert "switched off" in c_extensions.leaves_build().reason
-    assert batches() == here
+    assert batches() == with_library
 
 
 def test_databases_and_missing_columns_are_added() -> None:
@@ -323,37 +327,41 @@ def test_databases_and_missing_columns_are_added() -> None:
 
 # ── damaged pages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def tree_pages(pages: Pages, root: int) -> list[int]:
-    """Those of a table, as quire counts them."""
-    found = leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages)
-    return [root - 1, *(page - 1 for some in found for page in some.pages.tolist())]
+    """The pages of a table's tree, as quire finds them."""
+    leaves = leaves_within(by_number(pages), root, EVERYTHING, pages.size_pages)
+    return [root - 1, *(page - 1 for some in leaves for page in some.pages.tolist())]
 
 
 @pytest.mark.parametrize("seed", range(300))
-def test_damaged_pages_are_what_sqlite_says_they_are(seed: int) -> None:
-    """A few bytes of leaves, of their heads and cells above all, are others: what is decoded is what SQLite reads."""
+def test_damaged_pages_give_the_same_result_as_sqlite(seed: int) -> None:
+    """Some bytes of leaves, mostly of their headers and cell pointers, are changed: decoding gives the same result as
+    SQLite.
+    """
     chance = random.Random(seed)
     pages = plain(400, chance.choice([512, 1_024, 4_096]))
-    read = Read(pages)
-    places = tree_pages(pages, read.table.root)[1:]
+    read = TableReads(pages)
+    leaf_pages = tree_pages(pages, read.table.root)[1:]
     for _ in range(chance.randint(1, 4)):
-        page = chance.choice(places)
+        page = chance.choice(leaf_pages)
         image = bytearray(pages.images[page])
         at = chance.choice([chance.randrange(8), chance.randrange(8, 40), chance.randrange(len(image)), len(image) - 1])
         image[at] = chance.choice([0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)])
         pages.images[page] = bytes(image)
     for span in (EVERYTHING, (100, 300)):
-        read.asked.clear()
-        theirs, ours = outcome(read.rows, span), outcome(read.leaves, span)
-        # A pointer past the end of its page leads SQLite to whatever its memory holds: asked twice it may answer once.
-        assert ours == theirs or (read.asked and "CorruptError" in (ours, theirs))
+        read.left_to_sqlite.clear()
+        expected, decoded = outcome(read.rows, span), outcome(read.leaves, span)
+        # A pointer past the end of its page makes SQLite read arbitrary memory: its result may differ between two reads.
+        assert decoded == expected or (read.left_to_sqlite and "CorruptError" in (decoded, expected))
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_garbage_is_never_decoded_past_its_page(seed: int) -> None:
-    """Leaves of random bytes under a right head: nothing is read or written outside; what is not refused is as many rows."""
+    """Leaves of random bytes with a valid header: no access outside the page; what is not refused has the right number
+    of rows.
+    """
     chance = random.Random(seed)
     pages = plain(400, 512)
-    read = Read(pages)
+    read = TableReads(pages)
     decoder = LeafDecoder.of(pages, read.table, ColumnQuery(read.table, read.schema).decoded)
     assert decoder is not None
     refused = 0
@@ -372,9 +380,9 @@ def test_garbage_is_never_decoded_past_its_page(seed: int) -> None:
     assert refused
 
 
-def test_interior_pages_that_lead_in_a_circle_are_sqlites() -> None:
+def test_cyclic_interior_pages_are_left_to_sqlite() -> None:
     pages = plain(5_000, 512)
-    read = Read(pages)
+    read = TableReads(pages)
     root = pages.images[read.table.root - 1]
     looped = bytearray(root)
     looped[8:12] = read.table.root.to_bytes(4)
@@ -384,20 +392,20 @@ def test_interior_pages_that_lead_in_a_circle_are_sqlites() -> None:
         list(leaves_within(by_number(pages), read.table.root, EVERYTHING, pages.size_pages))
 
 
-def test_leaves_are_those_of_a_range() -> None:
+def test_the_leaves_of_a_range_are_found() -> None:
     pages = plain(5_000, 512)
-    root = Read(pages).table.root
+    root = TableReads(pages).table.root
 
-    def found(rowids: Rowids) -> list[tuple[int, int, int]]:
+    def leaves_of(rowids: Rowids) -> list[tuple[int, int, int]]:
         """(page, first rowid, last rowid)."""
         runs = list(leaves_within(by_number(pages), root, rowids, pages.size_pages))
         one_by_one = [run.part(at, at + 1) for run in runs for at in range(len(run))]
         return [(int(leaf.pages[0]), leaf.first, leaf.last) for leaf in one_by_one]
 
-    every = found(EVERYTHING)
+    every = leaves_of(EVERYTHING)
     assert (every[0][1], every[-1][2]) == EVERYTHING
-    assert all(one[2] + 1 == other[1] for one, other in pairwise(every))
-    some = found((100, 200))
+    assert all(left[2] + 1 == right[1] for left, right in pairwise(every))
+    some = leaves_of((100, 200))
     assert some == [leaf for leaf in every if leaf[1] <= 200 and leaf[2] >= 100]
     assert 1 < len(some) < len(every) / 10
     with pytest.raises(Unreadable):

@@ -1,4 +1,4 @@
-"""Reading the store in another process, or in one that pretends to be one: what the owner has published, and no more."""
+"""Reading the store from another process, or as if from one: only what the owner has published."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ with quire.open(sys.argv[1], "r") as store:
 """
 
 
-def eventually(look: Callable[[], object], expected: object) -> None:
-    """Publication is at most a second behind."""
+def eventually(read: Callable[[], object], expected: object) -> None:
+    """Wait for publication, which is at most a second behind."""
     deadline = time.monotonic() + 60
-    while (found := look()) != expected and time.monotonic() < deadline:
+    while (value := read()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert found == expected
+    assert value == expected
 
 
 def test_another_process_follows_the_owner_and_does_not_write(store: Store, shop: apsw.Connection) -> None:
@@ -71,8 +71,8 @@ def test_another_process_follows_the_owner_and_does_not_write(store: Store, shop
 
 
 @pytest.fixture
-def kept(root: Path) -> Path:
-    """A store with a snapshot, closed: everything is published."""
+def closed_store(root: Path) -> Path:
+    """A closed store with a snapshot: everything is published."""
     with quire.open(root, settings=SETTINGS) as store:
         connection = store.sqlite("shop", create=True)
         connection.execute("create table t(a); insert into t values (1), (2), (3)")
@@ -82,8 +82,8 @@ def kept(root: Path) -> Path:
     return root
 
 
-def test_a_store_opened_for_reading_gives_connections_for_reading(kept: Path) -> None:
-    with quire.open(kept, "r") as store:
+def test_a_read_only_store_gives_read_only_connections(closed_store: Path) -> None:
+    with quire.open(closed_store, "r") as store:
         connection, old = store.sqlite("shop"), store.sqlite("shop", at="monday")
         assert (count(connection), count(old)) == (2, 3)
         assert count(connection) == 2, "from SQLite's own cache"
@@ -92,29 +92,29 @@ def test_a_store_opened_for_reading_gives_connections_for_reading(kept: Path) ->
         connection.execute("attach 'file:shop?at=monday' as old")
         assert count(connection, "old.t") == 3
         epoch = int(str(connection.pragma("quire_epoch")))
-        moments = [store.sqlite("shop", at=epoch), store.sqlite("shop", at=datetime.now(UTC))]
-        assert [count(each) for each in moments] == [2, 2]
+        past_versions = [store.sqlite("shop", at=epoch), store.sqlite("shop", at=datetime.now(UTC))]
+        assert [count(db) for db in past_versions] == [2, 2]
         with pytest.raises(UnknownSnapshot):
             store.sqlite("shop", at="tuesday")
         with pytest.raises(ReadOnly):
             store.sqlite("shop", create=True)
         with pytest.raises(ReadOnly):
             store.sqlite("branch", fork_of="shop")
-        for each in (connection, old, *moments):
-            each.close()
+        for db in (connection, old, *past_versions):
+            db.close()
 
 
 class Versions:
-    """A database that moves on, with its pages in memory."""
+    """A database that changes, with its pages in memory."""
 
     def __init__(self) -> None:
-        self.made = apsw.Connection(":memory:")
-        self.made.execute("create table t(a); insert into t values (1)")
+        self.connection = apsw.Connection(":memory:")
+        self.connection.execute("create table t(a); insert into t values (1)")
         self.lsn = 1
         self.opened: list[Version] = []
 
     def newest(self) -> Version:
-        self.opened.append(Version(self.made.serialize("main"), self.lsn))
+        self.opened.append(Version(self.connection.serialize("main"), self.lsn))
         return self.opened[-1]
 
 
@@ -135,7 +135,7 @@ class Version:
         self.is_open = False
 
 
-def test_each_transaction_sees_the_newest_version_and_gives_it_back() -> None:
+def test_each_transaction_reads_the_newest_version_and_releases_it() -> None:
     versions, files = Versions(), []
 
     def opener(*_: object) -> tuple[ReadOnlyFile, bool]:
@@ -146,30 +146,30 @@ def test_each_transaction_sees_the_newest_version_and_gives_it_back() -> None:
     connection = apsw.Connection("shop", flags=apsw.SQLITE_OPEN_READONLY, vfs=vfs.name)
     connection.execute("begin")
     assert count(connection) == 1
-    versions.made.execute("insert into t values (2)")
+    versions.connection.execute("insert into t values (2)")
     versions.lsn += 1
     assert count(connection) == 1, "one transaction, one version"
     connection.execute("commit")
     assert count(connection) == 2
-    assert [each.is_open for each in versions.opened] == [False, True]
-    made = len(versions.opened)
+    assert [version.is_open for version in versions.opened] == [False, True]
+    opened_count = len(versions.opened)
     assert count(connection) == 2
-    assert len(versions.opened) == made, "it was kept for the next one"
+    assert len(versions.opened) == opened_count, "the version was reused"
     files[0].release_idle()
-    assert not any(each.is_open for each in versions.opened)
+    assert not any(version.is_open for version in versions.opened)
     assert count(connection) == 2
     connection.close()
-    assert not any(each.is_open for each in versions.opened)
+    assert not any(version.is_open for version in versions.opened)
 
 
-def test_a_version_that_changed_under_an_unchanged_counter_is_read_anew() -> None:
+def test_a_new_version_with_an_unchanged_change_counter_is_read_again() -> None:
     versions = Versions()
     vfs = QuireVfs("test-published", lambda *_: (ReadOnlyFile.published(versions.newest, lambda: versions.lsn), True))
     connection = apsw.Connection("shop", flags=apsw.SQLITE_OPEN_READONLY, vfs=vfs.name)
     assert count(connection) == 1
-    header = versions.made.serialize("main")[:4096]
-    versions.made.execute("update t set a = 77")
-    image = versions.made.serialize("main")
+    header = versions.connection.serialize("main")[:4096]
+    versions.connection.execute("update t set a = 77")
+    image = versions.connection.serialize("main")
     versions.newest = lambda: Version(header + image[4096:], 2)  # type: ignore[method-assign]
     versions.lsn = 2
     assert connection.execute("select a from t").get == 77
@@ -194,8 +194,8 @@ def test_a_view_is_read_without_a_store(store: Store, shop: apsw.Connection, tmp
     reader.close()
 
 
-def test_a_file_in_wal_mode_opens_and_its_header_stays(store: Store, tmp_path: Path) -> None:
-    """Bytes 18 and 19 say 2 in it (Q3)."""
+def test_a_file_in_wal_mode_opens_and_keeps_its_header(store: Store, tmp_path: Path) -> None:
+    """Bytes 18 and 19 of its header are 2 (Q3)."""
     plain = apsw.Connection(str(tmp_path / "wal.db"))
     plain.execute("pragma page_size=1024; create table t(a); insert into t values (1)")
     plain.pragma("journal_mode", "wal")
@@ -209,7 +209,7 @@ def test_a_file_in_wal_mode_opens_and_its_header_stays(store: Store, tmp_path: P
             txn.write_page(page, image[page * 1024 : (page + 1) * 1024])
     connection = store.sqlite("shop")
     assert count(connection) == 1
-    assert pages.open_snapshot().read_page(0)[18:20] == b"\x02\x02", "the stored bytes stay"
+    assert pages.open_snapshot().read_page(0)[18:20] == b"\x02\x02", "the stored bytes are unchanged"
     connection.execute("insert into t values (2)")
     assert pages.open_snapshot().read_page(0)[18:20] == b"\x01\x01"
     connection.close()

@@ -1,4 +1,4 @@
-"""SQL of remote users stays in its database. Every statement that is refused is shown to do its work without the policy."""
+"""SQL of remote users cannot leave its database. Every refused statement is shown to work without the policy."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Connection = apsw.Connection
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    with quire.open(tmp_path / "store") as opened:
-        with closing(opened.sqlite("shop", create=True)) as shop:
+    with quire.open(tmp_path / "store") as store:
+        with closing(store.sqlite("shop", create=True)) as shop:
             shop.execute("create table item(id integer primary key, name text); insert into item values (1, 'apple')")
-        with closing(opened.sqlite("other", create=True)) as other:
+        with closing(store.sqlite("other", create=True)) as other:
             other.execute("create table secret(a); insert into secret values ('theirs')")
-        yield opened
+        yield store
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def rows(connection: Connection, sql: str, bindings: tuple[object, ...] = ()) ->
     return list(connection.execute(sql, bindings))
 
 
-# ── what leaves the database ──────────────────────────────────────────────────────────────────────────────────────────
+# ── access outside the database ───────────────────────────────────────────────────────────────────────────────────────
 def _attached(connection: Connection) -> bool:
     return bool({row[1] for row in rows(connection, "pragma database_list")} - {"main", "temp"})
 
@@ -66,7 +66,7 @@ ESCAPES: list[tuple[str, Callable[[Connection, Path], bool]]] = [
 
 
 @pytest.mark.parametrize(("sql", "worked"), ESCAPES, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_would_leave_the_database_is_refused(
+def test_statements_that_reach_outside_the_database_are_refused(
     stock: Connection,
     both: tuple[Connection, RemotePolicy],
     store: Store,
@@ -86,10 +86,10 @@ def test_what_would_leave_the_database_is_refused(
     assert not _attached(connection)
     assert {info.name for info in store.databases()} == before
     stock.execute(sql.format(dir=folder, file=file))
-    assert worked(stock, folder), "the statement does its work without the policy"
+    assert worked(stock, folder), "the statement works without the policy"
 
 
-def test_what_was_granted_is_attached_for_reading(both: tuple[Connection, RemotePolicy], store: Store) -> None:
+def test_a_granted_database_is_attached_read_only(both: tuple[Connection, RemotePolicy], store: Store) -> None:
     connection, policy = both
     policy.may_attach = {"other", "new"}.__contains__
     connection.execute("ATTACH 'other' AS x")
@@ -104,19 +104,19 @@ def test_what_was_granted_is_attached_for_reading(both: tuple[Connection, Remote
         with pytest.raises(apsw.ReadOnlyError):
             connection.execute(sql)
     connection.execute("begin immediate; insert into item values (2, 'pear')")
-    with closing(store.sqlite("other", timeout=0)) as other:  # its lock is free
+    with closing(store.sqlite("other", timeout=0)) as other:  # its lock is not held
         other.execute("insert into secret values ('more')")
     connection.execute("commit")
     assert rows(connection, "select count(*) from x.secret") == [(2,)]
     with pytest.raises(apsw.CantOpenError):
-        connection.execute("ATTACH 'new' AS y")  # it is not made
+        connection.execute("ATTACH 'new' AS y")  # it is not created
     with pytest.raises(apsw.SQLError, match="output file already exists"):
         connection.execute("VACUUM INTO 'other'")
     with pytest.raises(apsw.AuthError):
         connection.execute("ATTACH 'third' AS y")
 
 
-def test_in_what_vacuum_may_attach_nothing_is_written(both: tuple[Connection, RemotePolicy]) -> None:
+def test_the_database_that_vacuum_attaches_cannot_be_written(both: tuple[Connection, RemotePolicy]) -> None:
     connection, _ = both
     connection.execute("ATTACH '' AS x")
     with pytest.raises(apsw.ReadOnlyError):
@@ -124,7 +124,7 @@ def test_in_what_vacuum_may_attach_nothing_is_written(both: tuple[Connection, Re
     connection.execute("detach x; vacuum")
 
 
-def test_the_name_of_what_is_attached_may_not_come_later(
+def test_the_name_of_an_attached_database_cannot_be_a_parameter(
     stock: Connection, both: tuple[Connection, RemotePolicy]
 ) -> None:
     with pytest.raises(apsw.AuthError):
@@ -136,7 +136,7 @@ def test_the_name_of_what_is_attached_may_not_come_later(
 def test_extensions_cannot_be_loaded(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
     stock.enable_load_extension(True)
     both[0].enable_load_extension(True)  # even then
-    with pytest.raises(apsw.SQLError, match="cannot open shared object"):  # it looks for the file
+    with pytest.raises(apsw.SQLError, match="cannot open shared object"):  # it tries to open the file
         stock.execute("select load_extension('/nowhere/x')")
     for sql in ("select load_extension('/nowhere/x')", "select LOAD_EXTENSION('/nowhere/x', 'entry')"):
         with pytest.raises(apsw.AuthError, match=r"load_extension\(\) is refused"):
@@ -152,7 +152,7 @@ def test_a_function_that_writes_the_log_is_refused(stock: Connection, both: tupl
         both[0].execute("select sqlite_log(27, 'noise')")
 
 
-def test_modules_that_are_not_listed_make_no_tables(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
+def test_unlisted_modules_cannot_create_tables(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
     class Module:
         def Create(self, *_: object) -> tuple[str, object]:  # noqa: N802 - apsw's name
             return "create table x(a)", object()
@@ -209,8 +209,8 @@ def test_pragmas_that_change_the_connection_or_the_process_cannot_be_set(
         apsw.hard_heap_limit(0)
 
 
-def test_a_pragma_that_says_where_temporary_files_go_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
-    """SQLite without OMIT_DEPRECATED takes it; here it is refused before SQLite looks whether it knows it."""
+def test_the_pragma_for_the_temporary_directory_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
+    """SQLite without OMIT_DEPRECATED accepts it; the policy refuses it before SQLite evaluates it."""
     for sql in (
         "PRAGMA temp_store_directory='/tmp'",
         "PRAGMA data_store_directory='/tmp'",
@@ -220,7 +220,7 @@ def test_a_pragma_that_says_where_temporary_files_go_is_refused(both: tuple[Conn
             both[0].execute(sql)
 
 
-def test_a_pragma_that_nobody_has_listed_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
+def test_an_unlisted_pragma_is_refused(both: tuple[Connection, RemotePolicy]) -> None:
     for sql in ("PRAGMA not_known_yet", "PRAGMA not_known_yet=1", "PRAGMA shrink_memory", "PRAGMA key='x'"):
         with pytest.raises(apsw.AuthError):
             both[0].execute(sql)
@@ -239,7 +239,7 @@ def test_the_schema_cannot_be_written(stock: Connection, both: tuple[Connection,
 
 
 def test_shadow_tables_cannot_be_written(stock: Connection, both: tuple[Connection, RemotePolicy]) -> None:
-    """DEFENSIVE: else a crafted index would be read by code that trusts it."""
+    """DEFENSIVE: otherwise a crafted index would be read by code that trusts it."""
     stock.execute("create virtual table words using fts5(text)")
     with pytest.raises(apsw.SQLError, match="may not be modified"):
         both[0].execute("delete from words_data")
@@ -292,7 +292,7 @@ def test_everything_inside_the_database_works(both: tuple[Connection, RemotePoli
         "create virtual table temp.words using fts5(text)",
     ],
 )
-def test_what_stays_in_the_connection_is_noticed(both: tuple[Connection, RemotePolicy], sql: str) -> None:
+def test_state_that_remains_in_the_connection_is_detected(both: tuple[Connection, RemotePolicy], sql: str) -> None:
     connection, policy = both
     rows(connection, "select * from item")
     assert not policy.touched
@@ -323,7 +323,7 @@ def test_a_reader_neither_writes_nor_takes_the_lock(both: tuple[Connection, Remo
 ENDLESS = "with recursive r(n) as (select 1 union all select n + 1 from r) select count(*) from r"
 
 
-def test_a_statement_ends_when_its_time_is_over(both: tuple[Connection, RemotePolicy]) -> None:
+def test_a_statement_is_interrupted_at_its_time_limit(both: tuple[Connection, RemotePolicy]) -> None:
     connection, policy = both
     with policy.deadline(0.05), pytest.raises(apsw.InterruptError):
         rows(connection, ENDLESS)

@@ -1,4 +1,4 @@
-"""A database is set back in place: as a new version, undoable, and in order for everybody who has it open."""
+"""A database is rolled back in place: as a new version, undoable, and consistent for all open connections."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ def rows(store: quire.Store, name: str = "shop", **options: Any) -> list[Any]:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    with quire.open(tmp_path / "store") as made:
-        connection = made.sqlite("shop", create=True)
+    with quire.open(tmp_path / "store") as store:
+        connection = store.sqlite("shop", create=True)
         connection.execute("create table item(id integer primary key, name text); insert into item values (1, 'pen')")
-        made.snapshot("shop", "monday")
+        store.snapshot("shop", "monday")
         connection.execute("alter table item add column price; update item set price = 3")
         connection.executemany("insert into item values (?, 'x', 1)", [(number,) for number in range(2, 2001)])
         connection.close()
-        yield made
-        assert_clean(made.manifest)
+        yield store
+        assert_clean(store.manifest)
 
 
-def test_a_migration_is_undone_and_the_undoing_too(store: quire.Store) -> None:
+def test_a_migration_is_undone_and_the_rollback_can_be_undone(store: quire.Store) -> None:
     migrated = rows(store)
-    done = store.rollback("shop", to="monday")
+    result = store.rollback("shop", to="monday")
     assert rows(store) == [(1, "pen")]
-    assert done.lsn > done.before_lsn > done.to_lsn
-    assert rows(store, at=done.snapshot) == migrated
-    assert rows(store, at=done.before_lsn) == migrated, "every version in between is still there"
-    store.rollback("shop", to=done.snapshot)
+    assert result.lsn > result.before_lsn > result.to_lsn
+    assert rows(store, at=result.snapshot) == migrated
+    assert rows(store, at=result.before_lsn) == migrated, "versions in between are kept"
+    store.rollback("shop", to=result.snapshot)
     assert rows(store) == migrated
 
 
-def test_what_it_already_is_changes_nothing(store: quire.Store) -> None:
-    done = store.rollback("shop", to="monday")
+def test_a_rollback_to_the_current_state_changes_nothing(store: quire.Store) -> None:
+    result = store.rollback("shop", to="monday")
     again = store.rollback("shop", to="monday")
-    assert (again.changed_pages, again.snapshot, again.lsn) == (0, "", done.lsn)
-    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday", done.snapshot]
+    assert (again.changed_pages, again.snapshot, again.lsn) == (0, "", result.lsn)
+    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday", result.snapshot]
 
 
-def test_the_snapshot_may_be_in_chunks_the_present_in_the_log_and_the_other_way_round(store: quire.Store) -> None:
+def test_a_rollback_works_between_chunks_and_log_in_both_directions(store: quire.Store) -> None:
     store.checkpoint("shop")
-    done = store.rollback("shop", to="monday")
+    result = store.rollback("shop", to="monday")
     store.checkpoint("shop")
     assert rows(store) == [(1, "pen")]
-    store.rollback("shop", to=done.snapshot)
+    store.rollback("shop", to=result.snapshot)
     assert len(rows(store)) == 2000
 
 
-def test_to_an_lsn_an_epoch_and_a_time(store: quire.Store) -> None:
+def test_a_rollback_to_an_lsn_an_epoch_and_a_time(store: quire.Store) -> None:
     with store.pages.open("shop").open_snapshot() as now:
         epoch, full = now.epoch, rows(store)
     before = datetime.fromtimestamp(now.time_ms / 1000, UTC)
@@ -84,7 +84,7 @@ def test_to_an_lsn_an_epoch_and_a_time(store: quire.Store) -> None:
     connection.close()
 
 
-def test_forks_and_their_origin_are_rolled_back_on_their_own(store: quire.Store) -> None:
+def test_forks_and_their_origin_are_rolled_back_independently(store: quire.Store) -> None:
     store.fork("shop", "trial")
     store.rollback("shop", to="monday")
     assert (len(rows(store)), len(rows(store, "trial"))) == (1, 2000)
@@ -96,7 +96,7 @@ def test_forks_and_their_origin_are_rolled_back_on_their_own(store: quire.Store)
     assert len(rows(store, "trial")) == 2000
 
 
-def test_readers_keep_their_version_and_idle_connections_go_on_with_the_new_one(store: quire.Store) -> None:
+def test_readers_keep_their_version_and_idle_connections_see_the_new_one(store: quire.Store) -> None:
     reader, idle = store.sqlite("shop"), store.sqlite("shop")
     assert idle.execute("select count(*) from item where price > 0").get == 2000
     with reader:
@@ -112,8 +112,8 @@ def test_readers_keep_their_version_and_idle_connections_go_on_with_the_new_one(
     idle.close()
 
 
-def test_a_connection_that_slept_through_it_sees_no_schema_and_no_page_of_before(store: quire.Store) -> None:
-    """The next migration would reach the schema cookie and the change counter that the sleeper has in its cache."""
+def test_an_idle_connection_sees_no_old_schema_and_no_old_page(store: quire.Store) -> None:
+    """The next migration would reach the schema cookie and the change counter that an idle connection has in its cache."""
     sleeper = store.sqlite("shop")
     sleeper.execute("select price from item").fetchall()
     store.rollback("shop", to="monday")
@@ -126,7 +126,7 @@ def test_a_connection_that_slept_through_it_sees_no_schema_and_no_page_of_before
     sleeper.close()
 
 
-def test_a_writer_that_has_read_before_hears_that_its_snapshot_is_old(store: quire.Store) -> None:
+def test_a_writer_that_has_read_before_gets_busy_snapshot(store: quire.Store) -> None:
     writer = store.sqlite("shop", timeout=0)
     writer.execute("begin")
     writer.execute("select count(*) from item").fetchall()
@@ -140,35 +140,36 @@ def test_a_writer_that_has_read_before_hears_that_its_snapshot_is_old(store: qui
     writer.close()
 
 
-def test_it_waits_for_the_writer_and_loses_none_of_its_rows(store: quire.Store) -> None:
+def test_a_rollback_waits_for_the_writer_and_loses_none_of_its_rows(store: quire.Store) -> None:
     writer = store.sqlite("shop")
     writer.execute("begin immediate; insert into item values (5000, 'late', 1)")
-    done: list[Any] = []
-    thread = threading.Thread(target=lambda: done.append(store.rollback("shop", to="monday")))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(store.rollback("shop", to="monday")))
     thread.start()
-    assert not done
+    thread.join(0.3)
+    assert thread.is_alive(), "it waits for the open transaction"
     writer.execute("commit")
     thread.join()
     writer.close()
     assert rows(store) == [(1, "pen")]
-    assert (5000, "late", 1) in rows(store, at=done[0].snapshot)
+    assert (5000, "late", 1) in rows(store, at=results[0].snapshot)
 
 
-def test_an_empty_version_is_one_without_tables(tmp_path: Path) -> None:
+def test_an_empty_version_has_no_tables(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store") as store:
         store.create("shop", "pages")
         store.snapshot("shop", "empty")
         connection = store.sqlite("shop")
         connection.execute("create table item(id); insert into item values (1)")
-        done = store.rollback("shop", to="empty")
+        result = store.rollback("shop", to="empty")
         assert connection.execute("select count(*) from sqlite_schema").get == 0
         connection.execute("create table other(id)")
-        store.rollback("shop", to=done.snapshot)
+        store.rollback("shop", to=result.snapshot)
         assert connection.execute("select name from sqlite_schema").get == "item"
         connection.close()
 
 
-def test_what_cannot_be_rolled_back(store: quire.Store, tmp_path: Path) -> None:
+def test_invalid_rollbacks_are_refused(store: quire.Store, tmp_path: Path) -> None:
     store.create("clicks", "stream")
     store.create("unborn", "pages")
     for name, to, error in (
@@ -183,20 +184,20 @@ def test_what_cannot_be_rolled_back(store: quire.Store, tmp_path: Path) -> None:
         store.rollback("shop", to="monday")
     store.set_status("shop", "active")
     file = tmp_path / "app.db"
-    made = apsw.Connection(str(file))
-    made.execute("create table t(a)")
-    made.close()
+    connection = apsw.Connection(str(file))
+    connection.execute("create table t(a)")
+    connection.close()
     store.followers.follow(file, "app")
     with pytest.raises(Conflict, match="follows a file"):
         store.rollback("app", to="1h")
     assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
 
 
-def test_the_audit_and_the_feed_have_it(store: quire.Store) -> None:
+def test_a_rollback_is_in_the_audit_log_and_the_feed(store: quire.Store) -> None:
     cursor = store.feed.register(name="watch")
-    done = store.rollback("shop", to="monday")
+    result = store.rollback("shop", to="monday")
     entry = next(entry for entry in store.manifest.audit("shop") if entry.action is AuditAction.ROLLED_BACK)
-    assert (entry.subject, entry.number) == (done.snapshot, done.to_lsn)
+    assert (entry.subject, entry.number) == (result.snapshot, result.to_lsn)
     page = store.feed.fetch(cursor.cursor_id)
     ops = [type(op).__name__ for change in page.changes for op in change.operations]
     assert ops.index("PublishSnapshot") < ops.index("RecordRollback")
@@ -207,10 +208,10 @@ STEP = st.sampled_from(["insert", "grow", "delete", "vacuum", "schema", "snapsho
 
 @settings(max_examples=12, deadline=None)
 @given(steps=st.lists(st.tuples(STEP, st.integers(0, 3)), max_size=14))
-def test_any_history_equals_what_it_was_at_each_of_its_snapshots(
+def test_any_history_can_be_rolled_back_to_each_of_its_snapshots(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]
 ) -> None:
-    """A model beside it: the dump at each snapshot. One connection lives through all of it."""
+    """Compared with a model: the dump at each snapshot. One connection stays open throughout."""
     with quire.open(tmp_path_factory.mktemp("rollback") / "store") as store:
         connection = store.sqlite("shop", create=True)
         connection.execute("create table item(id integer primary key, data)")
@@ -243,10 +244,10 @@ def test_any_history_equals_what_it_was_at_each_of_its_snapshots(
             elif dumps:
                 to = list(dumps)[size % len(dumps)]
                 present = dump()
-                done = store.rollback("shop", to=to)
+                result = store.rollback("shop", to=to)
                 assert dump() == dumps[to]
-                if done.snapshot:
-                    dumps[done.snapshot] = present
+                if result.snapshot:
+                    dumps[result.snapshot] = present
         assert connection.pragma("integrity_check") == "ok"
         connection.close()
         assert_clean(store.manifest)

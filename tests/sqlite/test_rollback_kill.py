@@ -1,4 +1,4 @@
-"""Processes are killed while they roll a database back: it is what it was, or what it should be, and nothing is lost."""
+"""Processes are killed during a rollback: the database is unchanged or rolled back, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import quire
 from quire.testing.manifest import assert_clean
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 from tests.sqlite.killed import SETTINGS
 
 DONE = "sqlite.rollback.committed"
@@ -36,26 +36,28 @@ def test_killed_at_every_step_of_a_rollback(tmp_path: Path) -> None:
         connection.execute("insert into item values (2, 'cup', 4)")
         connection.close()
     killed = set()
-    with Nursery("tests.sqlite.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as nursery:
+    with ForkServer("tests.sqlite.killed_rollback:run", warm_up="tests.sqlite.killed:warm_up") as fork_server:
         for point in POINTS:
-            if nursery.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
+            if fork_server.is_killed({"root": str(root), "failpoints": f"{point}=kill"}):
                 killed.add(point)
             with quire.open(root, settings=SETTINGS) as store:
                 assert_clean(store.manifest)
                 connection = store.sqlite("shop")
                 assert connection.pragma("integrity_check") == "ok"
-                found = connection.execute("select * from item order by id").fetchall()
+                rows = connection.execute("select * from item order by id").fetchall()
                 connection.close()
-                kept = [info.name for info in store.manifest.snapshots.of("shop") if info.name != "monday"]
-                if found == AFTER:  # as far as the commit came: what was before is kept, and comes back
-                    assert len(kept) == 1, point
-                    assert store.rollback("shop", to=kept[0]).changed_pages > 0
+                snapshots = [info.name for info in store.manifest.snapshots.of("shop") if info.name != "monday"]
+                if (
+                    rows == AFTER
+                ):  # the rollback was committed: the former state is kept as a snapshot and can be restored
+                    assert len(snapshots) == 1, point
+                    assert store.rollback("shop", to=snapshots[0]).changed_pages > 0
                     connection = store.sqlite("shop")
-                    found = connection.execute("select * from item order by id").fetchall()
+                    rows = connection.execute("select * from item order by id").fetchall()
                     connection.close()
                     for info in store.manifest.snapshots.of("shop"):
                         if info.name != "monday":
                             store.manifest.snapshots.drop("shop", info.snapshot_id)
-                assert found == BEFORE, point
-                assert point != DONE or kept, "the commit was durable"
+                assert rows == BEFORE, point
+                assert point != DONE or snapshots, "a durable rollback keeps a snapshot"
     assert {"sqlite.rollback.kept", "sqlite.rollback.written", "pages.segment.frames", DONE} <= killed

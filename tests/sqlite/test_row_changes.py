@@ -1,4 +1,4 @@
-"""Changed rows are found by the pages that differ: whatever SQL did in between, none is missed."""
+"""Changed rows are found by the pages that differ: whatever the SQL in between, none is missed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE = 512
 
 @dataclass
 class Image:
-    """A database as SQLite's own code serialises it."""
+    """A database as serialised by SQLite."""
 
     data: bytes
     page_size: int = PAGE
@@ -71,10 +71,10 @@ def candidates(before: ComparedVersion, after: ComparedVersion, table: str = "t"
 
 
 def changes(before: ComparedVersion, after: ComparedVersion, table: str = "t") -> list[RowChange]:
-    old, new, found = find_candidates(before, after, table, lambda: changed_pages(before, after))
-    shown = new or old
-    columns = [column.name for column in shown.columns] if shown is not None else []
-    return list(changed_rows(before, after, (old, new), columns, found))
+    old, new, candidates_ = find_candidates(before, after, table, lambda: changed_pages(before, after))
+    table_ = new or old
+    columns = [column.name for column in table_.columns] if table_ is not None else []
+    return list(changed_rows(before, after, (old, new), columns, candidates_))
 
 
 def reads(of: ComparedVersion) -> int:
@@ -83,8 +83,10 @@ def reads(of: ComparedVersion) -> int:
 
 
 def differing(before: ComparedVersion, after: ComparedVersion, table: str = "t") -> set[int]:
-    one, other = rows(before, table, *EVERYTHING), rows(after, table, *EVERYTHING)
-    return {rowid for rowid in one.keys() | other.keys() if one.get(rowid) != other.get(rowid)}
+    rows_before, rows_after = rows(before, table, *EVERYTHING), rows(after, table, *EVERYTHING)
+    return {
+        rowid for rowid in rows_before.keys() | rows_after.keys() if rows_before.get(rowid) != rows_after.get(rowid)
+    }
 
 
 def covered(spans: Sequence[tuple[int, int]], rowids: set[int]) -> bool:
@@ -93,52 +95,52 @@ def covered(spans: Sequence[tuple[int, int]], rowids: set[int]) -> bool:
 
 @pytest.fixture
 def connection() -> apsw.Connection:
-    made = apsw.Connection(":memory:")
-    made.execute(f"PRAGMA page_size = {PAGE}")
-    made.execute("CREATE TABLE t(a, b); CREATE TABLE other(a, b); CREATE INDEX by_b ON t(b)")
-    made.execute(
+    connection = apsw.Connection(":memory:")
+    connection.execute(f"PRAGMA page_size = {PAGE}")
+    connection.execute("CREATE TABLE t(a, b); CREATE TABLE other(a, b); CREATE INDEX by_b ON t(b)")
+    connection.execute(
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000) INSERT INTO t SELECT i, i % 7 FROM n"
     )
-    return made
+    return connection
 
 
-def test_neighbouring_rows_cost_few_pages(connection: apsw.Connection) -> None:
+def test_changes_of_neighbouring_rows_read_few_pages(connection: apsw.Connection) -> None:
     before = version(connection)
     connection.execute("UPDATE t SET a = a + 1 WHERE rowid BETWEEN 700 AND 720")
     after = version(connection)
-    changed = changed_pages(before, after)
+    changed_numbers = changed_pages(before, after)
     start = reads(before) + reads(after)
-    spans = find_candidates(before, after, "t", lambda: changed)[2].ranges
+    spans = find_candidates(before, after, "t", lambda: changed_numbers)[2].ranges
     assert covered(spans, set(range(700, 721)))
     assert sum(last - first + 1 for first, last in spans) < 150
     assert reads(before) + reads(after) - start < 0.1 * (before.pages.size_pages + after.pages.size_pages)
 
 
-def test_another_table_changes_nothing_here(connection: apsw.Connection) -> None:
+def test_changes_of_another_table_are_not_reported(connection: apsw.Connection) -> None:
     before = version(connection)
     connection.execute("INSERT INTO other SELECT * FROM t")
     assert candidates(before, version(connection)).is_empty
 
 
-def test_an_overflow_page_that_changes_alone_is_followed_to_its_row(connection: apsw.Connection) -> None:
-    """An UPDATE of the tail of a long value may leave its leaf as it was."""
+def test_a_changed_overflow_page_is_traced_to_its_row(connection: apsw.Connection) -> None:
+    """An UPDATE of the end of a long value may leave its leaf unchanged."""
     connection.execute("INSERT INTO t(rowid, a) VALUES (5000, ?), (5001, ?)", ("x" * 5000, "y" * 5000))
     before = version(connection)
     connection.execute("UPDATE t SET a = ? WHERE rowid = 5000", ("x" * 4990 + "z" * 10,))
     after = version(connection)
     leaves = before.tree(root(before, "t")).leaves.keys()
-    assert changed_pages(before, after).isdisjoint(leaves), "else this shows nothing"
-    found = candidates(before, after)
-    assert covered(found.ranges, {5000})
-    assert not found.full_compare_reason
+    assert changed_pages(before, after).isdisjoint(leaves), "otherwise the test proves nothing"
+    result = candidates(before, after)
+    assert covered(result.ranges, {5000})
+    assert not result.full_compare_reason
 
 
 def test_after_vacuum_everything_is_compared(connection: apsw.Connection) -> None:
     connection.execute("DELETE FROM t WHERE rowid < 300")
     before = version(connection)
     connection.execute("VACUUM")
-    found = candidates(before, version(connection))
-    assert (found.ranges, found.full_compare_reason) == ((EVERYTHING,), "rewritten")
+    result = candidates(before, version(connection))
+    assert (result.ranges, result.full_compare_reason) == ((EVERYTHING,), "rewritten")
 
 
 def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connection: apsw.Connection) -> None:
@@ -154,8 +156,8 @@ def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connec
     last = version(connection)
     assert len(candidates(after, last, "w").keys) < 20
     assert not candidates(after, last, "w").full_compare_reason
-    found = {(change.op, change.key[0]) for change in changes(after, last, "w")}
-    assert found == {
+    changed_keys = {(change.op, change.key[0]) for change in changes(after, last, "w")}
+    assert changed_keys == {
         ("update", "key1500"),
         ("insert", "KEY1"),
         ("delete", "key1"),
@@ -164,7 +166,7 @@ def test_keys_of_a_table_without_rowids_come_from_the_records_that_differ(connec
     }
 
 
-def test_a_damaged_record_makes_everything_be_compared(connection: apsw.Connection) -> None:
+def test_a_damaged_record_causes_a_full_comparison(connection: apsw.Connection) -> None:
     connection.execute("CREATE TABLE w(k TEXT PRIMARY KEY, v) WITHOUT ROWID; INSERT INTO w SELECT 'k' || a, b FROM t")
     before = version(connection)
     connection.execute("UPDATE w SET v = 9 WHERE k = 'k5'")
@@ -176,20 +178,20 @@ def test_a_damaged_record_makes_everything_be_compared(connection: apsw.Connecti
     assert candidates(before, after, "w").full_compare_reason == "unreadable"
 
 
-def test_rows_are_the_same_only_if_they_are_stored_the_same() -> None:
+def test_rows_are_equal_only_if_they_are_stored_alike() -> None:
     assert same_values((1, None, "a", b"x", 0.0), (1, None, "a", b"x", 0.0))
-    for one, other in ((1, 1.0), ("a", "A"), ("1", 1), (0.0, -0.0), (b"a", "a"), (None, 0)):
-        assert not same_values((one,), (other,))
+    for first, second in ((1, 1.0), ("a", "A"), ("1", 1), (0.0, -0.0), (b"a", "a"), (None, 0)):
+        assert not same_values((first,), (second,))
 
 
 def test_a_view_has_no_row_changes(connection: apsw.Connection) -> None:
     connection.execute("CREATE VIEW v AS SELECT * FROM t")
     before = version(connection)
-    with pytest.raises(InvalidInput, match="neither a rowid nor a primary key"):
+    with pytest.raises(InvalidInput, match="no rowid that can be read"):
         candidates(before, before, "v")
 
 
-def test_pages_that_lead_in_a_circle_are_left_to_sqlite() -> None:
+def test_cyclic_pages_are_left_to_sqlite() -> None:
     circle = bytes([5, 0, 0, 0, 0, 0, 0, 0]) + (2).to_bytes(4) + bytes(500)
     with pytest.raises(Unreadable):
         walk(lambda _: circle, 2, 100)
@@ -200,13 +202,13 @@ def test_pages_that_lead_in_a_circle_are_left_to_sqlite() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-50, 50), st.integers(0, 9)).map(lambda pair: (pair[0], sum(pair)))))
-def test_joined_ranges_hold_the_same_rowids(spans: list[tuple[int, int]]) -> None:
+def test_joined_ranges_have_the_same_rowids(spans: list[tuple[int, int]]) -> None:
     def members(of: list[tuple[int, int]]) -> set[int]:
         return {rowid for first, last in of for rowid in range(first, last + 1)}
 
     merged = joined(spans)
     assert members(merged) == members(spans)
-    assert all(one[1] + 1 < other[0] for one, other in pairwise(merged))
+    assert all(left[1] + 1 < right[0] for left, right in pairwise(merged))
 
 
 # ── random SQL on random schemas ──────────────────────────────────────────────────────────────────────────────────────
@@ -266,7 +268,7 @@ def run(connection: apsw.Connection, steps: list[tuple[str, Statement]]) -> Comp
     for table, (sql, values) in steps:
         try:
             connection.execute(sql.format(t=table), values)
-        except apsw.Error:  # not there, there already, or a constraint
+        except apsw.Error:  # missing, existing already, or a constraint
             continue
     return version(connection)
 
@@ -278,7 +280,7 @@ def stored_as(connection: apsw.Connection, table: str) -> list[tuple[Any, ...]]:
 
 
 def replayed(before: ComparedVersion, after: ComparedVersion, table: str) -> list[tuple[Any, ...]]:
-    """What another SQLite has after it was given the old rows, and then the changes."""
+    """The rows of another SQLite database with the old rows, after the changes are applied."""
     old, new, _ = find_candidates(before, after, table, lambda: changed_pages(before, after))
     assert new is not None
     names = [column.name for column in new.columns]
@@ -289,7 +291,7 @@ def replayed(before: ComparedVersion, after: ComparedVersion, table: str) -> lis
     width = len(written) + bool(new.rowid)
     into = f"INSERT INTO {new.name}({', '.join(([new.rowid] if new.rowid else []) + written)})"
     into = f"{into} VALUES ({', '.join('?' * width)})"
-    where = " AND ".join(f"{name} = ?" for name in ((new.rowid,) if new.rowid else new.key))
+    condition = " AND ".join(f"{name} = ?" for name in ((new.rowid,) if new.rowid else new.key))
 
     def insert(key: Any, row: dict[str, Any]) -> None:
         mirror.execute(into, ((key,) if new.rowid else ()) + tuple(row[name] for name in written))
@@ -301,10 +303,10 @@ def replayed(before: ComparedVersion, after: ComparedVersion, table: str) -> lis
         ):
             assert change.after is not None
             insert(change.key, dict(zip(names, change.after)))
-    found = changes(before, after, table)
-    for change in found if is_matched else ():
-        mirror.execute(f"DELETE FROM {new.name} WHERE {where}", (change.key,) if new.rowid else change.key)
-    for change in found:
+    row_changes = changes(before, after, table)
+    for change in row_changes if is_matched else ():
+        mirror.execute(f"DELETE FROM {new.name} WHERE {condition}", (change.key,) if new.rowid else change.key)
+    for change in row_changes:
         if change.after is not None:
             insert(change.key, dict(zip(names, change.after)))
     return stored_as(mirror, new.name)
@@ -338,13 +340,15 @@ def test_changes_replayed_into_another_sqlite_give_the_new_version(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("sqldiff") is None, reason="Debian has it in sqlite3-tools")
+@pytest.mark.skipif(shutil.which("sqldiff") is None, reason="needs sqldiff: apt-get install sqlite3-tools")
 @given(
     st.sampled_from([schema for schema in SCHEMAS if "k UNIQUE" not in schema and " AS (" not in schema]),
     st.lists(st.tuples(st.just("t"), st.one_of(*CHANGING)), max_size=8),
 )
-def test_sqldiff_finds_the_same_keys(schema: str, steps: list[tuple[str, Statement]]) -> None:
-    """It compares by primary key or rowid, too; rows whose values are equal to SQLite, as 1 and 1.0, are the same to it."""
+def test_sqldiff_finds_the_same_rows(schema: str, steps: list[tuple[str, Statement]]) -> None:
+    """sqldiff compares by primary key or rowid as well; values that are equal in SQLite, such as 1 and 1.0, are the
+    same for it.
+    """
     with tempfile.TemporaryDirectory() as directory:
         connection = apsw.Connection(":memory:")
         connection.execute(f"PRAGMA page_size = {PAGE}")
@@ -352,24 +356,34 @@ def test_sqldiff_finds_the_same_keys(schema: str, steps: list[tuple[str, Stateme
         connection.execute("CREATE TABLE numbers(i)")
         connection.executemany("INSERT INTO numbers VALUES (?)", [(n,) for n in range(1, 200)])
         connection.execute("INSERT INTO t(k, a, b) SELECT i, i, i FROM numbers")
-        before, after = version(connection), run(connection, steps)
+        before, after = version(connection), run(connection, [(table, _rounded(step)) for table, step in steps])
         files = [Path(directory, name) for name in ("before.db", "after.db")]
-        for file, made in zip(files, (before, after)):
-            assert isinstance(made.pages, Image)
-            file.write_bytes(made.pages.data)
-        told = subprocess.run(
+        for file, version_ in zip(files, (before, after)):
+            assert isinstance(version_.pages, Image)
+            file.write_bytes(version_.pages.data)
+        sqldiff = subprocess.run(
             ["sqldiff", "--primarykey", "--table", "t", *map(str, files)], capture_output=True, text=True, check=True
         )
-        count = len(re.findall(r"^(?:INSERT|UPDATE|DELETE) ", told.stdout, re.MULTILINE))
-        found = changes(before, after)
-        assert count <= len(found)
-        assert bool(count) == any(not _equal(change) for change in found)
+        count = len(re.findall(r"^(?:INSERT|UPDATE|DELETE) ", sqldiff.stdout, re.MULTILINE))
+        row_changes = changes(before, after)
+        assert count <= len(row_changes)
+        assert bool(count) == any(not _equal(change) for change in row_changes)
         patched = apsw.Connection(":memory:")
         patched.deserialize("main", files[0].read_bytes())
-        patched.execute(told.stdout)
+        patched.execute(sqldiff.stdout)
+        assert replayed(before, after, "t") == stored_as(after.connection, "t")
+        patched.execute("ATTACH ? AS later", (str(files[1]),))
+        for one, other in (("main", "later"), ("later", "main")):  # 1 and 1.0 are the same for EXCEPT, too
+            assert not patched.execute(f"SELECT * FROM {one}.t EXCEPT SELECT * FROM {other}.t").fetchall()
         assert len(stored_as(patched, "t")) == len(stored_as(after.connection, "t"))
 
 
+def _rounded(step: Statement) -> Statement:
+    """The statement with reals that sqldiff writes exactly: it prints 15 digits."""
+    sql, values = step
+    return sql, tuple(round(value, 3) if isinstance(value, float) else value for value in values)
+
+
 def _equal(change: RowChange) -> bool:
-    """Whether SQLite says that a row is as it was."""
+    """Whether the row is unchanged according to SQLite."""
     return change.op == "update" and change.before == change.after

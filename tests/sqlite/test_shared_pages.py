@@ -1,4 +1,6 @@
-"""Pages that connections share: whatever is committed, by whom and in which order, nobody reads a page of another version."""
+"""Pages that connections share: whatever is committed, by any connection in any order, no connection reads a page of
+another version.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,19 @@ PAGE = 4096
 
 
 # ── a run of commits ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_run_goes_on_with_what_is_built_on_it_and_ends_with_what_is_not() -> None:
+def test_a_run_continues_with_commits_based_on_it_and_ends_with_others() -> None:
     pages = NewestPages()
     pages.record_commit(3, 5, {0: b"a", 1: b"b"}, PAGE)
     pages.record_commit(5, 7, {1: b"c"}, PAGE)
     assert (pages.run.since, pages.run.upto) == (5, 7)
     assert pages.run.pages == {0: (5, b"a"), 1: (7, b"c")}
-    pages.record_commit(8, 9, {2: b"d"}, PAGE)  # somebody else has committed 8
+    pages.record_commit(8, 9, {2: b"d"}, PAGE)  # another writer has committed 8
     assert (pages.run.since, pages.run.pages) == (9, {2: (9, b"d")})
     pages.record_commit(9, 11, None, PAGE)
     assert (pages.run.since, pages.run.upto, pages.run.pages) == (11, 11, {})
 
 
-def test_what_was_read_is_entered_only_if_it_belongs_to_the_run_and_nobody_has_written_it() -> None:
+def test_a_read_page_is_added_only_if_it_belongs_to_the_run_and_was_not_written() -> None:
     pages = NewestPages()
     pages.record_commit(3, 5, {0: b"written"}, PAGE)
     pages.record_commit(5, 7, {1: b"written"}, PAGE)
@@ -51,7 +53,7 @@ def test_what_was_read_is_entered_only_if_it_belongs_to_the_run_and_nobody_has_w
     assert run.pages[0] == (5, b"written")
 
 
-def test_there_is_a_limit_and_what_is_read_leaves_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_bounded_and_reads_leave_space_for_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(databases, "KEPT_BYTES", 8 * PAGE)
     pages = NewestPages()
     pages.record_commit(0, 1, {0: b"x"}, PAGE)
@@ -66,7 +68,7 @@ def test_there_is_a_limit_and_what_is_read_leaves_room(monkeypatch: pytest.Monke
     assert (pages.run.since, pages.run.upto, pages.run.pages) == (4, 4, {})
 
 
-def test_pages_are_forgotten_when_nobody_commits() -> None:
+def test_pages_are_dropped_when_there_are_no_commits() -> None:
     pages = NewestPages()
     pages.record_commit(0, 1, {0: b"x"}, PAGE)
     pages.drop_if_idle()
@@ -82,7 +84,7 @@ def test_pages_are_forgotten_when_nobody_commits() -> None:
 
 # ── against a model ───────────────────────────────────────────────────────────────────────────────────────────────────
 class Model:
-    """A page store of which every version is kept, and which lets something happen in the middle of a read."""
+    """A page store that keeps every version, and can run a callback in the middle of a read."""
 
     def __init__(self) -> None:
         self.pages: dict[int, list[bytes]] = {0: [b"first"] * 3}
@@ -93,7 +95,7 @@ class Model:
         self.sources = SimpleNamespace(cache=SimpleNamespace(resolved_hits=0))
         self.resolved: dict[int, object] = {}
         self.versions = self
-        """Its own page source."""
+        """The model is its own page source."""
         self.meanwhile: list[Callable[[], None]] = []
         self.newest = NewestPages()
 
@@ -104,7 +106,7 @@ class Model:
         return image
 
     def append(self, writes: dict[int, bytes], size: int) -> int:
-        """A commit: what is new and was not written is zeros."""
+        """A commit: new pages that were not written are zeros."""
         written: Mark = self.wal.written
         before, lsn = self.pages[written.lsn], written.lsn + len(writes) + 1
         self.pages[lsn] = [writes.get(page, before[page] if page < len(before) else b"zeros") for page in range(size)]
@@ -115,7 +117,7 @@ class Model:
         return ReadPin(cast(PageStore, self), self.newest)
 
 
-ACTS = st.lists(
+ACTIONS = st.lists(
     st.tuples(
         st.sampled_from([*["move", "read", "read in between"] * 3, "commit", "append", "outside", "cut", "rest"]),
         st.integers(0, 3),
@@ -126,21 +128,21 @@ ACTS = st.lists(
 )
 
 
-@given(acts=ACTS)
-def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[str, int, int]]) -> None:
+@given(actions=ACTIONS)
+def test_a_pin_reads_its_version_under_any_interleaving(actions: list[tuple[str, int, int]]) -> None:
     model = Model()
     pins = [model.pin() for _ in range(2)]
-    noted: list[Callable[[], None]] = []
+    pending: list[Callable[[], None]] = []
 
     def commit(page: int, *, size: int = 0, is_cut: bool = False, later: bool = False) -> None:
-        flush(noted)  # one has the slot at a time, and records its commit before it releases it
+        flush(pending)  # the holder of the writer slot records its commit before it releases the slot
         base = model.wal.written
         size = size or max(base.size_pages, page + 1)
-        writes = {each: f"{each} of {base.lsn}".encode() for each in {0, page} if each < size}
+        writes = {number_: f"{number_} of {base.lsn}".encode() for number_ in {0, page} if number_ < size}
         lsn = model.append(writes, size)
-        noted.append(lambda: model.newest.record_commit(base.lsn, lsn, None if is_cut else writes, PAGE))
+        pending.append(lambda: model.newest.record_commit(base.lsn, lsn, None if is_cut else writes, PAGE))
         if not later:
-            flush(noted)
+            flush(pending)
 
     def read(pin: ReadPin, page: int) -> None:
         expected = model.pages[pin.lsn]
@@ -150,20 +152,20 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
         else:
             assert pin.read_page(page) == expected[page]
 
-    for act, page, number in acts:
+    for action, page, number in actions:
         pin = pins[number]
-        if act in ("commit", "append"):
-            commit(page, later=act == "append")
-        elif act == "outside":
+        if action in ("commit", "append"):
+            commit(page, later=action == "append")
+        elif action == "outside":
             model.append({page: b"outside"}, max(model.wal.written.size_pages, page + 1))
-        elif act == "cut":
+        elif action == "cut":
             commit(0, size=1 + page // 2, is_cut=True)
-        elif act == "move":
+        elif action == "move":
             pin.move(model.wal.written)
-        elif act == "read in between":
+        elif action == "read in between":
             model.meanwhile.append(lambda page=page: commit(page))  # type: ignore[misc]
             read(pin, page)
-        elif act == "read":
+        elif action == "read":
             read(pin, page)
         else:
             model.newest.drop_if_idle()
@@ -173,13 +175,13 @@ def test_a_pin_reads_its_version_whatever_happens_in_between(acts: list[tuple[st
             read(pin, page)
 
 
-def flush(noted: list[Callable[[], None]]) -> None:
-    while noted:
-        noted.pop()()
+def flush(pending: list[Callable[[], None]]) -> None:
+    while pending:
+        pending.pop()()
 
 
 # ── pins ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_what_is_at_hand() -> None:
+def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_cached_pages() -> None:
     model = Model()
     pin = model.pin()
     model.newest.record_commit(0, model.append({0: b"new"}, 3), {0: b"new"}, PAGE)
@@ -192,39 +194,39 @@ def test_a_pin_whose_lease_is_gone_reads_nothing_not_even_what_is_at_hand() -> N
 
 
 @pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper does nothing by itself."""
+def idle_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper thread does nothing by itself."""
     monkeypatch.setattr(connect_module, "KEEPER_SECONDS", 1_000.0)
 
 
-@pytest.mark.usefixtures("still")
-def test_a_connection_takes_its_lease_along(store: Store, shop: apsw.Connection) -> None:
+@pytest.mark.usefixtures("idle_keeper")
+def test_a_connection_moves_its_lease_forward(store: Store, shop: apsw.Connection) -> None:
     pages = store.pages.open("shop")
     shop.execute("insert into t values (100, 'x')")
     (lease,) = pages.readers.peek()
-    assert lease.lsn == pages.wal.written.lsn, "nothing that it has read is held back"
+    assert lease.lsn == pages.wal.written.lsn, "the lease does not hold back older versions"
     shop.execute("insert into t values (101, 'x')")
-    (moved,) = pages.readers.peek()
-    assert moved is lease
+    (moved_lease,) = pages.readers.peek()
+    assert moved_lease is lease
     assert lease.lsn == pages.wal.written.lsn
 
 
-@pytest.mark.usefixtures("still")
+@pytest.mark.usefixtures("idle_keeper")
 def test_a_busy_connection_does_not_look_like_a_long_reader(store: Store, shop: apsw.Connection) -> None:
     pages, databases = store.pages.open("shop"), store._parts.sqlite
     (lease,) = pages.readers.peek()
     shop.execute("begin")
     assert count(shop) == 10
     databases.run_keeper_round()
-    assert pages.readers.peek() == [lease], "it is in use"
+    assert pages.readers.peek() == [lease], "the lease is in use"
     shop.execute("commit")
     assert pages.readers.peek() == []
     assert count(shop) == 10
     assert pages.readers.peek() != [lease]
 
 
-@pytest.mark.usefixtures("still")
-def test_connections_find_what_the_others_have_written(
+@pytest.mark.usefixtures("idle_keeper")
+def test_connections_share_written_pages(
     store: Store, shop: apsw.Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = connect()
@@ -232,30 +234,30 @@ def test_connections_find_what_the_others_have_written(
     pages, read = store.pages.open("shop"), []
     original = PageSource.read
 
-    def counted(self: PageSource, page: int, lsn: int) -> bytes:
+    def recording_read(self: PageSource, page: int, lsn: int) -> bytes:
         read.append(page)
         return original(self, page, lsn)
 
-    monkeypatch.setattr(PageSource, "read", counted)
+    monkeypatch.setattr(PageSource, "read", recording_read)
     for number in range(20):
         shop.execute("update t set b = ? where id = 3", (f"shop {number}",))
         other.execute("update t set b = ? where id = 4", (f"other {number}",))
     assert shop.execute("select group_concat(b) from t where id in (3, 4)").get == "shop 19,other 19"
-    assert len(read) <= 4, "each page once, and no more although each commit makes the other's pages old"
+    assert len(read) <= 4, "each page once, although each commit outdates the pages of the other connection"
     with pages.begin() as txn:
         txn.write_page(0, txn.read_page(0))
     read.clear()
     shop.execute("update t set b = 'after' where id = 3")
-    assert read, "somebody has written past SQLite"
+    assert read, "pages changed outside of SQLite are read again"
     assert other.execute("select b from t where id = 3").get == "after"
 
 
 def test_a_database_that_shrinks_and_grows_again(shop: apsw.Connection, connect: Connect) -> None:
-    """Pages that are cut off and come back must not come back as they were."""
+    """Pages that are truncated and added again must not have their old content."""
     other, rng = connect(), random.Random(7)
     for number in range(12):
         with shop:
-            shop.executemany("insert into t values (?, ?)", ((1_000 + each, "x" * 3_000) for each in range(40)))
+            shop.executemany("insert into t values (?, ?)", ((1_000 + number, "x" * 3_000) for number in range(40)))
         assert count(other) == 50
         other.execute("delete from t where id >= 1000")
         if number % 3:
@@ -263,9 +265,9 @@ def test_a_database_that_shrinks_and_grows_again(shop: apsw.Connection, connect:
         with other:
             other.execute("insert into t(b) select zeroblob(?)", (rng.randint(1, 60_000),))
             other.execute("delete from t where id >= 10")
-        for each in (shop, other):
-            assert each.pragma("integrity_check") == "ok"
-            assert count(each) == 10
+        for connection in (shop, other):
+            assert connection.pragma("integrity_check") == "ok"
+            assert count(connection) == 10
 
 
 def test_a_large_transaction_goes_to_the_engine_in_parts(
@@ -277,13 +279,13 @@ def test_a_large_transaction_goes_to_the_engine_in_parts(
     parts: list[int] = []
     original = LiveFile._flush_overlay
 
-    def counted(self: LiveFile, more: Any) -> None:
+    def recording_append(self: LiveFile, more: Any) -> None:
         parts.append(len(self._overlay))
         original(self, more)
 
-    monkeypatch.setattr(LiveFile, "_flush_overlay", counted)
+    monkeypatch.setattr(LiveFile, "_flush_overlay", recording_append)
     with writer:
-        writer.executemany("insert into t values (?, ?)", ((1_000 + each, "x" * 3_000) for each in range(60)))
+        writer.executemany("insert into t values (?, ?)", ((1_000 + number, "x" * 3_000) for number in range(60)))
         assert writer.execute("select sum(length(b)) from t where id >= 1000").get == 180_000
         assert count(shop) == 10
     assert max(parts) == 5

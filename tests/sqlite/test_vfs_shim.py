@@ -1,4 +1,4 @@
-"""The C part of the VFS: what it answers is what Python would have answered, and it is left alone where it cannot be had."""
+"""The C part of the VFS gives the same answers as Python, and is not used where it is unavailable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.sqlite.live import LiveFile
 from quire.sqlite.vfs_shim import KEEPER, OLD, PARKED, PLAIN, READING, shim_library
 from quire.store.store import Store
 from tests.sqlite.conftest import SETTINGS, Connect, count
-from tests.sqlite.followed import Obedient, follower
+from tests.sqlite.follow_helpers import SqlProgram, follower
 
 built = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler, or no sqlite3ext.h, where quire was installed")
 
@@ -28,26 +28,26 @@ built = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler, or no sq
 @pytest.fixture(params=["python", pytest.param("shim", marks=built)])
 def store(request: pytest.FixtureRequest, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setenv(SWITCH, "1" if request.param == "python" else "0")
-    with quire.open(root, settings=SETTINGS) as opened:
-        yield opened
+    with quire.open(root, settings=SETTINGS) as store:
+        yield store
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Python was called for."""
+    """The calls that reached Python."""
     monkeypatch.setenv(SWITCH, "0")
-    made: list[str] = []
+    recorded_calls: list[str] = []
     for name in ("xLock", "xUnlock", "xRead", "xFileSize", "xFileControl"):
-        _record(monkeypatch, name, made)
-    return made
+        _record(monkeypatch, name, recorded_calls)
+    return recorded_calls
 
 
-def _record(monkeypatch: pytest.MonkeyPatch, name: str, made: list[str]) -> None:
-    plain = getattr(LiveFile, name)
+def _record(monkeypatch: pytest.MonkeyPatch, name: str, recorded_calls: list[str]) -> None:
+    original = getattr(LiveFile, name)
 
     def recorded(file: LiveFile, *arguments: int) -> object:
-        made.append(name)
-        return plain(file, *arguments)
+        recorded_calls.append(name)
+        return original(file, *arguments)
 
     monkeypatch.setattr(LiveFile, name, recorded)
 
@@ -63,7 +63,9 @@ def state(connection: apsw.Connection) -> int:
 
 
 # ── both ways ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_commit_of_another_connection_is_seen_by_the_next_statement(shop: apsw.Connection, connect: Connect) -> None:
+def test_a_commit_of_another_connection_is_visible_to_the_next_statement(
+    shop: apsw.Connection, connect: Connect
+) -> None:
     reader = connect()
     for number in range(100, 150):
         assert count(reader) == count(reader)
@@ -71,8 +73,8 @@ def test_a_commit_of_another_connection_is_seen_by_the_next_statement(shop: apsw
         assert count(reader) == number - 89
 
 
-def test_what_is_written_past_sqlite_is_seen_by_the_next_statement(store: Store, shop: apsw.Connection) -> None:
-    """The header's version for users, written without its change counter."""
+def test_writes_outside_of_sqlite_are_visible_to_the_next_statement(store: Store, shop: apsw.Connection) -> None:
+    """The header's user version, written without a new change counter."""
     for number in range(1, 20):
         with store.pages.open("shop").begin() as txn:
             header = txn.read_page(0)
@@ -81,16 +83,16 @@ def test_what_is_written_past_sqlite_is_seen_by_the_next_statement(store: Store,
         assert shop.pragma("user_version") == number
 
 
-def test_what_a_follower_copies_is_seen_by_the_next_statement(store: Store, tmp_path: Path, connect: Connect) -> None:
-    with Obedient(tmp_path / "app.db") as program:
-        program.do("create table t(a)", "insert into t values (0)")
-        ours = follower(store, program.path)
-        ours.look()
+def test_copies_of_a_follower_are_visible_to_the_next_statement(store: Store, tmp_path: Path, connect: Connect) -> None:
+    with SqlProgram(tmp_path / "app.db") as program:
+        program.run_sql("create table t(a)", "insert into t values (0)")
+        file_follower = follower(store, program.path)
+        file_follower.look()
         reader = connect("copy")
         for number in range(1, 6):
             assert count(reader) == count(reader) == number
-            program.do(f"insert into t values ({number})")
-            ours.look()
+            program.run_sql(f"insert into t values ({number})")
+            file_follower.look()
             assert count(reader) == number + 1
 
 
@@ -104,7 +106,7 @@ def test_a_fork_and_its_origin_do_not_see_each_other(shop: apsw.Connection, conn
     assert fork.execute("select distinct b from t where id >= 100").get == "y"
 
 
-def test_a_rollback_is_seen_by_the_next_statement(store: Store, shop: apsw.Connection, connect: Connect) -> None:
+def test_a_rollback_is_visible_to_the_next_statement(store: Store, shop: apsw.Connection, connect: Connect) -> None:
     reader = connect()
     store.snapshot("shop", "monday")
     for _ in range(5):
@@ -132,20 +134,20 @@ def test_a_read_transaction_keeps_its_version_also_for_pages_it_has_not_read(
     assert int(str(reader.pragma("quire_epoch"))) > epoch
 
 
-def test_readers_see_whole_transactions_while_somebody_writes_and_versions_are_given_back(
+def test_readers_see_complete_transactions_while_others_write_and_versions_are_released(
     store: Store, shop: apsw.Connection, connect: Connect
 ) -> None:
     shop.execute("create table pair(id integer primary key, n integer); insert into pair values (1, 0), (2, 0)")
     readers = [connect() for _ in range(3)]
-    done = threading.Event()
-    wrong: list[object] = []
+    stop = threading.Event()
+    failures: list[object] = []
 
     def read(connection: apsw.Connection) -> None:
         last = 0
-        while not done.is_set():
+        while not stop.is_set():
             first, second = (int(str(n)) for n in connection.execute("select min(n), max(n) from pair").fetchall()[0])
             if first != second or first < last:
-                wrong.append((first, second, last))
+                failures.append((first, second, last))
             last = first
 
     threads = [threading.Thread(target=read, args=(connection,)) for connection in readers]
@@ -154,10 +156,10 @@ def test_readers_see_whole_transactions_while_somebody_writes_and_versions_are_g
     for number in range(1, 101):
         shop.execute("update pair set n = ?", (number,))
         store._parts.sqlite.run_keeper_round()
-    done.set()
+    stop.set()
     for thread in threads:
         thread.join(60)
-    assert wrong == []
+    assert failures == []
     assert [connection.execute("select n from pair").fetchall() for connection in readers] == [[(100,), (100,)]] * 3
 
 
@@ -176,7 +178,7 @@ def test_a_warm_read_does_not_call_python(calls: list[str], root: Path) -> None:
 
 
 @built
-def test_the_keeper_takes_what_is_parked_and_marks_what_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keeper_releases_parked_versions_and_renews_used_ones(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr("quire.sqlite.connect.KEEPER_SECONDS", 3600.0)
     with quire.open(root, settings=SETTINGS) as store:
@@ -186,7 +188,7 @@ def test_the_keeper_takes_what_is_parked_and_marks_what_is_read(root: Path, monk
         pages, keeper = store.pages.open("shop"), store._parts.sqlite
         assert (state(connection), len(pages.readers)) == (PARKED, 1)
         keeper.run_keeper_round()
-        assert (state(connection), len(pages.readers)) == (PLAIN, 0), "an idle connection held checkpoints back"
+        assert (state(connection), len(pages.readers)) == (PLAIN, 0), "an idle connection holds back checkpoints"
         assert count(connection) == count(connection) == 1
         connection.execute("begin")
         assert count(connection) == 1
@@ -206,7 +208,7 @@ def test_the_keeper_takes_what_is_parked_and_marks_what_is_read(root: Path, monk
 
 
 @built
-def test_a_version_that_the_keeper_took_while_it_was_being_parked_is_not_parked(
+def test_a_version_that_the_keeper_takes_while_it_is_parked_is_not_parked(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
@@ -228,7 +230,7 @@ def test_a_version_that_the_keeper_took_while_it_was_being_parked_is_not_parked(
 
 
 @built
-def test_a_connection_that_is_closed_while_the_keeper_closes_its_versions_leaves_the_claim_alone(
+def test_closing_a_connection_while_the_keeper_closes_its_versions_keeps_the_claim(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "0")
@@ -246,7 +248,7 @@ def test_a_connection_that_is_closed_while_the_keeper_closes_its_versions_leaves
 
         def raced(pin: ReadPin) -> None:
             closed.append(pin)
-            if len(closed) == 1:  # the keeper has taken it out; meanwhile another one is put back
+            if len(closed) == 1:  # the keeper has taken the version; meanwhile another one is parked
                 file._idle.append(ReadPin(pages, file._database.newest))
                 connection.close()
                 states.append(cell.state)
@@ -261,7 +263,7 @@ def test_a_connection_that_is_closed_while_the_keeper_closes_its_versions_leaves
 
 
 @built
-def test_a_failed_log_is_noticed_by_the_next_statement(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_log_is_reported_by_the_next_statement(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
     with quire.open(root, settings=SETTINGS) as store:
         connection = store.sqlite("shop", create=True)
@@ -275,7 +277,7 @@ def test_a_failed_log_is_noticed_by_the_next_statement(root: Path, monkeypatch: 
 
 @built
 def test_a_connection_to_a_version_outlives_its_store(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim passes names on to the Python VFS, which must still be there."""
+    """The shim passes file names to the Python VFS, which must still exist."""
     monkeypatch.setenv(SWITCH, "0")
     store = quire.open(root, settings=SETTINGS)
     with store.sqlite("shop", create=True) as connection:
@@ -292,8 +294,8 @@ def test_a_connection_to_a_version_outlives_its_store(root: Path, monkeypatch: p
 
 
 @built
-def test_files_of_the_machine_are_attached_as_ever(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In WAL mode too: the file is the default VFS's own."""
+def test_ordinary_files_can_be_attached(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in WAL mode: the file belongs to the default VFS."""
     monkeypatch.setenv(SWITCH, "0")
     path = tmp_path / "ordinary.db"
     ordinary = apsw.Connection(str(path))
@@ -308,13 +310,13 @@ def test_files_of_the_machine_are_attached_as_ever(tmp_path: Path, root: Path, m
 
 
 # ── with and without ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_variable_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_variable_disables_the_shim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "1")
     assert shim_library() is None
     assert SWITCH in shim_build().reason
 
 
-def test_without_the_library_or_with_another_one_python_answers(
+def test_without_the_library_or_with_another_one_the_python_vfs_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SWITCH, "")

@@ -26,12 +26,14 @@ from quire.sqlite.walfile import (
     verified,
 )
 from tests.rules.tree import ROOT
-from tests.sqlite.ordinary import as_sqlite_reads, copy_of, in_big_endian, writing
+from tests.sqlite.sqlite_files import as_sqlite_reads, copy_of, in_big_endian, writing
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database with nine transactions in its log, the last a VACUUM; behind them lie frames of the log's former life."""
+    """A database with nine transactions in its log, the last one a VACUUM; after them are frames of the log's previous
+    use.
+    """
     folder = tmp_path_factory.mktemp("logged")
     with writing(folder / "live.db") as connection:
         connection.execute("CREATE TABLE t (x)")
@@ -55,10 +57,10 @@ def read(wal: bytes) -> WalMap | str:
 
 
 def commits_of(wal: bytes) -> list[tuple[int, int]]:
-    """(last byte, size of the database) of each commit, by a reading that is as plain as can be."""
+    """(end offset, size of the database) of each commit, by a deliberately simple parser."""
     header = parse_header(wal)
     assert isinstance(header, WalHeader)
-    found, running, offset = [], header.checksum, HEADER_BYTES
+    commits, running, offset = [], header.checksum, HEADER_BYTES
     while offset + header.frame_bytes <= len(wal):
         page, size, salts, *stored = FRAME_HEAD.unpack_from(wal, offset)
         body = wal[offset : offset + 8] + wal[offset + FRAME_HEAD_BYTES : offset + header.frame_bytes]
@@ -67,30 +69,30 @@ def commits_of(wal: bytes) -> list[tuple[int, int]]:
             break
         offset += header.frame_bytes
         if size:
-            found.append((offset, size))
-    return found
+            commits.append((offset, size))
+    return commits
 
 
-def test_cut_off_at_every_byte_the_last_whole_commit_is_the_end(logged: Path) -> None:
+def test_a_log_cut_at_any_byte_ends_with_its_last_complete_commit(logged: Path) -> None:
     wal = wal_of(logged)
     commits = commits_of(wal)
     assert len(commits) == 9
-    assert commits[-1][1] < commits[-2][1], "the last one made it smaller"
-    assert len(wal) > commits[-1][0] + 2 * 536, "frames of a former life lie behind"
+    assert commits[-1][1] < commits[-2][1], "the last commit shrinks the database"
+    assert len(wal) > commits[-1][0] + 2 * 536, "frames of the previous use follow"
     for length in range(commits[-1][0] + 600):
-        found = read(wal[:length])
+        result = read(wal[:length])
         if length < HEADER_BYTES:
-            assert found == ("it is shorter than its header" if length else "it is empty")
+            assert result == ("it is shorter than its header" if length else "it is empty")
             continue
-        assert isinstance(found, WalMap)
-        end, size = max((each for each in commits if each[0] <= length), default=(HEADER_BYTES, 0))
-        assert found.header.offset(found.end.frame + 1) == end
-        assert found.size_pages == size
-        assert max(found.frames, default=0) <= size
+        assert isinstance(result, WalMap)
+        end, size = max((commit for commit in commits if commit[0] <= length), default=(HEADER_BYTES, 0))
+        assert result.header.offset(result.end.frame + 1) == end
+        assert result.size_pages == size
+        assert max(result.frames, default=0) <= size
 
 
 @given(data=st.data())
-def test_flipped_or_cut_we_read_what_sqlite_reads(logged: Path, data: st.DataObject) -> None:
+def test_a_flipped_or_cut_log_is_read_as_sqlite_reads_it(logged: Path, data: st.DataObject) -> None:
     wal = bytearray(wal_of(logged))
     for _ in range(data.draw(st.integers(0, 2), "flips")):
         at = data.draw(st.one_of(st.integers(0, 40), st.integers(0, len(wal) - 1)), "byte")
@@ -100,7 +102,7 @@ def test_flipped_or_cut_we_read_what_sqlite_reads(logged: Path, data: st.DataObj
 
 
 @pytest.mark.parametrize("page_size", [512, 1024, 4096, 65536])
-def test_both_orders_of_bytes_and_all_page_sizes(tmp_path: Path, page_size: int) -> None:
+def test_both_byte_orders_and_all_page_sizes_are_read(tmp_path: Path, page_size: int) -> None:
     with writing(tmp_path / "live.db", page_size=page_size) as connection:
         connection.execute("CREATE TABLE t (x)")
         for number in range(20):
@@ -117,11 +119,11 @@ def test_both_orders_of_bytes_and_all_page_sizes(tmp_path: Path, page_size: int)
 def assert_as_sqlite(path: Path) -> None:
     with open_source(str(path), lock=False) as source:
         images = source.read(0, source.size_pages)
-    ours = b"".join(images[page] for page in sorted(images))
-    assert ours == as_sqlite_reads(path)  # afterwards: SQLite makes a checkpoint when it closes the file
+    content = b"".join(images[page] for page in sorted(images))
+    assert content == as_sqlite_reads(path)  # last, because SQLite checkpoints when it closes the file
 
 
-def test_reading_goes_on_at_a_place(logged: Path) -> None:
+def test_reading_resumes_at_a_position(logged: Path) -> None:
     wal = wal_of(logged)
     header = parse_header(wal)
     assert isinstance(header, WalHeader)
@@ -129,29 +131,29 @@ def test_reading_goes_on_at_a_place(logged: Path) -> None:
     def read_at(size: int, at: int) -> bytes:
         return wal[at : at + size]
 
-    (whole,) = blocks(read_at, header, header.start)
-    assert whole.place(len(whole) - 1).frame == len(whole)
-    for frame in range(1, len(whole)):
-        place = whole.place(frame - 1)
-        (rest,) = blocks(read_at, header, place)
-        assert (rest.first, len(rest)) == (frame + 1, len(whole) - frame)
-        assert rest.image(0) == whole.image(frame)
-        wrong = VerifiedFrame(frame, (place.checksum[0] ^ 1, place.checksum[1]))
-        assert not list(blocks(read_at, header, wrong)), "the checksum of the frame before is part of it"
-    assert [len(each) for each in blocks(read_at, header, header.start, 3)] == [3]
+    (all_frames,) = blocks(read_at, header, header.start)
+    assert all_frames.place(len(all_frames) - 1).frame == len(all_frames)
+    for frame in range(1, len(all_frames)):
+        position = all_frames.place(frame - 1)
+        (rest,) = blocks(read_at, header, position)
+        assert (rest.first, len(rest)) == (frame + 1, len(all_frames) - frame)
+        assert rest.image(0) == all_frames.image(frame)
+        wrong_position = VerifiedFrame(frame, (position.checksum[0] ^ 1, position.checksum[1]))
+        assert not list(blocks(read_at, header, wrong_position)), "the checksum of the previous frame is included"
+    assert [len(block) for block in blocks(read_at, header, header.start, 3)] == [3]
 
 
-def test_blocks_of_one_frame_are_as_one_block(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_one_frame_equal_one_block(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wal = wal_of(logged)
-    whole = read(wal)
+    expected = read(wal)
     monkeypatch.setattr(walfile, "BLOCK_BYTES", 1)
-    assert read(wal) == whole
+    assert read(wal) == expected
 
 
 @given(
     words=st.binary(min_size=520, max_size=520), start=st.tuples(*[st.integers(0, 2**32 - 1)] * 2), big=st.booleans()
 )
-def test_the_quick_checksum_is_the_plain_one(words: bytes, start: tuple[int, int], big: bool) -> None:
+def test_the_fast_checksum_equals_the_plain_one(words: bytes, start: tuple[int, int], big: bool) -> None:
     salts = b"saltsalt"
     header = WalHeader(big_endian=big, page_size=512, sequence=0, salts=salts, checksum=start)
     page = b"\x00\x00\x00\x01" + words[4:8]
@@ -163,27 +165,27 @@ def test_the_quick_checksum_is_the_plain_one(words: bytes, start: tuple[int, int
     nowhere = bytes(4) + words[4:8]
     right = checksum_of(nowhere + words[8:], big_endian=big, start=start)
     frame = nowhere + salts + struct.pack(">II", *right) + words[8:]
-    assert len(verified(frame, header, VerifiedFrame(0, start))) == 0, "there is no page 0"
+    assert len(verified(frame, header, VerifiedFrame(0, start))) == 0, "page 0 does not exist"
 
 
-def test_headers_that_are_none_say_why(logged: Path) -> None:
+def test_invalid_headers_are_refused_with_a_reason(logged: Path) -> None:
     wal = wal_of(logged)[:HEADER_BYTES]
     fields = list(HEADER.unpack(wal))
 
-    def told(number: int, value: int) -> str:
-        changed = [*fields]
-        changed[number] = value
-        found = parse_header(HEADER.pack(*changed))
-        assert isinstance(found, str)
-        return found
+    def reason_for(number: int, value: int) -> str:
+        values = [*fields]
+        values[number] = value
+        reason = parse_header(HEADER.pack(*values))
+        assert isinstance(reason, str)
+        return reason
 
-    assert told(0, 1) == "it does not start like a write-ahead log"
-    assert told(1, 3_007_001) == "its format has version 3007001, not 3007000"
-    assert told(2, 1000) == "its page size is 1000"
-    assert told(3, 77) == "the checksum of its header is wrong"
+    assert reason_for(0, 1) == "it does not start like a write-ahead log"
+    assert reason_for(1, 3_007_001) == "its format has version 3007001, not 3007000"
+    assert reason_for(2, 1000) == "its page size is 1000"
+    assert reason_for(3, 77) == "the checksum of its header is wrong"
 
 
-def test_the_page_says_what_the_code_does() -> None:
+def test_the_page_agrees_with_the_code() -> None:
     page = (ROOT / "docs" / "formats" / "sqlite-wal.md").read_text("utf-8")
     for words in (
         f"`{walfile.MAGIC:08x}`",

@@ -1,4 +1,4 @@
-"""Logs of SQLite whose checksums are right and whose numbers are not: refused or read, within bounds."""
+"""SQLite logs with valid checksums and invalid numbers: refused or read, within bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.sqlite.walfile import (
     parse_header,
 )
 from quire.store.store import Store
-from tests.hostile import memory_of_at_most, numbers
+from tests.hostile import memory_limit, numbers
 
 BOUND = 64 * MIB
 
@@ -38,7 +38,7 @@ def header(*, magic: int, version: int, page_size: int, salts: bytes) -> bytes:
 
 
 def log(frames: list[tuple[int, int]], head: bytes, page_size: int) -> bytes:
-    """A log of these (page, size of the database) with right checksums."""
+    """A log with these frames (page, size of the database) and valid checksums."""
     big, salts = bool(head[3] & 1), head[16:24]
     before = struct.unpack(">II", head[-8:])
     data = head
@@ -56,29 +56,29 @@ def log(frames: list[tuple[int, int]], head: bytes, page_size: int) -> bytes:
     frames=st.lists(st.tuples(numbers(32), numbers(32)), max_size=5),
     tail=st.binary(max_size=600),
 )
-def test_any_log_with_right_checksums_is_read_within_bounds(
+def test_any_log_with_valid_checksums_is_read_within_bounds(
     magic: int, version: int, page_size: int, frames: list[tuple[int, int]], tail: bytes
 ) -> None:
     head = header(magic=magic, version=version, page_size=page_size, salts=b"saltsalt")
     data = log(frames, head, min(page_size, 1024)) + tail
-    with memory_of_at_most(BOUND):
+    with memory_limit(BOUND):
         parsed = parse_header(data[:HEADER_BYTES])
         if isinstance(parsed, WalHeader):
-            found = newest_pages(lambda size, offset: data[offset : offset + size], parsed)
-            assert found.end.frame <= len(frames) + len(tail) // 536
-            assert all(0 < page <= found.size_pages for page in found.frames)
+            result = newest_pages(lambda size, offset: data[offset : offset + size], parsed)
+            assert result.end.frame <= len(frames) + len(tail) // 536
+            assert all(0 < page <= result.size_pages for page in result.frames)
 
 
 @pytest.fixture
 def swollen(tmp_path: Path) -> Path:
-    """A database of a few pages whose log says that it has four billion."""
-    path, made = tmp_path / "swollen.db", tmp_path / "made.db"
-    with closing(sqlite3.connect(made)) as connection:
+    """A database of a few pages whose log declares four billion."""
+    path, original = tmp_path / "swollen.db", tmp_path / "made.db"
+    with closing(sqlite3.connect(original)) as connection:
         connection.execute("pragma page_size=4096")
         connection.execute("pragma journal_mode=wal")
         connection.execute("create table t(a)")
-        path.write_bytes(made.read_bytes())
-        data = Path(f"{made}-wal").read_bytes()
+        path.write_bytes(original.read_bytes())
+        data = Path(f"{original}-wal").read_bytes()
     parsed = parse_header(data[:HEADER_BYTES])
     assert isinstance(parsed, WalHeader)
     *_, last = range(HEADER_BYTES, len(data), parsed.frame_bytes)
@@ -92,8 +92,8 @@ def swollen(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_log_cannot_make_four_billion_pages_of_nothing(store: Store, swollen: Path) -> None:
-    """An import, and a follower, wrote zeros for all of them until the disk was full."""
+def test_a_log_cannot_cause_four_billion_pages_to_be_written(store: Store, swollen: Path) -> None:
+    """An import and a follower wrote zeros for all of them until the disk was full."""
     with (
         open_source(str(swollen), lock=False) as source,
         pytest.raises(Corruption, match="an impossible number of pages"),
@@ -105,13 +105,13 @@ def test_a_log_cannot_make_four_billion_pages_of_nothing(store: Store, swollen: 
         Follower(manifest=store.manifest, pages=store.pages, root=store.path, path=swollen, name="followed").look()
 
 
-def test_pages_that_were_freed_before_they_were_written_are_no_lie(store: Store, tmp_path: Path) -> None:
+def test_pages_that_were_freed_before_they_were_written_are_accepted(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "freed.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("pragma journal_mode=wal")
         connection.execute("create table t(a)")
-        ours = Follower(manifest=store.manifest, pages=store.pages, root=store.path, path=path, name="freed")
-        ours.look()
+        file_follower = Follower(manifest=store.manifest, pages=store.pages, root=store.path, path=path, name="freed")
+        file_follower.look()
         connection.execute("begin")
         connection.execute("create table u(a)")
         count = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 3000)"
@@ -119,7 +119,7 @@ def test_pages_that_were_freed_before_they_were_written_are_no_lie(store: Store,
         connection.execute("drop table u")
         connection.execute("commit")
         assert connection.execute("pragma freelist_count").fetchone()[0] > 2_000
-        ours.look()
+        file_follower.look()
         copy = store.sqlite("freed")
         assert copy.pragma("integrity_check") == "ok"
         assert copy.pragma("page_count") == connection.execute("pragma page_count").fetchone()[0]

@@ -1,4 +1,4 @@
-"""Conditions that somebody else wrote: one expression over one table, or an error that says what is wrong."""
+"""Conditions from users: one expression over one table, or an error that explains what is wrong."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.sqlite.where_clause import CONDITION_BYTES_MAX, bracketed, check_cond
 
 @pytest.fixture
 def connection() -> Iterator[apsw.Connection]:
-    made = apsw.Connection(":memory:")
-    made.execute(
+    connection = apsw.Connection(":memory:")
+    connection.execute(
         """
         create table "T t"(id integer primary key, who text, price real, note);
         insert into "T t" values (1, 'ada', 1.5, null), (2, 'bob', 2.5, 'x'), (7, 'eve', 9, 'a) or (1');
@@ -24,8 +24,8 @@ def connection() -> Iterator[apsw.Connection]:
         create virtual table words using fts5(body);
         """
     )
-    yield made
-    made.close()
+    yield connection
+    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def connection() -> Iterator[apsw.Connection]:
         ("case when id = 1 then 0 else 1 end", [2, 7]), ('"T t".id = 2', [2]), ("date('2024-01-01') > '2023'", [1, 2, 7]),
     ],
 )  # fmt: skip
-def test_what_is_a_condition_passes_and_means_what_it_says(
+def test_valid_conditions_are_accepted_and_evaluated(
     connection: apsw.Connection, condition: str, ids: list[int]
 ) -> None:
     check_condition(connection, "T t", condition)
-    found = connection.execute(
+    rows = connection.execute(
         f'select id from "T t" where {bracketed(condition)} and id between -10 and 10 order by id'
     )
-    assert [row[0] for row in found] == ids
+    assert [row[0] for row in rows] == ids
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_what_is_a_condition_passes_and_means_what_it_says(
         ("1 or " * CONDITION_BYTES_MAX + "1", "64 KiB"),
     ],
 )  # fmt: skip
-def test_what_is_not_is_refused_with_the_reason(connection: apsw.Connection, condition: str, why: str) -> None:
+def test_invalid_conditions_are_refused_with_a_reason(connection: apsw.Connection, condition: str, why: str) -> None:
     with pytest.raises(InvalidInput, match=why):
         check_condition(connection, "T t", condition, database="shop")
-    assert connection.authorizer is None, "whoever goes on with the connection is not held up"
+    assert connection.authorizer is None, "the authorizer is removed afterwards"
 
 
-def test_views_and_full_text_tables_have_conditions_of_their_own(connection: apsw.Connection) -> None:
-    """What a view is made of is the table's business: it may read other tables, the condition may not."""
+def test_conditions_work_on_views_and_full_text_tables(connection: apsw.Connection) -> None:
+    """A view may read other tables; the condition may not."""
     check_condition(connection, "cheap", "id > 1 and who = 'bob'")
     check_condition(connection, "CHEAP", "id > 1")
     check_condition(connection, "words", "words match 'one'")
@@ -95,7 +95,7 @@ def test_views_and_full_text_tables_have_conditions_of_their_own(connection: aps
         check_condition(connection, "cheap", "id = (select max(id) from cheap)")
 
 
-def test_what_only_the_real_table_knows_is_said_too(connection: apsw.Connection) -> None:
+def test_errors_that_only_the_real_table_reveals_are_reported(connection: apsw.Connection) -> None:
     connection.execute("create table pairs(a, b, primary key(a, b)) without rowid")
     check_condition(connection, "pairs", "a = 1")
     with pytest.raises(InvalidInput, match="no such column: rowid"):

@@ -1,4 +1,4 @@
-"""A store per test, held to its rules when the test ends, and programs that run in processes of their own."""
+"""A store per test, whose manifest is checked when the test ends, and programs that run in separate processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_sound(path: Path | str) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """Where a test's store is; whatever the test did to it, it must be sound or absent afterwards."""
+    """The path of a test's store. When the test ends, the store is valid or absent."""
     root = tmp_path / "store"
     yield root
     if (root / "manifest.lmdb").exists():
@@ -42,7 +42,7 @@ def store(path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def script() -> Iterator[Script]:
-    """Start a Python program with one argument; its stdin and stdout are pipes. All are killed at the end."""
+    """Start a Python program with one argument; its stdin and stdout are pipes. All programs are killed at the end."""
     started: list[subprocess.Popen[str]] = []
 
     def start(text: str, argument: str) -> subprocess.Popen[str]:
@@ -62,6 +62,6 @@ def script() -> Iterator[Script]:
 
 
 def line(process: subprocess.Popen[str]) -> str:
-    """The next line a program says."""
+    """The next line of a program's output."""
     assert process.stdout is not None
     return process.stdout.readline().strip()

@@ -1,4 +1,5 @@
-"""A store is read from its bucket alone, as of an archived moment; the owner's directory is not opened, nothing is written."""
+"""A store is read from its bucket alone, as of an archived moment: the owner's directory is not opened, and nothing is
+written."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSetti
 
 
 def make(tmp_path: Path) -> str:
-    """A store in a bucket, whose directory is gone; the bucket's URL."""
+    """Create a store in a bucket and remove its directory; returns the bucket's URL."""
     bucket = str(tmp_path / "bucket")
     settings = StoreSettings(
         object_store=bucket, maintenance=MaintenanceSettings(enabled=False), archive=ArchiveSettings(mode="async")
@@ -25,7 +26,7 @@ def make(tmp_path: Path) -> str:
             db.executemany("insert into item values (?)", [(n,) for n in range(300)])
         store.checkpoint("shop")
         with store.sqlite("shop") as db:
-            db.execute("insert into item values (300)")  # in the WAL alone
+            db.execute("insert into item values (300)")  # in the WAL only
         store.create("cart", "lsm")
         store.kv("cart").put(b"flushed", b"1")
         store.kv("cart").flush()
@@ -40,7 +41,7 @@ def names_in(bucket: str) -> list[str]:
     return sorted(str(path) for path in Path(bucket).rglob("*"))
 
 
-def test_everything_is_read_and_nothing_is_left(tmp_path: Path) -> None:
+def test_everything_is_read_and_nothing_is_left_behind(tmp_path: Path) -> None:
     bucket = make(tmp_path)
     before = names_in(bucket)
     with quire.open_archive(bucket) as store:
@@ -83,7 +84,9 @@ def test_changes_are_refused(tmp_path: Path) -> None:
             assert [info.name for info in client.databases()] == ["cart", "events", "shop"]
 
 
-def test_an_archive_that_cannot_be_restored_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_that_cannot_be_restored_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(QuireError):
         quire.open_archive(str(tmp_path / "nothing"))

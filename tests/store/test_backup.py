@@ -1,4 +1,5 @@
-"""A backup restores what the store was at one moment, needs nothing but itself, and leaves no half when it is killed."""
+"""A backup restores the store as of one moment, needs nothing but itself, and is never left half-written when it is
+killed."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
 
-STILL = MaintenanceSettings(enabled=False, delete_grace_seconds=0.0)
+NO_MAINTENANCE = MaintenanceSettings(enabled=False, delete_grace_seconds=0.0)
 
 
 def filled(path: Path, *, settings: StoreSettings | None = None) -> Store:
-    store = quire.open(path, settings=settings or StoreSettings(maintenance=STILL))
+    store = quire.open(path, settings=settings or StoreSettings(maintenance=NO_MAINTENANCE))
     with store.sqlite("shop", create=True) as db:
         db.execute("create table item(n integer primary key, text)")
         db.executemany("insert into item values (?, ?)", [(n, "x" * 200) for n in range(300)])
@@ -41,8 +42,8 @@ def filled(path: Path, *, settings: StoreSettings | None = None) -> Store:
 
 
 def contents(path: Path | str) -> tuple[list[int], list[tuple[bytes, bytes]], list[bytes]]:
-    """Everything that the restored store has; it breaks no rule, and every byte of it is there."""
-    with quire.open(path, settings=StoreSettings(maintenance=STILL)) as store:
+    """Everything in the restored store, after a check of the manifest and a verification of all data."""
+    with quire.open(path, settings=StoreSettings(maintenance=NO_MAINTENANCE)) as store:
         assert store.manifest.check() == []
         result = store.heavy.verify(runner="threads").result
         assert (result["missing"], result["altered"], result["unreadable"]) == (0, 0, 0)
@@ -63,7 +64,7 @@ def test_a_store_in_use_is_restored_as_of_one_moment(tmp_path: Path) -> None:
                 kv.put(f"{acknowledged:06d}".encode(), b"x" * 100)
                 db.execute("insert into item values (?, 'y')", (acknowledged,))
                 acknowledged += 1
-                if acknowledged % 50 == 0:  # files are made, renamed and removed while they are read
+                if acknowledged % 50 == 0:  # files are created, renamed and removed while they are copied
                     kv.flush()
                     store.checkpoint("shop")
                 elif acknowledged % 120 == 0:
@@ -82,11 +83,11 @@ def test_a_store_in_use_is_restored_as_of_one_moment(tmp_path: Path) -> None:
             stop.set()
             thread.join()
     shutil.rmtree(tmp_path / "store")
-    for number, (done, least, most) in enumerate(bounds):
+    for number, (done, lower, upper) in enumerate(bounds):
         quire.restore(done.target, tmp_path / f"r{number}", at_ms=done.at_ms)
         numbers, pairs, records = contents(tmp_path / f"r{number}")
-        assert numbers == list(range(len(numbers))), "a prefix of what was committed"
-        assert least <= len(numbers) <= most
+        assert numbers == list(range(len(numbers))), "a prefix of the commits"
+        assert lower <= len(numbers) <= upper
         keys = [int(key) for key, _ in pairs if key != b"alice"]
         assert keys == list(range(300, 300 + len(keys)))
         assert 0 <= len(keys) - (len(numbers) - 300) <= 1, "the key is put before the row is inserted"
@@ -94,7 +95,7 @@ def test_a_store_in_use_is_restored_as_of_one_moment(tmp_path: Path) -> None:
 
 
 def test_a_backup_has_the_objects_of_a_bucket_and_of_namespaces(tmp_path: Path) -> None:
-    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL)
+    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=NO_MAINTENANCE)
     with filled(tmp_path / "store", settings=settings) as store:
         store.namespaces.create("cold", str(tmp_path / "cold"))
         store.create("archived", "pages", namespace="cold")
@@ -121,7 +122,7 @@ def test_a_backup_has_the_objects_of_a_bucket_and_of_namespaces(tmp_path: Path) 
 
 def test_an_archived_store_is_backed_up_and_restored_without_its_archive(tmp_path: Path) -> None:
     settings = StoreSettings(
-        object_store=str(tmp_path / "bucket"), maintenance=STILL, archive=ArchiveSettings(mode="async")
+        object_store=str(tmp_path / "bucket"), maintenance=NO_MAINTENANCE, archive=ArchiveSettings(mode="async")
     )
     with filled(tmp_path / "store", settings=settings) as store:
         (tmp_path / "store" / "quire.toml").write_text(
@@ -135,16 +136,16 @@ def test_an_archived_store_is_backed_up_and_restored_without_its_archive(tmp_pat
     assert contents(tmp_path / "restored") == expected
     quire.restore(str(tmp_path / "bucket"), tmp_path / "from-bucket")
     with quire.open(tmp_path / "from-bucket", "r") as store, store.sqlite("shop") as db:
-        assert db.execute("select count(*) from item").fetchall() == [(300,)], "the archive has everything, too"
+        assert db.execute("select count(*) from item").fetchall() == [(300,)], "the archive is complete, too"
 
 
-def test_only_what_is_new_is_copied(tmp_path: Path) -> None:
+def test_only_new_files_are_copied(tmp_path: Path) -> None:
     with filled(tmp_path / "store") as store:
         store.kv("cart").flush()
         first = store.backup(str(tmp_path / "one"))
-        assert (first.copied, first.present) == (2, 0), "a chunk and a table"
-        again = store.backup(str(tmp_path / "one"))
-        assert (again.copied, again.present) == (0, 2)
+        assert (first.copied, first.present) == (2, 0), "one chunk and one table"
+        repeated = store.backup(str(tmp_path / "one"))
+        assert (repeated.copied, repeated.present) == (0, 2)
         with store.sqlite("shop") as db:
             db.execute("insert into item values (300, 'z')")
         store.checkpoint("shop")
@@ -162,7 +163,7 @@ def test_only_what_is_new_is_copied(tmp_path: Path) -> None:
         quire.restore(str(tmp_path / "three"), tmp_path / "without")
 
 
-def test_what_is_deleted_meanwhile_is_copied_first(tmp_path: Path) -> None:
+def test_files_that_are_deleted_during_a_backup_are_copied_first(tmp_path: Path) -> None:
     with filled(tmp_path / "store") as store:
 
         def drop(_: str) -> None:
@@ -190,8 +191,8 @@ def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
     with filled(tmp_path / "store") as store:
         store.kv("cart").flush()
         store.backup(str(tmp_path / "b"))
-    place = open_store(str(tmp_path / "b"))
-    keys = [info.key for page in place.list_pages() for info in page]
+    backup_store = open_store(str(tmp_path / "b"))
+    keys = [info.key for page in backup_store.list_pages() for info in page]
     (table,) = [key for key in keys if "/file/" in key]
     (chunk,) = [key for key in keys if "base:" in key]
     body = (tmp_path / "b" / table).read_bytes()
@@ -204,14 +205,14 @@ def test_a_damaged_backup_is_not_restored(tmp_path: Path) -> None:
         quire.restore(str(tmp_path / "b"), tmp_path / "r2")
 
 
-def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
-    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL)
+def test_targets_inside_the_store_or_its_bucket_are_refused(tmp_path: Path) -> None:
+    settings = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=NO_MAINTENANCE)
     with filled(tmp_path / "store", settings=settings) as store:
-        for target, what in (
+        for target, message in (
             (tmp_path / "store" / "b", "inside the store's directory"),
             (tmp_path / "bucket", "own object store"),
         ):
-            with pytest.raises(InvalidInput, match=what):
+            with pytest.raises(InvalidInput, match=message):
                 store.backup(str(target))
         (tmp_path / "b.tar").write_bytes(b"mine")
         with pytest.raises(InvalidInput, match="the file already exists"):
@@ -220,11 +221,11 @@ def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
             store.backup(str(tmp_path / "b"), since=str(tmp_path / "nothing"))
         done = store.backup(str(tmp_path / "b"))
 
-        def again(_: str) -> None:
+        def repeat_step(_: str) -> None:
             with pytest.raises(Conflict, match="a backup of this store is already running"):
                 store.backup(str(tmp_path / "c"))
 
-        with armed("backup.base.put", again):
+        with armed("backup.base.put", repeat_step):
             store.backup(str(tmp_path / "b"))
     with quire.open(tmp_path / "store", "r") as reader, pytest.raises(ReadOnly):
         reader.backup(str(tmp_path / "c"))
@@ -232,26 +233,26 @@ def test_targets_that_are_no_other_place_are_refused(tmp_path: Path) -> None:
         quire.restore(done.target, tmp_path / "restored", takeover=True)
 
 
-def test_recording_begins_between_two_commits(tmp_path: Path) -> None:
+def test_recording_starts_between_two_commits(tmp_path: Path) -> None:
     recorder = BackupRecorder(OsDisk(), str(tmp_path), OsDisk())
-    place = recorder.reserve()
-    begun, ended = threading.Event(), threading.Event()
+    reservation = recorder.reserve()
+    started, result = threading.Event(), threading.Event()
 
     def record() -> None:
         with recorder.recording() as queue:
-            begun.set()
-            ended.wait(10)
+            started.set()
+            result.wait(10)
             taken.extend(queue.take(1 << 20)[0])
 
     taken: list[object] = []
     thread = threading.Thread(target=record)
     thread.start()
-    assert not begun.wait(0.1), "the commit under way would be in neither the base nor the log"
-    recorder.fill(place, [])
-    assert begun.wait(10)
+    assert not started.wait(0.1), "the current commit would be in neither the base nor the log"
+    recorder.fill(reservation, [])
+    assert started.wait(10)
     recorder.fill(recorder.reserve(), [("db", [(b"k", b"v")], [])])
     recorder.reserve().cancel()
-    ended.set()
+    result.set()
     thread.join()
     assert len(taken) == 1
 
@@ -283,7 +284,7 @@ with quire.open(sys.argv[1], settings=settings) as store:
         "backup.tar.synced",
     ],
 )
-def test_a_killed_backup_leaves_the_one_before(tmp_path: Path, point: str, form: str) -> None:
+def test_a_killed_backup_leaves_the_previous_one(tmp_path: Path, point: str, form: str) -> None:
     if (point, form) == ("backup.tar.synced", "directory"):
         point = "backup.log.put"
     target = tmp_path / ("b" if form == "directory" else "new.tar")
@@ -300,9 +301,9 @@ def test_a_killed_backup_leaves_the_one_before(tmp_path: Path, point: str, form:
     quire.restore(str(tmp_path / "b"), tmp_path / "restored")
     assert contents(tmp_path / "restored")[0] == list(range(301 if is_done else 300))
     assert not (tmp_path / "new.tar").exists()
-    with quire.open(tmp_path / "store", settings=StoreSettings(maintenance=STILL)) as store:
+    with quire.open(tmp_path / "store", settings=StoreSettings(maintenance=NO_MAINTENANCE)) as store:
         store.backup(str(target), since=since)
         assert store.manifest.check() == []
-    assert not list((tmp_path / "store" / "scratch").glob("*/*")), "second names of files are swept"
+    assert not list((tmp_path / "store" / "scratch").glob("*/*")), "hard links are swept"
     quire.restore(str(target), tmp_path / "again")
     assert contents(tmp_path / "again")[0] == list(range(301))

@@ -1,4 +1,4 @@
-"""Databases by the thousand: created, forked and dropped in commits that they share."""
+"""Thousands of databases: created, forked and dropped in shared commits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_commits_are_shared(store: quire.Store, monkeypatch: pytest.MonkeyPatch)
         assert stats.commits - before <= 3
 
 
-def test_a_refused_name_ends_the_call_and_says_how_many_there_are(store: quire.Store) -> None:
+def test_a_refused_name_ends_the_call_and_reports_how_many_were_created(store: quire.Store) -> None:
     with store:
         store.create("tenant-0030", "pages")
         with pytest.raises(NameTaken) as taken:

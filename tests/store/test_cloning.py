@@ -1,4 +1,5 @@
-"""A clone begins as its parent was, goes on by itself, and its parent keeps what it reads."""
+"""A clone starts with its parent's state, continues independently, and its parent keeps the objects that the clone
+reads."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from quire.objects.open import open_store
 from quire.store.cloning import clone, release_clone
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from tests.archive.world import World, contents, fill, world
+from tests.archive.archived_store import ArchivedStore, archived_store, contents, fill
 
 HOUR = 3_600.0
 
@@ -31,13 +32,13 @@ def work(store: Store, start: int) -> None:
     store.checkpoint("shop")
 
 
-def made(here: World, name: str, source: Path | None = None, **arguments: Any) -> Path:
-    clone(source or here.root, here.home / name, **arguments)
-    return here.home / name
+def create_clone(archived: ArchivedStore, name: str, source: Path | None = None, **arguments: Any) -> Path:
+    clone(source or archived.root, archived.home / name, **arguments)
+    return archived.home / name
 
 
-def objects_below(here: World, store_id: str) -> dict[str, bytes]:
-    root = here.bucket / store_id
+def objects_below(archived: ArchivedStore, store_id: str) -> dict[str, bytes]:
+    root = archived.bucket / store_id
     return {
         str(path.relative_to(root)): path.read_bytes()
         for path in root.rglob("*")
@@ -45,170 +46,171 @@ def objects_below(here: World, store_id: str) -> dict[str, bytes]:
     }
 
 
-def test_a_clone_begins_as_its_parent_was_and_both_go_on(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.archived()
-        expected = contents(here.store)
-        parent_id = here.store.feed.store_id()
-        path = made(here, "clone")
-        before = objects_below(here, parent_id)
-        with here.open(path) as copy:
+def test_a_clone_starts_with_its_parents_state_and_both_continue(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        expected = contents(archived.store)
+        parent_id = archived.store.feed.store_id()
+        path = create_clone(archived, "clone")
+        before = objects_below(archived, parent_id)
+        with archived.open(path) as copy:
             assert copy.manifest.check() == []
             assert contents(copy) == expected
             assert copy.feed.store_id() != parent_id
             work(copy, 20)
             copy.maintain()
-            own = contents(copy)
-            assert set(own["shop"]) == set(range(40))
+            original = contents(copy)
+            assert set(original["shop"]) == set(range(40))
             copy.archive.wait(30)  # type: ignore[union-attr]
-        assert objects_below(here, parent_id) == before, "a clone wrote or deleted below its parent's prefix"
-        work(here.store, 100)
-        assert set(contents(here.store)["shop"]) == {*range(20), *range(100, 120)}
-        with here.open(path) as copy:
-            assert contents(copy) == own
+        assert objects_below(archived, parent_id) == before, "a clone wrote or deleted below its parent's prefix"
+        work(archived.store, 100)
+        assert set(contents(archived.store)["shop"]) == {*range(20), *range(100, 120)}
+        with archived.open(path) as copy:
+            assert contents(copy) == original
 
 
 def test_a_clone_of_an_earlier_moment_and_from_a_url(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.archived()
-        expected, at_ms = contents(here.store), here.headers()[-1].at_ms
-        work(here.store, 20)
-        here.archived()
-        clone(str(here.bucket), tmp_path / "clone", at_ms=at_ms)
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        expected, at_ms = contents(archived.store), archived.headers()[-1].at_ms
+        work(archived.store, 20)
+        archived.wait_archived()
+        clone(str(archived.bucket), tmp_path / "clone", at_ms=at_ms)
         with quire.open(tmp_path / "clone") as copy:
             assert contents(copy) == expected
 
 
 def test_a_clone_is_restored_from_its_own_archive(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.archived()
-        path = made(here, "clone")
-        with here.open(path) as copy:
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        path = create_clone(archived, "clone")
+        with archived.open(path) as copy:
             work(copy, 20)
             clone_id, expected = copy.feed.store_id(), contents(copy)
         shutil.rmtree(path)
-        quire.restore(str(here.bucket), path, store_id=clone_id, takeover=True)
-        with here.open(path) as copy:
+        quire.restore(str(archived.bucket), path, store_id=clone_id, takeover=True)
+        with archived.open(path) as copy:
             assert copy.manifest.check() == []
             assert contents(copy) == expected
 
 
 def test_a_clone_of_a_clone_reads_through_both(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.archived()
-        first = made(here, "first")
-        with here.open(first) as copy:
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        first = create_clone(archived, "first")
+        with archived.open(first) as copy:
             work(copy, 20)
             copy.archive.wait(30)  # type: ignore[union-attr]
             expected, first_id = contents(copy), copy.feed.store_id()
-        second = made(here, "second", first)
-        with here.open(second) as copy:
+        second = create_clone(archived, "second", first)
+        with archived.open(second) as copy:
             assert copy.manifest.check() == []
             assert contents(copy) == expected
             second_id = copy.feed.store_id()
             work(copy, 40)
             copy.maintain()
             expected = contents(copy)
-        with closing(open_store(str(here.bucket))) as bucket:
-            parents = [here.store.feed.store_id(), first_id]
+        with closing(open_store(str(archived.bucket))) as bucket:
+            parents = [archived.store.feed.store_id(), first_id]
             assert [[entry.clone_id for entry in registrations(bucket, parent)] for parent in parents] == [
-                sorted([first_id, second_id], key=lambda name: (registered_at(here, parents[0], name), name)),
+                sorted([first_id, second_id], key=lambda name: (registered_at(archived, parents[0], name), name)),
                 [second_id],
             ]
-        with here.open(second) as copy:
+        with archived.open(second) as copy:
             assert contents(copy) == expected
 
 
-def registered_at(here: World, parent_id: str, clone_id: str) -> int:
-    with closing(open_store(str(here.bucket))) as bucket:
+def registered_at(archived: ArchivedStore, parent_id: str, clone_id: str) -> int:
+    with closing(open_store(str(archived.bucket))) as bucket:
         return next(entry.at_ms for entry in registrations(bucket, parent_id) if entry.clone_id == clone_id)
 
 
-def test_the_parent_keeps_what_a_clone_reads_until_it_lets_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clones, "LIST_SECONDS", 0.0)
-    monkeypatch.setattr(clones, "CLOCK_MS", 1 << 60)  # objects have the machine's time, the store has another
+def test_the_parent_keeps_what_a_clone_reads_until_it_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clones, "CLOCK_MS", 1 << 60)  # objects carry the machine's time, the store uses another clock
     clock = ManualClock()
-    with world(tmp_path, clock=clock, retain_seconds=2 * HOUR, base_seconds=0.001) as here:
-        work(here.store, 0)
-        here.archived()
-        expected = contents(here.store)
-        path = made(here, "clone", clock=clock)
-        parent_id = here.store.feed.store_id()
-        before = set(objects_below(here, parent_id))
+    with archived_store(tmp_path, clock=clock, retain_seconds=2 * HOUR, base_seconds=0.001) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        expected = contents(archived.store)
+        path = create_clone(archived, "clone", clock=clock)
+        parent_id = archived.store.feed.store_id()
+        before = set(objects_below(archived, parent_id))
         for name in ("shop", "pairs", "events"):
-            here.store.drop(name, snapshots=True)
-        collect(here, clock)
-        with here.open(path) as copy:
+            archived.store.drop(name, snapshots=True)
+        collect(archived, clock)
+        with archived.open(path) as copy:
             assert contents(copy) == expected
             clone_id = copy.feed.store_id()
-        kept = set(objects_below(here, parent_id))
-        with closing(open_store(str(here.bucket))) as bucket:
+        objects_before = set(objects_below(archived, parent_id))
+        with closing(open_store(str(archived.bucket))) as bucket:
             release(bucket, parent_id, clone_id)
-        collect(here, clock)
-        gone = kept - set(objects_below(here, parent_id))
-        assert {key for key in gone & before if key.startswith("e/")}, "no chunk was kept for the clone"
-        assert {key for key in gone & before if "/file/" in key}, "no table was kept for the clone"
+        collect(archived, clock)
+        deleted = objects_before - set(objects_below(archived, parent_id))
+        assert {key for key in deleted & before if key.startswith("e/")}, "no chunk was kept for the clone"
+        assert {key for key in deleted & before if "/file/" in key}, "no table was kept for the clone"
 
 
-def collect(here: World, clock: ManualClock) -> None:
-    """Time passes: jobs delete, bases come, and what the window does not need goes."""
+def collect(archived: ArchivedStore, clock: ManualClock) -> None:
+    """Advance time: jobs delete, bases are written, and objects outside the window are removed."""
     for number in range(4):
         clock.advance(24 * HOUR)
-        here.store.maintain()
-        here.archiver._needs_base = True
-        here.store.kv("other", create=True).put(b"key", b"%d" % number)
-        here.archived()
-        here.store._parts.window.look(now=True)
+        archived.store.maintain()
+        archived.archiver._needs_base = True
+        archived.store.kv("other", create=True).put(b"key", b"%d" % number)
+        archived.wait_archived()
+        archived.store._parts.window.look(now=True)
 
 
-def test_a_clone_lets_go_only_of_what_it_does_not_read(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.archived()
-        path = made(here, "clone")
+def test_a_clone_releases_only_what_it_does_not_read(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.wait_archived()
+        path = create_clone(archived, "clone")
         with pytest.raises(StillReferenced, match="still reads"):
             release_clone(path)
     with pytest.raises(InvalidInput, match="not a clone"):
-        release_clone(here.root)
+        release_clone(archived.root)
 
 
 @pytest.mark.parametrize("step", ["clone.registered", "clone.made"])
-def test_a_clone_that_fails_leaves_no_registration(tmp_path: Path, step: str) -> None:
-    with world(tmp_path) as here:
-        fill(here.store, 0)
-        here.archived()
+def test_a_failed_clone_leaves_no_registration(tmp_path: Path, step: str) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
         with armed(step, "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
-            made(here, "clone")
-        with closing(open_store(str(here.bucket))) as bucket:
-            assert registrations(bucket, here.store.feed.store_id()) == []
-        made(here, "again")
+            create_clone(archived, "clone")
+        with closing(open_store(str(archived.bucket))) as bucket:
+            assert registrations(bucket, archived.store.feed.store_id()) == []
+        create_clone(archived, "again")
 
 
-def test_a_clone_needs_a_directory_of_its_own(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        fill(here.store, 0)
-        here.archived()
+def test_a_clone_needs_its_own_directory(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
         with pytest.raises(InvalidInput, match="not empty"):
-            made(here, "bucket")
+            create_clone(archived, "bucket")
 
 
-def test_a_backup_of_a_clone_is_whole_without_its_parent(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
-        work(here.store, 0)
-        here.store.stream("events").seal()
-        here.store.stream("events").upload()
-        here.store.evict("shop")
-        here.archived()
-        path = made(here, "clone")
-    with here.open(path) as copy:
+def test_a_backup_of_a_clone_is_complete_without_its_parent(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
+        work(archived.store, 0)
+        archived.store.stream("events").seal()
+        archived.store.stream("events").upload()
+        archived.store.evict("shop")
+        archived.wait_archived()
+        path = create_clone(archived, "clone")
+    with archived.open(path) as copy:
         work(copy, 20)
         expected = contents(copy)
         copy.backup(str(tmp_path / "backup"))
-    shutil.rmtree(here.bucket)
+    shutil.rmtree(archived.bucket)
     quire.restore(str(tmp_path / "backup"), tmp_path / "independent")
     with quire.open(tmp_path / "independent") as store:
         assert contents(store) == expected
@@ -217,22 +219,22 @@ def test_a_backup_of_a_clone_is_whole_without_its_parent(tmp_path: Path) -> None
 
 
 def test_a_clone_stays_in_its_parents_bucket(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Naming another one in quire.toml is refused; the way there is a backup, as the documentation says."""
-    with world(tmp_path) as here:
-        here.store.kv("pairs", create=True).put(
+    """Another bucket in quire.toml is refused; a backup is the way to move, as the documentation says."""
+    with archived_store(tmp_path) as archived:
+        archived.store.kv("pairs", create=True).put(
             b"key", b"value"
-        )  # its table is in the bucket, and no row of the manifest names it
-        here.store.kv("pairs").flush()
-        here.archived()
-        path = made(here, "clone")
+        )  # its table is in the bucket, and no manifest row refers to it
+        archived.store.kv("pairs").flush()
+        archived.wait_archived()
+        path = create_clone(archived, "clone")
     config, other = path / "quire.toml", tmp_path / "other"
-    config.write_text(config.read_text().replace(str(here.bucket), str(other)))
+    config.write_text(config.read_text().replace(str(archived.bucket), str(other)))
     with pytest.raises(ConfigMismatch, match="objects are not at the location"):
         quire.open(path)
     assert run(["objects", "moved", "--yes", "--store", str(path)]) != 0
     assert "those of a clone's parents" in capsys.readouterr().err
-    config.write_text(config.read_text().replace(str(other), str(here.bucket)))
-    with here.open(path) as copy:
+    config.write_text(config.read_text().replace(str(other), str(archived.bucket)))
+    with archived.open(path) as copy:
         assert copy.kv("pairs").get(b"key") == b"value"
         work(copy, 0)
         expected = contents(copy)
@@ -243,20 +245,20 @@ def test_a_clone_stays_in_its_parents_bucket(tmp_path: Path, capsys: pytest.Capt
     config = home / "quire.toml"
     config.write_text(config.read_text().replace('object_store = ""', f'object_store = "{other}"'))
     assert run(["objects", "moved", "--yes", "--store", str(home)]) == 0
-    for gone in (here.bucket, home / "objects"):
-        shutil.rmtree(gone)
+    for directory in (archived.bucket, home / "objects"):
+        shutil.rmtree(directory)
     assert run(["archive", "on", "--store", str(home)]) == 0
     restored = quire.restore(str(other), tmp_path / "restored")
     with quire.open(restored.path, "r") as store:
         assert contents(store) == expected
 
 
-def test_a_hole_in_the_log_of_a_replica_is_named(tmp_path: Path) -> None:
-    with world(tmp_path) as here:
+def test_a_gap_in_the_log_of_a_replica_is_reported(tmp_path: Path) -> None:
+    with archived_store(tmp_path) as archived:
         for start in (0, 20, 40):
-            fill(here.store, start)
-            here.archived()
-    here.log_path(here.headers()[-2].position).unlink()
+            fill(archived.store, start)
+            archived.wait_archived()
+    archived.log_path(archived.headers()[-2].position).unlink()
     with pytest.raises(ObjectNotFound, match="missing in the middle") as caught:
-        here.restore("holed")
+        archived.restore("holed")
     assert "--at" in caught.value.hint

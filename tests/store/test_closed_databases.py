@@ -1,4 +1,5 @@
-"""A database that is closed because its rows break a rule keeps every byte: what is garbage is not known (decision 028)."""
+"""A database that is closed because its rows break a rule keeps every byte: it is not known which of them are garbage
+(decision 028)."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def flip(vandal: Vandal, table: t.Table[Any], *key: Any) -> None:
 
 
 def lose_rows(vandal: Vandal, db_id: int) -> None:
-    """The catalog's row and the count of one chunk or segment are lost: nothing but what holds it names its object."""
+    """Remove the catalog row and the reference count of one chunk or segment: only its holders refer to its object."""
     for (origin, kind, number, generation, delta), count in list(rows(vandal, t.GC_REFCOUNTS)):
         if origin == db_id and kind in (ArtifactKind.BASE, ArtifactKind.WAL) and count.in_use:
             vandal.delete(t.GC_REFCOUNTS, origin, kind, number, generation, delta)
@@ -43,7 +44,7 @@ def lose_rows(vandal: Vandal, db_id: int) -> None:
             else:
                 vandal.delete(t.WAL_CATALOG, origin, number)
             return
-    vandal.delete(t.WAL_STATE, db_id, 0)  # a key-value database has no artifacts
+    vandal.delete(t.WAL_STATE, db_id, 0)  # a key-value set has no artifacts
 
 
 def rows(vandal: Vandal, table: t.Table[Any]) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -66,7 +67,8 @@ def open_store(root: Path, clock: ManualClock) -> Store:
 
 
 def fill(store: Store, kind: str, name: str) -> int:
-    """A database with files, objects where its kind has them, and a version that a snapshot holds; its id."""
+    """Create a database with files, objects if its kind has them, and a version that a snapshot holds; returns its
+    id."""
     if kind == "sqlite":
         with store.sqlite(name, create=True) as connection:
             connection.execute("create table t (x)")
@@ -86,18 +88,18 @@ def fill(store: Store, kind: str, name: str) -> int:
 
 
 def files(root: Path) -> dict[str, int]:
-    """Size of everything that is stored, less the manifest's own files and what only says who is there."""
-    kept = {}
+    """Sizes of all stored files, without the manifest's own files and those that only describe running processes."""
+    sizes = {}
     for folder, _, names in os.walk(root / "store"):
         for name in names:
             path = os.path.relpath(os.path.join(folder, name), root / "store")
             if path.split("/")[0] in ("pages", "streams", "lsm", "objects") and "/readers/" not in path:
-                kept[path] = os.path.getsize(os.path.join(folder, name))
-    return kept
+                sizes[path] = os.path.getsize(os.path.join(folder, name))
+    return sizes
 
 
 def clean_up(store: Store, clock: ManualClock) -> None:
-    """Everything that ever deletes bytes, long after every grace."""
+    """Run everything that deletes data, long after every grace period."""
     for _ in range(3):
         clock.advance(YEAR)
         store.maintain()
@@ -108,7 +110,9 @@ def clean_up(store: Store, clock: ManualClock) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_a_closed_database_is_deleted_and_others_are_cleaned(tmp_path: Path, kind: str, damage: str) -> None:
+def test_nothing_of_a_closed_database_is_deleted_and_others_are_cleaned_up(
+    tmp_path: Path, kind: str, damage: str
+) -> None:
     clock = ManualClock(1_750_000_000_000)
     with open_store(tmp_path, clock) as store:
         closed = fill(store, kind, "closed")
@@ -120,23 +124,26 @@ def test_nothing_of_a_closed_database_is_deleted_and_others_are_cleaned(tmp_path
     vandal.done()
     with open_store(tmp_path, clock) as store:
         with store.manifest.read() as txn:
-            assert txn.refused_databases() - {0} == {closed}  # 0: a lost chunk's namespace, counted too high
+            assert txn.refused_databases() - {0} == {
+                closed
+            }  # 0: the count of a lost chunk's namespace, which is too high
         store.drop("other", snapshots=True)
         clean_up(store, clock)
         with store.manifest.read() as txn:
-            assert txn.database(other) is None, "a closed database stops no other's deletion"
+            assert txn.database(other) is None, "a closed database does not stop deletions of others"
     after = files(tmp_path)
     assert [path for path in before if path not in after] == []
     assert [path for path in after if path.startswith(f"pages/{other:08x}/")] == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_dropped_database_that_is_closed_keeps_its_bytes_and_its_job_says_why(tmp_path: Path, kind: str) -> None:
-    """The counts that a delete job goes by break a rule: it fails with the rule and the repair, and others' go on."""
+def test_a_dropped_and_closed_database_keeps_its_bytes_and_its_job_explains_why(tmp_path: Path, kind: str) -> None:
+    """The counts that a delete job relies on break a rule: it fails with the rule and the repair, and other jobs
+    continue."""
     clock = ManualClock(1_750_000_000_000)
     with open_store(tmp_path, clock) as store:
         closed = fill(store, kind, "closed")
-        store.manifest.drop_db(closed, snapshots=True).result()  # and killed before the engine's sweep
+        store.manifest.drop_db(closed, snapshots=True).result()  # killed before the engine's sweep
         before = files(tmp_path)
     vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
     vandal.delete(t.WAL_STATE, closed, 0)
@@ -150,8 +157,8 @@ def test_a_dropped_database_that_is_closed_keeps_its_bytes_and_its_job_says_why(
     assert [path for path in before if path not in after] == []
 
 
-def test_deletions_that_lost_their_jobs_go_on_beside_a_closed_database(tmp_path: Path) -> None:
-    """The one commit that gives every database its delete job failed for all of them."""
+def test_deletions_that_lost_their_jobs_continue_beside_a_closed_database(tmp_path: Path) -> None:
+    """The single commit that creates the delete jobs of all databases failed for all of them."""
     clock = ManualClock(1_750_000_000_000)
     with open_store(tmp_path, clock) as store:
         closed, other = (fill(store, "sqlite", name) for name in ("closed", "other"))
@@ -170,7 +177,7 @@ def test_deletions_that_lost_their_jobs_go_on_beside_a_closed_database(tmp_path:
 
 
 @pytest.mark.parametrize("table", [t.DB, t.FOLLOWED_FILES], ids=lambda table: table.name)
-def test_a_reader_lists_the_other_databases_and_says_which_is_damaged(
+def test_a_reader_lists_the_other_databases_and_names_the_damaged_one(
     tmp_path: Path, table: t.Table[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = ManualClock(1_750_000_000_000)
@@ -181,14 +188,14 @@ def test_a_reader_lists_the_other_databases_and_says_which_is_damaged(
     vandal = Vandal(str(tmp_path / "store" / "manifest.lmdb"))
     flip(vandal, table, closed)
     vandal.done()
-    looks: list[Callable[[str], StoreReader | Store]] = [StoreReader, lambda path: quire.open(path, "r")]
-    for look in looks:
-        with look(str(tmp_path / "store")) as reader:
+    openers: list[Callable[[str], StoreReader | Store]] = [StoreReader, lambda path: quire.open(path, "r")]
+    for opener in openers:
+        with opener(str(tmp_path / "store")) as reader:
             assert [info.name for info in reader.databases()] == ["child"]
             assert reader.info().databases["pages"] == (1 if table is t.DB else 2)
-        said = capsys.readouterr().err
-        assert "database.row_damaged" in said
-        assert "name='closed'" in said
-        assert "quire manifest check" in said
+        output = capsys.readouterr().err
+        assert "database.row_damaged" in output
+        assert "name='closed'" in output
+        assert "quire manifest check" in output
     with open_store(tmp_path, clock) as store:
         assert [info.name for info in store.databases()] == ["child"]

@@ -1,4 +1,5 @@
-"""A damaged row of one database leaves the others usable: commands name it, and nothing of it is deleted (decision 028)."""
+"""A damaged row of one database leaves the others usable: commands name it, and none of its data is deleted (decision
+028)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from quire.manifest import tables as t
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
 from tests.manifest.test_check import Vandal
-from tests.service.web.world import Asker, web_served
+from tests.service.web.http_client import HttpClient, web_served
 from tests.store.test_closed_databases import KINDS, YEAR, clean_up, files, fill, flip, open_store
 
 DAMAGED = ("sqlite1", "stream1", "kv1")
@@ -32,7 +33,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def root(tmp_path: Path, clock: ManualClock) -> Path:
-    """A directory with a store: three databases of each kind and a fork, then one row of each kind is damaged."""
+    """A directory with a store: three databases of each kind and a fork; then one row of each kind is damaged."""
     with open_store(tmp_path, clock) as store:
         ids = {f"{kind}{number}": fill(store, kind, f"{kind}{number}") for kind in KINDS for number in (1, 2, 3)}
         store.fork("sqlite1", "child")
@@ -51,7 +52,7 @@ def owner(root: Path, clock: ManualClock) -> Iterator[Store]:
 
 
 def run(root: Path, *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and errors of one command on the store."""
+    """The exit code, output and errors of one command on the store."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = main.run([*arguments, "--store", str(root / "store")])
@@ -82,11 +83,11 @@ WRITES = {
 
 
 SHOWN = {"jobs": ["sqlite1"]}
-"""Commands that read no other rows than those they show, and the damaged ones among these."""
+"""Commands that read only the rows they show, and the damaged databases among these."""
 
 
 @pytest.mark.parametrize("command", [*READS, *WRITES])
-def test_a_command_works_for_the_others_and_names_the_damaged(root: Path, command: str) -> None:
+def test_a_command_works_for_the_others_and_names_the_damaged_ones(root: Path, command: str) -> None:
     code, out, err = run(root, *(READS | WRITES)[command])
     assert code == 0, err
     named = SHOWN.get(command, DAMAGED)
@@ -104,21 +105,21 @@ def test_ls_lists_exactly_the_others(root: Path) -> None:
     _, out, _ = run(root, "ls")
     assert [line.split()[0] for line in out.splitlines()[1:]] == OTHERS
     (child,) = [line for line in out.splitlines() if line.startswith("child")]
-    assert child.endswith("sqlite1"), "a parent whose row is damaged was not dropped"
+    assert child.endswith("sqlite1"), "a parent with a damaged row is not shown as dropped"
 
 
-def test_the_feed_goes_on(root: Path) -> None:
+def test_the_feed_continues(root: Path) -> None:
     code, out, _ = run(root, "feed", "tail", "--from", "1")
     assert code == 0
     assert "RegisterDb" in out
     assert "follower" in run(root, "feed", "cursors")[1]
 
 
-def test_verify_reads_the_others_and_reports_the_rows_alone(root: Path) -> None:
+def test_verify_reads_the_others_and_reports_only_the_rows(root: Path) -> None:
     code, out, err = run(root, "verify")
     assert code == 1
     assert err.count("verify.file_damaged kind='manifest'") == len(DAMAGED)
-    assert "db_names is wrong" not in err, "the index of names is right; the rows it names are not"
+    assert "db_names is wrong" not in err, "the index of names is correct; the rows it refers to are not"
     assert re.search(r"^altered +0$", out, re.MULTILINE)
 
 
@@ -139,13 +140,13 @@ def test_every_other_database_is_read_and_written(owner: Store) -> None:
 
 def test_the_dashboard_and_the_metrics_name_them(root: Path) -> None:
     with web_served(root / "store") as (_, web):
-        asker = Asker(web.address)
-        overview = asker.get("/api/overview").json
+        client = HttpClient(web.address)
+        overview = client.get("/api/overview").json
         assert [row["name"] for row in overview["databases_damaged"]] == list(DAMAGED)
         assert [row["name"] for row in overview["databases"]] == OTHERS
         for path in ("/api/lineage", "/api/jobs", "/api/feed", "/api/verification", "/api/why?subject=sqlite2"):
-            assert asker.get(path).status == 200, path
-        metrics = asker.get("/metrics").body.decode()
+            assert client.get(path).status == 200, path
+        metrics = client.get("/metrics").body.decode()
         assert "quire_databases_damaged 3.0" in metrics
         assert 'quire_databases{kind="pages"} 3.0' in metrics
 
@@ -153,17 +154,17 @@ def test_the_dashboard_and_the_metrics_name_them(root: Path) -> None:
 def test_nothing_is_deleted_while_rows_are_damaged(root: Path, owner: Store, clock: ManualClock) -> None:
     before = files(root)
     clean_up(owner, clock)
-    # Segments that a checkpoint of another database has absorbed go, as always.
+    # Segments that a checkpoint of another database has absorbed are deleted as usual.
     absorbed = tuple(f"pages/{owner.database(name).db_id:08x}/wal/" for name in ("sqlite2", "sqlite3"))
     assert [path for path in before if path not in files(root) and not path.startswith(absorbed)] == []
 
 
-def test_a_row_that_is_damaged_while_the_store_is_open_stops_every_sweep(tmp_path: Path, clock: ManualClock) -> None:
-    """Nobody has closed its database: what no intact row names may be the damaged one's."""
+def test_a_row_damaged_while_the_store_is_open_stops_every_sweep(tmp_path: Path, clock: ManualClock) -> None:
+    """Its database is not closed: data that no intact row refers to may belong to it."""
     with open_store(tmp_path, clock) as store:
         ids = {kind: fill(store, kind, kind) for kind in KINDS}
         other = fill(store, "sqlite", "other")
-        # Else the database may have commits to publish when the store is closed, which its damaged row does not allow.
+        # Otherwise the database may have commits to publish when the store is closed, which its damaged row prevents.
         store.pages.close_database(ids["sqlite"])
         before = files(tmp_path)
         for kind in KINDS:
@@ -181,7 +182,7 @@ def test_a_row_that_is_damaged_while_the_store_is_open_stops_every_sweep(tmp_pat
 
 
 def damage_open(store: Store, db_id: int) -> None:
-    """Flip a bit of a database's row behind the back of the process that owns it."""
+    """Flip a bit of a database's row without the knowledge of the owning process."""
     env, key = store.manifest.env, t.DB.key.pack(db_id)
     with env.begin_write() as txn:
         raw = txn.get(key, db=env.handles[t.DB.name])
@@ -189,7 +190,7 @@ def damage_open(store: Store, db_id: int) -> None:
         txn.put(key, raw[:-1] + bytes([raw[-1] ^ 1]), db=env.handles[t.DB.name])
 
 
-def test_repair_gives_them_back(root: Path, clock: ManualClock) -> None:
+def test_repair_restores_them(root: Path, clock: ManualClock) -> None:
     code, out, _ = run(root, "manifest", "check")
     assert (code, out.count("repairable")) == (1, len(DAMAGED))
     assert run(root, "manifest", "check", "--repair")[0] == 0
@@ -201,8 +202,8 @@ def test_repair_gives_them_back(root: Path, clock: ManualClock) -> None:
         assert store.kv("kv1").get(b"key") == b"value" * 1000
 
 
-def test_without_the_change_log_a_backup_is_asked_for(tmp_path: Path, clock: ManualClock) -> None:
-    """The log no longer begins with the first change: the row cannot be recomputed, and the others still work."""
+def test_without_the_change_log_a_backup_is_suggested(tmp_path: Path, clock: ManualClock) -> None:
+    """The log no longer starts with the first change: the row cannot be recomputed, and the others still work."""
     with open_store(tmp_path, clock) as store:
         damaged = fill(store, "kv", "damaged")
         fill(store, "kv", "other")

@@ -1,4 +1,4 @@
-"""How many descriptors a store has: those of what is used now, however many databases there are."""
+"""Descriptors of a store: only databases in use have some, however many databases there are."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ print("done")
 
 
 @pytest.mark.parametrize("kind", ["pages", "stream", "lsm"])
-def test_more_databases_than_descriptors_are_written_and_idle_ones_hold_none(tmp_path: Path, kind: str) -> None:
-    """1,024 descriptors ended at database 1,012, after all connections had been closed."""
+def test_more_databases_than_descriptors_can_be_written_and_idle_ones_hold_none(tmp_path: Path, kind: str) -> None:
+    """With a limit of 1,024 descriptors, database 1,012 failed although all connections had been closed."""
     command = ["-c", WRITE_MANY, str(tmp_path / "s"), kind, "130"]
     done = run_program(command, capture_output=True)
     assert done.stdout.strip() == "done", done.stderr[-3000:]
@@ -97,7 +97,7 @@ print("done")
 """
 
 
-def test_hundreds_of_sets_that_are_written_in_turn_do_not_sync_each_others_logs(tmp_path: Path) -> None:
-    """With 256 open files each put without a sync had to sync the log of another set, to close it."""
+def test_hundreds_of_sets_written_in_turn_do_not_sync_each_others_logs(tmp_path: Path) -> None:
+    """With 256 open files, each put without a sync had to sync the log of another set, in order to close it."""
     done = run_program(["-c", WRITE_IN_TURN, str(tmp_path / "s")], capture_output=True)
     assert done.stdout.strip() == "done", done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The heavy jobs through a store: over many databases, and what they tell."""
+"""The heavy jobs of a store: over many databases, and their reports."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_all_databases_are_checkpointed_in_one_run(store: Store) -> None:
     assert counts == [(600,), (300,), (300,)]
 
 
-def test_a_runner_that_there_is_not_is_refused(store: Store) -> None:
+def test_an_unknown_runner_is_refused(store: Store) -> None:
     fill(store, "a")
     job = store.checkpoint("a", runner="cluster")
     assert job.state is JobState.FAILED_PERMANENT
     assert InvalidInput.__name__ in job.record.error
 
 
-def test_what_is_verified_swept_and_audited(store: Store, tmp_path: Path) -> None:
+def test_verify_sweep_and_audit(store: Store, tmp_path: Path) -> None:
     fill(store, "a", "b")
     store.heavy.checkpoint_all(runner="threads")
     job = store.heavy.verify(runner="threads")
@@ -84,12 +84,12 @@ def test_a_snapshot_is_restored_to_a_file_that_sqlite_opens(store: Store, tmp_pa
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_who_holds_what_alone_and_shared(store: Store) -> None:
+def test_stats_separate_shared_and_exclusive_bytes(store: Store) -> None:
     fill(store, "a")
     store.checkpoint("a")
     store.snapshot("a", "early")
     store.fork("a", "b")
-    usage = {(each.database, each.snapshot): each for each in store.heavy.stats()}
+    usage = {(row.database, row.snapshot): row for row in store.heavy.stats()}
     assert usage.keys() == {("a", ""), ("a", "early"), ("b", "")}
     both = usage["a", ""], usage["b", ""]
     chunk = both[1].chunk_bytes
@@ -100,9 +100,9 @@ def test_who_holds_what_alone_and_shared(store: Store) -> None:
     assert both[0].compression > 1
     assert usage["a", "early"].exclusive_bytes == 0
     store.drop("b")
-    (alone, early) = store.heavy.stats()
-    assert (alone.shared_bytes, early.exclusive_bytes) == (0, 0)
-    assert alone.exclusive_bytes == alone.size_bytes
+    (only_snapshot, early) = store.heavy.stats()
+    assert (only_snapshot.shared_bytes, early.exclusive_bytes) == (0, 0)
+    assert only_snapshot.exclusive_bytes == only_snapshot.size_bytes
     fill(store, "a")
     store.checkpoint("a")
     (_, early) = store.heavy.stats()

@@ -1,4 +1,4 @@
-"""Jobs over very many databases: in waves, and only where there is something to do."""
+"""Jobs over very many databases: in waves, and only for databases with work to do."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[quire.Sto
         yield store
 
 
-def test_databases_with_wal_of_their_own_are_checkpointed_in_waves(store: quire.Store) -> None:
-    told: list[tuple[int, int]] = []
-    jobs = store.heavy.checkpoint_all(runner="threads", progress=lambda done, total: told.append((done, total)))
-    asked = {store.database(job.db_id).name for job in jobs}
-    assert asked == {"template", "tenant-0", "tenant-1", "tenant-2"}, (
+def test_databases_with_their_own_wal_are_checkpointed_in_waves(store: quire.Store) -> None:
+    progress: list[tuple[int, int]] = []
+    jobs = store.heavy.checkpoint_all(runner="threads", progress=lambda done, total: progress.append((done, total)))
+    checkpointed = {store.database(job.db_id).name for job in jobs}
+    assert checkpointed == {"template", "tenant-0", "tenant-1", "tenant-2"}, (
         "a fork that was never written has nothing to absorb"
     )
     assert {job.state for job in jobs} == {JobState.SUCCEEDED}
-    assert told == sorted(told), "progress does not go back from wave to wave"
-    assert told[-1] == (6, 6), "and ends where everything is done"
+    assert progress == sorted(progress), "progress does not go back from wave to wave"
+    assert progress[-1] == (6, 6), "and ends with everything done"
     assert not store.heavy.checkpoint_all(runner="threads")
     (job,) = store.heavy.checkpoint_all(["tenant-4"], runner="threads")
     assert job.result["slots"] == 1

@@ -1,4 +1,4 @@
-"""A directory becomes a store whole or not at all: what is refused, and what a creation that was cut off leaves."""
+"""A directory becomes a store completely or not at all: what is refused, and what an interrupted creation leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.store.conftest import assert_sound
 
 
 def each_creation(tmp_path: Path, fault: Fault) -> Iterator[tuple[Path, FaultyDisk]]:
-    """A directory and a disk that fails its 1st, 2nd, … call; the last disk fails none."""
+    """A directory and a disk whose 1st, 2nd, … call fails; the last disk does not fail."""
     fail_at = 0
     while True:
         fail_at += 1
@@ -30,7 +30,7 @@ def each_creation(tmp_path: Path, fault: Fault) -> Iterator[tuple[Path, FaultyDi
 
 @pytest.mark.parametrize("fault", LOUD, ids=lambda fault: fault.name)
 def test_a_creation_that_fails_at_any_step_can_be_repeated(tmp_path: Path, fault: Fault) -> None:
-    """Layout, rules 1 and 2: before the end there is no store for readers, and the next open makes it."""
+    """Layout, rules 1 and 2: before the end there is no store for readers, and the next open creates it."""
     steps = 0
     for root, disk in each_creation(tmp_path, fault):
         steps += 1
@@ -49,12 +49,12 @@ def test_a_creation_that_fails_at_any_step_can_be_repeated(tmp_path: Path, fault
         assert_sound(root)
         names = ["manifest.lmdb", "manifest.lmdb-checked", "manifest.lmdb-lock", "quire.toml", "store.lock"]
         assert sorted(os.listdir(root)) == names
-    assert steps > 10, "the disk saw every step"
+    assert steps > 10, "every step went through the disk"
 
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.POWER_CUT], ids=lambda fault: fault.name)
-def test_opening_what_exists_survives_a_fault_at_any_step(tmp_path: Path, fault: Fault) -> None:
-    """A sweep that fails only warns; what is left is swept the next time."""
+def test_opening_an_existing_store_survives_a_fault_at_any_step(tmp_path: Path, fault: Fault) -> None:
+    """A failed sweep only warns; the next open repeats it."""
     for root, disk in each_creation(tmp_path, fault):
         with quire.open(root) as store:
             store.create("shop", "pages")
@@ -66,7 +66,7 @@ def test_opening_what_exists_survives_a_fault_at_any_step(tmp_path: Path, fault:
         except (PowerCut, quire.StorageFault):
             assert disk.fired
         with quire.open(root) as store:
-            assert [each.name for each in store.databases()] == ["shop"]
+            assert [database.name for database in store.databases()] == ["shop"]
         assert os.listdir(root / "scratch") == []
         assert not (root / "manifest.lmdb.tmp").exists()
 
@@ -95,7 +95,7 @@ def test_scratch_is_swept_without_following_links(path: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "present", [[], ["lost+found/"], ["store.lock"], ["store.lock", "quire.toml.tmp"], ["quire.toml"]]
 )
-def test_what_may_become_a_store(path: Path, present: list[str]) -> None:
+def test_directories_that_can_become_a_store(path: Path, present: list[str]) -> None:
     _fill(path, present)
     quire.open(path).close()
 
@@ -110,18 +110,18 @@ def test_what_may_become_a_store(path: Path, present: list[str]) -> None:
         (["quire.toml", "objects/"], quire.ManifestDamaged),
     ],
 )
-def test_what_may_not_is_refused_and_left_alone(
+def test_other_directories_are_refused_and_left_unchanged(
     tmp_path: Path, present: list[str], error: type[quire.QuireError]
 ) -> None:
     root = tmp_path / "store"
     _fill(root, present)
     for mode in ("rw", "r"):
-        # A reader finds no store among other people's files; only making one there is a mistake.
+        # A reader finds no store among unrelated files; only creating one there is an error.
         nothing_to_read = mode == "r" and error is quire.InvalidInput
         with pytest.raises(quire.StoreNotFound if nothing_to_read else error) as caught:
             quire.open(root, mode)
         assert caught.value.hint
-    assert sorted(os.listdir(root)) == sorted(each.strip("/") for each in present)
+    assert sorted(os.listdir(root)) == sorted(name.strip("/") for name in present)
 
 
 def _fill(root: Path, present: list[str]) -> None:
@@ -133,17 +133,17 @@ def _fill(root: Path, present: list[str]) -> None:
             (root / name).touch()
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_is_refused_as_a_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+    for location in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(quire.InvalidInput, match="directory"):
-            quire.open(place)
+            quire.open(location)
 
 
 @pytest.mark.parametrize(
     "text", [b"object_store = ", b"[manifest]\nunknown = 1", b"[manifest]\nreaders_max = 0", b"\xff\xfe", b"feed = 3"]
 )
-def test_a_wrong_configuration_is_named_and_nothing_is_made(tmp_path: Path, text: bytes) -> None:
+def test_an_invalid_configuration_is_reported_and_nothing_is_created(tmp_path: Path, text: bytes) -> None:
     root = tmp_path / "store"
     root.mkdir()
     (root / "quire.toml").write_bytes(text)
@@ -151,14 +151,14 @@ def test_a_wrong_configuration_is_named_and_nothing_is_made(tmp_path: Path, text
         quire.open(root)
     assert not (root / "manifest.lmdb").exists()
     (root / "quire.toml").write_bytes(b"")
-    quire.open(root).close()  # the lock was given back
+    quire.open(root).close()  # the lock was released
     (root / "quire.toml").write_bytes(text)
     for mode in ("rw", "r"):
         with pytest.raises(quire.InvalidConfig):
             quire.open(root, mode)
 
 
-def test_a_manifest_that_is_none_is_damage_not_a_new_store(tmp_path: Path) -> None:
+def test_an_invalid_manifest_is_damage_not_a_new_store(tmp_path: Path) -> None:
     root = tmp_path / "store"
     quire.open(root).close()
     (root / "manifest.lmdb").write_bytes(b"no LMDB file at all" * 1000)
@@ -169,14 +169,14 @@ def test_a_manifest_that_is_none_is_damage_not_a_new_store(tmp_path: Path) -> No
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become another user")
 @pytest.mark.parametrize("existing", [False, True], ids=["new", "existing"])
-def test_a_directory_of_somebody_else_is_not_writable(tmp_path: Path, existing: bool) -> None:
+def test_another_users_directory_is_not_writable(tmp_path: Path, existing: bool) -> None:
     root = tmp_path / "store"
     root.mkdir()
     if existing:
         quire.open(root).close()
-    for each in (root, *list(root.parents)[:4]):
-        if each.is_relative_to(tmp_path.parents[2]):
-            each.chmod(0o755)
+    for directory in (root, *list(root.parents)[:4]):
+        if directory.is_relative_to(tmp_path.parents[2]):
+            directory.chmod(0o755)
     os.seteuid(65534)
     try:
         with pytest.raises(quire.NotWritable):
@@ -187,19 +187,19 @@ def test_a_directory_of_somebody_else_is_not_writable(tmp_path: Path, existing: 
         assert_sound(root)
 
 
-def test_a_page_of_the_manifest_that_makes_no_sense_is_damage_to_who_only_looks(tmp_path: Path) -> None:
+def test_an_invalid_manifest_page_is_damage_to_readers(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with quire.open(root) as store:
         for number in range(5):
             store.create(f"db-{number}", "pages")
     manifest = root / "manifest.lmdb"
     whole, page, damaged = manifest.read_bytes(), 4096, 0
-    for start in range(2 * page, len(whole), page):  # behind LMDB's two meta pages
+    for start in range(2 * page, len(whole), page):  # after LMDB's two meta pages
         manifest.write_bytes(whole[:start] + bytes(page) + whole[start + page :])
         try:
-            with StoreReader(str(root)) as look:
-                look.databases()
-                look.info()
+            with StoreReader(str(root)) as reader:
+                reader.databases()
+                reader.info()
         except ManifestDamaged:
             damaged += 1
     assert damaged > 1

@@ -25,7 +25,7 @@ def names(store: quire.Store, **wanted: object) -> list[str]:
     return [info.name for info in store.databases(**wanted)]  # type: ignore[arg-type]
 
 
-def test_a_prefix_a_kind_and_a_tag_choose(store: quire.Store) -> None:
+def test_filters_by_prefix_kind_and_tag(store: quire.Store) -> None:
     assert names(store, prefix="paid-") == ["paid-0", "paid-1", "paid-2"]
     assert names(store, kind="stream") == ["clicks"]
     assert names(store, tag="plan=paid") == names(store, tag="vip") == ["paid-0", "paid-1", "paid-2"]
@@ -48,7 +48,7 @@ def test_the_newest_change_comes_first(store: quire.Store) -> None:
         connection.execute("CREATE TABLE t(x)")
     store.rename("free-1", "renamed")
     assert names(store, sort="written", limit=2) == ["renamed", "free-3"]
-    assert sorted(names(store, sort="written")) == sorted(names(store)), "those without a change come last"
+    assert sorted(names(store, sort="written")) == sorted(names(store)), "databases without a change come last"
 
 
 def test_the_largest_comes_first(store: quire.Store) -> None:
@@ -59,19 +59,19 @@ def test_the_largest_comes_first(store: quire.Store) -> None:
 
 
 def test_a_page_reads_no_more_than_it_shows(store: quire.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[int] = []
+    scanned_ids: list[int] = []
     real = ReadTxn.database
 
     def database(txn: ReadTxn, db_id: int) -> object:
-        looked.append(db_id)
+        scanned_ids.append(db_id)
         return real(txn, db_id)
 
     monkeypatch.setattr(ReadTxn, "database", database)
     assert len(names(store, limit=2)) == 2
-    assert len(looked) == 2
+    assert len(scanned_ids) == 2
 
 
-def test_what_is_no_order_is_refused(store: quire.Store) -> None:
+def test_an_unknown_order_is_refused(store: quire.Store) -> None:
     with pytest.raises(InvalidInput, match="order"):
         store.databases(sort="colour")
     with pytest.raises(InvalidInput, match="after a name"):

@@ -1,4 +1,4 @@
-"""An owner whose lock file was moved or removed ends: a second owner may be at work by then."""
+"""An owner whose lock file was moved or removed stops: a second owner may already be running."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_records import SegmentOpened
 from tests.store.conftest import Script, assert_sound, line
 
-SECOND = """
+SECOND_OWNER = """
 import sys, quire
 with quire.open(sys.argv[1]) as store:
     store.create("of-the-second", "pages")
-    print([each.name for each in store.databases()], flush=True)
+    print([database.name for database in store.databases()], flush=True)
     sys.stdin.readline()
 """
 
@@ -43,29 +43,29 @@ def remove(path: Path) -> None:
     os.remove(path / "store.lock")
 
 
-WAYS = pytest.mark.parametrize("lose", [move, replace, remove])
+EACH_LOSS = pytest.mark.parametrize("lose_lock_file", [move, replace, remove])
 
 
-@WAYS
-def test_an_owner_that_lost_its_lock_file_commits_nothing_more(
-    path: Path, lose: Callable[[Path], None], script: Script
+@EACH_LOSS
+def test_an_owner_that_lost_its_lock_file_commits_nothing(
+    path: Path, lose_lock_file: Callable[[Path], None], script: Script
 ) -> None:
     with quire.open(path, settings=QUIET) as first:
         first.create("before", "pages")
-        lose(path)
-        second = script(SECOND, str(path))
+        lose_lock_file(path)
+        second = script(SECOND_OWNER, str(path))
         assert line(second) == "['before', 'of-the-second']"
         with pytest.raises(StoreFenced, match="lock file") as caught:
             first.create("after", "pages")
         assert caught.value.where["path"] == str(path / "store.lock")
         assert caught.value.where["successor_pid"] == second.pid
-        with pytest.raises(StoreFenced):  # and not the time after either
+        with pytest.raises(StoreFenced):  # nor the time after
             first.create("later", "pages")
-        assert [each.name for each in first.databases()] == ["before", "of-the-second"], "reading goes on"
+        assert [database.name for database in first.databases()] == ["before", "of-the-second"], "reading still works"
         second.communicate("\n")
     assert_sound(path)
     with quire.open(path, "r") as reader:
-        assert [each.name for each in reader.databases()] == ["before", "of-the-second"]
+        assert [database.name for database in reader.databases()] == ["before", "of-the-second"]
 
 
 @pytest.fixture
@@ -91,25 +91,25 @@ def append(store: Store) -> Callable[[], object]:
     return lambda: stream.append(b"two").result()
 
 
-@WAYS
+@EACH_LOSS
 @pytest.mark.parametrize("write", [insert, put, append])
 def test_no_engine_acknowledges_a_write_under_a_lost_lock(
-    path: Path, first: Store, write: Callable[[Store], Callable[[], object]], lose: Callable[[Path], None]
+    path: Path, first: Store, write: Callable[[Store], Callable[[], object]], lose_lock_file: Callable[[Path], None]
 ) -> None:
-    """Engines sync logs of their own, and ask the manifest only now and then."""
+    """Engines sync their own logs, and consult the manifest only occasionally."""
     with first:
-        again = write(first)
-        lose(path)
+        second_write = write(first)
+        lose_lock_file(path)
         for _ in range(2):
-            with pytest.raises(Exception) as caught:  # noqa: PT011 - SQLite has errors of its own
-                again()
+            with pytest.raises(Exception) as caught:  # noqa: PT011 - SQLite has its own errors
+                second_write()
             assert "lock file" in str(caught.value) or isinstance(caught.value.__cause__, StoreFenced), caught.value
     assert_sound(path)
 
 
-def test_a_manifest_log_whose_lock_file_was_moved_takes_nothing_more(path: Path, first: Store) -> None:
-    """The same for the lock of a stream's manifest log, which tools take while nobody owns the store. An owner's streams have
-    none: the store's lock covers them, and a descriptor for each would be too many."""
+def test_a_manifest_log_whose_lock_file_was_moved_accepts_nothing(path: Path, first: Store) -> None:
+    """The same for the lock of a stream's manifest log, which tools take while the store has no owner. Streams of an
+    owner have no such lock: the store's lock covers them, and a descriptor for each would be too many."""
     with first:
         stream = first.stream("log", create=True)
         stream.append(b"one").result()
@@ -122,5 +122,5 @@ def test_a_manifest_log_whose_lock_file_was_moved_takes_nothing_more(path: Path,
     os.rename(files.lock, f"{files.lock}.old")
     with pytest.raises(StoreFenced, match="lock file") as caught:
         log.commit()
-    assert caught.value.__cause__ is not caught.value, "whoever walks through causes comes to an end"
+    assert caught.value.__cause__ is not caught.value, "the chain of causes is finite"
     log.abandon()

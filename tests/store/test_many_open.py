@@ -1,4 +1,4 @@
-"""What an idle database costs: no file, no thread, no memory to speak of; and what many open ones cost (N1)."""
+"""The cost of an idle database: no file, no thread, hardly any memory; and the cost of many open ones (N1)."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def _write_pages(store: quire.Store, number: int) -> None:
     connection.close()
 
 
-def _rest(store: quire.Store) -> None:
-    """Two rounds of the keeper: databases without connections are let go."""
+def _close_idle(store: quire.Store) -> None:
+    """Two rounds of the keeper: databases without connections are closed."""
     for _ in range(2):
         store._parts.sqlite.run_keeper_round()
     gc.collect()
 
 
-def test_page_databases_beyond_the_limit_are_closed_and_opened_again_on_use(store: quire.Store) -> None:
+def test_page_databases_beyond_the_limit_are_closed_and_reopened_on_use(store: quire.Store) -> None:
     for number in range(MANY):
         _write_pages(store, number)
-        _rest(store)
+        _close_idle(store)
     assert len(store.pages.stores()) <= FEW + 1
     for number in range(MANY):
         _write_pages(store, number)
@@ -56,7 +56,7 @@ def test_page_databases_beyond_the_limit_are_closed_and_opened_again_on_use(stor
             assert connection.execute("SELECT count(*) FROM t").fetchall() == [(2,)]
 
 
-def test_streams_beyond_the_limit_are_closed_and_opened_again_on_use(store: quire.Store) -> None:
+def test_streams_beyond_the_limit_are_closed_and_reopened_on_use(store: quire.Store) -> None:
     for number in range(MANY):
         store.stream(f"s{number}", create=True).append(b"a").result()
     assert len(store.streams.streams()) <= FEW
@@ -66,7 +66,7 @@ def test_streams_beyond_the_limit_are_closed_and_opened_again_on_use(store: quir
         assert [record.payload for record in stream.read()] == [b"a", b"b"]
 
 
-def test_key_value_sets_beyond_the_limit_are_closed_and_opened_again_on_use(store: quire.Store) -> None:
+def test_key_value_sets_beyond_the_limit_are_closed_and_reopened_on_use(store: quire.Store) -> None:
     for number in range(MANY):
         store.kv(f"k{number}", create=True).put(b"a", b"%d" % number)
     assert len(store.kvs.databases()) <= FEW
@@ -74,14 +74,14 @@ def test_key_value_sets_beyond_the_limit_are_closed_and_opened_again_on_use(stor
         assert store.kv(f"k{number}").get(b"a") == b"%d" % number
 
 
-def test_what_somebody_holds_stays_open_and_works(store: quire.Store) -> None:
+def test_databases_in_use_stay_open_and_work(store: quire.Store) -> None:
     stream, kv, page = store.stream("s", create=True), store.kv("k", create=True), store.sqlite("p", create=True)
     page.execute("CREATE TABLE t(x)")
     for number in range(MANY):
         store.stream(f"s{number}", create=True).append(b"a").result()
         store.kv(f"k{number}", create=True).put(b"a", b"1")
         _write_pages(store, number)
-        _rest(store)
+        _close_idle(store)
     stream.append(b"still").result()
     kv.put(b"still", b"there")
     page.execute("INSERT INTO t VALUES (1)")
@@ -109,7 +109,7 @@ def test_a_reader_keeps_its_database_open(store: quire.Store) -> None:
     with store.pages.open("p0").open_snapshot() as snapshot:
         for number in range(1, MANY):
             _write_pages(store, number)
-            _rest(store)
+            _close_idle(store)
         assert len(snapshot.read_page(0)) == 4096
 
 
@@ -120,10 +120,10 @@ def test_idle_databases_are_closed_after_a_while(tmp_path: Path) -> None:
         _write_pages(store, 0)
         store.stream("s", create=True).append(b"a").result()
         store.kv("k", create=True).put(b"a", b"1")
-        _rest(store)
+        _close_idle(store)
         for engine in (store.pages, store.streams, store.kvs):
             engine.close_idle()
-        assert all((store.pages.stores(), store.streams.streams(), store.kvs.databases())), "they were used just now"
+        assert all((store.pages.stores(), store.streams.streams(), store.kvs.databases())), "they were just used"
         clock.advance(120.0)
         for engine in (store.pages, store.streams, store.kvs):
             engine.close_idle()
@@ -133,7 +133,7 @@ def test_idle_databases_are_closed_after_a_while(tmp_path: Path) -> None:
 
 
 def test_threads_do_not_grow_with_the_number_of_open_databases(tmp_path: Path) -> None:
-    others = set(threading.enumerate())  # what earlier tests have left in this process
+    others = set(threading.enumerate())  # left by earlier tests in this process
     with quire.open(tmp_path / "store") as store:
         held: list[object] = []
         for number in range(MANY):
@@ -146,55 +146,55 @@ def test_threads_do_not_grow_with_the_number_of_open_databases(tmp_path: Path) -
 
 
 def test_descriptors_do_not_grow_with_the_number_of_databases(store: quire.Store) -> None:
-    """Of the store's own files: other tests leave descriptors in this process, too."""
+    """Only the store's own files count: other tests leave descriptors in this process, too."""
     counts = []
     for number in range(MANY):
         _write_pages(store, number)
         store.stream(f"s{number}", create=True).append(b"a").result()
         store.kv(f"k{number}", create=True).put(b"a", b"1")
-        _rest(store)
+        _close_idle(store)
         counts.append(len(_descriptors(store)))
-    # The manifest twice, and two locks; a log of pages, two files of a stream, two of key-value sets.
+    # The manifest twice, and two locks; a WAL of pages, two files of a stream, two of key-value sets.
     of_store, of_each = 4, 5
     assert max(counts) <= of_store + (FEW + 1) * of_each, _descriptors(store)
 
 
 def _descriptors(store: quire.Store) -> list[str]:
     """The files below the store's directory that this process has open."""
-    found = []
+    segments = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return sorted(path for path in found if path.startswith(f"{store.path}/"))
+        with suppress(FileNotFoundError):  # closed in the meantime
+            segments.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(path for path in segments if path.startswith(f"{store.path}/"))
 
 
 def test_the_disk_of_an_idle_database_is_small(store: quire.Store) -> None:
-    """At most 64 KiB beyond its data, of whichever kind."""
+    """At most 64 KiB beyond its data, for every kind."""
     for number in range(FEW):
         _write_pages(store, number)
         store.stream(f"s{number}", create=True).append(b"a").result()
         store.kv(f"k{number}", create=True).put(b"a", b"1")
-    _rest(store)
+    _close_idle(store)
     store.close()
     for kind in ("pages", "streams", "lsm"):
         below = Path(store.path) / kind
-        given = sum(path.stat().st_blocks * 512 for path in below.rglob("*"))
-        assert given / FEW <= 64 * 1024, kind
+        allocated_bytes = sum(path.stat().st_blocks * 512 for path in below.rglob("*"))
+        assert allocated_bytes / FEW <= 64 * 1024, kind
 
 
 def test_the_memory_of_an_idle_database_is_small(tmp_path: Path) -> None:
-    """At most 8 KiB, of whichever kind, after it was used."""
+    """At most 8 KiB for every kind, after it was used."""
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
     clock = ManualClock()
     with quire.open(tmp_path / "store", settings=settings, clock=clock) as store:
 
         def used(numbers: range) -> int:
-            """What is allocated when they are idle again."""
+            """Allocated bytes when the databases are idle again."""
             for number in numbers:
                 _write_pages(store, number)
                 store.stream(f"s{number}", create=True).append(b"a").result()
                 store.kv(f"k{number}", create=True).put(b"a", b"1")
-            _rest(store)
+            _close_idle(store)
             clock.advance(120.0)
             for engine in (store.pages, store.streams, store.kvs):
                 engine.close_idle()
@@ -213,8 +213,8 @@ def test_the_memory_of_an_idle_database_is_small(tmp_path: Path) -> None:
     assert (after - before) / (3 * len(many)) <= 8 * 1024
 
 
-def test_a_fork_that_was_never_written_gets_no_checkpoint_for_its_age(tmp_path: Path) -> None:
-    """A hundred thousand of them would get a chunk each."""
+def test_a_fork_that_was_never_written_is_not_checkpointed_for_its_age(tmp_path: Path) -> None:
+    """Hazard: 100,000 of them would get a chunk each."""
     clock = ManualClock()
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
     with quire.open(tmp_path / "store", settings=settings, clock=clock) as store:
@@ -225,5 +225,5 @@ def test_a_fork_that_was_never_written_gets_no_checkpoint_for_its_age(tmp_path: 
         store.pages.flush(store.database("fork-2").db_id)
         clock.advance(3600.0)
         assert store.upkeep.round(everything=True).checkpoints == 2, (
-            "the template's, and that of the fork with rows of its own"
+            "the template's chunk, and that of the fork with its own rows"
         )

@@ -1,4 +1,4 @@
-"""A database's namespace is where all its objects go, whatever made them (A1)."""
+"""All objects of a database are written to its namespace, whatever creates them (A1)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ SETTINGS = StoreSettings(
 )
 
 
-def files(place: Path) -> set[str]:
-    return {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} if place.exists() else set()
+def files(directory: Path) -> set[str]:
+    return (
+        {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+        if directory.exists()
+        else set()
+    )
 
 
 @pytest.fixture
@@ -46,7 +50,7 @@ def store(tmp_path: Path, cold: Path, clock: ManualClock) -> Iterator[quire.Stor
 
 
 def fill(store: quire.Store) -> None:
-    """All that makes objects: checkpoints, WAL uploads, streams, their manifest logs, backups."""
+    """Everything that creates objects: checkpoints, WAL uploads, streams, their manifest logs, backups."""
     store.create("shop", "pages", namespace="cold")
     with store.sqlite("shop") as db:
         db.execute("create table t(x); insert into t values (1)")
@@ -54,7 +58,7 @@ def fill(store: quire.Store) -> None:
     with store.sqlite("shop") as db:
         db.execute("insert into t values (2)")
     store.snapshot("shop", "kept")
-    store.view("shop", "kept", upload=True)  # segments that the snapshot needs get objects
+    store.view("shop", "kept", upload=True)  # segments that the snapshot needs are uploaded
     store.create("clicks", "stream", namespace="cold")
     clicks = store.stream("clicks")
     clicks.append([b"click %d" % number for number in range(100)]).result()
@@ -78,8 +82,8 @@ def move(store: quire.Store) -> None:
     clicks.tick()
 
 
-def test_every_object_of_a_database_goes_to_its_namespace(store: quire.Store, tmp_path: Path, cold: Path) -> None:
-    """Hazard: checkpoints, streams, manifest logs and backups went to the store's own place."""
+def test_every_object_of_a_database_is_written_to_its_namespace(store: quire.Store, tmp_path: Path, cold: Path) -> None:
+    """Hazard: checkpoints, streams, manifest logs and backups were written to the store's default namespace."""
     fill(store)
     kinds = {
         "base": "/base:",
@@ -96,7 +100,7 @@ def test_every_object_of_a_database_goes_to_its_namespace(store: quire.Store, tm
     assert store.database("shop").namespace == "cold"
 
 
-def test_what_is_in_a_namespace_is_read_again_from_there(
+def test_objects_in_a_namespace_are_read_from_there(
     store: quire.Store, tmp_path: Path, cold: Path, clock: ManualClock
 ) -> None:
     fill(store)
@@ -105,28 +109,30 @@ def test_what_is_in_a_namespace_is_read_again_from_there(
         clicks.tiers.evict(segment.segment_id)
         clicks.tiers.evict(segment.segment_id, warm=True)
     store.close()
-    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as again:
-        assert payloads(again)[:2] == [b"click 0", b"click 1"]
-        with again.sqlite("shop") as db:
+    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as reopened:
+        assert payloads(reopened)[:2] == [b"click 0", b"click 1"]
+        with reopened.sqlite("shop") as db:
             assert db.execute("select sum(x) from t").fetchone() == (3,)
-        backup = read_backup(again.namespaces.objects_of("cart"), "cart", home=kv_backups_prefix(again.feed.store_id()))
+        backup = read_backup(
+            reopened.namespaces.objects_of("cart"), "cart", home=kv_backups_prefix(reopened.feed.store_id())
+        )
         assert backup.tables
-        again.heavy.verify()
-        assert again.heavy.damaged() == []
-        assert again.heavy.sweep(delete=True, grace_seconds=0).result["orphans"] == []
-        assert again.manifest.check() == []
+        reopened.heavy.verify()
+        assert reopened.heavy.damaged() == []
+        assert reopened.heavy.sweep(delete=True, grace_seconds=0).result["orphans"] == []
+        assert reopened.manifest.check() == []
 
 
 @pytest.mark.parametrize("part", ["/base:", "/wal:"])
-def test_a_lost_object_of_a_namespace_is_noticed(store: quire.Store, cold: Path, part: str) -> None:
+def test_a_lost_object_of_a_namespace_is_detected(store: quire.Store, cold: Path, part: str) -> None:
     fill(store)
     lost = next(path for path in cold.rglob("*") if path.is_file() and part in str(path))
     lost.unlink()
     assert store.heavy.verify().result["problems"] or store.heavy.damaged()
 
 
-def test_a_damaged_backup_in_a_namespace_is_named_by_its_key(store: quire.Store, cold: Path) -> None:
-    """Hazard: the key was taken for a path and shown relative to the store's directory."""
+def test_a_damaged_backup_in_a_namespace_is_reported_by_its_key(store: quire.Store, cold: Path) -> None:
+    """Hazard: the key was treated as a path and shown relative to the store's directory."""
     fill(store)
     tables = [cold / name for name in files(cold) if "/backups/kv/cart/" in name and not name.endswith(".json")]
     damaged = tables[0]
@@ -135,30 +141,30 @@ def test_a_damaged_backup_in_a_namespace_is_named_by_its_key(store: quire.Store,
     assert problem["path"] == str(damaged.relative_to(cold))
 
 
-def test_a_takeover_begins_an_epoch_in_every_place(
+def test_a_takeover_starts_an_epoch_in_every_namespace(
     store: quire.Store, tmp_path: Path, cold: Path, clock: ManualClock
 ) -> None:
     fill(store)
     store.manifest.begin_owner_epoch()
     store.close()
-    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as again:
-        clicks = again.stream("clicks")
+    with quire.open(tmp_path / "store", settings=SETTINGS, clock=clock) as reopened:
+        clicks = reopened.stream("clicks")
         clicks.append(b"after").result()
         clicks.seal()
-        move(again)
-        with again.sqlite("shop") as db:
+        move(reopened)
+        with reopened.sqlite("shop") as db:
             db.execute("insert into t values (4)")
-        again.checkpoint("shop")
-        prefix = f"{again.feed.store_id()}/e/00000002/"
+        reopened.checkpoint("shop")
+        prefix = f"{reopened.feed.store_id()}/e/00000002/"
         assert any(name.startswith(prefix) and "/wal:" in name for name in files(cold))
         assert any((name.startswith(prefix) and "/base:" in name) or "/delta" in name for name in files(cold))
-        assert payloads(again)[-1] == b"after"
-        again.heavy.verify()
-        assert again.heavy.damaged() == []
-        assert again.manifest.check() == []
+        assert payloads(reopened)[-1] == b"after"
+        reopened.heavy.verify()
+        assert reopened.heavy.damaged() == []
+        assert reopened.manifest.check() == []
 
 
-def test_dropped_databases_leave_nothing_in_their_namespace_and_let_it_go(
+def test_dropped_databases_leave_nothing_in_their_namespace_and_release_it(
     store: quire.Store, cold: Path, clock: ManualClock
 ) -> None:
     fill(store)
@@ -181,8 +187,8 @@ def test_dropped_databases_leave_nothing_in_their_namespace_and_let_it_go(
         assert [row.place_id for _, row in txn.scan(t.REMOTE_NAMESPACE)] == [0]
 
 
-def test_a_namespace_that_nothing_ever_referred_to_is_dropped_whole(store: quire.Store, clock: ManualClock) -> None:
-    """It stayed for ever."""
+def test_an_unused_namespace_is_removed_completely(store: quire.Store, clock: ManualClock) -> None:
+    """It was never removed."""
     store.manifest.ensure_owner_epoch()
     store.namespaces.drop("cold")
     with pytest.raises(UnknownNamespace):
@@ -194,13 +200,13 @@ def test_a_namespace_that_nothing_ever_referred_to_is_dropped_whole(store: quire
         assert [row.place_id for _, row in txn.scan(t.REMOTE_NAMESPACE)] == [0]
 
 
-def test_forks_have_their_sources_namespace(store: quire.Store) -> None:
+def test_forks_have_the_namespace_of_their_source(store: quire.Store) -> None:
     fill(store)
     assert store.fork("shop", "copy").namespace == "cold"
     assert store.fork("cart", "basket").namespace == "cold"
 
 
-def test_what_cannot_be_a_namespace_is_refused(store: quire.Store, tmp_path: Path, cold: Path) -> None:
+def test_invalid_namespaces_are_refused(store: quire.Store, tmp_path: Path, cold: Path) -> None:
     for name, url, error in [
         ("cold", str(tmp_path / "other"), NameTaken),
         ("icy", str(cold), NameTaken),
@@ -214,7 +220,7 @@ def test_what_cannot_be_a_namespace_is_refused(store: quire.Store, tmp_path: Pat
     assert [info.name for info in store.namespaces.list()] == ["cold"]
 
 
-def test_a_namespace_is_reached_as_its_section_of_quire_toml_says(
+def test_a_namespace_uses_the_options_of_its_section_in_quire_toml(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ALLOW_HTTP"):
@@ -233,6 +239,6 @@ def test_a_namespace_is_reached_as_its_section_of_quire_toml_says(
         with store.sqlite("shop") as db:
             db.execute("create table t(x)")
         store.checkpoint("shop")
-        there = [info.key for page in store.namespaces.objects("cold").list_pages() for info in page]
-        assert any("/base:" in key for key in there)
+        keys = [info.key for page in store.namespaces.objects("cold").list_pages() for info in page]
+        assert any("/base:" in key for key in keys)
         assert files(tmp_path / "store" / "objects") == set()

@@ -1,4 +1,5 @@
-"""Where the objects are is remembered: an edited quire.toml is told at once, and a moved place is checked."""
+"""The location of the objects is recorded: an edited quire.toml is reported at once, and a moved location is
+checked."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from quire.core.errors import ConfigMismatch, ObjectNotFound
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.store.object_location import place_of
 from quire.store.store import Store
-from tests.store.test_write_permission import put_some, rows
+from tests.store.test_write_permission import insert_and_checkpoint, rows
 
 QUIET = MaintenanceSettings(enabled=False)
 
@@ -32,16 +33,16 @@ def opened(path: Path) -> Store:
 
 @pytest.fixture
 def shop(tmp_path: Path) -> Path:
-    """A store with objects in a place of their own."""
+    """A store whose objects are in a separate directory."""
     path = tmp_path / "store"
     settings = StoreSettings(object_store=str(tmp_path / "one"), maintenance=QUIET)
     with quire.open(path, settings=settings) as store:
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
     return path
 
 
-def test_an_edited_place_is_refused_and_the_hint_says_how_to_go_back(shop: Path, tmp_path: Path) -> None:
-    """On the old code the store opened, and a read of a chunk met a missing object."""
+def test_an_edited_location_is_refused_with_a_hint_how_to_go_back(shop: Path, tmp_path: Path) -> None:
+    """The store opened, and reading a chunk failed with a missing object."""
     edit(shop, str(tmp_path / "two"))
     for mode in ("rw", "r"):
         with pytest.raises(ConfigMismatch, match="not at the location") as caught:
@@ -54,28 +55,28 @@ def test_an_edited_place_is_refused_and_the_hint_says_how_to_go_back(shop: Path,
         assert rows(store) == [1]
 
 
-def test_a_place_without_objects_may_be_edited(tmp_path: Path) -> None:
+def test_a_location_without_objects_can_be_edited(tmp_path: Path) -> None:
     with quire.open(tmp_path / "s", settings=StoreSettings(maintenance=QUIET)) as store:
         store.create("shop", "pages")
     edit(tmp_path / "s", str(tmp_path / "elsewhere"))
     with opened(tmp_path / "s") as store:
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
     assert any((tmp_path / "elsewhere").rglob("*"))
 
 
-def test_a_directory_with_its_objects_inside_may_be_moved(tmp_path: Path) -> None:
+def test_a_directory_that_contains_its_objects_can_be_moved(tmp_path: Path) -> None:
     with quire.open(tmp_path / "s", settings=StoreSettings(maintenance=QUIET)) as store:
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
     os.rename(tmp_path / "s", tmp_path / "t")
     with opened(tmp_path / "t") as store:
         assert rows(store) == [1]
-    edit(tmp_path / "t", str(tmp_path / "t" / "objects"))  # the same, said otherwise
+    edit(tmp_path / "t", str(tmp_path / "t" / "objects"))  # the same location in another notation
     with opened(tmp_path / "t") as store:
-        put_some(store, 2)
+        insert_and_checkpoint(store, 2)
         assert rows(store) == [1, 2]
 
 
-def test_objects_that_were_copied_are_accepted_once_they_are_all_there(shop: Path, tmp_path: Path) -> None:
+def test_copied_objects_are_accepted_once_all_are_present(shop: Path, tmp_path: Path) -> None:
     two = tmp_path / "two"
     edit(shop, str(two))
     with pytest.raises(ObjectNotFound, match="missing from the new location") as caught:
@@ -95,7 +96,7 @@ def test_objects_that_were_copied_are_accepted_once_they_are_all_there(shop: Pat
     shutil.rmtree(tmp_path / "one")
     with opened(shop) as store:
         assert rows(store) == [1]
-        put_some(store, 2)
+        insert_and_checkpoint(store, 2)
     with opened(shop) as store:
         assert rows(store) == [1, 2]
 
@@ -111,7 +112,7 @@ def test_objects_that_were_copied_are_accepted_once_they_are_all_there(shop: Pat
         ("../shared", ".././shared/"),
     ],
 )
-def test_one_place_has_one_spelling(one: str, other: str) -> None:
+def test_one_location_has_one_normal_form(one: str, other: str) -> None:
     assert place_of("/data/store", one) == place_of("/data/store", other)
 
 
@@ -119,9 +120,9 @@ def test_one_place_has_one_spelling(one: str, other: str) -> None:
     ("one", "other"),
     [("s3://bucket/a", "s3://bucket/b"), ("s3://a", "gs://a"), ("/mnt/x", "/mnt/X"), ("", "/data/other/objects")],
 )
-def test_two_places_have_two(one: str, other: str) -> None:
+def test_two_locations_have_two_normal_forms(one: str, other: str) -> None:
     assert place_of("/data/store", one) != place_of("/data/store", other)
 
 
-def test_a_place_never_has_credentials() -> None:
+def test_a_location_never_contains_credentials() -> None:
     assert "secret" not in place_of("/data/store", "s3://key:secret@bucket/a")

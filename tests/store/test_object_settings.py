@@ -1,4 +1,4 @@
-"""How objects are reached is a matter of quire.toml: no variable of the environment is needed."""
+"""quire.toml determines how objects are accessed: no environment variable is needed."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_endpoint_plain_http_and_credentials_are_settings(tmp_path: Path, reques
             assert db.execute("select count(*) from t").fetchone() == (0,)
 
 
-def test_settings_given_to_open_keep_how_objects_are_reached(tmp_path: Path) -> None:
+def test_settings_given_to_open_keep_the_access_options(tmp_path: Path) -> None:
     configure(tmp_path / "store", "memory://x", "[objects]", 'region = "eu"', "[namespaces.cold]", 'region = "us"')
     with quire.open(tmp_path / "store", settings=StoreSettings(open_files_max=8)) as store:
         assert store.settings.objects.region == "eu"
         assert store.settings.namespaces["cold"].region == "us"
 
 
-def test_plain_http_that_is_not_allowed_is_refused_when_the_store_is_opened(tmp_path: Path) -> None:
+def test_plain_http_without_permission_is_refused_when_the_store_is_opened(tmp_path: Path) -> None:
     configure(tmp_path / "store", "s3://bucket", "[objects]", 'endpoint = "http://127.0.0.1:9"')
     with pytest.raises(InvalidConfig, match=r"objects\.endpoint is plain HTTP: set `allow_http = true`"):
         quire.open(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Stores from before names of objects began with the store's identity: the one with the claim sweeps them (A1)."""
+"""Stores from before object names began with the store's identity: only the store with the claim sweeps them (A1)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from quire.stream.tiers import Tiers
 from quire.testing.clock import ManualClock
 from tests.objects.conftest import s3_server
 from tests.store.test_shared_bucket import (
+    EVERY_OBJECT_IS_OLDER,
     HOUR,
-    OLD,
-    assert_whole,
+    assert_complete,
     clean_up,
     clock,
     fill,
@@ -43,7 +43,8 @@ def old_key(stream_id: int, segment_id: int) -> str:
 
 
 def make_old(path: Path, url: str, clock: ManualClock, word: str = "") -> None:
-    """A store as older code left it: no owner epoch, no session, objects below no prefix; with a word, it has some."""
+    """A store as older code left it: no owner epoch, no session, objects without a prefix. With `word`, it has
+    objects that contain it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.manifest.store.ManifestStore.ensure_owner_epoch", lambda _: None)
         patch.setattr("quire.store.write_permission.ObjectRights.before_put", lambda _: None)
@@ -58,7 +59,7 @@ def make_old(path: Path, url: str, clock: ManualClock, word: str = "") -> None:
 
 
 ORPHAN = object_key(ArtifactKey(1, ArtifactKind.BASE, 900, 2))
-"""Below no prefix; of a generation that nothing was published under."""
+"""Without a prefix, and of a generation under which nothing was published."""
 
 
 def without_prefix(url: str) -> set[str]:
@@ -67,7 +68,7 @@ def without_prefix(url: str) -> set[str]:
 
 @pytest.fixture
 def old(tmp_path: Path, url: str, clock: ManualClock) -> Path:
-    """An old store with objects of every kind, and an orphan beside them."""
+    """An old store with objects of every kind, and an orphan."""
     make_old(tmp_path / "a", url, clock, "ash")
     open_store(url).put(ORPHAN, b"orphan")
     assert len(without_prefix(url)) > 3
@@ -78,7 +79,7 @@ def old(tmp_path: Path, url: str, clock: ManualClock) -> Path:
 def test_an_old_store_without_the_claim_reports_and_deletes_nothing(
     tmp_path: Path, url: str, clock: ManualClock, old: Path
 ) -> None:
-    """Hazard: of two old stores in one place either would have swept the other's objects."""
+    """Hazard: of two old stores in one bucket, either would sweep the other's objects."""
     make_old(tmp_path / "b", url, clock)
     with quire.open(tmp_path / "b", settings=settings(url), clock=clock) as other:
         fill(other, "birch")
@@ -87,9 +88,9 @@ def test_an_old_store_without_the_claim_reports_and_deletes_nothing(
     with quire.open(old, settings=settings(url), clock=clock) as store:
         with store.sqlite("shop") as db:
             assert db.execute("select count(*) from t").fetchone() == (200,)
-        result = store.heavy.sweep(delete=True, grace_seconds=OLD).result
-        assert [each["object"] for each in result["orphans"]] == [ORPHAN], "told"
-        assert (result["orphaned"], result["deleted"]) == (1, 0), "and kept"
+        result = store.heavy.sweep(delete=True, grace_seconds=EVERY_OBJECT_IS_OLDER).result
+        assert [orphan["object"] for orphan in result["orphans"]] == [ORPHAN], "reported"
+        assert (result["orphaned"], result["deleted"]) == (1, 0), "and not deleted"
         for name in ("shop", "clicks"):
             store.drop(name)
         for _ in range(4):
@@ -98,19 +99,19 @@ def test_an_old_store_without_the_claim_reports_and_deletes_nothing(
         store.streams.sweep()
         errors = [job.record.error for job in store.manifest.jobs.jobs() if job.record.kind is JobKind.DELETE]
         assert any("another store has claimed" in error for error in errors)
-    left = objects(url)
-    assert {key: left.get(key) for key in before} == before
+    remaining = objects(url)
+    assert {key: remaining.get(key) for key in before} == before
 
 
 def test_an_old_store_with_the_claim_reads_and_deletes_what_it_wrote(url: str, clock: ManualClock, old: Path) -> None:
     with quire.open(old, settings=settings(url), clock=clock) as store:
-        assert store.heavy.sweep(grace_seconds=OLD).result["orphaned"] == 1
-        assert ORPHAN in objects(url), "not asked to"
-        assert store.heavy.sweep(delete=True, grace_seconds=OLD).result["deleted"] == 1
+        assert store.heavy.sweep(grace_seconds=EVERY_OBJECT_IS_OLDER).result["orphaned"] == 1
+        assert ORPHAN in objects(url), "deletion was not requested"
+        assert store.heavy.sweep(delete=True, grace_seconds=EVERY_OBJECT_IS_OLDER).result["deleted"] == 1
         assert ORPHAN not in objects(url)
         fill(store, "ash")
-        assert [key for key in objects(url) if "/e/00000001/" in key], "new ones are below its own name"
-        assert_whole(store, "ash")
+        assert [key for key in objects(url) if "/e/00000001/" in key], "new objects are below the store's own prefix"
+        assert_complete(store, "ash")
         for name in ("shop", "clicks"):
             store.drop(name)
         clean_up(store, clock)
@@ -118,21 +119,21 @@ def test_an_old_store_with_the_claim_reads_and_deletes_what_it_wrote(url: str, c
     assert not without_prefix(url)
 
 
-def test_the_place_of_an_old_store_is_listed_by_database_and_never_as_a_whole(
+def test_the_location_of_an_old_store_is_listed_by_database_and_never_as_a_whole(
     url: str, clock: ManualClock, old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Others have objects there too: millions of them, perhaps."""
+    """Other stores may have millions of objects there."""
     prefixes: list[str] = []
     for kind in (LocalStore, RemoteStore):
 
-        def recorded(self: Any, prefix: str = "", *, inner: Any = kind.list_pages, **given: Any) -> Any:
+        def recorded(self: Any, prefix: str = "", *, inner: Any = kind.list_pages, **options: Any) -> Any:
             prefixes.append(prefix)
-            return inner(self, prefix, **given)
+            return inner(self, prefix, **options)
 
         monkeypatch.setattr(kind, "list_pages", recorded)
     with quire.open(old, settings=settings(url), clock=clock) as store:
-        store_id, last = store.feed.store_id(), max(each.db_id for each in store.databases())
-        store.heavy.sweep(delete=True, grace_seconds=OLD)
+        store_id, last = store.feed.store_id(), max(database.db_id for database in store.databases())
+        store.heavy.sweep(delete=True, grace_seconds=EVERY_OBJECT_IS_OLDER)
         store.drop("clicks")
         store.streams.sweep()
         fill(store, "ash")
@@ -150,10 +151,10 @@ def test_an_old_backup_of_a_key_value_database_is_restored_by_command(
     assert [key for key in objects(url) if key.startswith("kv/cart/backups/")]
     (old / "quire.toml").write_text(f'object_store = "{url}"\n')
     before = objects(url)
-    where = ["--store", str(old)]
-    assert main.run(["kv", "backups", "cart", *where, "--json"]) == 0
+    store_option = ["--store", str(old)]
+    assert main.run(["kv", "backups", "cart", *store_option, "--json"]) == 0
     assert '"label": "cart"' in capsys.readouterr().out
-    assert main.run(["kv", "restore", "again", "--label", "cart", *where]) == 0
-    assert main.run(["kv", "get", "again", "word", *where]) == 0
+    assert main.run(["kv", "restore", "again", "--label", "cart", *store_option]) == 0
+    assert main.run(["kv", "get", "again", "word", *store_option]) == 0
     assert "ash" in capsys.readouterr().out
     assert objects(url).items() >= before.items()

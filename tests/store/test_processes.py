@@ -1,4 +1,4 @@
-"""One owner, many readers, fork and sudden death: with real processes."""
+"""One owner, many readers, fork and sudden death, with real processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_second_owner_is_told_the_pid_of_the_first(path: Path, script: Script) -> None:
+def test_a_second_owner_gets_the_pid_of_the_first(path: Path, script: Script) -> None:
     owner = script(OWNER, str(path))
     assert line(owner) == "open"
     with pytest.raises(quire.StoreLocked) as caught:
@@ -85,7 +85,7 @@ def test_readers_in_other_processes_follow_an_owner_that_writes(path: Path, scri
             store.create(f"db-{expected}", "pages")
 
 
-def test_after_fork_the_child_is_refused_and_the_parent_goes_on(path: Path, script: Script) -> None:
+def test_after_fork_the_child_is_refused_and_the_parent_continues(path: Path, script: Script) -> None:
     parent = script(FORKER, str(path))
     assert line(parent) == "refused 5"
     assert line(parent) == "parent 1"
@@ -95,7 +95,7 @@ def test_after_fork_the_child_is_refused_and_the_parent_goes_on(path: Path, scri
     assert parent.returncode == 0
 
 
-def test_creating_at_once_in_several_processes_makes_one_store(path: Path, script: Script) -> None:
+def test_concurrent_creation_in_several_processes_makes_one_store(path: Path, script: Script) -> None:
     racer = """
 import sys, time, quire
 for _ in range(200):
@@ -107,4 +107,4 @@ for _ in range(200):
         time.sleep(0.02)
 """
     racers = [script(racer, str(path)) for _ in range(3)]
-    assert len({line(each) for each in racers}) == 1
+    assert len({line(racer) for racer in racers}) == 1

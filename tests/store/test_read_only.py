@@ -1,5 +1,5 @@
-"""Streams and key-value databases of a store that was opened for reading: beside a live owner in another process, on a standby,
-in a restored directory. They are what the owner has, whatever it does meanwhile."""
+"""Streams and key-value sets of a store opened for reading: beside a live owner in another process, on a standby, in a
+restored directory. They equal the owner's state, whatever the owner does meanwhile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import quire
 from quire.cli.main import run
 from quire.core.errors import CursorLost, OutOfRange, ReadOnly, StoreClosed, UnknownCursor
 from quire.store.standby import Standby
-from tests.archive.world import contents, fill, world
+from tests.archive.archived_store import archived_store, contents, fill
 from tests.programs import Program, run_program
 
 OWNER = """
 import sys, quire
-from tests.archive.world import settings
+from tests.archive.archived_store import settings
 from quire.core.settings import ArchiveSettings
 from msgspec.structs import replace
 given = replace(settings(sys.argv[1] + ".bucket"), archive=ArchiveSettings())
@@ -33,9 +33,9 @@ with quire.open(sys.argv[1], settings=given) as store:
         print("done", flush=True)
 """
 
-BUSY = """
+BUSY_OWNER = """
 import sys, quire
-from tests.archive.world import settings
+from tests.archive.archived_store import settings
 from quire.core.settings import ArchiveSettings
 from msgspec.structs import replace
 given = replace(settings(sys.argv[1] + ".bucket"), archive=ArchiveSettings())
@@ -62,7 +62,7 @@ with quire.open(sys.argv[1], settings=given) as store:
 
 
 class OwnerProcess:
-    """A process that owns the store and does what it is told."""
+    """A process that owns the store and executes commands."""
 
     def __init__(self, path: Path, script: str = OWNER) -> None:
         self._process = Program(
@@ -103,7 +103,7 @@ def owned(path: Path) -> Iterator[tuple[OwnerProcess, quire.Store]]:
         owner.close()
 
 
-def test_a_key_value_database_beside_its_owner_is_what_that_has(tmp_path: Path) -> None:
+def test_a_key_value_set_beside_its_owner_equals_the_owners(tmp_path: Path) -> None:
     with owned(tmp_path / "store") as (owner, store):
         kv = store.kv("pairs")
         assert (kv.get(b"a"), list(kv.scan()), kv.last_lsn) == (None, [], 0)
@@ -117,7 +117,7 @@ def test_a_key_value_database_beside_its_owner_is_what_that_has(tmp_path: Path) 
             owner.do("kv.delete(b'b'); kv.put(b'c', b'x' * 50000); kv.compact()")
             assert [key for key, _ in kv.scan()] == [b"a", b"c"]
             assert list(kv.scan(prefix=b"a", reverse=True)) == [(b"a", b"3")]
-            # The owner's compactions do not know of readers: what they read is held by the reader itself.
+            # The owner's compactions do not know about readers: the reader itself holds the files that it reads.
             assert (before.get(b"a"), list(before.scan()), list(cursor)) == (b"1", *[[(b"a", b"1"), (b"b", b"2")]] * 2)
         owner.do("store.snapshot('pairs', 'monday'); kv.put(b'a', b'4')")
         with store.kvs.open_snapshot("pairs", "monday") as monday:
@@ -129,7 +129,7 @@ def test_a_key_value_database_beside_its_owner_is_what_that_has(tmp_path: Path) 
         kv.get(b"a")
 
 
-def test_a_stream_beside_its_owner_is_what_that_has(tmp_path: Path) -> None:
+def test_a_stream_beside_its_owner_equals_the_owners(tmp_path: Path) -> None:
     with owned(tmp_path / "store") as (owner, store):
         stream = store.stream("events")
         assert (stream.first_record, stream.end_record, list(stream.read())) == (1, 1, [])
@@ -171,39 +171,39 @@ def test_a_stream_beside_its_owner_is_what_that_has(tmp_path: Path) -> None:
             list(stream.read(2))
 
 
-def test_readers_beside_a_busy_owner_see_whole_batches_and_no_gap_also_when_it_is_killed(tmp_path: Path) -> None:
+def test_readers_beside_a_busy_owner_see_complete_batches_without_gaps_also_when_it_is_killed(tmp_path: Path) -> None:
     """Tables are flushed, merged and removed, segments compressed, uploaded and evicted all the time."""
-    path, seen, read = tmp_path / "store", 0, 0
+    path, last_seen, read = tmp_path / "store", 0, 0
     for _ in range(2):
-        owner = OwnerProcess(path, BUSY)
+        owner = OwnerProcess(path, BUSY_OWNER)
         with ExitStack() as ending:
             ending.callback(owner.kill)
             store = ending.enter_context(quire.open(path, "r"))
             kv, stream = store.kv("pairs"), store.stream("events")
             tail = stream.tail(read + 1, timeout=60)
-            reached, is_killed = seen + 100, False
-            while seen < reached:
+            reached, is_killed = last_seen + 100, False
+            while last_seen < reached:
                 pairs = dict(kv.scan())
                 assert pairs[b"first"] == pairs[b"last"]
-                assert int(pairs[b"first"]) >= seen
-                seen = int(pairs[b"first"])
+                assert int(pairs[b"first"]) >= last_seen
+                last_seen = int(pairs[b"first"])
                 assert {key for key in pairs if key.isdigit()} == {
-                    b"%05d" % (number % 97) for number in range(1, seen + 1)
+                    b"%05d" % (number % 97) for number in range(1, last_seen + 1)
                 }
-                assert int(kv.get(b"last") or 0) >= seen
+                assert int(kv.get(b"last") or 0) >= last_seen
                 with kv.snapshot() as held:
                     assert held.get(b"first") == held.get(b"last")
-                while read < 2 * (seen - 1):  # a batch is written before its records
+                while read < 2 * (last_seen - 1):  # a batch is written before its records
                     record = next(tail)
                     number = (record.id + 1) // 2
                     assert record.payload == (b"%d" % number if record.id % 2 else b"%d again" % number)
                     read = record.id
-                if not is_killed and seen > reached - 50:
+                if not is_killed and last_seen > reached - 50:
                     owner.kill()
-                    is_killed, reached = True, seen
-            assert int(kv.get(b"first") or 0) >= seen
+                    is_killed, reached = True, last_seen
+            assert int(kv.get(b"first") or 0) >= last_seen
             assert stream.end_record > read
-            assert all(record.id == place for place, record in enumerate(stream.read(), 1))
+            assert all(record.id == record_id for record_id, record in enumerate(stream.read(), 1))
     with quire.open(path) as store:
         assert store.manifest.check() == []
 
@@ -220,37 +220,37 @@ with quire.open(sys.argv[1], "r") as store:
 
 
 def read_elsewhere(path: Path) -> Any:
-    """In a process of its own: the one that runs a standby cannot read it."""
+    """In a separate process: the one that runs a standby cannot read it."""
     answer = run_program(["-c", READER, str(path)], capture_output=True, timeout=120)
     assert not answer.returncode, answer.stderr
     return json.loads(answer.stdout)
 
 
-def test_streams_and_key_value_databases_of_a_standby_and_of_a_restored_directory(
+def test_streams_and_key_value_sets_of_a_standby_and_of_a_restored_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with world(tmp_path) as here:
-        fill(here.store, 0)
-        here.store.snapshot("pairs", "one")
-        stream, kv = here.store.stream("events"), here.store.kv("pairs")
-        with Standby(str(here.bucket), tmp_path / "standby") as standby:
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.store.snapshot("pairs", "one")
+        stream, kv = archived.store.stream("events"), archived.store.kv("pairs")
+        with Standby(str(archived.bucket), tmp_path / "standby") as standby:
             for start in range(20, 80, 20):
-                here.archived()
+                archived.wait_archived()
                 standby.poll()
-                records, pairs, kept, value = read_elsewhere(tmp_path / "standby")
+                records, pairs, snapshot_pairs, value = read_elsewhere(tmp_path / "standby")
                 assert records == [[record.id, record.payload.decode()] for record in stream.read()]
                 assert pairs == [[key.decode(), value.hex()] for key, value in kv.scan()]
-                assert (kept, bytes.fromhex(value)) == (20, kv.get(b"000003"))
-                fill(here.store, start)
+                assert (snapshot_pairs, bytes.fromhex(value)) == (20, kv.get(b"000003"))
+                fill(archived.store, start)
                 stream.seal()
                 stream.compress()
                 if start % 40 == 0:
                     stream.upload()
                     stream.evict(warm=True)
                     kv.compact()
-        here.archived()
-        expected = contents(here.store)
-        restored = here.restore()
+        archived.wait_archived()
+        expected = contents(archived.store)
+        restored = archived.restore()
     with quire.open(restored, "r") as store:
         assert contents(store) == expected
         with pytest.raises(ReadOnly, match="quire takeover"):
@@ -260,14 +260,14 @@ def test_streams_and_key_value_databases_of_a_standby_and_of_a_restored_director
     with quire.open_archive(str(tmp_path / "bucket")) as store:
         assert contents(store) == expected
     for path in (tmp_path / "standby", restored):
-        where = ["--store", str(path), "--json"]
+        store_option = ["--store", str(path), "--json"]
         for command in (["kv", "get", "pairs", "000003"], ["kv", "scan", "pairs", "-n", "2"], ["kv", "stats", "pairs"]):
-            assert run([*command, *where]) == 0, capsys.readouterr().err
+            assert run([*command, *store_option]) == 0, capsys.readouterr().err
         for command in (["stream", "read", "events", "-n", "2"], ["stream", "tail", "events", "-n", "2"]):
-            assert run([*command, *where]) == 0, capsys.readouterr().err
+            assert run([*command, *store_option]) == 0, capsys.readouterr().err
             assert '"payload"' in capsys.readouterr().out
-        assert run(["stream", "info", "events", *where]) == 0
-        assert run(["kv", "put", "pairs", "a", "b", *where]) != 0
+        assert run(["stream", "info", "events", *store_option]) == 0
+        assert run(["kv", "put", "pairs", "a", "b", *store_option]) != 0
 
 
 def test_the_command_line_reads_beside_an_owner_that_does_not_listen(

@@ -1,4 +1,5 @@
-"""One database of an archived moment comes into a store in use, equal to what it was, whole or not at all."""
+"""One database of an archived moment is restored into a store in use: equal to its state then, completely or not at
+all."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
 
-STILL = MaintenanceSettings(enabled=False)
+NO_MAINTENANCE = MaintenanceSettings(enabled=False)
 
 
 def settings(tmp_path: Path) -> StoreSettings:
     archive = ArchiveSettings(mode="async", interval_seconds=0.05)
-    return StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=STILL, archive=archive)
+    return StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=NO_MAINTENANCE, archive=archive)
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         assert not list((tmp_path / "store" / "scratch").glob("*")), "scratch is removed"
 
 
-def then(store: Store) -> int:
+def archived_moment(store: Store) -> int:
     """A moment of the archive; everything is changed after it."""
     assert store.archive is not None
     store.archive.wait(60)
@@ -60,8 +61,8 @@ def then(store: Store) -> int:
     return moment
 
 
-def test_each_kind_is_restored_beside_its_present_state(store: Store) -> None:
-    at_ms = then(store)
+def test_each_kind_is_restored_beside_its_current_state(store: Store) -> None:
+    at_ms = archived_moment(store)
     for name in ("shop", "cart", "events"):
         done = store.restore_db("", name, new=f"{name}-then", at_ms=at_ms)
         assert (done.name, done.source, len(done.sha256)) == (f"{name}-then", name, 64)
@@ -80,7 +81,7 @@ def test_each_kind_is_restored_beside_its_present_state(store: Store) -> None:
     assert len(store.databases()) == 6
 
 
-def test_a_database_that_was_dropped_comes_back_from_a_backup_under_its_name(store: Store, tmp_path: Path) -> None:
+def test_a_dropped_database_is_restored_from_a_backup_under_its_name(store: Store, tmp_path: Path) -> None:
     store.backup(str(tmp_path / "b.tar"))
     store.drop("shop")
     store.restore_db(str(tmp_path / "b.tar"), "shop")
@@ -89,7 +90,7 @@ def test_a_database_that_was_dropped_comes_back_from_a_backup_under_its_name(sto
         db.execute("insert into item values (500, 'new')")
 
 
-def test_what_cannot_be_restored_is_refused_and_leaves_nothing(store: Store) -> None:
+def test_invalid_restores_are_refused_and_leave_nothing(store: Store) -> None:
     with pytest.raises(quire.NameTaken):
         store.restore_db("", "shop")
     with pytest.raises(quire.UnknownDatabase, match="the archive has no such database at that moment"):
@@ -113,15 +114,15 @@ with quire.open(sys.argv[1], settings=settings) as store:
 @pytest.mark.parametrize(
     ("name", "point"), [("shop", "restored"), ("shop", "copied"), ("cart", "copied"), ("events", "copied")]
 )
-def test_a_killed_restore_leaves_no_half_database(store: Store, tmp_path: Path, name: str, point: str) -> None:
+def test_a_killed_restore_leaves_no_partial_database(store: Store, tmp_path: Path, name: str, point: str) -> None:
     store.close()
     child = run_program(
         ["-c", CHILD, str(tmp_path / "store"), name],
         env={**os.environ, "PYTHONPATH": str(SRC), "QUIRE_FAILPOINTS": f"restore_db.{point}=kill"},
     )
     assert child.returncode == -signal.SIGKILL
-    with quire.open(tmp_path / "store", settings=settings(tmp_path)) as again:
-        assert "again" not in {info.name for info in again.databases()}
-        again.restore_db("", name, new="again")
-        assert {info.name for info in again.databases()} == {"cart", "events", "shop", "again"}
-        assert again.manifest.check() == []
+    with quire.open(tmp_path / "store", settings=settings(tmp_path)) as reopened:
+        assert "again" not in {info.name for info in reopened.databases()}
+        reopened.restore_db("", name, new="again")
+        assert {info.name for info in reopened.databases()} == {"cart", "events", "shop", "again"}
+        assert reopened.manifest.check() == []

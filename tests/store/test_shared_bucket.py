@@ -1,4 +1,4 @@
-"""Several stores on one object-store URL: neither ever writes, lists or deletes a name of another (A1, A3)."""
+"""Several stores in one bucket: none writes, lists or deletes an object of another (A1, A3)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.objects.conftest import fresh_url, s3_server
 __all__ = ["s3_server"]
 
 HOUR = 3_600.0
-OLD = -10 * 365 * 86_400.0
-"""A grace that every object is older than."""
+EVERY_OBJECT_IS_OLDER = -10 * 365 * 86_400.0
+"""A grace period that every object has exceeded."""
 
 
 def settings(url: str) -> StoreSettings:
@@ -39,13 +39,13 @@ def settings(url: str) -> StoreSettings:
 
 
 def objects(url: str) -> dict[str, bytes]:
-    """All but the sessions of owners."""
+    """All objects except the sessions of owners."""
     store = open_store(url)
     return {info.key: store.get(info.key) for info in list_objects(store) if "/owner/" not in info.key}
 
 
 def fill(store: quire.Store, word: str, home: str = "") -> None:
-    """A page database that is checkpointed, a stream whose segments are uploaded, a backup of a key-value database."""
+    """A checkpointed page database, a stream with uploaded segments, a backup of a key-value set."""
     with store.sqlite("shop", create=True) as db:
         db.execute("create table if not exists t (word)")
         db.executemany("insert into t values (?)", [(f"{word} {number}",) for number in range(200)])
@@ -61,8 +61,8 @@ def fill(store: quire.Store, word: str, home: str = "") -> None:
     back_up(cart, store.objects, "cart", home or kv_backups_prefix(store.feed.store_id()))
 
 
-def assert_whole(store: quire.Store, word: str) -> None:
-    """Everything of a store is there, read cold."""
+def assert_complete(store: quire.Store, word: str) -> None:
+    """Everything in a store is present, read without a cache."""
     with store.sqlite("shop") as db:
         words = [row[0] for row in db.execute("select word from t")]
     assert words
@@ -78,18 +78,19 @@ def assert_whole(store: quire.Store, word: str) -> None:
 
 
 def clean_up(store: quire.Store, clock: ManualClock) -> None:
-    """All that deletes: garbage of checkpoints, an abandoned plan, retention, sweeps that take everything they may."""
+    """Run everything that deletes: garbage of checkpoints, an abandoned plan, retention, sweeps with the widest
+    permission."""
     for _ in range(4):
         clock.advance(HOUR)
         store.worker.drain()
-    store.heavy.sweep(delete=True, grace_seconds=OLD)
+    store.heavy.sweep(delete=True, grace_seconds=EVERY_OBJECT_IS_OLDER)
     clock.advance(HOUR)
     store.worker.drain()
 
 
 @pytest.fixture(params=["path", "s3"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place that is in no store's directory."""
+    """A bucket outside every store's directory."""
     if request.param == "path":
         return str(tmp_path / "bucket")
     host, port = request.getfixturevalue("s3_server")
@@ -118,27 +119,29 @@ def pair(tmp_path: Path, url: str, clock: ManualClock) -> Iterator[tuple[quire.S
         yield one, other
 
 
-def test_two_stores_on_one_url_leave_each_other_alone(
+def test_two_stores_in_one_bucket_do_not_affect_each_other(
     pair: tuple[quire.Store, quire.Store], url: str, clock: ManualClock
 ) -> None:
-    """Hazard: names carried no store, so that two stores wrote, adopted and deleted each other's objects."""
+    """Hazard: object names did not contain the store, so two stores wrote, adopted and deleted each other's objects."""
     one, other = pair
     fill(one, "ash")
     fill(other, "birch")
-    ours = {key for key in objects(url) if key.startswith(one.feed.store_id())}
-    theirs = objects(url).keys() - ours
-    assert ours
-    assert {key.split("/")[0] for key in theirs} == {other.feed.store_id()}
-    kept = {key: body for key, body in objects(url).items() if key in ours}
-    fill(other, "birch")  # a second checkpoint: the first one's chunks are garbage
+    own_keys = {key for key in objects(url) if key.startswith(one.feed.store_id())}
+    other_keys = objects(url).keys() - own_keys
+    assert own_keys
+    assert {key.split("/")[0] for key in other_keys} == {other.feed.store_id()}
+    own_objects = {key: body for key, body in objects(url).items() if key in own_keys}
+    fill(other, "birch")  # a second checkpoint turns the first one's chunks into garbage
     for name in ("shop", "clicks"):
         other.drop(name)
     clean_up(other, clock)
     other.streams.sweep()
-    left = objects(url)
-    assert {key: body for key, body in left.items() if key in ours} == kept
-    assert not [key for key in left if key.startswith(f"{other.feed.store_id()}/e/")], "its own went"
-    assert_whole(one, "ash")
+    remaining = objects(url)
+    assert {key: body for key, body in remaining.items() if key in own_keys} == own_objects
+    assert not [key for key in remaining if key.startswith(f"{other.feed.store_id()}/e/")], (
+        "its own garbage was deleted"
+    )
+    assert_complete(one, "ash")
 
 
 def test_an_abandoned_plan_deletes_what_it_wrote_and_nothing_of_another_store(
@@ -153,18 +156,18 @@ def test_an_abandoned_plan_deletes_what_it_wrote_and_nothing_of_another_store(
     job_id = other.manifest.jobs.enqueue(JobKind.CHECKPOINT, other.database("shop").db_id)
     with armed("jobs.checkpoint.written", "1*raise:EIO"):
         other.worker.drain()
-    assert objects(url).keys() > before.keys(), "it has written, and not published"
+    assert objects(url).keys() > before.keys(), "it has written objects without publishing them"
     other.manifest.jobs.cancel(job_id)
     other.drop("shop")
     clean_up(other, clock)
     assert objects(url) == before
-    assert_whole(one, "ash")
+    assert_complete(one, "ash")
 
 
-def test_a_copied_directory_that_takes_over_writes_no_name_of_its_original(
+def test_a_copied_directory_that_takes_over_writes_no_object_of_its_original(
     tmp_path: Path, url: str, clock: ManualClock
 ) -> None:
-    """Hazard: a copy of a store on its old bucket wrote and collected names that the original had."""
+    """Hazard: a copy of a store on its old bucket wrote and collected the original's objects."""
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
         fill(one, "ash")
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -172,28 +175,28 @@ def test_a_copied_directory_that_takes_over_writes_no_name_of_its_original(
         assert copy.manifest.begin_owner_epoch() == 2
         before = {key: body for key, body in objects(url).items() if "/e/00000001/" in key}
         fill(copy, "ash")
-        assert objects(url).items() >= before.items(), "what the original wrote is as it was"
+        assert objects(url).items() >= before.items(), "the original's objects are unchanged"
         assert [key for key in objects(url) if "/e/00000002/" in key], "it writes below its own epoch"
-        assert_whole(copy, "ash")
+        assert_complete(copy, "ash")
 
 
-def test_a_successor_reads_what_earlier_epochs_wrote_and_deletes_it_once_it_is_confirmed(
+def test_a_successor_reads_objects_of_earlier_epochs_and_deletes_them_once_confirmed(
     tmp_path: Path, url: str, clock: ManualClock
 ) -> None:
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as store:
         fill(store, "ash")
         former = {key for key in objects(url) if "/e/00000001/" in key}
         store.manifest.begin_owner_epoch()
-        assert_whole(store, "ash")
+        assert_complete(store, "ash")
         refusing = collector_of(store.manifest, store.objects_url, open_store)
         with pytest.raises(ForeignObject, match="earlier owner"):
             refusing.delete(store.objects_url, former)
         assert objects(url).keys() >= former
-        asked: list[int] = []
-        collector_of(store.manifest, store.objects_url, open_store, confirm=lambda: asked.append(1)).delete(
+        queried: list[int] = []
+        collector_of(store.manifest, store.objects_url, open_store, confirm=lambda: queried.append(1)).delete(
             store.objects_url, former
         )
-        assert asked
+        assert queried
         assert not objects(url).keys() & former
 
 
@@ -205,23 +208,23 @@ def test_a_foreign_name_is_refused_and_nothing_of_the_call_is_deleted(
     fill(other, "birch")
     before = objects(url)
     collector = collector_of(one.manifest, one.objects_url, open_store, confirm=lambda: None)
-    mine = next(key for key in before if key.startswith(f"{one.feed.store_id()}/e/"))
+    own_key = next(key for key in before if key.startswith(f"{one.feed.store_id()}/e/"))
     for foreign in (next(key for key in before if key.startswith(other.feed.store_id())), "README", "00000001/x"):
         with pytest.raises(ForeignObject):
-            collector.delete(one.objects_url, [mine, foreign])
+            collector.delete(one.objects_url, [own_key, foreign])
     assert objects(url) == before
 
 
 def drop_all(store: quire.Store, clock: ManualClock) -> None:
-    """Everything is garbage, and old enough to go."""
+    """Turn everything into garbage that is old enough to delete."""
     for name in ("shop", "clicks", "cart"):
         store.drop(name)
     clean_up(store, clock)
     store.streams.sweep()
 
 
-def test_a_copy_that_is_behind_deletes_nothing_of_its_original(tmp_path: Path, url: str, clock: ManualClock) -> None:
-    """Hazard: a copy that dropped a database and ran its upkeep deleted the original's only chunk."""
+def test_a_stale_copy_deletes_nothing_of_its_original(tmp_path: Path, url: str, clock: ManualClock) -> None:
+    """Hazard: a copy that dropped a database and ran maintenance deleted the original's only chunk."""
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
         fill(one, "ash")
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -231,24 +234,24 @@ def test_a_copy_that_is_behind_deletes_nothing_of_its_original(tmp_path: Path, u
         with quire.open(tmp_path / "copy", settings=settings(url), clock=clock) as copy, pytest.raises(StoreFenced):
             drop_all(copy, clock)
         assert objects(url) == before
-        assert_whole(one, "ash")
+        assert_complete(one, "ash")
 
 
-def test_a_copy_that_is_not_confirmed_deletes_nothing_of_its_original(
+def test_an_unconfirmed_copy_deletes_nothing_of_its_original(
     tmp_path: Path, url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether it is behind cannot be seen: the listing of owners gets no answer, though deletes would."""
+    """It cannot find out whether it is stale: listing the owners fails, although deletes would work."""
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
         fill(one, "ash")
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     before = objects(url)
 
     class NoOwners(GuardedStore):
-        def list_pages(self, *given: Any, **options: Any) -> Any:
+        def list_pages(self, *arguments: Any, **options: Any) -> Any:
             raise ObjectStoreUnavailable("no answer")
 
-    def opened(place: str, **options: Any) -> Any:
-        return NoOwners(open_store(place, **options), lambda: None, lambda: None)
+    def opened(url: str, **options: Any) -> Any:
+        return NoOwners(open_store(url, **options), lambda: None, lambda: None)
 
     with monkeypatch.context() as patch:
         patch.setattr("quire.store.write_permission.open_store", opened)
@@ -259,11 +262,11 @@ def test_a_copy_that_is_not_confirmed_deletes_nothing_of_its_original(
                 clock.advance(HOUR)
                 copy.worker.drain()
             jobs = [job.record for job in copy.manifest.jobs.jobs() if job.record.kind is JobKind.DELETE]
-            assert any("no answer" in record.error for record in jobs), "it has tried"
+            assert any("no answer" in record.error for record in jobs), "it has tried to list the owners"
             assert copy.info().owner_state == "unconfirmed"
     assert objects(url) == before
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as one:
-        assert_whole(one, "ash")
+        assert_complete(one, "ash")
 
 
 def payloads(store: quire.Store) -> list[bytes]:
@@ -271,7 +274,8 @@ def payloads(store: quire.Store) -> list[bytes]:
 
 
 def append(store: quire.Store, word: str, *, upload: bool = False, snapshot: bool = False) -> None:
-    """Records in segments of their own; with `upload` the chunk of the manifest log that says so is in tier 2."""
+    """Append records in separate segments. With `upload`, the chunk of the manifest log that records them is in tier
+    2."""
     clicks = store.stream("clicks", create=True)
     clicks.append(word.encode()).result()
     clicks.seal()
@@ -283,10 +287,11 @@ def append(store: quire.Store, word: str, *, upload: bool = False, snapshot: boo
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_log_that_is_repaired_after_two_takeovers_has_nothing_of_the_deposed_owners(
+def test_a_log_repaired_after_two_takeovers_has_nothing_of_the_deposed_owners(
     tmp_path: Path, url: str, clock: ManualClock, snapshot: bool
 ) -> None:
-    """Hazard: while an owner epoch had no chunk in tier 2, what the former owner wrote later passed for its own."""
+    """Hazard: while an owner epoch had no chunk in tier 2, later writes of the former owner were accepted as its
+    own."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with quire.open(first, settings=settings(url), clock=clock) as store:
         append(store, "all", upload=True)
@@ -310,7 +315,7 @@ def test_a_log_that_is_repaired_after_two_takeovers_has_nothing_of_the_deposed_o
         with pytest.raises(Corruption):
             store.stream("clicks")
         survey = store.streams.repair("clicks", apply=True)
-        assert (survey.to_fetch, survey.lost) == ([], []), "opening has fetched the one chunk of this line"
+        assert (survey.to_fetch, survey.lost) == ([], []), "opening has fetched the only chunk of this timeline"
         assert payloads(store) == [b"all", b"one", b"two", b"three"]
         append(store, "four", upload=True)
     with quire.open(third, settings=settings(url), clock=clock) as store:
@@ -319,9 +324,7 @@ def test_a_log_that_is_repaired_after_two_takeovers_has_nothing_of_the_deposed_o
         assert store.heavy.damaged() == []
 
 
-def test_a_log_comes_back_from_a_snapshot_that_an_earlier_epoch_has_written(
-    tmp_path: Path, url: str, clock: ManualClock
-) -> None:
+def test_a_log_is_restored_from_a_snapshot_of_an_earlier_epoch(tmp_path: Path, url: str, clock: ManualClock) -> None:
     with quire.open(tmp_path / "a", settings=settings(url), clock=clock) as store:
         append(store, "one", upload=True, snapshot=True)
         append(store, "two", upload=True)

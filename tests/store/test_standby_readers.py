@@ -1,4 +1,5 @@
-"""Processes that read a standby while it exchanges its files see one state of the owner, from the first row to the last."""
+"""Processes that read a standby while it exchanges its files see one state of the owner, from the first row to the
+last."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from quire.archive.log_reader import find
 from quire.core.errors import Unavailable
 from quire.durable.failpoints import armed
 from quire.store import reader_files
-from tests.archive.world import fill, world
+from tests.archive.archived_store import archived_store, fill
 from tests.programs import Program
 from tests.store.test_standby import follow, polled
 
@@ -29,18 +30,18 @@ def tail():
             return
     raise AssertionError("the tail ended")
 
-def again(number):
-    seen = 0
+def check_never_decreases(number):
+    previous = 0
     while not done.is_set():
         now = number()
-        assert now >= seen, f"{number.__name__}: {now} after {seen}"
-        seen = now
+        assert now >= previous, f"{number.__name__}: {now} after {previous}"
+        previous = now
 
 def read():
     records = [(record.id, record.payload) for record in stream.read()]
     assert records == [(number, b"%d" % number) for number in range(1, len(records) + 1)]
     if records:
-        list(stream.read(len(records)))  # which was there a moment ago
+        list(stream.read(len(records)))  # it existed a moment ago
     return len(records)
 
 def count():
@@ -54,9 +55,9 @@ def rows():
     assert number == highest
     return number
 
-def guarded(work, *given):
+def guarded(work, *arguments):
     try:
-        work(*given)
+        work(*arguments)
     except BaseException as error:
         failed.append(f"{type(error).__name__}: {error}")
         done.set()
@@ -64,12 +65,12 @@ def guarded(work, *given):
 with quire.open(path, "r") as store:
     stream, kv = store.stream("events"), store.kv("pairs")
     print("ready", flush=True)
-    threads = [threading.Thread(target=guarded, args=(again, number)) for number in (read, count, rows)]
-    following = threading.Thread(target=guarded, args=(tail,), daemon=True)
-    for thread in (following, *threads):
+    threads = [threading.Thread(target=guarded, args=(check_never_decreases, number)) for number in (read, count, rows)]
+    tailing = threading.Thread(target=guarded, args=(tail,), daemon=True)
+    for thread in (tailing, *threads):
         thread.start()
-    while following.is_alive() and not done.is_set():
-        following.join(0.1)
+    while tailing.is_alive() and not done.is_set():
+        tailing.join(0.1)
     done.set()
     for thread in threads:
         thread.join()
@@ -77,10 +78,10 @@ with quire.open(path, "r") as store:
 """
 
 
-def test_readers_of_a_standby_that_begins_again_see_one_state(tmp_path: Path) -> None:
+def test_readers_of_a_standby_that_restarts_from_a_base_see_one_state(tmp_path: Path) -> None:
     last = 800
-    with world(tmp_path) as here:
-        store = here.store
+    with archived_store(tmp_path) as archived:
+        store = archived.store
         stream, kv = store.stream("events", create=True), store.kv("pairs", create=True)
         with store.sqlite("shop", create=True) as db:
             db.execute("create table item(n integer primary key)")
@@ -100,10 +101,10 @@ def test_readers_of_a_standby_that_begins_again_see_one_state(tmp_path: Path) ->
                 stream.upload()
                 stream.evict(warm=True)
                 kv.compact()
-            here.archived()
+            archived.wait_archived()
 
         more(1)
-        with follow(here) as standby:
+        with follow(archived) as standby:
             standby.poll()
             reader = Program(["-c", READS, standby.path, str(last)], stdout=subprocess.PIPE)
             assert reader.stdout is not None
@@ -133,10 +134,10 @@ with quire.open(sys.argv[1], "r") as store:
 
 
 @pytest.mark.parametrize("begins_again", [False, True])
-def test_a_long_read_of_a_standby_keeps_what_the_owner_has_removed(tmp_path: Path, begins_again: bool) -> None:
-    """A checkpoint beyond the version that was being read ended the read, and a segment that was used again its files."""
-    with world(tmp_path) as here:
-        store = here.store
+def test_a_long_read_of_a_standby_keeps_files_that_the_owner_has_removed(tmp_path: Path, begins_again: bool) -> None:
+    """A checkpoint beyond the version being read ended the read, and a reused segment replaced its files."""
+    with archived_store(tmp_path) as archived:
+        store = archived.store
 
         def change(number: int) -> None:
             with store.sqlite("shop", create=True) as db:
@@ -146,57 +147,57 @@ def test_a_long_read_of_a_standby_keeps_what_the_owner_has_removed(tmp_path: Pat
                 db.execute("insert into now values (?)", (number,))
                 db.execute("delete from item")
                 db.executemany("insert into item values (?, ?, zeroblob(900))", [(n, number) for n in range(400)])
-            store.pages.open("shop").wal.publish()  # what a read begins with is in the WAL
-            here.archived()
+            store.pages.open("shop").wal.publish()  # the first version of a read is in the WAL
+            archived.wait_archived()
 
         change(0)
-        with follow(here) as standby:
+        with follow(archived) as standby:
             standby.poll()
-            kept = Path(standby.path, ".kept")
+            kept_files = Path(standby.path, ".kept")
             reader = Program(
                 ["-c", READS_SLOWLY, standby.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
             )
             assert reader.stdin is not None
             assert reader.stdout is not None
-            with reader, reader.stdin as asked, reader.stdout as answers:
-                for turn in range(5):
-                    asked.write("begin\n")
-                    assert answers.readline() == f"{turn * 10}\n"
-                    for number in range(turn * 10 + 1, turn * 10 + 11):
+            with reader, reader.stdin as requests, reader.stdout as answers:
+                for round_number in range(5):
+                    requests.write("begin\n")
+                    assert answers.readline() == f"{round_number * 10}\n"
+                    for number in range(round_number * 10 + 1, round_number * 10 + 11):
                         change(number)
                         store.checkpoint("shop")
                         store.worker.drain()
                         if number % 10 == 0:
                             change(number)
                         standby.poll()
-                    assert any(kept.iterdir())
+                    assert any(kept_files.iterdir())
                     if begins_again:
                         standby._rebuild(find(store.objects, store.feed.store_id()))
                         standby.poll()
-                    asked.write("read\n")
-                    assert answers.readline() == f"400 {turn * 10} {turn * 10}\n"
+                    requests.write("read\n")
+                    assert answers.readline() == f"400 {round_number * 10} {round_number * 10}\n"
             change(99)
             standby.poll()
-            assert not any(kept.iterdir())
+            assert not any(kept_files.iterdir())
 
 
-def test_a_standby_that_died_while_it_exchanged_its_files_is_not_read(
+def test_a_standby_that_died_while_exchanging_its_files_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader_files, "EXCHANGE_SECONDS", 0.1)
-    with world(tmp_path) as here:
-        fill(here.store, 0)
-        polled(here)
-        fill(here.store, 20)
-        here.archived()
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        fill(archived.store, 20)
+        archived.wait_archived()
         with (
-            follow(here) as standby,
+            follow(archived) as standby,
             armed("standby.part_swapped", "1*raise:EIO"),
             pytest.raises(OSError, match="failpoint"),
         ):
-            standby._rebuild(find(here.store.objects, here.store.feed.store_id()))
+            standby._rebuild(find(archived.store.objects, archived.store.feed.store_id()))
         with quire.open(tmp_path / "standby", "r") as store, pytest.raises(Unavailable, match="replacing its files"):
             list(store.stream("events").read())
-        polled(here)
+        polled(archived)
         with quire.open(tmp_path / "standby", "r") as store:
-            assert len(list(store.stream("events").read())) == len(list(here.store.stream("events").read()))
+            assert len(list(store.stream("events").read())) == len(list(archived.store.stream("events").read()))

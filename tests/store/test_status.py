@@ -1,4 +1,4 @@
-"""A database that is read-only refuses every write, of whatever kind it is; options and tags are kept."""
+"""A read-only database refuses every write, whatever its kind; options and tags are kept."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def store(tmp_path: Path) -> Iterator[quire.Store]:
         assert opened.manifest.check() == []
 
 
-def test_a_read_only_stream_takes_no_records_and_is_looked_after(store: quire.Store) -> None:
-    """Hazard: only pages asked; appends to a read-only stream were durable."""
+def test_a_read_only_stream_accepts_no_records_and_is_maintained(store: quire.Store) -> None:
+    """Hazard: only page databases checked the status; appends to a read-only stream were durable."""
     clicks = store.stream("clicks", create=True)
     clicks.append(b"one").result()
     assert store.set_status("clicks", "read_only").status is DbStatus.READ_ONLY
@@ -33,14 +33,14 @@ def test_a_read_only_stream_takes_no_records_and_is_looked_after(store: quire.St
     assert clicks.end_record == 2
     clicks.seal()
     for _ in range(4):
-        clicks.tick()  # compressed and uploaded all the same
+        clicks.tick()  # compressed and uploaded nevertheless
     store.snapshot("clicks", "kept")
     assert [record.payload for record in clicks.read(1, 9)] == [b"one"]
     store.set_status("clicks", DbStatus.ACTIVE)
     assert clicks.append(b"two").result() is not None
 
 
-def test_a_read_only_stream_stays_so_when_it_is_opened_again(store: quire.Store) -> None:
+def test_a_stream_is_still_read_only_after_it_is_reopened(store: quire.Store) -> None:
     store.stream("clicks", create=True).append(b"one").result()
     store.set_status("clicks", "read_only")
     store.streams.close_stream("clicks")
@@ -48,7 +48,7 @@ def test_a_read_only_stream_stays_so_when_it_is_opened_again(store: quire.Store)
         store.stream("clicks").append(b"two")
 
 
-def test_a_read_only_key_value_database_takes_no_writes_and_is_looked_after(store: quire.Store) -> None:
+def test_a_read_only_key_value_set_accepts_no_writes_and_is_maintained(store: quire.Store) -> None:
     cart = store.kv("cart", create=True)
     cart.put(b"a", b"1")
     store.set_status("cart", "read_only")
@@ -81,7 +81,7 @@ def test_a_read_only_sqlite_database_refuses_and_its_fork_does_not(store: quire.
     db.close()
 
 
-def test_a_database_is_not_dropped_by_its_status(store: quire.Store) -> None:
+def test_a_status_does_not_drop_a_database(store: quire.Store) -> None:
     store.create("shop", "pages")
     for status in ("tombstoned", "gone", DbStatus.TOMBSTONED):
         with pytest.raises(InvalidInput):
@@ -89,25 +89,25 @@ def test_a_database_is_not_dropped_by_its_status(store: quire.Store) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pages", "lsm"])
-def test_a_fork_keeps_tags_and_has_its_own_beside_them(store: quire.Store, kind: str) -> None:
-    """Hazard: a fork forgot the tags of its source, and had no way to get any."""
+def test_a_fork_inherits_tags_and_adds_its_own(store: quire.Store, kind: str) -> None:
+    """Hazard: a fork lost the tags of its source, and there was no way to set any."""
     store.create("shop", kind, tags={"team": "sales", "stage": "live"})
-    made = store.fork("shop", "trial", tags={"stage": "trial"})
-    assert made.tags == {"team": "sales", "stage": "trial"}
+    fork = store.fork("shop", "trial", tags={"stage": "trial"})
+    assert fork.tags == {"team": "sales", "stage": "trial"}
     assert store.set_options("trial", tags={"owner": "ann"}).tags == {"owner": "ann"}
     assert store.database("shop").tags == {"team": "sales", "stage": "live"}
 
 
-def test_a_fork_may_be_compressed_otherwise_and_keeps_that(store: quire.Store) -> None:
+def test_a_fork_can_have_its_own_compression(store: quire.Store) -> None:
     store.create("shop", "pages")
-    made = store.fork("shop", "plain", compression="none")
+    fork = store.fork("shop", "plain", compression="none")
     with store.manifest.read() as txn:
-        record = txn.database(made.db_id)
+        record = txn.database(fork.db_id)
     assert record is not None
     assert record.compression is Compression.NONE
     store.set_options("plain", compression="zstd")
     with store.manifest.read() as txn:
-        record = txn.database(made.db_id)
+        record = txn.database(fork.db_id)
     assert record is not None
     assert record.compression is Compression.ZSTD
     with pytest.raises(InvalidInput, match="compression"):

@@ -1,4 +1,4 @@
-"""What `quire.open` and `Store` promise, within one process."""
+"""The promises of `quire.open` and `Store`, within one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.store.store import Store
 from quire.testing.clock import ManualClock
 
 
-def test_opening_makes_the_directory_and_a_commented_configuration(path: Path) -> None:
+def test_opening_creates_the_directory_and_a_commented_configuration(path: Path) -> None:
     with quire.open(path / "deep" / "er") as store:
         text = (path / "deep" / "er" / "quire.toml").read_text()
     assert "# Location of the objects" in text
@@ -31,32 +31,32 @@ def test_a_store_keeps_its_identity_and_databases(path: Path) -> None:
         store.create("shop", "pages")
     with quire.open(path) as store:
         assert store.info().store_id == identity
-        assert [each.name for each in store.databases()] == ["shop"]
+        assert [database.name for database in store.databases()] == ["shop"]
 
 
 def test_databases_are_created_listed_by_name_renamed_and_dropped(store: Store) -> None:
-    made = store.create("shop", DbKind.PAGES, tags={"team": "a"})
+    created = store.create("shop", DbKind.PAGES, tags={"team": "a"})
     store.create("clicks", "stream")
     store.create("sessions", "lsm")
-    assert made == store.database("shop")
-    assert (made.kind, made.tags, made.snapshots, made.parent) == (DbKind.PAGES, {"team": "a"}, 0, "")
-    assert [each.name for each in store.databases()] == ["clicks", "sessions", "shop"]
-    assert store.rename("shop", "market").db_id == made.db_id
+    assert created == store.database("shop")
+    assert (created.kind, created.tags, created.snapshots, created.parent) == (DbKind.PAGES, {"team": "a"}, 0, "")
+    assert [database.name for database in store.databases()] == ["clicks", "sessions", "shop"]
+    assert store.rename("shop", "market").db_id == created.db_id
     assert store.drop("market").name == "market"
-    assert [each.name for each in store.databases()] == ["clicks", "sessions"]
-    assert store.create("shop", "pages").db_id > made.db_id
+    assert [database.name for database in store.databases()] == ["clicks", "sessions"]
+    assert store.create("shop", "pages").db_id > created.db_id
     assert store.info().dropped == 1
 
 
-def test_infos_are_frozen_values(store: Store) -> None:
-    made = store.create("shop", "pages")
+def test_infos_are_immutable(store: Store) -> None:
+    created = store.create("shop", "pages")
     with pytest.raises(AttributeError):
-        made.name = "other"  # type: ignore[misc]
+        created.name = "other"  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(store.info())) == store.info()
 
 
 @pytest.mark.parametrize(
-    ("deed", "error"),
+    ("action", "error"),
     [
         (lambda store: store.create("shop", "pages"), quire.NameTaken),
         (lambda store: store.create("a/b", "pages"), quire.InvalidName),
@@ -67,16 +67,16 @@ def test_infos_are_frozen_values(store: Store) -> None:
         (lambda store: store.database("nothing"), quire.UnknownDatabase),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(store: Store, deed, error: type[quire.QuireError]) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_calls_change_nothing(store: Store, action, error: type[quire.QuireError]) -> None:  # type: ignore[no-untyped-def]
     store.create("shop", "pages")
     store.create("clicks", "stream")
     before = store.databases()
     with pytest.raises(error):
-        deed(store)
+        action(store)
     assert store.databases() == before
 
 
-def test_a_database_with_snapshots_is_dropped_only_with_them(store: Store) -> None:
+def test_a_database_with_snapshots_is_dropped_only_together_with_them(store: Store) -> None:
     db_id = store.create("shop", "pages").db_id
     store.manifest.submit([PublishSnapshot(db_id, 1, SnapshotKind.NAMED, "monday")]).result()
     assert store.database("shop").snapshots == 1
@@ -87,7 +87,7 @@ def test_a_database_with_snapshots_is_dropped_only_with_them(store: Store) -> No
         assert txn.count(t.SNAPSHOT_INDEX) == 0
 
 
-def test_info_counts_what_is_there(store: Store) -> None:
+def test_info_counts_databases(store: Store) -> None:
     store.create("shop", "pages")
     info = store.info()
     assert (info.path, info.mode, info.object_store) == (store.path, "rw", store.path + "/objects")
@@ -96,7 +96,7 @@ def test_info_counts_what_is_there(store: Store) -> None:
     assert info.manifest_bytes > 0
 
 
-def test_objects_are_in_the_store_unless_configured(store: Store) -> None:
+def test_objects_are_inside_the_store_by_default(store: Store) -> None:
     store.objects.put("a/b", b"hello")
     assert (Path(store.path) / "objects" / "a" / "b").read_bytes() == b"hello"
     assert store.objects is store.objects
@@ -117,7 +117,7 @@ def test_the_object_store_of_a_new_store_is_remembered(path: Path, url: str) -> 
         assert store.settings.object_store == url
 
 
-def test_settings_passed_in_code_hold_but_do_not_move_the_objects(path: Path) -> None:
+def test_settings_passed_in_code_apply_but_do_not_move_the_objects(path: Path) -> None:
     quire.open(path, settings=StoreSettings(object_store="here")).close()
     tuned = StoreSettings(manifest=ManifestSettings(readers_max=7))
     with quire.open(path, settings=tuned) as store:
@@ -127,14 +127,14 @@ def test_settings_passed_in_code_hold_but_do_not_move_the_objects(path: Path) ->
         quire.open(path, settings=StoreSettings(object_store="there"))
 
 
-def test_a_clock_given_is_the_clock_used(path: Path) -> None:
+def test_a_given_clock_is_used(path: Path) -> None:
     clock = ManualClock(now_ms=1_700_000_000_000)
     with quire.open(path, clock=clock) as store:
         assert store.create("shop", "pages").created_at_ms == 1_700_000_000_000
 
 
 # ── readers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_reader_of_nothing_is_told_how_to_make_a_store(path: Path) -> None:
+def test_opening_a_missing_store_for_reading_explains_how_to_create_one(path: Path) -> None:
     with pytest.raises(quire.StoreNotFound, match=f"quire init {path}"):
         quire.open(path, "r")
     with pytest.raises(quire.StoreNotFound):
@@ -142,19 +142,19 @@ def test_a_reader_of_nothing_is_told_how_to_make_a_store(path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_reader_changes_no_file_but_lmdbs_own_lock(path: Path) -> None:
+def test_a_reader_changes_no_file_except_lmdbs_lock(path: Path) -> None:
     with quire.open(path) as store:
         store.create("shop", "pages")
     (path / "scratch" / "7").mkdir(parents=True)
     (path / "store.lock").unlink()
 
     def state() -> dict[str, bytes]:
-        files = (each for each in path.rglob("*") if each.is_file() and each.name != "manifest.lmdb-lock")
-        return {str(each): each.read_bytes() for each in files}
+        files = (file for file in path.rglob("*") if file.is_file() and file.name != "manifest.lmdb-lock")
+        return {str(file): file.read_bytes() for file in files}
 
     before = state()
     with quire.open(path, "r") as reader:
-        assert [each.name for each in reader.databases()] == ["shop"]
+        assert [database.name for database in reader.databases()] == ["shop"]
         assert reader.mode == "r"
         with pytest.raises(quire.ReadOnly):
             reader.create("x", "pages")
@@ -172,15 +172,15 @@ def test_a_reader_cannot_repair(path: Path) -> None:
         quire.open(path, "r", repair=True)
 
 
-def test_a_second_handle_in_one_process_is_refused_in_words(store: Store) -> None:
+def test_a_second_handle_in_one_process_is_refused_with_an_explanation(store: Store) -> None:
     with pytest.raises(quire.StoreLocked, match="already open in this process"):
         quire.open(store.path)
     with pytest.raises(quire.StoreLocked, match="already has the manifest open"):
         quire.open(store.path, "r")
 
 
-# ── the end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_closed_store_says_so_and_closes_twice(path: Path) -> None:
+# ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_closed_store_raises_and_can_be_closed_twice(path: Path) -> None:
     store = quire.open(path)
     store.close()
     store.close()
@@ -189,7 +189,7 @@ def test_a_closed_store_says_so_and_closes_twice(path: Path) -> None:
             use()
 
 
-def test_a_mode_that_does_not_exist_is_refused(path: Path) -> None:
+def test_an_unknown_mode_is_refused(path: Path) -> None:
     with pytest.raises(quire.InvalidInput):
         quire.open(path, "w")  # type: ignore[arg-type]
     assert not path.exists()

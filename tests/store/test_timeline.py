@@ -1,4 +1,5 @@
-"""A store taken over after a restore that lost its last changes: no position of the lost range means other data (A10)."""
+"""A store taken over after a restore that lost its last changes: no position of the lost range refers to other data
+(A10)."""
 
 from __future__ import annotations
 
@@ -27,11 +28,12 @@ from quire.stream.state import Retention
 from quire.stream.stream import Stream
 from quire.stream.verify import problems
 
-FIRST = 2 << 40
+RANGE_START = 2 << 40
 
 
 class TakenOver:
-    """A directory that was restored, with what the owner before it gave to consumers and lost; taken over by each test anew."""
+    """A restored directory, and the positions that the previous owner gave to consumers and that were lost. Each test
+    takes it over anew."""
 
     store: quire.Store
 
@@ -80,7 +82,7 @@ class TakenOver:
             _copy(path, f"{path}.kept")
 
     def take_over(self) -> quire.Store:
-        """As it was before any test."""
+        """Take over a fresh copy of the directory."""
         for path in self._kept:
             _copy(f"{path}.kept", path)
         self.store = quire.open(self.path, takeover=True, discard=True)
@@ -93,7 +95,7 @@ def _copy(source: Path | str, target: Path | str) -> None:
 
 
 def _insert(connection: apsw.Connection, number: int) -> int:
-    """Insert a row; the lsn of the commit."""
+    """Insert a row; returns the lsn of the commit."""
     connection.execute("INSERT INTO t VALUES (?)", (number,))
     ((epoch,),) = connection.execute("PRAGMA quire_epoch").fetchall()
     return int(str(epoch))
@@ -116,19 +118,21 @@ def taken_over(restored: TakenOver) -> Iterator[TakenOver]:
         yield restored
 
 
-def test_the_takeover_says_where_the_owner_before_it_ended(taken_over: TakenOver) -> None:
+def test_the_takeover_records_where_the_previous_owner_ended(taken_over: TakenOver) -> None:
     with taken_over.store.manifest.read() as txn:
         (restored, before), (first, row) = txn.timelines()
         assert before.last_sequence == taken_over.last
-        assert taken_over.lost < restored < FIRST
-        assert (first, row.owner_epoch, row.parent_epoch) == (FIRST, 2, 1)
+        assert taken_over.lost < restored < RANGE_START
+        assert (first, row.owner_epoch, row.parent_epoch) == (RANGE_START, 2, 1)
         assert row.parent_number == before.parent_number >= 0
         assert 0 < row.ended_at_ms <= taken_over.former_at_ms
-        changes = [change for change in txn.changes(FIRST) if any(isinstance(op, Timeline) for op in change.operations)]
-    assert [change.sequence for change in changes] == [FIRST]
+        changes = [
+            change for change in txn.changes(RANGE_START) if any(isinstance(op, Timeline) for op in change.operations)
+        ]
+    assert [change.sequence for change in changes] == [RANGE_START]
 
 
-def test_a_follower_that_read_lost_changes_is_told_and_another_goes_on(taken_over: TakenOver) -> None:
+def test_a_follower_that_read_lost_changes_is_notified_and_another_continues(taken_over: TakenOver) -> None:
     feed = taken_over.store.manifest.feed
     for position in range(taken_over.last + 1, taken_over.lost + 1):
         with pytest.raises(CursorLost) as caught:
@@ -137,10 +141,10 @@ def test_a_follower_that_read_lost_changes_is_told_and_another_goes_on(taken_ove
     taken_over.store.create("new", "pages")
     page = feed.fetch("reader", after=taken_over.last)
     assert page.changes[0].sequence > taken_over.lost
-    assert FIRST in [change.sequence for change in page.changes]
+    assert RANGE_START in [change.sequence for change in page.changes]
     assert page.at_head
-    seen = [change.sequence for change in feed.follow("reader", timeout=0)]
-    assert seen[-1] == feed.head()
+    sequences = [change.sequence for change in feed.follow("reader", timeout=0)]
+    assert sequences[-1] == feed.head()
     assert feed.lag() == {"reader": 0}
 
 
@@ -148,45 +152,49 @@ def test_a_database_of_the_lost_range_shares_its_id_with_no_other(taken_over: Ta
     assert taken_over.store.create("new", "pages").db_id > taken_over.lost_db + 2**15
 
 
-def test_the_newest_changes_are_those_on_both_sides_of_the_gap(
+def test_the_newest_changes_include_both_sides_of_the_gap(
     taken_over: TakenOver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken_over.store.create("new", "pages")
     with taken_over.store.manifest.read() as txn:
         known = [change.sequence for change in txn.changes()]
     wanted = known[known.index(taken_over.last) - 1 :]
-    assert wanted[-1] > FIRST
+    assert wanted[-1] > RANGE_START
     taken_over.store.close()
-    where = ["--store", str(taken_over.path), "--json"]
-    assert run(["feed", "tail", "--limit", str(len(wanted)), *where]) == 0
+    store_option = ["--store", str(taken_over.path), "--json"]
+    assert run(["feed", "tail", "--limit", str(len(wanted)), *store_option]) == 0
     shown = capsys.readouterr().out
     for sequence in wanted:
         assert f'"sequence": {sequence}' in shown or f'"sequence":{sequence}' in shown
-    assert run(["feed", "tail", "--from", str(taken_over.lost), *where]) != 0
+    assert run(["feed", "tail", "--from", str(taken_over.lost), *store_option]) != 0
     assert "were lost when the store was taken over" in capsys.readouterr().err
 
 
-def test_reopening_begins_no_range_and_a_second_takeover_begins_the_next(taken_over: TakenOver) -> None:
+def test_reopening_starts_no_range_and_a_second_takeover_starts_the_next(taken_over: TakenOver) -> None:
     taken_over.store.close()
     with quire.open(taken_over.path) as store, store.manifest.read() as txn:
         assert len(txn.gaps()) == 2
     with quire.open(taken_over.path, takeover=True) as store, store.manifest.read() as txn:
         rows = dict(txn.timelines())
-        assert [*rows][1:] == [FIRST, 3 << 40]
+        assert [*rows][1:] == [RANGE_START, 3 << 40]
         assert rows[3 << 40].parent_number == 0  # it lost nothing of the archive
         assert store.manifest.check() == []
 
 
-def test_versions_on_both_sides_of_the_gap_are_read_and_lost_ones_are_refused(taken_over: TakenOver) -> None:
+def test_versions_on_both_sides_of_the_gap_are_readable_and_lost_ones_are_refused(taken_over: TakenOver) -> None:
     store, last = taken_over.store, taken_over.versions[-1]
     assert _rows(store) == [0, 1, 2]
-    for lsn in (*taken_over.lost_versions, last + 1, FIRST - 1):  # before anything was written after the takeover, too
+    for lsn in (
+        *taken_over.lost_versions,
+        last + 1,
+        RANGE_START - 1,
+    ):  # also before the first write after the takeover
         with pytest.raises(EpochLost):
             _rows(store, lsn)
     with closing(store.sqlite("shop")) as shop:
         written = [_insert(shop, number) for number in range(3, 5)]
-    assert written[0] >= FIRST
-    for lsn in (*taken_over.lost_versions, last + 1, FIRST - 1):
+    assert written[0] >= RANGE_START
+    for lsn in (*taken_over.lost_versions, last + 1, RANGE_START - 1):
         with pytest.raises(EpochLost, match="lost when the store was taken over") as caught:
             _rows(store, lsn)
         assert caught.value.where["last_lsn"] == last
@@ -223,7 +231,7 @@ def test_a_hundred_thousand_databases_are_taken_over_by_one_small_change(tmp_pat
         assert manifest.writer.stats.rows - before < 40
         with manifest.read() as txn:
             assert txn.count(t.DB) == count
-            row = dict(txn.raw_scan(CHANGE_LOG))[CHANGE_LOG.key.pack(FIRST)]
+            row = dict(txn.raw_scan(CHANGE_LOG))[CHANGE_LOG.key.pack(RANGE_START)]
         assert len(row) < 1_000
 
 
@@ -231,8 +239,9 @@ def _payloads(stream: Stream, start: int | None = None) -> list[bytes]:
     return [record.payload for record in stream.read(start)]
 
 
-def test_no_position_of_a_stream_that_was_reached_in_lost_records_means_other_records(taken_over: TakenOver) -> None:
-    """Before the first append, after it, after a reopening, after the records before the gap are gone, and for readers."""
+def test_no_position_in_lost_records_of_a_stream_refers_to_other_records(taken_over: TakenOver) -> None:
+    """Before the first append, after it, after a reopening, after the records before the gap are removed, and for
+    readers."""
     store = taken_over.store
 
     def check(stream: Stream, new: list[bytes]) -> None:
@@ -245,18 +254,18 @@ def test_no_position_of_a_stream_that_was_reached_in_lost_records_means_other_re
                 with pytest.raises(CursorLost, match="were lost when the store was taken over") as caught:
                     refused()
             assert caught.value.where["last_record"] == 7
-            assert caught.value.where["first_record"] == FIRST
-        assert [record.id for record in stream.read(8)] == list(range(FIRST, FIRST + len(new)))
-        assert _payloads(stream, 8) == _payloads(stream, FIRST) == new
+            assert caught.value.where["first_record"] == RANGE_START
+        assert [record.id for record in stream.read(8)] == list(range(RANGE_START, RANGE_START + len(new)))
+        assert _payloads(stream, 8) == _payloads(stream, RANGE_START) == new
         assert [record.payload for record in stream.tail(8, timeout=0)] == new
         with pytest.raises(OutOfRange):
-            list(stream.read(FIRST + len(new) + 1))
-        assert (stream.end_record, stream.position("idle")) == (FIRST + len(new), 8)
+            list(stream.read(RANGE_START + len(new) + 1))
+        assert (stream.end_record, stream.position("idle")) == (RANGE_START + len(new), 8)
 
     stream = store.stream("events")
     check(stream, [])
     assert (stream.info().records, stream.info().lag("etl"), stream.info().lag("idle")) == (7, 5, 0)
-    assert stream.append([b"new", b"newer"]).result() == FIRST
+    assert stream.append([b"new", b"newer"]).result() == RANGE_START
     check(stream, [b"new", b"newer"])
     assert (stream.info().records, stream.info().appended, stream.info().lag("etl")) == (9, 9, 7)
     for position in range(9, 13):
@@ -265,9 +274,14 @@ def test_no_position_of_a_stream_that_was_reached_in_lost_records_means_other_re
         with pytest.raises(CursorLost, match="were lost"):
             stream.register("another", position)
     batches = list(stream.read_batches(6))
-    assert [number for batch in batches for number in batch.column("id").to_pylist()] == [6, 7, FIRST, FIRST + 1]
-    assert stream.seek(next(stream.read(FIRST)).timestamp_ms) == FIRST
-    assert stream.seek(1 << 50) == FIRST + 2
+    assert [number for batch in batches for number in batch.column("id").to_pylist()] == [
+        6,
+        7,
+        RANGE_START,
+        RANGE_START + 1,
+    ]
+    assert stream.seek(next(stream.read(RANGE_START)).timestamp_ms) == RANGE_START
+    assert stream.seek(1 << 50) == RANGE_START + 2
     stream.ack("etl", 8)
     assert stream.info().lag("etl") == 2
     stream.seal()
@@ -275,52 +289,55 @@ def test_no_position_of_a_stream_that_was_reached_in_lost_records_means_other_re
     store.close()
     with quire.open(taken_over.path, "r") as reader:
         check(reader.stream("events"), [b"new", b"newer"])
-    with quire.open(taken_over.path) as again:
-        stream = again.stream("events")
+    with quire.open(taken_over.path) as reopened:
+        stream = reopened.stream("events")
         check(stream, [b"new", b"newer"])
         stream.retain(Retention(consumed=True))
-        assert stream.retire() == 1, "what everybody has read"
+        assert stream.retire() == 1, "the records that every consumer has read"
         check(stream, [b"new", b"newer"])
-        assert again.manifest.check() == []
+        assert reopened.manifest.check() == []
 
 
-def test_the_last_records_and_a_number_of_records_leave_the_gap_out(
-    taken_over: TakenOver, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tails_and_record_counts_exclude_the_gap(taken_over: TakenOver, capsys: pytest.CaptureFixture[str]) -> None:
     taken_over.store.stream("events").append([b"new", b"newer"]).result()
     taken_over.store.close()
-    where = ["--store", str(taken_over.path), "--json"]
+    store_option = ["--store", str(taken_over.path), "--json"]
     for command in (["tail", "events", "-n", "4"], ["read", "events", "--from", "6", "-n", "4"]):
-        assert run(["stream", *command, *where]) == 0
-        assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [6, 7, FIRST, FIRST + 1]
-    assert run(["stream", "read", "events", "--from", "10", *where]) != 0
+        assert run(["stream", *command, *store_option]) == 0
+        assert [row["id"] for row in json.loads(capsys.readouterr().out)] == [
+            6,
+            7,
+            RANGE_START,
+            RANGE_START + 1,
+        ]
+    assert run(["stream", "read", "events", "--from", "10", *store_option]) != 0
     assert "were lost when the store was taken over" in capsys.readouterr().err
 
 
-def test_a_stream_that_had_nothing_and_one_that_is_made_later_begin_with_the_range(taken_over: TakenOver) -> None:
+def test_an_empty_stream_and_a_later_one_start_with_the_range(taken_over: TakenOver) -> None:
     for name in ("quiet", "later"):
         stream = taken_over.store.stream(name, create=True)
         with pytest.raises(CursorLost, match="were lost"):
             list(stream.read(2))
-        assert stream.append(b"new").result() == FIRST
+        assert stream.append(b"new").result() == RANGE_START
         assert _payloads(stream, 1) == [b"new"]
 
 
-def test_ranges_without_records_leave_their_positions_valid(taken_over: TakenOver) -> None:
-    assert list(taken_over.store.stream("events").read(FIRST)) == []
+def test_ranges_without_records_keep_positions_valid(taken_over: TakenOver) -> None:
+    assert list(taken_over.store.stream("events").read(RANGE_START)) == []
     taken_over.store.close()
     with quire.open(taken_over.path, takeover=True) as store:
         stream = store.stream("events")
         assert stream.append(b"new").result() == 3 << 40
-        for position in (8, FIRST, 3 << 40):
+        for position in (8, RANGE_START, 3 << 40):
             assert _payloads(stream, position) == [b"new"]
-        for position in (9, FIRST - 1, FIRST + 1, (3 << 40) - 1):
+        for position in (9, RANGE_START - 1, RANGE_START + 1, (3 << 40) - 1):
             with pytest.raises(CursorLost, match="were lost"):
                 list(stream.read(position))
         assert (stream.info().records, stream.info().lag("etl")) == (8, 6)
 
 
-def test_a_gap_is_known_again_when_the_streams_own_file_is_lost(taken_over: TakenOver) -> None:
+def test_a_gap_is_recovered_when_the_streams_own_file_is_lost(taken_over: TakenOver) -> None:
     stream = taken_over.store.stream("events")
     stream.append(b"new").result()
     state = Path(stream.files.state)
@@ -332,13 +349,13 @@ def test_a_gap_is_known_again_when_the_streams_own_file_is_lost(taken_over: Take
             list(store.stream("events").read(9))
 
 
-def test_an_lsn_and_a_snapshot_of_the_lost_range_belong_to_nothing_else(taken_over: TakenOver) -> None:
+def test_an_lsn_and_a_snapshot_of_the_lost_range_are_never_reused(taken_over: TakenOver) -> None:
     store = taken_over.store
     pairs = store.kv("pairs")
     assert (pairs.get(b"a"), pairs.last_lsn) == (b"kept", taken_over.lost_lsn - 1)
-    assert pairs.write({b"a": b"new"}) == FIRST
-    assert pairs.begin_load() == FIRST + 1
-    pairs.end_load(FIRST + 1)
+    assert pairs.write({b"a": b"new"}) == RANGE_START
+    assert pairs.begin_load() == RANGE_START + 1
+    pairs.end_load(RANGE_START + 1)
     first, second = store.snapshot("shop", "new"), store.snapshot("shop", "newer")
     assert taken_over.lost_snapshot < first.snapshot_id == second.snapshot_id - 1
     with pytest.raises(UnknownSnapshot):
@@ -346,7 +363,7 @@ def test_an_lsn_and_a_snapshot_of_the_lost_range_belong_to_nothing_else(taken_ov
     with pytest.raises(UnknownSnapshot):
         store.manifest.snapshots.get("shop", taken_over.lost_snapshot)
     store.close()
-    with quire.open(taken_over.path) as again:
-        assert again.kv("pairs").write({b"a": b"newest"}) == FIRST + 2
-        assert again.snapshot("shop").snapshot_id == second.snapshot_id + 1
-        assert again.manifest.check() == []
+    with quire.open(taken_over.path) as reopened:
+        assert reopened.kv("pairs").write({b"a": b"newest"}) == RANGE_START + 2
+        assert reopened.snapshot("shop").snapshot_id == second.snapshot_id + 1
+        assert reopened.manifest.check() == []

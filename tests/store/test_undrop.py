@@ -1,4 +1,5 @@
-"""A dropped database is brought back: as it was, of every kind, after a restart and a crash, for as long as settings say."""
+"""A dropped database is undropped: unchanged, for every kind, after a restart and a crash, within the configured
+period."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import quire
 from quire.core.errors import DatabaseTombstoned, NameTaken, StillReferenced, UnknownDatabase, UnknownSnapshot
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean
-from tests.nursery import Line, Nursery
+from tests.fork_server import Channel, ForkServer
 
 DAY_MS = 86_400_000
 QUIET = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False))
@@ -21,14 +22,14 @@ QUIET = quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False)
 
 @pytest.fixture
 def store(tmp_path: Path) -> Any:
-    with quire.open(tmp_path / "store", settings=QUIET) as made:
-        fill(made)
-        yield made
-        assert_clean(made.manifest)
+    with quire.open(tmp_path / "store", settings=QUIET) as opened:
+        fill(opened)
+        yield opened
+        assert_clean(opened.manifest)
 
 
 def fill(store: quire.Store) -> None:
-    """A database of each kind, `shop` with a snapshot and a policy."""
+    """Create a database of each kind, `shop` with a snapshot and a policy."""
     connection = store.sqlite("shop", create=True)
     connection.execute("create table item(name); insert into item values ('pen')")
     store.snapshot("shop", "monday")
@@ -48,7 +49,7 @@ def contents(store: quire.Store) -> tuple[Any, ...]:
     return rows, store.kv("prices").get(b"pen"), clicks
 
 
-def test_every_kind_comes_back_as_it_was(store: quire.Store) -> None:
+def test_every_kind_is_restored_unchanged(store: quire.Store) -> None:
     before = contents(store)
     for name in ("shop", "prices", "clicks"):
         store.drop(name, snapshots=True, undoable=True)
@@ -57,7 +58,7 @@ def test_every_kind_comes_back_as_it_was(store: quire.Store) -> None:
     assert [info.name for info in store.dropped()] == ["clicks", "prices", "shop"]
     assert store.databases() == []
     assert store.info().dropped == 3
-    store.maintain()  # takes nothing away, and makes no scheduled snapshot
+    store.maintain()  # deletes nothing, and creates no scheduled snapshot
     for name in ("shop", "prices", "clicks"):
         assert store.undrop(name).name == name
     assert contents(store) == before
@@ -66,7 +67,7 @@ def test_every_kind_comes_back_as_it_was(store: quire.Store) -> None:
     assert store.dropped() == []
 
 
-def test_after_a_restart_and_with_what_was_not_checkpointed(tmp_path: Path) -> None:
+def test_undrop_after_a_restart_and_with_commits_that_were_not_checkpointed(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with quire.open(root, settings=QUIET) as store:
         fill(store)
@@ -82,7 +83,7 @@ def test_after_a_restart_and_with_what_was_not_checkpointed(tmp_path: Path) -> N
         assert_clean(store.manifest)
 
 
-def test_open_connections_are_told_and_go_on_after_it_is_back(store: quire.Store) -> None:
+def test_open_connections_fail_and_continue_after_the_undrop(store: quire.Store) -> None:
     connection, stream, prices = store.sqlite("shop"), store.stream("clicks"), store.kv("prices")
     for name in ("shop", "clicks", "prices"):
         store.drop(name, snapshots=True, undoable=True)
@@ -100,7 +101,7 @@ def test_open_connections_are_told_and_go_on_after_it_is_back(store: quire.Store
     connection.close()
 
 
-def test_a_name_may_be_given_to_another_meanwhile(store: quire.Store) -> None:
+def test_the_name_can_be_used_by_another_database_meanwhile(store: quire.Store) -> None:
     store.drop("shop", snapshots=True, undoable=True)
     store.create("shop", "pages")
     with pytest.raises(NameTaken):
@@ -114,12 +115,12 @@ def test_a_name_may_be_given_to_another_meanwhile(store: quire.Store) -> None:
     assert store.undrop(f"#{first}").db_id == first
 
 
-def test_snapshots_are_dropped_by_mistake_only_if_somebody_says_so(store: quire.Store) -> None:
+def test_snapshots_are_dropped_only_on_request(store: quire.Store) -> None:
     with pytest.raises(StillReferenced, match="--snapshots"):
         store.drop("shop", undoable=True)
 
 
-def test_it_goes_for_good_after_a_day_or_when_it_is_purged(tmp_path: Path) -> None:
+def test_a_dropped_database_is_removed_after_a_day_or_when_purged(tmp_path: Path) -> None:
     clock = ManualClock()
     with quire.open(tmp_path / "store", clock=clock) as store:
         store.create("shop", "pages")
@@ -127,8 +128,8 @@ def test_it_goes_for_good_after_a_day_or_when_it_is_purged(tmp_path: Path) -> No
         store.drop("shop", undoable=True)
         store.drop("trial", undoable=True)
         assert store.purge("trial").name == "trial"
-        (left,) = store.dropped()
-        assert left.until_ms - left.dropped_at_ms == DAY_MS
+        (dropped,) = store.dropped()
+        assert dropped.until_ms - dropped.dropped_at_ms == DAY_MS
         clock.advance(DAY_MS / 1000 - 1)
         assert store.maintain().purged == 0
         clock.advance(2)
@@ -147,45 +148,45 @@ def test_a_setting_of_zero_drops_at_once(tmp_path: Path) -> None:
         quire.MaintenanceSettings(undrop_seconds=-1)
 
 
-def killed(line: Line) -> None:
-    """In a process of its own: drop and bring back until it is killed."""
-    told = json.loads(line.receive() or b"{}")
+def killed(channel: Channel) -> None:
+    """In a separate process: drop and undrop until it is killed."""
+    request = json.loads(channel.receive() or b"{}")
     from quire.durable.failpoints import arm_from
 
-    with quire.open(told["root"]) as store:
+    with quire.open(request["root"]) as store:
         connection = store.sqlite("shop")
         connection.execute("insert into item values ('more')")
-        line.send(b"ready")
-        arm_from(told["failpoints"])
+        channel.send(b"ready")
+        arm_from(request["failpoints"])
         store.drop("shop", snapshots=True, undoable=True)
-        line.send(b"dropped")
+        channel.send(b"dropped")
         store.undrop("shop")
-        line.send(b"back")
+        channel.send(b"back")
 
 
-def test_killed_at_a_step_it_is_there_or_can_be_brought_back(tmp_path: Path) -> None:
+def test_killed_at_any_step_the_database_exists_or_can_be_undropped(tmp_path: Path) -> None:
     root = tmp_path / "store"
     with quire.open(root) as store:
         fill(store)
-    with Nursery("tests.store.test_undrop:killed") as nursery:
+    with ForkServer("tests.store.test_undrop:killed") as fork_server:
         for number, point in enumerate(f"manifest.commit.{step}" for step in ("applied", "flushed", "durable")):
             for hits in (0, 1):
-                with nursery.spawn() as child:
+                with fork_server.spawn() as child:
                     script = f"{point}={hits}*off->kill" if hits else f"{point}=kill"
-                    child.line.send(json.dumps({"root": str(root), "failpoints": script}).encode())
-                    said = []
-                    while (message := child.line.receive()) is not None:
-                        said.append(message)
-                    assert child.wait() == -signal.SIGKILL, (point, said)
+                    child.channel.send(json.dumps({"root": str(root), "failpoints": script}).encode())
+                    messages = []
+                    while (message := child.channel.receive()) is not None:
+                        messages.append(message)
+                    assert child.wait() == -signal.SIGKILL, (point, messages)
                 with quire.open(root) as store:
                     if store.dropped():
                         store.undrop("shop")
                     rows = contents(store)[0]
-                    assert rows.count(("more",)) == 2 * number + hits + 1, "every commit that was acknowledged"
+                    assert rows.count(("more",)) == 2 * number + hits + 1, "every acknowledged commit is present"
                     assert_clean(store.manifest)
 
 
-def test_a_snapshot_comes_back_as_it_was(store: quire.Store) -> None:
+def test_a_snapshot_is_restored_unchanged(store: quire.Store) -> None:
     before = store.manifest.snapshots.get("shop", "monday")
     with store.kv("prices") as prices:
         store.snapshot("prices", "monday", tags={"by": "ann"})
@@ -196,7 +197,7 @@ def test_a_snapshot_comes_back_as_it_was(store: quire.Store) -> None:
             store.manifest.snapshots.get(name, "monday")
         with pytest.raises(UnknownSnapshot, match="no dropped snapshot"):
             store.undrop_snapshot(name, "tuesday")
-    store.maintain()  # the policy of `shop` keeps one snapshot: what was dropped is not counted, and stays
+    store.maintain()  # the policy of `shop` keeps one snapshot: the dropped one is not counted, and stays
     assert store.undrop_snapshot("shop", "monday") == before
     assert store.undrop_snapshot("prices", "monday").tags == {"by": "ann"}
     connection = store.sqlite("shop", at="monday")
@@ -209,7 +210,7 @@ def test_a_snapshot_comes_back_as_it_was(store: quire.Store) -> None:
         store.undrop_snapshot("shop", "monday")
 
 
-def test_the_name_of_a_dropped_snapshot_is_free(store: quire.Store) -> None:
+def test_the_name_of_a_dropped_snapshot_is_available(store: quire.Store) -> None:
     first = store.drop_snapshot("shop", "monday", undoable=True)
     second = store.snapshot("shop", "monday")
     with pytest.raises(NameTaken, match="snapshot with this name"):
@@ -220,7 +221,7 @@ def test_the_name_of_a_dropped_snapshot_is_free(store: quire.Store) -> None:
     assert [info.name for info in store.manifest.snapshots.of("shop")] == ["older", "monday"]
 
 
-def test_a_dropped_snapshot_goes_when_its_day_is_over_and_with_its_database(tmp_path: Path) -> None:
+def test_a_dropped_snapshot_is_removed_after_its_period_and_with_its_database(tmp_path: Path) -> None:
     clock = ManualClock(1_700_000_000_000)
     with quire.open(tmp_path / "store", settings=QUIET, clock=clock) as store:
         fill(store)
@@ -234,17 +235,17 @@ def test_a_dropped_snapshot_goes_when_its_day_is_over_and_with_its_database(tmp_
         store.maintain()
         assert store.manifest.snapshots.of("shop") == []
         store.drop_snapshot("shop", store.snapshot("shop").snapshot_id, undoable=True)
-        store.drop("shop")  # what is only waiting to go does not keep its database
+        store.drop("shop")  # a dropped snapshot does not hold its database
         assert_clean(store.manifest)
 
 
-def test_a_snapshot_that_ends_by_itself_is_dropped_for_good(store: quire.Store) -> None:
-    lent = store.manifest.snapshots.publish("shop", tags={"by": "lend"}, expires_at_ms=1 << 42)
-    store.drop_snapshot("shop", lent.snapshot_id, undoable=True)
+def test_a_snapshot_with_an_expiry_is_dropped_immediately(store: quire.Store) -> None:
+    leased = store.manifest.snapshots.publish("shop", tags={"by": "lend"}, expires_at_ms=1 << 42)
+    store.drop_snapshot("shop", leased.snapshot_id, undoable=True)
     assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
 
 
-def test_a_client_drops_a_snapshot_and_brings_it_back(store: quire.Store) -> None:
+def test_a_client_drops_and_undrops_a_snapshot(store: quire.Store) -> None:
     with store.serve() as server, quire.connect(server.address) as client:
         assert client.drop_snapshot("shop", "monday", undoable=True).name == "monday"
         assert client.undrop_snapshot("shop", "monday", new_name="tuesday").name == "tuesday"

@@ -1,4 +1,4 @@
-"""An owner's maintenance over simulated time: the snapshots that should be there are, and the bytes of the others go."""
+"""An owner's maintenance over simulated time: the expected snapshots exist, and the data of the others is deleted."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def clock() -> ManualClock:
 
 @dataclass
 class Shop:
-    """A database that is checkpointed now and then, and what its snapshots must be."""
+    """A database that is checkpointed now and then, and a model of its snapshots."""
 
     store: Store
     clock: ManualClock
     generation: int = 0
-    made: list[tuple[int, str, int]] = field(default_factory=list)
-    """(moment, name, generation) of every scheduled snapshot, in the order in which they are made."""
+    scheduled: list[tuple[int, str, int]] = field(default_factory=list)
+    """(time, name, generation) of every scheduled snapshot, in order of creation."""
 
     def checkpoint(self) -> None:
         manifest = self.store.manifest
@@ -66,34 +66,37 @@ class Shop:
         return object_key(ArtifactKey(1, ArtifactKind.BASE, 0, generation))
 
     def round(self) -> None:
-        """What a round should make, then the round."""
+        """Record the snapshots that a round should create, then run the round."""
         now = self.clock.now_ms()
         moment = datetime.fromtimestamp(now / 1000, UTC)
-        last = {schedule: period(self.made[-1][0]) if self.made else -1 for schedule, period in PERIODS.items()}
+        last = {
+            schedule: period(self.scheduled[-1][0]) if self.scheduled else -1 for schedule, period in PERIODS.items()
+        }
         for schedule, name in (
             ("hourly", f"{moment:hourly-%Y-%m-%dT%H}"),
             ("daily", f"{moment:daily-%Y-%m-%d}"),
             ("weekly", f"{moment:weekly-%G-W%V}"),
         ):
             if PERIODS[schedule](now) > last[schedule]:
-                self.made.append((now, name, self.generation))
+                self.scheduled.append((now, name, self.generation))
         self.store.maintain()
 
-    def kept(self) -> dict[str, int]:
-        """Name → generation of the snapshots that the policy keeps: of each bucket the one that was made for it."""
-        found: dict[str, int] = {}
+    def expected_snapshots(self) -> dict[str, int]:
+        """Name → generation of the snapshots that the policy keeps: for each bucket, the one that was created for
+        it."""
+        expected: dict[str, int] = {}
         for schedule, period in PERIODS.items():
-            own = [each for each in self.made if each[1].startswith(schedule)]
-            newest = {period(at): (name, generation) for at, name, generation in [*self.made, *own]}
-            found |= dict(newest[each] for each in sorted(newest)[-getattr(POLICY, schedule) :])
-        return found
+            of_schedule = [snapshot for snapshot in self.scheduled if snapshot[1].startswith(schedule)]
+            newest = {period(at): (name, generation) for at, name, generation in [*self.scheduled, *of_schedule]}
+            expected |= dict(newest[bucket] for bucket in sorted(newest)[-getattr(POLICY, schedule) :])
+        return expected
 
     def objects(self) -> set[str]:
         return {info.key for info in list_objects(self.store.objects)}
 
 
-def test_after_a_month_exactly_the_right_snapshots_and_objects_are_there(tmp_path: Path, clock: ManualClock) -> None:
-    """Around a New Year, with a restart, and with an owner that was away for two days."""
+def test_after_a_month_exactly_the_right_snapshots_and_objects_exist(tmp_path: Path, clock: ManualClock) -> None:
+    """Around a New Year, with a restart, and with an owner that was down for two days."""
     loaded = set(sys.modules)
     home = str(tmp_path / "store")
     store = quire.open(home, settings=QUIET, clock=clock)
@@ -113,26 +116,28 @@ def test_after_a_month_exactly_the_right_snapshots_and_objects_are_there(tmp_pat
         clock.advance(3600)
     shop.round()
     manifest = shop.store.manifest
-    found = {info.name: info.generation for info in manifest.snapshots.of("shop")}
-    assert found == {**shop.kept(), "before-christmas": 1}
-    # By hand: the oldest day, the week of New Year, which ended when the owner went away, and the oldest week.
-    assert {"daily-2025-01-10", "weekly-2025-W01", "weekly-2024-W52"} < found.keys()
-    held = {shop.name(generation) for generation in {*found.values(), shop.generation}}
-    assert held <= shop.objects(), "what was let go just now may still be there too"
+    generations = {info.name: info.generation for info in manifest.snapshots.of("shop")}
+    assert generations == {**shop.expected_snapshots(), "before-christmas": 1}
+    # Computed by hand: the oldest day, the week of New Year, which ended when the owner went down, and the oldest week.
+    assert {"daily-2025-01-10", "weekly-2025-W01", "weekly-2024-W52"} < generations.keys()
+    held = {shop.name(generation) for generation in {*generations.values(), shop.generation}}
+    assert held <= shop.objects(), "artifacts released just now may still exist"
     clock.advance(61)
     shop.store.maintain()
     assert shop.objects() == held
-    told = [entry.action for entry in manifest.audit("shop")]
-    created, dropped = told.count(AuditAction.SNAPSHOT_CREATED), told.count(AuditAction.SNAPSHOT_DROPPED)
-    assert created - dropped == len(found)
-    assert created == len(shop.made) + 1, "none twice, not even after a restart"
-    assert told.count(AuditAction.DELETED) == shop.generation - len(held)
+    actions = [entry.action for entry in manifest.audit("shop")]
+    created, dropped = actions.count(AuditAction.SNAPSHOT_CREATED), actions.count(AuditAction.SNAPSHOT_DROPPED)
+    assert created - dropped == len(generations)
+    assert created == len(shop.scheduled) + 1, "no snapshot is created twice, not even after a restart"
+    assert actions.count(AuditAction.DELETED) == shop.generation - len(held)
     assert manifest.check() == []
-    assert "pyspark" not in sys.modules.keys() - loaded, "all that without Spark"
+    assert "pyspark" not in sys.modules.keys() - loaded, "without Spark"
     shop.store.close()
 
 
-def test_bytes_of_dropped_snapshots_go_after_the_grace_and_not_before(path: Path, clock: ManualClock) -> None:
+def test_bytes_of_dropped_snapshots_are_deleted_after_the_grace_period_and_not_before(
+    path: Path, clock: ManualClock
+) -> None:
     with quire.open(path, settings=QUIET, clock=clock) as store:
         store.create("shop", "pages")
         shop = Shop(store, clock)
@@ -142,13 +147,13 @@ def test_bytes_of_dropped_snapshots_go_after_the_grace_and_not_before(path: Path
         clock.advance(1)
         plan = store.manifest.retention.plan("shop", RetentionRecord(keep_seconds=1, keep_named=False))
         store.manifest.retention.apply(plan, force=True)
-        for seconds, there in ((0, 2), (59, 2), (1, 1)):
+        for seconds, remaining in ((0, 2), (59, 2), (1, 1)):
             clock.advance(seconds)
             store.maintain()
-            assert len(shop.objects()) == there
+            assert len(shop.objects()) == remaining
 
 
-def test_upkeep_does_not_take_the_last_snapshots(path: Path, clock: ManualClock) -> None:
+def test_maintenance_does_not_drop_the_last_snapshots(path: Path, clock: ManualClock) -> None:
     with quire.open(path, settings=QUIET, clock=clock) as store:
         for name in ("careful", "normal"):
             store.create(name, "pages")
@@ -161,7 +166,7 @@ def test_upkeep_does_not_take_the_last_snapshots(path: Path, clock: ManualClock)
         assert [len(store.manifest.snapshots.of(name)) for name in ("careful", "normal")] == [3, 2]
 
 
-def test_a_round_takes_back_lost_leases_and_runs_what_is_pending(path: Path, clock: ManualClock) -> None:
+def test_a_round_recovers_lost_leases_and_runs_pending_jobs(path: Path, clock: ManualClock) -> None:
     with quire.open(path, settings=QUIET, clock=clock) as store:
         store.create("shop", "pages")
         store.drop("shop")
@@ -177,7 +182,7 @@ def test_a_round_takes_back_lost_leases_and_runs_what_is_pending(path: Path, clo
         assert store.info().dropped == 0
 
 
-def test_the_audit_reaches_back_as_far_as_it_should(path: Path, clock: ManualClock) -> None:
+def test_the_audit_covers_its_configured_period(path: Path, clock: ManualClock) -> None:
     with quire.open(path, settings=QUIET, clock=clock) as store:
         store.create("shop", "pages")
         store.manifest.snapshots.publish("shop", "old")
@@ -189,7 +194,7 @@ def test_the_audit_reaches_back_as_far_as_it_should(path: Path, clock: ManualClo
         assert [entry.subject for entry in store.manifest.audit("shop")] == ["young"]
 
 
-def test_the_background_does_all_that_by_itself(path: Path) -> None:
+def test_the_background_thread_does_the_same(path: Path) -> None:
     busy = StoreSettings(maintenance=MaintenanceSettings(interval_seconds=0.02, delete_grace_seconds=0))
     with quire.open(path, settings=busy) as store:
         store.create("shop", "pages")
@@ -200,25 +205,25 @@ def test_the_background_does_all_that_by_itself(path: Path) -> None:
         assert eventually(lambda: store.info().dropped == 0)
 
 
-def test_what_has_expired_goes_even_where_the_policy_is_refused(path: Path, clock: ManualClock) -> None:
-    """Hazard: a policy that would take the last snapshots kept those of the time-travel window for ever."""
+def test_expired_snapshots_are_dropped_even_if_the_policy_is_refused(path: Path, clock: ManualClock) -> None:
+    """Hazard: a policy that would drop the last snapshots kept those of the time-travel window for ever."""
     with quire.open(path, settings=QUIET, clock=clock) as store:
         store.create("shop", "pages")
-        kept = store.manifest.snapshots.publish("shop")
+        manual = store.manifest.snapshots.publish("shop")
         store.manifest.snapshots.publish("shop", expires_at_ms=clock.now_ms() + 1000)
         store.manifest.retention.set("shop", RetentionRecord(keep_seconds=1))
         clock.advance(3600)
         store.maintain()
-        assert [info.snapshot_id for info in store.manifest.snapshots.of("shop")] == [kept.snapshot_id]
+        assert [info.snapshot_id for info in store.manifest.snapshots.of("shop")] == [manual.snapshot_id]
 
 
 def test_an_hour_that_has_its_snapshot_gets_no_other_from_the_next_owner(path: Path, clock: ManualClock) -> None:
-    """Hazard: retention drops all but the newest of a bucket, and each new owner makes again what was dropped."""
+    """Hazard: retention drops all but the newest of a bucket, and each new owner creates the dropped one again."""
     for number in range(4):
         with quire.open(path, settings=QUIET, clock=clock) as store:
             if number == 0:
                 store.create("shop", "pages")
                 store.manifest.retention.set("shop", RetentionRecord(hourly=24, daily=7, schedules=["hourly", "daily"]))
-            made = store.maintain().snapshots
-            assert (made > 0) == (number == 0)
+            created = store.maintain().snapshots
+            assert (created > 0) == (number == 0)
         clock.advance(60)

@@ -1,4 +1,4 @@
-"""Snapshots, forks and checkpoints through the store: they see what was committed, wherever it is."""
+"""Snapshots, forks and checkpoints through the store: they include everything committed, wherever it is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write(store: quire.Store, page: int, text: str) -> None:
         transaction.write_page(page, image(text))
 
 
-def test_a_snapshot_and_a_fork_hold_what_was_committed_a_moment_ago(tmp_path: Path) -> None:
+def test_a_snapshot_and_a_fork_include_the_latest_commit(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         store.create("shop", "pages")
         write(store, 9, "first")
@@ -37,7 +37,7 @@ def test_a_snapshot_and_a_fork_hold_what_was_committed_a_moment_ago(tmp_path: Pa
 
 
 def test_the_size_of_a_snapshot_is_that_of_its_anchor(tmp_path: Path) -> None:
-    """Hazard: the manifest knows the size of the newest published version, the anchor may be an older one."""
+    """Hazard: the manifest has the size of the newest published version, and the anchor may be an older one."""
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         store.create("shop", "pages")
         shop = store.pages.open("shop")
@@ -51,7 +51,7 @@ def test_the_size_of_a_snapshot_is_that_of_its_anchor(tmp_path: Path) -> None:
         assert_clean(store.manifest)
 
 
-def test_a_checkpoint_absorbs_what_a_crashed_owner_left(tmp_path: Path) -> None:
+def test_a_checkpoint_absorbs_commits_of_a_crashed_owner(tmp_path: Path) -> None:
     with quire.open(tmp_path / "store", settings=QUIET) as store:
         store.create("shop", "pages")
         write(store, 0, "kept")

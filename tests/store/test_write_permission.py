@@ -1,4 +1,4 @@
-"""Two copies of a store on one bucket: one of them goes on, the other says why not (A2)."""
+"""Two copies of a store on one bucket: one of them continues, the other is refused with a reason (A2)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET = MaintenanceSettings(enabled=False, delete_grace_seconds=0)
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> str:
-    """A place that is in no store's directory."""
+    """A bucket outside every store's directory."""
     return str(tmp_path / "bucket")
 
 
@@ -48,16 +48,16 @@ def insert(store: Store, number: int) -> None:
         db.execute("insert into item values (?)", (number,))
 
 
-def put_some(store: Store, number: int) -> None:
-    """A row, and an object that holds it."""
+def insert_and_checkpoint(store: Store, number: int) -> None:
+    """Insert a row, and write an object that contains it."""
     insert(store, number)
     assert store.checkpoint("shop", runner="threads").record.state is JobState.SUCCEEDED
 
 
 def rows(store: Store) -> list[int]:
     with store.sqlite("shop") as db:
-        found = db.execute("select n from item order by n").fetchall()
-    return [n for (n,) in found]  # type: ignore[misc]  # they are integers
+        values = db.execute("select n from item order by n").fetchall()
+    return [n for (n,) in values]  # type: ignore[misc]  # integers
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def pair(tmp_path: Path, settings: StoreSettings) -> Iterator[tuple[Path, Path]]
     first, copy = tmp_path / "first", tmp_path / "copy"
     with quire.open(first, settings=settings) as store:
         assert store.info().owner_state == "unconfirmed"
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
         info = store.info()
         assert (info.owner_state, info.owner_epoch, info.owner_session) == ("confirmed", 1, 1)
     shutil.copytree(first, copy)
@@ -76,44 +76,44 @@ def pair(tmp_path: Path, settings: StoreSettings) -> Iterator[tuple[Path, Path]]
             assert reader.manifest.check() == []
 
 
-def test_a_copy_behind_its_original_writes_nothing_and_says_what_to_do(
+def test_a_stale_copy_writes_nothing_and_explains_what_to_do(
     pair: tuple[Path, Path], settings: StoreSettings, bucket: str
 ) -> None:
-    """On the old code both put under the same names, and the abandoned plan of one deleted the other's chunk."""
+    """Both wrote objects with the same names, and an abandoned plan of one deleted the other's chunk."""
     first, copy = pair
     with quire.open(first, settings=settings) as store:
-        put_some(store, 2)
+        insert_and_checkpoint(store, 2)
     before = objects(bucket)
     with quire.open(copy, settings=settings) as store:
-        insert(store, 3)  # opening asks no bucket, and the store works
+        insert(store, 3)  # opening does not access the bucket, and the store works
         with pytest.raises(StoreFenced, match="another owner") as caught:
-            put_some(store, 4)
+            insert_and_checkpoint(store, 4)
         assert "quire takeover" in caught.value.hint
         assert store.info().owner_state == "fenced"
         with pytest.raises(StoreUnusable):
             store.create("more", "pages")
         with pytest.raises(Exception, match="I/O"):
             insert(store, 5)
-    assert objects(bucket) == before, "nothing was put, replaced or removed"
+    assert objects(bucket) == before, "no object was written, replaced or removed"
     with pytest.raises(StoreFenced, match="another owner"):
         quire.open(copy, settings=settings)
     with quire.open(copy, "r", settings=settings) as reader:
-        assert [each.name for each in reader.databases()] == ["shop"]
+        assert [database.name for database in reader.databases()] == ["shop"]
         assert reader.info().owner_state == "fenced"
     with quire.open(first, settings=settings) as store:
         assert rows(store) == [1, 2]
 
 
-def test_a_copy_that_is_first_fences_the_running_original(
+def test_a_copy_that_writes_first_fences_the_running_original(
     pair: tuple[Path, Path], settings: StoreSettings, bucket: str
 ) -> None:
     first, copy = pair
     clock = ManualClock()
     with quire.open(first, settings=settings, clock=clock) as original:
-        put_some(original, 2)
+        insert_and_checkpoint(original, 2)
         os.system(f"rm -rf {copy} && cp -r {first} {copy}")
         with quire.open(copy, settings=settings) as store:
-            put_some(store, 3)
+            insert_and_checkpoint(store, 3)
             before = objects(bucket)
             clock.advance(61)
             insert(original, 4)
@@ -121,18 +121,18 @@ def test_a_copy_that_is_first_fences_the_running_original(
                 original.checkpoint("shop", runner="threads")
             assert objects(bucket) == before
             assert original.info().owner_state == "fenced"
-            put_some(store, 5)
+            insert_and_checkpoint(store, 5)
             assert rows(store) == [1, 2, 3, 5]
 
 
 def test_a_fenced_owner_deletes_nothing(pair: tuple[Path, Path], settings: StoreSettings, bucket: str) -> None:
-    """Within the minute in which a put asks nobody, a batch of deletions does."""
+    """For a minute, writes do not check for another owner; a batch of deletions does."""
     first, copy = pair
     with quire.open(first, settings=settings) as original:
-        put_some(original, 2)
+        insert_and_checkpoint(original, 2)
         os.system(f"rm -rf {copy} && cp -r {first} {copy}")
         with quire.open(copy, settings=settings) as store:
-            put_some(store, 3)
+            insert_and_checkpoint(store, 3)
             before = objects(bucket)
             original.drop("shop")
             with pytest.raises(StoreFenced):
@@ -141,20 +141,20 @@ def test_a_fenced_owner_deletes_nothing(pair: tuple[Path, Path], settings: Store
             assert rows(store) == [1, 2, 3]
 
 
-def test_a_takeover_begins_an_epoch_and_the_former_owner_ends(
+def test_a_takeover_starts_an_epoch_and_the_former_owner_is_fenced(
     pair: tuple[Path, Path], settings: StoreSettings, bucket: str
 ) -> None:
     first, copy = pair
     clock = ManualClock()
     with quire.open(first, settings=settings, clock=clock) as former:
-        put_some(former, 2)
+        insert_and_checkpoint(former, 2)
         before = objects(bucket)
         with quire.open(copy, settings=settings, takeover=True) as store:
             info = store.info()
             assert (info.owner_state, info.owner_epoch, info.owner_session) == ("confirmed", 2, 1)
-            put_some(store, 3)
+            insert_and_checkpoint(store, 3)
             after = objects(bucket)
-            assert {name: after.get(name) for name in before} == before, "nothing of the former owner was touched"
+            assert {name: after.get(name) for name in before} == before, "the former owner's objects are unchanged"
             insert(former, 4)
             clock.advance(61)
             with pytest.raises(StoreFenced) as caught:
@@ -163,12 +163,12 @@ def test_a_takeover_begins_an_epoch_and_the_former_owner_ends(
             assert objects(bucket) == after
             assert rows(store) == [1, 3]
     with quire.open(copy, settings=settings) as store:
-        put_some(store, 5)
+        insert_and_checkpoint(store, 5)
         assert store.info().owner_session == 2
     with pytest.raises(StoreFenced):
         quire.open(first, settings=settings)
-    with quire.open(first, settings=settings, takeover=True) as store:  # and back again
-        put_some(store, 6)
+    with quire.open(first, settings=settings, takeover=True) as store:  # and back
+        insert_and_checkpoint(store, 6)
         assert store.info().owner_epoch == 3
 
 
@@ -176,7 +176,7 @@ def test_a_store_with_its_objects_inside_needs_no_session(tmp_path: Path) -> Non
     for url in ("", "data/objects", str(tmp_path / "s" / "own"), f"memory://{tmp_path.name}"):
         shutil.rmtree(tmp_path / "s", ignore_errors=True)
         with quire.open(tmp_path / "s", settings=StoreSettings(object_store=url, maintenance=QUIET)) as store:
-            put_some(store, 1)
+            insert_and_checkpoint(store, 1)
             assert store.info().owner_state == "not needed"
         assert not (tmp_path / "s" / "owner.json").exists()
         with pytest.raises(InvalidInput, match="nothing to take over"):
@@ -186,28 +186,28 @@ def test_a_store_with_its_objects_inside_needs_no_session(tmp_path: Path) -> Non
         quire.open(tmp_path / "s", "r", takeover=True)
 
 
-def test_a_link_that_leads_outside_is_outside(tmp_path: Path) -> None:
+def test_a_link_that_leads_outside_counts_as_outside(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     quire.open(tmp_path / "s", settings=StoreSettings(maintenance=QUIET)).close()
     (tmp_path / "s" / "objects").symlink_to(tmp_path / "elsewhere")
     with quire.open(tmp_path / "s", settings=StoreSettings(maintenance=QUIET)) as store:
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
         assert store.info().owner_state == "confirmed"
 
 
-def test_a_bucket_out_of_reach_lets_the_store_work_and_is_tried_again(
+def test_a_store_works_while_its_bucket_is_unreachable_and_retries(
     tmp_path: Path, settings: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    away = [True]
+    is_unreachable = [True]
 
-    class Away(GuardedStore):
-        def list_pages(self, *given: Any, **options: Any) -> Any:
-            if away:
+    class UnreachableStore(GuardedStore):
+        def list_pages(self, *arguments: Any, **options: Any) -> Any:
+            if is_unreachable:
                 raise ObjectStoreUnavailable("no answer")
-            return self.inner.list_pages(*given, **options)
+            return self.inner.list_pages(*arguments, **options)
 
-    def opened(url: str, **given: Any) -> Any:
-        return Away(open_store(url, **given), lambda: None, lambda: None)
+    def opened(url: str, **options: Any) -> Any:
+        return UnreachableStore(open_store(url, **options), lambda: None, lambda: None)
 
     monkeypatch.setattr("quire.store.write_permission.open_store", opened)
     clock = ManualClock()
@@ -216,11 +216,11 @@ def test_a_bucket_out_of_reach_lets_the_store_work_and_is_tried_again(
         store.stream("log", create=True).append(b"one").result()
         store.kv("keys", create=True).put(b"a", b"1")
         job = store.checkpoint("shop", runner="threads")
-        assert job.record.state is JobState.PENDING, "tried again, as whatever meets a bucket that is away"
+        assert job.record.state is JobState.PENDING, "retried, like every access to an unreachable bucket"
         assert "no answer" in job.record.error
         assert store.info().owner_state == "unconfirmed"
         insert(store, 2)
-        away.clear()
+        is_unreachable.clear()
         clock.advance(3600)
         store.worker.drain()
         assert store.manifest.jobs.get(job.job_id).record.state is JobState.SUCCEEDED
@@ -228,7 +228,7 @@ def test_a_bucket_out_of_reach_lets_the_store_work_and_is_tried_again(
         assert rows(store) == [1, 2]
 
 
-def test_a_damaged_owner_file_keeps_the_store_from_being_written_not_from_being_read(
+def test_a_damaged_owner_file_prevents_writing_but_not_reading(
     pair: tuple[Path, Path], settings: StoreSettings
 ) -> None:
     first, _ = pair
@@ -240,7 +240,7 @@ def test_a_damaged_owner_file_keeps_the_store_from_being_written_not_from_being_
     with quire.open(first, "r", settings=settings) as reader:
         assert len(reader.databases()) == 1
     with quire.open(first, settings=settings, takeover=True) as store:
-        put_some(store, 2)
+        insert_and_checkpoint(store, 2)
         assert rows(store) == [1, 2]
 
 
@@ -258,15 +258,15 @@ def test_a_copy_on_s3_is_fenced_and_takes_over(
         monkeypatch.setenv(name, value)
     settings = StoreSettings(object_store=fresh_url(), maintenance=QUIET)
     with quire.open(tmp_path / "first", settings=settings) as store:
-        put_some(store, 1)
+        insert_and_checkpoint(store, 1)
     shutil.copytree(tmp_path / "first", tmp_path / "copy")
     with quire.open(tmp_path / "first", settings=settings) as store:
-        put_some(store, 2)
+        insert_and_checkpoint(store, 2)
         assert store.info().owner_session == 2
     with quire.open(tmp_path / "copy", settings=settings) as store, pytest.raises(StoreFenced):
-        put_some(store, 3)
+        insert_and_checkpoint(store, 3)
     with quire.open(tmp_path / "copy", settings=settings, takeover=True) as store:
-        put_some(store, 3)
+        insert_and_checkpoint(store, 3)
         assert (store.info().owner_epoch, store.info().owner_state) == (2, "confirmed")
     with quire.open(tmp_path / "first", settings=settings) as store, pytest.raises(StoreFenced):
-        put_some(store, 4)
+        insert_and_checkpoint(store, 4)

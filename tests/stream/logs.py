@@ -1,4 +1,4 @@
-"""Logs for tests: every kind of record, small settings, and a writer on any disk."""
+"""Manifest logs for tests: every kind of record, small settings, and a writer on any disk."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def all_values(files: LogFiles) -> list[r.Payload]:
 
 
 def opened(number: int) -> r.SegmentOpened:
-    """Tells its number again: which of many records this is."""
+    """A record that is distinguishable from others by its number."""
     return r.SegmentOpened(base_offset=number, epoch=number % 7)
 
 
-def same_state(one: ManifestIndex, other: ManifestIndex) -> bool:
-    """Whether two indexes are equal, byte for byte."""
+def same_state(first: ManifestIndex, second: ManifestIndex) -> bool:
+    """Whether the snapshots of two indexes are equal, byte for byte."""
     nowhere = LogPosition(0, 0)
-    return encode_snapshot(0, nowhere, one) == encode_snapshot(0, nowhere, other)
+    return encode_snapshot(0, nowhere, first) == encode_snapshot(0, nowhere, second)

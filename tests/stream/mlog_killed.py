@@ -1,6 +1,6 @@
-"""Runs in a process of its own, to be killed: appends to a manifest log, ticks, and tells what was committed.
+"""Runs in a child process that tests kill: appends to a manifest log, ticks, and reports what was committed.
 
-It is told, as JSON: where (`base`), which failpoint dies when (`failpoints`), and how many rounds to go. It tells
+Its options are JSON: the directory (`base`), the failpoints to arm (`failpoints`) and the number of rounds. It sends
 `ack SEGMENT` when everything about a segment is committed.
 """
 
@@ -18,7 +18,7 @@ from quire.stream import mlog_records as r
 from quire.stream.files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
-from tests.nursery import Line
+from tests.fork_server import Channel
 
 SETTINGS = ManifestLogSettings(
     chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=3, rotation_seconds=0.001, sealed_kept=1
@@ -30,29 +30,29 @@ def files_of(base: Path) -> LogFiles:
 
 
 def warm_up() -> None:
-    """Everything is imported by now, the object store's library too."""
+    """Import everything that a child needs, including the object store's library."""
     open_store("memory://").close()
 
 
-def run(line: Line) -> None:
-    """Write until death, or until the rounds are over."""
-    told = json.loads(line.receive() or b"{}")
-    base = Path(told["base"])
-    arm_from(told["failpoints"])
+def run(channel: Channel) -> None:
+    """Write until the process is killed or the rounds are done."""
+    options = json.loads(channel.receive() or b"{}")
+    base = Path(options["base"])
+    arm_from(options["failpoints"])
     objects = LogObjects(open_store(str(base / "objects")), 7)
     collect = open_store(str(base / "objects")).delete_many
     log = ManifestLog.open(files_of(base), clock=SystemClock(), settings=SETTINGS, objects=objects, collect=collect)
-    line.send(b"open")
-    for number in range(told["rounds"]):
+    channel.send(b"open")
+    for number in range(options["rounds"]):
         segment = log.index.opened_max + 1
         key = f"segments/{segment}"
         log.append_all([(r.SegmentOpened(segment * 100, 1), segment), (r.SealSegment(100, segment), segment)])
         log.append_all([(r.UploadStarted(key), segment), (r.UploadDone(key, "e"), segment)])
-        line.send(f"ack {segment}".encode())
+        channel.send(f"ack {segment}".encode())
         if number % 3 == 2:
-            log.append_all([(r.CustomEvent(5_000, bytes(20_000)), segment)])  # more than the chunk has room for
+            log.append_all([(r.CustomEvent(5_000, bytes(20_000)), segment)])  # does not fit into the chunk
         if number % 2:
             log.rotate()
         log.tick()
     log.close()
-    line.send(b"done")
+    channel.send(b"done")

@@ -1,7 +1,9 @@
-"""Runs in a process of its own, to be killed: appends to a stream, moves its segments, and tells what was acknowledged.
+"""Runs in a child process that tests kill: appends to a stream, moves its segments, and reports what was acknowledged.
 
-It is told, as JSON: where (`base`), which failpoint dies when (`failpoints`), how many rounds to go and with which seed. It
-tells `ack END` when every record below END is durable, and `low FIRST` when retention has taken what is below FIRST.
+Its options are JSON: the directory (`base`), the failpoints to arm (`failpoints`), the number of rounds and the seed.
+It
+sends `ack END` when every record below END is durable, and `low FIRST` when retention has removed the records below
+FIRST.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreS
 from quire.durable.failpoints import arm_from
 from quire.store.store import Store
 from quire.stream.state import Retention
-from tests.nursery import Line
+from tests.fork_server import Channel
 from tests.stream.streams import record
 
 SETTINGS = StoreSettings(
@@ -33,27 +35,27 @@ def open_at(base: Path) -> Store:
 
 
 def warm_up() -> None:
-    """Import what a life needs, and leave no thread behind."""
+    """Import everything that a child needs, without starting a thread."""
     import quire.objects.open
     import quire.store.wiring
     import quire.stream.engine  # noqa: F401
 
 
-def run(line: Line) -> None:
-    """Live until death, or until the rounds are over."""
-    told = json.loads(line.receive() or b"{}")
-    draw = random.Random(told["seed"])
-    arm_from(told["failpoints"])
-    store = open_at(Path(told["base"]))
+def run(channel: Channel) -> None:
+    """Write until the process is killed or the rounds are done."""
+    options = json.loads(channel.receive() or b"{}")
+    rng = random.Random(options["seed"])
+    arm_from(options["failpoints"])
+    store = open_at(Path(options["base"]))
     stream = store.stream("clicks", create=True)
     stream.retain(Retention(bytes=64 << 10))
-    line.send(b"open")
-    for _ in range(told["rounds"]):
+    channel.send(b"open")
+    for _ in range(options["rounds"]):
         first = stream.hot.next_record
-        payloads = [record(first + number, draw.randint(0, 400)) for number in range(draw.randint(1, 40))]
+        payloads = [record(first + number, rng.randint(0, 400)) for number in range(rng.randint(1, 40))]
         stream.append(payloads).result()
-        line.send(f"ack {stream.end_record}".encode())
-        step = draw.random()
+        channel.send(f"ack {stream.end_record}".encode())
+        step = rng.random()
         if step < 0.4:
             stream.seal()
         if step < 0.5:
@@ -61,7 +63,7 @@ def run(line: Line) -> None:
         if step > 0.6:
             low = stream.tick()
             if low.retired:
-                line.send(f"low {stream.first_record}".encode())
+                channel.send(f"low {stream.first_record}".encode())
         sealed = stream.ledger.view.sealed
         if step > 0.8 and sealed:
             try:
@@ -69,6 +71,6 @@ def run(line: Line) -> None:
                 stream.tiers.evict(sealed[-1].segment_id)
                 stream.tiers.hydrate(sealed[-1].segment_id)
             except IllegalTransition:
-                pass  # it is on its way elsewhere
+                pass  # another move of the segment is in progress
     store.close()
-    line.send(b"done")
+    channel.send(b"done")

@@ -1,4 +1,4 @@
-"""A stream with everything around it, for tests: its manifest, its object store that can be taken away, its clock."""
+"""A stream with its manifest, its clock, and an object store that can be made unavailable, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.stream.mlog_verify import verify as log_problems
 from quire.stream.stream import Stream
 from quire.stream.verify import problems
 from quire.testing.clock import ManualClock
-from tests.stream.tiers import Flaky
+from tests.stream.tiers import FlakyStore
 
 SMALL = StreamSettings(
     segment_bytes=16 << 10,
@@ -30,12 +30,12 @@ SMALL = StreamSettings(
     attempts=2,
     retry_seconds=0.0,
 )
-"""Many segments of few records."""
+"""Small segments, so that few records make many of them."""
 LOG = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2, sealed_kept=1)
 
 
-class StreamWorld:
-    """One stream, opened without threads of its own."""
+class StreamHarness:
+    """One stream, opened without background threads."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class StreamWorld:
         self.clock = ManualClock()
         self.manifest = ManifestStore.open(os.path.join(root, "manifest.lmdb"), clock=self.clock)
         self.stream_id = self.manifest.register_db("clicks", DbKind.STREAM)
-        self.objects = Flaky(open_store(str(root / "objects")))
+        self.objects = FlakyStore(open_store(str(root / "objects")))
         self.stream = self.open()
 
     def open(self, mode: str | None = None, *, background: bool = False) -> Stream:
@@ -85,21 +85,21 @@ class StreamWorld:
         return self.stream
 
     def crash(self, mode: str | None = None) -> Stream:
-        """The process dies, the machine stays up."""
+        """Simulate the death of the process; the machine stays up."""
         self.stream.abandon()
         self.stream = self.open(mode)
         return self.stream
 
     def fill(self, segments: int, records: int = 20, size: int = 100) -> list[bytes]:
-        """Make sealed segments with such records; these."""
-        made = []
+        """Append records as sealed segments, and return their payloads."""
+        written = []
         for _ in range(segments):
             start = self.stream.hot.next_record
             payloads = [record(start + number, size) for number in range(records)]
             self.stream.append(payloads).result()
             self.stream.seal()
-            made += payloads
-        return made
+            written += payloads
+        return written
 
     def segments(self) -> list[Any]:
         return list(self.stream.ledger.view)
@@ -108,16 +108,16 @@ class StreamWorld:
         return self.files.segments(tier)
 
     def payloads(self, start: int | None = None, stop: int | None = None) -> list[bytes]:
-        return [each.payload for each in self.stream.read(start, stop)]
+        return [record.payload for record in self.stream.read(start, stop)]
 
     def check(self) -> None:
-        """Every invariant of an open stream."""
+        """Check every invariant of an open stream."""
         stream = self.stream
-        assert [each for each in problems(stream) if not each.leak] == []
+        assert [problem for problem in problems(stream) if not problem.leak] == []
         assert self.manifest.check() == []
         if stream.mode.value == "on":
-            found = log_problems(stream.ledger.log.files, stream.ledger.log.objects, settings=self.log_settings)
-            assert [each for each in found if not each.leak] == []
+            log_issues = log_problems(stream.ledger.log.files, stream.ledger.log.objects, settings=self.log_settings)
+            assert [problem for problem in log_issues if not problem.leak] == []
             stream.ledger.project_now()
             assert stream.compare() == []
 
@@ -128,10 +128,10 @@ class StreamWorld:
 
 
 def record(number: int, size: int = 100) -> bytes:
-    """The record of an id: tells which it is, and does not compress to nothing."""
+    """The payload of the record with this id: it contains the id, and does not compress to nothing."""
     head = f"{number}:".encode()
-    return head + bytes((number * 7919 + place * place) & 0xFF for place in range(max(size - len(head), 0)))
+    return head + bytes((number * 7919 + i * i) & 0xFF for i in range(max(size - len(head), 0)))
 
 
 def ids(records: Iterable[Any]) -> list[int]:
-    return [each.id for each in records]
+    return [record.id for record in records]

@@ -1,5 +1,6 @@
-"""Crafted bytes with right checksums: no decoder of a stream's files and objects allocates beyond what is declared, crashes, or
-raises anything but what it says."""
+"""Crafted bytes with valid checksums: no decoder of a stream's files and objects allocates more than is declared,
+crashes, or raises an undocumented error.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from quire.stream.segment import (
 )
 from quire.stream.spans import spans_of
 from quire.stream.warm import CHECKED_BYTES, FOOTER, FOOTER_BYTES, ROW, ROW_BYTES, compress, reader_of
-from tests.stream.streams import StreamWorld
+from tests.stream.streams import StreamHarness
 
 MIB = 1 << 20
 HEADER_OF = StreamSegmentHeader.decode(StreamSegmentHeader(7, 3, 1000, 5, 99).encode())
@@ -67,18 +68,18 @@ def signed(raw: bytes) -> bytes:
 
 
 def crafted(*, rows: Sequence[tuple[int, ...]], footer: dict[int, int], body: bytes = b"") -> bytes:
-    """A compressed segment with right checksums and whatever rows and footer are wanted."""
+    """A compressed segment with valid checksums and any rows and footer."""
     table = b"".join(ROW.pack(*row) for row in rows)
     fields = list(FOOTER.unpack(SOUND[-FOOTER_BYTES:]))
     frames = SOUND[: warm.WARM_HEADER_BYTES] + body
     fields[1], fields[2], fields[3], fields[4], fields[6] = len(frames), len(frames), 0, len(rows), crc64(table)
-    for place, value in footer.items():
-        fields[place] = value
+    for index, value in footer.items():
+        fields[index] = value
     return frames + table + signed(FOOTER.pack(*fields))
 
 
 def read_all_of(data: bytes, raw_bytes: int | None = None) -> None:
-    """Everything that a reader does."""
+    """Perform every operation of a reader."""
     try:
         reader = reader_of(data, "crafted", raw_bytes)
         reader.header()
@@ -99,12 +100,12 @@ def peak_of(work: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def test_the_crafting_is_right() -> None:
+def test_the_crafted_baseline_is_valid() -> None:
     assert reader_of(SOUND, "sound", len(RAW)).verify() == crc64(RAW)
 
 
 def test_a_small_object_does_not_inflate_to_gigabytes() -> None:
-    """252 KB that declared 3 GiB, with right checksums, were decompressed to that."""
+    """An object of 252 KB that declared 3 GiB, with valid checksums, was decompressed to that size."""
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(256 * MIB))
     small = [(0, 64, len(bomb), len(RAW), 1000, 5, crc64(bomb))]
     honest = [(0, 64, len(bomb), 256 * MIB, 1000, 5, crc64(bomb))]
@@ -120,28 +121,28 @@ def test_a_small_object_does_not_inflate_to_gigabytes() -> None:
         assert peak_of(read) < 16 * MIB
 
 
-def test_a_bomb_in_tier_2_is_an_error_for_who_reads_it(tmp_path: Path) -> None:
-    world = StreamWorld(tmp_path)
-    world.fill(1)
-    world.stream.upload()
-    world.stream.compress()
-    world.stream.evict(warm=True)
-    (sealed,) = world.segments()
+def test_a_decompression_bomb_in_tier_2_is_an_error(tmp_path: Path) -> None:
+    harness = StreamHarness(tmp_path)
+    harness.fill(1)
+    harness.stream.upload()
+    harness.stream.compress()
+    harness.stream.evict(warm=True)
+    (sealed,) = harness.segments()
     bomb = zstandard.ZstdCompressor(level=1).compress(bytes(64 * MIB))
     row = (0, 64, len(bomb), 64 * MIB, 1, 5, crc64(bomb))
-    world.objects.put(sealed.key, crafted(rows=[row], footer={7: sealed.crc64, 5: sealed.end_record}, body=bomb))
+    harness.objects.put(sealed.key, crafted(rows=[row], footer={7: sealed.crc64, 5: sealed.end_record}, body=bomb))
 
     def read() -> None:
         with pytest.raises(Corruption):
-            world.payloads()
+            harness.payloads()
         with pytest.raises(Corruption):
-            world.stream.hydrate()
+            harness.stream.hydrate()
 
     assert peak_of(read) < 16 * MIB
-    assert world.on_disk(Tier.HOT) == []
-    world.stream.abandon()
-    world.manifest.close()
-    world.objects.close()
+    assert harness.on_disk(Tier.HOT) == []
+    harness.stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
@@ -155,10 +156,10 @@ def test_no_table_or_footer_crashes_a_reader(rows: list[tuple[int, ...]], footer
 
 
 @given(st.data())
-def test_no_change_of_a_sound_row_crashes_a_reader(data: st.DataObject) -> None:
+def test_no_change_of_a_valid_row_crashes_a_reader(data: st.DataObject) -> None:
     row = list(ROW.unpack(SOUND[-FOOTER_BYTES - ROW_BYTES : -FOOTER_BYTES]))
-    place = data.draw(st.integers(0, len(row) - 1))
-    row[place] = data.draw(U32 if place in (2, 3) else U64)
+    index = data.draw(st.integers(0, len(row) - 1))
+    row[index] = data.draw(U32 if index in (2, 3) else U64)
     body = SOUND[warm.WARM_HEADER_BYTES : -FOOTER_BYTES - ROW_BYTES]
     read_all_of(crafted(rows=[tuple(row)], footer={}, body=body), len(RAW))
 
@@ -175,7 +176,7 @@ def test_no_dictionary_crashes_a_reader(body: bytes, cut: int) -> None:
 
 # ── blocks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def block_with(offsets: list[int], payload: bytes, count: int | None = None) -> tuple[bytes, RecordBlock]:
-    """A block with right checksums and whatever offsets are wanted."""
+    """A block with valid checksums and any offsets."""
     table = struct.pack(f"<{len(offsets)}i", *offsets)
     body = table + bytes(-len(table) % 8) + payload
     records = len(offsets) - 1 if count is None else count
@@ -186,24 +187,24 @@ def block_with(offsets: list[int], payload: bytes, count: int | None = None) -> 
 
 
 @given(st.lists(I32, min_size=2, max_size=200), st.binary(max_size=64))
-def test_offsets_that_point_elsewhere_are_damage_and_never_read(offsets: list[int], payload: bytes) -> None:
-    """Arrow follows whatever offsets it is given: these ended the interpreter."""
+def test_invalid_offsets_are_damage_and_never_followed(offsets: list[int], payload: bytes) -> None:
+    """Arrow follows the offsets that it is given: invalid ones crashed the interpreter."""
     table = [*offsets[:-1], len(payload)]
     raw, block = block_with(table, payload)
-    is_sound = table[0] == 0 and all(one <= other for one, other in pairwise(table))
+    is_sound = table[0] == 0 and all(low <= high for low, high in pairwise(table))
     assert is_body_good(block, raw[BLOCK_HEAD_BYTES : BLOCK_HEAD_BYTES + block.body_bytes]) == is_sound
-    found = spans_of(memoryview(raw), 64, HEADER_OF.crc64)
-    assert (found.bad_at is None) == is_sound
-    for span in found.spans:
+    result = spans_of(memoryview(raw), 64, HEADER_OF.crc64)
+    assert (result.bad_at is None) == is_sound
+    for span in result.spans:
         span.column.to_pylist()
 
 
 @pytest.mark.parametrize("few", [0, 4096], ids=["with numpy", "without"])
 @pytest.mark.parametrize("count", [1, 64, 65, 200])
-def test_offsets_are_looked_at_alike_with_numpy_and_without(
+def test_offsets_are_checked_alike_with_and_without_numpy(
     monkeypatch: pytest.MonkeyPatch, count: int, few: int
 ) -> None:
-    """A short command that reads a block of some hundred records does not load numpy for that."""
+    """A short command that reads a block of some hundred records does not load numpy for it."""
     monkeypatch.setattr(segment_format, "FEW_OFFSETS", few)
 
     def is_good(offsets: list[int]) -> bool:
@@ -218,7 +219,7 @@ def test_offsets_are_looked_at_alike_with_numpy_and_without(
 
 @pytest.mark.parametrize("bad", range(12))
 def test_one_bad_table_among_many_small_blocks_is_found(bad: int) -> None:
-    """The way of many small blocks, which are joined to one column."""
+    """Many small blocks, which are joined into one column."""
     raw = bytearray(segment(blocks=600, records=4))
     size = (len(raw) - 64) // 600
     at = 64 + size * (bad * 50) + BLOCK_HEAD_BYTES
@@ -227,17 +228,17 @@ def test_one_bad_table_among_many_small_blocks_is_found(bad: int) -> None:
     struct.pack_into("<Q", raw, at - BLOCK_HEAD_BYTES + 40, crc64(body))
     start = at - BLOCK_HEAD_BYTES
     struct.pack_into("<Q", raw, start + 56, crc64(bytes(raw[start : start + 56]), HEADER_OF.crc64 ^ start))
-    found = spans_of(memoryview(raw)[64:], 64, HEADER_OF.crc64)
-    assert found.bad_at == start - 64
-    assert sum(len(span.column.to_pylist()) for span in found.spans) == bad * 50 * 4
+    result = spans_of(memoryview(raw)[64:], 64, HEADER_OF.crc64)
+    assert result.bad_at == start - 64
+    assert sum(len(span.column.to_pylist()) for span in result.spans) == bad * 50 * 4
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
-def test_no_head_asks_for_more_than_there_is(body_bytes: int, count: int) -> None:
+def test_no_block_head_makes_a_scan_read_beyond_the_file(body_bytes: int, count: int) -> None:
     head = BLOCK.pack(0x4B4C4251, 1, body_bytes, count, 1000, 5, 1000, 0, 0, 0)[:56]
     head += crc64(head, HEADER_OF.crc64 ^ 64).to_bytes(8, "little")
-    found = scan(HEADER_OF.encode() + head + bytes(256))
-    assert found.blocks == ()
+    result = scan(HEADER_OF.encode() + head + bytes(256))
+    assert result.blocks == ()
     spans_of(memoryview(head + bytes(256)), 64, HEADER_OF.crc64)
 
 
@@ -262,12 +263,12 @@ def test_no_records_crash_a_reader_of_chunks(records: list[tuple[int, int, int, 
 
 
 @given(st.data())
-def test_no_snapshot_with_a_right_checksum_crashes_its_decoder(data: st.DataObject) -> None:
+def test_no_snapshot_with_a_valid_checksum_crashes_its_decoder(data: st.DataObject) -> None:
     sound = bytearray(encode_snapshot(3, LogPosition(0, 64), ManifestIndex()))
     body = data.draw(st.binary(max_size=200))
     sound[HEADER_BYTES:-CHECKSUM_BYTES] = body
-    place = data.draw(st.integers(4, 15))
-    width, at = (4, 80 + 4 * (place - 11)) if 11 <= place <= 14 else (8, 16)
+    offset = data.draw(st.integers(4, 15))
+    width, at = (4, 80 + 4 * (offset - 11)) if 11 <= offset <= 14 else (8, 16)
     sound[at : at + width] = data.draw(U32).to_bytes(width, "little")
     sound[104:112] = len(sound).to_bytes(8, "little")
     sound[-CHECKSUM_BYTES:] = crc64(bytes(sound[:-CHECKSUM_BYTES])).to_bytes(8, "little")
@@ -279,13 +280,13 @@ def test_no_snapshot_with_a_right_checksum_crashes_its_decoder(data: st.DataObje
 
 
 def test_an_object_of_the_log_that_is_too_large_is_not_fetched(tmp_path: Path) -> None:
-    world = StreamWorld(tmp_path)
-    world.fill(1)
-    world.stream.upload()
-    objects = LogObjects(world.objects, world.stream_id)
-    world.objects.put(objects.chunk_key(0), bytes(8 * MIB))
+    harness = StreamHarness(tmp_path)
+    harness.fill(1)
+    harness.stream.upload()
+    objects = LogObjects(harness.objects, harness.stream_id)
+    harness.objects.put(objects.chunk_key(0), bytes(8 * MIB))
     with pytest.raises(Corruption, match="exceeds its maximum size"):
         objects.get_chunk(0)
-    world.stream.abandon()
-    world.manifest.close()
-    world.objects.close()
+    harness.stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()

@@ -1,4 +1,4 @@
-"""Streams of a store: opened, kept in the background, snapshotted, dropped; over a path and over S3."""
+"""Streams of a store: opened, maintained in the background, snapshotted, dropped; on a path and on S3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_store_opens_a_stream_once(tmp_path: Path) -> None:
     with quire.open(tmp_path, "r") as reader, pytest.raises(ReadOnly, match="opened for reading"):
         reader.stream("clicks").append(b"b")
     with quire.open(tmp_path) as store:
-        assert [each.payload for each in store.stream("clicks").read()] == [b"a"]
+        assert [record.payload for record in store.stream("clicks").read()] == [b"a"]
 
 
 def test_segments_move_in_the_background(tmp_path: Path) -> None:
@@ -54,14 +54,14 @@ def test_segments_move_in_the_background(tmp_path: Path) -> None:
         while stream.info().remote_segments < 8 or stream.info().hot_segments or stream.info().warm_segments:
             assert time.monotonic() < deadline, stream.info()
             time.sleep(0.02)
-        assert [each.payload for each in stream.read()] == payloads
-        assert [each.stream_id for each in store.streams.figures()] == [stream.stream_id]
+        assert [record.payload for record in stream.read()] == payloads
+        assert [figures.stream_id for figures in store.streams.figures()] == [stream.stream_id]
     with quire.open(tmp_path) as store:
-        assert [each.payload for each in store.stream("clicks").read()] == payloads
+        assert [record.payload for record in store.stream("clicks").read()] == payloads
         assert store.manifest.check() == []
 
 
-def test_a_stream_that_failed_is_opened_anew(tmp_path: Path) -> None:
+def test_a_stream_that_failed_is_reopened(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
         stream.append(b"a").result()
@@ -75,8 +75,8 @@ def test_a_snapshot_seals_and_pins(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
         stream.append([b"a", b"b"]).result()
-        made = store.snapshot("clicks", "monday")
-        assert made.anchor_lsn == 2
+        snapshot = store.snapshot("clicks", "monday")
+        assert snapshot.anchor_lsn == 2
         stream.retain(Retention(bytes=1))
         assert stream.retire() == 0
         store.manifest.snapshots.drop("clicks", "monday")
@@ -96,12 +96,12 @@ def test_a_dropped_stream_leaves_nothing(tmp_path: Path) -> None:
             store.stream("clicks")
         store.maintain()
         assert not home.exists()
-        assert not [each for page in store.objects.list_pages() for each in page]
+        assert not [info for page in store.objects.list_pages() for info in page]
         assert store.manifest.check() == []
 
 
-def test_what_a_killed_drop_of_a_stream_leaves_is_removed_by_upkeep(tmp_path: Path) -> None:
-    """The row was gone and the files were there, until somebody dropped another stream."""
+def test_files_left_by_a_killed_drop_of_a_stream_are_removed_by_maintenance(tmp_path: Path) -> None:
+    """The row was gone, but the files remained until another stream was dropped."""
     with quire.open(tmp_path, settings=QUICK) as store:
         stream = store.stream("clicks", create=True)
         stream.append([record(number, 400) for number in range(100)]).result()
@@ -109,20 +109,20 @@ def test_what_a_killed_drop_of_a_stream_leaves_is_removed_by_upkeep(tmp_path: Pa
         store.stream("other", create=True).append(b"kept").result()
         home = Path(stream.files.home)
     with quire.open(tmp_path, settings=QUICK) as owner:
-        owner.manifest.drop_db(stream.stream_id).result()  # and then it was killed, before its files were removed
+        owner.manifest.drop_db(stream.stream_id).result()  # the process is killed before it removes the files
         assert home.exists()
         owner.maintain()
         assert not home.exists()
-        assert not [each for page in owner.objects.list_pages() for each in page]
-        assert [each.payload for each in owner.stream("other").read()] == [b"kept"]
+        assert not [info for page in owner.objects.list_pages() for info in page]
+        assert [record.payload for record in owner.stream("other").read()] == [b"kept"]
         assert owner.manifest.check() == []
 
 
 def test_many_threads_and_a_tail(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
-        seen: list[int] = []
-        tail = threading.Thread(target=lambda: seen.extend(each.id for each in stream.tail(1, timeout=2)))
+        ids_seen: list[int] = []
+        tail = threading.Thread(target=lambda: ids_seen.extend(record.id for record in stream.tail(1, timeout=2)))
         tail.start()
 
         def work() -> None:
@@ -134,12 +134,12 @@ def test_many_threads_and_a_tail(tmp_path: Path) -> None:
             thread.start()
         for thread in (*threads, tail):
             thread.join()
-        assert seen == list(range(1, 161))
+        assert ids_seen == list(range(1, 161))
 
 
 @pytest.mark.parametrize("use", ["read", "read_batches", "tail", "seek"])
-def test_after_fork_the_child_reads_nothing_of_the_stream(tmp_path: Path, use: str) -> None:
-    """It answered with what was in memory when it was forked, and with nothing where that was in a file."""
+def test_after_a_fork_the_child_cannot_read_the_stream(tmp_path: Path, use: str) -> None:
+    """The child returned what was in memory at the fork, and nothing for records that were in a file."""
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
         stream.append(b"a").result()
@@ -158,12 +158,12 @@ def test_after_fork_the_child_reads_nothing_of_the_stream(tmp_path: Path, use: s
                 status = 0
             finally:
                 os._exit(status)
-        _, ended = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(ended) == 0
+        _, wait_status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(wait_status) == 0
         assert [record.payload for record in stream.read()] == [b"a"]
 
 
-def test_after_fork_the_stream_is_the_parents(tmp_path: Path) -> None:
+def test_after_a_fork_the_stream_belongs_to_the_parent(tmp_path: Path) -> None:
     with quire.open(tmp_path) as store:
         stream = store.stream("clicks", create=True)
         stream.append(b"a").result()
@@ -176,28 +176,28 @@ def test_after_fork_the_stream_is_the_parents(tmp_path: Path) -> None:
                 status = 0
             finally:
                 os._exit(status)
-        _, ended = os.waitpid(pid, 0)
-        assert os.waitstatus_to_exitcode(ended) == 0
+        _, wait_status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(wait_status) == 0
         assert stream.append(b"c").result() == 2
 
 
-def test_a_scheduled_snapshot_of_a_stream_has_what_is_in_the_open_segment(tmp_path: Path) -> None:
+def test_a_scheduled_snapshot_of_a_stream_contains_the_open_segment(tmp_path: Path) -> None:
     settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
     with quire.open(tmp_path, settings=settings) as store:
         stream = store.stream("clicks", create=True)
         stream.append([b"a", b"b"]).result()
         store.manifest.retention.set("clicks", RetentionRecord(schedules=["hourly"], hourly=2))
         store.upkeep.round()
-        (made,) = store.manifest.snapshots.of("clicks")
-        assert made.anchor_lsn == 2
+        (snapshot,) = store.manifest.snapshots.of("clicks")
+        assert snapshot.anchor_lsn == 2
         store.streams.close_stream("clicks")
-        store.manifest.snapshots.drop("clicks", made.snapshot_id)
+        store.manifest.snapshots.drop("clicks", snapshot.snapshot_id)
         store.snapshot("clicks")
         assert store.streams.streams() == [], "a snapshot leaves no stream open that was closed"
 
 
 def test_the_manifest_log_is_rotated_when_it_is_due(tmp_path: Path) -> None:
-    """Only a round of upkeep looked at the timer, which is four times slower."""
+    """The timer was checked only by maintenance, which runs a quarter as often."""
     settings = StoreSettings(
         stream=StreamSettings(tick_seconds=3600), manifest_log=ManifestLogSettings(rotation_seconds=0.01)
     )

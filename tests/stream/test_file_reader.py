@@ -1,4 +1,4 @@
-"""A stream followed from its files, beside the process that writes it."""
+"""A stream read from its files, by another process than the one that writes it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from quire.stream.segment import HEADER_BYTES
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Retention
 from tests.stream.blocks import new_header, segment_of
-from tests.stream.streams import StreamWorld
+from tests.stream.streams import StreamHarness
 
 MODES = ["off", "shadow", "on"]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[StreamWorld]:
-    made = StreamWorld(tmp_path)
-    yield made
-    made.close()
+def harness(tmp_path: Path) -> Iterator[StreamHarness]:
+    harness = StreamHarness(tmp_path)
+    yield harness
+    harness.close()
 
 
 class Follower:
-    """Reads on from where it was."""
+    """Continues reading from its last position."""
 
-    def __init__(self, world: StreamWorld) -> None:
-        self.reader = StreamFileReader(world.manifest, "clicks", lambda _: world.files, lambda: world.objects)
+    def __init__(self, harness: StreamHarness) -> None:
+        self.reader = StreamFileReader(harness.manifest, "clicks", lambda _: harness.files, lambda: harness.objects)
         self.position = self.reader.first_record
 
     def bounds(self) -> tuple[int, int]:
@@ -46,100 +46,100 @@ class Follower:
             yield record
 
 
-def beside(world: StreamWorld) -> Follower:
-    """A follower that begins with the first record."""
-    return Follower(world)
+def new_follower(harness: StreamHarness) -> Follower:
+    """A follower that starts at the first record."""
+    return Follower(harness)
 
 
-def given_by(follower: Follower) -> list[tuple[int, bytes]]:
+def new_records(follower: Follower) -> list[tuple[int, bytes]]:
     return [(record.id, record.payload) for record in follower.new()]
 
 
-def all_of(world: StreamWorld, start: int | None = None) -> list[tuple[int, bytes]]:
-    return [(record.id, record.payload) for record in world.stream.read(start)]
+def all_records(harness: StreamHarness, start: int | None = None) -> list[tuple[int, bytes]]:
+    return [(record.id, record.payload) for record in harness.stream.read(start)]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_record_comes_once_whatever_happens_to_its_segment(world: StreamWorld, mode: str) -> None:
-    world.reopen(mode)
-    follower = beside(world)
-    assert (follower.bounds(), given_by(follower)) == ((1, 1), [])
-    seen: list[tuple[int, bytes]] = []
+def test_every_record_is_returned_once_while_its_segment_moves(harness: StreamHarness, mode: str) -> None:
+    harness.reopen(mode)
+    follower = new_follower(harness)
+    assert (follower.bounds(), new_records(follower)) == ((1, 1), [])
+    received: list[tuple[int, bytes]] = []
     for number in range(4):
-        world.stream.append([b"a", b"b" * number * 1000]).result()
-        seen += given_by(follower)
-        assert (seen, given_by(follower)) == (all_of(world), [])
-        world.fill(2)
-        world.stream.upload()
-        world.stream.evict()
-        world.stream.evict(warm=True)
-        seen += given_by(follower)
-        assert seen == all_of(world)
-    late = beside(world)
-    assert late.bounds() == (world.stream.first_record, world.stream.end_record)
-    assert given_by(late) == seen
-    late = beside(world)
+        harness.stream.append([b"a", b"b" * number * 1000]).result()
+        received += new_records(follower)
+        assert (received, new_records(follower)) == (all_records(harness), [])
+        harness.fill(2)
+        harness.stream.upload()
+        harness.stream.evict()
+        harness.stream.evict(warm=True)
+        received += new_records(follower)
+        assert received == all_records(harness)
+    late = new_follower(harness)
+    assert late.bounds() == (harness.stream.first_record, harness.stream.end_record)
+    assert new_records(late) == received
+    late = new_follower(harness)
     late.position = 7
-    assert given_by(late) == seen[6:]
+    assert new_records(late) == received[6:]
 
 
-def test_it_goes_on_after_a_crash_of_the_writer(world: StreamWorld) -> None:
-    follower = beside(world)
-    world.stream.append(b"before").result()
-    assert given_by(follower) == [(1, b"before")]
-    world.crash()
-    assert given_by(follower) == []
-    world.stream.append(b"after").result()
-    assert given_by(follower) == [(2, b"after")]
+def test_a_follower_continues_after_a_crash_of_the_writer(harness: StreamHarness) -> None:
+    follower = new_follower(harness)
+    harness.stream.append(b"before").result()
+    assert new_records(follower) == [(1, b"before")]
+    harness.crash()
+    assert new_records(follower) == []
+    harness.stream.append(b"after").result()
+    assert new_records(follower) == [(2, b"after")]
 
 
-def test_what_was_given_was_synced_first(world: StreamWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 1: the writer has written, and may not have synced."""
-    follower = beside(world)
-    world.stream.append(b"one").result()
+def test_a_record_is_synced_before_it_is_returned(harness: StreamHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 1: the writer has written the record, but may not have synced it."""
+    follower = new_follower(harness)
+    harness.stream.append(b"one").result()
     synced: list[str] = []
-    opened = world.disk.open
+    original_open = harness.disk.open
 
-    def spied(path: str, **how: bool) -> object:
-        file = opened(path, **how)
+    def recording_open(path: str, **how: bool) -> object:
+        file = original_open(path, **how)
         sync = file.sync
 
-        def noted(_: object) -> None:
+        def recording_sync(_: object) -> None:
             synced.append(path)
             sync()
 
-        monkeypatch.setattr(type(file), "sync", noted)
+        monkeypatch.setattr(type(file), "sync", recording_sync)
         return file
 
-    monkeypatch.setattr(type(world.disk), "open", lambda _, path, **how: spied(path, **how))
-    before = [(list(synced), record.payload) for record in follower.new()]
-    assert before == [([world.files.segment(Tier.HOT, 1)], b"one")]
+    monkeypatch.setattr(type(harness.disk), "open", lambda _, path, **how: recording_open(path, **how))
+    synced_before = [(list(synced), record.payload) for record in follower.new()]
+    assert synced_before == [([harness.files.segment(Tier.HOT, 1)], b"one")]
 
 
-def test_what_retention_took_is_told(world: StreamWorld) -> None:
-    follower = beside(world)
-    world.fill(3)
-    world.stream.retain(Retention(bytes=1))
-    assert world.stream.retire() == 3
-    world.stream.append(b"new").result()
-    assert given_by(follower) == [], "a segment may be between two places"
-    world.clock.advance(GAP_SECONDS + 1)
+def test_records_that_retention_removed_are_reported(harness: StreamHarness) -> None:
+    follower = new_follower(harness)
+    harness.fill(3)
+    harness.stream.retain(Retention(bytes=1))
+    assert harness.stream.retire() == 3
+    harness.stream.append(b"new").result()
+    assert new_records(follower) == [], "the segment may be moving between tiers"
+    harness.clock.advance(GAP_SECONDS + 1)
     with pytest.raises(CursorLost, match="no longer retained"):
-        given_by(follower)
+        new_records(follower)
 
 
-def test_a_stream_that_is_dropped_or_none_is_told(world: StreamWorld) -> None:
-    world.manifest.register_db("shop", DbKind.PAGES)
+def test_a_dropped_stream_or_another_kind_of_database_is_an_error(harness: StreamHarness) -> None:
+    harness.manifest.register_db("shop", DbKind.PAGES)
     with pytest.raises(WrongKind):
-        StreamFileReader(world.manifest, "shop", lambda _: world.files, lambda: world.objects)
-    follower = beside(world)
-    world.manifest.drop_db(world.stream_id).result()
+        StreamFileReader(harness.manifest, "shop", lambda _: harness.files, lambda: harness.objects)
+    follower = new_follower(harness)
+    harness.manifest.drop_db(harness.stream_id).result()
     with pytest.raises(DatabaseTombstoned):
-        given_by(follower)
+        new_records(follower)
 
 
-def test_what_is_not_committed_or_not_whole_is_not_there() -> None:
-    """Of every beginning of a file, what is given is the commits that are whole in it."""
+def test_uncommitted_and_torn_records_are_not_returned() -> None:
+    """For every prefix of a file, exactly the complete commits in it are returned."""
     header = new_header()
     raw = segment_of([[[b"a"]], [[b"b"], [b"c"], [b"d" * 100]], [[b"e"]]], header=header)
     ends = {
@@ -149,12 +149,12 @@ def test_what_is_not_committed_or_not_whole_is_not_there() -> None:
     ends[len(raw)] = 5
     for length in range(HEADER_BYTES, len(raw) + 1):
         torn = raw[:length] + bytes(4096)
-        pieces, place, _ = _parsed(memoryview(torn)[HEADER_BYTES:], _Place(header, HEADER_BYTES, header.base_record))
+        pieces, position, _ = _parsed(memoryview(torn)[HEADER_BYTES:], _Place(header, HEADER_BYTES, header.base_record))
         count = sum(block.records for block, _ in pieces)
-        padded = max(count for end, count in ends.items() if end - 63 <= length)  # zeros are what a block ends with
-        whole = max(count for end, count in ends.items() if end <= length)
-        assert whole <= count <= padded
-        assert place.record == header.base_record + count
+        padded = max(count for end, count in ends.items() if end - 63 <= length)  # a block is padded with zeros
+        committed = max(count for end, count in ends.items() if end <= length)
+        assert committed <= count <= padded
+        assert position.record == header.base_record + count
 
 
 @settings(max_examples=15)
@@ -168,22 +168,22 @@ def test_what_is_not_committed_or_not_whole_is_not_there() -> None:
 )
 def test_a_follower_sees_what_its_owner_sees(steps: list[str]) -> None:
     with tempfile.TemporaryDirectory() as root:
-        world = StreamWorld(Path(root))
+        harness = StreamHarness(Path(root))
         try:
-            follower = beside(world)
-            seen: list[tuple[int, bytes]] = []
+            follower = new_follower(harness)
+            received: list[tuple[int, bytes]] = []
             for step in steps:
-                _do(world, step)
+                _do(harness, step)
                 if step == "look":
-                    seen += given_by(follower)
-            assert seen + given_by(follower) == all_of(world)
-            assert beside(world).bounds() == (world.stream.first_record, world.stream.end_record)
+                    received += new_records(follower)
+            assert received + new_records(follower) == all_records(harness)
+            assert new_follower(harness).bounds() == (harness.stream.first_record, harness.stream.end_record)
         finally:
-            world.close()
+            harness.close()
 
 
-def _do(world: StreamWorld, step: str) -> None:
-    stream = world.stream
+def _do(harness: StreamHarness, step: str) -> None:
+    stream = harness.stream
     if step == "append":
         stream.append(b"x").result()
     elif step == "many":
@@ -193,6 +193,6 @@ def _do(world: StreamWorld, step: str) -> None:
     elif step == "evict warm":
         stream.evict(warm=True)
     elif step == "reopen":
-        world.reopen()
+        harness.reopen()
     elif step != "look":
         getattr(stream, step)()

@@ -1,4 +1,6 @@
-"""Waiting for a leader's sync: one at a time, each for everyone who came in time, and nobody is forgotten."""
+"""Waiting for a leader's sync: one sync at a time, each for every waiter that arrived in time, and no waiter is
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from quire.stream.group_commit import GroupCommit
 
 
 class Log:
-    """Something that is appended to and synced; a sync takes until `gate` is open."""
+    """A log that is appended to and synced; a sync takes until `gate` is open."""
 
     def __init__(self) -> None:
         self.next = self.durable = 1
@@ -29,13 +31,13 @@ class Log:
         self.group = GroupCommit(self, self._sync)
 
     def append(self) -> int:
-        """The id behind a new record."""
+        """The id after a new record."""
         with self._lock:
             self.next += 1
             return self.next
 
     def _sync(self) -> None:
-        assert not self.under_way, "one at a time"
+        assert not self.under_way, "two syncs at a time"
         self.under_way = 1
         try:
             upto, gate = self.next, self.gate
@@ -62,7 +64,7 @@ def start(count: int, work: Callable[[], None]) -> list[threading.Thread]:
 def join(threads: list[threading.Thread]) -> None:
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "somebody was forgotten"
+        assert not thread.is_alive(), "a waiter was not woken"
 
 
 def eventually(happened: Callable[[], bool]) -> None:
@@ -73,41 +75,41 @@ def eventually(happened: Callable[[], bool]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks by itself: what these tests show is that it need not."""
+def no_recheck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the periodic recheck: these tests show that waiters do not depend on it."""
     monkeypatch.setattr(group_commit, "RECHECK_SECONDS", 60.0)
 
 
-def test_with_nobody_else_about_a_sync_is_a_call() -> None:
+def test_without_other_waiters_a_sync_is_one_call() -> None:
     log = Log()
     log.group.wait_durable(log.append())
     assert (log.durable, log.syncs) == (2, 1)
     log.group.wait_durable(2)
-    assert log.syncs == 1, "it is durable already"
+    assert log.syncs == 1, "the record is durable already"
 
 
-def test_who_comes_while_a_sync_is_under_way_shares_the_next_one() -> None:
+def test_waiters_that_arrive_during_a_sync_share_the_next_one() -> None:
     log = Log()
     log.gate.clear()
-    done: list[int] = []
+    durable_ids: list[int] = []
 
     def work() -> None:
         upto = log.append()
         log.group.wait_durable(upto)
-        done.append(upto)
+        durable_ids.append(upto)
 
     first = start(1, work)
     assert log.began.acquire(timeout=30)
     others = start(5, work)
     eventually(lambda: log.next == 7 and log.is_sleeping(5))
-    assert done == []
+    assert durable_ids == []
     log.gate.set()
     join(first + others)
-    assert sorted(done) == [2, 3, 4, 5, 6, 7]
+    assert sorted(durable_ids) == [2, 3, 4, 5, 6, 7]
     assert log.syncs == 2
 
 
-def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
+def test_a_waiter_whose_record_is_durable_does_not_wait_for_the_next_sync() -> None:
     log = Log()
     log.gate.clear()
     leader = start(1, lambda: log.group.wait_durable(log.append()))
@@ -116,8 +118,8 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
     eventually(lambda: log.is_sleeping(1))
     served = start(3, lambda: log.group.wait_durable(2))
     eventually(lambda: log.is_sleeping(4))
-    former, log.gate = log.gate, threading.Event()  # the next sync takes long
-    former.set()
+    first_gate, log.gate = log.gate, threading.Event()  # the next sync takes long
+    first_gate.set()
     join(served)
     assert log.began.acquire(timeout=30)
     assert log.durable == 2
@@ -126,7 +128,7 @@ def test_who_is_served_does_not_wait_for_the_next_sync() -> None:
 
 
 @pytest.mark.parametrize("more", [0, 2])
-def test_a_leader_stays_for_so_many_groups_and_not_for_more(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_serves_a_bounded_number_of_groups(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_commit, "EXTRA_GROUPS", more)
     log = Log()
     log.gate.clear()
@@ -135,10 +137,10 @@ def test_a_leader_stays_for_so_many_groups_and_not_for_more(more: int, monkeypat
     for number in range(more + 1):
         assert log.began.acquire(timeout=30)
         others += start(1, lambda: log.group.wait_durable(log.append()))
-        eventually(partial(log.is_sleeping, min(number + 1, 2)))  # the one that this sync is for, and the new one
-        former, log.gate = log.gate, threading.Event()
-        former.set()
-    assert log.began.acquire(timeout=30)  # by another: the leader has gone on
+        eventually(partial(log.is_sleeping, min(number + 1, 2)))  # the waiter of this sync, and the new one
+        first_gate, log.gate = log.gate, threading.Event()
+        first_gate.set()
+    assert log.began.acquire(timeout=30)  # by another leader: the first one has returned
     join(leader)
     log.gate.set()
     join(others)
@@ -146,7 +148,7 @@ def test_a_leader_stays_for_so_many_groups_and_not_for_more(more: int, monkeypat
 
 
 @pytest.mark.parametrize("writers", [2, 3, 9, 16])
-def test_nobody_is_forgotten(writers: int) -> None:
+def test_every_waiter_is_woken(writers: int) -> None:
     log = Log()
     early: list[int] = []
 
@@ -165,46 +167,48 @@ def test_nobody_is_forgotten(writers: int) -> None:
     assert early == []
 
 
-def test_a_failed_sync_is_heard_by_all_who_wait_and_by_nobody_else() -> None:
-    """The leader's own record is durable when the sync that it makes for others fails."""
+def test_a_failed_sync_raises_for_all_its_waiters_and_for_no_others() -> None:
+    """The leader's own record is durable even if the next sync, which it performs for others, fails."""
     log = Log()
     log.gate.clear()
-    heard: list[str] = []
+    errors: list[str] = []
 
     def work() -> None:
         try:
             log.group.wait_durable(log.append())
         except StoreUnusable as error:
-            heard.append(error.what)
+            errors.append(error.what)
 
     leader = start(1, work)
     assert log.began.acquire(timeout=30)
     others = start(5, work)
     eventually(lambda: log.is_sleeping(5))
-    former, log.gate = log.gate, threading.Event()
-    former.set()
+    first_gate, log.gate = log.gate, threading.Event()
+    first_gate.set()
     assert log.began.acquire(timeout=30)
     log.failure = StoreUnusable("the disk is gone")
     log.gate.set()
     join(leader + others)
-    assert heard == ["the disk is gone"] * 5
+    assert errors == ["the disk is gone"] * 5
 
 
-def test_a_sleeper_that_is_interrupted_passes_the_baton_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rule 4: one that goes without having been woken is rung all the same, and the one behind it must not wait for it."""
+def test_an_interrupted_waiter_hands_over_its_leadership(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rule 4: a waiter that leaves without having been woken may still be chosen as leader; the next waiter must not
+    wait for it.
+    """
     log = Log()
     group = log.group
     group._leader.acquire()
-    gone, last = group_commit._Sleeper(2), group_commit._Sleeper(2)
-    group._waiting.extend([gone, last])
-    gone.is_gone = True
+    interrupted, last = group_commit._Sleeper(2), group_commit._Sleeper(2)
+    group._waiting.extend([interrupted, last])
+    interrupted.is_gone = True
     log.durable = 2
     group._wake_served()
     assert last.ring.sleep(30)
     assert not group._served
 
     class Interrupted:
-        """The ring of a sleeper that a signal strikes in the moment in which it gets the baton."""
+        """The wake-up event of a waiter that a signal interrupts at the moment it becomes leader."""
 
         def sleep(self, timeout: float) -> bool:
             if timeout:
@@ -213,26 +217,26 @@ def test_a_sleeper_that_is_interrupted_passes_the_baton_on(monkeypatch: pytest.M
 
     original = group_commit._Sleeper
 
-    def struck(upto: int) -> group_commit._Sleeper:
-        made = original.__new__(original)
-        made.upto, made.ring, made.is_gone = upto, Interrupted(), False  # type: ignore[assignment]
-        return made
+    def new_sleeper(upto: int) -> group_commit._Sleeper:
+        sleeper = original.__new__(original)
+        sleeper.upto, sleeper.ring, sleeper.is_gone = upto, Interrupted(), False  # type: ignore[assignment]
+        return sleeper
 
     behind = group_commit._Sleeper(2)
     group._served.append(behind)
-    monkeypatch.setattr(group_commit, "_Sleeper", struck)
+    monkeypatch.setattr(group_commit, "_Sleeper", new_sleeper)
     with pytest.raises(KeyboardInterrupt):
         group._sleep(3)
     assert behind.ring.sleep(30)
 
 
-def test_a_leader_that_ends_while_a_sleeper_looks_a_last_time_wakes_it() -> None:
-    """Rule 4: it has entered itself by then."""
+def test_a_leader_that_ends_during_the_last_check_of_a_waiter_wakes_it() -> None:
+    """Rule 4: the waiter has registered itself by then."""
     log = Log()
     upto, group = log.append(), log.group
 
     class Ending:
-        """A leader's lock that is given back just after somebody saw it taken."""
+        """A leader's lock that is released just after it was seen to be held."""
 
         def locked(self) -> bool:
             log.durable = upto
@@ -245,7 +249,7 @@ def test_a_leader_that_ends_while_a_sleeper_looks_a_last_time_wakes_it() -> None
     assert not group._served
 
 
-def test_everybody_looks_again_when_told_to() -> None:
+def test_all_waiters_check_again_when_notified() -> None:
     log = Log()
     log.group._leader.acquire()
     threads = start(4, lambda: log.group.wait_durable(log.append()))

@@ -1,4 +1,4 @@
-"""The open end of a stream: ids, groups, blocks, rolling, and what happens when the disk does not do what it should."""
+"""The open end of a stream: ids, groups, blocks, rolling, and failures of the disk."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ from quire.durable.files import OsDisk
 from quire.durable.names import Tier
 from quire.stream.segment import StreamSegmentHeader, scan
 from quire.testing.faults import Fault, FaultyDisk
-from tests.stream.streams import SMALL, StreamWorld, ids, record
+from tests.stream.streams import SMALL, StreamHarness, ids, record
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[StreamWorld]:
-    made = StreamWorld(tmp_path)
-    yield made
-    made.check()
-    made.close()
+def harness(tmp_path: Path) -> Iterator[StreamHarness]:
+    harness = StreamHarness(tmp_path)
+    yield harness
+    harness.check()
+    harness.close()
 
 
 # ── ids and groups ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ids_begin_at_one_and_rise_by_one(world: StreamWorld) -> None:
-    stream = world.stream
+def test_ids_begin_at_one_and_rise_by_one(harness: StreamHarness) -> None:
+    stream = harness.stream
     guards = [stream.append(b"a"), stream.append([b"b", b"c"]), stream.append(pa.array([b"d"])), stream.append(b"e")]
     assert [guard.record for guard in guards] == [1, 2, 4, 5]
     assert not guards[0].done
     assert guards[-1].result() == 5
     assert all(guard.done for guard in guards)
-    assert world.payloads() == [b"a", b"b", b"c", b"d", b"e"]
+    assert harness.payloads() == [b"a", b"b", b"c", b"d", b"e"]
 
 
-def test_a_group_is_one_block_and_one_sync(world: StreamWorld) -> None:
-    stream = world.stream
+def test_a_group_is_one_block_and_one_sync(harness: StreamHarness) -> None:
+    stream = harness.stream
     guards = [stream.append(record(number)) for number in range(1, 101)]
     guards[50].result()
     assert all(guard.done for guard in guards)
     assert stream.hot.syncs == 1
-    live = stream.hot.segment
-    assert live is not None
-    assert len(live.firsts) == 1
+    open_segment = stream.hot.segment
+    assert open_segment is not None
+    assert len(open_segment.firsts) == 1
 
 
-def test_threads_share_syncs_and_every_record_is_there_once(world: StreamWorld) -> None:
-    got: list[int] = []
+def test_threads_share_syncs_and_every_record_is_there_once(harness: StreamHarness) -> None:
+    acknowledged: list[int] = []
 
     def work(name: int) -> None:
         for number in range(50):
-            got.append(world.stream.append(f"{name}-{number}".encode()).result())
+            acknowledged.append(harness.stream.append(f"{name}-{number}".encode()).result())
 
     threads = [threading.Thread(target=work, args=(name,)) for name in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(got) == list(range(1, 201))
-    assert len(set(world.payloads())) == 200
-    assert world.stream.hot.syncs <= 200
+    assert sorted(acknowledged) == list(range(1, 201))
+    assert len(set(harness.payloads())) == 200
+    assert harness.stream.hot.syncs <= 200
 
 
-def test_what_nobody_waits_for_is_durable_soon(tmp_path: Path) -> None:
-    world = StreamWorld(tmp_path)
-    world.stream.close()
-    world.stream = world.open(background=True)
-    world.stream.append(b"a")
-    assert world.stream._reader.wait(1, timeout=10)
-    world.close()
+def test_an_append_without_a_wait_is_synced_in_the_background(tmp_path: Path) -> None:
+    harness = StreamHarness(tmp_path)
+    harness.stream.close()
+    harness.stream = harness.open(background=True)
+    harness.stream.append(b"a")
+    assert harness.stream._reader.wait(1, timeout=10)
+    harness.close()
 
 
-def test_a_guard_can_be_awaited(world: StreamWorld) -> None:
+def test_a_guard_can_be_awaited(harness: StreamHarness) -> None:
     async def append() -> int:
-        return await world.stream.append(b"a")
+        return await harness.stream.append(b"a")
 
     assert asyncio.run(append()) == 1
-    assert world.stream.end_record == 2
+    assert harness.stream.end_record == 2
 
 
 @pytest.mark.parametrize(
@@ -96,246 +96,270 @@ def test_a_guard_can_be_awaited(world: StreamWorld) -> None:
     ],
     ids=["list", "column", "slice", "chunked", "large"],
 )
-def test_every_form_of_a_batch_is_the_same_records(world: StreamWorld, records: Any) -> None:
-    assert world.stream.append(records).result() == 1
-    assert world.payloads() == [record(number, 50) for number in range(1, 2001)]
+def test_every_form_of_a_batch_gives_the_same_records(harness: StreamHarness, records: Any) -> None:
+    assert harness.stream.append(records).result() == 1
+    assert harness.payloads() == [record(number, 50) for number in range(1, 2001)]
 
 
-def test_empty_things_are_fine(world: StreamWorld) -> None:
-    assert world.stream.append([]).result() == 1
-    assert world.stream.append(pa.array([], pa.binary())).result() == 1
-    assert world.stream.append(b"").result() == 1
-    assert world.stream.append([b"", b""]).result() == 2
-    assert world.payloads() == [b"", b"", b""]
+def test_empty_batches_and_empty_records_are_accepted(harness: StreamHarness) -> None:
+    assert harness.stream.append([]).result() == 1
+    assert harness.stream.append(pa.array([], pa.binary())).result() == 1
+    assert harness.stream.append(b"").result() == 1
+    assert harness.stream.append([b"", b""]).result() == 2
+    assert harness.payloads() == [b"", b"", b""]
 
 
 @pytest.mark.parametrize("records", ["text", 7, [b"a", "b"], pa.array([b"a", None]), pa.array([1])])
-def test_what_is_not_records_is_refused(world: StreamWorld, records: Any) -> None:
+def test_values_that_are_not_records_are_refused(harness: StreamHarness, records: Any) -> None:
     with pytest.raises(InvalidInput):
-        world.stream.append(records)
-    assert world.stream.hot.next_record == 1
+        harness.stream.append(records)
+    assert harness.stream.hot.next_record == 1
 
 
-@pytest.mark.parametrize("form", [lambda one: one, lambda one: [one], lambda one: pa.array([one])])
-def test_a_record_that_is_too_large_is_refused(world: StreamWorld, form: Any) -> None:
-    world.stream.append(form(bytes(SMALL.record_bytes_max))).result()
+@pytest.mark.parametrize(
+    "form", [lambda payload: payload, lambda payload: [payload], lambda payload: pa.array([payload])]
+)
+def test_a_record_that_is_too_large_is_refused(harness: StreamHarness, form: Any) -> None:
+    harness.stream.append(form(bytes(SMALL.record_bytes_max))).result()
     with pytest.raises(OutOfRange, match="exceeds the stream's size limit"):
-        world.stream.append(form(bytes(SMALL.record_bytes_max + 1)))
+        harness.stream.append(form(bytes(SMALL.record_bytes_max + 1)))
 
 
-def test_a_batch_larger_than_a_segment_gets_one_of_its_own_and_is_whole_or_not_at_all(world: StreamWorld) -> None:
+def test_a_batch_larger_than_a_segment_gets_one_of_its_own_and_is_whole_or_not_at_all(harness: StreamHarness) -> None:
     payloads = [record(number, 1000) for number in range(1, 601)]
-    world.stream.append(payloads).result()
-    assert world.payloads() == payloads
-    assert len(world.segments()) == 1
-    live = world.stream.hot.segment
-    assert live is not None
-    path = Path(world.files.segment(Tier.HOT, live.segment_id))
+    harness.stream.append(payloads).result()
+    assert harness.payloads() == payloads
+    assert len(harness.segments()) == 1
+    open_segment = harness.stream.hot.segment
+    assert open_segment is not None
+    path = Path(harness.files.segment(Tier.HOT, open_segment.segment_id))
     raw = bytearray(path.read_bytes())
-    assert len(live.offsets) > 1
-    raw[live.offsets[-1]] ^= 1  # its last block does not survive
+    assert len(open_segment.offsets) > 1
+    raw[open_segment.offsets[-1]] ^= 1  # damage its last block
     assert scan(bytes(raw)).end_record == 1
 
 
 # ── segments ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_segments_roll_by_size(world: StreamWorld) -> None:
+def test_segments_roll_by_size(harness: StreamHarness) -> None:
     for number in range(1, 101):
-        world.stream.append(record(number, 1000)).result()
-    segments = world.segments()
+        harness.stream.append(record(number, 1000)).result()
+    segments = harness.segments()
     assert len(segments) > 5
-    assert [each.is_sealed for each in segments] == [True] * (len(segments) - 1) + [False]
-    assert world.payloads() == [record(number, 1000) for number in range(1, 101)]
+    assert [segment.is_sealed for segment in segments] == [True] * (len(segments) - 1) + [False]
+    assert harness.payloads() == [record(number, 1000) for number in range(1, 101)]
 
 
-def test_segments_are_sealed_by_time(world: StreamWorld) -> None:
-    world.stream.append(b"a").result()
-    world.clock.advance(SMALL.seal_seconds - 1)
-    world.stream.keep()
-    assert not world.segments()[0].is_sealed
-    world.clock.advance(1)
-    world.stream.keep()
-    assert world.segments()[0].is_sealed
+def test_segments_are_sealed_by_time(harness: StreamHarness) -> None:
+    harness.stream.append(b"a").result()
+    harness.clock.advance(SMALL.seal_seconds - 1)
+    harness.stream.keep()
+    assert not harness.segments()[0].is_sealed
+    harness.clock.advance(1)
+    harness.stream.keep()
+    assert harness.segments()[0].is_sealed
 
 
-def test_the_next_file_is_made_ahead(world: StreamWorld) -> None:
-    world.stream.append(record(1, 8000)).result()
-    world.stream.append(record(2, 1000)).result()
-    world.stream.keep()
-    assert world.stream.hot.spares.has_one
-    world.stream.append(record(3, 8000)).result()
-    assert len(world.segments()) == 2
-    assert world.stream.hot.spares.recycled == 0
+def test_a_small_segment_of_an_archived_store_is_sealed_hourly(harness: StreamHarness) -> None:
+    """Hazard: every active stream cost several requests a minute, so the cost of an archive grew with their number (A6)."""
+    harness.stream.hot.is_archived = True
+    harness.stream.append(b"a").result()
+    harness.clock.advance(SMALL.archived_seal_seconds - 1)
+    harness.stream.keep()
+    assert not harness.segments()[0].is_sealed
+    harness.clock.advance(1)
+    harness.stream.keep()
+    assert harness.segments()[0].is_sealed
 
 
-def test_files_of_evicted_segments_are_used_again_and_their_past_stays_dead(world: StreamWorld) -> None:
-    world.fill(2, records=15, size=1000)
-    world.stream.compress()
-    world.stream.evict(world.segments()[0].segment_id)
-    assert world.stream.hot.spares.recycled == 1
-    world.stream.append(b"new").result()
+def test_a_large_segment_of_an_archived_store_is_sealed_as_soon_as_in_any_store(harness: StreamHarness) -> None:
+    harness.stream.hot.is_archived = True
+    harness.stream.hot._settings = msgspec.structs.replace(SMALL, archived_seal_bytes=2_000)
+    harness.stream.append(record(1, 1_000)).result()
+    harness.clock.advance(SMALL.seal_seconds)
+    harness.stream.keep()
+    assert not harness.segments()[0].is_sealed
+    harness.stream.append(record(2, 1_000)).result()
+    harness.stream.keep()
+    assert harness.segments()[0].is_sealed
+
+
+def test_the_next_segment_file_is_prepared_in_advance(harness: StreamHarness) -> None:
+    harness.stream.append(record(1, 8000)).result()
+    harness.stream.append(record(2, 1000)).result()
+    harness.stream.keep()
+    assert harness.stream.hot.spares.has_one
+    harness.stream.append(record(3, 8000)).result()
+    assert len(harness.segments()) == 2
+    assert harness.stream.hot.spares.recycled == 0
+
+
+def test_files_of_evicted_segments_are_reused_and_their_old_blocks_are_ignored(harness: StreamHarness) -> None:
+    harness.fill(2, records=15, size=1000)
+    harness.stream.compress()
+    harness.stream.evict(harness.segments()[0].segment_id)
+    assert harness.stream.hot.spares.recycled == 1
+    harness.stream.append(b"new").result()
     salts = [
-        StreamSegmentHeader.decode(Path(world.files.segment(Tier.HOT, each)).read_bytes()).salt
-        for each in world.on_disk(Tier.HOT)
+        StreamSegmentHeader.decode(Path(harness.files.segment(Tier.HOT, segment_id)).read_bytes()).salt
+        for segment_id in harness.on_disk(Tier.HOT)
     ]
-    assert len(set(salts)) == len(salts) == 2, "each life has a salt of its own"
-    world.crash()
-    assert world.payloads()[-1] == b"new"
-    assert world.stream.end_record == 32
+    assert len(set(salts)) == len(salts) == 2, "each use of the file has its own salt"
+    harness.crash()
+    assert harness.payloads()[-1] == b"new"
+    assert harness.stream.end_record == 32
 
 
-def test_timestamps_never_fall(world: StreamWorld) -> None:
+def test_timestamps_never_decrease(harness: StreamHarness) -> None:
     stamps = []
     for seconds in (0, -3600, 10, -86400, 0):
-        world.clock.jump(seconds)
-        first = world.stream.append(b"a").result()
-        stamps.append(next(world.stream.read(first)).timestamp_ms)
-        world.stream.seal()
+        harness.clock.jump(seconds)
+        first = harness.stream.append(b"a").result()
+        stamps.append(next(harness.stream.read(first)).timestamp_ms)
+        harness.stream.seal()
     assert stamps == sorted(stamps)
-    world.reopen()
-    world.clock.jump(-86400)
-    last = world.stream.append(b"b").result()
-    assert next(world.stream.read(last)).timestamp_ms >= stamps[-1]
+    harness.reopen()
+    harness.clock.jump(-86400)
+    last = harness.stream.append(b"b").result()
+    assert next(harness.stream.read(last)).timestamp_ms >= stamps[-1]
 
 
 # ── recovery ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_timestamps_never_fall_over_a_crash(world: StreamWorld) -> None:
-    """The log knows when the segment was opened; the newest moment is in its blocks only."""
-    world.stream.append(b"a").result()
-    world.clock.advance(3600)
-    last = world.stream.append(b"b").result()
-    before = next(world.stream.read(last)).timestamp_ms
-    world.clock.jump(-86400)
-    world.crash()
-    last = world.stream.append(b"c").result()
-    assert next(world.stream.read(last)).timestamp_ms >= before
-    assert world.stream.seek(before) == 2
+def test_timestamps_never_decrease_across_a_crash(harness: StreamHarness) -> None:
+    """The log has the time at which the segment was opened; the newest timestamp is only in its blocks."""
+    harness.stream.append(b"a").result()
+    harness.clock.advance(3600)
+    last = harness.stream.append(b"b").result()
+    before = next(harness.stream.read(last)).timestamp_ms
+    harness.clock.jump(-86400)
+    harness.crash()
+    last = harness.stream.append(b"c").result()
+    assert next(harness.stream.read(last)).timestamp_ms >= before
+    assert harness.stream.seek(before) == 2
 
 
-def test_a_torn_tail_is_cut_and_never_appended_to(world: StreamWorld) -> None:
-    world.stream.append([b"a", b"b"]).result()
-    world.stream.append(b"c").result()
-    live = world.stream.hot.segment
-    assert live is not None
-    path = Path(world.files.segment(Tier.HOT, live.segment_id))
-    world.stream.abandon()
+def test_a_torn_tail_is_cut_and_never_appended_to(harness: StreamHarness) -> None:
+    harness.stream.append([b"a", b"b"]).result()
+    harness.stream.append(b"c").result()
+    open_segment = harness.stream.hot.segment
+    assert open_segment is not None
+    path = Path(harness.files.segment(Tier.HOT, open_segment.segment_id))
+    harness.stream.abandon()
     raw = bytearray(path.read_bytes())
-    raw[live.offsets[1] + 70] ^= 0xFF
+    raw[open_segment.offsets[1] + 70] ^= 0xFF
     path.write_bytes(raw)
-    world.stream = world.open()
-    assert world.payloads() == [b"a", b"b"]
-    assert world.stream.append(b"d").result() == 3
-    assert [each.segment_id for each in world.segments()] == [1, 2]
-    world.crash()
-    assert world.payloads() == [b"a", b"b", b"d"]
+    harness.stream = harness.open()
+    assert harness.payloads() == [b"a", b"b"]
+    assert harness.stream.append(b"d").result() == 3
+    assert [segment.segment_id for segment in harness.segments()] == [1, 2]
+    harness.crash()
+    assert harness.payloads() == [b"a", b"b", b"d"]
 
 
-def test_a_segment_that_nothing_was_written_to_is_given_up(world: StreamWorld) -> None:
-    world.stream.append(b"a").result()
-    live = world.stream.hot.segment
-    assert live is not None
-    path = Path(world.files.segment(Tier.HOT, live.segment_id))
-    world.stream.abandon()
+def test_an_open_segment_without_records_is_discarded(harness: StreamHarness) -> None:
+    harness.stream.append(b"a").result()
+    open_segment = harness.stream.hot.segment
+    assert open_segment is not None
+    path = Path(harness.files.segment(Tier.HOT, open_segment.segment_id))
+    harness.stream.abandon()
     raw = bytearray(path.read_bytes())
     raw[64:] = bytes(len(raw) - 64)
     path.write_bytes(raw)
-    world.stream = world.open()
-    assert (world.payloads(), world.segments(), world.on_disk(Tier.HOT)) == ([], [], [])
-    assert world.stream.append(b"b").result() == 1
+    harness.stream = harness.open()
+    assert (harness.payloads(), harness.segments(), harness.on_disk(Tier.HOT)) == ([], [], [])
+    assert harness.stream.append(b"b").result() == 1
 
 
-def test_ids_are_not_used_again_when_everything_was_retired(world: StreamWorld) -> None:
-    world.fill(2)
-    for segment in world.segments():
-        world.stream.tiers.retire(segment.segment_id)
-    world.crash()
-    assert world.stream.append(b"a").result() == 41
-    assert ids(world.stream.read()) == [41]
+def test_ids_are_not_reused_when_everything_was_retired(harness: StreamHarness) -> None:
+    harness.fill(2)
+    for segment in harness.segments():
+        harness.stream.tiers.retire(segment.segment_id)
+    harness.crash()
+    assert harness.stream.append(b"a").result() == 41
+    assert ids(harness.stream.read()) == [41]
 
 
-def test_a_second_writer_is_told_who_has_the_stream(world: StreamWorld) -> None:
+def test_a_second_writer_is_refused(harness: StreamHarness) -> None:
     with pytest.raises(StoreLocked, match="another owner"):
-        world.open()
+        harness.open()
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_writer_that_cannot_be_rid_of_its_records_is_told(tmp_path: Path) -> None:
+def test_an_append_above_the_pending_limit_is_written_at_once(tmp_path: Path) -> None:
     settings = msgspec.structs.replace(SMALL, pending_bytes_max=100)
-    world = StreamWorld(tmp_path, settings=settings)
-    world.stream.append(bytes(200))
-    assert world.stream.hot.segment is not None, "more than may be pending was left pending"
-    assert world.stream.end_record == 1, "and it is not durable by that"
-    world.stream.sync()
-    world.close()
+    harness = StreamHarness(tmp_path, settings=settings)
+    harness.stream.append(bytes(200))
+    assert harness.stream.hot.segment is not None, "more bytes than the limit were left pending"
+    assert harness.stream.end_record == 1, "written, but not yet durable"
+    harness.stream.sync()
+    harness.close()
 
 
 @pytest.mark.parametrize("operation", ["write_at", "sync"])
-def test_after_a_doubtful_write_the_stream_takes_nothing_more_until_it_is_opened_again(
-    tmp_path: Path, operation: str
-) -> None:
-    world = StreamWorld(tmp_path)
-    world.stream.append(b"a").result()
-    live = world.stream.hot.segment
-    assert live is not None
-    inner = live.file
+def test_after_a_failed_write_the_stream_refuses_appends_until_it_is_reopened(tmp_path: Path, operation: str) -> None:
+    harness = StreamHarness(tmp_path)
+    harness.stream.append(b"a").result()
+    open_segment = harness.stream.hot.segment
+    assert open_segment is not None
+    original = open_segment.file
 
-    class Bad:
-        path = inner.path
+    class FailingFile:
+        path = original.path
 
         def __getattr__(self, name: str) -> Any:
             if name in (operation, "write_synced_at"):
-                raise StorageFault("the disk is broken", path=inner.path)
-            return getattr(inner, name)
+                raise StorageFault("the disk is broken", path=original.path)
+            return getattr(original, name)
 
-    live.file = Bad()
-    guard = world.stream.append(b"b")
+    open_segment.file = FailingFile()
+    guard = harness.stream.append(b"b")
     with pytest.raises((StorageFault, StoreUnusable)):
         guard.result()
     with pytest.raises(StoreUnusable, match="reopen the stream"):
-        world.stream.append(b"c")
-    assert world.payloads() == [b"a"], "what is durable can still be read"
-    live.file = inner
-    world.crash()
-    assert world.payloads() in ([b"a"], [b"a", b"b"])
-    world.stream.append(b"d").result()
-    world.check()
-    world.close()
+        harness.stream.append(b"c")
+    assert harness.payloads() == [b"a"], "durable records can still be read"
+    open_segment.file = original
+    harness.crash()
+    assert harness.payloads() in ([b"a"], [b"a", b"b"])
+    harness.stream.append(b"d").result()
+    harness.check()
+    harness.close()
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_disk_that_fails_at_any_step_loses_nothing_that_was_acknowledged(tmp_path: Path, stride: int) -> None:
-    """The 1st, 2nd, … step of a short life fails, until a clean pass."""
+    """The 1st, 2nd, … step of a short run fails, until a run has no failure."""
     for step in range(1, 400, stride):
         base = tmp_path / str(step)
         base.mkdir()
-        world = StreamWorld(base)
-        world.stream.close()
+        harness = StreamHarness(base)
+        harness.stream.close()
         disk = FaultyDisk(OsDisk(), Fault.EIO, fail_at=step)
-        world.disk = disk
+        harness.disk = disk
         acknowledged = 1
         try:
-            world.stream = world.open()
+            harness.stream = harness.open()
             for _ in range(2):
-                world.fill(1, records=3)
-                acknowledged = world.stream.end_record
-                world.stream.compress()
-                world.stream.evict()
+                harness.fill(1, records=3)
+                acknowledged = harness.stream.end_record
+                harness.stream.compress()
+                harness.stream.evict()
         except (StorageFault, StoreUnusable):
             pass
         fired = disk.fired
-        if world.stream.failure is None or not isinstance(world.stream.failure, StoreClosed):
-            world.stream.abandon()
-        world.disk = OsDisk()
-        world.stream = world.open()
-        assert world.stream.end_record >= acknowledged
-        found = world.payloads()
-        assert found == [record(number + 1) for number in range(len(found))]
-        world.check()
-        world.close()
+        if harness.stream.failure is None or not isinstance(harness.stream.failure, StoreClosed):
+            harness.stream.abandon()
+        harness.disk = OsDisk()
+        harness.stream = harness.open()
+        assert harness.stream.end_record >= acknowledged
+        payloads = harness.payloads()
+        assert payloads == [record(number + 1) for number in range(len(payloads))]
+        harness.check()
+        harness.close()
         if not fired:
             return
-    raise AssertionError("there was no clean pass")
+    raise AssertionError("no run was without a failure")
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(InvalidInput, match="segment_bytes"):
         StreamSettings(segment_bytes=100)

@@ -1,4 +1,4 @@
-"""Power loss at every step of the writer: nothing committed is lost, nothing uncommitted is half there."""
+"""Power loss at every step of the writer: no committed record is lost, and no uncommitted one is there in part."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.stream.logs import STREAM, all_values, files_at, open_writer, opened, same_state
-from tests.stream.stories import Story
+from tests.stream.random_history import RandomHistory
 
 EAGER = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2, sealed_kept=1)
 STEPS = ["append", "append", "append", "commit", "large", "rotate", "reopen"]
 
 
 def mostly(kind: CrashOutcome, seed: int) -> Chooser:
-    """One outcome nine times out of ten: one lost sector among many is the hardest case to see."""
-    draw = random.Random(seed)
-    return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind
+    """Choose one outcome nine times out of ten: a single lost sector among many is the hardest case to detect."""
+    rng = random.Random(seed)
+    return lambda options: rng.choice(options) if rng.random() < 0.1 or kind not in options else kind
 
 
 CHOOSERS = st.one_of(
@@ -48,8 +48,8 @@ CHOOSERS = st.one_of(
 )
 
 
-class Life:
-    """A writer on some disk, what was appended, and how much of it a returned call has promised."""
+class LogWorkload:
+    """A writer on some disk, the appended records, and how many of them a returned call has promised."""
 
     def __init__(self) -> None:
         self.values: list[r.Payload] = []
@@ -80,48 +80,50 @@ class Life:
         self.promised = len(self.values)
 
     def check(self, disk: CrashDisk) -> None:
-        """What survived is a beginning of what was appended, with everything promised; and writing goes on behind it."""
+        """The records on disk are a prefix of the appended ones that includes all promised ones, and writing continues
+        after them.
+        """
         files = files_at(disk.root, disk)
-        found = all_values(files)
-        assert found == self.values[: len(found)]
-        assert len(found) >= self.promised, "something committed is gone"
+        values = all_values(files)
+        assert values == self.values[: len(values)]
+        assert len(values) >= self.promised, "a committed record is lost"
         with open_writer(files) as writer:
-            assert all_values(files) == found
+            assert all_values(files) == values
             writer.append(opened(999), 1)
             writer.commit()
             writer.append(opened(1000), 1)
-        assert all_values(files) == [*found, opened(999), opened(1000)]
+        assert all_values(files) == [*values, opened(999), opened(1000)]
 
 
 @contextmanager
-def life_until(root: str, steps: Sequence[str], fail_at: int) -> Iterator[tuple[Life, CrashDisk, bool]]:
+def workload_until(root: str, steps: Sequence[str], fail_at: int) -> Iterator[tuple[LogWorkload, CrashDisk, bool]]:
     disk = CrashDisk(root)
     faulty = FaultyDisk(disk, Fault.POWER_CUT, fail_at=fail_at)
-    life = Life()
+    workload = LogWorkload()
     try:
-        life.run(faulty, root, steps)
+        workload.run(faulty, root, steps)
     except PowerCut:
         pass
     try:
-        yield life, disk, faulty.fired
+        yield workload, disk, faulty.fired
     finally:
-        if life.writer is not None:
-            life.writer.abandon()
+        if workload.writer is not None:
+            workload.writer.abandon()
 
 
-def crash(life: Life, disk: CrashDisk, choose: Chooser) -> None:
+def crash(workload: LogWorkload, disk: CrashDisk, choose: Chooser) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        life.check(disk.crash(f"{folder}/after", choose))
+        workload.check(disk.crash(f"{folder}/after", choose))
 
 
 def at_every_step(steps: Sequence[str], choosers: Sequence[Chooser]) -> int:
-    """Cut the power at the first, second, … call of the disk; how many there were."""
+    """Cut the power at the first, second, … call to the disk, and return how many calls there were."""
     fail_at = 0
     while True:
         fail_at += 1
-        with tempfile.TemporaryDirectory() as root, life_until(root, steps, fail_at) as (life, disk, fired):
+        with tempfile.TemporaryDirectory() as root, workload_until(root, steps, fail_at) as (workload, disk, fired):
             for choose in choosers:
-                crash(life, disk, choose)
+                crash(workload, disk, choose)
         if not fired:
             return fail_at
 
@@ -129,19 +131,21 @@ def at_every_step(steps: Sequence[str], choosers: Sequence[Chooser]) -> int:
 SCRIPT = ["append", "commit", "append", "append", "commit", "rotate", "append", "large", "commit", "append", "reopen"]
 
 
-def test_power_off_at_every_step_of_a_life() -> None:
+def test_power_loss_at_every_step_of_a_workload() -> None:
     choosers = [keep_all, drop_all, *(mostly(kind, seed) for kind in CrashOutcome for seed in range(1))]
     assert at_every_step(SCRIPT, choosers) > 40
 
 
 @given(steps=st.lists(st.sampled_from(STEPS), max_size=12), fail_at=st.integers(1, 60), choose=CHOOSERS)
-def test_power_off_anywhere_in_any_life(steps: list[str], fail_at: int, choose: Chooser) -> None:
-    with tempfile.TemporaryDirectory() as root, life_until(root, steps, fail_at) as (life, disk, _):
-        crash(life, disk, choose)
+def test_power_loss_anywhere_in_any_workload(steps: list[str], fail_at: int, choose: Chooser) -> None:
+    with tempfile.TemporaryDirectory() as root, workload_until(root, steps, fail_at) as (workload, disk, _):
+        crash(workload, disk, choose)
 
 
-def test_without_the_sync_between_copy_and_header_the_harness_finds_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planted bug: header and copy in one go, so that both may be torn, and the header may come before its payload."""
+def test_without_the_sync_between_copy_and_header_a_loss_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted bug: header and copy are written without a sync between them, so both may be torn, or the header may
+    precede its payload.
+    """
 
     def careless(file: File, size: int, facts: ChunkFacts) -> None:
         file.write_at(facts.encode(), size - mlog_format.COPY_BYTES)
@@ -158,13 +162,13 @@ def test_without_the_sync_between_copy_and_header_the_harness_finds_a_loss(monke
 LOG_STEPS = ["tell", "tell", "tell", "snapshot", "rotate", "tick", "reopen"]
 
 
-class WholeLife:
-    """A `ManifestLog` on some disk with a store of objects that survives; and what was promised."""
+class FullLogWorkload:
+    """A `ManifestLog` on some disk, an object store that survives, and what was promised."""
 
     def __init__(self, objects: LogObjects) -> None:
         self.objects = objects
-        self.story = Story(3)
-        self.told: list[tuple[r.Payload, int]] = []
+        self.history = RandomHistory(3)
+        self.records: list[tuple[r.Payload, int]] = []
         self.promised = 0
         self.log: ManifestLog | None = None
 
@@ -179,9 +183,9 @@ class WholeLife:
         self.log = self.open(disk, root)
         for step in steps:
             if step == "tell":
-                told = self.story.many(3)
-                self.told += told
-                self.log.append_all(told)
+                records = self.history.many(3)
+                self.records += records
+                self.log.append_all(records)
             elif step == "snapshot":
                 self.log.snapshot()
             elif step == "rotate":
@@ -192,14 +196,16 @@ class WholeLife:
                 self.log.close()
                 self.log = None
                 self.log = self.open(disk, root)
-            self.promised = len(self.told)
+            self.promised = len(self.records)
 
     def check(self, disk: CrashDisk) -> None:
-        """What is rebuilt is the fold of a beginning of what was told, with everything promised; and it goes on."""
+        """The rebuilt state is the fold of a prefix of the history that includes all promised records, and the log can
+        be continued.
+        """
         with self.open(disk, disk.root) as log:
-            ours = [self._facts(index) for index in self._folds()]
-            found = self._facts(log.index)
-            assert found in ours[self.promised :], "a committed record is gone, or one appeared"
+            expected_states = [self._facts(index) for index in self._folds()]
+            state = self._facts(log.index)
+            assert state in expected_states[self.promised :], "a committed record is lost, or another one appeared"
             assert log.index.rejected == 0
             segment = log.index.opened_max + 1
             log.append_all([(opened(1), segment)])
@@ -212,7 +218,7 @@ class WholeLife:
     def _folds(self) -> Iterator[ManifestIndex]:
         index = ManifestIndex()
         yield index
-        for value, segment in self.told:
+        for value, segment in self.records:
             index.fold_raw(mlog_format.encode_record(value.TYPE, segment, r.encode(value)))
             yield index
 
@@ -221,20 +227,20 @@ class WholeLife:
 
 
 @given(steps=st.lists(st.sampled_from(LOG_STEPS), max_size=14), fail_at=st.integers(1, 120), choose=CHOOSERS)
-def test_power_off_anywhere_with_snapshots_uploads_and_retention(
+def test_power_loss_anywhere_with_snapshots_uploads_and_retention(
     steps: list[str], fail_at: int, choose: Chooser
 ) -> None:
     with tempfile.TemporaryDirectory() as root:
         store = open_store("memory://")
-        life = WholeLife(LogObjects(store, STREAM))
+        workload = FullLogWorkload(LogObjects(store, STREAM))
         disk = CrashDisk(root)
         try:
-            life.run(FaultyDisk(disk, Fault.POWER_CUT, fail_at=fail_at), root, steps)
+            workload.run(FaultyDisk(disk, Fault.POWER_CUT, fail_at=fail_at), root, steps)
         except PowerCut:
             pass
         with tempfile.TemporaryDirectory() as folder:
             after = disk.crash(f"{folder}/after", choose)
-            if life.log is not None:
-                life.log.abandon()
-            life.check(after)
+            if workload.log is not None:
+                workload.log.abandon()
+            workload.check(after)
         store.close()

@@ -1,4 +1,4 @@
-"""A flipped bit anywhere in a chunk or a snapshot is found, or changes nothing."""
+"""A flipped bit anywhere in a chunk or a snapshot is detected, or changes nothing."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from quire.stream.mlog_snapshot import decode_snapshot, encode_snapshot
 from quire.stream.mlog_tier2 import object_bytes
 from quire.testing.clock import ManualClock
 from tests.stream.logs import ONE_OF_EACH, SMALL, all_chunks, files_at, open_writer, opened, same_state
-from tests.stream.stories import Story
+from tests.stream.random_history import RandomHistory
 
 
-def flips(data: bytes, places: range | list[int], *, one: bool = False) -> list[tuple[int, int, bytes]]:
-    """The data with one bit changed: each bit of each place, or with `one` a single one of each."""
-    found = []
-    for place in places:
-        for bit in [place * 5 % 8] if one else range(8):
-            changed = bytearray(data)
-            changed[place] ^= 1 << bit
-            found.append((place, bit, bytes(changed)))
-    return found
+def flips(data: bytes, offsets: range | list[int], *, one: bool = False) -> list[tuple[int, int, bytes]]:
+    """Copies of the data with one bit flipped: each bit at each offset, or with `one` a single bit per offset."""
+    variants = []
+    for offset in offsets:
+        for bit in [offset * 5 % 8] if one else range(8):
+            damaged = bytearray(data)
+            damaged[offset] ^= 1 << bit
+            variants.append((offset, bit, bytes(damaged)))
+    return variants
 
 
 def written(tmp_path: Path) -> Path:
@@ -46,29 +46,29 @@ def written(tmp_path: Path) -> Path:
     return Path(files.chunk(0))
 
 
-def test_every_bit_of_a_chunk_object(tmp_path: Path) -> None:
+def test_every_flipped_bit_of_a_chunk_object_is_detected_or_harmless(tmp_path: Path) -> None:
     written(tmp_path)
     chunk = all_chunks(files_at(tmp_path))[0]
     data = object_bytes(chunk)
     expected = [view.raw for view in chunk.records()]
-    found = harmless = 0
-    for place, bit, changed in flips(data, range(len(data))):
+    detected = harmless = 0
+    for offset, bit, damaged in flips(data, range(len(data))):
         try:
-            read = load_chunk(changed, chunk_index=0)
+            read = load_chunk(damaged, chunk_index=0)
         except (Corruption, FormatTooNew):
-            found += 1
+            detected += 1
             continue
-        assert [view.raw for view in read.records()] == expected, (place, bit)
-        assert read.header == chunk.header, (place, bit)
-        assert place < CHUNK_BYTES or place >= len(data) - COPY_BYTES, "a flipped record was believed"
+        assert [view.raw for view in read.records()] == expected, (offset, bit)
+        assert read.header == chunk.header, (offset, bit)
+        assert offset < CHUNK_BYTES or offset >= len(data) - COPY_BYTES, "a flipped record was accepted"
         harmless += 1
-    # A flip of the header is mended by the copy, one of the copy is outvoted by the header; all others are found.
-    assert found == 8 * (len(data) - CHUNK_BYTES - COPY_BYTES)
+    # A flip in the header is corrected by the copy, and one in the copy by the header; all others are detected.
+    assert detected == 8 * (len(data) - CHUNK_BYTES - COPY_BYTES)
     assert harmless == 8 * (CHUNK_BYTES + COPY_BYTES)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_every_byte_of_a_chunk_file_in_its_log(tmp_path: Path, number: int) -> None:
+def test_every_damaged_byte_of_a_chunk_file_is_detected_or_harmless(tmp_path: Path, number: int) -> None:
     written(tmp_path)
     files = files_at(tmp_path)
     chunks = all_chunks(files)
@@ -77,44 +77,44 @@ def test_every_byte_of_a_chunk_file_in_its_log(tmp_path: Path, number: int) -> N
     used = chunks[number].header.committed_len
     sampled = list(range(used, len(data) - COPY_BYTES, 509))
     expected = [(chunk.header, [view.raw for view in chunk.records()]) for chunk in chunks]
-    found = 0
-    places = [*range(used), *sampled, *range(len(data) - COPY_BYTES, len(data))]
-    for place, bit, changed in flips(data, places, one=True):
-        path.write_bytes(changed)
+    detected = 0
+    positions = [*range(used), *sampled, *range(len(data) - COPY_BYTES, len(data))]
+    for position, bit, damaged in flips(data, positions, one=True):
+        path.write_bytes(damaged)
         try:
             read = all_chunks(files)
         except (Corruption, FormatTooNew):
-            found += 1
+            detected += 1
             continue
-        assert [(chunk.header, [view.raw for view in chunk.records()]) for chunk in read] == expected, (place, bit)
-    assert found == used - CHUNK_BYTES
+        assert [(chunk.header, [view.raw for view in chunk.records()]) for chunk in read] == expected, (position, bit)
+    assert detected == used - CHUNK_BYTES
 
 
-def test_a_header_without_its_copy_is_held_against_name_and_neighbours(tmp_path: Path) -> None:
-    """What S2 asks for: even with the commit copy gone no changed header of a sealed chunk is believed."""
+def test_a_header_without_its_copy_is_checked_against_its_name_and_neighbours(tmp_path: Path) -> None:
+    """S2: even without the commit copy, no changed header of a sealed chunk is accepted."""
     written(tmp_path)
     files = files_at(tmp_path)
     expected = [view.raw for chunk in all_chunks(files) for view in chunk.records()]
     path = Path(files.chunk(0))
     data = path.read_bytes()[:-COPY_BYTES] + bytes(COPY_BYTES)
-    believed = set()
-    for place, bit, changed in flips(data, range(CHUNK_BYTES)):
-        path.write_bytes(changed)
+    accepted = set()
+    for offset, bit, damaged in flips(data, range(CHUNK_BYTES)):
+        path.write_bytes(damaged)
         try:
             assert [view.raw for chunk in all_chunks(files) for view in chunk.records()] == expected
-            believed.add((place, bit))
+            accepted.add((offset, bit))
         except (Corruption, FormatTooNew):
             continue
-    assert believed == {(56, 1)}, "only `uploaded` has nothing to be held against: tier 2 itself is asked for that"
+    assert accepted == {(56, 1)}, "only `uploaded` cannot be checked locally: tier 2 is consulted for it"
 
 
-def test_every_bit_of_a_snapshot() -> None:
-    story = Story(3, alive=3)
-    story.many(60)
-    data = encode_snapshot(4, LogPosition(2, 640), story.index, 2)
-    for _, _, changed in flips(data, range(len(data))):
+def test_every_flipped_bit_of_a_snapshot_is_detected() -> None:
+    history = RandomHistory(3, alive=3)
+    history.many(60)
+    data = encode_snapshot(4, LogPosition(2, 640), history.index, 2)
+    for _, _, damaged in flips(data, range(len(data))):
         with pytest.raises(ManifestIntegrityError):
-            decode_snapshot(changed, snapshot_id=4)
+            decode_snapshot(damaged, snapshot_id=4)
     for end in range(len(data)):
         with pytest.raises(ManifestIntegrityError):
             decode_snapshot(data[:end], snapshot_id=4)
@@ -123,7 +123,7 @@ def test_every_bit_of_a_snapshot() -> None:
 
 
 def test_a_payload_that_fails_names_chunk_segment_and_offset(tmp_path: Path) -> None:
-    """The chunk's checksum fits, the payload's does not: a writer's bug, found all the same."""
+    """The chunk's checksum matches, the payload's does not: a bug in the writer is detected as well."""
     path = written(tmp_path)
     chunk = all_chunks(files_at(tmp_path))[0]
     data = bytearray(path.read_bytes())
@@ -139,7 +139,7 @@ def test_a_payload_that_fails_names_chunk_segment_and_offset(tmp_path: Path) -> 
 
 
 def altered(chunk: Chunk, at: int, size: int, number: int) -> bytes:
-    """A chunk with another number in it, and checksums that fit."""
+    """The chunk with another number at this offset, and matching checksums."""
     data = bytearray(chunk.data)
     data[at : at + size] = number.to_bytes(size, "little")
     header = chunk.header._replace(chunk_crc64=crc64(data[CHUNK_BYTES : chunk.header.committed_len]))
@@ -149,7 +149,7 @@ def altered(chunk: Chunk, at: int, size: int, number: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("what", "place", "size", "number"),
+    ("change", "position", "size", "number"),
     [
         ("a reserved flag", 2, 2, 1),
         ("another reserved flag", 2, 2, 0x8000),
@@ -159,64 +159,64 @@ def altered(chunk: Chunk, at: int, size: int, number: int) -> bytes:
     ],
 )
 @pytest.mark.parametrize("record", [0, 3])
-def test_what_may_not_stand_in_a_record_is_refused_although_every_checksum_fits(
-    tmp_path: Path, record: int, what: str, place: int, size: int, number: int
+def test_invalid_fields_of_a_record_are_refused_although_every_checksum_matches(
+    tmp_path: Path, record: int, change: str, position: int, size: int, number: int
 ) -> None:
     written(tmp_path)
     chunk = all_chunks(files_at(tmp_path))[0]
     offset = chunk.offsets[record]
     assert (
         load_chunk(altered(chunk, offset + 24, 8, 5), chunk_index=0).offsets == chunk.offsets
-    )  # a timestamp may be any
+    )  # any timestamp is valid
     with pytest.raises(ManifestIntegrityError) as caught:
-        load_chunk(altered(chunk, offset + place, size, number), chunk_index=0)
+        load_chunk(altered(chunk, offset + position, size, number), chunk_index=0)
     assert caught.value.where["chunk"] == 0
-    assert caught.value.where["offset"] >= offset, what
+    assert caught.value.where["offset"] >= offset, change
 
 
 @pytest.mark.parametrize("flags", [4, 1 << 63, SEALED | 8])
 def test_reserved_flags_of_a_chunk_are_zero(tmp_path: Path, flags: int) -> None:
-    """Header and commit copy agree, and every checksum fits: it is still not a chunk of this version."""
+    """Header and commit copy agree and every checksum matches, but it is not a chunk of this version."""
     written(tmp_path)
     chunk = all_chunks(files_at(tmp_path))[0]
     header = chunk.header._replace(flags=flags)
-    whole = header.encode() + chunk.data[CHUNK_BYTES:-COPY_BYTES] + chunk.facts._replace(header=header).encode()
+    data = header.encode() + chunk.data[CHUNK_BYTES:-COPY_BYTES] + chunk.facts._replace(header=header).encode()
     with pytest.raises(ManifestIntegrityError, match="flags"):
-        load_chunk(whole, chunk_index=0)
+        load_chunk(data, chunk_index=0)
 
 
 def test_payloads_of_large_chunks_are_checked_too() -> None:
     from tests.stream.test_mlog_index import chunk_of
 
-    chunk = chunk_of(Story(5).many(900))
-    for place in (0, 1, 450, 899):
+    chunk = chunk_of(RandomHistory(5).many(900))
+    for index in (0, 1, 450, 899):
         data = bytearray(chunk.data)
-        data[chunk.offsets[place] + RECORD_BYTES] ^= 4
+        data[chunk.offsets[index] + RECORD_BYTES] ^= 4
         header = chunk.header._replace(chunk_crc64=crc64(data[CHUNK_BYTES : chunk.header.committed_len]))
         data[:CHUNK_BYTES] = header.encode()
         data[-COPY_BYTES:] = chunk.facts._replace(header=header).encode()
         with pytest.raises(ManifestIntegrityError) as caught:
             load_chunk(bytes(data), chunk_index=0)
-        assert caught.value.where["offset"] == chunk.offsets[place]
+        assert caught.value.where["offset"] == chunk.offsets[index]
 
 
-@pytest.mark.parametrize("what", ["missing", "unsealed", "swapped", "truncated", "emptied"])
-def test_a_corrupt_middle_quarantines_the_stream(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("damage", ["missing", "unsealed", "swapped", "truncated", "emptied"])
+def test_a_corrupt_middle_quarantines_the_stream(tmp_path: Path, damage: str) -> None:
     files = files_at(tmp_path)
     with open_writer(files) as writer:
         for number in range(3):
             writer.append(opened(number), number + 1)
             writer.rotate()
     middle, last = Path(files.chunk(1)), Path(files.chunk(2))
-    if what == "missing":
+    if damage == "missing":
         middle.unlink()
-    elif what == "unsealed":
+    elif damage == "unsealed":
         chunk = ManifestLogReader(files).chunk(1)
         header = chunk.header._replace(flags=0)
         middle.write_bytes(header.encode() + chunk.data[CHUNK_BYTES:-COPY_BYTES] + bytes(COPY_BYTES))
-    elif what == "swapped":
+    elif damage == "swapped":
         middle.write_bytes(last.read_bytes())
-    elif what == "truncated":
+    elif damage == "truncated":
         middle.write_bytes(middle.read_bytes()[:100])
     else:
         middle.write_bytes(b"")
@@ -232,7 +232,7 @@ def test_a_corrupt_middle_quarantines_the_stream(tmp_path: Path, what: str) -> N
 
 
 def test_a_torn_tail_is_trimmed_and_not_an_error(tmp_path: Path) -> None:
-    """Manifest-log document, matrix: payload bytes without the header's update; the committed prefix is all there is."""
+    """Manifest-log document, matrix: payload bytes without the update of the header. Only the committed prefix is read."""
     files = files_at(tmp_path)
     with open_writer(files) as writer:
         writer.append(opened(1), 1)
@@ -241,7 +241,7 @@ def test_a_torn_tail_is_trimmed_and_not_an_error(tmp_path: Path) -> None:
         writer.append(opened(3), 3)
         torn, at = writer.records_from(writer.committed.offset), writer.committed.offset
         writer.abandon()
-    with open(files.chunk(0), "r+b") as file:  # a commit that was cut off: records without their header
+    with open(files.chunk(0), "r+b") as file:  # an interrupted commit: records without the update of the header
         file.seek(at)
         file.write(torn)
     assert b"".join(r.encode(opened(n)) for n in (2,)) in Path(files.chunk(0)).read_bytes()

@@ -1,4 +1,4 @@
-"""The manifest log's page and its code agree, byte for byte; what is encoded is read back; what may not be is refused."""
+"""The manifest log's page and its code agree, byte for byte; encoding round-trips; invalid values are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.stream.logs import ONE_OF_EACH, U64, VALUES
 
 PAGE = (Path(__file__).parents[2] / "docs/formats/manifest-log.md").read_text("utf-8")
 
-# The vectors of the page, written down a second time: neither the code nor the page can drift alone.
+# The vectors of the page, repeated here: neither the code nor the page can change alone.
 PAYLOADS = [
     "00100000000000000300000000000000",
     "0000100000000000efcdab8967452301",
@@ -59,7 +59,7 @@ OLD_COPY = bytes.fromhex(
     "0200000000000000010000000000000000000000000000000000000000000000"
     "0000000000000000000000000000000000000000000000006042cda270ca3677"
 )
-"""The commit copy of the page's chunk as versions before identities wrote it."""
+"""The commit copy of the page's chunk, as written before chunks had identities."""
 
 
 def example_chunk() -> bytes:
@@ -95,11 +95,11 @@ def table(title: str) -> list[tuple[str, int, int]]:
     ("title", "layout"),
     [("record", fmt.RECORD), ("chunk", fmt.CHUNK), ("copy", fmt.COPY), ("snapshot", mlog_snapshot.HEADER)],
 )
-def test_the_tables_of_the_page_are_the_structs(title: str, layout: struct.Struct) -> None:
+def test_the_tables_of_the_page_match_the_structs(title: str, layout: struct.Struct) -> None:
     rows = table(title)
     codes = re.findall(r"\d+s|[HIQ]", layout.format)
     assert [size for _, _, size in rows] == [struct.calcsize(f"<{code}") for code in codes]
-    assert [offset for _, offset, _ in rows] == [sum(size for _, _, size in rows[:place]) for place in range(len(rows))]
+    assert [offset for _, offset, _ in rows] == [sum(size for _, _, size in rows[:i]) for i in range(len(rows))]
     assert sum(size for _, _, size in rows) == layout.size
 
 
@@ -135,19 +135,19 @@ def test_a_chunk_from_before_chunks_had_an_identity_is_read_by_any_log() -> None
 
 
 def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
-    told: list[records.Payload] = [
+    records_: list[records.Payload] = [
         records.SegmentOpened(4096, 3),
         records.SealSegment(1 << 20, 0x0123456789ABCDEF),
         records.UploadStarted("s/1"),
         records.UnknownRecord(99, b"eightbyt"),
     ]
     index = ManifestIndex()
-    for number, value in enumerate(told):
+    for number, value in enumerate(records_):
         stamp = 1_700_000_000_000 + 250 * number
         index.fold_raw(encode_record(value.TYPE, 9, records.encode(value), timestamp_ms=stamp))
     data = mlog_snapshot.encode_snapshot(1, LogPosition(0, 272), index, 0)
     assert data == dump("The snapshot")
-    # Without the code that wrote it: offsets and numbers are those of the page's tables.
+    # Decoded without the code that wrote it: offsets and numbers are those of the page's tables.
     at = {name: (offset, size) for name, offset, size in table("snapshot")}
 
     def field(name: str) -> int:
@@ -167,20 +167,20 @@ def test_the_snapshot_of_the_page_has_its_published_bytes() -> None:
 
 
 @pytest.mark.parametrize("facet", mlog_states.State._fields)
-def test_the_facets_of_the_page_are_the_codes(facet: str) -> None:
+def test_the_facets_of_the_page_match_the_codes(facet: str) -> None:
     row = re.search(rf"^\| {facet} \| (.*) \|$", PAGE, re.MULTILINE)
     assert row, facet
     kind = type(getattr(mlog_states.NOTHING, facet))
-    assert row[1] == ", ".join(f"{each.value} {each.name.lower()}" for each in kind)
+    assert row[1] == ", ".join(f"{code.value} {code.name.lower()}" for code in kind)
 
 
-def test_the_magic_is_the_seeds() -> None:
+def test_the_magic_is_that_of_the_design_document() -> None:
     assert fmt.MAGIC.to_bytes(8, "big") == b"AOF2MLOG"
     assert example_chunk()[:8] == b"GOLM2FOA"
 
 
 @given(value=VALUES)
-def test_what_is_encoded_is_decoded(value: records.Payload) -> None:
+def test_records_round_trip(value: records.Payload) -> None:
     payload = records.encode(value)
     assert len(payload) % 8 == 0
     assert records.decode(value.TYPE, payload) == value
@@ -195,11 +195,11 @@ def test_only_canonical_bytes_decode(record_type: int, payload: bytes) -> None:
     assert records.encode(value) == payload
 
 
-def test_a_payload_without_form_says_where_it_stands() -> None:
+def test_an_undecodable_payload_is_reported_with_its_location() -> None:
     with pytest.raises(ManifestIntegrityError) as caught:
         records.decode(0, b"\xff" * 16, chunk=1, segment=2, offset=3)
-    where = caught.value.where
-    assert (where["chunk"], where["segment"], where["offset"]) == (1, 2, 3)
+    location = caught.value.where
+    assert (location["chunk"], location["segment"], location["offset"]) == (1, 2, 3)
 
 
 @pytest.mark.parametrize("size", [0, 7, 9, records.PAYLOAD_BYTES_MAX + 8])
@@ -218,7 +218,7 @@ def test_empty_unaligned_and_outsized_payloads_are_refused(size: int) -> None:
         records.UnknownRecord(2**16, bytes(8)),
     ],
 )
-def test_what_does_not_fit_its_field_is_refused(value: records.Payload) -> None:
+def test_values_that_do_not_fit_their_field_are_refused(value: records.Payload) -> None:
     with pytest.raises(OutOfRange):
         records.encode(value)
 
@@ -244,16 +244,18 @@ def test_commit_copies_round_trip(
 
 
 @given(IDENTITIES, IDENTITIES)
-def test_a_chunk_is_refused_if_what_it_says_of_itself_is_known_to_be_wrong(said: Identity, owner: Identity) -> None:
-    known = fmt.NO_IDENTITY not in (said, owner)
-    stores_known = bytes(16) not in (said.store_id, owner.store_id)
-    foreign = known and (said.stream_id != owner.stream_id or (stores_known and said.store_id != owner.store_id))
-    assert said.fits(owner) is owner.fits(said) is (not foreign)
-    whole = example_chunk()
-    copy = fmt.decode_copy(whole)
+def test_a_chunk_with_a_wrong_identity_is_refused(recorded: Identity, owner: Identity) -> None:
+    known = fmt.NO_IDENTITY not in (recorded, owner)
+    stores_known = bytes(16) not in (recorded.store_id, owner.store_id)
+    foreign = known and (
+        recorded.stream_id != owner.stream_id or (stores_known and recorded.store_id != owner.store_id)
+    )
+    assert recorded.fits(owner) is owner.fits(recorded) is (not foreign)
+    chunk_data = example_chunk()
+    copy = fmt.decode_copy(chunk_data)
     assert copy is not None
-    data = whole[:-128] + copy._replace(identity=said).encode()
-    # A torn header or an interrupted commit does not hide whose the chunk is.
+    data = chunk_data[:-128] + copy._replace(identity=recorded).encode()
+    # A torn header or an interrupted commit does not hide the chunk's identity.
     for header in (data[:64], bytes(64), copy.header._replace(committed_len=120).encode()):
         if foreign:
             with pytest.raises(ManifestIntegrityError, match="to another"):
@@ -262,7 +264,7 @@ def test_a_chunk_is_refused_if_what_it_says_of_itself_is_known_to_be_wrong(said:
             settle(header + data[64:], chunk_index=2, path="x", owner=owner)
 
 
-def test_a_newer_version_says_so() -> None:
+def test_a_newer_version_is_reported_as_such() -> None:
     data = bytearray(example_chunk()[:-128])
     data[8] = 2
     with pytest.raises(FormatTooNew):
@@ -270,9 +272,9 @@ def test_a_newer_version_says_so() -> None:
 
 
 def test_a_torn_header_is_taken_from_the_copy_and_a_torn_copy_from_the_header() -> None:
-    whole = example_chunk()
-    expected = settle(whole, chunk_index=2, path="")[0]
-    assert settle(b"\xee" * 64 + whole[64:], chunk_index=2, path="")[0] == expected
-    assert settle(whole[:-128] + b"\xee" * 128, chunk_index=2, path="") == (expected, None)
+    chunk_data = example_chunk()
+    expected = settle(chunk_data, chunk_index=2, path="")[0]
+    assert settle(b"\xee" * 64 + chunk_data[64:], chunk_index=2, path="")[0] == expected
+    assert settle(chunk_data[:-128] + b"\xee" * 128, chunk_index=2, path="") == (expected, None)
     with pytest.raises(ManifestIntegrityError):
-        settle(b"\xee" * 64 + whole[64:-128] + b"\xee" * 128, chunk_index=2, path="")
+        settle(b"\xee" * 64 + chunk_data[64:-128] + b"\xee" * 128, chunk_index=2, path="")

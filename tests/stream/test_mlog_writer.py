@@ -1,4 +1,6 @@
-"""The writer: what is committed is read back over any number of chunks and restarts, and costs what is new."""
+"""The writer: committed records are read back across any number of chunks and restarts, and a commit costs only what is
+new.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from quire.testing.faults import Fault, FaultyDisk
 from tests.stream.logs import ONE_OF_EACH, SMALL, VALUES, all_chunks, all_values, files_at, open_writer, opened
 
 
-def test_what_is_committed_is_read_back(tmp_path: Path) -> None:
+def test_committed_records_are_read_back(tmp_path: Path) -> None:
     files = files_at(tmp_path)
     with open_writer(files) as writer:
         for number, value in enumerate(ONE_OF_EACH, 1):
@@ -56,8 +58,8 @@ def test_a_chunk_is_temporary_until_its_first_commit_and_never_sparse(tmp_path: 
 
 
 @pytest.mark.parametrize("point", ["stream.mlog.copied", "stream.mlog.synced", "stream.mlog.header"])
-def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tmp_path: Path, point: str) -> None:
-    """The copy said sealed, the header did not, and as soon as another chunk followed that was told as damage."""
+def test_an_interrupted_seal_is_finished_before_the_next_chunk(tmp_path: Path, point: str) -> None:
+    """The copy was sealed but the header was not, and this was reported as damage as soon as another chunk followed."""
     files = files_at(tmp_path)
     writer = open_writer(files)
     writer.append(opened(1), 1)
@@ -74,7 +76,7 @@ def test_a_sealing_that_a_crash_interrupted_is_finished_before_the_next_chunk(tm
 
 
 def test_rotation_boundaries_leave_no_gap(tmp_path: Path) -> None:
-    """Matrix: records of varying sizes over many rotations; ordinals and checksums go on without gaps."""
+    """Matrix: records of varying sizes across many rotations; ordinals and checksums continue without gaps."""
     files, clock = files_at(tmp_path), ManualClock()
     values: list[r.Payload] = []
     with open_writer(files, clock) as writer:
@@ -89,7 +91,7 @@ def test_rotation_boundaries_leave_no_gap(tmp_path: Path) -> None:
     chunks = all_chunks(files)
     assert len(chunks) > 10
     assert all(chunk.header.sealed for chunk in chunks[:-1])
-    ordinals = [chunk.header.base_record + place for chunk in chunks for place in range(len(chunk.offsets))]
+    ordinals = [chunk.header.base_record + i for chunk in chunks for i in range(len(chunk.offsets))]
     assert ordinals == list(range(600))
     assert [view.value() for chunk in chunks for view in chunk.records()] == values
     for chunk in chunks:
@@ -105,7 +107,7 @@ def test_any_sequence_of_commits_rotations_and_restarts(
 ) -> None:
     files, clock = files_at(tmp_path_factory.mktemp("log")), ManualClock()
     writer = open_writer(files, clock)
-    kept: list[r.Payload] = []
+    appended: list[r.Payload] = []
     for values, step in groups:
         for value in values:
             writer.append(value, 1)
@@ -119,13 +121,13 @@ def test_any_sequence_of_commits_rotations_and_restarts(
         else:
             writer.abandon()
             writer = open_writer(files, clock)
-        kept += [] if step == "lose" else values
-        assert writer.next_record == len(kept)
-        assert all_values(files) == kept
+        appended += [] if step == "lose" else values
+        assert writer.next_record == len(appended)
+        assert all_values(files) == appended
     writer.close()
 
 
-def test_a_restart_goes_on_in_the_last_chunk(tmp_path: Path) -> None:
+def test_a_restart_continues_in_the_last_chunk(tmp_path: Path) -> None:
     files = files_at(tmp_path)
     for number in range(5):
         with open_writer(files) as writer:
@@ -134,7 +136,7 @@ def test_a_restart_goes_on_in_the_last_chunk(tmp_path: Path) -> None:
     assert all_values(files) == [opened(number) for number in range(5)]
 
 
-def test_the_timer_rotates_only_news_about_data(tmp_path: Path) -> None:
+def test_the_timer_rotates_only_after_records_about_data(tmp_path: Path) -> None:
     files, clock = files_at(tmp_path), ManualClock()
     with open_writer(files, clock) as writer:
         writer.append(r.SnapshotMarker(0, 64, 1))
@@ -168,25 +170,25 @@ def test_a_large_record_makes_its_chunk_grow_in_steps(tmp_path: Path) -> None:
 
 
 def test_a_record_that_does_not_fit_seals_the_chunk(tmp_path: Path) -> None:
-    """The chunk used to grow to its limit, and then refused the record: whoever appended had to rotate."""
+    """The chunk grew to its limit and then refused the record: the caller had to rotate."""
     files = files_at(tmp_path)
     large = r.UploadDone("k" * 65_000, "e" * 65_000)
     with open_writer(files) as writer:
         writer.append(opened(1), 1)
         for _ in range(9):
             writer.append(large, 1)
-        assert writer.position.chunk_index == 9, "one large record to a chunk"
+        assert writer.position.chunk_index == 9, "one large record per chunk"
     assert all_values(files) == [opened(1), *[large] * 9]
 
 
-def test_a_commit_checks_only_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_checksums_only_new_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[int] = []
 
-    def counting(data: bytes | bytearray | memoryview, value: int = 0, /) -> int:
+    def counting_crc(data: bytes | bytearray | memoryview, value: int = 0, /) -> int:
         checked.append(len(data))
         return checksums.crc64(data, value)
 
-    monkeypatch.setattr(mlog_writer, "crc64", counting)
+    monkeypatch.setattr(mlog_writer, "crc64", counting_crc)
     with open_writer(files_at(tmp_path)) as writer:
         for number in range(100):
             writer.append(opened(number), 1)
@@ -195,7 +197,7 @@ def test_a_commit_checks_only_what_is_new(tmp_path: Path, monkeypatch: pytest.Mo
             assert checked == [56]
 
 
-def test_timestamps_never_fall_although_the_clock_does(tmp_path: Path) -> None:
+def test_timestamps_never_decrease_although_the_clock_does(tmp_path: Path) -> None:
     files, clock = files_at(tmp_path), ManualClock()
     seconds = [5, -3600, 1, -10, 7200]
     for jump in seconds:
@@ -207,7 +209,7 @@ def test_timestamps_never_fall_although_the_clock_does(tmp_path: Path) -> None:
     assert len(stamps) == 5
 
 
-def test_two_writers_on_one_log_are_one_too_many(tmp_path: Path) -> None:
+def test_a_second_writer_on_a_log_is_refused(tmp_path: Path) -> None:
     files = files_at(tmp_path)
     with open_writer(files) as writer:
         with pytest.raises(StoreLocked):
@@ -230,7 +232,7 @@ def test_a_closed_writer_refuses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [Fault.EIO, Fault.LOST_ANSWER])
 def test_a_doubtful_commit_stops_the_writer(tmp_path: Path, fault: Fault) -> None:
-    disk = FaultyDisk(OsDisk(), fault, fail_at=4, operation="sync")  # two syncs make the chunk and two the first commit
+    disk = FaultyDisk(OsDisk(), fault, fail_at=4, operation="sync")  # two syncs create the chunk, two commit
     files = files_at(tmp_path, disk)
     writer = open_writer(files)
     writer.append(opened(1), 1)
@@ -284,11 +286,11 @@ def test_a_cursor_reads_in_bounded_steps_and_follows_the_writer(tmp_path: Path) 
             if writer.needs_rotation():
                 writer.rotate()
         writer.commit()
-        seen: list[r.Payload] = []
+        values: list[r.Payload] = []
         while step := cursor.read(33):
             assert len(step) <= 33
-            seen += [view.value() for view in step]
-        assert seen == [opened(number) for number in range(700)]
+            values += [view.value() for view in step]
+        assert values == [opened(number) for number in range(700)]
         writer.rotate()
         assert cursor.read(5) == []
         writer.append(opened(1000), 1)
@@ -308,19 +310,19 @@ def test_views_of_records_copy_nothing(tmp_path: Path) -> None:
         assert bytes(view.payload) == r.encode(view.value())
 
 
-def test_a_marker_that_found_no_room_is_not_remembered(tmp_path: Path) -> None:
+def test_a_marker_that_did_not_fit_is_not_recorded(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC, fail_at=1, operation="allocate")
     with open_writer(files_at(tmp_path, disk)) as writer:
-        for wrong in (r.SnapshotMarker(0, 64, 9), r.SnapshotMarker(0, 64, 2**64)):
+        for marker in (r.SnapshotMarker(0, 64, 9), r.SnapshotMarker(0, 64, 2**64)):
             with pytest.raises((DiskFull, OutOfRange)):
-                writer.append(wrong)
+                writer.append(marker)
         assert writer.snapshot_id == 0
         writer.append(r.SnapshotMarker(0, 64, 3))
         assert writer.snapshot_id == 3
     assert all_chunks(files_at(tmp_path))[0].snapshot_id == 3
 
 
-def test_the_defaults_are_the_seeds() -> None:
+def test_the_defaults_are_those_of_the_design_document() -> None:
     settings = ManifestLogSettings()
     assert (settings.mode, settings.chunk_bytes) == ("on", 256 << 10)
     assert (settings.rotation_seconds, settings.sealed_kept) == (0.25, 2)
@@ -329,7 +331,7 @@ def test_the_defaults_are_the_seeds() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.05, 0.25, 3.0])
-def test_the_timer_is_what_the_settings_say(tmp_path: Path, seconds: float) -> None:
+def test_the_timer_follows_the_settings(tmp_path: Path, seconds: float) -> None:
     clock, settings = ManualClock(), ManifestLogSettings(rotation_seconds=seconds)
     with open_writer(files_at(tmp_path), clock, settings) as writer:
         writer.append(opened(1), 1)
@@ -337,7 +339,7 @@ def test_the_timer_is_what_the_settings_say(tmp_path: Path, seconds: float) -> N
         clock.advance(seconds * 0.9)
         assert not writer.needs_rotation()
         writer.append(opened(2), 1)
-        writer.commit()  # it counts from the last commit
+        writer.commit()  # the timer counts from the last commit
         clock.advance(seconds * 0.9)
         assert not writer.needs_rotation()
         clock.advance(seconds * 0.2)
@@ -350,7 +352,7 @@ def test_a_chunk_of_the_smallest_size_has_room() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "setting",
     [
         {"chunk_bytes": 8 << 10},
         {"chunk_bytes": 2 << 20},
@@ -364,6 +366,6 @@ def test_a_chunk_of_the_smallest_size_has_room() -> None:
         {"bundle_seconds": 0},
     ],
 )
-def test_settings_that_make_no_sense_are_refused_by_name(wrong: dict[str, int]) -> None:
-    with pytest.raises(InvalidConfig, match=next(iter(wrong))):
-        ManifestLogSettings(**wrong)  # type: ignore[arg-type]
+def test_invalid_settings_are_refused_by_name(setting: dict[str, int]) -> None:
+    with pytest.raises(InvalidConfig, match=next(iter(setting))):
+        ManifestLogSettings(**setting)  # type: ignore[arg-type]

@@ -1,7 +1,9 @@
-"""Power loss just before every call that changes the disk, of a stream's whole life: appends, rolls, moves, retirement.
+"""Power loss just before every call that changes the disk, during a stream's whole lifetime: appends, rolls, moves,
+retirement.
 
-What was not synced is kept, dropped or garbled, sector by sector and name by name; then the stream is opened again. LMDB and
-the object store are not on this disk: they keep what they were told.
+Data that was not synced is kept, dropped or garbled, sector by sector and name by name; then the stream is opened
+again. LMDB
+and the object store are not on this disk: they keep everything.
 """
 
 from __future__ import annotations
@@ -20,52 +22,52 @@ from quire.stream.stream import Stream
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
 from tests.stream.logs import same_state
-from tests.stream.streams import LOG, SMALL, StreamWorld, record
+from tests.stream.streams import LOG, SMALL, StreamHarness, record
 
 HARMLESS = ("open", "read", "size", "names")
-"""Calls before which the disk holds what it held before the call that follows."""
+"""Calls that do not change the disk: power loss before them is power loss before the next call."""
 SIZE = 1_500
 SETTINGS = msgspec.structs.replace(SMALL, pending_bytes_max=4 << 10)
-Step = Callable[["Life", Stream], object]
+Step = Callable[["StreamWorkload", Stream], object]
 
 
 def mostly(kind: CrashOutcome, seed: int) -> Chooser:
-    """One outcome nine times out of ten: one lost sector among many is the hardest case to see."""
-    draw = random.Random(seed)
-    return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind
+    """Choose one outcome nine times out of ten: a single lost sector among many is the hardest case to detect."""
+    rng = random.Random(seed)
+    return lambda options: rng.choice(options) if rng.random() < 0.1 or kind not in options else kind
 
 
-class Life:
+class StreamWorkload:
     """A stream on a disk that loses power, and what was promised."""
 
     def __init__(self, root: Path, fail_at: int) -> None:
-        self.inner = CrashDisk(str(root / "disk"))
-        self.world = StreamWorld(
-            root, settings=SETTINGS, log_settings=LOG, disk=self.inner, stream_root=self.inner.root
+        self.crash_disk = CrashDisk(str(root / "disk"))
+        self.harness = StreamHarness(
+            root, settings=SETTINGS, log_settings=LOG, disk=self.crash_disk, stream_root=self.crash_disk.root
         )
-        self.world.stream.close()
-        self.disk = FaultyDisk(self.inner, Fault.POWER_CUT, fail_at=fail_at)
-        self.world.disk = self.disk
+        self.harness.stream.close()
+        self.disk = FaultyDisk(self.crash_disk, Fault.POWER_CUT, fail_at=fail_at)
+        self.harness.disk = self.disk
         self.acknowledged = 1
         self.low = self.low_max = 1
-        """What a returned `retire` has taken; what one that was begun may have taken."""
+        """What a returned `retire` has removed; what a started one may have removed."""
         self.ends = {1}
-        """Where appends ended."""
+        """Ends of appends."""
 
     def run(self, script: Sequence[Step]) -> None:
-        """Open the stream and go through a script until its end, or until the power goes off."""
+        """Open the stream and run a script until its end or until power loss."""
         try:
-            self.world.stream = self.world.open()
+            self.harness.stream = self.harness.open()
             for step in script:
-                step(self, self.world.stream)
+                step(self, self.harness.stream)
         except PowerCut:
-            self.world.stream.abandon()
+            self.harness.stream.abandon()
 
     def append(self, stream: Stream, count: int, *, wait: bool, together: bool = True) -> None:
         first = stream.hot.next_record
         payloads = [record(first + number, SIZE) for number in range(count)]
         self.ends |= {first + count} if together else set(range(first, first + count + 1))
-        guards = [stream.append(payloads)] if together else [stream.append(each) for each in payloads]
+        guards = [stream.append(payloads)] if together else [stream.append(payload) for payload in payloads]
         if wait:
             guards[-1].result()
             self.acknowledged = first + count
@@ -76,54 +78,54 @@ class Life:
         stream.tiers.retire(segment.segment_id)
         self.low = segment.end_record
 
-    def look(self, after: CrashDisk) -> None:
-        """Open what the crash left, hold it against what was promised, and go on with it."""
-        world = self.world
-        world.disk, world.stream_root = after, after.root
-        world.stream = stream = world.open()
+    def check(self, after: CrashDisk) -> None:
+        """Open the stream after the crash, check every guarantee, and continue writing."""
+        harness = self.harness
+        harness.disk, harness.stream_root = after, after.root
+        harness.stream = stream = harness.open()
         first, end = stream.first_record, stream.end_record
-        assert end >= self.acknowledged, "something acknowledged is gone"
-        assert end in self.ends, "a part of an append is there"
-        assert self.low <= first <= self.low_max, "something retired came back, or something else went"
-        assert world.payloads() == [record(number, SIZE) for number in range(first, end)]
+        assert end >= self.acknowledged, "an acknowledged record is lost"
+        assert end in self.ends, "an append is there in part"
+        assert self.low <= first <= self.low_max, "retired records reappeared, or others are missing"
+        assert harness.payloads() == [record(number, SIZE) for number in range(first, end)]
         log = stream.ledger.log
         assert log.objects is not None
         assert same_state(recover(log.files, SystemClock(), log.objects.fetch).index, log.index)
-        world.check()
+        harness.check()
         stream.append(record(end, SIZE)).result()
         stream.tick()
-        assert len(world.payloads()) == end + 1 - first
+        assert len(harness.payloads()) == end + 1 - first
 
 
-def power_off_at_every_step(
+def power_loss_at_every_step(
     base: Path, script: Sequence[Step], choosers: Sequence[Chooser], *, stride: int = 1, least: int
 ) -> None:
-    """Cut the power before each call that changes something, and look at what each chooser leaves."""
-    clean = Life(base / "clean", 0)
+    """Cut the power before each call that changes the disk, and check what each chooser leaves."""
+    clean = StreamWorkload(base / "clean", 0)
     clean.run(script)
     steps = [number for number, (call, _) in enumerate(clean.disk.calls, 1) if call not in HARMLESS]
-    clean.world.close()
+    clean.harness.close()
     assert len(steps) >= least
     for number in steps[::stride]:
-        for turn, choose in enumerate(choosers):
-            root = base / f"{number}-{turn}"
-            life = Life(root, number)
-            life.run(script)
-            assert life.disk.fired
-            life.look(life.inner.crash(str(root / "after"), choose))
-            life.world.close()
+        for i, choose in enumerate(choosers):
+            root = base / f"{number}-{i}"
+            workload = StreamWorkload(root, number)
+            workload.run(script)
+            assert workload.disk.fired
+            workload.check(workload.crash_disk.crash(str(root / "after"), choose))
+            workload.harness.close()
             shutil.rmtree(root)
 
 
 ROLLING: list[Step] = [
-    lambda life, stream: life.append(stream, 2, wait=True),
-    lambda life, stream: life.append(stream, 1, wait=False),
-    lambda life, stream: life.append(stream, 5, wait=False, together=False),  # written, not synced
-    lambda life, stream: life.append(stream, 5, wait=True),  # into the next segment
-    lambda life, stream: life.append(stream, 20, wait=False),  # a segment of its own, and not synced
-    lambda life, stream: life.append(stream, 1, wait=True),
+    lambda workload, stream: workload.append(stream, 2, wait=True),
+    lambda workload, stream: workload.append(stream, 1, wait=False),
+    lambda workload, stream: workload.append(stream, 5, wait=False, together=False),  # written, not synced
+    lambda workload, stream: workload.append(stream, 5, wait=True),  # into the next segment
+    lambda workload, stream: workload.append(stream, 20, wait=False),  # its own segment, not synced
+    lambda workload, stream: workload.append(stream, 1, wait=True),
 ]
-WHOLE: list[Step] = [
+LIFECYCLE: list[Step] = [
     *ROLLING,
     lambda _, stream: stream.seal(),
     lambda _, stream: stream.keep(),
@@ -131,43 +133,43 @@ WHOLE: list[Step] = [
     lambda _, stream: stream.upload(1),
     lambda _, stream: stream.evict(1, 2, warm=True),
     lambda _, stream: stream.ledger.log.snapshot(),
-    lambda life, stream: life.append(stream, 12, wait=True),  # into a file that was another segment's
+    lambda workload, stream: workload.append(stream, 12, wait=True),  # into a reused file
     lambda _, stream: stream.hydrate(1, 2),
-    lambda life, stream: life.retire(stream),
+    lambda workload, stream: workload.retire(stream),
     lambda _, stream: stream.tick(),
-    lambda life, stream: life.append(stream, 1, wait=True),
+    lambda workload, stream: workload.append(stream, 1, wait=True),
 ]
 
 
 @pytest.mark.slow
-def test_power_off_at_every_step_of_appending_and_rolling(tmp_path: Path) -> None:
+def test_power_loss_at_every_step_of_appending_and_rolling(tmp_path: Path) -> None:
     choosers = [drop_all, mostly(CrashOutcome.KEEP, 3)]
-    power_off_at_every_step(tmp_path, ROLLING, choosers, least=30)
+    power_loss_at_every_step(tmp_path, ROLLING, choosers, least=30)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # five minutes by itself on a machine with two busy cores
-def test_long_power_off_at_every_step_of_a_whole_life(tmp_path: Path) -> None:
+@pytest.mark.timeout(1800)  # takes five minutes on a machine with two busy cores
+def test_long_power_loss_at_every_step_of_the_lifecycle(tmp_path: Path) -> None:
     choosers = [keep_all, drop_all, mostly(CrashOutcome.KEEP, 1), mostly(CrashOutcome.GARBLE, 2)]
-    power_off_at_every_step(tmp_path, WHOLE, choosers, least=100)
+    power_loss_at_every_step(tmp_path, LIFECYCLE, choosers, least=100)
 
 
-def test_power_off_at_some_steps_of_a_whole_life(tmp_path: Path) -> None:
-    power_off_at_every_step(tmp_path, WHOLE, [drop_all], stride=9, least=100)
+def test_power_loss_at_some_steps_of_the_lifecycle(tmp_path: Path) -> None:
+    power_loss_at_every_step(tmp_path, LIFECYCLE, [drop_all], stride=9, least=100)
 
 
-def test_what_recovery_has_seen_survives_power_loss(tmp_path: Path) -> None:
-    """A process dies with bytes written and not synced, the next one counts them in, and then the power goes off."""
-    life = Life(tmp_path, 0)
-    stream = life.world.stream = life.world.open()
-    life.append(stream, 2, wait=True)
-    life.append(stream, 6, wait=False)
+def test_records_that_recovery_has_counted_survive_power_loss(tmp_path: Path) -> None:
+    """A process dies with bytes written but not synced, the next one counts them as records, and then the power fails."""
+    workload = StreamWorkload(tmp_path, 0)
+    stream = workload.harness.stream = workload.harness.open()
+    workload.append(stream, 2, wait=True)
+    workload.append(stream, 6, wait=False)
     assert (stream.end_record, stream.hot.segment is not None and stream.hot.segment.written) == (3, 9)
     stream.abandon()
-    life.world.stream = life.world.open()
-    life.acknowledged = life.world.stream.end_record
-    assert life.acknowledged == 9, "the next process reads what the last one wrote"
-    after = life.inner.crash(str(tmp_path / "after"), drop_all)
-    life.world.stream.abandon()
-    life.look(after)
-    life.world.close()
+    workload.harness.stream = workload.harness.open()
+    workload.acknowledged = workload.harness.stream.end_record
+    assert workload.acknowledged == 9, "the next process reads what the previous one wrote"
+    after = workload.crash_disk.crash(str(tmp_path / "after"), drop_all)
+    workload.harness.stream.abandon()
+    workload.check(after)
+    workload.harness.close()

@@ -1,4 +1,4 @@
-"""How much the manifest log is believed, switched while the stream is open and between two openings."""
+"""The modes of the manifest log (off, shadow, on), switched while the stream is open and between two opens."""
 
 from __future__ import annotations
 
@@ -21,301 +21,309 @@ from quire.stream.segment_events import facts_of_index
 from quire.stream.state import Retention
 from quire.testing.faults import PowerCut
 from tests.stream.logs import same_state
-from tests.stream.streams import StreamWorld
+from tests.stream.streams import StreamHarness
 
 MODES = ["off", "shadow", "on"]
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[StreamWorld]:
-    made = StreamWorld(tmp_path)
-    yield made
-    made.check()
-    made.close()
+def harness(tmp_path: Path) -> Iterator[StreamHarness]:
+    harness = StreamHarness(tmp_path)
+    yield harness
+    harness.check()
+    harness.close()
 
 
-def work(world: StreamWorld) -> None:
-    """A bit of everything."""
-    world.fill(3)
-    last = world.segments()[-1].segment_id
-    world.stream.upload(last - 1, last)
-    world.stream.evict(last)
-    world.stream.evict(last, warm=True)
-    world.stream.append(b"open").result()
+def work(harness: StreamHarness) -> None:
+    """Append, upload, evict, and leave a segment open."""
+    harness.fill(3)
+    last = harness.segments()[-1].segment_id
+    harness.stream.upload(last - 1, last)
+    harness.stream.evict(last)
+    harness.stream.evict(last, warm=True)
+    harness.stream.append(b"open").result()
 
 
 @pytest.mark.parametrize("crash", [False, True])
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
 def test_a_stream_is_the_same_whatever_mode_it_is_opened_in(
-    world: StreamWorld, first: str, second: str, crash: bool
+    harness: StreamHarness, first: str, second: str, crash: bool
 ) -> None:
-    world.reopen(first)
-    work(world)
-    expected = world.payloads()
-    (world.crash if crash else world.reopen)(second)
-    assert world.payloads() == expected
-    work(world)
-    expected = world.payloads()
-    (world.crash if crash else world.reopen)("on")
-    assert world.payloads() == expected
-    assert world.stream.append(b"more").record == len(expected) + 1
+    harness.reopen(first)
+    work(harness)
+    expected = harness.payloads()
+    (harness.crash if crash else harness.reopen)(second)
+    assert harness.payloads() == expected
+    work(harness)
+    expected = harness.payloads()
+    (harness.crash if crash else harness.reopen)("on")
+    assert harness.payloads() == expected
+    assert harness.stream.append(b"more").record == len(expected) + 1
 
 
 @pytest.mark.parametrize("path", [["off", "on"], ["shadow", "on"], ["off", "shadow", "on"], ["shadow", "off", "on"]])
-def test_switching_while_the_stream_is_open(world: StreamWorld, path: list[str]) -> None:
-    work(world)
+def test_the_mode_can_be_switched_while_the_stream_is_open(harness: StreamHarness, path: list[str]) -> None:
+    work(harness)
     for mode in path:
         with capture_logs() as events:
-            world.stream.switch(mode)
+            harness.stream.switch(mode)
         assert [event["mode"] for event in events if event["event"] == "stream.mlog.mode"] == [mode]
         structlog.reset_defaults()
-        work(world)
-        world.stream.retain(Retention(bytes=2_000))
-        world.stream.retire()
-        expected = world.payloads()
-    log = world.stream.ledger.log
-    assert same_state(recover(log.files, world.clock, None).index, log.index)
-    world.crash()
-    assert world.payloads() == expected
+        work(harness)
+        harness.stream.retain(Retention(bytes=2_000))
+        harness.stream.retire()
+        expected = harness.payloads()
+    log = harness.stream.ledger.log
+    assert same_state(recover(log.files, harness.clock, None).index, log.index)
+    harness.crash()
+    assert harness.payloads() == expected
 
 
 @pytest.mark.parametrize("first", ["shadow", "on"])
 def test_a_segment_that_was_open_when_the_log_was_switched_off_is_the_same_afterwards(
-    world: StreamWorld, first: str
+    harness: StreamHarness, first: str
 ) -> None:
-    """After a death only the log knows who had opened it, and that is not looked at while it is off."""
-    world.reopen(first)
-    world.stream.append(b"open").result()
-    world.stream.switch("off")
-    world.crash("off")
-    world.stream.switch("on")
-    assert world.stream.compare() == []
+    """After a crash only the log knows the epoch of the open segment, and the log is not read while it is off."""
+    harness.reopen(first)
+    harness.stream.append(b"open").result()
+    harness.stream.switch("off")
+    harness.crash("off")
+    harness.stream.switch("on")
+    assert harness.stream.compare() == []
 
 
 @pytest.mark.parametrize("second", MODES)
-def test_a_shadow_that_knows_of_a_seal_before_lmdb_does(
-    world: StreamWorld, monkeypatch: pytest.MonkeyPatch, second: str
+def test_a_crash_between_the_seal_in_the_shadow_log_and_the_one_in_lmdb_is_recovered(
+    harness: StreamHarness, monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:
-    """Death between the two: the log has sealed a segment that LMDB and its file show as open."""
-    world.reopen("shadow")
-    work(world)
-    expected = world.payloads()
+    """A crash between the two writes: the log has sealed a segment that is open according to LMDB and its file."""
+    harness.reopen("shadow")
+    work(harness)
+    expected = harness.payloads()
 
     def dies(*_: object) -> None:
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.stream.ledger.projection, "fold", dies)
+        patch.setattr(harness.stream.ledger.projection, "fold", dies)
         with pytest.raises(PowerCut):
-            world.stream.seal()
-    world.crash(second)
-    assert world.payloads() == expected
-    world.crash("on")
-    assert world.payloads() == expected
-    assert world.stream.compare() == []
+            harness.stream.seal()
+    harness.crash(second)
+    assert harness.payloads() == expected
+    harness.crash("on")
+    assert harness.payloads() == expected
+    assert harness.stream.compare() == []
 
 
-def test_shadow_writes_the_log_and_compares(world: StreamWorld) -> None:
-    world.reopen("shadow")
-    work(world)
-    assert world.stream.compare() == []
-    assert world.stream.figures().manifest_shadow_divergence == 0
-    assert world.stream.ledger.log.index.records > 10
-    # Somebody else writes into the log: the two differ now, and nothing stops.
-    world.stream.ledger.log.append_all([(CompressionStarted(1), 1), (CompressionDone(1, 0), 1)])
-    assert [each.segment_id for each in world.stream.compare()] == [1]
-    assert world.stream.figures().manifest_shadow_divergence == 1
-    world.stream.compress(1)
-    assert world.stream.ledger.shadow_refused == 2
+def test_shadow_writes_the_log_and_compares(harness: StreamHarness) -> None:
+    harness.reopen("shadow")
+    work(harness)
+    assert harness.stream.compare() == []
+    assert harness.stream.figures().manifest_shadow_divergence == 0
+    assert harness.stream.ledger.log.index.records > 10
+    # Records that bypass the stream make the log and LMDB diverge. Nothing stops.
+    harness.stream.ledger.log.append_all([(CompressionStarted(1), 1), (CompressionDone(1, 0), 1)])
+    assert [divergence.segment_id for divergence in harness.stream.compare()] == [1]
+    assert harness.stream.figures().manifest_shadow_divergence == 1
+    harness.stream.compress(1)
+    assert harness.stream.ledger.shadow_refused == 2
 
 
-def test_a_shadow_is_watched_by_upkeep_and_each_divergence_is_told_once(
-    world: StreamWorld, capsys: pytest.CaptureFixture[str]
+def test_maintenance_compares_a_shadow_and_reports_each_divergence_once(
+    harness: StreamHarness, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody asks for a comparison here: the figure is what alerts look at."""
-    world.reopen("shadow")
-    work(world)
-    stream = world.stream
+    """No caller requests a comparison here: alerts depend on the gauge."""
+    harness.reopen("shadow")
+    work(harness)
+    stream = harness.stream
     assert stream.compare() == []
     stream.ledger.log.append_all([(UploadStarted("elsewhere"), 1), (UploadDone("elsewhere", "e"), 1)])
     for _ in range(3):
         stream.tick()
         assert stream.figures().manifest_shadow_divergence == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if "stream.mlog.divergence" in line]
-    assert len(told) == 1
-    assert "segment_id=1" in told[0]
+    divergences = [line for line in capsys.readouterr().err.splitlines() if "stream.mlog.divergence" in line]
+    assert len(divergences) == 1
+    assert "segment_id=1" in divergences[0]
     stream.switch("off")
-    assert stream.figures().manifest_shadow_divergence == 0, "nothing is compared any more"
+    assert stream.figures().manifest_shadow_divergence == 0, "nothing is compared while the log is off"
 
 
-def test_a_shadow_that_says_nothing_is_compared_now_and_then(world: StreamWorld) -> None:
-    world.reopen("shadow")
-    work(world)
-    for _ in range(3):  # until nothing is left to do, for the log's own upkeep too
-        world.clock.advance(10)
-        world.stream.tick()
-    asked: list[float] = []
-    ledger = world.stream.ledger
-    inner = ledger.compare
+def test_an_idle_shadow_is_compared_once_per_minute(harness: StreamHarness) -> None:
+    harness.reopen("shadow")
+    work(harness)
+    for _ in range(3):  # until maintenance, including that of the log, has nothing left to do
+        harness.clock.advance(10)
+        harness.stream.tick()
+    compared_at: list[float] = []
+    ledger = harness.stream.ledger
+    original = ledger.compare
 
-    def compare_and_note() -> list[Divergence]:
-        asked.append(world.clock.monotonic())
-        return inner()
+    def recording_compare() -> list[Divergence]:
+        compared_at.append(harness.clock.monotonic())
+        return original()
 
-    vars(ledger)["compare"] = compare_and_note
+    vars(ledger)["compare"] = recording_compare
     for _ in range(6):
-        world.clock.advance(10)
-        world.stream.tick()
-    assert len(asked) == 1, "in a minute"
-    world.fill(1)
-    world.stream.tick()
-    assert len(asked) == 2
+        harness.clock.advance(10)
+        harness.stream.tick()
+    assert len(compared_at) == 1, "once per minute"
+    harness.fill(1)
+    harness.stream.tick()
+    assert len(compared_at) == 2
 
 
-def test_off_writes_no_log(world: StreamWorld) -> None:
-    world.reopen("off")
-    before = world.stream.ledger.log.index.records
-    work(world)
-    world.stream.tick()
-    assert world.stream.ledger.log.index.records == before
+def test_off_writes_no_log(harness: StreamHarness) -> None:
+    harness.reopen("off")
+    before = harness.stream.ledger.log.index.records
+    work(harness)
+    harness.stream.tick()
+    assert harness.stream.ledger.log.index.records == before
 
 
 @pytest.mark.parametrize("again", MODES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("crash", [False, True])
-def test_timestamps_never_fall_in_any_mode(world: StreamWorld, mode: str, again: str, crash: bool) -> None:
-    """The clock goes back while the stream is closed: without a log LMDB alone remembers how late it was."""
-    world.reopen(mode)
+def test_timestamps_never_decrease_in_any_mode(harness: StreamHarness, mode: str, again: str, crash: bool) -> None:
+    """The clock moves back while the stream is closed. Without a log, only LMDB has the newest timestamp."""
+    harness.reopen(mode)
     for _ in range(3):
-        world.fill(1)
-        world.stream.append(b"open").result()
-        (world.crash if crash else world.reopen)(again)
-        world.clock.jump(-3_600)
-        (world.crash if crash else world.reopen)(mode)
-    world.stream.append(b"last").result()
-    found = list(world.stream.read())
-    stamps = [each.timestamp_ms for each in found]
+        harness.fill(1)
+        harness.stream.append(b"open").result()
+        (harness.crash if crash else harness.reopen)(again)
+        harness.clock.jump(-3_600)
+        (harness.crash if crash else harness.reopen)(mode)
+    harness.stream.append(b"last").result()
+    records = list(harness.stream.read())
+    stamps = [record.timestamp_ms for record in records]
     assert stamps == sorted(stamps)
-    assert world.stream.seek(stamps[-1]) == next(each.id for each in found if each.timestamp_ms == stamps[-1])
+    assert harness.stream.seek(stamps[-1]) == next(record.id for record in records if record.timestamp_ms == stamps[-1])
 
 
-def switched(world: StreamWorld, mode: str) -> None:
-    world.stream.switch(mode)
+def switched(harness: StreamHarness, mode: str) -> None:
+    harness.stream.switch(mode)
 
 
 @pytest.mark.parametrize("evicted", [False, True])
-@pytest.mark.parametrize("change", [switched, StreamWorld.reopen, StreamWorld.crash])
+@pytest.mark.parametrize("change", [switched, StreamHarness.reopen, StreamHarness.crash])
 @pytest.mark.parametrize("second", MODES)
 @pytest.mark.parametrize("first", MODES)
-def test_what_retention_has_begun_to_take_does_not_come_back(
-    world: StreamWorld, first: str, second: str, change: Callable[[StreamWorld, str], object], evicted: bool
+def test_a_segment_that_retention_began_to_delete_does_not_reappear(
+    harness: StreamHarness, first: str, second: str, change: Callable[[StreamHarness, str], object], evicted: bool
 ) -> None:
-    """Its object cannot be deleted for now. That it is going is in the log, which is not believed, and not in LMDB."""
-    world.reopen(first)
-    payloads = world.fill(2)
-    world.stream.upload(1)
+    """The object cannot be deleted for now. The log, which may be off, records that the segment is being retired; LMDB
+    does not.
+    """
+    harness.reopen(first)
+    payloads = harness.fill(2)
+    harness.stream.upload(1)
     if evicted:
-        world.stream.evict(1, warm=True)
-    key = world.segments()[0].key
-    world.objects.down = True
+        harness.stream.evict(1, warm=True)
+    key = harness.segments()[0].key
+    harness.objects.down = True
     with pytest.raises(ObjectStoreUnavailable):
-        world.stream.tiers.retire(1)
+        harness.stream.tiers.retire(1)
     for mode in (second, first, second, "on"):
-        change(world, mode)
-        assert world.stream.first_record == 21
-        assert world.payloads() == payloads[20:]
-        assert world.stream.ledger.log.index.rejected == 0
-    assert world.segments()[0].key == key
-    world.objects.down = False
-    world.clock.advance(600)
-    world.stream.tick()
-    assert [each.segment_id for each in world.segments()] == [2]
+        change(harness, mode)
+        assert harness.stream.first_record == 21
+        assert harness.payloads() == payloads[20:]
+        assert harness.stream.ledger.log.index.rejected == 0
+    assert harness.segments()[0].key == key
+    harness.objects.down = False
+    harness.clock.advance(600)
+    harness.stream.tick()
+    assert [segment.segment_id for segment in harness.segments()] == [2]
     with pytest.raises(ObjectNotFound):
-        world.objects.head(key)
+        harness.objects.head(key)
 
 
 @pytest.mark.parametrize("point", ["stream.retire.queued", "stream.retire.deleted", "stream.retire.told"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_retirement_that_death_interrupted_goes_on(world: StreamWorld, mode: str, point: str) -> None:
-    world.reopen(mode)
-    payloads = world.fill(2)
-    world.stream.upload(1)
-    key = world.segments()[0].key
+def test_an_interrupted_retirement_is_resumed(harness: StreamHarness, mode: str, point: str) -> None:
+    harness.reopen(mode)
+    payloads = harness.fill(2)
+    harness.stream.upload(1)
+    key = harness.segments()[0].key
 
     def die(_point: str) -> None:
         raise PowerCut
 
     with armed(point, die), pytest.raises(PowerCut):
-        world.stream.tiers.retire(1)
+        harness.stream.tiers.retire(1)
     for _ in range(2):
-        world.crash(mode)
-        assert world.payloads() == payloads[20:], "it is not seen again"
-    world.clock.advance(600)
-    world.stream.tick()
-    assert [each.segment_id for each in world.segments()] == [2]
+        harness.crash(mode)
+        assert harness.payloads() == payloads[20:], "the segment does not reappear"
+    harness.clock.advance(600)
+    harness.stream.tick()
+    assert [segment.segment_id for segment in harness.segments()] == [2]
     with pytest.raises(ObjectNotFound):
-        world.objects.head(key)
-    world.crash("on")
-    assert world.payloads() == payloads[20:]
+        harness.objects.head(key)
+    harness.crash("on")
+    assert harness.payloads() == payloads[20:]
 
 
-def test_a_slice_of_an_object_that_was_made_while_the_log_was_off(world: StreamWorld) -> None:
-    """The log was told that there is an object, not how long it is: nothing is brought back to read two records of it."""
-    world.reopen("off")
-    payloads = world.fill(1)
-    world.stream.upload()
-    world.stream.evict(warm=True)
-    world.stream.switch("on")
+def test_a_slice_of_an_object_uploaded_while_the_log_was_off_is_read_without_hydration(harness: StreamHarness) -> None:
+    """The log knows the object but not its size: reading two records must not hydrate the whole segment."""
+    harness.reopen("off")
+    payloads = harness.fill(1)
+    harness.stream.upload()
+    harness.stream.evict(warm=True)
+    harness.stream.switch("on")
     for again in (False, True):
         if again:
-            world.reopen("on")
-        assert world.payloads(3, 5) == payloads[2:4]
-        assert not world.segments()[0].is_hot
-    assert world.payloads() == payloads
+            harness.reopen("on")
+        assert harness.payloads(3, 5) == payloads[2:4]
+        assert not harness.segments()[0].is_hot
+    assert harness.payloads() == payloads
 
 
-def test_the_size_of_objects_that_were_made_while_the_log_was_off(world: StreamWorld) -> None:
-    """The log is told of a compression whose file is gone, because nothing else in it says how long an object is."""
-    world.reopen("off")
-    world.fill(3)
-    world.stream.upload(1, 2)
-    world.stream.evict(1, warm=True)
-    world.stream.evict(2)
-    there = {each.key: each.size_bytes for each in list_objects(world.objects)}
-    sizes = [there[each.key] for each in world.segments()[:2]]
-    assert world.stream.info().remote_bytes == sum(sizes) > 0
-    before = world.segments()
-    world.stream.switch("on")
-    assert world.stream.info().remote_bytes == sum(sizes)
-    assert [each.state for each in world.segments()] == [each.state for each in before]
-    assert [each.dictionary_id for each in world.segments()] == [each.dictionary_id for each in before]
-    world.crash()
-    assert [each.warm_bytes for each in world.segments()[:2]] == sizes
-    assert world.stream.info().remote_bytes == sum(sizes)
+def test_the_size_of_objects_uploaded_while_the_log_was_off_is_known(harness: StreamHarness) -> None:
+    """When the log catches up, it gets a CompressionDone even if the file is evicted: no other record contains the
+    object's size.
+    """
+    harness.reopen("off")
+    harness.fill(3)
+    harness.stream.upload(1, 2)
+    harness.stream.evict(1, warm=True)
+    harness.stream.evict(2)
+    sizes_by_key = {info.key: info.size_bytes for info in list_objects(harness.objects)}
+    sizes = [sizes_by_key[segment.key] for segment in harness.segments()[:2]]
+    assert harness.stream.info().remote_bytes == sum(sizes) > 0
+    before = harness.segments()
+    harness.stream.switch("on")
+    assert harness.stream.info().remote_bytes == sum(sizes)
+    assert [segment.state for segment in harness.segments()] == [segment.state for segment in before]
+    assert [segment.dictionary_id for segment in harness.segments()] == [segment.dictionary_id for segment in before]
+    harness.crash()
+    assert [segment.warm_bytes for segment in harness.segments()[:2]] == sizes
+    assert harness.stream.info().remote_bytes == sum(sizes)
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_the_size_of_objects_after_an_opening_that_had_no_log(world: StreamWorld, crash: bool) -> None:
-    """LMDB does not know it: what the listing of the first round says counts."""
-    world.reopen("off")
-    world.fill(2)
-    world.stream.upload()
-    expected = world.stream.info().remote_bytes
-    world.stream.evict(1, warm=True)
-    (world.crash if crash else world.reopen)("on")
-    world.stream.tick()
-    assert world.stream.info().remote_bytes == expected > 0
+def test_the_size_of_objects_is_listed_after_an_open_without_the_log(harness: StreamHarness, crash: bool) -> None:
+    """LMDB does not store it: the size comes from the first listing of the object store."""
+    harness.reopen("off")
+    harness.fill(2)
+    harness.stream.upload()
+    expected = harness.stream.info().remote_bytes
+    harness.stream.evict(1, warm=True)
+    (harness.crash if crash else harness.reopen)("on")
+    harness.stream.tick()
+    assert harness.stream.info().remote_bytes == expected > 0
 
 
-def test_a_comparison_sees_what_either_side_alone_knows(world: StreamWorld) -> None:
-    world.fill(2)
-    index, known = world.stream.ledger.index, facts_of_index(world.stream.ledger.index)
-    assert compare(index, known) == []
-    only_log = compare(index, {1: known[1]})
-    assert [(each.segment_id, each.log, each.projection) for each in only_log] == [(2, known[2], None)]
-    only_projection = compare(index, {**known, 9: known[2]})
-    assert [(each.segment_id, each.log, each.projection) for each in only_projection] == [(9, None, known[2])]
+def test_a_comparison_reports_what_only_one_side_has(harness: StreamHarness) -> None:
+    harness.fill(2)
+    index, facts = harness.stream.ledger.index, facts_of_index(harness.stream.ledger.index)
+    assert compare(index, facts) == []
+    only_log = compare(index, {1: facts[1]})
+    assert [(divergence.segment_id, divergence.log, divergence.projection) for divergence in only_log] == [
+        (2, facts[2], None)
+    ]
+    only_projection = compare(index, {**facts, 9: facts[2]})
+    assert [(divergence.segment_id, divergence.log, divergence.projection) for divergence in only_projection] == [
+        (9, None, facts[2])
+    ]
     others: list[tuple[str, Any]] = [
         ("etag", "other"),
         ("key", "k"),
@@ -324,109 +332,111 @@ def test_a_comparison_sees_what_either_side_alone_knows(world: StreamWorld) -> N
         ("durable_bytes", 1),
     ]
     for field, value in others:
-        changed = compare(index, {**known, 1: dataclasses.replace(known[1], **{field: value})})
-        assert [each.segment_id for each in changed] == [1], field
+        divergences = compare(index, {**facts, 1: dataclasses.replace(facts[1], **{field: value})})
+        assert [divergence.segment_id for divergence in divergences] == [1], field
 
 
-def damage_the_log(world: StreamWorld) -> None:
-    for path in Path(world.stream_root).glob("streams/*/manifest/*.mlog"):
+def damage_the_log(harness: StreamHarness) -> None:
+    for path in Path(harness.stream_root).glob("streams/*/manifest/*.mlog"):
         path.write_bytes(b"?" * path.stat().st_size)
-    for path in Path(world.stream_root).glob("streams/*/manifest/*.bin"):
+    for path in Path(harness.stream_root).glob("streams/*/manifest/*.bin"):
         path.write_bytes(b"?")
 
 
-def log_bytes(world: StreamWorld) -> dict[Path, bytes]:
-    files = Path(world.stream_root).glob("streams/*/manifest/*")
+def log_bytes(harness: StreamHarness) -> dict[Path, bytes]:
+    files = Path(harness.stream_root).glob("streams/*/manifest/*")
     return {path: path.read_bytes() for path in files if path.suffix != ".lock"}
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_a_log_that_is_off_is_not_even_looked_at(world: StreamWorld, crash: bool) -> None:
-    """It was opened, replayed and swept all the same, and damage in it kept the stream closed."""
-    work(world)
-    world.reopen("off")
-    work(world)
-    expected = world.payloads()
-    again = world.crash if crash else world.reopen
-    world.stream.close()
-    damage_the_log(world)
-    before = log_bytes(world)
-    world.stream = world.open("off")
+def test_a_log_that_is_off_is_not_read(harness: StreamHarness, crash: bool) -> None:
+    """A log that was off was opened, replayed and swept anyway, and damage in it prevented the stream from opening."""
+    work(harness)
+    harness.reopen("off")
+    work(harness)
+    expected = harness.payloads()
+    again = harness.crash if crash else harness.reopen
+    harness.stream.close()
+    damage_the_log(harness)
+    before = log_bytes(harness)
+    harness.stream = harness.open("off")
     again("off")
-    assert world.payloads() == expected
-    work(world)
-    world.stream.tick()
-    assert log_bytes(world) == before
+    assert harness.payloads() == expected
+    work(harness)
+    harness.stream.tick()
+    assert log_bytes(harness) == before
     with pytest.raises(ManifestIntegrityError):
-        world.stream.switch("on")
-    assert world.stream.mode is Mode.OFF
-    world.stream.append(b"and it goes on").result()
+        harness.stream.switch("on")
+    assert harness.stream.mode is Mode.OFF
+    harness.stream.append(b"and it goes on").result()
 
 
-def test_ids_of_segments_are_not_given_out_again_while_the_log_is_off(world: StreamWorld) -> None:
-    world.fill(1)
-    world.stream.append(b"x").result()
-    opened = world.stream.ledger.log.index.opened_max
-    world.crash("off")
-    world.crash("off")
-    world.fill(1)
-    assert world.segments()[-1].segment_id > opened
-    world.stream.switch("on")
-    assert world.stream.compare() == []
+def test_segment_ids_are_not_reused_while_the_log_is_off(harness: StreamHarness) -> None:
+    harness.fill(1)
+    harness.stream.append(b"x").result()
+    opened_max = harness.stream.ledger.log.index.opened_max
+    harness.crash("off")
+    harness.crash("off")
+    harness.fill(1)
+    assert harness.segments()[-1].segment_id > opened_max
+    harness.stream.switch("on")
+    assert harness.stream.compare() == []
 
 
-def fails_at_opening(world: StreamWorld) -> None:
-    world.stream.close()
-    damage_the_log(world)
-    world.stream = world.open("shadow")
+def fails_at_opening(harness: StreamHarness) -> None:
+    harness.stream.close()
+    damage_the_log(harness)
+    harness.stream = harness.open("shadow")
 
 
-def fails_at_commit(world: StreamWorld) -> None:
+def fails_at_commit(harness: StreamHarness) -> None:
     def broken() -> None:
         raise DiskFull("no room", hint="free some", path="x")
 
-    vars(world.stream.ledger.log)["commit"] = broken
+    vars(harness.stream.ledger.log)["commit"] = broken
 
 
-def fails_at_append(world: StreamWorld) -> None:
+def fails_at_append(harness: StreamHarness) -> None:
     def broken(*_: object, **__: object) -> None:
         raise StoreUnusable("the log is broken", hint="open it again")
 
-    vars(world.stream.ledger.log)["append"] = broken
-    vars(world.stream.ledger.log)["reserve"] = broken
-    vars(world.stream.ledger.log)["tick"] = broken
+    vars(harness.stream.ledger.log)["append"] = broken
+    vars(harness.stream.ledger.log)["reserve"] = broken
+    vars(harness.stream.ledger.log)["tick"] = broken
 
 
 @pytest.mark.parametrize("crash", [False, True])
 @pytest.mark.parametrize("fail", [fails_at_opening, fails_at_commit, fails_at_append])
-def test_a_shadow_never_harms_the_stream(world: StreamWorld, fail: Callable[[StreamWorld], None], crash: bool) -> None:
-    """Only a step that the log did not allow was passed over: a full disk, a failed sync or damage stopped the stream."""
-    world.reopen("shadow")
-    work(world)
-    fail(world)
-    work(world)
-    world.stream.tick()
-    assert world.stream.figures().manifest_shadow_divergence > 0, "the alert sees it"
-    expected = world.payloads()
+def test_a_failing_shadow_never_stops_the_stream(
+    harness: StreamHarness, fail: Callable[[StreamHarness], None], crash: bool
+) -> None:
+    """Only an illegal transition was ignored: a full disk, a failed sync or damage in a shadow log stopped the stream."""
+    harness.reopen("shadow")
+    work(harness)
+    fail(harness)
+    work(harness)
+    harness.stream.tick()
+    assert harness.stream.figures().manifest_shadow_divergence > 0, "the gauge shows it"
+    expected = harness.payloads()
     if fail is fails_at_opening:
-        objects = (path for kind in ("*.mlog", "snapshot_*") for path in (world.root / "objects").rglob(kind))
-        for path in (*Path(world.stream_root).glob("streams/*/manifest/*"), *objects):
-            path.unlink()  # somebody begins anew
-    (world.crash if crash else world.reopen)("shadow")
-    assert world.payloads() == expected
-    assert world.stream.compare() == [], "what it has missed was told at the next opening"
-    world.reopen("on")
-    assert world.payloads() == expected
+        objects = (path for kind in ("*.mlog", "snapshot_*") for path in (harness.root / "objects").rglob(kind))
+        for path in (*Path(harness.stream_root).glob("streams/*/manifest/*"), *objects):
+            path.unlink()  # the operator deletes the log
+    (harness.crash if crash else harness.reopen)("shadow")
+    assert harness.payloads() == expected
+    assert harness.stream.compare() == [], "the log caught up at the next open"
+    harness.reopen("on")
+    assert harness.payloads() == expected
 
 
-def test_a_shadow_that_failed_is_tried_again_after_a_while(world: StreamWorld) -> None:
-    world.reopen("shadow")
-    work(world)
-    fails_at_commit(world)
-    work(world)
-    world.stream.tick()
-    world.clock.advance(61)
-    world.stream.tick()
-    assert world.stream.figures().manifest_shadow_divergence == 0
-    work(world)
-    assert world.stream.compare() == []
+def test_a_failed_shadow_is_retried(harness: StreamHarness) -> None:
+    harness.reopen("shadow")
+    work(harness)
+    fails_at_commit(harness)
+    work(harness)
+    harness.stream.tick()
+    harness.clock.advance(61)
+    harness.stream.tick()
+    assert harness.stream.figures().manifest_shadow_divergence == 0
+    work(harness)
+    assert harness.stream.compare() == []

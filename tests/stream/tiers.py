@@ -1,4 +1,4 @@
-"""A log with an object store that can be taken away, for tests of upload, bundles and followers."""
+"""A manifest log and an object store that can be made unavailable, for tests of upload, bundles and followers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
 from quire.testing.clock import ManualClock
 from tests.stream.logs import STREAM, files_at
-from tests.stream.stories import Story
+from tests.stream.random_history import RandomHistory
 
 FEW = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=4)
 
 
-class Flaky:
-    """An object store that fails while it is `down`, or from the call on that `fail_after` counts down to."""
+class FlakyStore:
+    """An object store that fails while it is `down`, or once `fail_after` calls have succeeded."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -46,17 +46,17 @@ class Flaky:
         return call
 
 
-class World:
-    """One stream's log, its disk and its objects."""
+class LogHarness:
+    """The manifest log of one stream, with its files and its objects."""
 
     def __init__(self, root: Path, settings: ManifestLogSettings = FEW) -> None:
         self.root = root
         self.settings = settings
         self.clock = ManualClock()
-        self.store = Flaky(open_store(str(root / "objects")))
+        self.store = FlakyStore(open_store(str(root / "objects")))
         self.objects = LogObjects(self.store, STREAM)
         self.files = files_at(root / "store")
-        self.story = Story(11)
+        self.history = RandomHistory(11)
         self.log = self.open()
 
     def open(self) -> ManifestLog:
@@ -69,14 +69,14 @@ class World:
         self.log = self.open()
         return self.log
 
-    def tell(self, count: int) -> None:
+    def append_records(self, count: int) -> None:
         """Append legal records and commit them."""
-        self.log.append_all(self.story.many(count))
+        self.log.append_all(self.history.many(count))
 
     def chunks(self, count: int, records: int = 5) -> None:
-        """Make so many sealed chunks."""
+        """Append records and seal them as `count` chunks."""
         for _ in range(count):
-            self.tell(records)
+            self.append_records(records)
             self.log.rotate()
 
     def close(self) -> None:

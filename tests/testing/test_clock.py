@@ -1,4 +1,4 @@
-"""The manual clock moves only when told to."""
+"""The manual clock moves only when a test moves it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.core.errors import OutOfRange
 from quire.testing.clock import ManualClock
 
 
-def test_time_stands_still_until_told_otherwise() -> None:
+def test_time_stands_still_until_it_is_advanced() -> None:
     clock: Clock = ManualClock(now_ms=5)
     assert (clock.now_ms(), clock.monotonic()) == (5, 0.0) == (clock.now_ms(), clock.monotonic())
 
@@ -29,7 +29,7 @@ def test_wall_time_jumps_and_monotonic_time_does_not() -> None:
         clock.advance(-1)
 
 
-def test_the_systems_clock_is_a_clock() -> None:
+def test_the_system_clock_implements_the_clock_protocol() -> None:
     clock: Clock = SystemClock()
     assert clock.now_ms() > 1_700_000_000_000
     assert clock.monotonic() <= clock.monotonic()

@@ -1,4 +1,4 @@
-"""The crash disk: synced things survive every crash, unsynced ones meet every fate."""
+"""The crash disk: synced writes survive every crash; unsynced ones are kept, lost, zeroed or garbled."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def disk(tmp_path: Path) -> CrashDisk:
 
 
 def trees(disk: CrashDisk, tmp_path: Path) -> Iterator[dict[str, bytes]]:
-    """What every possible crash leaves: path below the root → contents."""
+    """The result of every possible crash: path relative to the root → contents."""
     for number, choose in enumerate(every_chooser()):
-        after = disk.crash(str(tmp_path / f"after{number}"), choose)
+        crashed = disk.crash(str(tmp_path / f"after{number}"), choose)
         yield {
-            os.path.relpath(os.path.join(folder, name), after.root): read_all(after, os.path.join(folder, name))
-            for folder, _, files in os.walk(after.root)
+            os.path.relpath(os.path.join(folder, name), crashed.root): read_all(crashed, os.path.join(folder, name))
+            for folder, _, files in os.walk(crashed.root)
             for name in files
         }
 
@@ -42,23 +42,23 @@ def test_a_synced_name_with_unsynced_bytes_is_kept_lost_zeroed_or_garbled(disk: 
     file = disk.open(disk.path("a"), create=True)
     disk.sync_dir(disk.root)
     file.write_at(b"abc", 0)
-    found = [tree["a"] for tree in trees(disk, tmp_path)]
-    assert {b"abc", b"", b"\0\0\0"} < set(found)
-    assert len(set(found)) == 4
+    contents = [tree["a"] for tree in trees(disk, tmp_path)]
+    assert {b"abc", b"", b"\0\0\0"} < set(contents)
+    assert len(set(contents)) == 4
     file.close()
 
 
-def test_sectors_of_one_write_are_decided_apart(disk: CrashDisk, tmp_path: Path) -> None:
+def test_each_sector_of_a_write_is_kept_or_lost_independently(disk: CrashDisk, tmp_path: Path) -> None:
     write_new(disk, disk.path("a"), b"-" * SECTOR_BYTES * 2)
     disk.sync_dir(disk.root)
     file = disk.open(disk.path("a"))
     file.write_at(b"+" * SECTOR_BYTES, SECTOR_BYTES // 2)
     half = SECTOR_BYTES // 2
-    found = {tree["a"] for tree in trees(disk, tmp_path)}
-    assert len(found) == 9
-    assert b"-" * half + b"+" * half + b"-" * SECTOR_BYTES in found
-    assert b"-" * SECTOR_BYTES + b"+" * half + b"-" * half in found
-    assert all(each[:half] == b"-" * half == each[-half:] for each in found)
+    contents = {tree["a"] for tree in trees(disk, tmp_path)}
+    assert len(contents) == 9
+    assert b"-" * half + b"+" * half + b"-" * SECTOR_BYTES in contents
+    assert b"-" * SECTOR_BYTES + b"+" * half + b"-" * half in contents
+    assert all(content[:half] == b"-" * half == content[-half:] for content in contents)
     file.close()
 
 
@@ -88,7 +88,7 @@ def test_a_rename_between_directories_never_loses_the_file(disk: CrashDisk, tmp_
     assert list(trees(disk, tmp_path / "done")) == both[:1]
 
 
-def test_a_removed_file_may_be_back_until_the_directory_is_synced(disk: CrashDisk, tmp_path: Path) -> None:
+def test_a_removed_file_may_reappear_until_the_directory_is_synced(disk: CrashDisk, tmp_path: Path) -> None:
     write_new(disk, disk.path("a"), b"1")
     disk.sync_dir(disk.root)
     disk.remove(disk.path("a"))
@@ -97,15 +97,15 @@ def test_a_removed_file_may_be_back_until_the_directory_is_synced(disk: CrashDis
     assert list(trees(disk, tmp_path / "synced")) == [{}]
 
 
-def test_two_names_stay_one_file(disk: CrashDisk, tmp_path: Path) -> None:
+def test_two_names_of_a_file_remain_one_file(disk: CrashDisk, tmp_path: Path) -> None:
     write_new(disk, disk.path("a"), b"1")
     disk.link(disk.path("a"), disk.path("b"))
-    disk.rename(disk.path("a"), disk.path("b"))  # does nothing, as POSIX says
+    disk.rename(disk.path("a"), disk.path("b"))  # does nothing, as POSIX specifies
     with pytest.raises(FileExistsError):
         disk.link(disk.path("a"), disk.path("b"))
     disk.sync_dir(disk.root)
-    after = disk.crash(str(tmp_path / "after"), drop_all)
-    assert os.path.samefile(after.path("a"), after.path("b"))
+    crashed = disk.crash(str(tmp_path / "after"), drop_all)
+    assert os.path.samefile(crashed.path("a"), crashed.path("b"))
 
 
 def test_truncation_and_growth_are_pending_until_synced(disk: CrashDisk, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_bytes_written_through_a_mapping_are_pending_until_synced(disk: CrashDis
     file.close()
 
 
-def test_paths_outside_are_refused(disk: CrashDisk, tmp_path: Path) -> None:
+def test_paths_outside_the_disk_are_rejected(disk: CrashDisk, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput):
         disk.open(str(tmp_path / "elsewhere"), create=True)
     with pytest.raises(FileNotFoundError):
@@ -153,7 +153,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, seed=st.integers(0, 2**32))
-def test_a_crash_that_keeps_all_is_the_live_disk_and_one_after_syncing_all_as_well(
+def test_a_crash_that_keeps_everything_or_follows_a_sync_of_everything_equals_the_live_disk(
     steps: list[tuple[str, str, int]], seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     base = tmp_path_factory.mktemp("crash")
@@ -165,8 +165,8 @@ def test_a_crash_that_keeps_all_is_the_live_disk_and_one_after_syncing_all_as_we
         elif step == "write" or disk.exists(path):
             _step(disk, step, path, amount, bytes([number + 1]))
     live = {name: read_all(disk, disk.path(name)) for name in disk.names(disk.root)}
-    kept = disk.crash(str(base / "kept"), keep_all)
-    assert {name: read_all(kept, kept.path(name)) for name in kept.names(kept.root)} == live
+    crashed = disk.crash(str(base / "kept"), keep_all)
+    assert {name: read_all(crashed, crashed.path(name)) for name in crashed.names(crashed.root)} == live
     for name in live:
         with disk.open(disk.path(name)) as file:
             file.sync()

@@ -1,4 +1,4 @@
-"""The faulty disk fails exactly the call it was told to, as a real disk would."""
+"""The faulty disk and object store fail exactly the requested call, as real ones would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.objects.api import Range, list_objects
 from quire.testing.faults import Fault, FaultyDisk, FaultyStore, ObjectFault, ObjectFaults, PowerCut, each_fault
 
 
-def test_without_a_fault_it_only_counts(tmp_path: Path) -> None:
+def test_without_a_fault_the_disk_only_records_calls(tmp_path: Path) -> None:
     disk, path = FaultyDisk(OsDisk()), str(tmp_path / "a")
     write_new(disk, path, b"abc")
     assert read_all(disk, path) == b"abc"
@@ -31,7 +31,7 @@ def test_each_call_fails_once_and_the_last_pass_is_clean(tmp_path: Path) -> None
     assert failed == ["open", "truncate", "write", "sync"]
 
 
-def test_a_fault_can_be_aimed_at_an_operation_and_a_path(tmp_path: Path) -> None:
+def test_a_fault_can_be_limited_to_an_operation_and_a_path(tmp_path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.ENOSPC, fail_at=2, operation="write", path="*.log")
     for name in ("a.log", "a.txt", "b.txt"):
         write_new(disk, str(tmp_path / name), b"abc")
@@ -48,14 +48,14 @@ def test_a_short_write_writes_half(tmp_path: Path) -> None:
     assert read_all(OsDisk(), path) == b"abc"
 
 
-def test_a_lost_answer_did_the_work(tmp_path: Path) -> None:
+def test_a_write_whose_response_is_lost_was_carried_out(tmp_path: Path) -> None:
     disk, path = FaultyDisk(OsDisk(), Fault.LOST_ANSWER, fail_at=1, operation="write"), str(tmp_path / "a")
     with pytest.raises(StorageFault):
         write_new(disk, path, b"abcdef")
     assert read_all(OsDisk(), path) == b"abcdef"
 
 
-def test_after_a_power_cut_nothing_happens_any_more(tmp_path: Path) -> None:
+def test_after_a_power_cut_every_call_fails(tmp_path: Path) -> None:
     disk, path = FaultyDisk(OsDisk(), Fault.POWER_CUT, fail_at=1, operation="write"), str(tmp_path / "a")
     with pytest.raises(PowerCut):
         write_new(disk, path, b"abcdef")
@@ -64,16 +64,16 @@ def test_after_a_power_cut_nothing_happens_any_more(tmp_path: Path) -> None:
     assert read_all(OsDisk(), path) == b""
 
 
-def test_a_lost_write_is_acknowledged_and_a_misdirected_one_lands_a_sector_behind(tmp_path: Path) -> None:
-    lost, astray = str(tmp_path / "lost"), str(tmp_path / "astray")
-    write_new(FaultyDisk(OsDisk(), Fault.LOST_WRITE, fail_at=1, operation="write"), lost, b"abc")
-    write_new(FaultyDisk(OsDisk(), Fault.MISDIRECTED_WRITE, fail_at=1, operation="write"), astray, b"abc")
-    assert read_all(OsDisk(), lost) == b""
-    assert read_all(OsDisk(), astray) == bytes(512) + b"abc"
+def test_a_lost_write_is_acknowledged_and_a_misdirected_one_is_one_sector_off(tmp_path: Path) -> None:
+    lost_path, misdirected_path = str(tmp_path / "lost"), str(tmp_path / "astray")
+    write_new(FaultyDisk(OsDisk(), Fault.LOST_WRITE, fail_at=1, operation="write"), lost_path, b"abc")
+    write_new(FaultyDisk(OsDisk(), Fault.MISDIRECTED_WRITE, fail_at=1, operation="write"), misdirected_path, b"abc")
+    assert read_all(OsDisk(), lost_path) == b""
+    assert read_all(OsDisk(), misdirected_path) == bytes(512) + b"abc"
 
 
-def failing(path: Path, fault: ObjectFault) -> FaultyStore:
-    """A store with one object, whose next call that the fault can happen to goes wrong."""
+def failing_store(path: Path, fault: ObjectFault) -> FaultyStore:
+    """A store with one object. The next call to which the fault applies fails."""
     faults = ObjectFaults(fault)
     store = FaultyStore(faults, str(path))
     store.put("a/b", b"abcd")
@@ -81,16 +81,16 @@ def failing(path: Path, fault: ObjectFault) -> FaultyStore:
     return store
 
 
-def test_an_object_store_that_does_not_answer_has_done_nothing_or_everything(tmp_path: Path) -> None:
+def test_a_call_that_gets_no_response_was_not_executed_or_fully_executed(tmp_path: Path) -> None:
     for fault, keys in ((ObjectFault.UNAVAILABLE, ["a/b"]), (ObjectFault.LOST_ANSWER, ["a/b", "a/c"])):
-        store = failing(tmp_path / fault.name, fault)
+        store = failing_store(tmp_path / fault.name, fault)
         with pytest.raises(ObjectStoreUnavailable):
             store.put("a/c", b"x")
         assert [info.key for info in list_objects(store)] == keys
         store.put("a/c", b"x")
 
 
-def test_a_stale_list_lacks_what_was_put_and_has_what_was_deleted(tmp_path: Path) -> None:
+def test_a_stale_list_lacks_new_objects_and_has_deleted_ones(tmp_path: Path) -> None:
     faults = ObjectFaults(ObjectFault.STALE_LIST)
     before, store = FaultyStore(faults, str(tmp_path)), FaultyStore(faults, str(tmp_path))
     for key in ("a/old", *(f"b/{number}" for number in range(8))):
@@ -101,11 +101,11 @@ def test_a_stale_list_lacks_what_was_put_and_has_what_was_deleted(tmp_path: Path
     assert [info.key for info in list_objects(store)] == [f"b/{number}" for number in range(8)]
 
 
-def test_a_stale_read_does_not_know_a_new_object_and_a_short_one_has_half(tmp_path: Path) -> None:
-    stale = failing(tmp_path / "stale", ObjectFault.STALE_READ)
+def test_a_stale_read_misses_a_new_object_and_a_short_read_returns_half(tmp_path: Path) -> None:
+    stale = failing_store(tmp_path / "stale", ObjectFault.STALE_READ)
     with pytest.raises(ObjectNotFound):
         stale.head("a/b")
     assert stale.get("a/b") == b"abcd"
-    short = failing(tmp_path / "short", ObjectFault.SHORT_READ)
+    short = failing_store(tmp_path / "short", ObjectFault.SHORT_READ)
     assert short.get_ranges("a/b", [Range(offset=0, length=4), Range(offset=2, length=2)]) == [b"ab", b"c"]
     assert short.get_range("a/b", 0, 4) == b"abcd"

@@ -18,8 +18,9 @@ A log object's name is created once. If it exists already, the object is our own
 that arrived late (the log then continues after it, with a base), or a successor's: then this owner is fenced before any change
 is reported as archived (A2).
 
-Threads: one takes cuts and encodes them; one uploads, in order, artifacts before the object that names them; a third reads a
-base while the others continue. Writers of the store do not wait for any of them, except in mode `sync`.
+Threads: one uploads, in order, artifacts before the object that names them; one takes cuts and encodes them, and in mode `sync`
+the uploading thread does so, too, before it wakes the calls that were served (decision 081): `_cutting` admits one of the two.
+A third reads a base while the others continue. Writers of the store do not wait for any of them, except in mode `sync`.
 
 Raises `NotArchived` and `StoreFenced`, to callers that wait in mode `sync`.
 """
@@ -56,7 +57,14 @@ from quire.archive.state_files import ArchiveState, config_digest, take_archive_
 from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
 from quire.archive.uploader import Outgoing, Uploader
 from quire.core.clock import Clock
-from quire.core.errors import InvalidInput, NotArchived, QuireError, StoreFenced, Unavailable
+from quire.core.errors import (
+    InvalidInput,
+    NotArchived,
+    ObjectStoreUnavailable,
+    QuireError,
+    StoreFenced,
+    Unavailable,
+)
 from quire.core.events import emit_safely
 from quire.core.settings import ArchiveSettings
 from quire.durable import names
@@ -65,11 +73,16 @@ from quire.durable.files import Disk, write_new
 from quire.manifest.overlay import TableRows
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
+from quire.objects.requests import RequestCount
 
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses between attempts to reach the bucket; the last one repeats."""
 BLOCKED_SECONDS = 0.001
 """Between two attempts to cut while a commit that is not finished is at the front of the queue, and a call waits."""
+END_SECONDS = 10.0
+"""How long a retirement of objects waits for the first answer of the bucket after an opening."""
+BASE_WAIT_SECONDS = 600.0
+"""How long `base` waits for the log object that names the base; its parts are in the bucket by then."""
 BASE_PAUSE_SECONDS = 60.0
 """Shortest time between the beginnings of two bases that the growth of the log makes due."""
 FIRST_LOG_BYTES = 64 * 1024 * 1024
@@ -92,8 +105,10 @@ class Archiver:
         confirm: Callable[[], None],
         depose: Callable[[StoreFenced], None],
         drill: Callable[[], DrillRecord] | None = None,
+        requests: Callable[[], RequestCount] = RequestCount,
     ) -> None:
-        """Create the archiver. `confirm` checks in the bucket that the store is still ours, and raises `StoreFenced` if not."""
+        """Create the archiver. `confirm` checks in the bucket that the store is still ours, and raises `StoreFenced` if not.
+        `requests` counts those of the whole store."""
         # constant after construction
         self.queue = bounded_queue(settings.memory_bytes, self._cut_early)
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
@@ -107,6 +122,7 @@ class Archiver:
         self._fence = fence
         self._depose = depose
         self._drill = drill
+        self._requests = requests
         self._store_id, self._epoch = "", 0  # constant after `start`
         self._spool = os.path.join(root, SPOOL)
         self._artifacts = Artifacts(disk, self._spool)
@@ -160,6 +176,7 @@ class Archiver:
             self._base_bytes, self._log_bytes, self._at_ms = state.base_bytes, state.log_bytes, state.at_ms
             self._base_began = time.monotonic() - max(self._clock.now_ms() - state.base_at_ms, 0) / 1000
             self._base_at_ms = state.base_at_ms
+            self._manifest.writer.commit_not_before(state.at_ms)
             self._needs_base, self._arrivals.is_restorable = False, True
             self._last_cut_ms = self._restorable_ms = state.at_ms
             if (digest := config_digest(self._disk, self._root)) and digest != state.config_digest:
@@ -246,6 +263,18 @@ class Archiver:
                 error=self.last_error,
             )
 
+    def require_end(self) -> None:
+        """Wait until the end of the log is known, and with it the time that no commit may precede. Called before objects are
+        retired: their retirement must not be older than a moment that needs them."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._next is not None or self._stop, END_SECONDS)
+        if self._next is None:
+            raise ObjectStoreUnavailable(
+                "the bucket has not answered since the store was opened",
+                hint="nothing is deleted until it does; `quire archive status` shows its last error",
+                error=self.last_error,
+            )
+
     def _request_cut(self) -> None:
         """Wake the cutting thread, unless an upload is in progress: the next cut follows that."""
         with self._lock:
@@ -283,13 +312,31 @@ class Archiver:
                 last_error=self.last_error,
             )
         drill = read_drill(self._disk, self._root)
-        return status_of(self.settings, figures, self.traffic, self.lag_seconds(), self._clock.now_ms(), drill)
+        return status_of(
+            self.settings, figures, self.traffic, self._requests(), self.lag_seconds(), self._clock.now_ms(), drill
+        )
 
     def drill(self) -> DrillRecord:
         """Restore into scratch without claiming anything, and compare every database with the live store."""
         if self._drill is None:
             raise InvalidInput("this archive has no store to compare it with")
         return self._drill()
+
+    def base(self) -> None:
+        """Upload the whole store again, under new names, and return when it can be restored from that alone."""
+        with self._cutting:
+            if not self._ensure_end():
+                raise NotArchived("the bucket does not answer", hint="try again when it does", error=self.last_error)
+            if not self._is_base_pending():
+                self._artifacts.forget_all()
+                self._begin_base()
+            thread = self._base_thread
+        if thread is not None:
+            thread.join()
+        if self._base_first is None:
+            hint = "it is tried again; `quire archive status` shows when it succeeds"
+            raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
+        self.wait(BASE_WAIT_SECONDS)
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
@@ -355,8 +402,10 @@ class Archiver:
         self._parent, self._digest = end.parent, end.digest
         self._restorable, self._base = end.restorable, end.base
         self._at_ms, self._last_cut_ms = max(self._at_ms, end.at_ms), end.at_ms or self._last_cut_ms
+        self._manifest.writer.commit_not_before(self._at_ms)
         with self._lock:  # from here on no event is dropped (`_cut_early`)
             self._next = end.next
+            self._changed.notify_all()
         return True
 
     def _bound_queue(self) -> None:
@@ -395,6 +444,7 @@ class Archiver:
                 self._needs_base = False
         broken = self._needs_base
         self._at_ms = max(self._at_ms, self._clock.now_ms())  # restoring a moment is a binary search for it
+        self._manifest.writer.commit_not_before(self._at_ms)
         header = Header(
             kind=Kind.LOG,
             position=position,
@@ -491,17 +541,23 @@ class Archiver:
         return resolved
 
     # ── bases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _is_base_pending(self) -> bool:
+        """Return whether a base is being read, or was read and is not named in the log yet."""
+        return self._next == self._base_first or (self._base_thread is not None and self._base_thread.is_alive())
+
     def _begin_base_if_due(self) -> None:
-        if self._next == self._base_first or (self._base_thread is not None and self._base_thread.is_alive()):
+        if self._is_base_pending():
             return
         now = time.monotonic()
         since = now - self._base_began
         outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
         is_old = since >= self.settings.base_seconds and self._log_bytes > 0
         is_due = since >= RETRY_SECONDS[2] if self._needs_base else outweighs or is_old
-        if self._next is None or not is_due:
-            return
-        self._base_began, self._base_at_ms = now, self._clock.now_ms()
+        if self._next is not None and is_due:
+            self._begin_base()
+
+    def _begin_base(self) -> None:
+        self._base_began, self._base_at_ms = time.monotonic(), self._clock.now_ms()
         self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
         self._base_thread.start()
 
@@ -631,9 +687,10 @@ class Archiver:
             self._changed.notify_all()
         self._arrivals.wake()
         self.queue.close()  # it has no consumer left; after the failure is set, or `wait` would trust the queue's end
-        emit_safely("error", "archive.stopped", error=str(error))
         if isinstance(error, StoreFenced):
-            self._depose(error)
+            self._depose(error)  # `_fence` has emitted an event
+        else:
+            emit_safely("error", "archive.stopped", error=str(error))
 
     def _note(self, error: BaseException) -> None:
         if not self.last_error:

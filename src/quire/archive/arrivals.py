@@ -7,7 +7,8 @@ Terms
 Each call waits at a ring of its own, and is woken when its ordinal has arrived. Waking every call with every object would make
 all of them compete for the interpreter with the next upload, most of them only to sleep again.
 
-Threads: `wait` by any; everything else by the archiver's threads, one at a time. Raises the failure of the archiver.
+Threads: `wait`, `has_waiters` and `wake` by any, the last two on a copy of the waiters; `advance` and `failure` by the
+archiver, under its lock. Raises the failure of the archiver.
 """
 
 from __future__ import annotations
@@ -69,6 +70,6 @@ class Arrivals:
     def wake(self) -> None:
         """Wake the calls that can return now; all of them after a failure."""
         archived = self.archived if self.is_restorable else 0
-        for ring, end in [*self._waiters.items()]:
+        for ring, end in self._waiters.copy().items():
             if end <= archived or self.failure is not None:
                 ring.wake()

@@ -4,7 +4,7 @@ Terms
   identity   (inode, size, time of last change) of a file: the same for all its names
   kept       a hard link below archive/, because the file may be removed before it is uploaded
 
-Threads: `keep` any; all others the archiver's cutting thread and that of a base. Raises the disk's errors.
+Threads: `keep` any; all others the holder of the archiver's `_cutting`, and the thread of a base. Raises the disk's errors.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class Artifacts:
         """Forget objects that were never uploaded, so that the next base uploads them."""
         names = frozenset(lost)
         self._object_of = {identity: target for identity, target in self._object_of.items() if target[0] not in names}
+
+    def forget_all(self) -> None:
+        """Forget every object, so that the next base uploads every file again, under a new name."""
+        self._object_of = {}
 
     def _in_bucket(self, path: str, relative: str) -> ArtifactEvent | None:
         """Return the event of a file that a restore left in the bucket, or `None`."""

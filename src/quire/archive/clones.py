@@ -6,28 +6,36 @@ existed at that moment and is retired later, until the clone's registration is r
 Whether an object existed at that moment follows from its modification time in the object store, with an hour of tolerance for
 that store's clock: keeping too much only costs space.
 
+A clone and its parent's collector run at the same time, and neither waits for the other. Each makes itself visible first and
+looks second:
+  clone       1. registers          2. checks that the log still has its moment; if not, it ends
+  collector   1. deletes the log    2. lists the clones, then deletes the objects that none of them needs
+If the clone finds its moment in the log, the collector has not deleted it there yet, and lists the clones after that: it sees
+the registration. If the collector does not see the registration, the log was deleted before the clone registered: the clone
+does not find its moment. So the list is read again in each round (`jobs/archive_window.py`), after the log was trimmed.
+
 Threads: any. Raises the object store's errors: without the list of clones nothing is deleted.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Self
 
 import msgspec
 
-from quire.core.errors import Corruption, ObjectNotFound
+from quire.archive.log_reader import STORE_ID
+from quire.core.errors import Corruption, ObjectNotFound, QuireError
+from quire.core.events import emit
 from quire.durable.object_names import clone_key, clones_prefix
 from quire.objects.api import DeletableStore, ObjectStore, list_objects
 from quire.objects.collector import withdraw
 
-LIST_SECONDS = 60.0
 CLOCK_MS = 3_600_000
 """Largest difference between the clocks of an owner and of its object store."""
 SETTLED_MS = 60_000
 """Tolerance for retirements: they carry the time at which their commit began, and may take effect after a later moment."""
-FOREVER_MS = 1 << 62
 
 
 class CloneRegistration(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,49 +62,62 @@ def release(store: DeletableStore, store_id: str, clone_id: str) -> None:
     withdraw(store, clone_key(store_id, clone_id))
 
 
+def clone_keys(store: ObjectStore, store_id: str) -> list[str]:
+    """Return the names of the registrations of a store's clones, without reading them. Other names are not ours."""
+    keys = (info.key for info in list_objects(store, clones_prefix(store_id)))
+    return [key for key in keys if STORE_ID.fullmatch(key.rpartition("/")[2])]
+
+
 def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
     """Return the clones of a store, earliest moment first. Raises if one cannot be read, because it may need any object."""
     clones = []
-    for info in list_objects(store, clones_prefix(store_id)):
+    for key in clone_keys(store, store_id):
         try:
-            clones.append(msgspec.json.decode(store.get(info.key), type=CloneRegistration))
+            clones.append(msgspec.json.decode(store.get(key), type=CloneRegistration))
         except ObjectNotFound:
             continue  # released meanwhile
         except msgspec.MsgspecError as error:
             hint = "if no clone needs it, remove it: `quire clones forget ID`"
-            raise Corruption("the registration of a clone is damaged", hint=hint, key=info.key) from error
+            raise Corruption("the registration of a clone is damaged", hint=hint, key=key) from error
     return sorted(clones, key=lambda clone: (clone.at_ms, clone.clone_id))
 
 
-class CloneKeeper:
-    """Tells a store's collector which objects its clones need (`jobs/archive_window.py`)."""
+@contextmanager
+def kept_for_takeover(store: DeletableStore, store_id: str, registration: CloneRegistration) -> Iterator[None]:
+    """Register for the duration of a block, like a clone: the owner keeps what a directory reads while that takes over."""
+    register(store, store_id, registration)
+    try:
+        yield
+    finally:
+        with suppress(QuireError):  # `quire clones forget` removes it
+            release(store, store_id, registration.clone_id)
 
-    def __init__(self, store: ObjectStore, store_id: Callable[[], str]) -> None:
-        # constant after construction
-        self._store = store
-        self._store_id = store_id
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._listed_at = float("-inf")
-        self._moments: list[int] = []
 
-    def kept_until(self, place: ObjectStore, name: str, since_ms: int) -> int:
-        """Return until when an object, retired at `since_ms`, must be kept for clones; 0 if no clone needs it."""
-        moments = [at_ms for at_ms in self._clones() if at_ms < since_ms + SETTLED_MS]
+class ClonedMoments(msgspec.Struct, frozen=True):
+    """The moments that the clones of a store read, as one listing found them."""
+
+    moments: tuple[int, ...] = ()
+    is_complete: bool = True
+    """Whether every registration could be read; otherwise a clone may need any object."""
+
+    @classmethod
+    def listed(cls, store: ObjectStore, store_id: str) -> Self:
+        """List the clones of a store. A damaged registration is reported, and keeps every object."""
+        try:
+            return cls(tuple(clone.at_ms for clone in registrations(store, store_id)))
+        except Corruption as error:
+            emit("error", "archive.clone_damaged", error=str(error))
+            return cls(is_complete=False)
+
+    def need(self, place: ObjectStore, name: str, since_ms: int) -> bool:
+        """Return whether a clone needs an object that its parent does not need since `since_ms`."""
+        if not self.is_complete:
+            return True
+        moments = [at_ms for at_ms in self.moments if at_ms < since_ms + SETTLED_MS]
         if not moments:
-            return 0
+            return False
         try:
             created_ms = place.head(name).modified_ms
         except ObjectNotFound:
-            return 0
-        return FOREVER_MS if any(created_ms <= at_ms + CLOCK_MS for at_ms in moments) else 0
-
-    def _clones(self) -> list[int]:
-        with self._lock:
-            if time.monotonic() - self._listed_at >= LIST_SECONDS:
-                self._moments = [clone.at_ms for clone in registrations(self._store, self._store_id())]
-                self._listed_at = time.monotonic()
-            return self._moments
-
-    def close(self) -> None:
-        """Do nothing: no resource is held."""
+            return False
+        return any(created_ms <= at_ms + CLOCK_MS for at_ms in moments)

@@ -2,6 +2,9 @@
 
 Nothing is written. What is read is checked: each log object contains the digest of the one before it.
 
+A damaged log object ends what can be restored after its base: every later object needs it. Moments before it do not, so none of
+the searches for a moment fails because of it.
+
 Threads: any; there is no state. Raises `NotFound`, `Corruption`, and the object store's errors.
 """
 
@@ -9,9 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +43,8 @@ from quire.objects.api import ObjectStore
 
 STORE_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 """Other prefixes of a bucket are backups, objects of older stores, or unrelated."""
+EPOCH = re.compile(r"[0-9a-f]{8}")
+"""Other prefixes of an archive are not ours."""
 
 
 class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +57,11 @@ class RestorePoint(msgspec.Struct, frozen=True, kw_only=True):
     base: BaseEvent
     newest: Position
     """The newest log object of the epoch. Objects in between are not restorable, or were not requested."""
+    damaged: tuple[Position, ...] = ()
+    """Objects after `position` that were requested and are damaged."""
+    abandoned: Position | None = None
+    """A newer state at the requested time, which is not in the newest owner's history (`find_abandoned`)."""
+    abandoned_at_ms: int = 0
 
 
 def store_ids(store: ObjectStore) -> list[str]:
@@ -58,26 +70,10 @@ def store_ids(store: ObjectStore) -> list[str]:
     return [name for name in names if STORE_ID.fullmatch(name)]
 
 
-def only_store_id(store: ObjectStore) -> str:
-    """Return the id of the only store in a bucket. Raises if there is none, or more than one."""
-    ids = store_ids(store)
-    if len(ids) > 1:  # the backup of a clone contains objects of its parents
-        ids = [store_id for store_id in ids if _has_log(store, store_id)] or ids
-    if len(ids) == 1:
-        return ids[0]
-    if not ids:
-        raise ObjectNotFound("this bucket contains no store", hint="check the URL and its prefix", store=store.url)
-    raise InvalidInput("several stores share this bucket", hint="name one with --store-id", stores=ids)
-
-
-def _has_log(store: ObjectStore, store_id: str) -> bool:
-    return any(log_positions(store, store_id, epoch) for epoch in epochs(store, store_id))
-
-
 def epochs(store: ObjectStore, store_id: str) -> list[int]:
     """Return the owner epochs that have an archive, oldest first."""
     names = (prefix.rstrip("/").rsplit("/", 1)[-1] for prefix in store.list_prefixes(archive_prefix(store_id)))
-    return sorted(int(name, 16) for name in names if len(name) == 8)
+    return sorted(int(name, 16) for name in names if EPOCH.fullmatch(name))
 
 
 def log_positions(store: ObjectStore, store_id: str, epoch: int, *, after: Position | None = None) -> list[Position]:
@@ -100,9 +96,10 @@ class OwnerLog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def owner_log(store: ObjectStore, store_id: str, epoch: int) -> OwnerLog:
-    """Return the log objects of an epoch and its first seal. An owner puts nothing after a seal."""
+    """Return the log objects of an epoch and its first seal. An owner puts nothing after a seal. A damaged object counts as the
+    owner's."""
     positions, seal = log_positions(store, store_id, epoch), None
-    while positions and (header := header_of(store, store_id, positions[-1])).kind is Kind.SEAL:
+    while positions and (header := _readable_header(store, store_id, positions[-1])) and header.kind is Kind.SEAL:
         seal = header
         positions.pop()
     return OwnerLog(positions=positions, seal=seal)
@@ -114,6 +111,11 @@ def read_object(store: ObjectStore, store_id: str, position: Position) -> tuple[
     data = store.get(key)
     header, events = decode_object(data, key)
     return header, hashlib.sha256(data).digest(), events
+
+
+def digest_of(store: ObjectStore, store_id: str, position: Position) -> bytes:
+    """Return the SHA-256 of a log object, which the next one contains. The object may be damaged."""
+    return hashlib.sha256(store.get(log_key(store_id, position))).digest()
 
 
 def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
@@ -129,8 +131,26 @@ def header_of(store: ObjectStore, store_id: str, position: Position) -> Header:
     return header
 
 
-def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None) -> RestorePoint:
-    """Return the newest state that can be restored, or the newest one not after `at_ms`."""
+def _readable_header(store: ObjectStore, store_id: str, position: Position) -> Header | None:
+    try:
+        return header_of(store, store_id, position)
+    except Corruption:
+        return None
+
+
+def find(
+    store: ObjectStore,
+    store_id: str,
+    at_ms: int | None = None,
+    *,
+    epoch: int | None = None,
+    upto: Position | None = None,
+) -> RestorePoint:
+    """Return the newest state that can be restored, or the newest one not after `at_ms`.
+
+    It is a state of the newest owner or of the owners before it, from which it continued; of `epoch` instead, if that is given.
+    `upto`: no state after this log object.
+    """
     archived_epochs = epochs(store, store_id)
     if not archived_epochs:
         raise ObjectNotFound(
@@ -138,28 +158,30 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
             hint="check the URL, or run `quire archive on` on the store first",
             store=store.url,
         )
-    candidate: Position | None = None
+    if epoch is not None and epoch not in archived_epochs:
+        hint = f"the archive has the owner epochs {', '.join(map(str, archived_epochs))}"
+        raise ObjectNotFound("this bucket has no archive of that owner epoch", hint=hint, owner_epoch=epoch)
+    bound = upto
     current = archived_epochs[-1] if epoch is None else epoch
     while current:
         usable = owner_log(store, store_id, current).positions
-        if candidate is not None:
-            usable = [position for position in usable if position <= candidate]
+        if bound is not None:
+            usable = [position for position in usable if position <= bound]
+        parent: Position | None = None
         if usable:
-            number = _newest_not_after(store, store_id, usable, at_ms)
-            if number is not None:
-                header = header_of(store, store_id, usable[number])
+            index, damaged = _newest_not_after(store, store_id, usable, at_ms)
+            if index is not None:
+                header = header_of(store, store_id, usable[index])
                 if header.restorable != NONE and header.base >= usable[0].number:
-                    point = _point(store, store_id, Position(current, header.restorable), usable[-1])
+                    point = _point(store, store_id, Position(current, header.restorable), usable[-1], damaged)
                     if point.base.first_log >= usable[0].number:
                         return point
             if usable[0].number:
                 break  # trimmed: earlier objects are out of the window
-            candidate = header_of(store, store_id, usable[0]).parent
-        else:
-            candidate = None
+            parent = bound = header_of(store, store_id, usable[0]).parent
         current = (
-            candidate.epoch
-            if candidate is not None
+            parent.epoch
+            if parent is not None
             else max((older for older in archived_epochs if older < current), default=0)
         )
     what = (
@@ -170,28 +192,75 @@ def find(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: 
     raise InvalidInput(what, hint="`quire archive status` shows the oldest moment", store=store.url)
 
 
-def _newest_not_after(store: ObjectStore, store_id: str, positions: list[Position], at_ms: int | None) -> int | None:
-    """Return the index of the last object that was cut at or before a moment. Times in the headers of an epoch never fall."""
-    if at_ms is None:
-        return len(positions) - 1
-    low, high = 0, len(positions)
-    while low < high:
-        middle = (low + high) // 2
-        if header_of(store, store_id, positions[middle]).at_ms <= at_ms:
-            low = middle + 1
+def find_intact(
+    store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None
+) -> RestorePoint:
+    """Return what `find` returns, or the newest state before it whose last log object is not damaged."""
+    point = find(store, store_id, at_ms, epoch=epoch)
+    newest, damaged = point.newest, point.damaged
+    while True:
+        try:
+            read_object(store, store_id, point.position)
+        except Corruption as error:
+            if not point.position.number:
+                raise  # it alone names the object before it
+            damaged = (point.position, *damaged)
+            before = Position(point.position.epoch, point.position.number - 1)
+            try:
+                point = find(store, store_id, at_ms, epoch=point.position.epoch, upto=before)
+            except InvalidInput:
+                raise error from None  # nothing before it can be restored
         else:
-            high = middle
-    return low - 1 if low else None
+            return msgspec.structs.replace(point, newest=newest, damaged=damaged)
 
 
-def _point(store: ObjectStore, store_id: str, position: Position, newest: Position) -> RestorePoint:
+def find_abandoned(store: ObjectStore, at_ms: int, chosen: RestorePoint) -> RestorePoint | None:
+    """Return the state that the store had at a moment, if `chosen`, which `find` returned for it, is an older one.
+
+    The store was then restored to an earlier moment and taken over there: the newest owner's history does not contain what was
+    archived in between.
+    """
+    newest = chosen
+    for epoch in epochs(store, chosen.store_id):
+        if epoch >= chosen.position.epoch:
+            with suppress(InvalidInput, Corruption):
+                point = find_intact(store, chosen.store_id, at_ms, epoch=epoch)
+                newest = point if point.at_ms > newest.at_ms else newest
+    return None if newest is chosen else newest
+
+
+def _newest_not_after(
+    store: ObjectStore, store_id: str, positions: list[Position], at_ms: int | None
+) -> tuple[int | None, tuple[Position, ...]]:
+    """Return the index of the last object that was cut at or before a moment, and the damaged objects that were passed over.
+    Times in the headers of an epoch never fall."""
+
+    def time_of(index: int) -> int:
+        while index >= 0:
+            if (header := _readable_header(store, store_id, positions[index])) is not None:
+                return header.at_ms
+            index -= 1  # a damaged object is not older than the one before it
+        return 0
+
+    last = len(positions) if at_ms is None else bisect_right(range(len(positions)), at_ms, key=time_of)
+    index = last
+    while index and _readable_header(store, store_id, positions[index - 1]) is None:
+        index -= 1
+    return index - 1 if index else None, tuple(positions[index:last])
+
+
+def _point(
+    store: ObjectStore, store_id: str, position: Position, newest: Position, damaged: tuple[Position, ...]
+) -> RestorePoint:
     header = header_of(store, store_id, position)
     key = log_key(store_id, Position(position.epoch, header.base))
     _, events = decode_object(store.get(key), key)
     bases = [event for event in events if isinstance(event, BaseEvent)]
     if not bases:
         raise Corruption("the log object does not name a base", key=key)
-    return RestorePoint(store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest)
+    return RestorePoint(
+        store_id=store_id, position=position, at_ms=header.at_ms, base=bases[-1], newest=newest, damaged=damaged
+    )
 
 
 AHEAD = 3

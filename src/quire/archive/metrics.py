@@ -33,6 +33,7 @@ class ArchiveCollector:
         for name, text, value in (
             ("enabled", "1 if the whole store is kept in its bucket", own_status is not None),
             ("interval_seconds", "how often changes are uploaded", status.interval_seconds),
+            ("retain_seconds", "the window: how far back the whole store can be restored", status.retain_seconds),
             ("lag_seconds", "age of the oldest change that is not in the bucket", status.lag_seconds),
             ("backlog_bytes", "changes waiting for upload, in memory and on disk", _waiting(status)),
             ("restorable_age_seconds", "age of the newest restorable state; 0 while nothing is waiting", age),

@@ -171,8 +171,8 @@ class EventQueue:
         return self._bytes
 
     def take(self, size_bytes: int) -> tuple[list[Entry], int]:
-        """Take events from the front, up to about `size_bytes`. Return them and the ordinal of the last one. Called by one
-        thread only."""
+        """Take events from the front, up to about `size_bytes`. Return them and the ordinal of the last one. Called by
+        one thread at a time."""
         events: list[Entry] = []
         taken, is_blocked = 0, False
         while taken < size_bytes and not is_blocked and self._has_front():

@@ -288,9 +288,8 @@ class Replay:
         if not self._disk.exists(self._content(number)):
             if self.is_lenient or number in self._swept:
                 if self._kept is None:
-                    self._unbind(
-                        path
-                    )  # the file that the base has under this name was replaced; if the name is used later, its event follows
+                    # The file that the base has under this name was replaced; if the name is used later, its event follows.
+                    self._unbind(path)
                 return
             raise Corruption("the archive names a file that it never created", file=number, path=path)
         self._disk.make_dirs(os.path.dirname(target))

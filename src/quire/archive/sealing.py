@@ -17,6 +17,7 @@ Threads: any. Raises the object store's errors, and `StoreFenced` if another own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import msgspec
 
@@ -32,12 +33,13 @@ from quire.archive.format import (
     encode_object,
     log_key,
 )
-from quire.archive.log_reader import epochs, owner_log, read_object
+from quire.archive.log_reader import digest_of, epochs, header_of, owner_log, read_object
 from quire.archive.state_files import Origin, read_origin, write_origin
 from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.objects.api import ExistingObject, ObjectStore
+from quire.objects.ownership import READ_ONLY_COMMANDS
 
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
 """Called with (header, digest, events) of an object that the owner wrote before the seal."""
@@ -63,9 +65,7 @@ def seal(
     `known`: the last object that the caller has, with its digest; `overtaken` is called with every later one, in order.
     Without `known`, the seal is put after the last object in the bucket.
     """
-    header, digest = (None, NO_DIGEST) if known is None else known
-    if known is None and (positions := owner_log(store, store_id, epoch).positions):
-        header, digest, _ = read_object(store, store_id, positions[-1])
+    header, digest = known or _last_object(store, store_id, epoch)
     lead, is_stopped = 0, False
     while True:
         number = header.position.number + 1 if header is not None else 0
@@ -101,6 +101,17 @@ def seal(
         lead = 2 * lead or 1
 
 
+def _last_object(store: ObjectStore, store_id: str, epoch: int) -> tuple[Header | None, bytes]:
+    """Return (header, digest) of the last object of an owner's log. A damaged object ends the log like any other: its header is
+    that of the last object that can be read, with its number."""
+    positions = owner_log(store, store_id, epoch).positions
+    for position in reversed(positions):
+        with suppress(Corruption):
+            header = msgspec.structs.replace(header_of(store, store_id, position), position=positions[-1])
+            return header, digest_of(store, store_id, positions[-1])
+    return None, NO_DIGEST
+
+
 def _ahead_of(ending: Header, lead: int) -> Header:
     """Return a seal `lead` numbers after `ending`. It has no parent digest: the object before it is not known yet."""
     number = ending.position.number + lead
@@ -126,7 +137,7 @@ def _put_seal(store: ObjectStore, store_id: str, ending: Header) -> bool:
 def fenced_by(header: Header, key: str) -> StoreFenced:
     """Return the error for an owner whose next number has been sealed."""
     what = f"owner epoch {header.successor} has taken this store over"
-    hint = "write to the new owner; open this directory with mode='r' to read it"
+    hint = f"write to the new owner; {READ_ONLY_COMMANDS}"
     return StoreFenced(what, hint=hint, key=key, successor=f"{header.successor:08x}.00000000")
 
 
@@ -146,7 +157,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True):
     restorable: int = NONE
     base: int = NONE
     at_ms: int = 0
-    """Time of the last object; 0 if there is none."""
+    """Time of the last object, also of an earlier epoch; 0 if there is none."""
 
 
 def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: int, now_ms: int) -> ResumePoint:
@@ -156,7 +167,8 @@ def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: 
         raise fenced_by(log.seal, log_key(store_id, log.seal.position))
     if not log.positions:
         parent, digest = begin_log(store, disk, root, store_id, epoch, now_ms)
-        return ResumePoint(next=Position(epoch, 0), parent=parent, digest=digest)
+        at_ms = _last_moment(store, store_id, epoch)
+        return ResumePoint(next=Position(epoch, 0), parent=parent, digest=digest, at_ms=at_ms)
     header, digest, _ = read_object(store, store_id, log.positions[-1])
     return ResumePoint(
         next=Position(epoch, header.position.number + 1),
@@ -166,6 +178,19 @@ def end_of_log(store: ObjectStore, disk: Disk, root: str, store_id: str, epoch: 
         base=header.base,
         at_ms=header.at_ms,
     )
+
+
+def _last_moment(store: ObjectStore, store_id: str, epoch: int) -> int:
+    """Return the time of the last log object before an epoch; 0 if there is none.
+
+    The clock of a new owner may be behind. Its objects must not be older than those of the owner before it: otherwise what it
+    retires would be deleted while moments of that owner need it.
+    """
+    while former := former_epoch(store, store_id, epoch):
+        if (header := _last_object(store, store_id, former)[0]) is not None:
+            return header.at_ms
+        epoch = former  # that owner wrote no log
+    return 0
 
 
 def begin_log(
@@ -199,7 +224,7 @@ def _end_of(store: ObjectStore, store_id: str, epoch: int) -> tuple[Position, by
     positions = owner_log(store, store_id, epoch).positions
     if not positions:
         return Position(0, 0), NO_DIGEST
-    return positions[-1], read_object(store, store_id, positions[-1])[1]
+    return positions[-1], digest_of(store, store_id, positions[-1])
 
 
 def note_parent(store: ObjectStore, disk: Disk, root: str, store_id: str, *, own: int, epoch: int) -> None:

@@ -115,3 +115,40 @@ class StandbyWatch:
         self._seen = {key: seen for key, seen in self._seen.items() if key in present}
         fresh = [key for key, (_, at) in self._seen.items() if now - at < FORGET_SECONDS]
         self.standby_ids = tuple(sorted(key.rsplit("/", 1)[-1] for key in fresh))
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of a standby."""
+
+    path: str
+    store_id: str
+    url: str
+    phase: str
+    position: Position
+    at_ms: int
+    """The owner's clock in the last object applied."""
+    objects: int
+    """Objects applied since the standby was opened."""
+    rebuilds: int
+    is_named: bool
+    """Whether a heartbeat of the owner has named this standby."""
+    silent_seconds: float
+
+
+class Promoted(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a promotion."""
+
+    path: str
+    store_id: str
+    owner_epoch: int
+    position: Position
+    """The last log object of the former owner that was applied: the directory has everything up to it."""
+    newest: Position
+    """The former owner's last log object. Those after `position` could not be applied, and were given up (`discard`)."""
+    seconds: float
+
+    @property
+    def dropped(self) -> int:
+        """The number of log objects of the former owner that were given up."""
+        return self.newest.number - self.position.number

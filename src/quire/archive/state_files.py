@@ -213,22 +213,23 @@ def status_from_directory(
     store_id: str,
     epoch: int,
     transaction: int,
-    is_fenced: bool,
+    owner_state: str,
     is_owned: bool,
 ) -> ArchiveStatus:
     """Return the status of an archive from its store's directory alone, for a process that does not own the store."""
     state = read_archive_state(disk, root)
     is_clean = state is not None and state.continues(store_id, epoch, transaction)
     at_ms = state.at_ms if state is not None else 0
+    is_other = owner_state in ("fenced", "standby", "restored")  # nothing is archived from this directory
     return ArchiveStatus(
         mode=settings.mode,
-        state="fenced" if is_fenced else "owned" if is_owned else "closed" if is_clean else "not closed cleanly",
+        state=owner_state if is_other else "owned" if is_owned else "closed" if is_clean else "not closed cleanly",
         interval_seconds=settings.interval_seconds,
         retain_seconds=settings.retain_seconds,
         backlog_bytes=_spooled_bytes(disk, os.path.join(root, SPOOL)),
         last_cut_at_ms=at_ms,
         restorable_at_ms=at_ms if is_clean else 0,
-        fenced=is_fenced,
+        fenced=owner_state == "fenced",
         last_drill=read_drill(disk, root),
     )
 

@@ -5,33 +5,31 @@ Terms
   restorable   the newest moment that can be restored from the bucket alone
   drill        a restore into scratch, compared with the live store; the last one is drill.json in the store's directory
 
-Threads: any; `Traffic` has its own lock. Imports little, because `quire info` loads it.
+Threads: any. Imports little, because `quire info` loads it.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from quire.core.errors import StoreFenced
+from quire.core.hourly import HourlyTotals
 from quire.core.settings import ArchiveSettings
 from quire.durable.files import Disk, read_all, write_atomic
 
+if TYPE_CHECKING:
+    from quire.objects.requests import RequestCount
+
 DRILL = "drill.json"
 """In a store's directory: the last drill. It concerns this directory only, so it is not shipped."""
-HOUR_SECONDS = 3_600.0
 MONTH_HOURS = 730
-SAMPLE_SECONDS = 60.0
-RATE_SECONDS_MIN = 600.0
 LATE_INTERVALS = 10
 """A lag of more intervals than this is an outage, not an upload in progress."""
-PUT_DOLLARS = 0.005 / 1_000
-"""Price of a PUT in S3 Standard; for estimates in reports, never for decisions."""
+WRITE_DOLLARS, READ_DOLLARS = 0.005 / 1_000, 0.0004 / 1_000
+"""Prices of requests in S3 Standard (PUT and LIST; GET and HEAD); for estimates in reports, never for decisions."""
 
 
 class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +63,8 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     """`off`, `async` or `sync`."""
     state: str
     """`off`, `archived` (everything is in the bucket), `uploading`, `behind` (the bucket does not answer), `no base` (nothing
-    can be restored yet), `fenced`, `stopped`. From the directory alone: `owned` (only the owner has the status), `closed` or
-    `not closed cleanly`."""
+    can be restored yet), `fenced`, `stopped`. From the directory alone: `owned` (only the owner has the status), `closed`,
+    `not closed cleanly`, or, if another directory is the owner, `standby` or `restored`."""
     interval_seconds: float = 1.0
     retain_seconds: float = 0.0
     """How far back the whole store can be restored."""
@@ -85,6 +83,9 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     puts_per_hour: float = 0.0
     put_bytes_per_hour: float = 0.0
     """Both from the last hour, or since the store was opened."""
+    writes_per_hour: float = 0.0
+    reads_per_hour: float = 0.0
+    """All requests of the store to its object stores, not only those of the archive: puts and listings, and reads."""
     last_error: str = ""
     fenced: bool = False
     last_drill: DrillRecord | None = None
@@ -107,7 +108,8 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dollars_per_month(self) -> float:
         """Estimated cost of a month's requests at the list price of S3 Standard."""
-        return self.puts_per_month * PUT_DOLLARS
+        dollars_per_hour = self.writes_per_hour * WRITE_DOLLARS + self.reads_per_hour * READ_DOLLARS
+        return dollars_per_hour * MONTH_HOURS
 
 
 class Archive(Protocol):
@@ -120,9 +122,12 @@ class Archive(Protocol):
         """Block until everything that was changed before this call is in the bucket. Raises `NotArchived` after `timeout`
         seconds (default: `archive.sync_seconds`), `StoreFenced` if another directory has taken over the store."""
 
+    def base(self) -> None:
+        """Upload the whole store again, under new names, and return when it can be restored from that alone."""
+
     def drill(self) -> DrillRecord:
         """Restore into scratch without claiming anything, compare every database with the live store, and record the
-        result."""
+        result. A restore that fails is recorded too, and raises."""
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,10 +145,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def status_of(
-    settings: ArchiveSettings, figures: Figures, traffic: Traffic, lag: float, now_ms: int, drill: DrillRecord | None
+    settings: ArchiveSettings,
+    figures: Figures,
+    traffic: Traffic,
+    requests: RequestCount,
+    lag: float,
+    now_ms: int,
+    drill: DrillRecord | None,
 ) -> ArchiveStatus:
-    """Return the status of an archive whose owner is this process."""
+    """Return the status of an archive whose owner is this process. `traffic` is the archive's, `requests` the whole store's."""
     puts, size = traffic.per_hour()
+    writes, reads = requests.per_hour()
     return ArchiveStatus(
         mode=settings.mode,
         state=_state(settings, figures, lag),
@@ -159,6 +171,8 @@ def status_of(
         put_bytes=traffic.put_bytes,
         puts_per_hour=puts,
         put_bytes_per_hour=size,
+        writes_per_hour=writes,
+        reads_per_hour=reads,
         last_error=str(figures.failure) if figures.failure is not None else figures.last_error,
         fenced=isinstance(figures.failure, StoreFenced),
         last_drill=drill,
@@ -176,37 +190,22 @@ def _state(settings: ArchiveSettings, figures: Figures, lag: float) -> str:
     return "behind" if late or figures.last_error else "uploading"
 
 
-class Traffic:
-    """Counts the objects and bytes put, in total and in the last hour."""
-
-    def __init__(self) -> None:
-        # guarded by _lock
-        self._lock = threading.Lock()
-        self._began = time.monotonic()
-        self._samples: deque[tuple[float, int, int]] = deque([(self._began, 0, 0)])
-        """(time, objects, bytes): totals at intervals of at least a minute, for the last hour."""
-        self.puts = self.put_bytes = 0
+class Traffic(HourlyTotals):
+    """Counts the objects and bytes that the archiver puts."""
 
     def count(self, size_bytes: int) -> None:
         """Count an object that was put."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._samples[-1][0] >= SAMPLE_SECONDS:
-                self._samples.append((now, self.puts, self.put_bytes))
-                while len(self._samples) > 1 and now - self._samples[1][0] >= HOUR_SECONDS:
-                    self._samples.popleft()
-            self.puts += 1
-            self.put_bytes += size_bytes
+        self._add(1, size_bytes)
 
-    def per_hour(self) -> tuple[float, float]:
-        """Return (objects, bytes) per hour. Less than ten minutes count as ten, so that the first base does not inflate the
-        rate."""
-        now = time.monotonic()
-        with self._lock:
-            recent = [sample for sample in self._samples if now - sample[0] <= HOUR_SECONDS]
-            began, puts, size = recent[0] if recent else (now - HOUR_SECONDS, self.puts, self.put_bytes)
-            seconds = max(now - began, RATE_SECONDS_MIN)
-            return (self.puts - puts) * HOUR_SECONDS / seconds, (self.put_bytes - size) * HOUR_SECONDS / seconds
+    @property
+    def puts(self) -> int:
+        """Objects put since the store was opened."""
+        return self._first
+
+    @property
+    def put_bytes(self) -> int:
+        """Their bytes."""
+        return self._second
 
 
 def read_drill(disk: Disk, root: str) -> DrillRecord | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -38,8 +39,17 @@ from quire.archive.format import (
     log_key,
     parse_archive_key,
 )
-from quire.archive.log_reader import base_events, find, header_of, log_events
-from quire.core.errors import Corruption
+from quire.archive.log_reader import (
+    RestorePoint,
+    base_events,
+    find,
+    find_abandoned,
+    find_intact,
+    header_of,
+    log_events,
+    owner_log,
+)
+from quire.core.errors import Corruption, InvalidInput, ObjectNotFound
 from quire.durable.object_names import epoch_prefix
 from quire.objects.api import ObjectStore, list_objects
 
@@ -131,7 +141,7 @@ class Line:
         epoch, bound = max((number for number, objects in listing.epochs.items() if objects.logs), default=0), NONE
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = _last_run(listing.epochs[epoch].logs, bound)
-            while numbers and self.header(epoch, numbers[-1]).kind is Kind.SEAL:  # several, if seals were put ahead
+            while numbers and self._is_seal(epoch, numbers[-1]):  # several, if seals were put ahead
                 numbers = _last_run(listing.epochs[epoch].logs, numbers[-1] - 1)
             self.epochs.append((epoch, numbers))
             if not numbers or numbers[0]:
@@ -145,6 +155,12 @@ class Line:
         if position not in self._headers:
             self._headers[position] = header_of(self._store, self._store_id, position)
         return self._headers[position]
+
+    def _is_seal(self, epoch: int, number: int) -> bool:
+        try:
+            return self.header(epoch, number).kind is Kind.SEAL
+        except Corruption:
+            return False  # counts as the owner's, as in `owner_log`
 
     def oldest(self) -> Oldest | None:
         """Return the oldest moment that can be restored, or `None`."""
@@ -293,11 +309,13 @@ def files_of(store: ObjectStore, store_id: str, kept: Oldest) -> Iterator[str]:
 
 # ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
 class AbandonedEpoch(msgspec.Struct, frozen=True, kw_only=True):
-    """An owner epoch that is not in the newest owner's history: the store was restored to a moment before it."""
+    """An owner epoch, or the end of one, that is not in the newest owner's history: an earlier moment was restored."""
 
     owner_epoch: int
+    after: Position | None = None
+    """The last log object that is in the history; `None` if the whole epoch is not."""
     objects: int
-    """Objects of its archive and of its databases."""
+    """Objects of its archive and, of a whole epoch, of its databases."""
     size_bytes: int
     ended_at_ms: int
     """Time of its owner's last log object."""
@@ -307,7 +325,7 @@ def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
     """Return the abandoned owner epochs of a store, oldest first. Reads only the bucket."""
     listing = list_archive(store, store_id)
     line = Line(store, listing)
-    abandoned = []
+    abandoned = [_abandoned_end(store, store_id, listing, epoch, numbers) for epoch, numbers in line.epochs[1:]]
     for epoch in line.abandoned():
         objects = listing.epochs[epoch]
         put = list(list_objects(store, epoch_prefix(store_id, epoch)))
@@ -320,7 +338,24 @@ def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
                 ended_at_ms=next((header.at_ms for header in headers if header.kind is not Kind.SEAL), 0),
             )
         )
-    return abandoned
+    return sorted((epoch for epoch in abandoned if epoch is not None), key=lambda epoch: epoch.owner_epoch)
+
+
+def _abandoned_end(
+    store: ObjectStore, store_id: str, listing: ArchiveListing, epoch: int, numbers: range
+) -> AbandonedEpoch | None:
+    """Return the log objects of an epoch of the line after those that belong to the line, or `None` if there are none."""
+    last = numbers[-1] if numbers else -1
+    later = [position for position in owner_log(store, store_id, epoch).positions if position.number > last]
+    if not later or not numbers:
+        return None
+    return AbandonedEpoch(
+        owner_epoch=epoch,
+        after=Position(epoch, last),
+        objects=len(later),
+        size_bytes=sum(listing.epochs[epoch].logs.get(position.number, 0) for position in later),
+        ended_at_ms=header_of(store, store_id, later[-1]).at_ms,
+    )
 
 
 def keys_in_order(objects: EpochObjects, store_id: str, epoch: int) -> list[str]:
@@ -328,6 +363,57 @@ def keys_in_order(objects: EpochObjects, store_id: str, epoch: int) -> list[str]
     still found by its log."""
     logs = [log_key(store_id, Position(epoch, number)) for number in sorted(objects.logs)]
     return [*objects.files, *objects.parts, *logs]
+
+
+# ── one moment ────────────────────────────────────────────────────────────────────────────────────────────────────────
+def require_in_window(store: ObjectStore, store_id: str, position: Position) -> None:
+    """Raise `InvalidInput` if objects of a moment may be deleted already: a store that reads them would be damaged."""
+    if not is_in_window(store, store_id, position):
+        raise InvalidInput(
+            "this moment is no longer in the archive's window: objects that it needs may be deleted",
+            hint="nothing was claimed; choose a later moment, `quire archive status` shows the oldest",
+            position=str(position),
+        )
+
+
+def is_in_window(store: ObjectStore, store_id: str, position: Position) -> bool:
+    """Return whether the archive still keeps everything that a directory restored to a log object reads.
+
+    A moment that is not on the line shares objects with the line. The line has retired some of them since it left the history
+    of that moment, and keeps these while it reaches back to an owner before that.
+    """
+    try:
+        if find(store, store_id, epoch=position.epoch, upto=position).position != position:
+            return False
+    except (InvalidInput, ObjectNotFound):
+        return False
+    line = Line(store, list_archive(store, store_id))
+    on_line = {epoch: numbers for epoch, numbers in line.epochs if numbers}
+    later = [epoch for epoch in on_line if epoch > position.epoch]
+    if not later or position.number in on_line.get(position.epoch, ()):
+        return True
+    oldest = line.oldest()
+    return oldest is not None and oldest.position.epoch < min(later)
+
+
+# ── points to restore ─────────────────────────────────────────────────────────────────────────────────────────────────
+def point_at(store: ObjectStore, store_id: str, at_ms: int | None = None, *, epoch: int | None = None) -> RestorePoint:
+    """Return what `find_intact` returns, and which other state of that time was abandoned. If the requested moment is before
+    the window, the error names the oldest one."""
+    try:
+        point = find_intact(store, store_id, at_ms, epoch=epoch)
+        other = find_abandoned(store, at_ms, point) if at_ms is not None and epoch is None else None
+        if other is None:
+            return point
+        return msgspec.structs.replace(point, abandoned=other.position, abandoned_at_ms=other.at_ms)
+    except InvalidInput as error:
+        oldest = Line(store, list_archive(store, store_id)).oldest() if at_ms is not None and epoch is None else None
+        if oldest is None:
+            raise
+        # rounded up: times are typed without milliseconds
+        first = datetime.fromtimestamp(-(-oldest.at_ms // 1000), UTC)
+        hint = f"the oldest moment that can be restored is {first:%Y-%m-%dT%H:%M:%S} UTC"
+        raise InvalidInput(error.what, hint=hint, oldest_at_ms=oldest.at_ms, **error.where) from None
 
 
 # ── restorable range ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -338,15 +424,25 @@ class RestorableRange(msgspec.Struct, frozen=True, kw_only=True):
     newest_at_ms: int
     oldest: Position
     oldest_at_ms: int
+    objects: int
+    size_bytes: int
+    """Of the archive: log, bases and files. Chunks, segments and tables of the databases are not counted."""
+    missing: str
+    """A part of the newest base that the bucket lacks; empty if it has all of them."""
 
 
 def restorable_range(store: ObjectStore, store_id: str) -> RestorableRange:
     """Return the newest and the oldest restorable moment on a store's line. Abandoned epochs do not count."""
     newest = find(store, store_id)
-    oldest = Line(store, list_archive(store, store_id)).oldest()
+    listing = list_archive(store, store_id)
+    oldest = Line(store, listing).oldest()
+    parts = listing.epochs[newest.position.epoch].parts
     return RestorableRange(
         newest=newest.position,
         newest_at_ms=newest.at_ms,
         oldest=oldest.position if oldest is not None else newest.position,
         oldest_at_ms=oldest.at_ms if oldest is not None else newest.at_ms,
+        objects=listing.objects(),
+        size_bytes=listing.size_bytes(),
+        missing=next((key for key, _, _ in newest.base.parts if key not in parts), ""),
     )

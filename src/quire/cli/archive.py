@@ -1,5 +1,5 @@
-"""Commands about the archive: on, off, status, drill, abandoned and audit; and `restore-store`, which restores a store from its
-bucket alone.
+"""Commands about the archive: on, off, status, drill, base, abandoned and audit; and `restore-store`, which restores a store
+from its bucket alone.
 
 `status` queries the owner, if it serves, and the bucket; without an owner, the directory shows how the store was closed.
 `drill` runs in the owner, which compares the restored copy with its open databases.
@@ -14,37 +14,55 @@ from typing import TYPE_CHECKING, Annotated
 
 from quire.archive.log_reader import owner_log
 from quire.archive.state_files import take_archive_state
-from quire.archive.window import RestorableRange, abandoned_epochs, restorable_range
+from quire.archive.window import abandoned_epochs
+from quire.cli.archive_state import (
+    COPY_STATES,
+    InBucket,
+    ask_bucket,
+    bucket_lines,
+    copy_text,
+    cost_lines,
+    doubt_about,
+    doubtful_text,
+    promise_text,
+    state_text,
+    waiting_lines,
+)
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
-from quire.cli.formatting import count_of, moment, size, span
-from quire.cli.lookup import AllowHttp, Endpoint, Moment, Region, Runner, StoreId, Yes, need_runner
+from quire.cli.formatting import count_of, drill_text, moment, size
+from quire.cli.lookup import (
+    AllowHttp,
+    Endpoint,
+    Region,
+    Runner,
+    StoreId,
+    Yes,
+    need_runner,
+    options_given,
+)
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm, on_terminal
 from quire.core.clock import SystemClock
-from quire.core.errors import Conflict, InvalidConfig, InvalidInput, QuireError
+from quire.core.errors import Conflict, InvalidConfig, InvalidInput
 from quire.core.json_values import plain
-from quire.core.settings import ObjectSettings
-from quire.core.time_parsing import parse_moment
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
 from quire.jobs.audit.table import write_report
-from quire.objects.options import options_of
 from quire.service.sockets import find_owner
-from quire.store import object_access, restoring
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
-from quire.store.layout import objects_url
+from quire.store.layout import DirectoryState, directory_state, objects_url
 from quire.store.object_access import open_place
+from quire.store.object_access import options_of as place_options
 from quire.store.object_location import is_inside, place_of
 
 if TYPE_CHECKING:
-    from quire.archive.status import ArchiveStatus, DrillRecord
+    from quire.archive.status import ArchiveStatus
     from quire.cli.command import Cli
     from quire.core.settings import StoreSettings
     from quire.jobs.archive_audit.audit import ArchiveAudit
-    from quire.store.restoring import Restored
 
 archive = Group("archive")
 
@@ -146,119 +164,57 @@ def status(
 ) -> CliResult:
     """Show what is archived, what waits, what can be restored and what it costs.
 
-    Queries the owner if it serves (`quire serve`), and the bucket. The exit code is 1 if the archive is fenced, stopped or
-    behind.
+    Queries the owner if it serves (`quire serve`), and the bucket; only a serving owner knows the cost. The exit code is 1 if
+    the archive is fenced, stopped or behind, or if the bucket does not confirm what the directory says.
     """
     root, settings = os.path.abspath(cli.path), cli.settings()
-    known = archive_status(cli)
+    known, is_live = _known_status(cli)
     if known is None:
         text = "archiving is off: losing this disk loses everything since the last backup"
         facts = Facts(lines=[("archive", "off"), ("state", text), ("next", "`quire archive on`")], data={"mode": "off"})
         return CliResult(facts, OK)
-    in_bucket, unreachable = (None, "") if no_objects else _ask_bucket(cli, root, settings)
+    in_bucket = InBucket()
+    if not no_objects:
+        with cli.reader() as manifest, manifest.read() as txn:
+            in_bucket = ask_bucket(txn, root, settings)
+    doubt = doubt_about(known, in_bucket)
     data = {
         **plain(known),
-        "safe": known.is_safe and not unreachable,
+        "safe": known.is_safe and not doubt,
         "puts_per_month": known.puts_per_month,
         "put_bytes_per_month": known.put_bytes_per_month,
         "dollars_per_month": round(known.dollars_per_month, 2),
         "object_store": objects_url(root, settings),
-        "bucket_newest_at_ms": in_bucket.newest_at_ms if in_bucket else 0,
-        "bucket_oldest_at_ms": in_bucket.oldest_at_ms if in_bucket else 0,
-        "bucket_error": unreachable,
+        "bucket_newest_at_ms": in_bucket.range.newest_at_ms if in_bucket.range else 0,
+        "bucket_oldest_at_ms": in_bucket.range.oldest_at_ms if in_bucket.range else 0,
+        "bucket_objects": in_bucket.range.objects if in_bucket.range else 0,
+        "bucket_bytes": in_bucket.range.size_bytes if in_bucket.range else 0,
+        "bucket_error": doubt,
+        "clones": in_bucket.clones,
+        "standbys": in_bucket.standbys,
+        "retired": in_bucket.retired,
     }
-    facts = Facts(lines=_lines(known, in_bucket, unreachable, objects_url(root, settings)), data=data)
-    return CliResult(facts, PROBLEMS if known.state in PROBLEM_STATES else OK)
+    lines = [
+        ("archive", f"{known.mode}: {promise_text(known)}, to {objects_url(root, settings)}"),
+        ("state", doubtful_text(known, doubt) if doubt else state_text(known)),
+        *([("copy", copy_text(root, known.state))] if known.state in COPY_STATES else []),
+        *waiting_lines(known, is_known=is_live or known.state == "closed"),
+        *bucket_lines(known, in_bucket),
+        *cost_lines(known, is_live=is_live),
+        ("last drill", drill_text(known.last_drill, CLOCK.now_ms())),
+    ]
+    is_problem = known.state in PROBLEM_STATES or bool(doubt)
+    return CliResult(Facts(lines=lines, data=data), PROBLEMS if is_problem else OK)
 
 
-def archive_status(cli: Cli) -> ArchiveStatus | None:
-    """Return the status from the owner, else from the directory; `None` if archiving is off."""
+def _known_status(cli: Cli) -> tuple[ArchiveStatus | None, bool]:
+    """Return the status (`None` if archiving is off), and whether it comes from the owner; otherwise from the directory."""
     owner = find_owner(cli.path)
     if owner is not None:
         with owner:
-            return owner.info().archive
+            return owner.info().archive, True
     with StoreReader(cli.path) as store:
-        return store.info().archive
-
-
-def _ask_bucket(cli: Cli, root: str, settings: StoreSettings) -> tuple[RestorableRange | None, str]:
-    try:
-        with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, settings)) as bucket:
-            return restorable_range(bucket, txn.store_id()), ""
-    except QuireError as error:
-        return None, error.what
-
-
-STATES = {
-    "archived": "everything is in the bucket: losing this disk now would lose nothing",
-    "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
-    "uploading": "changes are being uploaded: losing this disk now would lose them",
-    "behind": "the bucket does not answer: losing this disk now would lose the backlog",
-    "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
-    "fenced": "another directory has taken this store over: nothing more is archived from here",
-    "stopped": "the archiver has stopped: restart the owner",
-    "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
-    "owned": "a process owns the store but does not answer: the bucket shows how far it is",
-}
-
-
-def state_text(status: ArchiveStatus) -> str:
-    """Return the state of the archive as a sentence."""
-    return STATES.get(status.state, status.state)
-
-
-def _doubtful(status: ArchiveStatus) -> str:
-    """Format a state that the bucket has not confirmed."""
-    return f"{status.state} according to this directory; not confirmed by the bucket: do not rely on it"
-
-
-def _lines(
-    status: ArchiveStatus, in_bucket: RestorableRange | None, unreachable: str, place: str
-) -> list[tuple[str, str]]:
-    now = CLOCK.now_ms()
-    promise = {"async": f"uploads every {status.interval_seconds:g} s", "sync": "every change waits for the bucket"}
-    lines = [
-        ("archive", f"{status.mode}: {promise.get(status.mode, '')}, to {place}"),
-        ("state", state_text(status) if not unreachable else _doubtful(status)),
-        ("lag", f"{status.lag_seconds:.1f} s"),
-        ("waiting", f"{size(status.memory_bytes)} in memory, {size(status.backlog_bytes)} on disk"),
-        ("last cut", _ago(status.last_cut_at_ms or (in_bucket.newest_at_ms if in_bucket else 0), now)),
-    ]
-    newest = max(status.restorable_at_ms, in_bucket.newest_at_ms if in_bucket else 0)
-    if in_bucket is not None:
-        lines.append(("restorable", f"from {moment(in_bucket.oldest_at_ms)} to {moment(newest)}"))
-    elif unreachable:
-        lines.append(("restorable", f"to {moment(newest)}; the bucket could not be asked: {unreachable}"))
-    else:
-        lines.append(("restorable", f"to {moment(newest)}"))
-    if status.puts:
-        lines += [
-            ("uploaded", f"{count_of(status.puts, 'object')}, {size(status.put_bytes)} since the store was opened"),
-            (
-                "per hour",
-                f"{count_of(round(status.puts_per_hour), 'request')}, {size(round(status.put_bytes_per_hour))}",
-            ),
-            (
-                "per month",
-                f"about {count_of(status.puts_per_month, 'request')} (US$ {status.dollars_per_month:.2f} at the list price of "
-                f"S3), {size(status.put_bytes_per_month)}",
-            ),
-        ]
-    lines.append(("last error", status.last_error or "none"))
-    lines.append(("last drill", drill_text(status.last_drill, now)))
-    return lines
-
-
-def _ago(at_ms: int, now_ms: int) -> str:
-    return f"{moment(at_ms)} ({span(now_ms - at_ms)} ago)" if at_ms else "never"
-
-
-def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
-    """Format a drill in one line."""
-    if drill is None:
-        return "never: run `quire archive drill`"
-    result = "passed" if drill.is_good else f"FAILED with {count_of(len(drill.problems), 'difference')}"
-    return f"{_ago(drill.at_ms, now_ms)}: {result}, restored in {drill.restore_seconds:.1f} s"
+        return store.info().archive, False
 
 
 # ── drill ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -271,9 +227,7 @@ def drill(cli: Cli) -> CliResult:
     """
     with cli.owner() as store:
         if store.archive is None:
-            raise Conflict(
-                "archiving is off: there is nothing to restore", hint="run `quire archive on`", path=store.path
-            )
+            raise _off(store.path)
         record = store.archive.drill()
     outcome = "equal" if record.is_good else f"{count_of(len(record.problems), 'difference')}"
     lines = [
@@ -288,98 +242,24 @@ def drill(cli: Cli) -> CliResult:
     return CliResult(Facts(lines=lines, data=data), OK if record.is_good else PROBLEMS)
 
 
-# ── restore-store ─────────────────────────────────────────────────────────────────────────────────────────────────────
-@command("restore-store", example="quire restore-store s3://my-bucket/shop ./shop --takeover")
-def restore_store(
-    cli: Cli,
-    url: Annotated[str, Argument(metavar="URL", help="The store's bucket: a path, s3://…, gs://…, az://…")],
-    directory: Annotated[
-        str, Argument(metavar="[DIR]", help="A new directory for the store.", show_default="default: --store")
-    ] = "",
-    at: Moment = "",
-    store_id: StoreId = "",
-    takeover: Annotated[bool, Option("--takeover", help="Make DIR the owner, and fence the previous one.")] = False,
-    endpoint: Endpoint = "",
-    region: Region = "",
-    allow_http: AllowHttp = False,
-) -> Report:
-    """Restore a whole store from its bucket.
+@command("base", archive, example="quire archive base")
+def base(cli: Cli) -> Note:
+    """Upload the whole store to the archive again.
 
-    DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
-    --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
-    from the environment (AWS_*, GOOGLE_*, AZURE_*).
+    After a drill has failed, or objects were lost from the bucket: the next restore reads the new copy alone. Earlier moments
+    are not repaired. Chunks that a checkpoint has uploaded are not part of it; `quire verify` reads those.
     """
-    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
-    reached.check("--endpoint")
-    at_ms = parse_moment(at, "--at", now_ms=CLOCK.now_ms()) if at else None
-    restored = restoring.restore(
-        url,
-        directory or cli.path,
-        at_ms=at_ms,
-        store_id=store_id,
-        options=options_of(reached, "objects"),
-        takeover=takeover,
-        progress=_show_progress if on_terminal() else None,
-    )
-    with StoreReader(restored.path) as store:
-        info = store.info()
-        mode = info.archive.mode if info.archive is not None else "off"
-    databases = ", ".join(f"{count:,} {kind}" for kind, count in info.databases.items() if count) or "no databases"
-    step = _next_step(restored, takeover=takeover, past=bool(at))
-    lost = _lost_text(restored, mode, past=bool(at))
-    facts = Facts(
-        lines=[
-            ("store", f"{restored.store_id}: {databases}"),
-            ("restored", f"the state of {moment(restored.at_ms)} into {restored.path}"),
-            ("lost", lost),
-            ("read", f"{count_of(restored.objects, 'object')}, {size(restored.bytes)}; {_left_text(restored)}"),
-            ("took", f"{restored.seconds:.1f} s"),
-        ],
-        data=None,
-    )
-    data = {
-        **plain(restored),
-        "taken_over": takeover,
-        "mode": mode,
-        "databases": info.databases,
-        "lost": lost,
-        "next": step,
-    }
-    return Report(parts=[facts, Note(text=f"next: {step}", data=None)], data=data)
+    with cli.owner() as store:
+        if store.archive is None:
+            raise _off(store.path)
+        store.archive.base()
+        status = store.archive.status()
+    text = f"uploaded the whole store again; it can be restored to {moment(status.restorable_at_ms)}"
+    return Note(text=text, data={"restorable_at_ms": status.restorable_at_ms})
 
 
-def _left_text(restored: Restored) -> str:
-    remote = count_of(restored.remote_files, "large file")
-    return f"{count_of(restored.files, 'file')} written, {remote} left in the bucket"
-
-
-def _lost_text(restored: Restored, mode: str, *, past: bool) -> str:
-    if restored.is_backup:
-        return f"changes after the backup of {moment(restored.at_ms)}"
-    if past:
-        return f"nothing was removed: changes after {moment(restored.at_ms)} are still in the archive"
-    if restored.newest != restored.position:
-        behind = restored.newest.number - restored.position.number
-        return f"{count_of(behind, 'object')} behind this state: their base was never completed"
-    if mode == "sync":
-        return "no acknowledged change"
-    return f"changes after {moment(restored.at_ms)} that had not been uploaded; the bucket cannot show whether there were any"
-
-
-def _next_step(restored: Restored, *, takeover: bool, past: bool) -> str:
-    if restored.is_backup:
-        return f"`quire verify --store {restored.path}` reads every byte; the store can be written"
-    where = "" if restored.path == os.getcwd() else f" --store {restored.path}"
-    if takeover:
-        return f"`quire serve{where}`, or open it: it is the owner now"
-    discard = " --discard" if past else ""
-    return f"`quire ls{where}` reads it; `quire takeover{discard}{where}` makes it the owner, which writes"
-
-
-def _show_progress(step: str, done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\r{step}: {done:,} of {total:,} objects{end}")
-    sys.stderr.flush()
+def _off(path: str) -> Conflict:
+    return Conflict("archiving is off: nothing is in the bucket", hint="run `quire archive on`", path=path)
 
 
 # ── abandoned epochs ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -393,20 +273,31 @@ def abandoned(
 ) -> Listing | Note:
     """List owner epochs that the store's history does not contain, or delete one of them.
 
-    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`). They are never deleted
-    automatically, and can be restored until you delete them.
+    They are left by a takeover that went back to an earlier moment (`quire takeover --discard`): whole epochs, and the end of
+    the epoch that was restored. Whole epochs are never deleted automatically; the end of one leaves with the window. The
+    command in the last column restores one. Objects that it shares with the newest owner's history are kept while the window
+    reaches back to the takeover.
     """
     if not remove:
         root = os.path.abspath(cli.path)
         with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
             known = abandoned_epochs(bucket, txn.store_id())
+            url = bucket.url
         rows = [
             ListingRow(
-                [str(left.owner_epoch), str(left.objects), size(left.size_bytes), moment(left.ended_at_ms)], left
+                [
+                    str(left.owner_epoch),
+                    "all" if left.after is None else f"after {left.after}",
+                    str(left.objects),
+                    size(left.size_bytes),
+                    moment(left.ended_at_ms),
+                    f"quire restore-store {url} DIR --epoch {left.owner_epoch}",
+                ],
+                left,
             )
             for left in known
         ]
-        columns = [">epoch", ">objects", ">size", "archived until"]
+        columns = [">epoch", "abandoned", ">objects", ">size", "archived until", "restore it with"]
         return Listing(columns=columns, rows=rows, empty="no abandoned owner epochs")
     if not yes:
         question = f"delete everything that owner epoch {remove} has in the bucket? It cannot be restored afterwards."
@@ -423,9 +314,12 @@ def audit(
     url: Annotated[
         str, Argument(metavar="[URL]", help="The bucket, if the store's directory is lost.", show_default="the store's")
     ] = "",
-    store_id: Annotated[str, Option(metavar="ID", help="Which store, if several share the bucket.")] = "",
+    store_id: StoreId = "",
     report: Annotated[str, Option(metavar="FILE", help="Write the differences to a Parquet file.")] = "",
     runner: Runner = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
 ) -> CliResult:
     """Read the whole archive and check that every moment in it can be restored.
 
@@ -436,16 +330,23 @@ def audit(
     from quire.store.heavy import audit_bucket  # here: it loads the runners, which other archive commands do not need
 
     need_runner(runner)
-    if url:
-        result = audit_bucket(url, store_id=store_id, runner=runner, progress=_PercentRead())
-    else:
+    options = options_given(endpoint, region, allow_http)
+    if not url or _is_own_bucket(cli, url):
         with cli.reader() as manifest, manifest.read() as txn:
-            place = objects_url(cli.path, cli.settings())
-            store_id, options = store_id or txn.store_id(), object_access.options_of(txn, cli.settings(), place)
-        result = audit_bucket(place, store_id=store_id, options=options, runner=runner, progress=_PercentRead())
+            url = objects_url(cli.path, cli.settings())
+            store_id, options = store_id or txn.store_id(), options or place_options(txn, cli.settings(), url)
+    result = audit_bucket(url, store_id=store_id, options=options, runner=runner, progress=_PercentRead())
     if report:
         write_report(report, [*result.problems, *result.orphans])
     return _audit_verdict(result)
+
+
+def _is_own_bucket(cli: Cli, url: str) -> bool:
+    """Return whether a URL is that of the bucket of the store at hand, whose quire.toml then says how it is reached."""
+    root = os.path.abspath(cli.path)
+    if directory_state(OsDisk(), root) is not DirectoryState.STORE:
+        return False
+    return place_of(root, url) == place_of(root, cli.settings().object_store)
 
 
 class _PercentRead:

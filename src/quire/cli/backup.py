@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 from quire.cli.declarations import Argument, Option, command
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import Bars
-from quire.cli.lookup import Moment, StoreId
+from quire.cli.lookup import AllowHttp, Endpoint, Moment, Region, StoreId, moment_given, options_given
 from quire.cli.output import Note
-from quire.core.clock import SystemClock
-from quire.core.time_parsing import parse_moment
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -26,6 +24,9 @@ def backup(
         str,
         Option("--since", metavar="PREVIOUS", help="An earlier backup elsewhere: what it has is not copied again."),
     ] = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
 ) -> Note:
     """Back up the store while it is in use.
 
@@ -34,14 +35,17 @@ def backup(
     """
     with cli.owner() as store, Bars() as bars:
         done = store.backup(
-            target, since=since, progress=lambda step, count, total: bars.update(step, step, count, total)
+            target,
+            since=since,
+            options=options_given(endpoint, region, allow_http),
+            progress=lambda step, count, total: bars.update(step, step, count, total),
         )
     text = (
         f"backed up {store.path} to {done.target} as of {moment(done.at_ms)}: "
-        f"copied {count_of(done.copied, 'object')}, {size(done.copied_bytes)}"
+        f"wrote {size(done.copied_bytes)}, the store's state and {count_of(done.copied, 'object')}"
     )
     if done.present:
-        text += f"; {done.present:,} already there"
+        text += f"; {count_of(done.present, 'object')} already there"
     return Note(text=text, data=done)
 
 
@@ -53,6 +57,9 @@ def restore_db(
     at: Moment = "",
     new: Annotated[str, Option("--as", metavar="NEW", help="Its name in this store.", show_default="NAME")] = "",
     store_id: StoreId = "",
+    endpoint: Endpoint = "",
+    region: Region = "",
+    allow_http: AllowHttp = False,
 ) -> Note:
     """Copy one database out of an archive or backup.
 
@@ -61,7 +68,7 @@ def restore_db(
     The archive is restored to a temporary directory and stays unchanged. The database appears under its new name when it is
     complete and has been compared with the archive. Its snapshots are not copied; records of a stream get new ids and times.
     """
-    at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
+    at_ms = moment_given(at)
     with cli.owner() as store, Bars() as bars:
         done = store.restore_db(
             url,
@@ -69,6 +76,7 @@ def restore_db(
             new=new,
             at_ms=at_ms,
             store_id=store_id,
+            options=options_given(endpoint, region, allow_http),
             progress=lambda step, count, total: bars.update(step, step, count, total),
         )
     items = {"PAGES": "page", "STREAM": "record", "LSM": "pair"}[done.kind.name]

@@ -86,18 +86,17 @@ class Cli(msgspec.Struct, frozen=True):
             moved=moved,
             settings=settings,
         )
-        if (
-            store.archive is not None
-        ):  # opening sends no request to the bucket, so a takeover may only be noticed by the last upload
+        if store.archive is not None:
+            # Opening sends no request to the bucket, so a takeover may only be noticed by the last upload.
             store.after_close = store.archive.require_ours
         return store
 
-    def readable(self) -> Store:
+    def readable(self, *, upkeep: bool = False) -> Store:
         """Open the store for a command that only reads: as its owner if possible, else alongside the owner. A standby, a
         restored directory and a fenced owner are only read. Raises `StoreLocked` if an owner listens: it then runs the command
         (K8)."""
         try:
-            store = self.owner()
+            store = self.owner(upkeep=upkeep)
             store.after_close = None  # what was read is valid even if the store was taken over
             return store
         except StoreFenced:
@@ -131,8 +130,16 @@ class Cli(msgspec.Struct, frozen=True):
         return find_owner(self.path)
 
 
-def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[str, Any], *, debug: bool) -> int:
-    """Run a command, show its result or error, and return its exit code."""
+def perform(
+    body: Callable[..., Shown | CliResult],
+    cli: Cli,
+    arguments: dict[str, Any],
+    run_at_owner: Callable[[StoreLocked], int],
+    *,
+    debug: bool,
+) -> int:
+    """Run a command, show its result or error, and return its exit code. `run_at_owner` has the process that owns the store run
+    it instead."""
     output = output_for(cli.as_json)
     try:
         if style := os.environ.get("QUIRE_LOG"):
@@ -144,9 +151,7 @@ def perform(body: Callable[..., Shown | CliResult], cli: Cli, arguments: dict[st
                 output.show(result.shown)
             return result.code
         except StoreLocked as locked:
-            from quire.cli.remote import run_at_owner
-
-            return run_at_owner(body, cli, arguments, locked)
+            return run_at_owner(locked)
     except BrokenPipeError:
         return pipe_closed()
     except SystemExit as end:

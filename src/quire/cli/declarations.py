@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 
@@ -75,6 +75,14 @@ class Number(click.ParamType[Any]):
         return number
 
 
+class Perform(Protocol):
+    """Runs the function of a command, shows its result, and returns the exit code."""
+
+    def __call__(
+        self, body: Callable[..., Any], store: str, arguments: dict[str, Any], *, as_json: bool, debug: bool
+    ) -> int: ...
+
+
 class CliCommand(click.Command):
     """A declared function as a click command."""
 
@@ -93,10 +101,9 @@ class CliCommand(click.Command):
         self.example = example
 
     def _run(self, store: str, as_json: bool, debug: bool, **arguments: Any) -> int:
-        from quire.cli.command import Cli, perform  # here: it loads the manifest, which help does not need
-
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-        return perform(self.body, Cli(store or HERE, as_json), given, debug=debug)
+        perform: Perform = click.get_current_context().obj
+        return perform(self.body, store or HERE, given, as_json=as_json, debug=debug)
 
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
         """Return the whole first sentence, uncut."""
@@ -116,6 +123,14 @@ class Group(click.Group):
         """Return the names of the commands in order of declaration, single commands first."""
         return sorted(self.commands, key=lambda name: isinstance(self.commands[name], click.Group))
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example of the group, or else that of its first command."""
+        commands = (self.commands[name] for name in self.list_commands(ctx) if name in self.commands)
+        first = next((command for command in commands if isinstance(command, CliCommand)), None)
+        if self.epilog is None and first is not None:
+            self.epilog = f"Example: {first.example}"
+        super().format_epilog(ctx, formatter)
+
     def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - click's signature
         """Return the whole text, uncut."""
         return self.help or ""
@@ -132,10 +147,10 @@ def command(name: str, group: Group | None = None, *, example: str, store: str =
     return register
 
 
-def run_program(program: click.Group, arguments: Sequence[str]) -> int:
-    """Run the program on a command line and return the exit code."""
+def run_program(program: click.Group, arguments: Sequence[str], perform: Perform) -> int:
+    """Run the program on a command line and return the exit code. `perform` runs the command that the line selects."""
     try:
-        with program.make_context("quire", list(arguments)) as context:
+        with program.make_context("quire", list(arguments), obj=perform) as context:
             code = program.invoke(context)
     except click.exceptions.Exit as end:
         return end.exit_code

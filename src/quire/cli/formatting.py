@@ -18,6 +18,7 @@ from quire.core.json_values import plain
 from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
+    from quire.archive.status import DrillRecord
     from quire.manifest.slots import Chain
     from quire.service.values import MirrorStatus
 
@@ -146,13 +147,18 @@ def count_of(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+KIND_WORDS = {"pages": "page database", "stream": "stream", "lsm": "key-value set"}
+"""Kind → what users call a database of it."""
+
+
 def behind_text(status: MirrorStatus) -> str:
     """Format what the target of a mirror lacks, and for how long; empty if it is up to date."""
     behind = [
         *([f"{count_of(status.changed, 'database')} changed"] if status.changed else []),
         *([f"{status.dropped:,} dropped"] if status.dropped else []),
     ]
-    return f"{', '.join(behind)}, for at most {span(int(status.lag_seconds * 1000))}" if behind else ""
+    lag = f" in the last {span(int(status.lag_seconds * 1000))}" if status.lag_seconds >= 1 else ""
+    return f"{', '.join(behind)}{lag}" if behind else ""
 
 
 def tags_text(tags: dict[str, str]) -> str:
@@ -167,3 +173,16 @@ def article(word: str) -> str:
     ('a pages', 'an lsm')
     """
     return f"an {word}" if word == "lsm" or word[0] in "aeio" else f"a {word}"
+
+
+def ago_text(at_ms: int, now_ms: int) -> str:
+    """Format a moment with its age; 0 is never."""
+    return f"{moment(at_ms)} ({span(now_ms - at_ms)} ago)" if at_ms else "never"
+
+
+def drill_text(drill: DrillRecord | None, now_ms: int) -> str:
+    """Format a drill in one line."""
+    if drill is None:
+        return "never: run `quire archive drill`"
+    result = "passed" if drill.is_good else f"FAILED with {count_of(len(drill.problems), 'problem')}"
+    return f"{ago_text(drill.at_ms, now_ms)}: {result}, restored in {drill.restore_seconds:.1f} s"

@@ -12,6 +12,7 @@ Rules
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -214,7 +215,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
         pending = (txn.job(job_id) for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, JobState.PENDING))
         jobs_due = sum(job is not None and job.not_before_ms <= now for job in pending)
         kept = sorted((row.since_ms, row.name, row.db_id) for _, row in retired_objects(txn))
-        names |= txn.database_names(db_id for _, _, db_id in (kept[:limit] if limit else kept))
+        names |= txn.database_names({db_id for _, _, db_id in kept})
     going = _retention(manifest)
     table = Listing(
         columns=["artifact", ">size", "unreferenced", "deleted"],
@@ -229,7 +230,7 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
             ("later", str(Amount(total.artifacts - due.artifacts, total.size_bytes - due.size_bytes))),
             ("retention", _going(going)),
             ("jobs", f"{jobs_due:,} due"),
-            ("kept for the archive", _kept(kept, now)),
+            ("kept for the archive", _kept(kept, names, now)),
         ],
         data=None,
     )  # fmt: skip
@@ -252,11 +253,14 @@ def _outlook(manifest: ManifestStore, grace_ms: int, limit: int) -> Report:
     return Report(parts=[table, facts], data=data)
 
 
-def _kept(kept: list[tuple[int, str, int]], now: int) -> str:
-    """Describe the retired objects, which are deleted when no archived moment needs them."""
+def _kept(kept: list[tuple[int, str, int]], names: dict[int, str], now: int) -> str:
+    """Describe the retired objects: of which databases, and that archived moments and clones need them."""
     if not kept:
         return "nothing"
-    return f"{count_of(len(kept), 'object')}, retired since {span(now - kept[0][0])} ago ({moment(kept[0][0])})"
+    most = Counter(db_id for _, _, db_id in kept).most_common(NAMED_MAX)
+    databases = ", ".join(f"{number:,} of {names.get(db_id) or 'dropped databases'}" for db_id, number in most)
+    since = f"the first retired {span(now - kept[0][0])} ago ({moment(kept[0][0])})"
+    return f"{count_of(len(kept), 'object')} that moments of the window or clones need: {databases}; {since}"
 
 
 def _retention(manifest: ManifestStore) -> dict[str, int]:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import quire
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.lookup import AllowHttp, Endpoint, Region
+from quire.cli.lookup import AllowHttp, Endpoint, Region, objects_given
 from quire.cli.output import Note
-from quire.core.settings import ObjectSettings, StoreSettings
+from quire.core.settings import StoreSettings
 from quire.durable.files import OsDisk
 from quire.objects.open import open_store
 from quire.objects.options import options_of
@@ -47,8 +47,7 @@ def init(
     --region and --allow-http are written.
     """
     target = path or cli.path
-    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
-    reached.check("--endpoint")
+    reached = objects_given(endpoint, region, allow_http)
     if object_store:
         check_url(object_store)
         # raises on a URL or options that cannot work, before anything is created

@@ -117,15 +117,16 @@ def summary(job: Job, now: int) -> str:
 def result_text(result: Any) -> str:
     """Format the result of a job, without values that are zero or empty.
 
-    >>> result_text({"slots": 3, "left": 0, "bytes": 12_288, "complete": True}), result_text({"complete": False})
-    ('slots 3, bytes 12.0 KiB, complete', 'not complete')
+    >>> result_text({"slots": 3, "left": 0, "freed_bytes": 12_288, "full": False}), result_text({"complete": False})
+    ('slots 3, freed 12.0 KiB', 'not complete')
     """
     if not isinstance(result, dict):
         return in_words(result)
     telling = {
         key: value
         for key, value in result.items()
-        if value is False or (value not in (0, "", []) and not isinstance(value, dict))  # nested values: only in JSON
+        # Nested values are only in JSON. Of what is false, only that a job is not complete says something.
+        if (value is False and key == "complete") or (value not in (0, "", []) and not isinstance(value, dict))
     } or result
     return ", ".join(_answered(key.replace("_", " "), value) for key, value in telling.items())
 
@@ -134,7 +135,7 @@ def _answered(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else f"not {name}"
     if isinstance(value, int):
-        return f"{name} {size(value) if name.endswith('bytes') else f'{value:,}'}"
+        return f"{name.removesuffix(' bytes')} {size(value) if name.endswith('bytes') else f'{value:,}'}"
     return f"{name} {in_words(value)}"
 
 

@@ -10,6 +10,7 @@ Rules
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -20,7 +21,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, size
 from quire.cli.job_progress import failure_of
-from quire.cli.lookup import Database, Runner, Yes, need_runner
+from quire.cli.lookup import Database, Runner, Yes, need_runner, suggesting_create
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
@@ -74,7 +75,7 @@ def put(
 ) -> Note:
     """Set the value of a key."""
     name, content = _given(key, hex_), _given(value, hex_)
-    with cli.owner() as store:
+    with cli.owner() as store, suggesting_create():
         lsn = store.kv(database, create=create).write({name: content})
     return Note(text=f"put {key or 'the empty key'} in {database}", data={"key": name, "lsn": lsn})
 
@@ -103,6 +104,8 @@ def scan(
     if prefix and (low or high):
         raise InvalidInput("a scan takes a prefix or a range, not both", hint="use --prefix, or --from and --to")
 
+    left: list[bytes] = []
+
     def rows() -> Iterator[ListingRow]:
         with cli.readable() as store:
             pairs = store.kv(database).scan(
@@ -111,10 +114,21 @@ def scan(
                 high=_given(high, hex_) if high else None,
                 reverse=reverse,
             )
+            key = b""
             for key, value in islice(pairs, limit or None):
                 yield ListingRow([_shown(key, hex_), _shown(value, hex_)], {"key": key, "value": value})
+            # `--from` includes its key, so a scan continues at the next one; `--to`, for one in descending order, excludes it.
+            left.extend(key if reverse else following for following, _ in islice(pairs, 1))
 
-    return Listing(columns=["key", "value"], rows=rows(), empty="no matching keys")
+    def closing() -> str:
+        if not left:
+            return ""
+        text = _shown(left[0], hex_)
+        option = f"`{'--to' if reverse else '--from'} {shlex.quote(text)}` continues, "
+        can_continue = not prefix and _given(text, hex_) == left[0]  # bytes that are not text need `--hex`
+        return f"there are more: {option if can_continue else ''}`--limit 0` lists all"
+
+    return Listing(columns=["key", "value"], rows=rows(), empty="no matching keys", closing=closing)
 
 
 # ── maintenance ───────────────────────────────────────────────────────────────────────────────────────────────────────

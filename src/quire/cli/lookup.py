@@ -12,6 +12,7 @@ Raises `UnknownDatabase`, `UnknownSnapshot`, `InvalidInput`, `InvalidName`, `Wro
 from __future__ import annotations
 
 import shlex
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import msgspec
@@ -22,12 +23,14 @@ from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, InvalidName, UnknownDatabase, UnknownSnapshot, WrongKind
 from quire.core.ids import U32_MAX, Epoch
 from quire.core.logs import configure
-from quire.core.time_parsing import parse_version
+from quire.core.settings import ObjectSettings
+from quire.core.time_parsing import parse_version, requested_moment
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind, WalState
+from quire.objects.options import StoreOptions, options_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from datetime import datetime
 
     from quire.manifest.reads import ReadTxn
@@ -58,9 +61,38 @@ Region = Annotated[
 ]
 AllowHttp = Annotated[bool, Option("--allow-http", help="Allow plain HTTP to the endpoint.")]
 
+
+def objects_given(endpoint: str, region: str, allow_http: bool) -> ObjectSettings:
+    """Return how to reach a bucket according to these options, checked."""
+    given = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
+    given.check_endpoint("`--endpoint`", allow="add `--allow-http`")
+    return given
+
+
+def options_given(endpoint: str, region: str, allow_http: bool) -> StoreOptions | None:
+    """Return the options for a bucket, `None` if none were given: then those of the store's quire.toml apply, if any."""
+    given = objects_given(endpoint, region, allow_http)
+    return options_of(given, "objects") if given != ObjectSettings() else None
+
+
+def moment_given(at: str) -> int | None:
+    """Return the moment that `--at` names, `None` if it was not given. One in the future is refused."""
+    return requested_moment(at or None, now_ms=SystemClock().now_ms(), what="--at")
+
+
 At = Annotated[str, Option("--at", metavar="VERSION", help="A snapshot, an epoch or a time.", show_default="now")]
 Moment = Annotated[
     str, Option("--at", metavar="WHEN", help="An age (90s, 15m, 2h) or a date in UTC.", show_default="the newest")
+]
+OwnerEpoch = Annotated[
+    int,
+    Option(
+        "--epoch",
+        metavar="N",
+        min=0,
+        help="An owner epoch, also one that was abandoned.",
+        show_default="the newest owner's",
+    ),
 ]
 StoreId = Annotated[str, Option("--store-id", metavar="ID", help="The store, where several share the bucket.")]
 Runner = Annotated[
@@ -68,14 +100,15 @@ Runner = Annotated[
 ]
 DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
 # Parameters that select a page of a list of databases: the fields of `DatabaseFilter`.
-Prefix = Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix.")]
-Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages, stream or lsm.")]
+Prefix = Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix, or like `'tenant-*'`.")]
+Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages (or sqlite), stream, lsm (or kv).")]
 Tag = Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")]
 Sort = Annotated[
     str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")
 ]
 Limit = Annotated[
-    int, Option("--limit", "-n", help="Maximum number of rows; 0 for all.", show_default="1000, with --json all")
+    int | None,
+    Option("--limit", "-n", min=0, help="Maximum number of rows; 0 for all.", show_default="1000, with --json all"),
 ]
 After = Annotated[str, Option("--after", metavar="NAME", help="Start after this name.")]
 Log = Annotated[
@@ -96,9 +129,9 @@ class AboutDatabase(Protocol):
     def db_id(self) -> int: ...
 
 
-def limit_of(limit: int, *, as_json: bool) -> int:
+def limit_of(limit: int | None, *, as_json: bool) -> int:
     """Return the maximum number of databases to list, 0 for all."""
-    return limit if limit >= 0 else 0 if as_json else LISTED
+    return limit if limit is not None else 0 if as_json else LISTED
 
 
 def more_text(last: str, sort: str) -> str:
@@ -127,6 +160,16 @@ def snapshot_named(where: ManifestStore | Store | Client, database: str, text: s
                 pass
     hint = f"`quire snapshot ls {shlex.quote(database)}` lists them"
     raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=text)
+
+
+@contextmanager
+def suggesting_create() -> Iterator[None]:
+    """Add to the error of an unknown database that `--create` would create it."""
+    try:
+        yield
+    except UnknownDatabase as error:
+        error.hint = f"add `--create` to create it; {error.hint}"
+        raise
 
 
 def need_no_number(name: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -17,6 +18,7 @@ from click.shell_completion import CompletionItem
 from quire.cli.declarations import COMPLETING, REGISTERED, Group, run_program
 from quire.cli.errors import INTERRUPTED
 from quire.cli.output import output_for, pipe_closed, report_error, unwritable
+from quire.core.errors import StoreLocked
 from quire.core.packages import installed_version
 
 GARBAGE_ALLOCATIONS = 50_000
@@ -47,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("stats", "Show the rolling metrics kept in the manifest."),
     "gc": ("gc", "Run one round of maintenance now and show what it did."),
     "audit": ("audit", "Show the history of databases: snapshots, forks, deletions."),
-    "restore-store": ("archive", "Restore a whole store from its bucket."),
+    "restore-store": ("restore_store", "Restore a whole store from its bucket."),
     "standby": ("standby", "Keep a directory up to date with a store's archive."),
     "promote": ("standby", "Make a standby the owner of its store."),
     "clone": ("standby", "Create a new store from the current or an earlier state of another one."),
@@ -75,6 +77,19 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 }
 """First word of a command → its module and its line in `quire --help`, in this order. The line is the help of a group, and must
 equal the first sentence of a single command's help (a test compares them)."""
+
+
+SECTIONS: Mapping[str, str] = {
+    "Databases": "init ls info create drop undrop rename tree db",
+    "Contents": "sqlite kv stream",
+    "Versions": "snapshot fork rollback retention",
+    "Space and upkeep": "why stats gc checkpoint merge evict hydrate jobs metrics audit",
+    "Recovery": "backup restore restore-db archive restore-store standby promote clone clones takeover",
+    "Checks and repair": "doctor verify manifest quarantine",
+    "Other programs": "serve token feed mirror objects namespace",
+    "Learning": "tour completion",
+}
+"""Heading in `quire --help` → its commands. Each command has one heading (a test compares them)."""
 
 
 class Program(Group):
@@ -112,8 +127,9 @@ class Program(Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 - click's signature
         """Write the list of commands, without loading them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(word, line) for word, (_, line) in COMMANDS.items()])
+        for heading, words in SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(word, COMMANDS[word][1]) for word in words.split()])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """Return the commands and options with this prefix, without loading commands."""
@@ -149,7 +165,7 @@ def run(arguments: Sequence[str]) -> int:
             from quire.cli.candidates import answer  # here: it loads the manifest, which help does not need
 
             return answer(Program(), instruction)
-        code = run_program(Program(), arguments)
+        code = run_program(Program(), arguments, perform_command)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -158,6 +174,22 @@ def run(arguments: Sequence[str]) -> int:
         return report_error(output_for("--json" in arguments), unwritable(error))
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def perform_command(
+    body: Callable[..., Any], store: str, arguments: dict[str, Any], *, as_json: bool, debug: bool
+) -> int:
+    """Run the function of a command; see `declarations.Perform`."""
+    from quire.cli.command import Cli, perform  # here: it loads the manifest, which help does not need
+
+    cli = Cli(store, as_json)
+
+    def run_at_owner(locked: StoreLocked) -> int:
+        from quire.cli import remote  # here: it loads sockets and Arrow, and few commands meet an owner
+
+        return remote.run_at_owner(body, cli, arguments, locked)
+
+    return perform(body, cli, arguments, run_at_owner, debug=debug)
 
 
 def _replace_closed_streams() -> None:

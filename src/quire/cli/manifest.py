@@ -82,7 +82,7 @@ def check(
     stuck = sum(problem.fix is None for problem in damage)
     if stuck == len(damage) or (stuck and not partial):
         return _verdict(before, advice=f"Nothing was changed.\n{_advice(cli, damage)}")
-    left = _mend(cli)
+    left = _repair(cli)
     remaining = {_line(problem) for problem in left}
     mended = [problem for problem in damage if _line(problem) not in remaining]
     return _verdict(left, mended=() if cli.as_json else mended, repairs=len(mended), advice=_advice(cli, left))
@@ -115,7 +115,7 @@ def _problems(manifest: ManifestStore) -> list[Problem]:
     return problems
 
 
-def _mend(cli: Cli) -> list[Problem]:
+def _repair(cli: Cli) -> list[Problem]:
     """Repair what can be repaired and return the remaining problems."""
     try:
         with _without_repair_warnings(), cli.owner(repair=True) as store:

@@ -6,13 +6,14 @@ a second old.
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import behind_text, count_of, moment, size
 from quire.cli.job_progress import JobSession
 from quire.cli.lookup import Runner, Yes, need_runner, tags_of
-from quire.cli.output import Facts, Listing, ListingRow, Note
+from quire.cli.output import Facts, Listing, ListingRow, Note, Report
 from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput
@@ -34,18 +35,24 @@ def create(
     cli: Cli,
     name: Name,
     databases: Annotated[
-        list[str] | None, Option("--databases", metavar="PATTERN", help="Databases to follow; repeatable.")
+        list[str] | None,
+        Option(
+            "--databases",
+            metavar="PATTERN",
+            help="Databases to follow, as patterns separated by commas; repeatable.  [required]",
+        ),
     ] = None,
-    table: Annotated[str, Option("--table", metavar="TABLE", help="The table to mirror.")] = "",
+    table: Annotated[str, Option("--table", metavar="TABLE", help="The table to mirror.  [required]")] = "",
     to: Annotated[
-        str, Option("--to", metavar="TARGET", help="delta:URL, iceberg:CATALOG.NAMESPACE.TABLE or parquet:URL.")
+        str,
+        Option("--to", metavar="TARGET", help="delta:URL, iceberg:CATALOG.NAMESPACE.TABLE or parquet:URL.  [required]"),
     ] = "",
     every: Annotated[str, Option("--every", metavar="15m", help="How often the owner runs it.")] = "",
     option: Annotated[
         list[str] | None,
         Option("--option", metavar="KEY=VALUE", help="An option of the mirror or its target; repeatable."),
     ] = None,
-) -> Facts:
+) -> Report:
     """Define a lakehouse table that follows a table of many databases.
 
     Nothing is written before its first run. Databases that match later are followed as well.
@@ -56,7 +63,10 @@ def create(
     seconds = parse_duration(every, "--every") if every else 0
     options = tags_of(option or [], what="option")
     with cli.owner() as store:
-        return _facts(store.mirrors.create(name, databases, table, to, every_seconds=seconds, options=options))
+        facts = _facts(store.mirrors.create(name, databases, table, to, every_seconds=seconds, options=options))
+    when = "the owner runs it on its schedule, or " if every else ""
+    loads = Note(text=f"{when}`quire mirror run {shlex.quote(name)}` loads it", data=None)
+    return Report(parts=[facts, loads], data=facts.data)
 
 
 @command("run", group, example="quire mirror run lake")

@@ -67,8 +67,8 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     rows: Iterable[ListingRow]
     empty: str = ""
     """Text to show instead of an empty table."""
-    closing: str = ""
-    """Lines after the table; not in JSON."""
+    closing: str | Callable[[], str] = ""
+    """Lines after the table, or what returns them once all rows were read; not in JSON."""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,9 +253,9 @@ def _listing(listing: Listing, style: TerminalStyle) -> Iterator[str]:
         for row in cells:
             yield from lines_of(row, layout)
         step = list(islice(rows, STEP_ROWS))
-    if listing.closing:
+    if closing := listing.closing if isinstance(listing.closing, str) else listing.closing():
         yield ""
-        for line in listing.closing.splitlines():
+        for line in closing.splitlines():
             yield from wrapped(visible(line), style.width)
 
 

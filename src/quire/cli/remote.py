@@ -57,7 +57,7 @@ FUNCTIONS: Mapping[str, tuple[str, ...]] = {
     "sqlite": ("import_", "export", "follow", "unfollow"),
     "manifest_log": ("bundle", "mode"),
     "stats": ("stats",),
-    "archive": ("drill",),
+    "archive": ("drill", "base"),
     "backup": ("backup", "restore_db"),
 }
 """Module → its functions that the owner runs (rule 1)."""

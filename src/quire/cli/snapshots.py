@@ -209,8 +209,8 @@ def drop(
         with store.manifest.read() as txn:
             share = snapshots_share(txn, info.db_id, [info.snapshot_id])
         if not yes:
-            unless = "" if now else ", unless it is brought back"
-            question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}{unless}?"
+            back = "" if now else " (it can be brought back for a day)"
+            question = f"drop snapshot {title_of(info)} of {database}, {share_clause(share)}{back}?"
             confirm(question, "nothing was dropped", {"dropped": None, "until_ms": None, "share": None})
         store.drop_snapshot(info.db_id, info.snapshot_id, undoable=not now)
         left = next(
@@ -348,7 +348,7 @@ def _summary(
 ) -> list[tuple[str, str]]:
     lines = [("before", first.text), ("after", second.text)]
     if difference.same:
-        return [*lines, ("differs", "nothing: both are the same version")]
+        return [*lines, ("differences", "none: both are the same version")]
     chunks = [
         f"{len(keys):,} only {where} ({size(bytes_)})"
         for keys, where, bytes_ in ((difference.removed, "before", removed), (difference.added, "after", added))
@@ -428,7 +428,7 @@ def share_words(share: ExclusiveShare) -> str:
 def share_clause(share: ExclusiveShare, holders: int = 1) -> str:
     """Format what dropping `holders` snapshots deletes, as the end of a question."""
     if not share.artifacts:
-        return "which holds nothing exclusively" if holders == 1 else "which hold nothing exclusively"
+        return f"which {'shares all its' if holders == 1 else 'share all their'} chunks and segments"
     return f"and delete {share_words(share)} that only {'it holds' if holders == 1 else 'they hold'}"
 
 

@@ -1,18 +1,18 @@
 """Commands about SQLite databases: import, export, follow and shell.
 
 Rules
-  1. Each needs the owner: versions appear and disappear while they are read. A shell alongside another owner sends its SQL to
-     the owner's server, or reads what the owner has published.
+  1. Import and follow need the owner. A shell alongside another owner sends its SQL to the owner's server, or reads what the
+     owner has published. Shell and export also read a directory that is not the owner: a standby, a restore, a fenced one.
   2. Progress is shown on stderr, only on a terminal, and removed at the end.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
-import quire
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK
 from quire.cli.formatting import count_of, size, visible
@@ -20,16 +20,18 @@ from quire.cli.job_progress import Bars
 from quire.cli.lookup import At, Database, Log, log_to, need_pages, recover_wal, version_of
 from quire.cli.output import CliResult, Note, Report, until_interrupted
 from quire.cli.prompts import REMOTE_ANSWER
-from quire.core.errors import InvalidInput, StoreLocked
+from quire.core.errors import AlreadyExists, InvalidInput, StoreFenced, StoreLocked, UnknownDatabase
 from quire.core.json_values import plain
+from quire.manifest.records import DbKind
 from quire.service.sockets import find_owner
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed, Follower
-from quire.sqlite.importing import import_file
+from quire.sqlite.importing import import_file, name_for
 from quire.sqlite.shell import run_shell
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
+    from quire.manifest.snapshots import SnapshotInfo
     from quire.sqlite.pep249.driver import Driver
     from quire.store.store import Store
 
@@ -51,14 +53,20 @@ def import_(
     lock: Annotated[
         bool, Option("--lock/--no-lock", help="Prevent other programs from writing during the import.")
     ] = True,
+    replace: Annotated[bool, Option("--replace", help="Replace the content of an existing database.")] = False,
 ) -> Report:
     """Import a SQLite database, with its -wal file.
 
-    It becomes a new database, or a new version of an existing one, of which only the changed pages are written. Other programs
-    may read the file during the import. The result is read back and compared.
+    It becomes a new database; with --replace, a new version of an existing one, of which only the changed pages are written,
+    and what was there before is kept as a snapshot. Other programs may read the file during the import. The result is read
+    back and compared.
     """
     with cli.owner(upkeep=True) as store, Bars(in_bytes=True) as bars:
+        before = _kept_before(store, name or name_for(file), replace=replace)
         done = import_file(store.manifest, store.pages, file, name, lock=lock, progress=bars)
+        if before is not None and not done.changed_pages:
+            store.drop_snapshot(before.db_id, before.snapshot_id)
+            before = None
     total = size(done.size_pages * done.page_size)
     if done.created:
         text = f"imported {file} as {done.name}: {count_of(done.size_pages, 'page')}, {total}"
@@ -67,7 +75,26 @@ def import_(
         text = f"imported {file} into {done.name}: {changed} differ, {total}"
     else:
         text = f"{done.name} already matches {file}: {count_of(done.size_pages, 'page')}, {total}"
-    return Report(parts=[Note(text=line, data=None) for line in (text, done.note) if line], data=done)
+    back = f"go back with `quire rollback {shlex.quote(done.name)} --to '#{before.snapshot_id}'`" if before else ""
+    data = {**plain(done), "snapshot_id": before.snapshot_id if before else 0}
+    return Report(parts=[Note(text=line, data=None) for line in (text, back, done.note) if line], data=data)
+
+
+def _kept_before(store: Store, name: str, *, replace: bool) -> SnapshotInfo | None:
+    """Return a snapshot of what an import replaces, `None` if there is nothing. Raises `AlreadyExists` without `replace`."""
+    try:
+        info = recover_wal(store, name)
+    except UnknownDatabase:
+        return None
+    if info.kind is not DbKind.PAGES:
+        return None  # refused by the import itself
+    with store.pages.open(info.db_id).open_snapshot(written=True, tags={"reader": "sqlite import"}) as newest:
+        if not newest.size_pages:
+            return None
+    if not replace:
+        hint = "use `--replace` to replace its content, which keeps it as a snapshot, or import under another name"
+        raise AlreadyExists("a database with this name already exists", hint=hint, name=name)
+    return store.snapshot(name, tags={"before": "import"})
 
 
 @command("export", group, example="quire sqlite export shop ./monday.db --at monday")
@@ -83,10 +110,11 @@ def export(
 
     The file appears only when it is complete, synced, and has been read back and compared.
     """
-    with cli.owner(upkeep=True) as store:
+    with cli.readable(upkeep=True) as store:
         need_pages(store.database(database), "can be exported")
         version = version_of(store.manifest, database, at)
-        recover_wal(store, database)
+        if store.mode == "rw":
+            recover_wal(store, database)
         with Bars(in_bytes=True) as bars:
             done = export_file(
                 store.pages,
@@ -94,6 +122,7 @@ def export(
                 out,
                 snapshot=version.snapshot.snapshot_id if version.snapshot else None,
                 at=version.at,
+                published=store.mode == "r",
                 force=force,
                 check=check,
                 progress=bars,
@@ -181,24 +210,25 @@ def shell(
     """Open SQLite's shell on a database or a version of it.
 
     Earlier versions are read-only. If `quire serve` owns the store, SQL runs there, and commands such as `.tables` show what
-    it has published; if another program owns it, the shell only reads.
+    it has published; if another program owns it, or this directory is a standby, a restore or fenced, the shell only reads.
     """
-    with _at_hand(cli) as store, ExitStack() as closing:
+    store, why_read_only = _at_hand(cli)
+    with store, ExitStack() as closing:
         need_pages(store.database(database), "have a shell")
         version = version_of(store.manifest, database, at)
-        beside = store.mode == "r"
+        beside = bool(why_read_only)
         if not beside:
             recover_wal(store, database)
         wanted = version.at if version.snapshot is None else version.snapshot.name or version.snapshot.anchor_lsn
         connection = store.sqlite(database, at=wanted)
         served = _served(cli, database, closing) if beside and not at else None
-        read_only = ", read-only: another process owns the store" if beside and served is None else ""
+        read_only = f", read-only: {why_read_only}" if beside and served is None else ""
         title = f"{database} {version.text}{', at the server' if served is not None else read_only}"
         try:
             code = run_shell(connection, visible(title), statements or [], served=served)
         except InvalidInput as error:
             if type(error.__cause__).__name__ == "ReadOnlyError":
-                error.hint = _where_to_write(database, at, beside=beside)
+                error.hint = _where_to_write(database, at, why_read_only)
             raise
         finally:
             connection.close()
@@ -216,18 +246,26 @@ def _served(cli: Cli, database: str, closing: ExitStack) -> Driver | None:
     return driver
 
 
-def _where_to_write(database: str, at: str, *, beside: bool) -> str:
+OWNED = "another process owns the store"
+DISOWNED = "this directory is not the owner of its store"
+
+
+def _where_to_write(database: str, at: str, why_read_only: str) -> str:
     """Return the hint for a write to a database that is open for reading."""
     if at:
         return f"an earlier version is read-only: `quire fork {database} NEW --at {at}` creates a writable copy"
-    if beside:
+    if why_read_only == DISOWNED:
+        return "write to the owner; `quire doctor` shows what this directory is"
+    if why_read_only:
         return "have the process that owns the store serve it (`store.serve()`), or write there (`quire doctor` shows which)"
     return "the statement needs a database that is open for writing"
 
 
-def _at_hand(cli: Cli) -> Store:
-    """Open the store as its owner, or for reading if another process owns it."""
+def _at_hand(cli: Cli) -> tuple[Store, str]:
+    """Open the store as its owner, or else for reading. Return it, and why it is only read; empty if it is not."""
     try:
-        return cli.owner(upkeep=True)
+        return cli.owner(upkeep=True), ""
+    except StoreFenced:
+        return cli.open_read_only(), DISOWNED
     except StoreLocked:
-        return quire.open(cli.path, "r")
+        return cli.open_read_only(), OWNED

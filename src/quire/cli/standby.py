@@ -11,21 +11,30 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from quire.archive import clones as registered
+from quire.archive.standbys import Promoted, StandbyStatus
 from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.formatting import moment
-from quire.cli.lookup import AllowHttp, Endpoint, Log, Moment, Region, StoreId, Yes, log_to
+from quire.cli.lookup import (
+    AllowHttp,
+    Endpoint,
+    Log,
+    Moment,
+    OwnerEpoch,
+    Region,
+    StoreId,
+    Yes,
+    log_to,
+    moment_given,
+    options_given,
+)
 from quire.cli.output import Listing, ListingRow, Note, until_interrupted
 from quire.cli.prompts import confirm
-from quire.core.clock import SystemClock
+from quire.cli.restore_store import abandoned_text
 from quire.core.errors import ObjectNotFound
 from quire.core.json_values import plain
-from quire.core.settings import ObjectSettings
-from quire.core.time_parsing import parse_moment
-from quire.objects.options import options_of
 from quire.store import cloning
 from quire.store import standby as standbys
 from quire.store.object_access import open_place
-from quire.store.standby import Promoted, StandbyStatus
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
@@ -63,9 +72,8 @@ def standby(
     then open it, or run `quire serve`.
     """
     log_to(log)
-    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
-    reached.check("--endpoint")
-    options = options_of(reached, "objects")
+    standbys.check_promote_after(promote_after or None)
+    options = options_given(endpoint, region, allow_http)
     with (
         until_interrupted() as ending,
         standbys.Standby(url, directory, store_id=store_id, options=options) as follower,
@@ -94,7 +102,7 @@ def promote(
     _cli: Cli,
     directory: Directory,
     discard: Annotated[
-        bool, Option("--discard", help="Even if another owner has taken over; its writes are discarded.")
+        bool, Option("--discard", help="Give up what another owner wrote, or what the standby cannot apply.")
     ] = False,
     yes: Yes = False,
 ) -> Note:
@@ -114,6 +122,8 @@ def _promoted_note(promoted: Promoted) -> Note:
         f"{promoted.path} is the owner now, in owner epoch {promoted.owner_epoch}, with everything up to object "
         f"{promoted.position} of the former owner ({promoted.seconds:.1f} s)"
     )
+    if promoted.dropped:
+        text += f"\nlost: the {promoted.dropped:,} objects after it, up to {promoted.newest}"
     return Note(text=text, data={"promoted": plain(promoted)})
 
 
@@ -124,6 +134,7 @@ def clone(
     source: Annotated[str, Argument(metavar="SOURCE", help="The bucket of an archived store, or its directory.")],
     directory: Annotated[str, Argument(metavar="DIR", help="A new directory for the clone.")],
     at: Moment = "",
+    epoch: OwnerEpoch = 0,
     store_id: StoreId = "",
     endpoint: Endpoint = "",
     region: Region = "",
@@ -135,12 +146,15 @@ def clone(
     parent's prefix of the bucket, and the parent keeps them until `quire clones release`. It stays in that bucket;
     to move it to another one, back it up and restore the backup.
     """
-    reached = ObjectSettings(endpoint=endpoint, region=region, allow_http=allow_http)
-    reached.check("--endpoint")
-    at_ms = parse_moment(at, "--at", now_ms=SystemClock().now_ms()) if at else None
-    cloned = cloning.clone(source, directory, at_ms=at_ms, store_id=store_id, options=options_of(reached, "objects"))
+    options = options_given(endpoint, region, allow_http)
+    at_ms = moment_given(at)
+    cloned = cloning.clone(source, directory, at_ms=at_ms, epoch=epoch or None, store_id=store_id, options=options)
     at = moment(cloned.at_ms)
     text = f"{cloned.path} is store {cloned.store_id}, as {cloned.parent_id} was at {at} ({cloned.seconds:.1f} s)"
+    if cloned.damaged:
+        text += f"\nlater changes are not in it: object {cloned.damaged[0]} of the log is damaged"
+    if cloned.abandoned is not None:
+        text += f"\n{abandoned_text('clone', source, cloned)}"
     return Note(text=text, data=cloned)
 
 
@@ -177,7 +191,8 @@ def forget(
     root = os.path.abspath(cli.path)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
         store_id = txn.store_id()
-        if clone_id not in [entry.clone_id for entry in registered.registrations(bucket, store_id)]:
+        # by its name alone: a damaged registration must be removable
+        if not any(key.endswith(f"/{clone_id}") for key in registered.clone_keys(bucket, store_id)):
             raise ObjectNotFound("no such clone", hint="`quire clones ls` lists them", clone_id=clone_id)
         registered.release(bucket, store_id, clone_id)
     return Note(text=f"objects are no longer kept for {clone_id}", data={"forgotten": clone_id})

@@ -20,6 +20,7 @@ from quire.core.json_values import plain
 from quire.durable.space import measure, measure_databases
 from quire.jobs.stats.job import Usage, blocks, usage, with_disk
 from quire.manifest import tables as t
+from quire.manifest.kv_tables import table_holders
 from quire.manifest.metrics import ManifestCollector, rolling
 from quire.service.values import DatabaseFilter
 from quire.store.listing import matching, page_of
@@ -44,7 +45,7 @@ def stats(
         str,
         Option("--sort", metavar="ORDER", help="name, written; or the largest first: size, alone, wal, disk."),
     ] = "name",
-    limit: Limit = -1,
+    limit: Limit = None,
     after: After = "",
     runner: Runner = "",
     dry_run: DryRun = False,
@@ -100,9 +101,10 @@ def _of_page(
     """Return (rows, closing line) for one page of databases, without reading the others."""
     page, last = page_of(txn, wanted)
     given = measure_databases(path, (db_id for db_id, _ in page))
+    holders = table_holders(txn)
     shown = []
     for db_id, record in page:
-        rows = usage_of(txn, db_id, record, now_ms)
+        rows = usage_of(txn, db_id, record, now_ms, holders)
         shown.append(replace(next(rows), disk_bytes=given[db_id]))
         if snapshots:
             shown += rows
@@ -158,7 +160,8 @@ def _cells(usage_row: Usage) -> list[str]:
     ratio = f"{usage_row.compression:.2f}" if usage_row.chunk_bytes else "-"
     amounts = (usage_row.size_bytes, usage_row.exclusive_bytes, usage_row.shared_bytes, usage_row.wal_bytes)
     disk = "-" if usage_row.snapshot else size(usage_row.disk_bytes)
-    return [name, *(size(amount) for amount in amounts), disk, ratio, size(usage_row.churn_bytes), tiers or "-"]
+    churn = "-" if usage_row.table_bytes else size(usage_row.churn_bytes)
+    return [name, *(size(amount) for amount in amounts), disk, ratio, churn, tiers or "-"]
 
 
 @command("metrics", example="quire metrics")

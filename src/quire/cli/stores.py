@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import article, behind_text, count_of, moment, size, tags_text
+from quire.cli.formatting import KIND_WORDS, article, behind_text, count_of, drill_text, moment, size, span, tags_text
 from quire.cli.lookup import (
     After,
     Database,
@@ -24,6 +24,7 @@ from quire.cli.lookup import (
 )
 from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.prompts import confirm
+from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
 from quire.manifest.records import DbStatus
@@ -45,7 +46,7 @@ def ls(
     kind: Kind = "",
     tag: Tag = "",
     sort: Sort = "name",
-    limit: Limit = -1,
+    limit: Limit = None,
     after: After = "",
     dropped: Annotated[
         bool, Option("--dropped", help="List dropped databases that `quire undrop` can restore.")
@@ -110,7 +111,7 @@ def info(cli: Cli) -> Facts:
     """Show a summary of a store."""
     with StoreReader(cli.path) as store:
         summary = store.info()
-    databases = ", ".join(f"{count:,} {kind}" for kind, count in summary.databases.items() if count) or "none"
+    databases = ", ".join(count_of(count, KIND_WORDS[kind]) for kind, count in summary.databases.items() if count)
     changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
     artifacts = (
         count_of(summary.chunks, "chunk"),
@@ -124,7 +125,7 @@ def info(cli: Cli) -> Facts:
             ("objects", summary.object_store),
             ("owner", _owner_text(summary)),
             ("archive", _archive_text(summary)),
-            ("databases", databases + (f"; {summary.dropped:,} dropped" if summary.dropped else "")),
+            ("databases", (databases or "none") + (f"; {summary.dropped:,} dropped" if summary.dropped else "")),
             ("snapshots", f"{summary.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
             ("unreferenced", f"{count_of(summary.unreferenced, 'artifact')} awaiting deletion"),
@@ -159,15 +160,21 @@ def _archive_text(summary: StoreInfo) -> str:
     """Format the state of the archive, as far as the directory shows it."""
     if summary.archive is None:
         return "off"
-    details = {"owned": "`quire archive status` asks the owner", "closed": "everything is in the bucket"}
-    return f"{summary.archive.mode}; {details.get(summary.archive.state, summary.archive.state)}"
+    status = summary.archive
+    details = {
+        "owned": "`quire archive status` asks the owner for lag and cost",
+        "closed": "closed after its last upload",
+    }
+    drill = drill_text(status.last_drill, SystemClock().now_ms())
+    window = span(int(status.retain_seconds * 1000))
+    return f"{status.mode}; {details.get(status.state, status.state)}; window {window}; last drill {drill}"
 
 
 @command("create", example="quire create shop --kind pages")
 def create(
     cli: Cli,
     name: Name,
-    kind: Annotated[str, Option(metavar="KIND", help="pages, stream or lsm.")] = "pages",
+    kind: Annotated[str, Option(metavar="KIND", help="pages (or sqlite), stream, lsm (or kv).")] = "pages",
     namespace: Annotated[
         str, Option(metavar="NAME", help="Namespace for its objects.", show_default="the store's object store")
     ] = "",
@@ -175,7 +182,7 @@ def create(
     """Create a database."""
     with cli.owner_or_client() as store:
         created = store.create(name, kind, namespace=namespace)
-    text = f"created {created.name}, {article(created.kind.name.lower())} database with id {created.db_id}"
+    text = f"created {created.name}, {article(KIND_WORDS[created.kind.name.lower()])} with id {created.db_id}"
     return Note(text=text, data=created)
 
 
@@ -184,7 +191,9 @@ def drop(
     cli: Cli,
     name: Name,
     snapshots: Annotated[bool, Option("--snapshots", help="Drop its snapshots as well.")] = False,
-    now: Annotated[bool, Option("--now", help="Permanently: free its space now; also for one dropped before.")] = False,
+    now: Annotated[
+        bool, Option("--now", help="Free its space now, which cannot be undone; also for one dropped before.")
+    ] = False,
     yes: Yes = False,
 ) -> Note:
     """Drop a database. Its name can be reused at once; `quire undrop` restores it within a day.

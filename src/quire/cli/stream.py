@@ -22,7 +22,7 @@ from quire.cli.declarations import Argument, Group, Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.formatting import count_of, moment, pairs, size, span
 from quire.cli.job_progress import failure_of
-from quire.cli.lookup import Database, Follow
+from quire.cli.lookup import Database, Follow, suggesting_create
 from quire.cli.output import CliResult, Facts, Listing, ListingRow, Note
 from quire.cli.output import follow as follow_rows
 from quire.core.clock import SystemClock
@@ -80,7 +80,7 @@ def append(
     create: Annotated[bool, Option("--create", help="Create the stream if it does not exist.")] = False,
 ) -> Note:
     """Append records: the arguments, or the lines of stdin."""
-    with _open(cli, database, create=create) as stream:
+    with suggesting_create(), _open(cli, database, create=create) as stream:
         first = stream.hot.next_record
         if record:
             stream.append([text.encode("utf-8", "surrogateescape") for text in record])
@@ -107,14 +107,21 @@ def read(
 ) -> Listing:
     """Show records in order, from any tier."""
 
+    left: list[int] = []
+
     def rows() -> Iterator[ListingRow]:
         with _reading(cli, database) as stream:
             begin = stream.first_record if start is None else start
             last = after_records(stream.gaps, begin, limit) if limit else None
             ends = [record_id for record_id in (stop, last) if record_id is not None]
             yield from map(_record, stream.read(begin, min(ends, default=None)))  # reads no more than is shown
+            if last is not None and last < (stream.end_record if stop is None else min(stop, stream.end_record)):
+                left.append(last)
 
-    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no matching records")
+    def closing() -> str:
+        return f"there are more: `--from {left[0]}` continues, `--limit 0` lists all" if left else ""
+
+    return Listing(columns=[">id", "appended", "record"], rows=rows(), empty="no matching records", closing=closing)
 
 
 @command("tail", group, example="quire stream tail clicks -n 5")

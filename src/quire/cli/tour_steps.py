@@ -56,7 +56,7 @@ def sqlite(store: Store, guide: Guide) -> dict[str, Any]:
         guide.say(f"{PRODUCTS:,} rows, {size(pages)}, in one transaction: durable after {write_ms} ms")
         store.checkpoint(SHOP)
         began = CLOCK.monotonic()
-        kept = store.snapshot(SHOP, SNAPSHOT, tags={"made by": "quire tour"})
+        kept = store.snapshot(SHOP, SNAPSHOT, tags={"by": "tour"})
         snapshot_ms = _since(began)
         guide.say(f"snapshot shop@{SNAPSHOT} created in {snapshot_ms} ms: nothing is copied")
         changed = _raise_prices(store, shop, guide)

@@ -22,6 +22,8 @@ from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
 from quire.core.errors import InvalidInput, ManifestDamaged
 from quire.core.json_values import plain
+from quire.manifest.kv_tables import table_holders
+from quire.manifest.records import DbKind
 from quire.manifest.snapshots import forest, snapshots_of, with_ancestors
 from quire.service.values import DatabaseFilter
 from quire.store.exclusive_artifacts import ExclusiveShare, live_share, snapshots_share
@@ -61,7 +63,7 @@ def tree(
     kind: Kind = "",
     tag: Tag = "",
     sort: Sort = "name",
-    limit: Limit = -1,
+    limit: Limit = None,
     after: After = "",
     everything: Annotated[bool, Option("--all", help="Show all snapshots and forks of what is listed.")] = False,
     sizes: Annotated[
@@ -107,13 +109,18 @@ def _known(txn: ReadTxn, wanted: DatabaseFilter, *, everything: bool, sizes: boo
         with suppress(ManifestDamaged):  # its row is damaged
             snapshots[db_id] = snapshots_of(txn, db_id)
     names = {db_id: {row.snapshot_id: row.name for row in rows} for db_id, rows in snapshots.items()}
-    shares = _shares(txn, snapshots) if sizes else {}
+    shares = _shares(txn, records, snapshots) if sizes else {}
     return TreeData(forest(records, damaged), records, snapshots, names, shares, everything), last
 
 
-def _shares(txn: ReadTxn, snapshots: dict[int, list[SnapshotInfo]]) -> dict[tuple[int, int], ExclusiveShare]:
-    shares = {(db_id, 0): live_share(txn, db_id) for db_id in snapshots}
+def _shares(
+    txn: ReadTxn, records: dict[int, DbRecord], snapshots: dict[int, list[SnapshotInfo]]
+) -> dict[tuple[int, int], ExclusiveShare]:
+    holders = table_holders(txn)
+    shares = {(db_id, 0): live_share(txn, db_id, holders) for db_id in snapshots}
     for db_id, rows in snapshots.items():
+        if records[db_id].kind is DbKind.LSM:
+            continue  # the tables that only a snapshot of a key-value set keeps have no rows
         for snapshot in rows:
             shares[db_id, snapshot.snapshot_id] = snapshots_share(txn, db_id, [snapshot.snapshot_id])
     return shares
@@ -172,7 +179,7 @@ def _text(database: LineageNode, known: TreeData) -> str:
 
 def _forked(fork: LineageNode, known: TreeData) -> str:
     dropped = fork.parent_snapshot_id and fork.parent_snapshot_id not in known.names.get(fork.parent_db_id, ())
-    source = f" from snapshot #{fork.parent_snapshot_id}, dropped" if dropped else ""
+    source = f" from a snapshot since dropped (#{fork.parent_snapshot_id})" if dropped else ""
     return f"forked {moment(fork.created_at_ms)}{source}"
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quire.manifest.reads import ReadTxn
 
 
-@command("why", example="quire why pages/00000001/wal/00000001.seg")
+@command("why", example="quire why shop")
 def why(
     cli: Cli,
     subject: Annotated[

@@ -35,11 +35,21 @@ class QuireError(Exception):
     def __str__(self) -> str:
         text = self.what
         if self.where:
-            text += " (" + ", ".join(f"{name}={value!r}" for name, value in self.where.items()) + ")"
+            text += " (" + ", ".join(f"{name}={_shown(value)}" for name, value in self.where.items()) + ")"
         return f"{text}; {self.hint}" if self.hint else text
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.what, self.hint, self.where)
+
+
+LISTED_MAX = 10
+"""Most values of a list that an error's text shows; `where` has all of them."""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list) and len(value) > LISTED_MAX:
+        return f"[{', '.join(map(repr, value[:LISTED_MAX]))}, … {len(value) - LISTED_MAX} more]"
+    return repr(value)
 
 
 def _rebuild(cls: type[QuireError], what: str, hint: str, where: dict[str, Any]) -> QuireError:

@@ -1,4 +1,4 @@
-"""Lookup of the installed version of a package."""
+"""Lookup of the installed version of a package, and how to install optional ones."""
 
 from __future__ import annotations
 
@@ -23,3 +23,12 @@ def installed_version(package: str = "quire") -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def install_command(extra: str) -> str:
+    """Return what to run to install the packages of an extra. quire is in no package index: it is installed from its source.
+
+    >>> install_command("spark")
+    "`pip install '.[spark]'` in the directory of quire's source"
+    """
+    return f"`pip install '.[{extra}]'` in the directory of quire's source"

@@ -413,6 +413,10 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Size at which a segment is sealed and the next one begun. The first segments of a quiet stream are smaller."""
     seal_seconds: float = 60.0
     """Age at which a segment with records is sealed, so that it can move to the next tier."""
+    archived_seal_seconds: float = 3600.0
+    archived_seal_bytes: int = 8 * MIB
+    """In an archived store, a segment smaller than `archived_seal_bytes` is sealed at the age of `archived_seal_seconds`: the
+    archive already has its records, and every seal costs several requests to the bucket (A6)."""
     sync_seconds: float = 0.05
     """Records that no caller waits for become durable this long after they were appended."""
     pending_bytes_max: int = 8 * MIB
@@ -446,6 +450,8 @@ class StreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _require(1 <= self.record_bytes_max <= 64 * MIB, "stream.record_bytes_max lies in [1, 64 MiB]")
         _require(4 * KIB <= self.segment_bytes <= GIB, "stream.segment_bytes lies in [4 KiB, 1 GiB]")
         _require(self.seal_seconds > 0 and self.sync_seconds >= 0, "stream: seal_seconds must be positive")
+        _require(self.archived_seal_seconds > 0, "stream: archived_seal_seconds must be positive")
+        _require(self.archived_seal_bytes >= 0, "stream: archived_seal_bytes must not be negative")
         _require(self.tick_seconds > 0, "stream.tick_seconds must be positive")
         _require(self.pending_bytes_max >= 0 and self.cache_bytes >= 0, "stream: budgets must not be negative")
         _require(self.hot_bytes >= 0 and self.warm_bytes >= 0, "stream: budgets must not be negative")
@@ -473,19 +479,19 @@ class ObjectSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def check(self, section: str) -> None:
         """Raise `InvalidConfig` for values that cannot work; `section` is the name of the section in quire.toml."""
+        self.check_endpoint(f"{section}.endpoint", allow="set `allow_http = true` next to it")
         hint = "docs/objects.md has examples"
         timeouts = (self.connect_timeout_seconds, self.request_timeout_seconds)
         _require(min(timeouts) > 0, f"{section}: timeouts must be above zero seconds", hint)
-        if self.endpoint:
-            example = '"https://s3.example.com" or "http://127.0.0.1:9000"'
-            _require(
-                ENDPOINT.fullmatch(self.endpoint) is not None, f"{section}.endpoint is a URL such as {example}", hint
-            )
-            _require(
-                self.allow_http or self.endpoint.startswith("https:"),
-                f"{section}.endpoint is plain HTTP: set `allow_http = true` next to it if data may be sent unencrypted",
-                hint,
-            )
+
+    def check_endpoint(self, name: str, *, allow: str) -> None:
+        """Raise `InvalidConfig` for an endpoint that cannot work. `name` is where it was given, `allow` how to allow HTTP."""
+        if not self.endpoint:
+            return
+        hint, example = "docs/objects.md has examples", '"https://s3.example.com" or "http://127.0.0.1:9000"'
+        _require(ENDPOINT.fullmatch(self.endpoint) is not None, f"{name} is a URL such as {example}", hint)
+        is_allowed = self.allow_http or self.endpoint.startswith("https:")
+        _require(is_allowed, f"{name} is plain HTTP: {allow} if data may be sent unencrypted", hint)
 
 
 class FollowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

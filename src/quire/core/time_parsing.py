@@ -101,6 +101,31 @@ def parse_moment(text: str, what: str, *, now_ms: int) -> int:
         raise InvalidInput(f"`{what}` takes a time", hint=MOMENT_HINT, given=text[:TEXT_MAX]) from None
 
 
+def requested_moment(
+    at: datetime | str | int | None, at_ms: int | None = None, *, now_ms: int, what: str = "at"
+) -> int | None:
+    """Return the moment that a caller names, in milliseconds since the Unix epoch; `None` if none is named.
+
+    `at` is a time (without a zone: UTC), a text as `parse_moment` takes, or milliseconds; `at_ms` is the latter alone.
+
+    >>> requested_moment("2h", now_ms=7_200_000), requested_moment(datetime(1970, 1, 1, 0, 1), now_ms=90_000)
+    (0, 60000)
+    """
+    if at is None:
+        return at_ms
+    if at_ms is not None:
+        raise InvalidInput("`at` and `at_ms` both name a moment", hint="give one of them")
+    if isinstance(at, str):
+        moment_ms = parse_moment(at, what, now_ms=now_ms)
+    elif isinstance(at, datetime):
+        moment_ms = int((at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp() * 1000)
+    else:
+        moment_ms = at
+    if moment_ms > now_ms:
+        raise InvalidInput("the time is in the future", hint=f"leave `{what}` out for the newest state", given=str(at))
+    return moment_ms
+
+
 def parse_version(text: str, *, now_ms: int, unknown: UnknownSnapshot) -> Epoch | datetime:
     """Return the version for a text that is not the name of a snapshot; raise `unknown`, with a better hint, if it is not one.
 

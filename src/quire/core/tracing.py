@@ -1,7 +1,7 @@
 """Tracing spans: OpenTelemetry if the application has loaded it, no-ops otherwise.
 
 An unrecorded span costs one lookup in `sys.modules`; hot paths look up `TRACE_API` themselves. Span names have the form
-`Thing.deed`, attributes begin with `quire.`; docs/operations.md lists them, and a test checks the list. The manifest writes
+`Noun.verb`, attributes begin with `quire.`; docs/operations.md lists them, and a test checks the list. The manifest writes
 the trace id of the thread that submits a batch into its change record. Between processes a trace travels as a W3C
 `traceparent`: `current_traceparent` produces it, `attached_trace` consumes it. One that cannot be parsed is ignored.
 

@@ -6,7 +6,8 @@ inherited the object; and an exception that a signal handler raises in a sleepin
 `threading.Condition` guarantees neither: Python code releases and reacquires its lock, and an exception in between leaves the
 lock held for ever.
 
-The only other way to wait is the eventfd of an awaited commit (`manifest/guard.py`); decision 036 has the measurements.
+Commits wait here, or at the eventfd of an awaited commit (`manifest/guard.py`). Background and service threads, in which no
+signal handler runs, also use `threading.Condition` and `threading.Event`; decision 036 has the rule and the measurements.
 
 Threads: any.
 """

@@ -38,6 +38,9 @@ from quire.durable.files import DirectFile, Disk, DiskLayer, File, begin_write_b
 LOOK_SECONDS = 1.0
 """Between two checks for unused files."""
 
+_RANDOM = random.Random()
+"""Not the generator of the module, whose numbers belong to the program: it may have seeded it."""
+
 
 class _OpenFile:
     """One file, identified by its path, and all of its handles in this pool. The pool's lock guards everything but `busy`,
@@ -204,7 +207,7 @@ class OpenFiles(DiskLayer):
         detached: list[list[File]] = []
         with self._lock:
             entries = list(self._open)
-            start = random.randrange(len(entries)) if entries else 0
+            start = _RANDOM.randrange(len(entries)) if entries else 0
             for syncing in (False, True):
                 for entry in entries[start:] + entries[:start]:
                     if len(self._open) < self._limit:
@@ -231,10 +234,12 @@ class OpenFiles(DiskLayer):
             file = files[0][1]
             if file is not None:
                 file.sync()
-        except StorageFault as fault:
-            emit("error", "files.sync_failed", path=entry.path, error=str(fault))
-            entry.failure = fault
-            entry.is_dirty = True
+        except BaseException as error:
+            entry.is_dirty = True  # also if a signal handler raised: nobody knows whether the file is synced
+            if not isinstance(error, StorageFault):
+                raise
+            emit("error", "files.sync_failed", path=entry.path, error=str(error))
+            entry.failure = error
         finally:
             for handle, file in files:
                 if handle in entry.handles:

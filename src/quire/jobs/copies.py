@@ -155,9 +155,8 @@ def fetch(place: ArtifactLocation, root: str, *, disk: Disk, store: ObjectStore,
         if difference(place, copy, is_file=False):
             copy = _copy(place, disk, store, tick)
         if what := difference(place, copy, is_file=False):
-            with suppress(
-                StorageFault, FileNotFoundError
-            ):  # report the damage, not a failed removal: garbage under this name is harmless
+            # Report the damage, not a failed removal: garbage under this name is harmless.
+            with suppress(StorageFault, FileNotFoundError):
                 disk.remove(place.staged)
             what = f"the object is not the one that was written: {what}"
             raise damaged(place, what, store=store.url, key=place.object_key)

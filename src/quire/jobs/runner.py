@@ -101,6 +101,20 @@ def no_tick(_done: int, _total: int) -> None:
     """Ignore progress."""
 
 
+NAMED_MAX = 3
+"""Databases that the description of a job names, at most."""
+
+
+def some_names(names: Iterable[str], count: int) -> str:
+    """Return the first names of `count` databases, and how many others there are.
+
+    >>> some_names(["shop", "blog"], 2), some_names(map(str, range(1_004)), 1_004)
+    ('shop, blog', '0, 1, 2 and 1,001 more')
+    """
+    more = f" and {count - NAMED_MAX:,} more" if count > NAMED_MAX else ""
+    return ", ".join(islice(names, NAMED_MAX)) + more
+
+
 def balanced(costs: Sequence[int], parts: int) -> list[int]:
     """Assign each piece of work to one of `parts` parts: the costliest first, each to the part with the least work so far.
 

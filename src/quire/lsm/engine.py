@@ -251,7 +251,7 @@ class KvEngine:
 
     def _is_known(self, name: str) -> bool:
         with self._manifest.read() as txn:
-            return txn.get(t.DB_NAMES, name) is not None
+            return bool(name) and txn.get(t.DB_NAMES, name) is not None
 
     def _path(self, relative: str) -> str:
         return f"{self._root}/{relative}"

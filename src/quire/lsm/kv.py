@@ -42,6 +42,7 @@ from quire.core.errors import (
     QuireError,
     StorageFault,
     StoreClosed,
+    StoreFenced,
     StoreUnusable,
     poisoned_by,
 )
@@ -545,7 +546,9 @@ class Kv(KvRanges):
     def _fail(self, failure: QuireError) -> None:
         if self.failure is None:
             self.failure = failure
-            if not isinstance(failure, StoreClosed):
+            if not isinstance(
+                failure, (StoreClosed, StoreFenced)
+            ):  # one event for the store is enough: manifest.fenced
                 emit("error", "lsm.failed", path=self.home.path, error=str(failure))
         self.notify()
 

@@ -333,9 +333,8 @@ class Manifest:
         target, disk = self._home.manifest_snapshot, self._disk
         data = self._data
         hit("lsm.checkpoint.begun")
-        final = encode_snapshot(
-            data, self._log.header.salt
-        )  # steps 1 to 3: encode with checksum 0, compute the CRC32, combine the two
+        # Steps 1 to 3: encode with checksum 0, compute the CRC32, combine the two.
+        final = encode_snapshot(data, self._log.header.salt)
         hit("lsm.checkpoint.built")
         with of_kind(ErrorKind.IO):
             file = disk.open(target + TEMPORARY, create=True)
@@ -358,9 +357,8 @@ class Manifest:
                 self._is_log_recorded = False
                 hit("lsm.checkpoint.truncated")
             except BaseException as error:
-                self._fail(
-                    "a checkpoint of the manifest failed half-way", error
-                )  # nothing may be appended to the log, because the snapshot may already cover it
+                # Nothing may be appended to the log, because the snapshot may already cover it.
+                self._fail("a checkpoint of the manifest failed half-way", error)
                 if isinstance(error, Exception):
                     self._require()
                 raise

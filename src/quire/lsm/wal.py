@@ -226,9 +226,8 @@ class KvWal:
     ) -> tuple[KvWal, LogContents]:
         """Open an existing log, cut its torn tail, and return it with its contents."""
         try:
-            require_owner(
-                disk, path, number, owner, recorded
-            )  # before its torn tail is cut: the file may belong to another database
+            # Before its torn tail is cut: the file may belong to another database.
+            require_owner(disk, path, number, owner, recorded)
             log, contents = LogWriter.open(AheadDisk(disk), path, kind=LOG_KIND, vouched=recorded)
         except FileNotFoundError:
             raise Corruption("a write-ahead log is missing", hint=REPAIR, path=path, number=number) from None

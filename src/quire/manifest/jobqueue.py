@@ -330,6 +330,16 @@ class JobQueue:
                     pass  # the job ended meanwhile
         return taken
 
+    def requeue_all(self) -> int:
+        """Requeue, after a restore or a takeover, all jobs in flight; return how many.
+
+        Their workers belong to another owner. No failure is counted: nobody knows how the attempts ended (A10).
+        """
+        in_flight, now = self.jobs(JobState.IN_FLIGHT), self._manifest.clock.now_ms()
+        for job in in_flight:
+            self.defer(job, now)
+        return len(in_flight)
+
     def _take_back(self, is_lost: Any, why: str) -> int:
         taken = 0
         for job in self.jobs(JobState.IN_FLIGHT):

@@ -201,26 +201,27 @@ def collector_of(
     *,
     confirm: Confirm | None = None,
     claims_former: Callable[[], bool] = lambda: True,
-    archived: bool = False,
+    retires: Callable[[], bool] = lambda: False,
 ) -> Collector:
     """Return the collector of a store whose own object store is at `objects_url`; what `open_store` returns can delete.
 
-    With `archived` it retires objects instead of deleting them.
+    While `retires` returns true, it retires objects instead of deleting them.
     """
 
     def owned() -> Owned:
         with manifest.read() as txn:
             return owned_names(txn, objects_url)
 
-    def retire(url: str, names: list[str]) -> None:
+    def retire(url: str, names: list[str]) -> bool:
+        if not retires():
+            return False
         place = "" if url == objects_url else url  # a directory may move, and its own object store moves with it
         for start in range(0, len(names), PAGE_OBJECTS):
             some = [(name, database_of(name)) for name in names[start : start + PAGE_OBJECTS]]
             manifest.submit([RetireObjects(place, some)]).result()
+        return True
 
-    return Collector(
-        open_store, owned, confirm=confirm, claims_former=claims_former, retire=retire if archived else None
-    )
+    return Collector(open_store, owned, confirm=confirm, claims_former=claims_former, retire=retire)
 
 
 def database_of(name: str) -> int:

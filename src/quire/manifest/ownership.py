@@ -34,10 +34,10 @@ _NO_REPAIR = (
 SHOWN = 5
 """Number of problems named in an error; the rest are counted."""
 
-MEND_OPS = 4_096
+REPAIR_OPS = 4_096
 """Fixes per batch."""
 
-MEND_ROUNDS = 2
+REPAIR_ROUNDS = 2
 """Rounds of repair: restored rows reveal further problems, which are repaired too."""
 
 
@@ -55,16 +55,16 @@ def take_ownership(
     left = CHECK_NAMES if is_unchanged else ("_check_feed",) if point is not None else ()
     if is_unchanged and problems:
         left, problems = (), _problems(env)  # something is wrong: check everything
-    rounds = MEND_ROUNDS if repair else 0
+    rounds = REPAIR_ROUNDS if repair else 0
     while rounds and any(problem.fix is not None for problem in problems):
-        _mend(env, clock, problems)
+        _repair(env, clock, problems)
         problems = _problems(env)
         rounds -= 1
     cursors = [problem for problem in problems if problem.rule == "F2"]
     problems = [problem for problem in problems if problem.rule != "F2"]
     _refuse(problems, env.path)
     if cursors:
-        _mend(env, clock, cursors)
+        _repair(env, clock, cursors)
     env.refused.update(_refusals(problems))
     with ReadTxn(env) as txn:
         for problem in problems:
@@ -91,8 +91,8 @@ def close_broken(env: ManifestEnv, writer: ManifestWriter) -> None:
     writer.watch_refused()
     for problem in problems:
         emit("error", "manifest.row_damaged", **problem.where, what=problem.what, hint=_NO_REPAIR)
-    for start in range(0, len(fixes), MEND_OPS):
-        writer.submit(tuple(fixes[start : start + MEND_OPS])).result()
+    for start in range(0, len(fixes), REPAIR_OPS):
+        writer.submit(tuple(fixes[start : start + REPAIR_OPS])).result()
 
 
 def next_ids(txn: ReadTxn) -> dict[Counter, int]:
@@ -164,7 +164,7 @@ def _refusals(problems: list[Problem]) -> dict[Subject, tuple[str, str]]:
     return refusals
 
 
-def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
+def _repair(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
     """Apply the fixes that `check` proposed, as ordinary batches."""
     fixes = [problem.fix for problem in problems if problem.fix is not None]
     for problem in problems:
@@ -172,7 +172,7 @@ def _mend(env: ManifestEnv, clock: Clock, problems: list[Problem]) -> None:
     writer = ManifestWriter(env, clock)
     writer.start()
     try:
-        for start in range(0, len(fixes), MEND_OPS):
-            writer.submit(tuple(fixes[start : start + MEND_OPS])).result()
+        for start in range(0, len(fixes), REPAIR_OPS):
+            writer.submit(tuple(fixes[start : start + REPAIR_OPS])).result()
     finally:
         writer.close()

@@ -263,7 +263,7 @@ class ReadTxn:
 
     def database_id(self, name: str) -> int:
         """Return the id of a live database; raises `UnknownDatabase` if none has this name."""
-        row = self.get(t.DB_NAMES, name)
+        row = self.get(t.DB_NAMES, name) if name else None
         if row is None:
             raise UnknownDatabase("no database has this name", hint="`quire ls` lists the databases", name=name)
         return row.value
@@ -490,7 +490,8 @@ class ReadTxn:
         record = self.snapshot(db_id, int(snapshot_id))
         if record is None:
             hint = "`quire snapshot ls` lists them"
-            raise UnknownSnapshot("the database has no such snapshot", hint=hint, db_id=db_id, snapshot=snapshot)
+            database = self.database_names([db_id]).get(db_id) or f"#{db_id}"
+            raise UnknownSnapshot("the database has no such snapshot", hint=hint, database=database, snapshot=snapshot)
         return int(snapshot_id), record
 
     def job(self, job_id: int) -> JobRecord | None:

@@ -249,7 +249,7 @@ class ManifestStore:
 
     @changes
     def reserve_job_id(self) -> int:
-        """Reserve a job id that will never be assigned again: for `enqueue_job`, in this process."""
+        """Reserve a job id that will never be assigned again: for `jobs.enqueue(job_id=…)`, in this process."""
         return self.jobs.reserve()
 
     @changes

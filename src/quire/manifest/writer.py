@@ -110,6 +110,8 @@ class ManifestWriter:
         self._next_growth = 0.0
         self._is_growth_overdue = False
         self._last_ms = 0
+        self._archived_ms = 0
+        """Time of the archive's last moment; set by the thread that takes cuts, read by the writer thread."""
         self.generations: dict[int, int] = {}
         self.head = 0
         self.oldest = 1
@@ -173,6 +175,13 @@ class ManifestWriter:
         """Start to record what each transaction writes, for the archive."""
         self._overlay.written = []
 
+    def commit_not_before(self, at_ms: int) -> None:
+        """Give no later commit an earlier time than this, the time of the archive's last moment, even if the clock is set back.
+
+        The collector of retired objects compares both: an object that is retired after a moment is needed by that moment.
+        """
+        self._archived_ms = max(self._archived_ms, at_ms)
+
     @property
     def failure(self) -> QuireError | None:
         """Why no more batches are accepted; `None` while they are."""
@@ -192,7 +201,7 @@ class ManifestWriter:
         queued = self._queue.refuse(error, drain=True)
         self.notifier.failure = error
         self._fail(queued, error)
-        emit_safely("error", "manifest.fenced", error=str(error))
+        emit_safely("error", "manifest.fenced", error=error.what)  # callers get the whole error
 
     def close(self) -> None:
         """Refuse new batches, commit the queued ones, end the thread."""
@@ -312,7 +321,7 @@ class ManifestWriter:
         overlay = self._overlay
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_oublock
         deadline = started + self._settings.group_seconds_max
-        self._last_ms = at_ms = max(self._last_ms, self._clock.now_ms())
+        self._last_ms = at_ms = max(self._last_ms, self._archived_ms, self._clock.now_ms())
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)

@@ -5,8 +5,8 @@ are deleted only when this owner's session is confirmed: until then the previous
 may still need them. Objects of the *former* space, whose names have no store prefix because they are older than epochs, are
 deleted only if this store has claimed that space. If a call contains one foreign name, nothing is deleted: the caller that
 named it is wrong. The caller also decides how long an object is kept after its last use: the delete job (M8) and sweeps have
-grace periods. With archiving on, archived moments may still need the object: `delete` retires it, and `delete_now` is for
-objects that no archived moment needs (A8).
+grace periods. With archiving on, archived moments may still need the object, and with clones, a clone may: `delete` retires
+it, and `delete_now` is for objects that neither needs (A8, A12).
 
 `withdraw` removes the registrations of standbys and clones: a standby removes its own, and a clone's is removed by the clone
 or by an administrator who names it.
@@ -28,8 +28,9 @@ from quire.objects.api import PAGE_OBJECTS, DeletableStore
 
 Confirm = Callable[[], None]
 """Raises unless the bucket confirms that this process still owns the store."""
-Retire = Callable[[str, list[str]], None]
-"""Records durably that objects at a URL are to be deleted when no archived moment needs them."""
+Retire = Callable[[str, list[str]], bool]
+"""Records durably that objects at a URL are to be deleted when no archived moment and no clone needs them. Returns `False`, and
+records nothing, if the store has neither."""
 
 
 _REGISTRATION = re.compile(r"[0-9a-f-]{36}/(standby|clones)/[0-9a-f-]{36}")
@@ -59,8 +60,8 @@ class Collector:
         claims_former: Callable[[], bool] = lambda: True,
         retire: Retire | None = None,
     ) -> None:
-        """`confirm` is `None` where sessions are not confirmed: objects of ancestors are then kept. `retire` is `None` without
-        archiving."""
+        """`confirm` is `None` where sessions are not confirmed: objects of ancestors are then kept. `retire` is `None` if the
+        store can have neither an archive nor clones."""
         self._open_store = open_store
         self._owned = owned
         self._confirm = confirm
@@ -74,10 +75,8 @@ class Collector:
         """Delete objects that are no longer needed, or retire them. Missing objects are not errors. If it raises, some may be
         deleted and some not: call again."""
         names = self._checked(url, keys)
-        if self._retire is None:
+        if names and (self._retire is None or not self._retire(url, names)):
             self._remove(url, names)
-        elif names:
-            self._retire(url, names)
 
     def delete_now(self, url: str, keys: Iterable[str]) -> None:
         """Delete objects that no archived moment needs, without retiring them."""

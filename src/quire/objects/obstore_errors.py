@@ -23,7 +23,7 @@ from obstore import exceptions as foreign
 from quire.core.errors import AccessDenied, InvalidConfig, InvalidName, ObjectNotFound, QuireError, StorageFault
 from quire.durable.files import too_many_open_files
 from quire.objects.api import NameIsTaken
-from quire.objects.options import Transient
+from quire.objects.options import Transient, with_endpoint
 
 
 class ErrorMeaning(Enum):
@@ -106,7 +106,9 @@ def translate(error: Exception, *, doing: str, store: str, key: str | None) -> Q
         case ErrorMeaning.DENIED:
             return AccessDenied(
                 f"the object store refused the credentials while {doing}: {text}",
-                hint="check the credentials in the environment or in quire.toml, and their permissions",
+                hint=with_endpoint(
+                    "check the credentials in the environment or in quire.toml, and their permissions", full
+                ),
                 **where,
             )
         case ErrorMeaning.BAD_NAME:
@@ -149,7 +151,9 @@ def _misconfigured(text: str, where: dict[str, Any]) -> InvalidConfig:
         )
     if any(sign in text for sign in _NO_BUCKET):
         return InvalidConfig(
-            f"the bucket does not exist: {text}", hint="create it, or correct `object_store` in quire.toml", **where
+            f"the bucket does not exist: {text}",
+            hint=with_endpoint("create it, or correct `object_store` in quire.toml", text),
+            **where,
         )
     if match := _STATUS.search(text):
         return InvalidConfig(

@@ -82,12 +82,22 @@ class Retrier:
                 if attempt >= policy.attempts_max or elapsed + pause > policy.deadline_seconds:
                     raise ObjectStoreUnavailable(
                         f"the object store kept failing while {doing}: {failure}",
-                        hint="check the network and the store's health, then try again",
+                        hint=with_endpoint("check the network and the store's health, then try again", str(failure)),
                         **where,
                         attempts=attempt,
                         seconds=round(elapsed, 3),
                     ) from failure
             self.sleep(pause)
+
+
+AMAZON = ".amazonaws.com"
+
+
+def with_endpoint(hint: str, text: str) -> str:
+    """Return the hint for a failed request. One that went to Amazon may have been meant for another service."""
+    if AMAZON not in text:
+        return hint
+    return f"{hint}; for another service than Amazon's, name it: `--endpoint URL`, or `endpoint` in [objects] of quire.toml"
 
 
 FROM_ENVIRONMENT = "env:"

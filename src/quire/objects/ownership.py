@@ -87,7 +87,8 @@ class OwnerState(msgspec.Struct, frozen=True):
     """The ownership state of a store, for display and metrics."""
 
     state: str
-    """`not needed`, `unconfirmed`, `confirmed` or `fenced`."""
+    """`not needed`, `unconfirmed`, `confirmed` or `fenced`. From the directory alone also `standby`, and `restored`: it can be
+    read, and has no owner yet."""
     epoch: int
     session: int = 0
     """0 before the first put since the store was opened."""
@@ -139,9 +140,19 @@ def recorded_state(disk: Disk, root: str, epoch: int) -> OwnerState:
     if record is None or record.epoch != epoch:
         return OwnerState("unconfirmed", epoch)
     if record.successor:
-        return OwnerState("fenced", epoch, record.session, record.successor)
+        state = "restored" if _is_restored(record) else "fenced"
+        return OwnerState(state, epoch, record.session, record.successor)
     confirmed = record.session and record.confirmed == record.session
     return OwnerState("confirmed" if confirmed else "unconfirmed", epoch, record.session)
+
+
+def no_successor(epoch: int) -> str:
+    """Return what a restored directory records as its successor: a session that no owner has, because theirs begin at 1."""
+    return f"{epoch:08x}.{0:08x}"
+
+
+def _is_restored(record: OwnerFile) -> bool:
+    return record.successor == no_successor(record.epoch)
 
 
 def encode_object(record: OwnerObject) -> bytes:
@@ -170,7 +181,9 @@ CHECK_SECONDS = 60.0
 EPOCHS_PER_TAKEOVER = 1_000
 """A bucket whose epoch is further ahead than this has a forged name, not that many unseen takeovers."""
 
-TAKE_OVER = "to continue from this directory, run `quire takeover`; to read it, open it with mode='r'"
+READ_ONLY_COMMANDS = "`quire sqlite shell`, `kv get`, `stream read` and others read it (in Python: mode='r')"
+
+TAKE_OVER = f"to continue from this directory, run `quire takeover`; {READ_ONLY_COMMANDS}"
 
 
 class Ownership:
@@ -484,8 +497,12 @@ def superseded_owner(
     root: str, epoch: int, recorded: OwnerFile | None, successor: str, successor_text: str
 ) -> StoreFenced:
     """Return the error for a directory that is not the newest owner of its bucket."""
+    if successor == no_successor(epoch):
+        what = f"{successor_text} and has no owner: it can only be read"
+        hint = f"{READ_ONLY_COMMANDS}; `quire takeover` makes it the owner, or says what the archive has beyond it"
+        return StoreFenced(what, hint=hint, path=root, epoch=epoch)
     session = recorded.session if recorded is not None else 0
-    which = "this directory is a copy, an old backup, or was copied"
+    which = "this directory is a copy of the store, or the store was copied or restored elsewhere"
     what = f"another owner has claimed the store's objects ({successor_text}); {which}"
     return StoreFenced(what, hint=TAKE_OVER, path=root, epoch=epoch, session=session, successor=successor)
 

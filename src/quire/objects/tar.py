@@ -72,7 +72,8 @@ class TarStore:
                         self._members[member.name.removeprefix("./")] = (member.offset_data, member.size)
         except tarfile.TarError as error:
             self._file.close()
-            raise Corruption("this is not a backup: the tar file cannot be read", path=self._path) from error
+            hint = "it is incomplete or damaged: copy it again, or restore another backup"
+            raise Corruption("this is not a backup: the tar file cannot be read", hint=hint, path=self._path) from error
 
     @property
     def url(self) -> str:

@@ -59,9 +59,8 @@ def lend_snapshots(
     with engine._manifest.read() as txn:
         db_ids = {find_database(txn, name)[0]: name for name in names}
     parts = [LentVersion(db_id, 1, label=name) for db_id, name in db_ids.items()]
-    lease_id = leases.hold(
-        parts, seconds, lease_id=lease_id
-    )  # before the look-up, so that artifacts dropped later are kept
+    # Before the look-up, so that artifacts dropped later are kept.
+    lease_id = leases.hold(parts, seconds, lease_id=lease_id)
     views: dict[int, SnapshotView] = {}
     try:
         for db_id in db_ids:

@@ -180,7 +180,7 @@ class FileLease:
         "_clock",
         "_disk",
         "_file",
-        "_let_go",
+        "_on_close",
         "_renewed_ms",
         "_was_lost",
         "open",
@@ -201,7 +201,7 @@ class FileLease:
         # used by the holder's thread
         self._file: File | None = file
         self._renewed_ms = record.opened_ms
-        self._let_go: Callable[[], None] | None = None
+        self._on_close: Callable[[], None] | None = None
         # `open` only becomes false, `_was_lost` only true
         self.open = True
         self._was_lost = False
@@ -236,9 +236,9 @@ class FileLease:
             return cls(disk, clock, file, path, record)
         raise TimedOut("the owner removed the lease file before it was complete", hint="try again", tries=TAKE_TRIES)
 
-    def when_closed(self, let_go: Callable[[], None]) -> None:
-        """Call `let_go` when the lease is closed, but not when it is garbage-collected."""
-        self._let_go = let_go
+    def when_closed(self, on_close: Callable[[], None]) -> None:
+        """Call `on_close` when the lease is closed, but not when it is garbage-collected."""
+        self._on_close = on_close
 
     @property
     def is_held(self) -> bool:
@@ -287,9 +287,9 @@ class FileLease:
     def close(self) -> None:
         """End the lease. Does nothing if it is closed, or in a forked child."""
         self.open = False
-        let_go, self._let_go = self._let_go, None
-        if let_go is not None:
-            let_go()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -306,7 +306,7 @@ class FileLease:
 
     def __del__(self) -> None:
         with suppress(AttributeError, TypeError):  # not fully constructed, or the interpreter is shutting down
-            self._let_go = None  # it takes locks, and a finalizer may run at any line
+            self._on_close = None  # it takes locks, and a finalizer may run at any line
             self.close()
 
 

@@ -96,9 +96,8 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     _trim(disk, root, db_id, rows)
     at = state.last_applied_lsn
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
-    with (
-        manifest.read() as txn
-    ):  # after a takeover, lsns continue in its range: lower ones may belong to commits that were lost
+    with manifest.read() as txn:
+        # After a takeover, lsns continue in its range: lower ones may belong to commits that were lost.
         next_lsn = max(state.lsn_reserved + 1, txn.first_number())
     return WalStart(next_lsn, state.next_segment_id, mark)
 

@@ -420,4 +420,17 @@ def _damage(read: ReadAt, header: SegmentHeader, frames: int, path: str) -> str:
     if expected != region.tobytes():
         place = next(at for at in range(frames) if expected[at * ENTRY_BYTES :][:ENTRY_BYTES] != region[at].tobytes())
         return f"the index entry of frame {place} does not match the frame"
-    return ""
+    return _lineage_damage(header, region)
+
+
+def _lineage_damage(header: SegmentHeader, entries: Entries) -> str:
+    """Return what is wrong with the predecessors of versions: each is older than its version, and in this segment exactly if
+    its lsn is; empty if nothing is."""
+    lsns, segments = entries["prev_lsn"], entries["prev_segment"]
+    is_here = lsns >= np.uint64(header.first_lsn)
+    wrong = (lsns >= entries["lsn"]) | (segments > header.segment_id) | ((segments == header.segment_id) != is_here)
+    wrong |= (lsns == 0) != (segments == 0)
+    if not wrong.any():
+        return ""
+    place = int(np.argmax(wrong))
+    return f"the predecessor of frame {place} is recorded as lsn {lsns[place]} in segment {segments[place]}, which cannot be"

@@ -119,9 +119,8 @@ class SyncLanes:
                             flying.clear()
                 else:
                     flight.ring.sleep()
-                    self._sleepers.pop(
-                        flight, None
-                    )  # removed by the sleeper itself: until then other threads can still wake it
+                    # Removed by the sleeper itself: until then other threads can still wake it.
+                    self._sleepers.pop(flight, None)
         except BaseException as error:
             self._abort_flight(flight, error)
             raise

@@ -128,8 +128,14 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
     version = _find_in_snapshots(txn, regions, snapshots, moment, objects_url, checkpointed)
     if version is None:
         if moment.ms is not None and record is not None and moment.ms < record.created_at_ms:
-            created = datetime.fromtimestamp(record.created_at_ms / 1000, UTC).isoformat(timespec="seconds")
-            raise SnapshotGone("the database did not exist then", db_id=db_id, at=str(at), created=created)
+            asked, created = (
+                datetime.fromtimestamp(ms / 1000, UTC).isoformat(timespec="seconds")
+                for ms in (moment.ms, record.created_at_ms)
+            )
+            hint = "name a time after it was created; what a fork had before is in the database it was forked from"
+            raise SnapshotGone(
+                "the database did not exist then", hint=hint, database=record.name, at=asked, created=created
+            )
         raise SnapshotGone(
             "this version is no longer kept",
             hint="open a newer one; snapshots and maintenance.time_travel_seconds keep versions for longer",

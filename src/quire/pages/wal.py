@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.core.clock import Clock
-from quire.core.errors import OutOfRange, QuireError, StoreClosed, poisoned_by
+from quire.core.errors import OutOfRange, QuireError, StoreClosed, StoreFenced, poisoned_by
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
@@ -446,7 +446,8 @@ class Wal:
             hint = "fix the cause, then reopen the database"
             self.failure = poisoned_by(error, f"the database's WAL failed: {error}", hint=hint, db_id=self.db_id)
             self.newest_lsn[0] = -1
-            emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
+            if not isinstance(error, StoreFenced):  # one event for the store is enough: manifest.fenced
+                emit("error", "wal.failed", db_id=self.db_id, error=f"{type(error).__name__}: {error}")
 
 
 def _after(version: Version | None, upto_lsn: int) -> Version | None:

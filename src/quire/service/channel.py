@@ -103,6 +103,9 @@ _AGAIN = (
 
 R = TypeVar("R")
 
+_RANDOM = random.Random()
+"""Not the generator of the module, whose numbers belong to the program: it may have seeded it."""
+
 
 class Channel:
     """A connection to an owner. See the rules above."""
@@ -248,7 +251,7 @@ class Channel:
             remaining = deadline - time.monotonic()
             if remaining <= pause:
                 raise _gave_up(name, failure, self.uri, seconds) from None
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +280,7 @@ class Channel:
                 ticket = msgspec.structs.replace(ticket, after=chunk.app_metadata.to_pybytes(), rows_max=left or 0)
                 yield chunk.data
                 moved_at, pause = time.monotonic(), PAUSE_SECONDS
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(pause * _RANDOM.uniform(0.5, 1.0))
             pause = min(pause * 2, PAUSE_SECONDS_MAX)
 
     def _open_stream(self, ticket: TableTicket, client: Any, _: float) -> Any:

@@ -50,7 +50,7 @@ from quire.service.remote_jobs import RemoteJobs, RemotePageReader
 from quire.service.remote_kv import RemoteKv
 from quire.service.remote_sqlite import RemoteDriver, version_of
 from quire.service.remote_stream import RemoteStream
-from quire.service.sockets import SCHEME, where_owner_listens
+from quire.service.sockets import SCHEME, await_owner, where_owner_listens
 from quire.service.sql_actions import OpenSql
 from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
@@ -67,18 +67,24 @@ TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
 
 
 def connect(
-    uri: str | os.PathLike[str], *, token_file: str = "", tls_ca_file: str = "", timeout: float = CALL_SECONDS
+    uri: str | os.PathLike[str],
+    *,
+    token_file: str = "",
+    tls_ca_file: str = "",
+    timeout: float = CALL_SECONDS,
+    wait: float = 0.0,
 ) -> Client:
     """Connect to the owner of a store, given its directory, `http://HOST:PORT` or `https://HOST:PORT` (`quire serve --http`),
     `grpc://HOST:PORT` or `grpc+tls://HOST:PORT` (`--listen`), or `grpc+unix:///PATH`.
 
     `token_file` (otherwise the environment variable QUIRE_TOKEN_FILE) holds the token that an owner on the network requires;
     `tls_ca_file` holds the certificate that signed the owner's. `timeout` applies to each call, retries included.
+    For a directory, `wait` is the time in seconds for which an owner may still be starting.
     """
     address = os.fspath(uri)
     if "://" not in address:
         root = os.path.abspath(address)
-        path = where_owner_listens(OsDisk(), root)
+        path = where_owner_listens(OsDisk(), root) if not wait else await_owner(root, wait)
         if not path:
             raise InvalidInput("no owner listens for this store", hint="run `quire serve` on the store", path=root)
         address = SCHEME + path
@@ -347,7 +353,7 @@ class Client:
         """Return views of a holder's versions, given as (lease, database)."""
         return self._channel.call("lease.views", m.OfHeldVersions(tuple(versions)))
 
-    def let_go(self, versions: Sequence[tuple[int, int]]) -> None:
+    def release_versions(self, versions: Sequence[tuple[int, int]]) -> None:
         """Release a holder's versions, given as (lease, database)."""
         self._channel.call("lease.let_go", m.OfHeldVersions(tuple(versions)))
 

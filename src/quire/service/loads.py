@@ -29,7 +29,7 @@ from quire.lsm.bulk import Load, begin_load, published
 from quire.lsm.kv import Kv
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.service.tickets import LoadPairs, LoadRecords
+from quire.service.tickets import QUERY_KEYS, LoadPairs, LoadRecords
 from quire.sqlite.bulk_insert import TableWrite, load_rows
 from quire.stream.stream import Stream
 
@@ -44,9 +44,6 @@ BUSY_SECONDS = 60.0
 
 BATCH_BYTES_MAX = 256 * MIB
 """The largest batch of a query for a key-value set or a stream: the owner holds it in memory."""
-
-QUERY_KEYS = b"\0quire/query/"
-"""The prefix of keys that, followed by a query's id, hold the number of the last batch that the query wrote to a set."""
 
 _PART = re.compile(r"[0-9]{1,10}-[0-9]{1,19}")
 
@@ -217,6 +214,8 @@ class Loads:
             for key, value, is_gone in zip(keys, values, gone):
                 if key is None:
                     raise InvalidInput("a row has no key", hint="filter out rows whose key is NULL")
+                if key.startswith(QUERY_KEYS):
+                    raise InvalidInput("the set keeps its own records under this key", hint="use another key", key=key)
                 yield key, None if is_gone else value
 
     def _batches_of(self, load: int, parts: Sequence[str], width: int) -> Iterator[pa.RecordBatch]:

@@ -164,13 +164,14 @@ class RemoteDriver:
         was_autocommit = self._state.is_autocommit
         self.number += 1
         try:
-            answer = self._answer(action, request)
-        except LeaseExpired as lost:
-            self._renewing.discard(self.connection)
-            self._open()
-            if not was_autocommit or not (self._only_reads(what) if is_safe is None else is_safe):
-                raise _lost(was_autocommit, what) from lost
-            answer = self._answer(action, request)
+            try:
+                answer = self._answer(action, request)
+            except LeaseExpired as lost:
+                self._renewing.discard(self.connection)
+                self._open()
+                if not was_autocommit or not (self._only_reads(what) if is_safe is None else is_safe):
+                    raise _lost(was_autocommit, what) from lost
+                answer = self._answer(action, request)
         except BaseException:
             self._leave()  # interrupted, or given up: the state of the connection is unknown
             raise

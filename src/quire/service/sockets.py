@@ -31,6 +31,7 @@ import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ from quire.durable.locks import is_held
 
 if TYPE_CHECKING:
     from quire.service.client import Client
+
+START_POLL_SECONDS = 0.05
+"""Time between two looks for an owner that is starting."""
 
 SOCKET_BYTES_MAX = 100
 """The longest path of a socket: the system's limit is 107 bytes, and the path at which the socket is bound must fit, too."""
@@ -138,6 +142,18 @@ def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client 
         return connect(SCHEME + socket_path, timeout=timeout)
     except Unavailable:
         return None  # the owner has just gone
+
+
+def await_owner(root: str, seconds: float) -> str:
+    """Return where the owner listens, as soon as it does; an empty string if none listens after this time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        path = where_owner_listens(OsDisk(), root)
+        if path and is_alive(path):
+            return path
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(START_POLL_SECONDS)
 
 
 @contextmanager

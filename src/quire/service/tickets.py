@@ -122,6 +122,10 @@ class LoadRecords(Request, frozen=True):
 
 
 LOAD_PAIRS = Action("load.pairs", LoadPairs, int)
+
+QUERY_KEYS = b"\0quire/query/"
+"""The prefix of keys that, followed by a query's id, hold the number of the last batch that the query wrote to a set."""
+
 LOAD_RECORDS = Action("load.records", LoadRecords, int)
 
 

@@ -68,13 +68,13 @@ class DatabaseFilter(Request, frozen=True, kw_only=True):
     """Selects and orders the databases of a list."""
 
     prefix: str = ""
-    """Databases whose name begins with it."""
+    """Databases whose name begins with it, or matches it if it is a pattern: `tenant-*`."""
     kind: str = ""
-    """pages, stream or lsm."""
+    """pages (or sqlite), stream, lsm (or kv, key-value)."""
     tag: str = ""
     """Databases with this tag, or with this `tag=value`."""
     sort: str = "name"
-    """name; written: the newest change first; size: the largest first."""
+    """name; written: the newest change in the feed first; size: the largest first."""
     limit: int = 0
     """Maximum number of rows; 0 for all."""
     after: str = ""

@@ -38,7 +38,23 @@ from quire.core.errors import InvalidConfig, QuireError, SparkUnavailable
 from quire.core.ids import U64_MAX
 from quire.core.limits import MIB
 from quire.core.tracing import span
-from quire.jobs.runner import BLOCK, Join, Key, P, R, Run, Split, T, TaskResult, Tell, Tick, V, balanced, no_tick
+from quire.jobs.runner import (
+    BLOCK,
+    Join,
+    Key,
+    P,
+    R,
+    Run,
+    Split,
+    T,
+    TaskResult,
+    Tell,
+    Tick,
+    V,
+    balanced,
+    no_tick,
+    some_names,
+)
 from quire.objects.options import StoreOptions
 from quire.spark.executor import (
     ANSWERS_DDL,
@@ -92,10 +108,6 @@ LIGHT_WEIGHT, LIGHT_THREADS = 2 * MIB, 8
 
 PARTITION_WEIGHT = 512 * MIB
 """Bytes of work in a partition, about, so that a lost task is not expensive."""
-
-
-NAMED_MAX = 3
-"""Databases that the description of a job names, at most."""
 
 
 class SparkRunner:
@@ -254,9 +266,8 @@ class SparkRunner:
         """Return a step's description in Spark's user interface: the kind of job, the function that runs last, the
         databases."""
         databases = sorted({db_id for task in tasks if (db_id := getattr(task, "db_id", 0))})
-        names = ", ".join(self._name_of(db_id) for db_id in databases[:NAMED_MAX])
-        more = f" and {len(databases) - NAMED_MAX:,} more" if len(databases) > NAMED_MAX else ""
-        return f"quire {_job_of(step)}{': ' if names else ''}{names}{more}"
+        names = some_names(map(self._name_of, databases), len(databases))
+        return f"quire {_job_of(step)}{': ' if names else ''}{names}"
 
 
 def _job_of(step: Callable[..., Any]) -> str:

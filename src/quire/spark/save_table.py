@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput
 from quire.spark.access import StoreLike, options_of
-from quire.spark.sessions import attach
+from quire.spark.sessions import attach, job_description
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -53,4 +53,6 @@ def save(
     spark_mode, exists = MODES[mode.lower()]
     attach(frame.sparkSession)
     given = {"database": database, "table": table, "exists": exists, "create": "database" if create else "false"}
-    frame.write.format("quire.sqlite").mode(spark_mode).options(**options_of(store), **{**given, **options}).save()
+    writer = frame.write.format("quire.sqlite").mode(spark_mode).options(**options_of(store), **{**given, **options})
+    with job_description(frame.sparkSession, f"quire save: {database}, table {table}"):
+        writer.save()

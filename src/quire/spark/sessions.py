@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import SparkUnavailable
+from quire.core.packages import install_command
 from quire.spark.java import find_java, quiet_home
 from quire.spark.jvm_log import launch
 
@@ -181,6 +182,21 @@ def make_active(spark: SparkSession) -> None:
     type(classic)._get_j_spark_session_class(classic._jvm).setActiveSession(classic._jsparkSession)
 
 
+@contextmanager
+def job_description(spark: SparkSession, text: str) -> Iterator[None]:
+    """Describe the jobs that this thread starts in the block, in Spark's user interface. Connect has no such setting."""
+    if is_connect(spark):
+        yield
+        return
+    context: Any = spark.sparkContext
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(text)
+    try:
+        yield
+    finally:
+        context.setJobDescription(before)
+
+
 def is_connect(spark: SparkSession) -> bool:
     """Return whether a session is one of Spark Connect: it has no JVM here."""
     return type(spark).__module__.startswith("pyspark.sql.connect")
@@ -201,12 +217,12 @@ def _require_connect() -> None:
 
 def _require() -> None:
     if find_spec("pyspark") is None:
-        raise SparkUnavailable("pyspark is not installed", hint="`pip install 'quire[spark]'`")
+        raise SparkUnavailable("pyspark is not installed", hint=install_command("spark"))
     from pyspark import __version__
 
     if tuple(int(part) for part in __version__.split(".")[:2]) < (4, 2):
         raise SparkUnavailable(
             "this pyspark is too old: quire's streaming source needs 4.2",
-            hint="`pip install 'quire[spark]' --upgrade`",
+            hint=install_command("spark"),
             version=__version__,
         )

@@ -5,14 +5,16 @@ Terms
   window   a range of rowids whose rows SQLite aggregates in one step: for each column one text, the JSON array of its values
 
 - A misfit is an error that names the column and the value, or `NULL` if the option `misfits` requests it: never a guess. For
-  `string` every number is read as SQLite prints it, for `double` every whole number as the nearest double, and for `binary`
-  every text and number as the UTF-8 of its text. `date` and `timestamp` (of a schema the user gives) are read from ISO
-  text, `timestamp` also from seconds since 1970; `decimal` from text and numbers.
+  `string` every number is read as its shortest exact text (`number_text`), for `double` every whole number as the nearest
+  double, and for `binary` every text as its stored bytes and every number as its text. `boolean` takes 0 and 1 only. `date` and
+  `timestamp` (of a schema the user gives) are read from ISO text, `timestamp` also from seconds since 1970; `decimal` from text
+  and numbers. A text that is not UTF-8 is a misfit for every type except `binary`.
 - Leaves (`leaf_columns.py`) are preferred: without a condition, where the C part is built, for columns whose records hold the
   values that SQLite would return.
 - Otherwise windows are used, for tables with rowids whose requested columns are `bigint` with integer affinity or `string` with
-  text affinity: their JSON is exactly what is stored. With a condition SQLite returns rows: an index may be better than a walk
-  through the table.
+  text affinity: their JSON is exactly what is stored. Not for columns that are computed when they are read: the result of a
+  JSON function would be taken as JSON instead of as text, and every expression that removes this mark changes some values.
+  With a condition SQLite returns rows: an index may be better than a walk through the table.
 - A window that is not plain (a misfit, a BLOB, a text that is not UTF-8) is read again row by row, which names the misfit.
 - Windows follow each other without a gap, and widen or narrow so that their texts have about `WINDOW_BYTES`. If a text would
   exceed `TEXT_BYTES_MAX`, SQLite refuses the window before building it, and it is split into smaller ones.
@@ -20,7 +22,7 @@ Terms
 Rows through apsw take about 350 ns each before Arrow sees any of them. A window takes less than that including the Arrow
 columns, and leaves take a third of it (docs/decisions/075-columns-from-leaves.md).
 
-Importable on executors. Raises `InvalidInput` for misfits.
+Importable on executors. Raises `InvalidInput` for misfits, and for tables that need functions of their application.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from struct import pack
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+import apsw
 import msgspec
 import numpy as np
 import pyarrow as pa
@@ -42,6 +45,7 @@ import pyarrow as pa
 from quire.core.errors import InvalidInput
 from quire.core.limits import MIB
 from quire.sqlite.leaf_columns import AsRows, LeafDecoder, LeafPages, leaf_batches
+from quire.sqlite.row_reads import STEP_ROWS, InvalidText, naming, read_rows
 from quire.sqlite.tables import DATABASE, SqliteTable, affinity, quoted
 from quire.sqlite.trees import EVERYTHING, Rowids
 
@@ -49,12 +53,11 @@ if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
 
 BATCH_BYTES = 4 * MIB
-STEP_ROWS = 512
-"""Rows converted to columns at once: few enough to stay in the processor's cache and to leave the garbage collector nothing
-to scan. With 65,536 it takes five times as long."""
 
 _CODES = {pa.int64(): "q", pa.float64(): "d"}
 """Numbers are packed by `struct`, which takes a tenth of Arrow's time and refuses NULLs and misfits."""
+
+_FLAGS = frozenset({0, 1, None})
 
 _WRONG = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError)
 
@@ -142,6 +145,8 @@ def _plain(kind: pa.DataType) -> frozenset[type]:
 
 def _whole(values: tuple[Any, ...], kind: pa.DataType) -> pa.Array:
     if pa.types.is_boolean(kind):
+        if not _FLAGS.issuperset(values):
+            raise ValueError("only 0 and 1 are booleans")
         return pa.array(values, pa.int64()).cast(kind)
     if pa.types.is_timestamp(kind):
         return pa.array(values, pa.string()).cast(pa.timestamp("us")).cast(kind)  # without a zone it is UTC
@@ -156,9 +161,10 @@ def _one(value: Any, kind: pa.DataType, name: str, null_misfits: bool) -> Any:
     except _WRONG as error:
         if null_misfits:
             return None
+        wide = "binary" if isinstance(value, bytes) else "string"
         raise InvalidInput(
             f"a value is not a valid {kind}: {error}",
-            hint='read it as NULL with option("misfits", "null"), or as it is with a schema of `string`',
+            hint=f"read such values as NULL with misfits=null, or the whole column as {wide} with types=`{name}` {wide}",
             column=name,
             value=repr(value)[:60],
         ) from error
@@ -169,21 +175,34 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
     if value is None:
         return None
     if pa.types.is_string(kind) and isinstance(value, int | float):
-        return repr(value)
+        return number_text(value)
     if pa.types.is_floating(kind) and isinstance(value, int):
         return float(value)
     if pa.types.is_binary(kind) and not isinstance(value, bytes):
-        return (value if isinstance(value, str) else repr(value)).encode()
+        return (value if isinstance(value, str) else number_text(value)).encode()
     if pa.types.is_timestamp(kind) and isinstance(value, int | float):
         return pa.scalar(round(value * 1_000_000), pa.int64()).cast(kind).as_py()
     if pa.types.is_timestamp(kind) and isinstance(value, str):
         with suppress(pa.ArrowInvalid):  # with a zone
             return pa.scalar(value).cast(kind).as_py()
     if pa.types.is_decimal(kind) and isinstance(value, int | float):
-        value = repr(value)
+        value = number_text(value)
+    if isinstance(value, InvalidText):
+        if pa.types.is_binary(kind):
+            return value
+        raise ValueError("it is a text that is not valid in the encoding of its database")
     if type(value) not in _plain(kind):
         raise ValueError(f"it is {type(value).__name__}")
     return _whole((value,), kind)[0].as_py()
+
+
+def number_text(value: float) -> str:
+    """Return a number as the shortest text that has exactly its value. SQLite's own text of a real is rounded to 15 digits.
+
+    >>> number_text(5), number_text(1.0), number_text(0.1 + 0.2), number_text(1e20), number_text(-9e999)
+    ('5', '1.0', '0.30000000000000004', '1e+20', '-inf')
+    """
+    return repr(value)
 
 
 # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,22 +222,26 @@ def table_batches(
     """
 
     def as_rows(some: Rowids) -> Iterator[pa.RecordBatch]:
-        sql, values = _select(query, some, where, in_order)
-        return row_batches(iter(connection.execute(sql, values)), query.schema, null_misfits=null_misfits)
+        rows = read_rows(connection, *_select(query, some, where, in_order))
+        return row_batches(rows, query.schema, null_misfits=null_misfits)
 
-    if where:
-        return as_rows(rowids)
-    if (decoder := LeafDecoder.of(pages, query.table, query.decoded)) is not None:
-        return leaf_batches(pages, query.table.root, decoder, rowids, query.batch_of_leaves, as_rows)
-    return windows(connection, query, rowids, as_rows) if query.is_allowed else as_rows(rowids)
+    with naming(query.table.name, query.table.database):
+        if where:
+            yield from as_rows(rowids)
+        elif (decoder := LeafDecoder.of(pages, query.table, query.decoded)) is not None:
+            yield from leaf_batches(pages, query.table.root, decoder, rowids, query.batch_of_leaves, as_rows)
+        else:
+            yield from windows(connection, query, rowids, as_rows) if query.is_allowed else as_rows(rowids)
 
 
-def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> tuple[str, list[Any]]:
-    table, shown, values = query.table, list[str](), list[Any]()
+def _select(
+    query: ColumnQuery, rowids: Rowids, where: str, in_order: bool
+) -> tuple[list[str], str, Rowids | tuple[()]]:
+    """Return (expressions, the rest of the statement, its values)."""
+    table, shown = query.table, list[str]()
     for name in query.schema.names:
         if query.database and name == DATABASE:
-            shown.append("?")
-            values.append(query.database)
+            shown.append(apsw.format_sql_value(query.database))
             continue
         column = table.column(name)
         if column is None and query.null_missing:
@@ -226,16 +249,15 @@ def _select(query: ColumnQuery, rowids: Rowids, where: str, in_order: bool) -> t
             continue
         if column is None:
             hint = f"columns: {', '.join(column.name for column in table.columns)}"
-            raise InvalidInput("the table has no such column", hint=hint, column=name, database=query.database)
+            raise InvalidInput("the table has no such column", hint=hint, column=name)
         shown.append(quoted(column.name))
     conditions = [where] if where else []
     if rowids != EVERYTHING:
         conditions.append(f"{table.rowid} BETWEEN ? AND ?")
-        values += rowids
     key = [table.rowid] if table.rowid else [quoted(name) for name in table.key]
     condition = f" WHERE {' AND '.join(conditions)}" if conditions else ""
     order = f" ORDER BY {', '.join(key)}" if in_order and key else ""
-    return f"SELECT {', '.join(shown)} FROM main.{quoted(table.name)}{condition}{order}", values
+    return shown, f"FROM main.{quoted(table.name)}{condition}{order}", rowids if rowids != EVERYTHING else ()
 
 
 # ── windows ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,7 +296,10 @@ class ColumnQuery:
     def is_allowed(self) -> bool:
         """Whether windows can be used: the table has rowids, and its requested columns survive JSON unchanged."""
         columns = [(field, self.table.column(field.name)) for field in self.stored]
-        is_plain = all(column and _KINDS.get(field.type) == affinity(column.declared) for field, column in columns)
+        is_plain = all(
+            column and column.place is not None and _KINDS.get(field.type) == affinity(column.declared)
+            for field, column in columns
+        )
         return bool(self.table.rowid and self.table.root and columns) and is_plain
 
     @property

@@ -30,6 +30,9 @@ from quire.durable.failpoints import hit
 from quire.sqlite.where_clause import quoted
 
 LOADS, SINKS = "quire_loads", "quire_sinks"
+OWN_TABLES = (LOADS, SINKS, "quire_idempotency")
+"""Tables that quire itself keeps in databases. No load writes to them."""
+
 KEPT_MS = 7 * 24 * 3_600 * 1_000
 
 _MAKE_LOADS = (
@@ -71,6 +74,10 @@ def load_rows(
     batch: int = 0,
 ) -> int:
     """Write the rows of a load or of a query's batch, and return how many there were."""
+    if write.table.lower() in OWN_TABLES:
+        raise InvalidInput(
+            "quire keeps its own records in this table", hint="write to another table", table=write.table
+        )
     with _explained(write), _transaction(connection):
         done = _recorded_batch(connection, query, batch) if query else _recorded_load(connection, load)
         if done is not None:
@@ -129,6 +136,8 @@ def _prepare(connection: apsw.Connection, write: TableWrite) -> bool:
         if write.exists == "error":
             hint = "write with mode append or overwrite, or to another table"
             raise AlreadyExists("the table already exists", hint=hint, table=write.table)
+        if write.exists != "ignore":
+            _need_columns(connection, write)
         return write.exists != "ignore"
     if not write.create:
         hint = "create it, or write with the option create"
@@ -138,6 +147,18 @@ def _prepare(connection: apsw.Connection, write: TableWrite) -> bool:
         declared.append(f"PRIMARY KEY({', '.join(map(quoted, write.keys))})")
     connection.execute(f"CREATE TABLE main.{quoted(write.table)}({', '.join(declared)})")
     return True
+
+
+def _need_columns(connection: apsw.Connection, write: TableWrite) -> None:
+    """Refuse columns that the table does not have."""
+    known = [
+        str(name) for (name,) in connection.execute("SELECT name FROM pragma_table_info(?, 'main')", (write.table,))
+    ]
+    lowered = {name.lower() for name in known}
+    unknown = [name for name, _ in write.columns if name.lower() not in lowered and name != write.delete]
+    if unknown:
+        hint = f"columns: {', '.join(known)}"
+        raise InvalidInput("the table has no such column", hint=hint, table=write.table, columns=unknown[:5])
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -53,17 +53,21 @@ def export_file(
     *,
     snapshot: int | str | None = None,
     at: At | None = None,
+    published: bool = False,
     force: bool = False,
     check: bool = False,
     progress: Progress = no_progress,
     disk: Disk | None = None,
 ) -> Exported:
-    """Write a database to a SQLite file: as it is now, at a snapshot, or `at` an lsn, an epoch or a time."""
+    """Write a database to a SQLite file: as it is now, at a snapshot, or `at` an lsn, an epoch or a time.
+
+    `published` is for a process that only reads the store: it exports what the owner has published.
+    """
     if snapshot is not None and at is not None:
         raise InvalidInput("a version must be a snapshot or a time, not both", snapshot=snapshot, at=str(at))
     path, disk = os.path.abspath(os.fspath(path)), disk or OsDisk()
     _refuse_taken(disk, path, force)
-    with _reader(pages, name, snapshot, at) as reader:
+    with _reader(pages, name, snapshot, at, published=published) as reader:
         digest = _write(disk, path, reader, name, check, progress)
         return Exported(
             name=name,
@@ -78,10 +82,13 @@ def export_file(
         )
 
 
-def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | None) -> Snapshot:
+def _reader(pages: PageEngine, name: str, snapshot: int | str | None, at: At | None, *, published: bool) -> Snapshot:
+    tags = {"reader": "sqlite export"}
     if snapshot is not None:
         return pages.open_view(name, snapshot)
-    store, tags = pages.open(name), {"reader": "sqlite export"}
+    if published:
+        return pages.open_published(name, tags=tags) if at is None else pages.open_published_at(name, at, tags=tags)
+    store = pages.open(name)
     return store.open_snapshot(tags=tags) if at is None else store.open_snapshot(at=at, tags=tags)
 
 

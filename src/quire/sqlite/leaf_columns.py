@@ -195,6 +195,8 @@ class LeafDecoder:
         )  # fmt: skip
         if taken != rows:
             raise Unreadable(0)
+        for buffer in buffers.values():
+            buffer.mark_misfits(is_odd)
         return Decoded(
             rowids, is_odd, [buffers[number].array(images.ctypes.data, self.library) for number in range(len(order))]
         )
@@ -214,6 +216,11 @@ class _Buffers:
         else:
             self._values = np.empty(rows, np.int64)
             given.values = self._values.ctypes.data
+
+    def mark_misfits(self, is_odd: NDArray[np.bool_]) -> None:
+        """Mark the rows whose whole numbers are not of the column's type: only 0 and 1 are booleans. NULLs have the value 0."""
+        if pa.types.is_boolean(self._column.type):
+            is_odd |= self._values.view(np.uint64) > 1
 
     def array(self, pages: int, library: _Library) -> pa.Array:
         """Return the decoded column as an Arrow array."""

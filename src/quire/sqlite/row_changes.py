@@ -24,7 +24,10 @@ Rules
 
 Malformed pages are left to SQLite: everything is compared.
 
-Threads: one at a time on a connection. Executor-safe. Raises `InvalidInput` for tables whose rows have no key.
+A text that is not UTF-8 is `InvalidText` (`row_reads.py`).
+
+Threads: one at a time on a connection. Executor-safe. Raises `InvalidInput` for tables whose rows have no key, and for tables
+that need functions or collations of their application.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quire.core.errors import InvalidInput, NotFound, OutOfRange
 from quire.sqlite.dbfile import PENDING_BYTE
 from quire.sqlite.index_cells import IndexFormat, key_of, payloads
+from quire.sqlite.row_reads import naming, read_rows
 from quire.sqlite.tables import SqliteTable, find_table, quoted
 from quire.sqlite.trees import (
     EVERYTHING,
@@ -119,8 +123,9 @@ class ComparedVersion:
             return None
         if not table.root or not (table.rowid or table.key):
             raise InvalidInput(
-                "its rows cannot be matched: they have neither a rowid nor a primary key",
-                hint="use an ordinary table; views and virtual tables have no row changes",
+                "its rows cannot be matched: they have no rowid that can be read",
+                hint="views and virtual tables have no row changes, nor has a table whose columns take all names of the rowid "
+                "(rowid, _rowid_, oid)",
                 table=name,
                 database=self.database,
             )
@@ -268,8 +273,7 @@ class _TableVersion:
         self._connection = connection
         self._key = [table.rowid] if table.rowid else [quoted(name) for name in table.key]
         stored = [table.column(name) for name in columns]
-        shown = [quoted(column.name) if column is not None else "NULL" for column in stored]
-        self._select = f"SELECT {', '.join(self._key + shown)} FROM main.{quoted(table.name)}"
+        self._shown = self._key + [quoted(column.name) if column is not None else "NULL" for column in stored]
 
     def is_matched_like(self, other: _TableVersion) -> bool:
         """Return whether rows of this version can be matched with rows of the other."""
@@ -288,29 +292,32 @@ class _TableVersion:
     def by_rowid(self, rowids: Rowids) -> Iterator[KeyedRow]:
         """Yield the rows of a range, in order."""
         (name,) = self._key
-        where = "" if rowids == EVERYTHING else f" WHERE {name} BETWEEN ? AND ?"
-        sql = f"{self._select}{where} ORDER BY {name}"
-        for row in self._connection.execute(sql, rowids if where else ()):
+        where = "" if rowids == EVERYTHING else f"WHERE {name} BETWEEN ? AND ? "
+        for row in self._read(f"{where}ORDER BY {name}", rowids if where else ()):
             yield row[0], row[1:]
 
     def by_key(self) -> Iterator[KeyedRow]:
         """Yield all rows of a table WITHOUT ROWID."""
-        yield from self._keyed(self._select, ())
+        yield from self._keyed("", ())
 
     def of_keys(self, keys: Iterable[Row]) -> Iterator[KeyedRow]:
         """Yield the rows with these keys, compared by the collations of their columns; each row once."""
-        sql = f"{self._select} WHERE {' AND '.join(f'{name} = ?' for name in self._key)}"
+        where = f"WHERE {' AND '.join(f'{name} = ?' for name in self._key)}"
         seen = set[Row]()
         for wanted in keys:
-            for key, row in self._keyed(sql, wanted):
+            for key, row in self._keyed(where, wanted):
                 if (typed := _typed(key)) not in seen:
                     seen.add(typed)
                     yield key, row
 
-    def _keyed(self, sql: str, values: Row) -> Iterator[KeyedRow]:
+    def _keyed(self, where: str, values: Row) -> Iterator[KeyedRow]:
         width = len(self._key)
-        for row in self._connection.execute(sql, values):
+        for row in self._read(where, values):
             yield row[:width], row[width:]
+
+    def _read(self, rest: str, values: Row) -> Iterator[Row]:
+        with naming(self.table.name, self.table.database):
+            yield from read_rows(self._connection, self._shown, f"FROM main.{quoted(self.table.name)} {rest}", values)
 
 
 def diff_sorted(before: Iterator[KeyedRow], after: Iterator[KeyedRow]) -> Iterator[RowChange]:

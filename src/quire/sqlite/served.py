@@ -6,7 +6,7 @@ to behave as the local one does, including rows read ahead. Statements run as fo
 Rules
   1. A call has a number. A repeated number gets the same answer, and nothing runs: a client that lost an answer sends the
      call again.
-  2. Rows are read ahead in bunches. A statement ends, and releases its version, when its last row is read or its cursor is
+  2. Rows are read ahead in batches. A statement ends, and releases its version, when its last row is read or its cursor is
      closed.
   3. A transaction that is idle for too long is rolled back; the next statement of its program reports it.
   4. An error keeps its class, its code and its text.

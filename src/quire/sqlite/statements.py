@@ -1,4 +1,4 @@
-"""Runs statements of other programs on one SQLite connection: one statement at a time, rows in bunches, errors as plain
+"""Runs statements of other programs on one SQLite connection: one statement at a time, rows in batches, errors as plain
 values. Every protocol by which a program sends SQL is a translation of this interface.
 
 A *refused* statement found the database locked before it did anything, so it may be sent again unchanged (`LockRefused`).
@@ -147,7 +147,7 @@ def _next_rows(
 
 
 class RunningStatement:
-    """A statement that was started: its columns, and its rows in bunches."""
+    """A statement that was started: its columns, and its rows in batches."""
 
     __slots__ = ("_cursor", "_fetch_rows", "_runner", "columns", "is_over")
 
@@ -214,7 +214,7 @@ class StatementRunner:
         self._read_only_hint = read_only_hint
         self._value_bytes = value_bytes
         self.first_rows = 1 if value_bytes else ROWS_AT_ONCE
-        """Rows that are read before the first ones of a bunch are measured."""
+        """Rows that are read before the first ones of a batch are measured."""
         self._on_too_large = on_too_large
         self.is_autocommit: Callable[[], bool] = connection.getautocommit
         self.changes: Callable[[], int] = connection.changes

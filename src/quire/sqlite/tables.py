@@ -5,7 +5,7 @@
 - Ranges of rowids are cut at the upper pages of the table's own tree (`sqlite/trees.py`), so gaps and dense stretches of
   rowids do no harm. Views, virtual tables and tables WITHOUT ROWID are read in one piece.
 
-Importable on executors. Raises `NotFound` for a table that does not exist.
+Importable on executors. Raises `NotFound` for a table that does not exist, `InvalidInput` for a view that cannot be read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import apsw
 import pyarrow as pa
 
-from quire.core.errors import NotFound
+from quire.core.errors import InvalidInput, NotFound
 from quire.sqlite.files import open_reader
+from quire.sqlite.row_reads import naming
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import Connection
@@ -30,6 +32,9 @@ ROWID_NAMES = ("rowid", "_rowid_", "oid")
 
 ROWID = -1
 """The place of a column that is an alias of the rowid."""
+
+_REMOVED = ("no such table", "no such column")
+"""How SQLite's messages begin if a view refers to what its database does not have."""
 
 _HIDDEN, _VIRTUAL = 1, 2
 """Values of `hidden` in `pragma_table_xinfo`: a hidden column of a virtual table; a column computed when it is read."""
@@ -58,11 +63,14 @@ class SqliteTable:
     rowid: str
     """A name by which the rowid can be used in SQL; empty if rows have none."""
     key: tuple[str, ...]
-    """The columns of its primary key."""
+    """The columns of its primary key, if it is WITHOUT ROWID. That of another table may have rows with the same NULLs."""
+    database: str
+    """The name of its database, for errors."""
 
     def column(self, name: str) -> Column | None:
-        """Return a column by name, compared as SQLite compares names."""
-        return next((column for column in self.columns if column.name.lower() == name.lower()), None)
+        """Return a column by name, without regard to case. The exact name goes first: for SQLite `É` and `é` differ."""
+        named = [column for column in self.columns if column.name.lower() == name.lower()]
+        return next((column for column in named if column.name == name), named[0] if named else None)
 
 
 def quoted(name: str) -> str:
@@ -76,6 +84,16 @@ def quoted(name: str) -> str:
 
 def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
     """Return a table of a database. Its name is matched as SQLite does."""
+    with naming(name, database):
+        try:
+            return _find_table(connection, name, database)
+        except apsw.SQLError as error:
+            if not str(error).startswith(_REMOVED):
+                raise
+            raise InvalidInput(f"the view cannot be read: {error}", hint="correct the view, or drop it") from error
+
+
+def _find_table(connection: Connection, name: str, database: str) -> SqliteTable:
     rows = _all(connection, "SELECT schema, name, type, wr FROM pragma_table_list(?)", name)
     listed = next((row for row in rows if row[0] == "main"), None)
     if listed is None:
@@ -87,9 +105,11 @@ def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
         )
     _, name, kind, without_rowid = listed
     info = _all(connection, "SELECT name, type, pk, hidden, dflt_value FROM pragma_table_xinfo(?)", name)
-    columns = tuple(_columns(info, _rowid_alias(connection, name, info) if not without_rowid else ""))
+    alias = _rowid_alias(connection, name, info) if not without_rowid else ""
+    columns = tuple(_columns(info, alias))
     taken = {column.name.lower() for column in columns}
-    free = next((alias for alias in ROWID_NAMES if alias not in taken), "")
+    # If all names of the rowid are those of columns, it is reached by a column that is the rowid, or not at all.
+    free = next((rowid for rowid in ROWID_NAMES if rowid not in taken), quoted(alias) if alias else "")
     has_rowid = kind == "table" and not without_rowid
     root = _all(connection, "SELECT rootpage FROM sqlite_schema WHERE type = 'table' AND name = ?", name)
     key = tuple(row[0] for row in sorted((row for row in info if row[2]), key=lambda row: row[2]))
@@ -98,7 +118,8 @@ def find_table(connection: Connection, name: str, database: str) -> SqliteTable:
         columns=columns,
         root=(root[0][0] or 0) if root else 0,
         rowid=free if has_rowid else "",
-        key=key,
+        key=key if without_rowid else (),
+        database=database,
     )
 
 

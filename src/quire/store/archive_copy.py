@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import suppress
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,18 +42,20 @@ FOR_READERS = ("reserve_job_id", "reserve_generation")
 def open_archive(
     url: str,
     *,
+    at: datetime | str | int | None = None,
     at_ms: int | None = None,
     store_id: str = "",
     options: StoreOptions | None = None,
     progress: Progress | None = None,
 ) -> Store:
-    """Open for reading the store archived or backed up at `url`, as of its newest moment or the newest one not after `at_ms`.
+    """Open for reading the store archived or backed up at `url`, as of its newest moment or the newest one not after `at`,
+    which is given as to `quire.restore`.
 
     Use it as a context manager: closing it removes what was restored.
     """
     scratch = tempfile.mkdtemp(prefix="quire-archive-")
     try:
-        restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
+        restoring.restore(url, scratch, at=at, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
         copy = opened_copy(scratch)
     except BaseException:
         _remove(scratch)
@@ -82,9 +85,8 @@ def opened_copy(scratch: str) -> Store:
     """Open a restored copy as its owner, which opening key-value sets and streams requires. It puts and deletes no object."""
     disk = OsDisk()
     with suppress(FileNotFoundError):  # a restored backup has none
-        disk.remove(
-            os.path.join(scratch, OWNER_FILE)
-        )  # it marks the directory as disowned, which would refuse the opening
+        # It marks the directory as disowned, which would refuse the opening.
+        disk.remove(os.path.join(scratch, OWNER_FILE))
     settings = restoring.quiet_settings(disk, scratch)
     settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
     copy = opening.open(scratch, create=False, settings=settings)

@@ -1,31 +1,37 @@
 """Wires a store and its archive together: the disk that records changes, remote files of a restore, and takeovers.
 
-Threads: the opener's. Raises `InvalidConfig`, `StoreFenced`, `ArchiveAhead`.
+Threads: the opener's. Raises `InvalidConfig`, `InvalidInput`, `StoreFenced`, `ArchiveAhead`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from quire.archive.archiver import Archiver
 from quire.archive.backup_recorder import BackupRecorder
+from quire.archive.clones import CloneRegistration, kept_for_takeover
 from quire.archive.log_reader import epochs
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.sealing import former_epoch, newest_missing_position, note_parent, seal
+from quire.archive.sealing import former_epoch, newest_missing_position, note_parent, positions_after, seal
 from quire.archive.state_files import Origin, StandbyPhase, read_origin, read_standby_state, take_archive_state
+from quire.archive.window import require_in_window
 from quire.core.barrier import Barrier
 from quire.core.errors import ArchiveAhead, InvalidConfig, StoreFenced
 from quire.manifest.namespaces import Parent
-from quire.objects.ownership import newer_owner
+from quire.objects.ownership import READ_ONLY_COMMANDS, newer_owner
 from quire.store import object_location
 from quire.store.layout import objects_url
+from quire.store.object_access import open_place
 from quire.store.reader_files import ReaderFiles
 from quire.store.store import Store
 
 if TYPE_CHECKING:
+    from quire.archive.format import Position
     from quire.archive.status import DrillRecord
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
@@ -41,9 +47,8 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
     wiring: Wiring
     below = _with_remote_files(disk, root, lambda: store.objects)
     if settings.archive.mode == "off":
-        take_archive_state(
-            disk, root
-        )  # changes from now on are not archived, so the next opening with archiving on must begin with a base
+        # Changes from now on are not archived, so the next opening with archiving on must begin with a base.
+        take_archive_state(disk, root)
         backups = BackupRecorder(below, root, below)
         store = Store(root, settings, manifest, lock, backups.recorder, backups)
         return store
@@ -66,10 +71,12 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         confirm=lambda: wiring.rights.before_delete(),
         depose=lambda error: wiring.rights.depose(error),
         drill=lambda: _drill(store),
+        requests=lambda: wiring.rights.requests,
     )
     backups = BackupRecorder(archiver.recorder, root, below)
     store = Store(root, settings, manifest, lock, backups.recorder, backups)
     wiring = store._parts
+    wiring.before_retire = archiver.require_end
     store.archive = archiver
     if settings.archive.mode == "sync":
         manifest.set_barrier(Barrier(archiver.wait))
@@ -101,7 +108,7 @@ def refuse_standby(disk: Disk, root: str) -> None:
     """Raise `StoreFenced` for a standby's directory, which belongs to another owner, unless a promotion has sealed the log."""
     state = read_standby_state(disk, root)
     if state is not None and state.phase is not StandbyPhase.SEALED:
-        hint = f"`quire promote {root}` makes it the owner; to read it, open it with mode='r'"
+        hint = f"{READ_ONLY_COMMANDS}; `quire promote {root}` makes it the owner"
         raise StoreFenced("this directory is a standby of another owner", hint=hint, path=root)
 
 
@@ -141,10 +148,44 @@ def _ahead(**where: str) -> ArchiveAhead:
     )
 
 
+def refuse_unapplied(objects: ObjectStore, store_id: str, position: Position) -> None:
+    """Raise `ArchiveAhead` if the log has objects after `position`, which a standby that waits for a base cannot apply."""
+    later = list(positions_after(objects, store_id, position))
+    if later:
+        raise ArchiveAhead(
+            f"the archive has {len(later):,} log objects that this standby cannot apply without the next base",
+            hint="wait for the base if the owner still runs; `quire promote --discard` gives these objects up",
+            first=str(later[0]),
+            last=str(later[-1]),
+        )
+
+
 def take_over(store: Store, *, discard: bool) -> None:
     """Make this directory the owner, and seal the previous owner's log: that owner is fenced at its next upload."""
     if not discard:
         refuse_stale_directory(store)
+    origin = _followed(store)
+    if origin is None:
+        _claim(store)
+        return
+    # Registered, checked, claimed, in this order: until the claim, a running owner may delete what leaves its window.
+    clock, registration_id = store.manifest.clock, str(uuid4())
+    registration = CloneRegistration(
+        clone_id=registration_id,
+        position=str(origin.position),
+        at_ms=origin.at_ms,
+        registered_at_ms=clock.now_ms(),
+        host=os.uname().nodename,
+        path=store.path,
+    )
+    with store.manifest.read() as txn:
+        bucket = open_place(txn, store.path, store.settings)
+    with closing(bucket), kept_for_takeover(bucket, origin.store_id, registration):
+        require_in_window(bucket, origin.store_id, origin.position)
+        _claim(store)
+
+
+def _claim(store: Store) -> None:
     with store.manifest.read() as txn:
         store_id, own = txn.store_id(), txn.owner_epoch()
     epoch = store.rights.take_over(parent_of(store)).epoch

@@ -105,14 +105,21 @@ class BackedUp(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def back_up(store: Store, target: str, *, since: str = "", progress: Progress | None = None) -> BackedUp:
+def back_up(
+    store: Store,
+    target: str,
+    *,
+    since: str = "",
+    options: StoreOptions | None = None,
+    progress: Progress | None = None,
+) -> BackedUp:
     """Back up a store that is in use; see `Store.backup`."""
     began = time.monotonic()
     store.manifest.ensure_owner_epoch()
     target = _checked(store, target)
     with store.manifest.read() as txn:
         store_id, epoch = txn.store_id(), txn.owner_epoch()
-        options = object_access.options_of(txn, store.settings, target)
+        options = options or object_access.options_of(txn, store.settings, target)
     skippable = _earlier_objects(store_id, target, since, options)
     with closing(open_backup(target, options=options, write=True)) as place:
         copies = _Copies(store, place, skippable)
@@ -477,7 +484,9 @@ class _Layers:
                 self._places.append(open_backup(url, options=options))
                 following = newest_index(self._places[-1], store_id)
                 if following is None:
-                    raise ObjectNotFound("the backup is based on an earlier one that is missing", earlier=url)
+                    what = "the backup is based on an earlier one that is missing"
+                    hint = f"put {url} back, or restore another backup"
+                    raise ObjectNotFound(what, hint=hint, earlier=url)
                 index = following
         except BaseException:
             self.close()

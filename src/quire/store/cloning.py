@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing, suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -28,11 +29,14 @@ import msgspec
 
 from quire.archive.clones import CloneRegistration, register, release
 from quire.archive.format import Position
-from quire.archive.log_reader import RestorePoint, find, only_store_id
+from quire.archive.log_reader import RestorePoint
 from quire.archive.replay import Replay
 from quire.archive.state_files import read_remote_files
+from quire.archive.store_choice import choose_store
+from quire.archive.window import point_at, require_in_window
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput, QuireError, StillReferenced
+from quire.core.time_parsing import requested_moment
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk
 from quire.durable.object_names import clone_key
@@ -41,6 +45,7 @@ from quire.manifest.reads import ParentStore
 from quire.manifest.records import MetaRecord
 from quire.manifest.row_image import RowImage
 from quire.objects.open import open_store
+from quire.objects.options import options_of
 from quire.objects.ownership import read_file
 from quire.store import layout, object_access, opening
 from quire.store.restoring import (
@@ -69,6 +74,11 @@ class Cloned(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     """The parent's clock at the moment that was cloned."""
     owner_epoch: int
+    damaged: tuple[Position, ...] = ()
+    """Later log objects of the parent that were requested and are damaged."""
+    abandoned: Position | None = None
+    """A newer state that the parent had at the requested time, and abandoned; clone it with its owner epoch."""
+    abandoned_at_ms: int = 0
     remote_files: int
     seconds: float
 
@@ -84,57 +94,54 @@ def clone(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
     *,
+    at: datetime | str | int | None = None,
     at_ms: int | None = None,
+    epoch: int | None = None,
     store_id: str = "",
     options: StoreOptions | None = None,
     disk: Disk | None = None,
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Cloned:
-    """Create a new store from the archive at `source`, a URL or a store's directory: its newest state, or the one at `at_ms`.
+    """Create a new store from the archive at `source`, a URL or a store's directory: its newest state, or the one `at`
+    a moment, which is given as to `quire.restore`.
 
-    The two stores are independent: neither sees what the other writes."""
+    `epoch` clones a state of that owner epoch, also if a takeover of an earlier state has abandoned it. The two stores are
+    independent: neither sees what the other writes.
+    """
     started = time.monotonic()
     disk, clock = disk or OsDisk(), clock or SystemClock()
+    at_ms = requested_moment(at, at_ms, now_ms=clock.now_ms())
     root = os.path.abspath(os.fspath(directory))
     if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
         raise InvalidInput("the directory is not empty", hint="clone into a new directory", path=root)
-    url, store_id = _source(disk, os.fspath(source), store_id)
+    url, store_id, recorded = _source(disk, os.fspath(source), store_id)
+    options = options or recorded
     clone_id = str(uuid4())
     with closing(open_store(url, options=options)) as bucket:
-        point = find(bucket, store_id or only_store_id(bucket), at_ms)
+        point = point_at(bucket, choose_store(bucket, store_id), at_ms, epoch=epoch)
         registered = [point.store_id]
         try:
             _register(bucket, point.store_id, clone_id, point, clock, root)
             hit("clone.registered")
-            # Again, now that we are registered: the parent may have trimmed the moment before it saw the registration (A12).
-            if find(bucket, point.store_id, point.at_ms).position < point.position:
-                raise InvalidInput("this time is no longer in the archive", hint="choose a later time", at=point.at_ms)
+            # Now that we are registered: the parent may have trimmed the moment before it saw the registration (A12).
+            require_in_window(bucket, point.store_id, point.position)
             disk.make_dirs(root)
             with Replay(disk, root) as replay:
                 replay_point(bucket, point, replay, progress or no_progress)
                 correct_rows(replay, root, url)
-                with replay.rows().read() as txn:
-                    if txn.current_namespace()[1].legacy:
-                        hint = "run `quire takeover` on it once, then clone it"
-                        raise InvalidInput("the store is older than owner epochs", hint=hint, store_id=point.store_id)
-                    earlier, last_epoch = txn.parents(), txn.owner_epoch()
+                *earlier, here = _parents(replay.rows(), point)
                 for parent in earlier:
-                    bucket.head(clone_key(parent.store_id, point.store_id))  # else it does not keep what we would read
                     registered.append(parent.store_id)
                     _register(bucket, parent.store_id, clone_id, point, clock, root, parent)
-                here = ParentStore(
-                    store_id=point.store_id, last_epoch=last_epoch, at_ms=point.at_ms, position=str(point.position)
-                )
+                    # After our own registration: until that one is removed, it keeps what we would read.
+                    bucket.head(clone_key(parent.store_id, point.store_id))
                 _write_identity(replay.rows(), clone_id, (*earlier, here))
                 write_config(disk, root, url, options)
                 remote = len(replay.remote)
                 replay.finish()
             hit("clone.made")
-            settings = quiet_settings(disk, root)
-            with opening.open(root, takeover=True, create=False, settings=settings, clock=clock, disk=disk) as store:
-                open_written(store)
-                epoch = store.info().owner_epoch
+            owner_epoch = _begin(root, clock, disk)
         except BaseException:
             for parent_id in registered:
                 with suppress(QuireError):
@@ -146,22 +153,47 @@ def clone(
         parent_id=point.store_id,
         position=point.position,
         at_ms=point.at_ms,
-        owner_epoch=epoch,
+        owner_epoch=owner_epoch,
+        damaged=point.damaged,
+        abandoned=point.abandoned,
+        abandoned_at_ms=point.abandoned_at_ms,
         remote_files=remote,
         seconds=time.monotonic() - started,
     )
 
 
-def _source(disk: Disk, source: str, store_id: str) -> tuple[str, str]:
-    """Return (URL, store_id) of the archive to clone, given a URL or a store's directory."""
+def _source(disk: Disk, source: str, store_id: str) -> tuple[str, str, StoreOptions | None]:
+    """Return (URL, store_id, options) of the archive to clone, given a URL or a store's directory, whose quire.toml has the
+    options."""
     if "://" in source or layout.directory_state(disk, os.path.abspath(source)) is not layout.DirectoryState.STORE:
-        return source if "://" in source else os.path.abspath(source), store_id
+        return source if "://" in source else os.path.abspath(source), store_id, None
     root = os.path.abspath(source)
     settings = layout.existing_config(disk, root)
     owner = read_file(disk, root)  # every archived store has one; not opened, because this process may own the store
     if owner is None:
         raise InvalidInput("the store is not archived", hint="turn archiving on, then clone it", path=root)
-    return layout.objects_url(root, settings), owner.store_id
+    return layout.objects_url(root, settings), owner.store_id, options_of(settings.objects, "objects")
+
+
+def _parents(rows: RowImage, point: RestorePoint) -> tuple[ParentStore, ...]:
+    """Return the parents of the store that is cloned, and that store itself as the last one."""
+    with rows.read() as txn:
+        if txn.current_namespace()[1].legacy:
+            hint = "run `quire takeover` on it once, then clone it"
+            raise InvalidInput("the store is older than owner epochs", hint=hint, store_id=point.store_id)
+        earlier, last_epoch = txn.parents(), txn.owner_epoch()
+    cloned = ParentStore(
+        store_id=point.store_id, last_epoch=last_epoch, at_ms=point.at_ms, position=str(point.position)
+    )
+    return *earlier, cloned
+
+
+def _begin(root: str, clock: Clock, disk: Disk) -> int:
+    """Open the clone for the first time, in an owner epoch of its own. Return that epoch."""
+    settings = quiet_settings(disk, root)
+    with opening.open(root, takeover=True, create=False, settings=settings, clock=clock, disk=disk) as store:
+        open_written(store)
+        return store.info().owner_epoch
 
 
 def _register(

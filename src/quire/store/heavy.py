@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from quire.archive.log_reader import only_store_id
+from quire.archive.store_choice import choose_store
 from quire.core.barrier import changes
 from quire.core.clock import SystemClock
 from quire.durable.files import OsDisk
@@ -41,6 +41,7 @@ from quire.objects.open import open_store
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
 from quire.spark.sessions import spark_runner
+from quire.store.bulk import checked_names
 from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
@@ -282,7 +283,7 @@ class Heavy:
             return txn.database_id(name)
 
     def _ids_of(self, names: Iterable[str]) -> list[int]:
-        return [self._id_of(name) for name in names]
+        return [self._id_of(name) for name in checked_names(names)]
 
     def _in_waves(
         self, db_ids: Iterable[int], run: Callable[[list[int], Progress], list[Job]], progress: Progress
@@ -336,7 +337,7 @@ def audit_bucket(
 
     `runner` is "threads", "spark" or "auto", as in `store.heavy`; `store_id` selects one of several stores in the bucket.
     """
-    from quire.jobs.archive_audit.audit import audit_archive  # here: it loads Arrow, which a small stream does not need
+    from quire.jobs.archive_audit.audit import audit_archive  # here: it loads Arrow, which other commands do not need
 
     url = url if "://" in url else os.path.abspath(url)
     stores = StorePool(lambda place: open_store(place, options=options if place == url else None))
@@ -354,6 +355,6 @@ def audit_bucket(
     try:
         bucket = stores(url)
         now = SystemClock().now_ms() if now_ms is None else now_ms
-        return audit_archive(bucket, store_id or only_store_id(bucket), choose, now_ms=now, progress=progress)
+        return audit_archive(bucket, choose_store(bucket, store_id), choose, now_ms=now, progress=progress)
     finally:
         stores.close()

@@ -224,7 +224,7 @@ def recorded_archive_status(
         store_id=txn.store_id(),
         epoch=txn.owner_epoch(),
         transaction=transaction,
-        is_fenced=owner.state == "fenced",
+        owner_state=owner.state,
         is_owned=is_held(os.path.join(path, names.LOCK)),
     )
 
@@ -248,11 +248,6 @@ def _number(txn: ReadTxn, name: str, default: int) -> int:
 
 
 # ── names as users write them ─────────────────────────────────────────────────────────────────────────────────────────
-def kind_named(name: str) -> DbKind:
-    """Return the kind of database with this name."""
-    return _named(DbKind, name, "kind of database", "pages (SQLite), stream, lsm (key-value)")
-
-
 def status_named(name: DbStatus | str) -> DbStatus:
     """Return the status with this name. Raises `InvalidInput` for one that a user must not set."""
     status = name if isinstance(name, DbStatus) else _named(DbStatus, name, "status", "active, read_only")

@@ -1,7 +1,9 @@
 """Lists databases one page at a time, by name, by newest change, or by size, without reading all of them where possible.
 
 By name: the index of names is scanned from the start of the page, so a page costs the rows it shows and those a filter skips.
-By newest change: the change feed is scanned backwards from its end; databases without a change in it come last, by name.
+By newest change: the change feed is scanned backwards from its end, and the last record that names a database is its newest
+change: a published commit, a sealed segment, a flushed table, but also a rename, a snapshot or a fork. Databases without a
+record come last, by name.
 By size: every database is read once, and only the page is kept in memory.
 
 Pure functions of a read transaction. Raises `InvalidInput`.
@@ -20,8 +22,9 @@ from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.op_effects import TOUCHES
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbRecord
 from quire.service.values import DatabaseFilter
+from quire.store.exclusive_artifacts import held_bytes
+from quire.store.kind_names import kind_named
 from quire.store.listing_by_name import Match, by_name, matching_record
 
 SORTS = ("name", "written", "size")
@@ -29,10 +32,7 @@ SORTS = ("name", "written", "size")
 
 def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     """Return (id, record) of the live databases that match the filter, in its order, at most `limit` of them."""
-    if wanted.sort not in SORTS:
-        raise InvalidInput("unknown sort order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
-    if wanted.after and wanted.sort != "name":
-        raise InvalidInput("only a list by name continues after a name", hint='use sort="name"', sort=wanted.sort)
+    wanted = checked(wanted)
     order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
         "name": by_name,
         "written": _by_change,
@@ -41,9 +41,20 @@ def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     return islice(order[wanted.sort](txn, wanted), wanted.limit or None)
 
 
+def checked(wanted: DatabaseFilter) -> DatabaseFilter:
+    """Return the filter with its kind as the manifest names it. Raises `InvalidInput` for what no list can have."""
+    if wanted.sort not in SORTS:
+        raise InvalidInput("unknown sort order", hint=f"one of {', '.join(SORTS)}", sort=wanted.sort)
+    if wanted.after and wanted.sort != "name":
+        raise InvalidInput("only a list by name continues after a name", hint='use sort="name"', sort=wanted.sort)
+    if wanted.limit < 0:
+        raise InvalidInput("the limit is negative", hint="0 lists everything", limit=wanted.limit)
+    return replace(wanted, kind=kind_named(wanted.kind).name.lower()) if wanted.kind else wanted
+
+
 def page_of(txn: ReadTxn, wanted: DatabaseFilter) -> tuple[list[Match], str]:
     """Return the matching databases, and the name of the last one if there are more than `limit`, else an empty string."""
-    limit = wanted.limit
+    limit = checked(wanted).limit
     found = list(matching(txn, replace(wanted, limit=limit + 1 if limit else 0)))
     is_cut = bool(limit) and len(found) > limit
     return (found[:limit], found[limit - 1][1].name) if is_cut else (found, "")
@@ -73,15 +84,6 @@ def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
 
 
 def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    sized = ((size_bytes(txn, *match), -match[0], match) for match in by_name(txn, wanted))
+    sized = ((held_bytes(txn, match[0]), -match[0], match) for match in by_name(txn, wanted))
     ordered = nlargest(wanted.limit, sized) if wanted.limit else sorted(sized, reverse=True)
     return (match for _, _, match in ordered)
-
-
-def size_bytes(txn: ReadTxn, db_id: int, record: DbRecord) -> int:
-    """Return the size of a page database's newest published version, or of another database's segments and tables."""
-    state = txn.wal_state(db_id)
-    if record.page_size:
-        return state.size_pages * record.page_size if state is not None else 0
-    segments = sum(row.used_bytes for _, row in txn.scan(t.WAL_CATALOG, db_id))
-    return segments + sum(row.size_bytes for _, row in txn.scan(t.LSM_CATALOG, db_id))

@@ -5,7 +5,9 @@ Pure functions of a read transaction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
@@ -15,10 +17,14 @@ from quire.service.values import DatabaseFilter
 
 Match = tuple[int, DbRecord]
 
+PATTERN = re.compile(r"[*?[]")
+"""What makes a prefix a pattern."""
+
 
 def by_name(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     """Yield (id, record) of the live databases that match the filter, sorted by name, ignoring its limit."""
-    prefix, after = wanted.prefix.encode(), wanted.after.encode()
+    # Only names that begin like a pattern can match it, so that its scan is as short as that of a prefix.
+    prefix, after = PATTERN.split(wanted.prefix, maxsplit=1)[0].encode(), wanted.after.encode()
     start = max(prefix, after)
     for key, raw in txn.raw_scan(t.DB_NAMES, start=(start.decode(),) if start else None):
         if not key.startswith(prefix):
@@ -40,7 +46,7 @@ def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match |
     except ManifestDamaged as error:
         txn.report_damage(db_id, error)
         return None
-    if record is None or record.is_dropped or not record.name.startswith(wanted.prefix):
+    if record is None or record.is_dropped or not _is_named(record.name, wanted.prefix):
         return None
     if wanted.kind and record.kind.name.lower() != wanted.kind:
         return None
@@ -49,3 +55,8 @@ def matching_record(txn: ReadTxn, db_id: int, wanted: DatabaseFilter) -> Match |
         if record.tags.get(key) != value if is_valued else key not in record.tags:
             return None
     return db_id, record
+
+
+def _is_named(name: str, prefix: str) -> bool:
+    """Return whether a name begins with the prefix, or matches it if it is a pattern: `tenant-*`, `shop-?`, `[ab]*`."""
+    return name.startswith(prefix) or (PATTERN.search(prefix) is not None and fnmatchcase(name, prefix))

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from quire.core.barrier import changes
-from quire.core.errors import InvalidInput
+from quire.core.errors import InvalidInput, NameTaken
 from quire.durable.names import check_name
 from quire.jobs.handler import Progress
 from quire.jobs.mirror.change_detection import (
@@ -114,6 +115,7 @@ class Mirrors:
     ) -> MirrorStatus:
         """Create a mirror of one table in all page databases whose names match. Nothing is written before its first run.
 
+        `databases` are names and patterns (`tenant-*`), in a list or separated by commas.
         With `every_seconds`, the owner runs it at that interval. Options: `misfits` (what happens to a value that does not have
         its column's type: `error` or `null`), `file_bytes` (approximate size of the files that databases are packed into), and
         those of the target.
@@ -121,7 +123,9 @@ class Mirrors:
         from quire.jobs.mirror.job import check_target  # loads Arrow and SQLite
 
         check_name("mirror", name)
-        patterns = [databases] if isinstance(databases, str) else list(databases)
+        self._need_free(name)
+        given_patterns = [databases] if isinstance(databases, str) else databases
+        patterns = [pattern.strip() for text in given_patterns for pattern in text.split(",")]
         if not patterns or not all(patterns) or not table:
             raise InvalidInput(
                 "a mirror needs databases and a table", hint="for example `tenant-*` and `orders`", name=name
@@ -143,6 +147,13 @@ class Mirrors:
         check_target(self._wiring.context, mirror_id, record)
         self._manifest.submit([PutMirror(mirror_id, t.MIRROR.codec.checked(record))]).result()
         return self.status(name)
+
+    def _need_free(self, name: str) -> None:
+        """Raise `NameTaken` before the target is read, which would be found to belong to the mirror of that name."""
+        with self._manifest.read() as txn:
+            if any(record.name == name for _, record in txn.scan(t.MIRROR)):
+                hint = f"`quire mirror status {shlex.quote(name)}` shows it; choose another name, or drop it"
+                raise NameTaken("a mirror with this name already exists", hint=hint, name=name)
 
     @changes
     def run(self, name: str, *, runner: str = "", full: bool = False, progress: Progress = no_tick) -> MirrorRun:

@@ -98,4 +98,6 @@ def recorded_owner_state(txn: ReadTxn, disk: Disk, path: str, object_store: str)
     """Return the ownership state from the directory alone, for a process that does not own the store."""
     if not needs_owner(path, place_of(path, object_store)):
         return OwnerState(NOT_NEEDED, txn.owner_epoch())
+    if disk.exists(os.path.join(path, names.STANDBY)):
+        return OwnerState("standby", txn.owner_epoch())
     return recorded_state(disk, path, txn.owner_epoch())

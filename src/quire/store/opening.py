@@ -106,9 +106,8 @@ def _open_owner(
     refuse_standby(disk, root)
     lock = FileLock.acquire(os.path.join(root, names.LOCK), clock)
     try:
-        state = layout.directory_state(
-            disk, root
-        )  # again: another process may have created the store before we got the lock
+        # Again: another process may have created the store before we got the lock.
+        state = layout.directory_state(disk, root)
         if state is layout.DirectoryState.EMPTY:
             layout.write_config(disk, root, given.object_store if given else "")
         settings = layout.read_config(disk, root, given)
@@ -135,6 +134,8 @@ def _open_owner(
             store.rights.remember_place()  # now: the archive still puts objects after the manifest's writer has ended
             store.archive.start()  # after a takeover: it writes in the new owner epoch
         store.backup_recorder.attach(manifest.writer)
+        if takeover:
+            manifest.jobs.requeue_all()
         manifest.jobs.recover()
         manifest.feed.prune()
         if settings.maintenance.enabled:

@@ -10,7 +10,8 @@ above the pinned one. How the two are compared:
 
 Chunks, warm segments and tables are read from the bucket: a drill downloads the store once.
 
-Threads: the caller's, in the owner. Raises the errors of a restore; a difference is a problem in the record, not an error.
+Threads: the caller's, in the owner. Raises the errors of a restore, which are recorded too; a difference is a problem in the
+record, not an error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from quire.archive.status import DrillRecord, write_drill
 from quire.core.errors import QuireError, SnapshotGone
@@ -45,27 +48,39 @@ WAIT_SECONDS = 600.0
 
 
 def drill(store: Store) -> DrillRecord:
-    """Run a drill in the owner of a store, and record the result in drill.json."""
-    assert store.archive is not None
+    """Run a drill in the owner of a store, and record the result in drill.json. A drill that raises is recorded as failed:
+    otherwise status, metrics and alerts would go on showing the last one that passed."""
     clock, began = store.manifest.clock, time.monotonic()
     at_ms = clock.now_ms()
     scratch = os.path.join(store.path, names.SCRATCH, f"drill-{os.urandom(4).hex()}")
+    record = DrillRecord(at_ms=at_ms, seconds=0.0, restore_seconds=0.0, restored_at_ms=0, databases=0, bytes=0)
     try:
-        with ExitStack() as held:
-            pins = _Pins(store, held)
-            store.archive.wait(WAIT_SECONDS)
-            with store.manifest.read() as txn:
-                options, store_id = options_of(txn, store.settings, store.objects_url), txn.store_id()
-            restored = restoring.restore(store.objects_url, scratch, store_id=store_id, options=options)
-            comparison = _Comparison(store, pins)
-            with opened_copy(scratch) as copy:
-                comparison.run(copy)
+        record = _compared(store, scratch, record)
+    except Exception as error:
+        record = replace(record, problems=(f"the drill stopped: {error}",))
+        raise
     finally:
         with suppress(FileNotFoundError):
             remove_tree(OsDisk(), scratch)
-    record = DrillRecord(
-        at_ms=at_ms,
-        seconds=time.monotonic() - began,
+        record = replace(record, seconds=time.monotonic() - began)
+        write_drill(OsDisk(), store.path, record)
+    return record
+
+
+def _compared(store: Store, scratch: str, record: DrillRecord) -> DrillRecord:
+    """Restore into `scratch`, compare, and return the record with the result."""
+    assert store.archive is not None
+    with ExitStack() as held:
+        pins = _Pins(store, held)
+        store.archive.wait(WAIT_SECONDS)
+        with store.manifest.read() as txn:
+            options, store_id = options_of(txn, store.settings, store.objects_url), txn.store_id()
+        restored = restoring.restore(store.objects_url, scratch, store_id=store_id, options=options)
+        comparison = _Comparison(store, pins)
+        with opened_copy(scratch) as copy:
+            comparison.run(copy)
+    return replace(
+        record,
         restore_seconds=restored.seconds,
         restored_at_ms=restored.at_ms,
         databases=comparison.databases,
@@ -73,8 +88,6 @@ def drill(store: Store) -> DrillRecord:
         changed_keys=comparison.changed_keys,
         problems=tuple(comparison.problems[:PROBLEMS_MAX]),
     )
-    write_drill(OsDisk(), store.path, record)
-    return record
 
 
 class _Pins:

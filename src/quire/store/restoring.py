@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,18 +28,19 @@ from quire.archive.log_reader import (
     RestorePoint,
     base_events,
     epochs,
-    find,
     header_of,
     is_continuous,
     log_events,
-    only_store_id,
 )
 from quire.archive.replay import Replay
 from quire.archive.sealing import seal
 from quire.archive.state_files import Origin, write_origin
+from quire.archive.store_choice import choose_store
+from quire.archive.window import point_at
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import InvalidInput
 from quire.core.settings import StoreSettings
+from quire.core.time_parsing import requested_moment
 from quire.core.timeline import preceding
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk
@@ -48,7 +50,7 @@ from quire.manifest.change import CHANGE_LOG
 from quire.manifest.namespaces import Parent, begin_restored
 from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.manifest.store import ManifestStore
-from quire.objects.ownership import OwnerFile, newest_owner, write_file
+from quire.objects.ownership import OwnerFile, newest_owner, no_successor, write_file
 from quire.store import layout, object_location, opening
 from quire.store.backup import copy_into, open_backup, read_index
 from quire.store.config_edit import Value, change_config
@@ -73,6 +75,12 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: int
     newest: Position
     """The newest log object of that owner; those after `position` were not restored."""
+    damaged: tuple[Position, ...] = ()
+    """Those of them that were requested and are damaged. The ones after them need them."""
+    abandoned: Position | None = None
+    """A newer state that the store had at the requested time. A takeover of an earlier state has abandoned it; restore it with
+    its owner epoch."""
+    abandoned_at_ms: int = 0
     objects: int
     bytes: int
     """Bytes read from the bucket."""
@@ -87,7 +95,9 @@ def restore(
     url: str,
     directory: str | os.PathLike[str],
     *,
+    at: datetime | str | int | None = None,
     at_ms: int | None = None,
+    epoch: int | None = None,
     store_id: str = "",
     options: StoreOptions | None = None,
     takeover: bool = False,
@@ -95,14 +105,19 @@ def restore(
     clock: Clock | None = None,
     progress: Progress | None = None,
 ) -> Restored:
-    """Restore the store in the bucket at `url` into `directory`: its newest state, or the newest one not after `at_ms`.
+    """Restore the store in the bucket at `url` into `directory`: its newest state, or the newest one not after `at`.
+
+    `at` is a time, a text such as "15m" or "2026-05-01T14:30" (UTC), or milliseconds since the Unix epoch, as `at_ms` is.
+    `epoch` restores a state of that owner epoch, also if a takeover of an earlier state has abandoned it. If the last log
+    object is damaged, the state before it is restored.
 
     `takeover=True` also seals the log of the owner that wrote it, applies what that owner wrote until then, and makes this
     directory the owner.
     """
     started = time.monotonic()
     disk, clock, progress = disk or OsDisk(), clock or SystemClock(), progress or no_progress
-    if takeover and at_ms is not None:
+    at_ms = requested_moment(at, at_ms, now_ms=clock.now_ms())
+    if takeover and (at_ms is not None or epoch is not None):
         hint = "restore without --takeover, then run `quire takeover --discard`"
         raise InvalidInput("a restore of an earlier state cannot take over directly", hint=hint)
     url = url if "://" in url else os.path.abspath(url)  # a relative path in quire.toml is relative to the store
@@ -111,7 +126,7 @@ def restore(
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
     bucket = open_backup(url, options=options)
     try:
-        point = find(bucket, store_id or only_store_id(bucket), at_ms)
+        point = point_at(bucket, choose_store(bucket, store_id), at_ms, epoch=epoch)
         # Log objects after a break, or of an owner that never completed a base, cannot be restored by any restore.
         gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
         index = read_index(bucket, point.store_id, point.position)
@@ -138,21 +153,30 @@ def restore(
             settings = quiet_settings(disk, root)
             with opening.open(root, takeover=True, discard=gives_up, clock=clock, disk=disk, settings=settings):
                 pass
-        return Restored(
-            path=root,
-            store_id=point.store_id,
-            position=point.position,
-            at_ms=point.at_ms,
-            newest=point.newest,
-            objects=count,
-            bytes=size,
-            files=replay.files,
-            remote_files=len(replay.remote),
-            seconds=time.monotonic() - started,
-            is_backup=index is not None,
-        )
+        return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     finally:
         bucket.close()
+
+
+def _result(
+    root: str, point: RestorePoint, replay: Replay, count: int, size: int, seconds: float, *, is_backup: bool
+) -> Restored:
+    return Restored(
+        path=root,
+        store_id=point.store_id,
+        position=point.position,
+        at_ms=point.at_ms,
+        newest=point.newest,
+        damaged=point.damaged,
+        abandoned=point.abandoned,
+        abandoned_at_ms=point.abandoned_at_ms,
+        objects=count,
+        bytes=size,
+        files=replay.files,
+        remote_files=len(replay.remote),
+        seconds=seconds,
+        is_backup=is_backup,
+    )
 
 
 def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
@@ -206,19 +230,20 @@ def _seal(
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
-def _begin_range(root: str, disk: Disk, clock: Clock, origin: Origin) -> None:
+def _adopt(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
     """Begin a new range of sequences: recovery makes changes, which must not reuse the sequences of the changes that the owner
-    made after the restored moment."""
+    made after the restored moment. Requeue the jobs of that owner's workers."""
     path, settings = os.path.join(root, names.MANIFEST), quiet_settings(disk, root).manifest
     with ManifestStore.open(path, settings=settings, clock=clock, create=False) as manifest:
-        begin_restored(manifest, Parent(origin.position.number, origin.at_ms))
+        if origin is not None:  # a backup is a separate store: its sequences continue
+            begin_restored(manifest, Parent(origin.position.number, origin.at_ms))
+        manifest.jobs.requeue_all()
 
 
 def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:
     """Run recovery of the page databases that were being written, which publishes the tail of their WAL for readers. Disown
     the directory, unless it is a restored backup."""
-    if origin is not None:
-        _begin_range(root, disk, clock, origin)
+    _adopt(root, disk, clock, origin)
     with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
         store.rights.refuse("a restored directory has no owner until it is taken over")
         if origin is not None:
@@ -227,7 +252,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
                 epoch=origin.position.epoch,
                 session=0,
                 nonce="",
-                successor=f"{origin.position.epoch:08x}.00000000",
+                successor=no_successor(origin.position.epoch),
                 successor_text=f"this directory was restored from {origin.url}",
             )
             write_file(disk, root, owner)
@@ -310,3 +335,26 @@ def _evicted(txn: ReadTxn, table: t.Table[Any]) -> Iterator[TableRows]:
     ]
     if changed:
         yield table.name, table.rows.encode_all(changed), []
+
+
+def correct_block(table: str, rows: list[tuple[bytes, bytes]], oldest_change: int) -> list[tuple[bytes, bytes]]:
+    """Correct rows of a log object that a standby applies, as `correct_rows` does after a restore. `oldest_change`: the first
+    change that the standby has."""
+    if table in (t.CHUNK_CATALOG.name, t.CHUNK_DELTA_INDEX.name):
+        codec = (t.CHUNK_CATALOG if table == t.CHUNK_CATALOG.name else t.CHUNK_DELTA_INDEX).rows
+        records = [(key, codec.decode(key, row)) for key, row in rows]
+        return codec.encode_all(
+            (key, msgspec.structs.replace(row, residency=Residency.EVICTED))
+            if row.residency is Residency.LOCAL_AND_REMOTE
+            else (key, row)
+            for key, row in records
+        )
+    if table != t.META.name:
+        return rows
+    place, oldest = t.META.key.pack(t.OBJECT_PLACE), t.META.key.pack("oldest_sequence")
+    kept = [(key, row) for key, row in rows if key not in (place, oldest)]
+    for key, row in rows:
+        if key == oldest:
+            number = max(t.META.rows.decode(key, row).number, oldest_change)
+            kept += t.META.rows.encode_all([(key, MetaRecord(number=number))])
+    return kept

@@ -18,12 +18,15 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.errors import Conflict, Corruption, NameTaken, UnknownDatabase
+from quire.core.errors import Conflict, Corruption, InvalidName, NameTaken, UnknownDatabase
+from quire.core.limits import NAME_BYTES_MAX
+from quire.core.time_parsing import requested_moment
 from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, remove_tree
@@ -36,6 +39,7 @@ from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
+    from quire.objects.options import StoreOptions
     from quire.pages.snapshot import Snapshot
     from quire.service.values import DatabaseInfo
     from quire.store.store import Store
@@ -73,15 +77,19 @@ def restore_database(
     name: str,
     *,
     new: str = "",
+    at: datetime | str | int | None = None,
     at_ms: int | None = None,
     store_id: str = "",
+    options: StoreOptions | None = None,
     progress: Progress | None = None,
 ) -> RestoredDatabase:
     """Copy one database out of an archive or backup; see `Store.restore_db`."""
     began, new, progress = time.monotonic(), new or name, progress or restoring.no_progress
+    at_ms = requested_moment(at, at_ms, now_ms=store.manifest.clock.now_ms())
     url = url or store.objects_url
+    _check_new_name(new)
     with store.manifest.read() as txn:
-        options, own_id = options_of(txn, store.settings, url), txn.store_id()
+        options, own_id = options or options_of(txn, store.settings, url), txn.store_id()
         if new in {info.name for info in store.databases()}:
             raise NameTaken("a database with this name already exists", hint="choose another name with --as", name=new)
     if url == store.objects_url:
@@ -114,6 +122,15 @@ def restore_database(
         sha256=digest,
         seconds=time.monotonic() - began,
     )
+
+
+def _check_new_name(new: str) -> None:
+    """Raise `InvalidName` for a name that cannot be given, also if only the temporary one is too long."""
+    names.check_name("database", new)
+    longest = NAME_BYTES_MAX - len(SUFFIX)
+    if (size := len(new.encode())) > longest:
+        hint = f"use 1 to {longest} bytes; `quire rename` can give it a longer name afterwards"
+        raise InvalidName("the name is too long for a database that is being restored", hint=hint, name=new, size=size)
 
 
 def _copy(store: Store, copy: Store, source: DatabaseInfo, new: str, progress: Progress) -> tuple[int, int, str]:

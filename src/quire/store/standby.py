@@ -27,16 +27,30 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Self
 from uuid import uuid4
 
-import msgspec
 from msgspec.structs import replace
 
 from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
 from quire.archive.kept_files import KeptFiles
-from quire.archive.log_reader import RestorePoint, epochs, find, header_of, is_continuous, log_positions, only_store_id
+from quire.archive.log_reader import (
+    RestorePoint,
+    epochs,
+    find,
+    find_intact,
+    header_of,
+    is_continuous,
+    log_positions,
+)
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
-from quire.archive.sealing import seal
-from quire.archive.standbys import HEARTBEAT_SECONDS, REFRESH_SECONDS, Registration, register
+from quire.archive.sealing import positions_after, seal
+from quire.archive.standbys import (
+    HEARTBEAT_SECONDS,
+    REFRESH_SECONDS,
+    Promoted,
+    Registration,
+    StandbyStatus,
+    register,
+)
 from quire.archive.state_files import (
     Origin,
     StandbyPhase,
@@ -45,6 +59,8 @@ from quire.archive.state_files import (
     write_origin,
     write_standby_state,
 )
+from quire.archive.store_choice import choose_store
+from quire.archive.window import require_in_window
 from quire.core.clock import Clock, SystemClock
 from quire.core.errors import (
     Corruption,
@@ -60,16 +76,17 @@ from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk, read_all, remove_tree, write_atomic
 from quire.durable.locks import FileLock
 from quire.durable.object_names import standby_key
-from quire.manifest import tables as t
-from quire.manifest.records import MetaRecord, Residency
 from quire.manifest.row_image import RowImage, image
 from quire.objects.collector import withdraw
 from quire.objects.open import open_store
+from quire.objects.options import options_of
 from quire.objects.ownership import claim_epoch, newest_owner
 from quire.pages.leasefiles import LeaseFiles
 from quire.store import layout, opening
+from quire.store.archiving import refuse_unapplied
 from quire.store.restoring import (
     Progress,
+    correct_block,
     correct_rows,
     no_progress,
     open_written,
@@ -95,35 +112,6 @@ COUNTED_SECONDS_MAX = 2.0
 """Most silence that one poll interval may add: a standby that was suspended did not observe any."""
 
 
-class StandbyStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a standby."""
-
-    path: str
-    store_id: str
-    url: str
-    phase: str
-    position: Position
-    at_ms: int
-    """The owner's clock in the last object applied."""
-    objects: int
-    """Objects applied since the standby was opened."""
-    rebuilds: int
-    is_named: bool
-    """Whether a heartbeat of the owner has named this standby."""
-    silent_seconds: float
-
-
-class Promoted(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a promotion."""
-
-    path: str
-    store_id: str
-    owner_epoch: int
-    position: Position
-    """The former owner's last log object: the directory has everything up to it."""
-    seconds: float
-
-
 class Standby:
     """A standby in `directory` of the store that is archived at `url`."""
 
@@ -145,8 +133,8 @@ class Standby:
         """Random for each process, so a heartbeat that contains it was written after this process registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
         self._progress = progress or no_progress
-        self._options = options
-        self._bucket = open_store(self.url, options=options)
+        self._options = options or recorded_options(self._disk, self.path)
+        self._bucket = open_store(self.url, options=self._options)
         # owned by the standby's thread
         self._replay: Replay | None = None
         self._is_first = True
@@ -157,6 +145,8 @@ class Standby:
         self._silence = 0.0
         self._registered_at = self._gap_looked_at = float("-inf")
         try:
+            if not self._disk.exists(os.path.join(self.path, names.STANDBY)):
+                store_id = choose_store(self._bucket, store_id)  # raises on a wrong URL, before anything is created
             self._lock: FileLock | None = self._take_lock()
         except BaseException:
             self._bucket.close()
@@ -182,9 +172,9 @@ class Standby:
             if layout.directory_state(self._disk, self.path) is not layout.DirectoryState.EMPTY:
                 hint = "use a new or an empty directory; a promoted standby is opened like any store"
                 raise InvalidInput("the directory is not empty and not a standby", hint=hint, path=self.path)
-            state = StandbyState(store_id=store_id or only_store_id(self._bucket), url=self.url)
+            state = StandbyState(store_id=store_id, url=self.url)
             write_standby_state(self._disk, self.path, state)
-        if store_id and store_id != state.store_id:
+        if not state.store_id.startswith(store_id):
             hint = "use another directory"
             raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
         return state
@@ -245,9 +235,7 @@ class Standby:
 
         Automatic promotion never deposes another standby that was promoted first: this standby then follows it.
         """
-        if promote_after is not None and promote_after <= 2 * HEARTBEAT_SECONDS:
-            what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
-            raise InvalidInput(what, hint=f"the owner is heard from every {HEARTBEAT_SECONDS:g} seconds")
+        check_promote_after(promote_after)
         stop = stop or threading.Event()
         looked_at: float | None = None
         while not stop.is_set():
@@ -300,7 +288,7 @@ class Standby:
         if self._state.phase is StandbyPhase.SWAPPING:
             self._swap()
         if self._state.phase is StandbyPhase.BEGUN:
-            self._rebuild(find(self._bucket, self._state.store_id))
+            self._rebuild(find_intact(self._bucket, self._state.store_id))
         if self._waits_for_base and not self._rebuild_if_newer():
             return 0
         try:
@@ -352,25 +340,7 @@ class Standby:
         return self._replay
 
     def _adapt(self, table: str, rows: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """Correct rows that describe the owner's machine, as a restore does (`restoring.correct_rows`)."""
-        if table in (t.CHUNK_CATALOG.name, t.CHUNK_DELTA_INDEX.name):
-            codec = (t.CHUNK_CATALOG if table == t.CHUNK_CATALOG.name else t.CHUNK_DELTA_INDEX).rows
-            records = [(key, codec.decode(key, row)) for key, row in rows]
-            return codec.encode_all(
-                (key, replace(row, residency=Residency.EVICTED))
-                if row.residency is Residency.LOCAL_AND_REMOTE
-                else (key, row)
-                for key, row in records
-            )
-        if table != t.META.name:
-            return rows
-        place, oldest = t.META.key.pack(t.OBJECT_PLACE), t.META.key.pack("oldest_sequence")
-        kept = [(key, row) for key, row in rows if key not in (place, oldest)]
-        for key, row in rows:
-            if key == oldest:
-                number = max(t.META.rows.decode(key, row).number, self._state.oldest_change)
-                kept += t.META.rows.encode_all([(key, MetaRecord(number=number))])
-        return kept
+        return correct_block(table, rows, self._state.oldest_change)
 
     # ── rebuilding ────────────────────────────────────────────────────────────────────────────────────────────────────
     def _look_for_gap(self) -> None:
@@ -387,10 +357,12 @@ class Standby:
     def _rebuild_if_newer(self) -> bool:
         """Rebuild from a newer state that cannot be reached by following. Return `False` if there is none yet."""
         try:
-            point = find(self._bucket, self._state.store_id)
+            if find(self._bucket, self._state.store_id).position <= self._state.position:
+                return False
+            point = find_intact(self._bucket, self._state.store_id)
         except (InvalidInput, ObjectNotFound):
             return False  # no base yet
-        if point.position <= self._state.position:
+        if point.position <= self._state.position:  # what is newer is damaged
             return False
         self._rebuild(point)
         return True
@@ -470,19 +442,41 @@ class Standby:
     def promote(self, *, discard: bool = False) -> Promoted:
         """Become the owner, and close the standby. Nothing that the former owner acknowledged in mode `sync` is lost.
 
-        Another standby that was promoted first is deposed only with `discard`; what it wrote is then lost.
+        Another standby that was promoted first is deposed only with `discard`; what it wrote is then lost. So are log objects
+        that this standby cannot apply, because it waits for a base or one of them is damaged: `ArchiveAhead` without `discard`.
         """
         started = time.monotonic()
         if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
-            self.poll()
+            self._apply_all(discard)
             self._claim(discard)
         if self._state.phase is StandbyPhase.PROMOTING:
             self._seal()
         epoch, position, store_id = self._state.owner_epoch, self._state.position, self._state.store_id
+        newest = max(positions_after(self._bucket, store_id, position), default=position)
         self._take_over()
-        seconds = time.monotonic() - started
-        emit("info", "standby.promoted", path=self.path, owner_epoch=epoch, seconds=round(seconds, 3))
-        return Promoted(path=self.path, store_id=store_id, owner_epoch=epoch, position=position, seconds=seconds)
+        promoted = Promoted(
+            path=self.path,
+            store_id=store_id,
+            owner_epoch=epoch,
+            position=position,
+            newest=newest,
+            seconds=time.monotonic() - started,
+        )
+        seconds, dropped = round(promoted.seconds, 3), promoted.dropped
+        emit("info", "standby.promoted", path=self.path, owner_epoch=epoch, dropped=dropped, seconds=seconds)
+        return promoted
+
+    def _apply_all(self, discard: bool) -> None:
+        """Apply what can be applied. Raise, before anything is claimed, if that is not everything or cannot become an owner."""
+        try:
+            self.poll()
+        except Corruption:
+            if not discard:
+                raise
+        if self._waits_for_base:
+            require_in_window(self._bucket, self._state.store_id, self._state.position)
+            if not discard:
+                refuse_unapplied(self._bucket, self._state.store_id, self._state.position)
 
     def _claim(self, discard: bool) -> None:
         state = self._state
@@ -512,10 +506,15 @@ class Standby:
             if chain[0]:
                 self._apply(header, digest, events)
 
-        known = (header_of(self._bucket, state.store_id, state.position), state.digest)
+        # Without the next base nothing more is applied, so it is only sealed.
+        known = (header_of(self._bucket, state.store_id, state.position), state.digest) if chain[0] else None
         former, now_ms = state.position.epoch, self._clock.now_ms()
         try:
-            seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
+            try:
+                seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
+            except Corruption as error:  # the epoch is claimed: what cannot be read is given up, and reported
+                emit("error", "standby.log_damaged", path=self.path, error=str(error))
+                seal(self._bucket, state.store_id, former, epoch, now_ms)
         except StoreFenced:
             self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
@@ -560,10 +559,27 @@ class Standby:
             return txn.owner_epoch() >= epoch
 
 
+def check_promote_after(seconds: float | None) -> None:
+    """Raise `InvalidInput` for a time of silence that an owner without changes may reach."""
+    if seconds is not None and seconds <= 2 * HEARTBEAT_SECONDS:
+        what = f"--promote-after must be more than {2 * HEARTBEAT_SECONDS:g} seconds"
+        raise InvalidInput(what, hint=f"the owner is heard from every {HEARTBEAT_SECONDS:g} seconds")
+
+
+def recorded_options(disk: Disk, root: str) -> StoreOptions | None:
+    """Return how the quire.toml of a standby's directory says that the bucket is reached; `None` before it has one."""
+    if not disk.exists(os.path.join(root, names.CONFIG)):
+        return None
+    return options_of(layout.read_config(disk, root, None).objects, "objects")
+
+
 def promote(
     directory: str | os.PathLike[str], *, discard: bool = False, options: StoreOptions | None = None
 ) -> Promoted:
-    """Promote the standby in `directory` to owner. A `quire standby` that runs there must be stopped first."""
+    """Promote the standby in `directory` to owner. A `quire standby` that runs there must be stopped first.
+
+    `options` say how the bucket is reached; default: as quire.toml in the directory says.
+    """
     root = os.path.abspath(os.fspath(directory))
     state = read_standby_state(OsDisk(), root)
     if state is None:

@@ -42,12 +42,12 @@ from quire.store.info import (
     compression_named,
     database_info,
     dropped_databases,
-    kind_named,
     live_databases,
     recorded_archive_status,
     status_named,
     store_info,
 )
+from quire.store.kind_names import kind_named
 from quire.store.mirrors import Mirrors
 from quire.store.namespaces import Namespaces
 from quire.store.why import why
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from quire.manifest.snapshots import RolledBack, SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.objects.api import ObjectStore
+    from quire.objects.options import StoreOptions
     from quire.objects.ownership import OwnerState
     from quire.pages.engine import PageEngine
     from quire.pages.view import SnapshotView
@@ -331,7 +332,7 @@ class Store:
     def create(
         self, name: str, kind: DbKind | str, *, tags: dict[str, str] | None = None, namespace: str = ""
     ) -> DatabaseInfo:
-        """Create a database of kind "pages", "stream" or "lsm" with these tags.
+        """Create a database of kind "pages" (or "sqlite"), "stream", or "lsm" (or "kv") with these tags.
 
         If `namespace` is given, all its objects go there instead of the store's own object store.
         """
@@ -404,7 +405,11 @@ class Store:
         tags: dict[str, str] | None = None,
         namespace: str = "",
     ) -> list[int]:
-        """Create many databases in shared commits and return their ids, in the order of the names. See `docs/scale.md`."""
+        """Create many databases in shared commits and return their ids, in the order of the names.
+
+        The error of a refused name has in `where` how many names were `read` and `done`, and which were `refused`; a call
+        with the names after the `read` ones continues. See `docs/scale.md`.
+        """
         kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
         return bulk.create_many(self.manifest, names, kind, tags or {}, namespace_id)
@@ -413,7 +418,10 @@ class Store:
     def fork_many(
         self, template: str, names: Iterable[str], *, at: int | str | None = None, tags: dict[str, str] | None = None
     ) -> list[int]:
-        """Fork a page database many times, all at one moment, in shared commits. Return the ids, in the order of the names."""
+        """Fork a page database many times, all at one moment, in shared commits. Return the ids, in the order of the names.
+
+        A refused name is reported as by `create_many`.
+        """
         if (source := self.database(template)).kind is not DbKind.PAGES:
             text = "only page databases can be forked in bulk"
             raise WrongKind(text, hint="use `fork` for key-value databases", name=template, kind=source.kind.name)
@@ -427,7 +435,10 @@ class Store:
 
     @changes
     def drop_many(self, names: Iterable[str], *, snapshots: bool = False) -> list[int]:
-        """Drop databases in shared commits and return their ids, in the order of the names."""
+        """Drop databases in shared commits and return their ids, in the order of the names. A repeated name is dropped once.
+
+        A refused name is reported as by `create_many`.
+        """
         dropped = bulk.drop_many(self.manifest, names, snapshots=snapshots)
         for kind in {kind for _, kind in dropped} - {DbKind.PAGES}:
             self._parts.engine_of(kind).sweep()
@@ -575,13 +586,21 @@ class Store:
         return server
 
     # ── the whole store ───────────────────────────────────────────────────────────────────────────────────────────────
-    def backup(self, target: str, *, since: str = "", progress: BackupProgress | None = None) -> BackedUp:
+    def backup(
+        self,
+        target: str,
+        *,
+        since: str = "",
+        options: StoreOptions | None = None,
+        progress: BackupProgress | None = None,
+    ) -> BackedUp:
         """Back up the store as it is now to a directory, a URL or a new `.tar` file, while it is in use.
 
         A directory or URL may have earlier backups: their objects are not copied again, and each can be restored. With `since`,
         an earlier backup elsewhere, its objects are not copied; a restore then needs both. Restore with `quire.restore`.
+        `options` say how a URL is reached; default: as this store's own bucket, if it has the same scheme.
         """
-        return back_up(self, target, since=since, progress=progress)
+        return back_up(self, target, since=since, options=options, progress=progress)
 
     def restore_db(
         self,
@@ -589,18 +608,23 @@ class Store:
         name: str,
         *,
         new: str = "",
+        at: datetime | str | int | None = None,
         at_ms: int | None = None,
         store_id: str = "",
+        options: StoreOptions | None = None,
         progress: BackupProgress | None = None,
     ) -> RestoredDatabase:
         """Copy one database, stream or key-value set from the archive or backup at `url` into this store, as `new`.
 
-        Its state is that of the newest archived moment, or the newest one not after `at_ms`. An empty `url` is this store's own
-        bucket. Snapshots are not copied; records of a stream get new ids and times. It appears completely or not at all.
+        Its state is that of the newest archived moment, or the newest one not after `at`, which is given as to `quire.restore`.
+        An empty `url` is this store's own bucket. Snapshots are not copied; records of a stream get new ids and times. It
+        appears completely or not at all.
         """
         from quire.store.restoring_database import restore_database  # here: it opens stores, so it imports this module
 
-        return restore_database(self, url, name, new=new, at_ms=at_ms, store_id=store_id, progress=progress)
+        return restore_database(
+            self, url, name, new=new, at=at, at_ms=at_ms, store_id=store_id, options=options, progress=progress
+        )
 
     def info(self) -> StoreInfo:
         """Return a summary of the store."""

@@ -14,20 +14,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from quire.core.ids import ArtifactKey, ArtifactKind
-from quire.jobs.stats.job import DAY_MS, Usage
+from quire.jobs.stats.job import DAY_MS, Usage, with_tables
 from quire.manifest import tables as t
+from quire.manifest.kv_tables import Identity
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import DbRecord, SnapshotRecord, WalState
-from quire.manifest.slots import artifacts, unpack_leaf
 from quire.manifest.verification import shares_bytes
-from quire.store.exclusive_artifacts import exclusive, leaf_key, segment_key
+from quire.store.exclusive_artifacts import chunks_of, exclusive, leaf_key, segment_key
 
 Keys = Tally[ArtifactKey]
 
 
-def usage_of(txn: ReadTxn, db_id: int, record: DbRecord, now_ms: int) -> Iterator[Usage]:
-    """Yield the usage of a database together with its snapshots, then of each snapshot."""
+def usage_of(txn: ReadTxn, db_id: int, record: DbRecord, now_ms: int, holders: Tally[Identity]) -> Iterator[Usage]:
+    """Yield the usage of a database together with its snapshots, then of each snapshot. `holders` is `table_holders`."""
     kept = [(key[1], row) for key, row in txn.scan(t.SNAPSHOT_INDEX, db_id)]
     leaves = Tally(leaf_key(row.origin_db_id, key[1], row.generation) for key, row in txn.scan(t.LIVE_LEAF, db_id))
     segments, needed, absorbed = Keys(), Keys(), Keys()
@@ -41,7 +41,7 @@ def usage_of(txn: ReadTxn, db_id: int, record: DbRecord, now_ms: int) -> Iterato
         leaves, segments, needed = leaves + held_leaves, segments + pins, needed + pins
     young_ms = now_ms - DAY_MS
     common: dict[str, Any] = {"db_id": db_id, "database": record.name}
-    yield _usage(txn, record, young_ms, leaves, segments, +needed, **common)
+    yield with_tables(txn, _usage(txn, record, young_ms, leaves, segments, +needed, **common), holders)
     for number, snapshot in kept:
         held_leaves, pins = _held(snapshot)
         name = snapshot.name or f"#{number}"
@@ -67,7 +67,7 @@ def _usage(
     """Sum up the chunks in `leaves` and the segments `shown`. `leaves` and `segments` are the holder's references."""
     alone = set(exclusive(txn, leaves, segments))
     sums, tiers = Tally[str](), Tally[str]()
-    for key in {*_named(txn, leaves), *shown}:
+    for key in {*chunks_of(txn, leaves), *shown}:
         row = txn.artifact(key)
         if row is None or shares_bytes(key, row):
             continue
@@ -81,10 +81,3 @@ def _usage(
         tiers[row.residency.name.lower()] += size
     figures: dict[str, Any] = dict(sums)
     return Usage(tiers={name: tiers[name] for name in tiers if tiers[name]}, **figures, **who)
-
-
-def _named(txn: ReadTxn, leaves: Iterable[ArtifactKey]) -> Iterator[ArtifactKey]:
-    for leaf in leaves:
-        row = txn.get(t.SLOT_LEAF, leaf.origin_db_id, leaf.id, leaf.generation)
-        if row is not None:
-            yield from artifacts(unpack_leaf(row.entries), leaf.id)

@@ -229,7 +229,7 @@ def _readers_of(txn: ReadTxn, db_id: int, reader_lookup: ReaderLookup) -> Iterat
     for (_, reader_id), row in txn.scan(t.SNAPSHOT_READERS, db_id):
         hidden = (VIEW_TAG, HOLDER_TAG, LABEL_TAG)
         tags = ", ".join(f"{name}={value}" for name, value in sorted(row.tags.items()) if name not in hidden)
-        what = f"reads at lsn {row.snapshot_lsn} since {moment(row.opened_at_ms)}" + (f" ({tags})" if tags else "")
+        what = f"has read version {row.snapshot_lsn} since {moment(row.opened_at_ms)}" + (f" ({tags})" if tags else "")
         release = "when it closes, or its lease expires"
         if is_view(row):
             what, release = f"is a query (Spark, for instance) that {what}", "some minutes after its last read"
@@ -247,7 +247,7 @@ def _jobs_of(txn: ReadTxn, db_id: int) -> Iterator[Holder]:
 
 def _job(job_id: int, job: JobRecord) -> Holder:
     what = f"{job.kind.name.lower()} is {job.state.name.lower().replace('_', ' ')}"
-    return Holder("job", str(job_id), what, f"when it has ended: quire jobs show {job_id}")
+    return Holder("job", str(job_id), what, f"when it ends (quire jobs show {job_id})")
 
 
 # ── pages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

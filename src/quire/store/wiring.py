@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.archive.clones import CloneKeeper
+from quire.archive.clones import clone_keys
 from quire.core.errors import StoreClosed, WrongKind
 from quire.core.ids import Epoch
 from quire.durable.files import descriptor_limits
@@ -36,6 +36,7 @@ from quire.manifest.snapshots import SnapshotInfo
 from quire.objects.open import open_store
 from quire.spark.sessions import spark_runner
 from quire.store.object_access import options_by_url, options_of
+from quire.store.object_location import needs_owner, place_of
 from quire.store.write_permission import ObjectRights
 from quire.stream.engine import StreamEngine
 
@@ -70,6 +71,8 @@ class Wiring:
         self._manifest = manifest
         self._disk = disk
         self._objects_url = objects_url
+        self.before_retire: Callable[[], None] | None = None
+        """Raises until the archive's last moment is known; set once, with archiving on."""
         # guarded by _create_lock
         self._create_lock = threading.RLock()  # reentrant: creating one part may create another
         self._created: dict[str, Any] = {}
@@ -137,9 +140,19 @@ class Wiring:
                 self.stores,
                 confirm=lambda: None,
                 claims_former=self.rights.owns_legacy,
-                archived=self._settings.archive.mode != "off",
+                retires=self._retires,
             ),
         )
+
+    def _retires(self) -> bool:
+        """Return whether archived moments or clones may need objects that this store does not need any more."""
+        if self.before_retire is not None:
+            self.before_retire()
+        if self._settings.archive.mode != "off":
+            return True
+        if not needs_owner(self._path, place_of(self._path, self._settings.object_store)):
+            return False  # clones are made of archives, and there is none inside the directory
+        return bool(clone_keys(self.stores(self._objects_url), self._manifest.feed.store_id()))
 
     # ── engines ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property
@@ -178,6 +191,7 @@ class Wiring:
                 log_settings=self._settings.manifest_log,
                 background=self._settings.maintenance.enabled,
                 store_locked=True,
+                is_archived=self._settings.archive.mode != "off",
             ),
         )
 
@@ -273,15 +287,7 @@ class Wiring:
     @property
     def window(self) -> ArchiveWindow:
         """Trims the archive and deletes retired objects that no restorable moment needs."""
-        return self._get_or_create(
-            "window", lambda: ArchiveWindow(self.context, self._settings.archive, self._kept_for_clones)
-        )
-
-    def _kept_for_clones(self, url: str, name: str, since_ms: int) -> int:
-        keeper = self._get_or_create(
-            "clones", lambda: CloneKeeper(self.stores(self._objects_url), self._manifest.feed.store_id)
-        )
-        return keeper.kept_until(self.stores(url), name, since_ms)
+        return self._get_or_create("window", lambda: ArchiveWindow(self.context, self._settings.archive))
 
     def _spark(self) -> Runner:
         """Return a runner on the current Spark session, or on a new one. Called only for a job that is large or asks for it."""

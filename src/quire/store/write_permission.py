@@ -17,6 +17,7 @@ from quire.manifest.namespaces import Parent
 from quire.objects.guarded import GuardedStore
 from quire.objects.open import open_store
 from quire.objects.ownership import Ownership, OwnerState, refuse_fenced
+from quire.objects.requests import RequestCount
 from quire.store import object_access, object_location
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class ObjectRights:
         self._settings = settings
         self._place = object_location.place_of(path, settings.object_store)
         self._needs_owner = object_location.needs_owner(path, self._place)
+        self.requests = RequestCount()
         # guarded by _lock
         self._lock = threading.Lock()
         self._raw: DeletableStore | None = None
@@ -65,7 +67,7 @@ class ObjectRights:
 
     def guarded(self, store: DeletableStore) -> DeletableStore:
         """Wrap an object store with the checks; engines and jobs get only wrapped stores."""
-        return GuardedStore(store, self.before_put, self.before_delete)
+        return GuardedStore(store, self.before_put, self.before_delete, self.requests)
 
     def before_put(self) -> None:
         """Check that this store may put objects, and record their place. Nearly always sends no request."""
@@ -144,5 +146,10 @@ class ObjectRights:
             if self._raw is None:
                 with self._manifest.read() as txn:
                     options = object_access.options_of(txn, self._settings, self._url)
-                self._raw = open_store(self._url, options=options, disk=self._disk)
+                store = open_store(self._url, options=options, disk=self._disk)
+                self._raw = GuardedStore(store, _allow, _allow, self.requests)  # the checks themselves use it
             return self._raw
+
+
+def _allow() -> None:
+    """Check nothing."""

@@ -89,6 +89,7 @@ class StreamEngine:
         log_settings: ManifestLogSettings,
         background: bool = True,
         store_locked: bool = False,
+        is_archived: bool = False,
     ) -> None:
         """`store_locked`: the caller holds the store's lock, which makes the locks of the streams' logs unnecessary."""
         # constant after construction
@@ -105,6 +106,7 @@ class StreamEngine:
         self._log_settings = log_settings if stored is None else replace(log_settings, mode=stored)
         self._background = Background("stream-keeper", threads_max=settings.threads) if background else None
         self._store_locked = store_locked
+        self._is_archived = is_archived
         self._stopping = threading.Event()
         self.cache: StreamCache = ByteCache(settings.cache_bytes)
         # guarded by _lock
@@ -175,6 +177,7 @@ class StreamEngine:
             store_locked=self._store_locked,
         )
         stream.hot.barrier = self._manifest.barrier
+        stream.hot.is_archived = self._is_archived
         self._manifest.cover(stream)
         stream.hot.set_write_check(Writability(self._manifest, stream_id).require)
         return stream
@@ -233,7 +236,7 @@ class StreamEngine:
 
     def _is_known(self, name: str) -> bool:
         with self._manifest.read() as txn:
-            return txn.get(t.DB_NAMES, name) is not None
+            return bool(name) and txn.get(t.DB_NAMES, name) is not None
 
     def streams(self) -> list[Stream]:
         """Return the open streams."""

@@ -148,6 +148,8 @@ class HotLog:
         self.failure: QuireError | None = None
         self.barrier: Barrier | None = None
         """The archive's barrier, which `result()` waits for in mode `sync` (A9)."""
+        self.is_archived = False
+        """Whether the store has an archive, which has the records before the segment is sealed; set once, by the engine."""
         pending = self._pending = Pending(
             self,
             settings,
@@ -346,7 +348,10 @@ class HotLog:
         segment = self.segment
         if segment is None:
             return None
-        return segment.opened_at + self._settings.seal_seconds - self._clock.monotonic()
+        age = self._settings.seal_seconds
+        if self.is_archived and segment.offset < self._settings.archived_seal_bytes:
+            age = max(age, self._settings.archived_seal_seconds)
+        return segment.opened_at + age - self._clock.monotonic()
 
     def is_due(self) -> bool:
         """Return whether the open segment is old enough to be sealed."""
@@ -469,7 +474,8 @@ class HotLog:
             hint = "fix the cause, reopen the stream, and check what it holds before appending again"
             self.failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
             self._pending.stop()  # the next append finds no room in the run, and then raises the failure
-            emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")
+            if not isinstance(error, StoreFenced):  # one event for the store is enough: manifest.fenced
+                emit("error", "stream.failed", stream=self._files.stream_id, error=f"{type(error).__name__}: {error}")
         self.waiters.wake()
         if isinstance(error, DiskFull):
             raise self.failure from self.failure.__cause__  # the first failure, even if this one came later

@@ -3,7 +3,8 @@
     python -m quire.testing.simulation --archive --seed 7
 
 Each life is a process of its own that ends with a close or a kill. Either the next one opens the directory, or the directory is
-lost: the bucket is then restored with a takeover, and must match the model as of the last time `wait` returned, or a later one.
+lost: the bucket is then restored with a takeover, must match the model as of the last time `wait` returned, or a later one, and
+must pass `check` and `verify`.
 A life archives in mode `async` or `sync`; in mode `sync` every change that was acknowledged must be there. Sometimes the former
 owner's directory is opened again: it must be fenced before it archives anything.
 
@@ -124,6 +125,8 @@ def _live(
         life.archived = list(before.archived) if not is_lost else [model]
         life.archived.append(model)
         life.is_restorable = before.is_restorable
+        if is_lost:  # every byte of the restored store and every rule, not only what the model has
+            life.verify()
         life.run(steps)
         ending.findings += life.findings
         ending.models, ending.archived, ending.now_ms = life.possible, life.archived, clock.now_ms()

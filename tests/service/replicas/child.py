@@ -1,6 +1,6 @@
-"""A process that owns a store and serves it over HTTP; it does what lines of JSON on its input say. Killed by tests.
+"""A process that owns a store, serves it over HTTP, and executes commands: lines of JSON on stdin. Tests kill it.
 
-The clients of replicas hold Python's lock while they wait for an answer, so a server in the same process would never give it.
+The clients of replicas hold the GIL while they wait for an answer, so a server in the same process would deadlock.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.service.replicas import frames
 from quire.service.replicas.routes import ReplicaPart
 
 
-class Servant:
-    """Answers commands: one method for each."""
+class CommandHandler:
+    """Executes commands, one method for each."""
 
     def __init__(self, directory: str, address: str, bucket: str = "", takeover: str = "") -> None:
         settings = quire.StoreSettings(maintenance=quire.MaintenanceSettings(delete_grace_seconds=0.0))
@@ -36,7 +36,7 @@ class Servant:
             return {"address": self.web.address.rpartition("/")[2], "token": file.read().strip()}
 
     def sql(self, name: str, *statements: str) -> list[Any]:
-        """Run statements in one transaction; the rows of the last one."""
+        """Run statements in one transaction; returns the rows of the last one."""
         connection = self._connection(name)
         rows: list[Any] = []
         with connection:
@@ -45,7 +45,7 @@ class Servant:
         return rows
 
     def run(self, name: str, kind: str) -> None:
-        """A checkpoint or a merge, and what follows from it."""
+        """Run a checkpoint or a merge, and the jobs that follow from it."""
         getattr(self.store, kind)(name)
         self.store.maintain()
 
@@ -56,26 +56,26 @@ class Servant:
         self._connection(name).execute("VACUUM")
 
     def mark(self, name: str) -> None:
-        """What `rewind` goes back to."""
+        """Create the snapshot that `rewind` restores."""
         self.marks += 1
         self.store.snapshot(name, f"mark-{self.marks}")
 
     def rewind(self, name: str) -> None:
-        """The database as it was at the last mark takes its place."""
+        """Replace the database by its version at the last mark."""
         former = f"{name}-of-{self.store.database(name).db_id}"
         self._close(name)
         self.store.rename(name, former)
         self.store.fork(former, name, at=f"mark-{self.marks}")
 
     def replace_by_fork(self, name: str) -> None:
-        """A fork of the database takes its place, with the same content."""
+        """Replace the database by a fork of it with the same content."""
         self._close(name)
         former = f"{name}-of-{self.store.database(name).db_id}"
         self.store.rename(name, former)
         self.store.fork(former, name)
 
     def _connection(self, name: str) -> Any:
-        if name not in self.connections:  # closed by a rewind
+        if name not in self.connections:  # `rewind` has closed it
             self.connections[name] = self.store.sqlite(name, create=True)
         return self.connections[name]
 
@@ -96,8 +96,8 @@ class Servant:
         assert self.store.archive is not None
         self.store.archive.wait(60)
 
-    def let_go(self) -> None:
-        """No version is held for replicas any more, as after a minute."""
+    def release_versions(self) -> None:
+        """Release the versions that are held for replicas, as the server does after a minute."""
         for part in self.web._web.parts:
             if isinstance(part, ReplicaPart):
                 part._held.close()
@@ -109,23 +109,23 @@ class Servant:
         arm_from(f"{name}={script}")
 
     def chains(self, name: str) -> list[int]:
-        """How long the chain of each slot is."""
+        """The length of each slot's chain."""
         db_id = self.store.database(name).db_id
         with self.store.manifest.read() as txn:
             return [len(txn.chain(db_id, slot)) for slot in range(4)]
 
 
 def main(directory: str, address: str, *more: str) -> None:
-    """Obey until the input ends."""
-    servant = Servant(directory, address, *more)
+    """Execute commands until stdin is closed."""
+    handler = CommandHandler(directory, address, *more)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:
-            answer: dict[str, Any] = {"result": getattr(servant, command)(*arguments)}
+            answer: dict[str, Any] = {"result": getattr(handler, command)(*arguments)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
-    servant.store.close()
+    handler.store.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A store that another process serves, for all tests of a module; each test has databases of its own."""
+"""A store that another process serves, shared by the tests of a module. Each test has its own databases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.replicas.world import ServedStore
+from tests.service.replicas.served_store import ServedStore
 
 
 @pytest.fixture(scope="module")
@@ -27,5 +27,5 @@ def name(request: pytest.FixtureRequest, served: ServedStore) -> str:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
-    """Where the replica is."""
+    """The path of the replica."""
     return tmp_path / "replica.db"

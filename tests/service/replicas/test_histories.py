@@ -11,8 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from quire.service.replicas.positions import STEP
+from tests.service.replicas.served_store import LibsqlReplica, ServedStore, TursoReplica
 from tests.service.replicas.test_libsql import DIGEST, FILL
-from tests.service.replicas.world import LibsqlReplica, ServedStore, TursoReplica
 
 _names = itertools.count()
 
@@ -46,11 +46,11 @@ def test_a_replica_is_what_the_database_is_after_any_history(
     replicas: dict[str, LibsqlReplica | TursoReplica] = {}
 
     def sync(kind: str) -> None:
-        """Fetch, of the database that the name means now; compare."""
+        """Sync with the database that has the name now, and compare."""
         replica = replicas.get(kind)
         if replica is None:
-            made = {"libsql": LibsqlReplica, "turso": TursoReplica}[kind]
-            replica = replicas[kind] = made(served, directory / f"{kind}.db", name)
+            replica_class = {"libsql": LibsqlReplica, "turso": TursoReplica}[kind]
+            replica = replicas[kind] = replica_class(served, directory / f"{kind}.db", name)
         replica.sync()
         assert replica.rows(DIGEST) == served.sql(DIGEST, name=name)
         assert replica.integrity() == "ok"
@@ -103,10 +103,10 @@ def test_a_server_killed_during_a_sync_leaves_a_replica_that_is_a_version(
         fresh.sql("UPDATE t SET a = randomblob(1100)", FILL.format(1200))
         versions.append(fresh.sql(DIGEST))
         fresh.arm(point, script)
-        with pytest.raises((ValueError, Exception)):  # each client has errors of its own
+        with pytest.raises((ValueError, Exception)):  # each client has its own error classes
             replica.sync()
         fresh.wait()
-        for _ in range(2):  # also when it is opened again
+        for _ in range(2):  # also after it is reopened
             assert replica.rows(DIGEST) in versions
             assert replica.integrity() == "ok"
             replica.close()
@@ -120,7 +120,7 @@ def test_a_server_killed_during_a_sync_leaves_a_replica_that_is_a_version(
 
 
 @pytest.mark.slow
-def test_a_server_killed_during_a_first_sync_leaves_nothing_that_is_taken_for_a_replica(
+def test_a_server_killed_during_a_first_sync_leaves_nothing_that_passes_for_a_replica(
     fresh: ServedStore, tmp_path: Path
 ) -> None:
     for number, (kind, point) in enumerate(itertools.product((LibsqlReplica, TursoReplica), POINTS[1:3])):
@@ -136,7 +136,7 @@ def test_a_server_killed_during_a_first_sync_leaves_nothing_that_is_taken_for_a_
 
 
 @pytest.mark.slow
-def test_a_long_answer_that_was_interrupted_is_begun_again(fresh: ServedStore, tmp_path: Path) -> None:
+def test_an_interrupted_long_answer_is_restarted(fresh: ServedStore, tmp_path: Path) -> None:
     replica = LibsqlReplica(fresh, tmp_path / "replica.db")
     replica.sync()
     before = replica.rows(DIGEST)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.replicas.world import LibsqlReplica, ServedStore
+from tests.service.replicas.served_store import LibsqlReplica, ServedStore
 
 FILL = (
     "INSERT INTO t SELECT randomblob(1000) FROM "
@@ -33,7 +33,7 @@ def test_a_new_replica_has_the_database_and_follows_it(served: ServedStore, name
     assert len(positions) == 4
     before = replica.position
     replica.sync()
-    assert replica.position == before, "nothing new"
+    assert replica.position == before, "no change to fetch"
     served.sql("CREATE TABLE u(b)", "INSERT INTO u VALUES (7)", name=name)
     replica.sync()
     assert replica.rows("SELECT b FROM u") == [[7]]
@@ -57,7 +57,7 @@ def test_a_replica_that_was_away_over_checkpoints_and_merges_gets_what_changed(
     replica.sync()
     _same(served, replica, name)
     assert replica.position[0] == generation
-    assert 0 < replica.position[1] - frame < 12, "a few pages, and not the thousand that the database has"
+    assert 0 < replica.position[1] - frame < 12, "only a few pages are sent, not all 1,000"
 
 
 def test_a_shrunk_database_shrinks_its_replicas(served: ServedStore, name: str, local: Path) -> None:
@@ -107,18 +107,18 @@ def test_an_empty_database_can_be_replicated(served: ServedStore, local: Path) -
     assert replica.rows("SELECT a FROM t") == [[5]]
 
 
-@pytest.mark.parametrize("how", ["forked", "recreated", "rewound"])
-def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name: str, local: Path, how: str) -> None:
+@pytest.mark.parametrize("change", ["forked", "recreated", "rewound"])
+def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name: str, local: Path, change: str) -> None:
     served.sql(FILL.format(200), name=name)
     replica = LibsqlReplica(served, local, name)
     replica.sync()
     before = replica.position
     now = name
-    if how == "forked":
+    if change == "forked":
         now = f"{name}-fork"
         served.do("fork", name, now)
         served.sql("INSERT INTO t VALUES ('only the origin')", name=name)
-    elif how == "recreated":
+    elif change == "recreated":
         served.do("drop", name)
         served.sql("CREATE TABLE t(a)", "INSERT INTO t VALUES (9)", name=name)
     else:
@@ -137,10 +137,10 @@ def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name:
     replica.sync()
     _same(served, replica, now)
     assert replica.position[0] == generation
-    assert replica.position[1] - frame < 10, "from here on it follows the new history"
+    assert replica.position[1] - frame < 10, "it follows the new history from then on"
 
 
-def test_a_server_that_was_restarted_knows_its_replicas(tmp_path: Path) -> None:
+def test_a_restarted_server_recognises_its_replicas(tmp_path: Path) -> None:
     served = ServedStore(tmp_path / "store")
     served.sql("CREATE TABLE t(a)", FILL.format(300))
     replica = LibsqlReplica(served, tmp_path / "replica.db")

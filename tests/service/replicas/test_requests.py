@@ -1,4 +1,4 @@
-"""Requests of replicas, byte by byte: what they get, and what wrong ones get."""
+"""Requests of replicas at the byte level: answers to valid requests, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ from quire.service.replicas.revisions import HistoryId, Revision
 from quire.service.signed_tokens import create_token
 from quire.service.web.server import WebServer
 from quire.store.store import Store
-from tests.service.web.world import Asker, Told, admin, web_served
+from tests.service.web.http_client import HttpClient, Response, admin_client, web_served
 
 PAGE = 4096
 FRAME = 24 + PAGE
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> Iterator[tuple[Store, WebServer]]:
+def store_and_web(tmp_path: Path) -> Iterator[tuple[Store, WebServer]]:
     with web_served(tmp_path / "store") as pair:
         _sql(pair[0], "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
         yield pair
 
 
 @pytest.fixture
-def store(both: tuple[Store, WebServer]) -> Store:
-    return both[0]
+def store(store_and_web: tuple[Store, WebServer]) -> Store:
+    return store_and_web[0]
 
 
 @pytest.fixture
-def boss(both: tuple[Store, WebServer]) -> Asker:
-    return admin(both[1], both[0])
+def admin(store_and_web: tuple[Store, WebServer]) -> HttpClient:
+    return admin_client(store_and_web[1], store_and_web[0])
 
 
-def test_a_replica_of_the_default_database_may_come_before_its_first_write(tmp_path: Path) -> None:
+def test_the_default_database_can_be_replicated_before_its_first_write(tmp_path: Path) -> None:
     """`libsql.connect(file, sync_url=…)` fetches an export before it sends any SQL."""
     with web_served(tmp_path / "store") as (store, server):
-        reader = Asker(server.address)
+        reader = HttpClient(server.address)
         for address in ("/info", "/export/1", "/sync/1/1/1"):
-            assert reader.ask("GET", address).status == 404, "who may only read makes no database"
-        told = admin(server, store).ask("GET", "/info")
-        assert (told.status, "current_generation" in json.loads(told.body)) == (200, True)
+            assert reader.request("GET", address).status == 404, "a read-only token creates no database"
+        response = admin_client(server, store).request("GET", "/info")
+        assert (response.status, "current_generation" in json.loads(response.body)) == (200, True)
         assert [info.name for info in store.databases()] == [store.settings.service.sql_default_database]
-        assert admin(server, store).ask("GET", "/db/other/info").status == 404
+        assert admin_client(server, store).request("GET", "/db/other/info").status == 404
 
 
 def _sql(store: Store, *statements: str, name: str = "shop") -> None:
@@ -77,23 +77,23 @@ def _fill(store: Store, rows: int, name: str = "shop") -> None:
 
 # ── Turso ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Pulled:
-    """What an answer to a pull says."""
+    """The decoded answer to a pull."""
 
-    def __init__(self, told: Told) -> None:
-        assert told.status == 200, told.body
+    def __init__(self, response: Response) -> None:
+        assert response.status == 200, response.body
         parts, at = [], 0
-        while at < len(told.body):
+        while at < len(response.body):
             size = shift = 0
             while True:
-                byte = told.body[at]
+                byte = response.body[at]
                 size |= (byte & 0x7F) << shift
                 shift, at = shift + 7, at + 1
                 if byte < 0x80:
                     break
-            parts.append(read_message(told.body[at : at + size]))
+            parts.append(read_message(response.body[at : at + size]))
             at += size
         header, *pages = parts
-        assert header[3] == b"", "pages are sent as they are"
+        assert header[3] == b"", "pages are not compressed"
         self.revision = bytes(header[1]).decode()
         self.size = header.get(2, 0)
         self.pages = {int(page.get(1, 0)): page[2] for page in pages}
@@ -101,8 +101,8 @@ class Pulled:
 
 
 def _ask(
-    asker: Asker, *, at: str = "", since: str = "", pages: object = None, poll_ms: int = 0, name: str = "shop"
-) -> Told:
+    client: HttpClient, *, at: str = "", since: str = "", pages: object = None, poll_ms: int = 0, name: str = "shop"
+) -> Response:
     selector = BitMap(pages).serialize() if pages is not None else b""  # type: ignore[arg-type]
     body = (
         bytes_field(2, at.encode())
@@ -110,7 +110,7 @@ def _ask(
         + number_field(4, poll_ms)
         + (bytes_field(5, selector) if selector else b"")
     )
-    return asker.ask("POST", f"/db/{name}/pull-updates", body)
+    return client.request("POST", f"/db/{name}/pull-updates", body)
 
 
 def _pages(store: Store, name: str = "shop") -> dict[int, bytes]:
@@ -118,117 +118,119 @@ def _pages(store: Store, name: str = "shop") -> dict[int, bytes]:
         return dict(reader.scan())
 
 
-def test_a_first_pull_has_every_page_and_a_second_one_none(store: Store, boss: Asker) -> None:
+def test_a_first_pull_has_every_page_and_a_second_one_none(store: Store, admin: HttpClient) -> None:
     _fill(store, 20)
-    first = Pulled(_ask(boss))
+    first = Pulled(_ask(admin))
     assert first.pages == _pages(store)
     assert first.size == len(first.pages)
-    again = Pulled(_ask(boss, since=first.revision))
-    assert (again.pages, again.revision, again.size) == ({}, first.revision, first.size)
+    repeated = Pulled(_ask(admin, since=first.revision))
+    assert (repeated.pages, repeated.revision, repeated.size) == ({}, first.revision, first.size)
     _sql(store, "INSERT INTO t VALUES (2)")
-    more = Pulled(_ask(boss, since=first.revision))
+    more = Pulled(_ask(admin, since=first.revision))
     assert {**first.pages, **more.pages} == _pages(store)
     assert 0 < len(more.pages) < 4
     assert 0 in more.pages
 
 
-def test_selected_pages_are_those_of_the_version_that_is_named(store: Store, boss: Asker) -> None:
+def test_selected_pages_are_those_of_the_version_that_is_named(store: Store, admin: HttpClient) -> None:
     _fill(store, 20)
-    before, first = _pages(store), Pulled(_ask(boss, pages=range(3)))
+    before, first = _pages(store), Pulled(_ask(admin, pages=range(3)))
     assert set(first.pages) == {0, 1, 2}
     _sql(store, "UPDATE t SET a = 0")
     store.checkpoint("shop")
     wanted = range(2, 9)
-    assert Pulled(_ask(boss, at=first.revision, pages=wanted)).pages == {page: before[page] for page in wanted}
-    beyond = Pulled(_ask(boss, at=first.revision, pages=[1, 4_000_000_000]))
-    assert set(beyond.pages) == {1}, "of pages that the version does not have there are none"
+    assert Pulled(_ask(admin, at=first.revision, pages=wanted)).pages == {page: before[page] for page in wanted}
+    beyond_end = Pulled(_ask(admin, at=first.revision, pages=[1, 4_000_000_000]))
+    assert set(beyond_end.pages) == {1}, "pages beyond the end of the version are not sent"
 
 
-def test_a_version_that_is_gone_is_refused_if_a_wanted_page_has_changed(
-    store: Store, both: tuple[Store, WebServer], boss: Asker
+def test_a_pull_of_a_dropped_version_is_refused_if_a_requested_page_has_changed(
+    store: Store, store_and_web: tuple[Store, WebServer], admin: HttpClient
 ) -> None:
     _fill(store, 20)
     store.checkpoint("shop")
-    first = Pulled(_ask(boss, pages=[0]))
+    first = Pulled(_ask(admin, pages=[0]))
     _sql(store, "UPDATE t SET a = zeroblob(3000) WHERE rowid = 20")
-    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    (part,) = [part for part in store_and_web[1]._web.parts if isinstance(part, routes.ReplicaPart)]
     part._held.close()
     store.checkpoint("shop")
-    changed = set(Pulled(_ask(boss, since=first.revision)).pages)
+    changed = set(Pulled(_ask(admin, since=first.revision)).pages)
     same = set(range(20)) - changed
-    assert Pulled(_ask(boss, at=first.revision, pages=same)).pages == {page: _pages(store)[page] for page in same}
-    told = _ask(boss, at=first.revision, pages=[*same, *changed])
-    assert (told.status, told.json["error"]) == (404, "SnapshotGone")
+    assert Pulled(_ask(admin, at=first.revision, pages=same)).pages == {page: _pages(store)[page] for page in same}
+    response = _ask(admin, at=first.revision, pages=[*same, *changed])
+    assert (response.status, response.json["error"]) == (404, "SnapshotGone")
 
 
-def test_a_pull_waits_for_a_change_as_long_as_it_is_told_to(store: Store, boss: Asker) -> None:
-    first = Pulled(_ask(boss))
-    assert Pulled(_ask(boss, since=first.revision, poll_ms=50)).pages == {}
+def test_a_pull_waits_for_a_change_until_its_timeout(store: Store, admin: HttpClient) -> None:
+    first = Pulled(_ask(admin))
+    assert Pulled(_ask(admin, since=first.revision, poll_ms=50)).pages == {}
     _sql(store, "INSERT INTO t VALUES (3)")
-    assert Pulled(_ask(boss, since=first.revision, poll_ms=60_000)).pages
+    assert Pulled(_ask(admin, since=first.revision, poll_ms=60_000)).pages
 
 
-def test_a_revision_of_another_database_brings_every_page(store: Store, boss: Asker) -> None:
-    first = Pulled(_ask(boss))
+def test_a_revision_of_another_database_is_answered_with_every_page(store: Store, admin: HttpClient) -> None:
+    first = Pulled(_ask(admin))
     store.fork("shop", "fork")
     with store.manifest.read() as txn:
         other = HistoryId.of(txn, store.database("fork").db_id)
     assert Revision.parse(first.revision).history != other
-    told = Pulled(_ask(boss, since=first.revision, name="fork"))
-    assert told.pages == _pages(store, "fork")
-    assert Revision.parse(told.revision) == Revision(other, Revision.parse(first.revision).lsn), "of the same lsn"
-    assert _ask(boss, at=first.revision, pages=[0], name="fork").status == 409
+    response = Pulled(_ask(admin, since=first.revision, name="fork"))
+    assert response.pages == _pages(store, "fork")
+    assert Revision.parse(response.revision) == Revision(other, Revision.parse(first.revision).lsn), (
+        "the lsn is the same"
+    )
+    assert _ask(admin, at=first.revision, pages=[0], name="fork").status == 409
 
 
-def test_wrong_pulls_are_refused(store: Store, boss: Asker, both: tuple[Store, WebServer]) -> None:
-    revision = Pulled(_ask(boss)).revision
+def test_wrong_pulls_are_refused(store: Store, admin: HttpClient, store_and_web: tuple[Store, WebServer]) -> None:
+    revision = Pulled(_ask(admin)).revision
     for wrong in ("x", revision[:-1], revision.replace("1-", "2-", 1), revision + "0", "1-" * 60):
         for field in ("since", "at"):
-            told = _ask(boss, **{field: wrong})  # type: ignore[arg-type]
-            assert (told.status, told.json["error"]) == (400, "InvalidInput"), wrong
+            response = _ask(admin, **{field: wrong})  # type: ignore[arg-type]
+            assert (response.status, response.json["error"]) == (400, "InvalidInput"), wrong
     for body in (b"\xff", b"\x1a\x7fabc", b"\x08", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff", b"\x07"):
-        assert boss.ask("POST", "/db/shop/pull-updates", body).status == 400, body
-    assert boss.ask("POST", "/db/shop/pull-updates", bytes_field(5, b"\x3a\x30\x00\x00\x01")).status == 400
-    assert boss.ask("POST", "/db/shop/pull-updates", bytes(2 << 20)).status == 413
-    assert boss.ask("POST", "/db/none/pull-updates", b"").status == 404
-    assert boss.ask("POST", "/db/shop@1/pull-updates", b"").status == 400
-    assert boss.ask("GET", "/db/shop/pull-updates").status == 405
-    stranger = Asker(both[1].address, "not-a-token-of-this-store")
+        assert admin.request("POST", "/db/shop/pull-updates", body).status == 400, body
+    assert admin.request("POST", "/db/shop/pull-updates", bytes_field(5, b"\x3a\x30\x00\x00\x01")).status == 400
+    assert admin.request("POST", "/db/shop/pull-updates", bytes(2 << 20)).status == 413
+    assert admin.request("POST", "/db/none/pull-updates", b"").status == 404
+    assert admin.request("POST", "/db/shop@1/pull-updates", b"").status == 400
+    assert admin.request("GET", "/db/shop/pull-updates").status == 405
+    unknown_client = HttpClient(store_and_web[1].address, "not-a-token-of-this-store")
     for method, path in (
         ("POST", "/db/shop/pull-updates"),
         ("GET", "/db/shop/info"),
         ("GET", "/db/shop/export/1"),
         ("GET", "/db/shop/sync/1/1/2"),
     ):
-        assert stranger.ask(method, path, b"" if method == "POST" else None).status == 401
+        assert unknown_client.request(method, path, b"" if method == "POST" else None).status == 401
 
 
-def test_a_replica_needs_a_grant_for_its_database(store: Store, both: tuple[Store, WebServer]) -> None:
+def test_a_replica_needs_a_grant_for_its_database(store: Store, store_and_web: tuple[Store, WebServer]) -> None:
     _sql(store, "CREATE TABLE t(a)", name="other")
-    reader = Asker(both[1].address, create_token(store.path, ["shop"], read_only=True))
+    reader = HttpClient(store_and_web[1].address, create_token(store.path, ["shop"], read_only=True))
     generation = _generation(reader)
     assert Pulled(_ask(reader)).pages == _pages(store)
-    assert reader.ask("GET", f"/db/shop/export/{generation}").status == 200
+    assert reader.request("GET", f"/db/shop/export/{generation}").status == 200
     for name in ("other", "none"):
-        told = _ask(reader, name=name)
-        assert (told.status, told.json["message"]) == (403, "this database may not be used with this token")
+        response = _ask(reader, name=name)
+        assert (response.status, response.json["message"]) == (403, "this database may not be used with this token")
         for path in ("info", f"export/{generation}", f"sync/{generation}/1/2"):
-            assert reader.ask("GET", f"/db/{name}/{path}").status == 403
+            assert reader.request("GET", f"/db/{name}/{path}").status == 403
     pushed = b'{"requests": [{"type": "execute", "stmt": {"sql": "DELETE FROM t"}}]}'
-    assert b'"error"' in reader.ask("POST", "/db/shop/v2/pipeline", pushed).body, "pushing needs one for writing"
+    assert b'"error"' in reader.request("POST", "/db/shop/v2/pipeline", pushed).body, "pushing needs write permission"
     with closing(store.sqlite("shop")) as connection:
         assert connection.execute("SELECT count(*) FROM t").fetchall() == [(1,)]
 
 
-def test_other_page_sizes_are_refused_with_a_way_out(store: Store, boss: Asker) -> None:
+def test_other_page_sizes_are_refused_with_a_way_out(store: Store, admin: HttpClient) -> None:
     with closing(store.sqlite("wide", create=True, page_size=8192)) as connection:
         connection.execute("CREATE TABLE t(a)")
-    told = _ask(boss, name="wide")
-    assert (told.status, "4,096" in told.json["message"]) == (400, True)
+    response = _ask(admin, name="wide")
+    assert (response.status, "4,096" in response.json["message"]) == (400, True)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
+def test_any_bytes_are_parsed_as_a_request_or_refused(data: bytes) -> None:
     try:
         request = read_request(data)
     except InvalidInput:
@@ -237,7 +239,7 @@ def test_any_bytes_are_a_request_or_refused(data: bytes) -> None:
 
 
 @given(st.dictionaries(st.integers(1, 1 << 28), st.one_of(st.integers(1, (1 << 64) - 1), st.binary(max_size=300))))
-def test_messages_come_back_as_they_were_written(fields: dict[int, int | bytes]) -> None:
+def test_messages_decode_to_what_was_encoded(fields: dict[int, int | bytes]) -> None:
     data = b"".join(
         number_field(number, value) if isinstance(value, int) else bytes_field(number, value)
         for number, value in fields.items()
@@ -252,35 +254,33 @@ def test_messages_come_back_as_they_were_written(fields: dict[int, int | bytes])
 
 
 @given(st.text("0123456789abcdef", min_size=32, max_size=32), st.integers(1, 2**32 - 1), st.integers(0, 2**53))
-def test_a_revision_is_read_as_it_was_written_and_not_with_one_character_changed(
-    store_id: str, db_id: int, number: int
-) -> None:
+def test_a_revision_round_trips_and_one_changed_character_is_detected(store_id: str, db_id: int, number: int) -> None:
     revision = Revision(HistoryId(store_id, db_id, number), number * 7 % 2**53)
     text = str(revision)
     assert Revision.parse(text) == revision
-    for place in range(len(text)):
-        wrong = text[:place] + ("0" if text[place] != "0" else "1") + text[place + 1 :]
+    for index in range(len(text)):
+        wrong = text[:index] + ("0" if text[index] != "0" else "1") + text[index + 1 :]
         with pytest.raises(InvalidInput):
             Revision.parse(wrong)
 
 
 # ── libSQL ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _frames(told: Told) -> tuple[dict[int, bytes], int]:
-    """(page → image, size of the database at the end) of frames, of which only the last ends a transaction."""
-    assert told.status == 200, told.body
-    assert told.body
-    assert len(told.body) % FRAME == 0
+def _frames(response: Response) -> tuple[dict[int, bytes], int]:
+    """(page → image, database size at the end) of frames. Only the last frame ends a transaction."""
+    assert response.status == 200, response.body
+    assert response.body
+    assert len(response.body) % FRAME == 0
     pages, sizes = {}, []
-    for at in range(0, len(told.body), FRAME):
-        page, size = struct.unpack_from(">II", told.body, at)
-        pages[page - 1] = told.body[at + 24 : at + FRAME]
+    for at in range(0, len(response.body), FRAME):
+        page, size = struct.unpack_from(">II", response.body, at)
+        pages[page - 1] = response.body[at + 24 : at + FRAME]
         sizes.append(size)
     assert not any(sizes[:-1])
     return pages, sizes[-1]
 
 
-def _generation(boss: Asker, name: str = "shop") -> int:
-    number: int = boss.ask("GET", f"/db/{name}/info").json["current_generation"]
+def _generation(admin: HttpClient, name: str = "shop") -> int:
+    number: int = admin.request("GET", f"/db/{name}/info").json["current_generation"]
     return number
 
 
@@ -288,103 +288,103 @@ def _as_log(pages: dict[int, bytes]) -> dict[int, bytes]:
     return {**pages, 0: frames.with_log(pages[0])}
 
 
-def test_an_export_and_frames_give_the_database(store: Store, boss: Asker) -> None:
+def test_an_export_and_frames_give_the_database(store: Store, admin: HttpClient) -> None:
     _fill(store, 20)
-    generation = _generation(boss)
-    assert _generation(boss) == generation, "it is the same for a while"
-    exported = boss.ask("GET", f"/db/shop/export/{generation}").body
+    generation = _generation(admin)
+    assert _generation(admin) == generation, "the generation is stable for a while"
+    exported = admin.request("GET", f"/db/shop/export/{generation}").body
     assert exported == b"".join(_as_log(_pages(store)).values())
-    told = boss.ask("GET", f"/db/shop/sync/{generation}/1/129")
-    assert (told.status, told.json) == (400, {"generation": generation}), "nothing new"
+    response = admin.request("GET", f"/db/shop/sync/{generation}/1/129")
+    assert (response.status, response.json) == (400, {"generation": generation}), "no change to fetch"
     _sql(store, "INSERT INTO t VALUES (2)")
-    pages, size = _frames(boss.ask("GET", f"/db/shop/sync/{generation}/1/129"))
+    pages, size = _frames(admin.request("GET", f"/db/shop/sync/{generation}/1/129"))
     assert size == len(_pages(store))
     assert 0 < len(pages) < 4
     replica = {page: exported[page * PAGE : (page + 1) * PAGE] for page in range(len(exported) // PAGE)}
     assert {**replica, **pages} == _as_log(_pages(store))
 
 
-def test_a_long_answer_is_cut_and_its_version_held_until_the_rest_is_fetched(
-    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+def test_a_long_answer_is_split_and_its_version_held_until_the_rest_is_fetched(
+    store: Store, admin: HttpClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "FRAMES_MAX", STEP)
-    generation = _generation(boss)
+    generation = _generation(admin)
     _fill(store, 200)
     wanted = _as_log(_pages(store))
     pages, size, at, answers = dict[int, bytes](), 0, 0, 0
     while not size:
-        told = boss.ask("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
-        assert len(told.body) <= STEP * FRAME
-        more, size = _frames(told)
+        response = admin.request("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
+        assert len(response.body) <= STEP * FRAME
+        more, size = _frames(response)
         pages |= more
-        at, answers = at + len(told.body) // FRAME, answers + 1
+        at, answers = at + len(response.body) // FRAME, answers + 1
         _sql(store, "UPDATE t SET a = randomblob(3000) WHERE rowid % 7 = 0")
         store.checkpoint("shop")
     assert answers > 2
-    assert (pages, size) == (wanted, len(wanted)), "of one version, whatever was written meanwhile"
+    assert (pages, size) == (wanted, len(wanted)), "all parts are of one version, despite concurrent writes"
     pages, size = {}, 0
     while not size:
-        told = boss.ask("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
-        more, size = _frames(told)
+        response = admin.request("GET", f"/db/shop/sync/{generation}/{at + 1}/{at + 129}")
+        more, size = _frames(response)
         pages |= more
-        at += len(told.body) // FRAME
+        at += len(response.body) // FRAME
     assert {**wanted, **pages} == _as_log(_pages(store))
 
 
-def test_two_replicas_with_long_answers_do_not_get_each_others_rest(
-    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+def test_two_replicas_with_long_answers_do_not_mix_their_parts(
+    store: Store, admin: HttpClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames, "FRAMES_MAX", 2 * STEP)
-    generation = _generation(boss)
+    generation = _generation(admin)
     _fill(store, 150)
     states = []
     for _ in range(2):
-        told = boss.ask("GET", f"/db/shop/sync/{generation}/1/129")
-        states.append((_frames(told)[0], len(told.body) // FRAME, _as_log(_pages(store))))
+        response = admin.request("GET", f"/db/shop/sync/{generation}/1/129")
+        states.append((_frames(response)[0], len(response.body) // FRAME, _as_log(_pages(store))))
         _fill(store, 30)
         _sql(store, "UPDATE t SET a = zeroblob(3000) WHERE rowid < 60")
-    assert states[0][1] != states[1][1], "they are cut at different numbers"
+    assert states[0][1] != states[1][1], "they are split at different frame numbers"
     for pages, at, wanted in states:
-        size, reached, got = 0, at, dict(pages)
+        size, reached, received = 0, at, dict(pages)
         while not size:
-            told = boss.ask("GET", f"/db/shop/sync/{generation}/{reached + 1}/{reached + 129}")
-            more, size = _frames(told)
-            got |= more
-            reached += len(told.body) // FRAME
-        assert got == wanted
+            response = admin.request("GET", f"/db/shop/sync/{generation}/{reached + 1}/{reached + 129}")
+            more, size = _frames(response)
+            received |= more
+            reached += len(response.body) // FRAME
+        assert received == wanted
 
 
-def test_wrong_positions_are_answered_with_another_generation_or_refused(store: Store, boss: Asker) -> None:
-    generation = _generation(boss)
+def test_wrong_positions_are_answered_with_another_generation_or_refused(store: Store, admin: HttpClient) -> None:
+    generation = _generation(admin)
     tag = tag_of(history_of(store.manifest, store.database("shop").db_id))
     assert generation & 0xFF == tag
     for position in (f"{generation}/6/134", f"{generation + 1}/1/129", "7/8/136"):
-        told = boss.ask("GET", f"/db/shop/sync/{position}")
-        number = told.json["generation"]
-        assert (told.status, number & 0xFF) == (400, tag)
+        response = admin.request("GET", f"/db/shop/sync/{position}")
+        number = response.json["generation"]
+        assert (response.status, number & 0xFF) == (400, tag)
         assert int(position.partition("/")[0]) < number
-        pages, size = _frames(boss.ask("GET", f"/db/shop/sync/{number}/1/129"))
-        assert pages == _as_log(_pages(store)), "there it gets every page"
+        pages, size = _frames(admin.request("GET", f"/db/shop/sync/{number}/1/129"))
+        assert pages == _as_log(_pages(store)), "the other generation has every page"
         assert size == len(pages)
-    interrupted = boss.ask("GET", f"/db/shop/sync/{generation}/{STEP + 1}/200")
+    interrupted = admin.request("GET", f"/db/shop/sync/{generation}/{STEP + 1}/200")
     assert (interrupted.status, interrupted.json["error"]) == (409, "Conflict")
     for wrong in ("0/1/2", f"{generation}/0/2", f"{2**40}/1/2", f"{generation}/{2**40}/2"):
-        assert boss.ask("GET", f"/db/shop/sync/{wrong}").status == 400, wrong
+        assert admin.request("GET", f"/db/shop/sync/{wrong}").status == 400, wrong
     for wrong in ("x/1/2", "-1/1/2", f"{generation}/1", f"{generation}/1/2/3"):
-        assert boss.ask("GET", f"/db/shop/sync/{wrong}").status in (404, 405), wrong
-    assert boss.ask("GET", f"/db/shop/export/{generation + 256}").status == 400
-    assert boss.ask("GET", f"/db/shop/export/{generation ^ 1}").status == 400
-    pushed = boss.ask("POST", f"/db/shop/sync/{generation}/1/2", bytes(FRAME))
+        assert admin.request("GET", f"/db/shop/sync/{wrong}").status in (404, 405), wrong
+    assert admin.request("GET", f"/db/shop/export/{generation + 256}").status == 400
+    assert admin.request("GET", f"/db/shop/export/{generation ^ 1}").status == 400
+    pushed = admin.request("POST", f"/db/shop/sync/{generation}/1/2", bytes(FRAME))
     assert (pushed.status, "offline" in json.loads(pushed.body)["message"]) == (501, True)
 
 
 def test_too_many_answers_at_once_are_refused_and_counted(
-    store: Store, both: tuple[Store, WebServer], boss: Asker, monkeypatch: pytest.MonkeyPatch
+    store: Store, store_and_web: tuple[Store, WebServer], admin: HttpClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "STREAMS_MAX", 0)
-    assert _ask(boss).status == 503
-    assert not store.pages.readers(store.database("shop").db_id), "no version stays open"
-    assert both[1]._web.context.limits.counts()["replica_streams"] == 1
+    assert _ask(admin).status == 503
+    assert not store.pages.readers(store.database("shop").db_id), "every version is closed"
+    assert store_and_web[1]._web.context.limits.counts()["replica_streams"] == 1
 
 
 def _none(images: dict[int, bytes], first: int, count: int) -> list[bytes]:
@@ -392,10 +392,10 @@ def _none(images: dict[int, bytes], first: int, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("version", ["2.0", "2.4"])
-def test_an_answer_whose_client_is_gone_before_its_first_byte_lets_its_version_go(
-    store: Store, both: tuple[Store, WebServer], version: str
+def test_an_answer_whose_client_leaves_before_the_first_byte_releases_its_version(
+    store: Store, store_and_web: tuple[Store, WebServer], version: str
 ) -> None:
-    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    (part,) = [part for part in store_and_web[1]._web.parts if isinstance(part, routes.ReplicaPart)]
     database = store.database("shop").db_id
 
     async def receive() -> Message:
@@ -411,14 +411,14 @@ def test_an_answer_whose_client_is_gone_before_its_first_byte_lets_its_version_g
             await response({"type": "http", "asgi": {"spec_version": version}}, receive, send)
 
     asyncio.run(answer())
-    assert not store.pages.readers(database), "no version stays open"
+    assert not store.pages.readers(database), "every version is closed"
     assert part._streams == 0
 
 
-def test_a_wait_for_more_that_fails_lets_its_version_go(
-    store: Store, boss: Asker, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_wait_for_changes_releases_its_version(
+    store: Store, admin: HttpClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = Pulled(_ask(boss)).revision
+    revision = Pulled(_ask(admin)).revision
     opened = pulls.open_replicated
     calls = itertools.count(1)
 
@@ -428,16 +428,16 @@ def test_a_wait_for_more_that_fails_lets_its_version_go(
         return opened(*arguments)
 
     monkeypatch.setattr(routes, "open_replicated", failing)
-    assert _ask(boss, since=seen, poll_ms=60_000).status == 503
-    assert not store.pages.readers(store.database("shop").db_id), "no version stays open"
+    assert _ask(admin, since=revision, poll_ms=60_000).status == 503
+    assert not store.pages.readers(store.database("shop").db_id), "every version is closed"
 
 
 def test_answers_that_are_about_to_begin_count_as_under_way(
-    store: Store, both: tuple[Store, WebServer], monkeypatch: pytest.MonkeyPatch
+    store: Store, store_and_web: tuple[Store, WebServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hazard: concurrent requests all passed the check before the first of them was counted."""
     monkeypatch.setattr(routes, "STREAMS_MAX", 2)
-    (part,) = [part for part in both[1]._web.parts if isinstance(part, routes.ReplicaPart)]
+    (part,) = [part for part in store_and_web[1]._web.parts if isinstance(part, routes.ReplicaPart)]
     with ExitStack() as readers:
         for _ in range(2):
             part._stream(readers.enter_context(store.pages.open("shop").open_snapshot()), (), _none, routes.BINARY)
@@ -445,10 +445,10 @@ def test_answers_that_are_about_to_begin_count_as_under_way(
             part._stream(readers.enter_context(store.pages.open("shop").open_snapshot()), (), _none, routes.BINARY)
 
 
-def test_what_was_sent_is_counted(store: Store, boss: Asker) -> None:
-    Pulled(_ask(boss))
-    figures = boss.ask("GET", "/metrics").body.decode()
-    assert f"quire_replica_pages_sent_total {len(_pages(store))}.0" in figures
+def test_sent_bytes_are_counted(store: Store, admin: HttpClient) -> None:
+    Pulled(_ask(admin))
+    metrics = admin.request("GET", "/metrics").body.decode()
+    assert f"quire_replica_pages_sent_total {len(_pages(store))}.0" in metrics
 
 
 def test_varints_of_the_protocol() -> None:

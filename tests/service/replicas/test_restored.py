@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import quire
+from tests.service.replicas.served_store import LibsqlReplica, ServedStore, TursoReplica
 from tests.service.replicas.test_libsql import DIGEST, FILL
-from tests.service.replicas.world import LibsqlReplica, ServedStore, TursoReplica
 
 KINDS: tuple[type[LibsqlReplica | TursoReplica], ...] = (LibsqlReplica, TursoReplica)
 

@@ -8,8 +8,8 @@ import pytest
 import turso
 import turso.sync
 
+from tests.service.replicas.served_store import ServedStore, TursoReplica
 from tests.service.replicas.test_libsql import DIGEST, FILL
-from tests.service.replicas.world import ServedStore, TursoReplica
 
 PAGE = 4096
 
@@ -50,7 +50,7 @@ def test_a_replica_that_was_away_over_checkpoints_and_merges_gets_what_changed(
     assert replica.received_bytes < 12 * PAGE
 
 
-def test_what_was_written_here_is_pushed_as_sql(served: ServedStore, name: str, local: Path) -> None:
+def test_local_writes_are_pushed_as_sql(served: ServedStore, name: str, local: Path) -> None:
     replica = TursoReplica(served, local, name)
     replica.execute("INSERT INTO t VALUES ('from the replica')")
     served.sql("INSERT INTO t VALUES ('from the server')", name=name)
@@ -59,10 +59,10 @@ def test_what_was_written_here_is_pushed_as_sql(served: ServedStore, name: str, 
     replica.sync()
     assert replica.rows("SELECT a FROM t ORDER BY a") == served.sql("SELECT a FROM t ORDER BY a", name=name)
     replica.push()
-    assert served.sql("SELECT count(*) FROM t", name=name) == [[5]], "what was pushed is not pushed again"
+    assert served.sql("SELECT count(*) FROM t", name=name) == [[5]], "each write is pushed once"
 
 
-def test_two_replicas_that_wrote_the_same_row_agree_with_the_server_in_the_end(
+def test_two_replicas_that_wrote_the_same_row_converge_to_the_server(
     served: ServedStore, name: str, tmp_path: Path
 ) -> None:
     served.sql("CREATE TABLE k(id INTEGER PRIMARY KEY, v)", "INSERT INTO k VALUES (1, 'begin')", name=name)
@@ -76,17 +76,17 @@ def test_two_replicas_that_wrote_the_same_row_agree_with_the_server_in_the_end(
         assert replica.rows("SELECT v FROM k") == served.sql("SELECT v FROM k", name=name) == [["second"]]
 
 
-@pytest.mark.parametrize("how", ["forked", "recreated", "rewound"])
-def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name: str, local: Path, how: str) -> None:
+@pytest.mark.parametrize("change", ["forked", "recreated", "rewound"])
+def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name: str, local: Path, change: str) -> None:
     served.sql(FILL.format(200), name=name)
     replica = TursoReplica(served, local, name)
     now = name
-    if how == "forked":
+    if change == "forked":
         now = f"{name}-fork"
         served.do("fork", name, now)
         served.sql("INSERT INTO t VALUES ('only the origin')", name=name)
         replica.sync()
-    elif how == "recreated":
+    elif change == "recreated":
         served.do("drop", name)
         served.sql("CREATE TABLE t(a)", "INSERT INTO t VALUES (9)", name=name)
     else:
@@ -103,10 +103,10 @@ def test_a_replica_of_another_history_gets_every_page(served: ServedStore, name:
     served.sql("INSERT INTO t VALUES ('and on')", name=now)
     replica.sync()
     _same(served, replica, now)
-    assert replica.received_bytes - received < 10 * PAGE, "from here on it follows the new history"
+    assert replica.received_bytes - received < 10 * PAGE, "it follows the new history from then on"
 
 
-def test_a_database_that_was_emptied_by_recreating_it_is_refused_not_mixed(
+def test_a_sync_with_a_recreated_empty_database_is_refused_and_mixes_nothing(
     served: ServedStore, name: str, local: Path
 ) -> None:
     replica = TursoReplica(served, local, name)
@@ -114,7 +114,7 @@ def test_a_database_that_was_emptied_by_recreating_it_is_refused_not_mixed(
     served.do("create", name)
     with pytest.raises(turso.Error, match="no pages yet"):
         replica.sync()
-    assert replica.rows("SELECT count(*) FROM t") == [[3]], "it has what it had"
+    assert replica.rows("SELECT count(*) FROM t") == [[3]], "the replica is unchanged"
 
 
 def test_an_empty_database_can_be_replicated(served: ServedStore, local: Path) -> None:
@@ -126,7 +126,7 @@ def test_an_empty_database_can_be_replicated(served: ServedStore, local: Path) -
     assert replica.rows("SELECT a FROM t") == [[5]]
 
 
-def test_a_first_sync_in_many_requests_is_of_one_version(served: ServedStore, name: str, local: Path) -> None:
+def test_a_first_sync_in_many_requests_reads_one_version(served: ServedStore, name: str, local: Path) -> None:
     served.sql(FILL.format(400), name=name)
     replica = TursoReplica(served, local, name, pull_bytes_threshold=8 * PAGE)
     _same(served, replica, name)
@@ -136,21 +136,21 @@ def test_a_first_sync_in_many_requests_is_of_one_version(served: ServedStore, na
     "strategy",
     [turso.sync.PartialSyncPrefixBootstrap(length=16 * PAGE), turso.sync.PartialSyncQueryBootstrap("SELECT 1 FROM t")],
 )
-def test_a_replica_with_a_part_of_the_pages_reads_the_others_as_they_were(
+def test_a_partial_replica_reads_missing_pages_of_its_own_version(
     served: ServedStore, name: str, local: Path, strategy: object
 ) -> None:
     served.sql(FILL.format(1000), name=name)
-    part = turso.sync.PartialSyncOpts(bootstrap_strategy=strategy)  # type: ignore[arg-type]  # of either kind
+    part = turso.sync.PartialSyncOpts(bootstrap_strategy=strategy)  # type: ignore[arg-type]  # either class
     replica = TursoReplica(served, local, name, partial_sync_experimental=part)
     assert replica.received_bytes < 100 * PAGE
     before = served.sql(DIGEST, name=name)
     served.sql("UPDATE t SET a = randomblob(1000) WHERE rowid % 3 = 0", name=name)
-    assert replica.rows(DIGEST) == before, "pages that are fetched later are of the version it has"
+    assert replica.rows(DIGEST) == before, "pages fetched later belong to the replica's version"
     replica.sync()
     _same(served, replica, name)
 
 
-def test_a_page_that_did_not_change_is_read_from_a_newer_version_when_the_old_one_is_gone(
+def test_an_unchanged_page_is_read_from_a_newer_version_when_the_old_one_is_dropped(
     served: ServedStore, name: str, local: Path
 ) -> None:
     served.sql(FILL.format(1000), name=name)
@@ -159,7 +159,7 @@ def test_a_page_that_did_not_change_is_read_from_a_newer_version_when_the_old_on
     part = turso.sync.PartialSyncOpts(bootstrap_strategy=start, segment_size=PAGE)
     replica = TursoReplica(served, local, name, partial_sync_experimental=part)
     served.sql("UPDATE t SET a = randomblob(1000) WHERE rowid > 900", name=name)
-    served.do("let_go")
+    served.do("release_versions")
     served.do("run", name, "checkpoint")
     assert replica.rows("SELECT length(a) FROM t WHERE rowid = 10") == [[1000]]
     replica.sync()

@@ -22,13 +22,13 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from tests.rules.tree import ROOT
-from tests.service.sql.world import owner
+from tests.service.sql.hrana_client import owner
 
-NOBODY = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 Verdicts = dict[str, bool]
-"""Test → whether it passed; skipped ones are left out."""
+"""Test → whether it passed. Skipped tests are not included."""
 Suite = Callable[[str, Path, str, str], Verdicts]
-"""Of an interpreter, the clone, the server's URL and its admin token."""
+"""Arguments: the interpreter, the clone, the server's URL, its admin token."""
 
 
 def pytest_suite(python: str, root: Path, tests: str, environment: dict[str, str], *options: str) -> Verdicts:
@@ -51,7 +51,7 @@ def libsql_client_py(python: str, root: Path, url: str, _: str) -> Verdicts:
 
 
 def libsql_python(python: str, root: Path, url: str, token: str) -> Verdicts:
-    """The tests of `libsql`; those of `sqlite3`, which it compares itself with, are left out."""
+    """The tests of `libsql`, without the `sqlite3` tests that it uses for comparison."""
     plugin = ("-p", "tests.service.sql.libsql_python_plugin", "-k", "not sqlite")
     return pytest_suite(python, root, "tests", {"QUIRE_URL": url, "QUIRE_TOKEN": token}, *plugin)
 
@@ -97,11 +97,11 @@ def main() -> None:
     options = parser.parse_args()
     for clone in options.clones:
         for variant, suite in SUITES[clone.name]:
-            with tempfile.TemporaryDirectory() as store, owner(Path(store) / "store") as asker:
+            with tempfile.TemporaryDirectory() as store, owner(Path(store) / "store") as hrana:
                 token = (Path(store) / "store" / "admin.token").read_text("utf-8").strip()
-                up = suite(options.python, clone.resolve(), asker.address, token)
-            down = suite(options.python, clone.resolve(), NOBODY, "")
-            needing = [name for name in up if not down.get(name, False)]  # some are skipped if nobody answers
+                up = suite(options.python, clone.resolve(), hrana.address, token)
+            down = suite(options.python, clone.resolve(), UNUSED_URL, "")
+            needing = [name for name in up if not down.get(name, False)]  # some tests are skipped without a server
             passed = sum(up.get(name, False) for name in needing)
             sys.stdout.write(
                 f"{clone.name} {variant}: {sum(up.values())} passed; "

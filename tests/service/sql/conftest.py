@@ -1,4 +1,4 @@
-"""A store whose SQL is served; it is sound when the test ends."""
+"""A store whose SQL is served. The manifest is checked when the test ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import quire
 from quire.store.store import Store
-from tests.service.sql.world import SqlAsker, sql_served
+from tests.service.sql.hrana_client import HranaClient, sql_served
 
 
 @pytest.fixture
@@ -21,16 +21,16 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def served(path: Path) -> Iterator[tuple[Store, SqlAsker]]:
-    with sql_served(path) as both:
-        yield both
+def served(path: Path) -> Iterator[tuple[Store, HranaClient]]:
+    with sql_served(path) as store_and_client:
+        yield store_and_client
 
 
 @pytest.fixture
-def asker(served: tuple[Store, SqlAsker]) -> SqlAsker:
+def hrana(served: tuple[Store, HranaClient]) -> HranaClient:
     return served[1]
 
 
 @pytest.fixture
-def store(served: tuple[Store, SqlAsker]) -> Store:
+def store(served: tuple[Store, HranaClient]) -> Store:
     return served[0]

@@ -1,5 +1,5 @@
-"""A plugin of pytest for libsql-python's own suite: what it opens in memory is a new database of the server at `QUIRE_URL`,
-and the server that it expects at port 8080 is that one."""
+"""A pytest plugin for libsql-python's own suite: its in-memory databases become new databases of the server at
+`QUIRE_URL`, and requests to the server that it expects at port 8080 go to that server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _connect, _urlopen = libsql.connect, request.urlopen
 
 
 def connect(database: str, *args: Any, **options: Any) -> Any:
-    """A connection to a server, or to a replica of one."""
+    """A connection to the server, or to a replica of it."""
     if "sync_url" in options:
         return _connect(f"{database}-{os.getpid()}", *args, **options | {"sync_url": URL})
     name = f"memory-{os.getpid()}-{next(_numbers)}"
@@ -26,9 +26,9 @@ def connect(database: str, *args: Any, **options: Any) -> Any:
 
 
 def urlopen(address: Any, *args: Any, **options: Any) -> Any:
-    """What is asked of the expected server."""
+    """Redirects requests for the expected server."""
     return _urlopen(str(address).replace("http://localhost:8080", URL), *args, **options)
 
 
 libsql.connect = connect
-request.urlopen = urlopen  # type: ignore[assignment]  # any of its forms
+request.urlopen = urlopen  # type: ignore[assignment]  # any overload

@@ -1,5 +1,5 @@
-"""The server is killed at every step: what was acknowledged is there, what was not is there whole or not at all, and a
-pipeline with an idempotency key that is sent again has happened once."""
+"""The server is killed at every step: acknowledged changes are present, unacknowledged ones are present completely or
+not at all, and a repeated pipeline with an idempotency key is executed once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import quire
-from tests.service.sql.world import CLOSE, SqlAsker, execute, owner, settings, statement
+from tests.service.sql.hrana_client import CLOSE, HranaClient, execute, owner, settings, statement
 
 INSERT = "insert into t(tag, n) values (?, ?)"
 NUMBERS = "with recursive n(i) as (select 1 union all select i + 1 from n where i < 3000) select i from n"
-GONE = (OSError, http.client.HTTPException, ValueError)
+CONNECTION_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 
 def steps(tag: str, *between: str) -> list[dict[str, Any]]:
@@ -28,50 +28,50 @@ def steps(tag: str, *between: str) -> list[dict[str, Any]]:
     return [{"stmt": text} for text in [*texts, statement("commit")]]
 
 
-def one_shot(asker: SqlAsker) -> None:
-    """Two rows by one statement."""
-    assert asker.once(f"{INSERT}, (?, ?)", "one-shot", 1, "one-shot", 2)["type"] == "ok"
+def one_shot(hrana: HranaClient) -> None:
+    """Inserts two rows by one statement."""
+    assert hrana.once(f"{INSERT}, (?, ?)", "one-shot", 1, "one-shot", 2)["type"] == "ok"
 
 
-def batch(asker: SqlAsker) -> None:
-    (result, _) = asker.pipeline({"type": "batch", "batch": {"steps": steps("batch")}}, CLOSE)
+def batch(hrana: HranaClient) -> None:
+    (result, _) = hrana.pipeline({"type": "batch", "batch": {"steps": steps("batch")}}, CLOSE)
     assert result["response"]["result"]["step_errors"] == [None] * 4
 
 
-def stream(asker: SqlAsker) -> None:
+def stream(hrana: HranaClient) -> None:
     for sql, args in (("begin", ()), (INSERT, ("stream", 1)), (INSERT, ("stream", 2)), ("commit", ())):
-        asker.run(sql, *args)
+        hrana.run(sql, *args)
 
 
-def cursor(asker: SqlAsker) -> None:
-    lines = asker.lines(*steps("cursor", NUMBERS))
+def cursor(hrana: HranaClient) -> None:
+    lines = hrana.lines(*steps("cursor", NUMBERS))
     assert lines[-1]["type"] == "step_end"
     assert not any(line["type"] == "step_error" for line in lines)
 
 
-def sequence(asker: SqlAsker) -> None:
+def sequence(hrana: HranaClient) -> None:
     script = "begin; insert into t(tag, n) values ('sequence', 1); insert into t(tag, n) values ('sequence', 2); commit"
-    assert asker.pipeline({"type": "sequence", "sql": script}, CLOSE)[0]["type"] == "ok"
+    assert hrana.pipeline({"type": "sequence", "sql": script}, CLOSE)[0]["type"] == "ok"
 
 
-def keyed(asker: SqlAsker) -> None:
-    results = asker.pipeline(execute(INSERT, "keyed", 1), execute(INSERT, "keyed", 2), CLOSE, Idempotency_Key="once")
+def keyed(hrana: HranaClient) -> None:
+    results = hrana.pipeline(execute(INSERT, "keyed", 1), execute(INSERT, "keyed", 2), CLOSE, Idempotency_Key="once")
     assert [result["type"] for result in results] == ["ok"] * 3
 
 
-KINDS: dict[str, Callable[[SqlAsker], None]] = {
+KINDS: dict[str, Callable[[HranaClient], None]] = {
     kind.__name__: kind for kind in (one_shot, batch, stream, cursor, sequence, keyed)
 }
 
 COMMIT = ["pages.segment.frames", "pages.segment.sync", "pages.wal.synced"]
-LANE = ["sql.lane.run", "sql.lane.synced"]
+ONE_SHOT_POINTS = ["sql.lane.run", "sql.lane.synced"]
 CASES = [
-    ("one_shot", [*COMMIT, *LANE, "sql.executed", "sql.pipeline_request"]),
-    ("batch", [*COMMIT, *LANE, *(f"sql.batch_step={n}" for n in range(4))]),
+    ("one_shot", [*COMMIT, *ONE_SHOT_POINTS, "sql.executed", "sql.pipeline_request"]),
+    ("batch", [*COMMIT, *ONE_SHOT_POINTS, *(f"sql.batch_step={n}" for n in range(4))]),
     ("stream", [*COMMIT, *(f"sql.executed={n}" for n in range(4))]),
     ("cursor", [*COMMIT, *(f"sql.cursor_bunch={n}" for n in (0, 3))]),
     ("sequence", [*COMMIT, *(f"sql.sequence={n}" for n in range(4))]),
-    ("keyed", [*COMMIT, *LANE, "sql.keyed_request", "sql.keyed_request=1", "sql.keyed_commit"]),
+    ("keyed", [*COMMIT, *ONE_SHOT_POINTS, "sql.keyed_request", "sql.keyed_request=1", "sql.keyed_commit"]),
 ]
 QUICK = {("one_shot", "sql.lane.run"), ("batch", "sql.batch_step=2"), ("keyed", "sql.lane.synced")}
 
@@ -97,16 +97,16 @@ def test_killed(path: Path, kind: str, point: str) -> None:
         connection.close()
     name, _, skipped = point.partition("=")
     acknowledged = True
-    with owner(path, f"{name}={skipped or 0}*off->kill") as asker:
+    with owner(path, f"{name}={skipped or 0}*off->kill") as hrana:
         try:
-            KINDS[kind](asker)
-        except GONE:
+            KINDS[kind](hrana)
+        except CONNECTION_ERRORS:
             acknowledged = False
     after = tags(path)
-    assert after in ({}, {kind.replace("_", "-"): 2}), "whole or not at all"
-    assert after or not acknowledged, "acknowledged, and not there"
+    assert after in ({}, {kind.replace("_", "-"): 2}), "completely or not at all"
+    assert after or not acknowledged, "an acknowledged change is missing"
     if kind == "keyed":
-        with owner(path) as asker:
-            keyed(asker)
-            keyed(asker)
+        with owner(path) as hrana:
+            keyed(hrana)
+            keyed(hrana)
         assert tags(path) == {"keyed": 2}

@@ -1,4 +1,4 @@
-"""What many connections take."""
+"""Memory use of many connections."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import quire
 from quire.core.limits import MIB
 from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService
-from tests.service.sql.world import settings
+from tests.service.sql.hrana_client import settings
 
 STREAMS = 500
 WHOLE_MIB = 5.5
-"""A connection that has just scanned a table: 4 MiB of pages, the rest is SQLite's and Python's own."""
+"""Per connection that has just scanned a table: 4 MiB of pages, and overhead of SQLite and Python."""
 IDLE_MIB = 1.0
-"""The same connection when it has waited for two seconds."""
+"""Per connection after two idle seconds."""
 
 
 @pytest.mark.slow

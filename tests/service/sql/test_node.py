@@ -1,4 +1,4 @@
-"""Clients of Node, as they are installed from its registry: `@libsql/client` and `drizzle-orm`."""
+"""Node clients from the npm registry: `@libsql/client` and `drizzle-orm`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.sql.world import owner
+from tests.service.sql.hrana_client import owner
 
 PACKAGES = ("@libsql/client@0.17", "drizzle-orm@0.45")
 
@@ -55,14 +55,14 @@ console.log("done");
 @pytest.mark.slow
 def test_libsql_client_and_drizzle(path: Path, tmp_path: Path) -> None:
     if shutil.which("npm") is None or shutil.which("node") is None:
-        pytest.skip("there is no Node")
+        pytest.skip("Node is not installed")
     (tmp_path / "package.json").write_text('{"type": "module"}', "utf-8")
     (tmp_path / "program.mjs").write_text(PROGRAM, "utf-8")
     install = ["npm", "install", "--no-audit", "--no-fund", *PACKAGES]
     if subprocess.run(install, cwd=tmp_path, capture_output=True, timeout=250).returncode:
         pytest.skip("the packages cannot be installed")
-    with owner(path) as asker:
-        for url in (asker.address, asker.address.replace("http", "ws", 1)):
+    with owner(path) as hrana:
+        for url in (hrana.address, hrana.address.replace("http", "ws", 1)):
             command = ["node", "program.mjs", url]
-            ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-            assert ended.stdout.strip() == "done", ended.stderr
+            result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+            assert result.stdout.strip() == "done", result.stderr

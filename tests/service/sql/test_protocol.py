@@ -1,4 +1,4 @@
-"""Values of Hrana: what goes out comes back, and what is not understood is refused with a sentence."""
+"""Hrana's values: encoding and decoding round-trips, and invalid input is refused with a message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ values = st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=Fals
 
 
 @given(st.integers(1, 5).flatmap(lambda width: st.lists(st.tuples(*[values] * width), max_size=20)))
-def test_rows_come_back_as_they_went(rows: list[tuple[Any, ...]]) -> None:
+def test_rows_round_trip(rows: list[tuple[Any, ...]]) -> None:
     sent = msgspec.json.decode(b"[" + p.json_rows(rows) + b"]", type=list[list[Any]])
     assert len(sent) == len(rows)
     for row, cells in zip(rows, sent):
@@ -35,14 +35,14 @@ def test_rows_come_back_as_they_went(rows: list[tuple[Any, ...]]) -> None:
 
 
 @given(st.lists(st.tuples(values, values), max_size=20))
-def test_rows_of_a_cursor_are_the_same_rows_a_line_each(rows: list[tuple[Any, ...]]) -> None:
+def test_rows_of_a_cursor_are_the_same_one_per_line(rows: list[tuple[Any, ...]]) -> None:
     lines = [json.loads(line) for line in p.json_entries(rows).splitlines()]
     assert [line["type"] for line in lines] == ["row"] * len(rows)
     assert [line["row"] for line in lines] == json.loads(b"[" + p.json_rows(rows) + b"]")
 
 
 @pytest.mark.parametrize("text", ["AAE", "AAE="])
-def test_a_blob_is_taken_with_and_without_padding(text: str) -> None:
+def test_a_blob_is_accepted_with_and_without_padding(text: str) -> None:
     assert decode_value(WireBlob(text)) == b"\0\1"
 
 
@@ -50,26 +50,26 @@ def test_a_blob_is_taken_with_and_without_padding(text: str) -> None:
     "value",
     [WireBlob("§"), WireBlob("A"), WireInteger("x"), WireInteger(str(2**63)), WireInteger("9" * 5_000)],
 )
-def test_a_value_that_is_none_is_refused(value: WireValue) -> None:
+def test_an_invalid_value_is_refused(value: WireValue) -> None:
     with pytest.raises(StatementFailed) as caught:
         decode_value(value)
     assert caught.value.code == "ARGS_INVALID"
 
 
 @given(st.binary(max_size=200) | texts.map(str.encode))
-def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+def test_any_bytes_are_parsed_or_refused(body: bytes) -> None:
     for read in (p.read_pipeline, p.read_cursor, p.read_execute, p.read_batch, p.read_message):
         with pytest.raises(InvalidInput):
             read(body)
 
 
-def test_nested_conditions_are_refused_and_not_followed_to_the_bottom() -> None:
+def test_deeply_nested_conditions_are_refused_early() -> None:
     deep = b'{"type":"not","cond":' * 20_000 + b'{"type":"ok","step":0}' + b"}" * 20_000
     with pytest.raises(InvalidInput):
         p.read_batch(b'{"batch":{"steps":[{"stmt":{"sql":"select 1"},"condition":' + deep + b"}]}}")
 
 
-def test_fields_may_be_null_where_they_may_be_missing() -> None:
+def test_optional_fields_may_be_null() -> None:
     body = p.read_pipeline(
         b'{"baton":null,"requests":[{"type":"execute","stmt":'
         b'{"sql":"select 1","sql_id":null,"args":null,"named_args":null,"want_rows":null,"replication_index":null}}]}'

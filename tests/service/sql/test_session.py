@@ -1,4 +1,4 @@
-"""What a session does with requests, on a real database, without any protocol around it."""
+"""SQL sessions on a real database, without a protocol around them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.service.sql.threads import advance
 from quire.service.sql.wire_values import WireText
 from quire.sqlite.statements import StatementFailed
 from quire.store.store import Store
-from tests.service.sql.world import settings
+from tests.service.sql.hrana_client import settings
 
 TARGET = SqlTarget("shop")
 
@@ -41,7 +41,7 @@ def pool(store: Store) -> Iterator[ConnectionPool]:
 
 @contextmanager
 def session_of(pool: ConnectionPool, target: SqlTarget) -> Iterator[SqlSession]:
-    """A session for the length of a block, as a one-shot has it."""
+    """A session for the duration of a block, like that of a one-shot."""
     connection = pool.take(target)
     try:
         yield pool.session_on(connection)
@@ -55,15 +55,15 @@ def session(pool: ConnectionPool) -> Iterator[SqlSession]:
         yield session
 
 
-def done(work: Work[Any]) -> Any:
-    """The result of a work that waits for nothing."""
+def result_of(work: Work[Any]) -> Any:
+    """The result of work that does not wait."""
     is_done, result = advance(work)
-    assert is_done, "it waits for a lock"
+    assert is_done, "the work waits for a lock"
     return result
 
 
 def run(session: SqlSession, sql: str, *args: Any) -> p.StatementResult:
-    result: p.StatementResult = done(session.execute(sql, args)).wire()
+    result: p.StatementResult = result_of(session.execute(sql, args)).wire()
     return result
 
 
@@ -75,7 +75,7 @@ def step(sql: str, condition: p.WireCondition | None = None) -> p.BatchStep:
     return p.BatchStep(p.WireStatement(sql=sql), condition)
 
 
-def test_a_result_says_what_was_changed(session: SqlSession) -> None:
+def test_a_result_reports_what_changed(session: SqlSession) -> None:
     result = run(session, "insert into t(a, b) values (?, ?), (?, ?)", 1, "x", 2, "y")
     assert (result.affected_row_count, result.last_insert_rowid, result.rows_written) == (2, "2", 2)
     assert run(session, "create table u(x)").affected_row_count == 0
@@ -84,7 +84,7 @@ def test_a_result_says_what_was_changed(session: SqlSession) -> None:
     assert [(column.name, column.decltype) for column in selected.cols] == [("id", "INTEGER"), ("b", "TEXT")]
 
 
-def test_a_statement_without_rows_tells_its_columns(session: SqlSession) -> None:
+def test_a_statement_without_rows_reports_its_columns(session: SqlSession) -> None:
     assert [column.name for column in run(session, "select id, a from t where 0").cols] == ["id", "a"]
 
 
@@ -107,27 +107,27 @@ def test_execute_takes_exactly_one_statement(session: SqlSession, sql: str, code
 
 
 @pytest.mark.parametrize("sql", ["select 1;", "select 1; -- end", "/* a */ select 1 /* b */ ; ; "])
-def test_blanks_and_comments_around_a_statement_are_no_statements(session: SqlSession, sql: str) -> None:
+def test_whitespace_and_comments_around_a_statement_do_not_count(session: SqlSession, sql: str) -> None:
     assert rows(session, sql) == [[{"type": "integer", "value": "1"}]]
 
 
-def test_a_constraint_has_its_base_code_and_its_extended_one(session: SqlSession) -> None:
+def test_a_constraint_error_has_its_base_and_extended_code(session: SqlSession) -> None:
     run(session, "insert into t(a) values (1)")
     with pytest.raises(StatementFailed) as caught:
         run(session, "insert into t(a) values (1)")
     assert (caught.value.code, caught.value.extended_code) == ("SQLITE_CONSTRAINT", "SQLITE_CONSTRAINT_UNIQUE")
 
 
-def test_named_arguments_are_found_with_and_without_their_prefix(session: SqlSession) -> None:
-    def named(**given: str) -> p.WireStatement:
-        arguments = [p.NamedArgument(name.replace("at_", "@"), WireText(text)) for name, text in given.items()]
+def test_named_arguments_work_with_and_without_prefix(session: SqlSession) -> None:
+    def named(**names: str) -> p.WireStatement:
+        arguments = [p.NamedArgument(name.replace("at_", "@"), WireText(text)) for name, text in names.items()]
         return p.WireStatement(sql="select ?, :a, @b, $c", args=[WireText("0")], named_args=arguments)
 
-    result = done(session.run_statement(named(a="1", at_b="2", c="3"))).wire()
+    result = result_of(session.run_statement(named(a="1", at_b="2", c="3"))).wire()
     assert [cell["value"] for cell in msgspec.json.decode(result.rows)[0]] == ["0", "1", "2", "3"]
     for wrong in (named(a="1", b="2"), named(a="1", b="2", c="3", d="4")):
         with pytest.raises(StatementFailed) as caught:
-            done(session.run_statement(wrong))
+            result_of(session.run_statement(wrong))
         assert caught.value.code == "ARGS_INVALID"
 
 
@@ -138,7 +138,7 @@ def test_an_answer_is_bounded_in_rows_and_bytes(session: SqlSession) -> None:
             run(session, sql)
         assert caught.value.code == "RESPONSE_TOO_LARGE"
     assert len(rows(session, series.format(1_000, "i"))) == 1_000
-    assert done(session.execute(series.format(5_000, "i"), want_rows=False)).row_count == 5_000
+    assert result_of(session.execute(series.format(5_000, "i"), want_rows=False)).row_count == 5_000
 
 
 def test_conditions_of_a_batch(session: SqlSession) -> None:
@@ -156,27 +156,27 @@ def test_conditions_of_a_batch(session: SqlSession) -> None:
             step("select 'none of none'", p.CondOr([])),
         ]
     )
-    result = done(session.batch(batch))
+    result = result_of(session.batch(batch))
     executed = [number for number, one in enumerate(result.step_results) if one is not None]
     assert executed == [0, 2, 4, 5, 6, 7, 8]
     assert [number for number, one in enumerate(result.step_errors) if one is not None] == [1]
 
 
 @pytest.mark.parametrize("number", [0, 5, -1])
-def test_a_condition_names_an_earlier_step(session: SqlSession, number: int) -> None:
+def test_a_condition_refers_to_an_earlier_step(session: SqlSession, number: int) -> None:
     with pytest.raises(StatementFailed) as caught:
-        done(session.batch(p.WireBatch([step("select 1", p.CondOk(number))])))
+        result_of(session.batch(p.WireBatch([step("select 1", p.CondOk(number))])))
     assert caught.value.code == "BATCH_COND_BAD_STEP"
 
 
 def test_a_sequence_stops_at_its_first_failure(session: SqlSession) -> None:
-    done(
+    result_of(
         session.sequence(
             "insert into t(a) values (1); -- a comment; with a semicolon\n select ';'; insert into t(a) values (2);"
         )
     )
     with pytest.raises(StatementFailed):
-        done(session.sequence("insert into t(a) values (3); selec; insert into t(a) values (4)"))
+        result_of(session.sequence("insert into t(a) values (3); selec; insert into t(a) values (4)"))
     assert [row[0]["value"] for row in rows(session, "select a from t order by a")] == ["1", "2", "3"]
 
 
@@ -190,13 +190,13 @@ def test_describe_runs_nothing(session: SqlSession) -> None:
 
 def test_stored_texts_are_bounded_and_closed(session: SqlSession) -> None:
     session.sqls.store(1, "select 7")
-    assert done(session.run_statement(p.WireStatement(sql_id=1))).row_count == 1
+    assert result_of(session.run_statement(p.WireStatement(sql_id=1))).row_count == 1
     with pytest.raises(StatementFailed, match="already stored"):
         session.sqls.store(1, "select 8")
     session.sqls.close(1)
     session.sqls.close(1)
     with pytest.raises(StatementFailed, match="not stored"):
-        done(session.run_statement(p.WireStatement(sql_id=1)))
+        result_of(session.run_statement(p.WireStatement(sql_id=1)))
     for number in range(250):
         session.sqls.store(number, "select 1")
     with pytest.raises(StatementFailed, match="too many"):
@@ -204,21 +204,21 @@ def test_stored_texts_are_bounded_and_closed(session: SqlSession) -> None:
 
 
 # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_statement_that_finds_the_lock_taken_has_not_begun_and_goes_on_later(pool: ConnectionPool) -> None:
+def test_a_statement_that_finds_the_lock_taken_has_no_effect_and_can_be_continued(pool: ConnectionPool) -> None:
     with session_of(pool, TARGET) as holder, session_of(pool, TARGET) as other:
-        done(holder.execute("begin immediate"))
+        result_of(holder.execute("begin immediate"))
         work = other.execute("insert into t(a) values (5)")
         assert advance(work) == (False, None)
         assert advance(work) == (False, None)
-        done(holder.execute("commit"))
+        result_of(holder.execute("commit"))
         is_done, outcome = advance(work)
         assert is_done
         assert outcome.affected_rows == 1
 
 
-def test_who_waited_long_enough_is_told_busy(pool: ConnectionPool) -> None:
+def test_a_statement_that_waited_for_its_timeout_fails_with_busy(pool: ConnectionPool) -> None:
     with session_of(pool, TARGET) as holder, session_of(pool, TARGET) as other:
-        done(holder.execute("begin immediate"))
+        result_of(holder.execute("begin immediate"))
         work = other.execute("insert into t(a) values (5)")
         next(work)
         with pytest.raises(StatementFailed) as caught:
@@ -226,21 +226,21 @@ def test_who_waited_long_enough_is_told_busy(pool: ConnectionPool) -> None:
         assert caught.value.code == "SQLITE_BUSY"
 
 
-def test_a_transaction_that_has_read_an_old_version_is_told_so_at_once(pool: ConnectionPool) -> None:
+def test_a_write_after_reading_an_old_version_fails_at_once(pool: ConnectionPool) -> None:
     with session_of(pool, TARGET) as reader, session_of(pool, TARGET) as writer:
-        done(reader.execute("begin"))
-        done(reader.execute("select count(*) from t"))
-        done(writer.execute("insert into t(a) values (1)"))
+        result_of(reader.execute("begin"))
+        result_of(reader.execute("select count(*) from t"))
+        result_of(writer.execute("insert into t(a) values (1)"))
         with pytest.raises(StatementFailed) as caught:
-            done(reader.execute("insert into t(a) values (2)"))
+            result_of(reader.execute("insert into t(a) values (2)"))
         assert (caught.value.code, caught.value.extended_code) == ("SQLITE_BUSY", "SQLITE_BUSY_SNAPSHOT")
 
 
 # ── the pool ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_connection_is_used_again_and_nothing_of_its_program_is_left(pool: ConnectionPool) -> None:
+def test_a_reused_connection_keeps_no_state_of_its_previous_user(pool: ConnectionPool) -> None:
     with session_of(pool, TARGET) as first:
         run(first, "insert into t(a) values (1)")
-        done(first.execute("begin"))
+        result_of(first.execute("begin"))
         run(first, "insert into t(a) values (2)")
     with session_of(pool, TARGET) as second:
         assert second.runner is first.runner
@@ -251,9 +251,9 @@ def test_a_connection_is_used_again_and_nothing_of_its_program_is_left(pool: Con
 
 
 @pytest.mark.parametrize("sql", ["create temp table x(a)", "pragma foreign_keys = 1", "pragma case_sensitive_like = 1"])
-def test_a_connection_on_which_something_was_left_is_closed(pool: ConnectionPool, sql: str) -> None:
+def test_a_connection_with_leftover_state_is_closed(pool: ConnectionPool, sql: str) -> None:
     with session_of(pool, TARGET) as first:
-        done(first.execute(sql))
+        result_of(first.execute(sql))
     with session_of(pool, TARGET) as second:
         assert second.runner is not first.runner
 

@@ -1,4 +1,4 @@
-"""Hrana over WebSocket: many streams of one socket, cursors, and what is left when it goes."""
+"""Hrana over WebSocket: many streams per socket, cursors, and cleanup when the socket closes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from websockets.typing import Subprotocol
 import quire
 from quire.service.signed_tokens import create_token
 from quire.store.store import Store
+from tests.service.sql.hrana_client import HranaClient, plain_rows, settings, sql_served, statement
 from tests.service.sql.test_http import NUMBERS, until
-from tests.service.sql.world import SqlAsker, plain_rows, settings, sql_served, statement
-from tests.service.web.world import Asker
+from tests.service.web.http_client import HttpClient
 
 
 class Socket:
-    """A socket; requests get numbers."""
+    """A socket that numbers its requests."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self.connection = connection
@@ -37,14 +37,14 @@ class Socket:
         message: dict[str, Any] = json.loads(self.connection.recv(timeout=60))
         return message
 
-    def ask(self, **request: Any) -> dict[str, Any]:
+    def request(self, **request: Any) -> dict[str, Any]:
         number = self.send(**request)
         message = self.receive()
         assert message["request_id"] == number
         return message
 
     def done(self, **request: Any) -> dict[str, Any]:
-        message = self.ask(**request)
+        message = self.request(**request)
         assert message["type"] == "response_ok", message
         response: dict[str, Any] = message["response"]
         return response
@@ -54,19 +54,19 @@ class Socket:
         return plain_rows(response["result"]["rows"])
 
 
-def limited(asker: SqlAsker) -> dict[str, int]:
-    """What was refused because a client had used it up, by the name of the limit."""
-    lines = Asker(asker.address).ask("GET", "/metrics").body.decode().splitlines()
+def limited(hrana: HranaClient) -> dict[str, int]:
+    """Refusals because a client has reached a limit, by the name of the limit."""
+    lines = HttpClient(hrana.address).request("GET", "/metrics").body.decode().splitlines()
     counts = [line.partition('limit="')[2] for line in lines if line.startswith("quire_http_limited_total{")]
     parts = [text.partition('"} ') for text in counts]
     return {name: round(float(value)) for name, _, value in parts if float(value)}
 
 
 @contextmanager
-def socket_to(asker: SqlAsker, *protocols: str, path: str = "/", jwt: str | None = None) -> Iterator[Socket]:
-    url = asker.address.replace("http", "ws") + path
-    offered = [Subprotocol(name) for name in protocols or ("hrana3",)]
-    with connect(url, subprotocols=offered, compression=None) as connection:
+def socket_to(hrana: HranaClient, *protocols: str, path: str = "/", jwt: str | None = None) -> Iterator[Socket]:
+    url = hrana.address.replace("http", "ws") + path
+    subprotocols = [Subprotocol(name) for name in protocols or ("hrana3",)]
+    with connect(url, subprotocols=subprotocols, compression=None) as connection:
         socket = Socket(connection)
         connection.send(json.dumps({"type": "hello", "jwt": jwt}))
         assert socket.receive() == {"type": "hello_ok"}
@@ -76,19 +76,19 @@ def socket_to(asker: SqlAsker, *protocols: str, path: str = "/", jwt: str | None
 @pytest.mark.parametrize(
     ("offered", "chosen"), [(("hrana1",), "hrana1"), (("hrana2", "hrana3"), "hrana3"), (("x", "hrana2"), "hrana2")]
 )
-def test_the_newest_version_that_both_know(asker: SqlAsker, offered: tuple[str, ...], chosen: str) -> None:
-    with socket_to(asker, *offered) as socket:
+def test_the_newest_common_version_is_chosen(hrana: HranaClient, offered: tuple[str, ...], chosen: str) -> None:
+    with socket_to(hrana, *offered) as socket:
         assert socket.connection.subprotocol == chosen
 
 
-def test_a_client_that_only_knows_protobuf_is_refused(asker: SqlAsker) -> None:
-    with pytest.raises(InvalidStatus), socket_to(asker, "hrana3-protobuf"):
+def test_a_client_that_only_knows_protobuf_is_refused(hrana: HranaClient) -> None:
+    with pytest.raises(InvalidStatus), socket_to(hrana, "hrana3-protobuf"):
         pass
 
 
-def test_streams_of_a_socket_have_transactions_of_their_own(asker: SqlAsker) -> None:
-    asker.once("create table t(a)")
-    with socket_to(asker) as socket:
+def test_streams_of_a_socket_have_separate_transactions(hrana: HranaClient) -> None:
+    hrana.once("create table t(a)")
+    with socket_to(hrana) as socket:
         for stream_id in (1, 2):
             socket.done(type="open_stream", stream_id=stream_id)
         socket.run(1, "begin immediate")
@@ -100,12 +100,12 @@ def test_streams_of_a_socket_have_transactions_of_their_own(asker: SqlAsker) -> 
         assert {answer["request_id"] for answer in answers} == {waiting, committed}
         assert all(answer["type"] == "response_ok" for answer in answers)
         assert socket.done(type="get_autocommit", stream_id=1)["is_autocommit"] is True
-    assert asker.rows("select a from t order by a") == [(1,), (2,)]
+    assert hrana.rows("select a from t order by a") == [(1,), (2,)]
 
 
-def test_requests_of_a_stream_are_done_in_order(asker: SqlAsker) -> None:
-    asker.once("create table t(a)")
-    with socket_to(asker) as socket:
+def test_requests_of_a_stream_are_executed_in_order(hrana: HranaClient) -> None:
+    hrana.once("create table t(a)")
+    with socket_to(hrana) as socket:
         socket.send(type="open_stream", stream_id=0)
         for number in range(50):
             socket.send(type="store_sql", sql_id=number, sql=f"insert into t values ({number})")
@@ -113,36 +113,36 @@ def test_requests_of_a_stream_are_done_in_order(asker: SqlAsker) -> None:
             socket.send(type="close_sql", sql_id=number)
         answers = [socket.receive() for _ in range(151)]
     assert [answer["type"] for answer in answers] == ["response_ok"] * 151
-    assert asker.rows("select a from t order by rowid") == [(number,) for number in range(50)]
+    assert hrana.rows("select a from t order by rowid") == [(number,) for number in range(50)]
 
 
 @pytest.mark.parametrize("closes_stream", [True, False])
-def test_when_the_socket_goes_everything_is_rolled_back(asker: SqlAsker, closes_stream: bool) -> None:
-    asker.once("create table t(a)")
+def test_closing_the_socket_rolls_everything_back(hrana: HranaClient, closes_stream: bool) -> None:
+    hrana.once("create table t(a)")
     for number in range(5):
-        with socket_to(asker) as socket:
+        with socket_to(hrana) as socket:
             socket.done(type="open_stream", stream_id=0)
             socket.run(0, "begin immediate")
             socket.run(0, "insert into t values (?)", number)
-            if closes_stream:  # and goes before it is answered
+            if closes_stream:  # and disconnects before it is answered
                 socket.send(type="close_stream", stream_id=0)
-        assert asker.once("insert into t values (-1)")["type"] == "ok"
-    assert asker.rows("select distinct a from t") == [(-1,)]
+        assert hrana.once("insert into t values (-1)")["type"] == "ok"
+    assert hrana.rows("select distinct a from t") == [(-1,)]
 
 
-def test_an_idle_transaction_is_rolled_back_and_its_stream_is_told(path: Path) -> None:
-    with sql_served(path, sql_transaction_seconds=0.2) as (_, asker), socket_to(asker) as socket:
-        asker.once("create table t(a)")
+def test_an_idle_transaction_is_rolled_back_and_the_next_request_fails(path: Path) -> None:
+    with sql_served(path, sql_transaction_seconds=0.2) as (_, hrana), socket_to(hrana) as socket:
+        hrana.once("create table t(a)")
         socket.done(type="open_stream", stream_id=0)
         socket.run(0, "begin immediate")
-        assert asker.once("insert into t values (2)")["type"] == "ok"
-        message = socket.ask(type="execute", stream_id=0, stmt=statement("commit"))
+        assert hrana.once("insert into t values (2)")["type"] == "ok"
+        message = socket.request(type="execute", stream_id=0, stmt=statement("commit"))
         assert message["error"]["code"] == "TRANSACTION_TIMEOUT"
         assert socket.run(0, "select a from t") == [(2,)]
 
 
-def test_a_cursor_is_fetched_in_parts(asker: SqlAsker) -> None:
-    with socket_to(asker) as socket:
+def test_a_cursor_is_fetched_in_parts(hrana: HranaClient) -> None:
+    with socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
         steps = [{"stmt": statement(NUMBERS.format(3_000))}, {"stmt": statement("selec")}]
         socket.done(type="open_cursor", stream_id=0, cursor_id=7, batch={"steps": steps})
@@ -159,8 +159,8 @@ def test_a_cursor_is_fetched_in_parts(asker: SqlAsker) -> None:
         assert socket.run(0, "select 1") == [(1,)]
 
 
-def test_a_cursor_that_is_closed_early_lets_its_stream_go_on(asker: SqlAsker) -> None:
-    with socket_to(asker) as socket:
+def test_closing_a_cursor_early_frees_its_stream(hrana: HranaClient) -> None:
+    with socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
         steps = [{"stmt": statement(NUMBERS.format(100_000))}]
         socket.done(type="open_cursor", stream_id=0, cursor_id=1, batch={"steps": steps})
@@ -179,87 +179,87 @@ def test_a_cursor_that_is_closed_early_lets_its_stream_go_on(asker: SqlAsker) ->
         {"type": "describe", "stream_id": 0, "sql_id": 3},
     ],
 )
-def test_what_is_not_there_is_an_error_of_its_request(asker: SqlAsker, request_: dict[str, Any]) -> None:
-    with socket_to(asker) as socket:
+def test_a_missing_stream_or_cursor_is_an_error_of_its_request(hrana: HranaClient, request_: dict[str, Any]) -> None:
+    with socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
-        assert socket.ask(**request_)["type"] == "response_error"
+        assert socket.request(**request_)["type"] == "response_error"
         assert socket.run(0, "select 1") == [(1,)]
 
 
 @pytest.mark.parametrize(
     "message", ["", "{}", "[", '{"type":"request","request_id":1,"request":{"type":"fly"}}', b"\0\1"]
 )
-def test_a_message_that_cannot_be_read_ends_the_socket(asker: SqlAsker, message: str | bytes) -> None:
-    with socket_to(asker) as socket:
+def test_an_unreadable_message_closes_the_socket(hrana: HranaClient, message: str | bytes) -> None:
+    with socket_to(hrana) as socket:
         socket.connection.send(message)
         with pytest.raises(ConnectionClosed):
             socket.connection.recv(timeout=60)
 
 
-def test_nothing_is_done_before_hello_or_with_a_wrong_token(asker: SqlAsker) -> None:
-    url = asker.address.replace("http", "ws")
+def test_nothing_runs_before_hello_or_with_a_wrong_token(hrana: HranaClient) -> None:
+    url = hrana.address.replace("http", "ws")
     with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection:
         socket = Socket(connection)
-        assert socket.ask(type="open_stream", stream_id=0)["error"]["code"] == "AUTH_FAILED"
+        assert socket.request(type="open_stream", stream_id=0)["error"]["code"] == "AUTH_FAILED"
         connection.send(json.dumps({"type": "hello", "jwt": "wrong"}))
         assert socket.receive()["type"] == "hello_error"
-        assert socket.ask(type="open_stream", stream_id=0)["error"]["code"] == "AUTH_FAILED"
+        assert socket.request(type="open_stream", stream_id=0)["error"]["code"] == "AUTH_FAILED"
 
 
 @pytest.mark.parametrize("jwt", ["", "None", "null", "undefined"])
-def test_what_clients_send_in_the_place_of_a_token_is_none(path: Path, asker: SqlAsker, jwt: str) -> None:
-    """The client of Go says hello with an empty token when it was given none."""
-    with socket_to(asker, jwt=jwt) as socket:
+def test_placeholders_for_a_token_count_as_none(path: Path, hrana: HranaClient, jwt: str) -> None:
+    """The Go client sends a hello with an empty token if it has none."""
+    with socket_to(hrana, jwt=jwt) as socket:
         socket.done(type="open_stream", stream_id=0)
         assert socket.run(0, "select 1") == [(1,)]
-    asked = settings(http_ask_readers=True, http_anonymous_writes=False)
-    with quire.open(path.parent / "asked", settings=asked) as store, store.serve_http("127.0.0.1:0") as web:
+    restricted = settings(http_ask_readers=True, http_anonymous_writes=False)
+    with quire.open(path.parent / "asked", settings=restricted) as store, store.serve_http("127.0.0.1:0") as web:
         url = web.address.replace("http", "ws")
         with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection:
             connection.send(json.dumps({"type": "hello", "jwt": jwt}))
             assert Socket(connection).receive()["type"] == "hello_error"
 
 
-def test_a_database_is_named_by_the_path(asker: SqlAsker, store: Store) -> None:
+def test_a_database_is_named_by_the_path(hrana: HranaClient, store: Store) -> None:
     connection = store.sqlite("shop", create=True)
     connection.execute("create table t as select 'shop' as name")
     connection.close()
-    with socket_to(asker, path="/db/shop") as socket:
+    with socket_to(hrana, path="/db/shop") as socket:
         socket.done(type="open_stream", stream_id=0)
         assert socket.run(0, "select name from t") == [("shop",)]
 
 
 @pytest.mark.parametrize(
-    ("limit", "code", "counted"),
+    ("limit", "code", "metric"),
     [("STREAMS_MAX", "TOO_MANY_STREAMS", "sql_streams"), ("CURSORS_MAX", "TOO_MANY_CURSORS", "sql_cursors")],
 )
-def test_a_socket_has_so_many_streams_and_cursors(
-    asker: SqlAsker, monkeypatch: pytest.MonkeyPatch, limit: str, code: str, counted: str
+def test_streams_and_cursors_of_a_socket_are_limited(
+    hrana: HranaClient, monkeypatch: pytest.MonkeyPatch, limit: str, code: str, metric: str
 ) -> None:
     monkeypatch.setattr(f"quire.service.sql.socket.{limit}", 1)
     batch = {"steps": [{"stmt": statement("select 1")}]}
-    with socket_to(asker) as socket:
+    with socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
-        if counted == "sql_cursors":
+        if metric == "sql_cursors":
             socket.done(type="open_cursor", stream_id=0, cursor_id=0, batch=batch)
-            refused = socket.ask(type="open_cursor", stream_id=0, cursor_id=1, batch=batch)
+            refused = socket.request(type="open_cursor", stream_id=0, cursor_id=1, batch=batch)
         else:
-            refused = socket.ask(type="open_stream", stream_id=1)
+            refused = socket.request(type="open_stream", stream_id=1)
         assert refused["error"]["code"] == code
-        assert limited(asker) == {counted: 1}
+        assert limited(hrana) == {metric: 1}
 
 
-def test_streams_of_sockets_are_counted_and_given_back(path: Path) -> None:
-    with sql_served(path, sql_streams_max=2, sql_database_streams_max=2) as (_, asker):
-        with socket_to(asker) as socket:
+def test_streams_of_sockets_are_counted_and_released(path: Path) -> None:
+    with sql_served(path, sql_streams_max=2, sql_database_streams_max=2) as (_, hrana):
+        with socket_to(hrana) as socket:
             for stream_id in range(2):
                 socket.done(type="open_stream", stream_id=stream_id)
-            assert socket.ask(type="open_stream", stream_id=2)["error"]["code"] == "TOO_MANY_STREAMS"
-            assert limited(asker) == {"sql_streams": 1}
+            assert socket.request(type="open_stream", stream_id=2)["error"]["code"] == "TOO_MANY_STREAMS"
+            assert limited(hrana) == {"sql_streams": 1}
 
         def opens() -> bool:
-            with socket_to(asker) as another:
-                return bool(another.ask(type="open_stream", stream_id=0)["type"] == "response_ok")
+            with socket_to(hrana) as another:
+                return bool(another.request(type="open_stream", stream_id=0)["type"] == "response_ok")
 
         until(opens)
 
@@ -267,23 +267,24 @@ def test_streams_of_sockets_are_counted_and_given_back(path: Path) -> None:
 SLOW = "with recursive n(x) as (select 1 union all select x + 1 from n limit 1000000) select sum(x) from n"
 
 
-def test_an_abandoned_cursor_gives_its_lock_back(path: Path) -> None:
-    with sql_served(path, sql_transaction_seconds=0.2) as (_, asker), socket_to(asker) as socket:
-        asker.once("create table t(a)")
+def test_an_abandoned_cursor_releases_its_lock(path: Path) -> None:
+    with sql_served(path, sql_transaction_seconds=0.2) as (_, hrana), socket_to(hrana) as socket:
+        hrana.once("create table t(a)")
         socket.done(type="open_stream", stream_id=0)
         steps = [{"stmt": statement(sql)} for sql in ("begin immediate", NUMBERS.format(100_000))]
         socket.done(type="open_cursor", stream_id=0, cursor_id=1, batch={"steps": steps})
         socket.done(type="fetch_cursor", cursor_id=1, max_count=10)
-        assert asker.once("insert into t values (2)")["type"] == "ok"
-        assert socket.ask(type="fetch_cursor", cursor_id=1, max_count=1)["error"]["code"] == "CURSOR_EXPIRED"
+        assert hrana.once("insert into t values (2)")["type"] == "ok"
+        assert socket.request(type="fetch_cursor", cursor_id=1, max_count=1)["error"]["code"] == "CURSOR_EXPIRED"
         assert (
-            socket.ask(type="execute", stream_id=0, stmt=statement("commit"))["error"]["code"] == "TRANSACTION_TIMEOUT"
+            socket.request(type="execute", stream_id=0, stmt=statement("commit"))["error"]["code"]
+            == "TRANSACTION_TIMEOUT"
         )
 
 
-def test_two_cursors_that_wait_for_their_streams_cannot_have_one_number(asker: SqlAsker) -> None:
-    asker.once("create table t(a)")
-    with socket_to(asker) as socket:
+def test_two_waiting_cursors_cannot_have_the_same_number(hrana: HranaClient) -> None:
+    hrana.once("create table t(a)")
+    with socket_to(hrana) as socket:
         steps = [{"stmt": statement("begin immediate")}, {"stmt": statement(NUMBERS.format(100_000))}]
         for stream_id in range(2):
             socket.done(type="open_stream", stream_id=stream_id)
@@ -296,12 +297,12 @@ def test_two_cursors_that_wait_for_their_streams_cannot_have_one_number(asker: S
         assert answers[sent[2]]["type"] == "response_ok"
         assert answers[sent[3]]["error"]["code"] == "CURSOR_EXISTS"
         socket.done(type="fetch_cursor", cursor_id=5, max_count=5)
-    assert asker.once("insert into t values (1)")["type"] == "ok"
+    assert hrana.once("insert into t values (1)")["type"] == "ok"
 
 
 @pytest.mark.parametrize("second", ["fetch_cursor", "close_cursor"])
-def test_requests_for_one_cursor_are_done_one_after_the_other(asker: SqlAsker, second: str) -> None:
-    with socket_to(asker) as socket:
+def test_requests_for_one_cursor_are_executed_in_order(hrana: HranaClient, second: str) -> None:
+    with socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
         socket.done(type="open_cursor", stream_id=0, cursor_id=1, batch={"steps": [{"stmt": statement(SLOW)}]})
         more = {"max_count": 9} if second == "fetch_cursor" else {}
@@ -314,26 +315,26 @@ def test_requests_for_one_cursor_are_done_one_after_the_other(asker: SqlAsker, s
         assert [(message["request_id"], message["type"]) for message in answers] == [(n, "response_ok") for n in sent]
 
 
-def test_a_socket_whose_client_says_no_hello_is_closed(path: Path) -> None:
-    with sql_served(path, http_head_seconds=0.3) as (_, asker):
-        url = asker.address.replace("http", "ws")
+def test_a_socket_without_hello_is_closed(path: Path) -> None:
+    with sql_served(path, http_head_seconds=0.3) as (_, hrana):
+        url = hrana.address.replace("http", "ws")
         with connect(url, subprotocols=[Subprotocol("hrana3")]) as connection, pytest.raises(ConnectionClosed):
             connection.recv(timeout=60)
-        assert limited(asker) == {"hello_seconds": 1}
-        with socket_to(asker) as socket:  # one that has may be idle
+        assert limited(hrana) == {"hello_seconds": 1}
+        with socket_to(hrana) as socket:  # a socket that has sent it may be idle
             with pytest.raises(TimeoutError):
                 socket.connection.recv(timeout=1)
             socket.done(type="open_stream", stream_id=0)
 
 
-def test_another_hello_takes_the_rights_of_open_streams(path: Path) -> None:
-    with sql_served(path) as (_, asker), socket_to(asker) as socket:
+def test_another_hello_revokes_the_rights_of_open_streams(path: Path) -> None:
+    with sql_served(path) as (_, hrana), socket_to(hrana) as socket:
         socket.done(type="open_stream", stream_id=0)
         socket.run(0, "create table t(a)")
         token = create_token(str(path), ["default"], read_only=True)
         socket.connection.send(json.dumps({"type": "hello", "jwt": token}))
         assert socket.receive() == {"type": "hello_ok"}
-        message = socket.ask(type="execute", stream_id=0, stmt=statement("insert into t values (1)"))
+        message = socket.request(type="execute", stream_id=0, stmt=statement("insert into t values (1)"))
         assert message["error"]["code"] == "AUTH_FAILED"
         socket.done(type="open_stream", stream_id=1)
         assert socket.run(1, "select * from t") == []

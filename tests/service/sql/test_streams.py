@@ -1,4 +1,4 @@
-"""Batons and the time that streams have, with a clock that the test moves."""
+"""Batons and timeouts of streams, with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.service.sql.streams import SqlStream, StreamLimits, StreamRefused, St
 SHOP = SqlTarget("shop")
 
 
-class World:
-    """A registry, its clock, and what was ended."""
+class RegistryHarness:
+    """A registry, its clock, and the streams that were closed, rolled back or released."""
 
     def __init__(self, **limits: float) -> None:
         self.now = 100.0
@@ -22,7 +22,7 @@ class World:
         self.rolled_back: list[SqlStream] = []
         self.released: list[SqlStream] = []
         self.streams = StreamRegistry(
-            StreamLimits(**limits),  # type: ignore[arg-type]  # numbers of both kinds
+            StreamLimits(**limits),  # type: ignore[arg-type]  # int and float limits
             close_stream=self._close,
             roll_back=self._roll_back,
             release=self._release,
@@ -45,132 +45,132 @@ class World:
         return caught.value.code
 
 
-def within(test: Callable[[World], Awaitable[None]], **limits: float) -> None:
+def within(test: Callable[[RegistryHarness], Awaitable[None]], **limits: float) -> None:
     async def run() -> None:
-        await test(World(**limits))
+        await test(RegistryHarness(**limits))
 
     asyncio.run(run())
 
 
-def test_a_baton_is_used_once_by_its_caller_for_its_database() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me")
-        baton = world.streams.baton(stream)
-        assert world.refused(baton, caller="you") == "BATON_INVALID"
-        assert world.refused(baton, SqlTarget("crm")) == "BATON_INVALID"
-        assert world.streams.resume(baton, SHOP, "me") is stream
-        assert world.refused(baton) == "BATON_REUSED"
-        following = world.streams.baton(stream)
+def test_a_baton_is_valid_once_for_its_caller_and_database() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me")
+        baton = harness.streams.baton(stream)
+        assert harness.refused(baton, caller="you") == "BATON_INVALID"
+        assert harness.refused(baton, SqlTarget("crm")) == "BATON_INVALID"
+        assert harness.streams.resume(baton, SHOP, "me") is stream
+        assert harness.refused(baton) == "BATON_REUSED"
+        following = harness.streams.baton(stream)
         assert following != baton
-        assert world.refused(baton) == "BATON_REUSED"
-        assert world.streams.resume(following, SHOP, "me") is stream
+        assert harness.refused(baton) == "BATON_REUSED"
+        assert harness.streams.resume(following, SHOP, "me") is stream
 
     within(test)
 
 
-def test_a_baton_cannot_be_made_up_or_changed() -> None:
-    async def test(world: World) -> None:
-        baton = world.streams.baton(world.streams.open(SHOP, "me"))
+def test_a_forged_or_changed_baton_is_refused() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        baton = harness.streams.baton(harness.streams.open(SHOP, "me"))
         for number in range(len(baton)):
             other = "A" if baton[number] != "A" else "B"
             changed = baton[:number] + other + baton[number + 1 :]
-            assert world.refused(changed) == "BATON_INVALID"
+            assert harness.refused(changed) == "BATON_INVALID"
         for wrong in ("", "x", "§", baton[:-1], baton + "AAAA", baton * 100):
-            assert world.refused(wrong) == "BATON_INVALID"
-        assert World().refused(baton) == "BATON_INVALID"  # of another server
+            assert harness.refused(wrong) == "BATON_INVALID"
+        assert RegistryHarness().refused(baton) == "BATON_INVALID"  # from another server
 
     within(test)
 
 
-def test_an_idle_stream_is_closed_and_its_baton_has_expired() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me")
-        baton = world.streams.baton(stream)
-        world.now += 9.9
-        await world.streams.sweep()
-        assert not world.closed
-        world.now += 0.2
-        await world.streams.sweep()
-        assert world.closed == [stream]
-        assert world.refused(baton) == "STREAM_EXPIRED"
-        assert len(world.streams) == 0
+def test_an_idle_stream_is_closed_and_its_baton_expires() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me")
+        baton = harness.streams.baton(stream)
+        harness.now += 9.9
+        await harness.streams.sweep()
+        assert not harness.closed
+        harness.now += 0.2
+        await harness.streams.sweep()
+        assert harness.closed == [stream]
+        assert harness.refused(baton) == "STREAM_EXPIRED"
+        assert len(harness.streams) == 0
 
     within(test)
 
 
-def test_an_idle_transaction_has_half_that_time() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me")
+def test_an_idle_transaction_has_half_the_timeout() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me")
         stream.is_in_transaction = True
-        world.now += 5.1
-        await world.streams.sweep()
-        assert world.closed == [stream]
-        assert world.streams.rolled_back == 1
+        harness.now += 5.1
+        await harness.streams.sweep()
+        assert harness.closed == [stream]
+        assert harness.streams.rolled_back == 1
 
     within(test)
 
 
-def test_a_lasting_stream_only_loses_its_transaction() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me", is_lasting=True)
+def test_a_lasting_stream_loses_only_its_transaction() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me", is_lasting=True)
         stream.is_in_transaction = True
-        world.now += 3_600
-        await world.streams.sweep()
-        assert (world.closed, world.rolled_back) == ([], [stream])
-        await world.streams.sweep()
-        assert (world.closed, world.rolled_back) == ([], [stream])
+        harness.now += 3_600
+        await harness.streams.sweep()
+        assert (harness.closed, harness.rolled_back) == ([], [stream])
+        await harness.streams.sweep()
+        assert (harness.closed, harness.rolled_back) == ([], [stream])
 
     within(test)
 
 
-def test_a_stream_that_waits_gives_its_pages_back_once() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me")
-        world.streams.touch(stream)
+def test_a_waiting_stream_releases_its_pages_once() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me")
+        harness.streams.touch(stream)
         for _ in range(3):
-            world.now += 1.1
-            await world.streams.sweep()
-        assert world.released == [stream]
+            harness.now += 1.1
+            await harness.streams.sweep()
+        assert harness.released == [stream]
 
     within(test)
 
 
-def test_a_stream_at_work_is_left_alone() -> None:
-    async def test(world: World) -> None:
-        stream = world.streams.open(SHOP, "me")
+def test_a_busy_stream_does_not_time_out() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        stream = harness.streams.open(SHOP, "me")
         async with stream.lock:
-            world.now += 3_600
-            await world.streams.sweep()
-        assert not world.closed
+            harness.now += 3_600
+            await harness.streams.sweep()
+        assert not harness.closed
 
     within(test)
 
 
-def test_streams_are_bounded_in_all_and_for_each_database() -> None:
-    async def test(world: World) -> None:
-        held = [world.streams.open(SHOP, "me") for _ in range(2)]
-        held.append(world.streams.open(SqlTarget("crm"), "me"))
+def test_streams_are_limited_in_total_and_per_database() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        held = [harness.streams.open(SHOP, "me") for _ in range(2)]
+        held.append(harness.streams.open(SqlTarget("crm"), "me"))
         for stream in held:
             stream.is_in_transaction = True
         for target in (SHOP, SqlTarget("other")):
             with pytest.raises(StreamRefused) as caught:
-                world.streams.open(target, "me")
+                harness.streams.open(target, "me")
             assert caught.value.code == "TOO_MANY_STREAMS"
-        await world.streams.close(held[0])
-        world.streams.open(SHOP, "me")
+        await harness.streams.close(held[0])
+        harness.streams.open(SHOP, "me")
 
     within(test, streams_max=3, per_database_max=2)
 
 
-def test_where_there_is_no_room_the_stream_that_keeps_nothing_goes_first() -> None:
-    async def test(world: World) -> None:
-        first = world.streams.open(SHOP, "me")
+def test_at_the_limit_a_stream_without_state_is_closed_first() -> None:
+    async def test(harness: RegistryHarness) -> None:
+        first = harness.streams.open(SHOP, "me")
         first.is_in_transaction = True
-        world.now += 1
-        second = world.streams.open(SHOP, "me")
-        world.now += 1
-        world.streams.open(SHOP, "me")
+        harness.now += 1
+        second = harness.streams.open(SHOP, "me")
+        harness.now += 1
+        harness.streams.open(SHOP, "me")
         await asyncio.sleep(0)
-        assert world.closed == [second]
+        assert harness.closed == [second]
 
     within(test, streams_max=9, per_database_max=2)

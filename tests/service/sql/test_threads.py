@@ -1,4 +1,4 @@
-"""Threads that run SQL: how jobs come to them, and how they are shared between databases."""
+"""The threads that run SQL: how jobs are queued, and how databases share the threads."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService
 from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.threads import SqlThreads, ThreadShare
-from tests.service.sql.world import settings
+from tests.service.sql.hrana_client import settings
 
 
 @pytest.mark.parametrize("limits", [{"sql_threads": 3, "sql_database_threads": 2}, {"sql_threads": 3}])
 def test_one_database_never_has_all_threads(path: Path, limits: dict[str, int]) -> None:
-    """Statements that nothing interrupts: as many as there are threads, and two more."""
-    let_go, begun = threading.Event(), threading.Semaphore(0)
+    """Statements that nothing interrupts: two more than there are threads."""
+    release, started = threading.Event(), threading.Semaphore(0)
 
     def select(session: SqlSession) -> Work[int]:
         return (yield from session.execute("select 1")).row_count
 
-    def stuck(session: SqlSession) -> Work[int]:
-        begun.release()
-        let_go.wait(60)
+    def blocked(session: SqlSession) -> Work[int]:
+        started.release()
+        release.wait(60)
         return (yield from select(session))
 
     async def play(store: quire.Store) -> None:
         service = SqlService(store)
-        slow = [asyncio.create_task(service.in_session(SqlTarget("greedy"), stuck)) for _ in range(5)]
+        slow = [asyncio.create_task(service.in_session(SqlTarget("greedy"), blocked)) for _ in range(5)]
         for _ in range(2):
-            await asyncio.to_thread(begun.acquire)
+            await asyncio.to_thread(started.acquire)
         assert await asyncio.wait_for(service.in_session(SqlTarget("other"), select), 60) == 1
         assert not any(task.done() for task in slow)
-        let_go.set()
+        release.set()
         assert await asyncio.gather(*slow) == [1] * 5
         await service.close()
 
@@ -51,21 +51,21 @@ def test_one_database_never_has_all_threads(path: Path, limits: dict[str, int]) 
 
 
 def test_jobs_of_one_round_share_a_thread_and_an_answer() -> None:
-    """A hand-over costs more than a short statement."""
+    """A hand-over to a thread costs more than a short statement."""
     calls = 0
 
     async def play() -> None:
         nonlocal calls
         threads, loop = SqlThreads(8), asyncio.get_running_loop()
-        await threads.call(int)  # its first thread is there
+        await threads.call(int)  # its first thread has started
         threadsafe = loop.call_soon_threadsafe
 
-        def counted(*args: object) -> object:
+        def counting(*args: object) -> object:
             nonlocal calls
             calls += 1
             return threadsafe(*args)  # type: ignore[arg-type]
 
-        loop.call_soon_threadsafe = counted  # type: ignore[assignment]
+        loop.call_soon_threadsafe = counting  # type: ignore[assignment]
         names = await asyncio.gather(*[threads.call(lambda: threading.current_thread().name) for _ in range(32)])
         assert set(names) == {"sql-worker-0"}
         assert calls <= 2
@@ -75,40 +75,40 @@ def test_jobs_of_one_round_share_a_thread_and_an_answer() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 1, 7])
-def test_a_job_that_takes_long_holds_up_nobody_behind_it(position: int) -> None:
-    """Neither those that came before it in its group, whose answers are ready, nor those that wait for its thread."""
-    let_go = threading.Event()
+def test_a_slow_job_does_not_block_the_jobs_around_it(position: int) -> None:
+    """Neither earlier jobs of its group, whose answers are ready, nor those that wait for its thread."""
+    release = threading.Event()
 
     async def play() -> None:
         threads = SqlThreads(3)
-        jobs = [partial(let_go.wait, 60) if number == position else bool for number in range(16)]
+        jobs = [partial(release.wait, 60) if number == position else bool for number in range(16)]
         tasks = [asyncio.create_task(threads.call(job)) for job in jobs]
         done, pending = await asyncio.wait(tasks, timeout=30, return_when=asyncio.FIRST_COMPLETED)
         while len(pending) > 1:
             done, pending = await asyncio.wait(pending, timeout=30, return_when=asyncio.FIRST_COMPLETED)
-            assert done, "they wait for the one that takes long"
+            assert done, "they wait for the slow job"
         assert not tasks[position].done()
-        let_go.set()
+        release.set()
         assert await asyncio.gather(*tasks) == [number == position for number in range(16)]
         threads.close()
 
     asyncio.run(play())
 
 
-def test_a_job_that_waits_for_the_disk_has_a_thread_of_its_own_at_once() -> None:
-    begun, let_go = threading.Event(), threading.Event()
+def test_a_job_that_waits_for_the_disk_gets_its_own_thread_at_once() -> None:
+    started, release = threading.Event(), threading.Event()
 
     def works() -> None:
-        begun.set()
-        let_go.wait(60)
+        started.set()
+        release.wait(60)
 
     async def play() -> None:
         threads = SqlThreads(2)
         worker = asyncio.create_task(threads.call(works))
-        while not begun.is_set():
+        while not started.is_set():
             await asyncio.sleep(0)
         assert await asyncio.wait_for(threads.call(lambda: 7, waits=True), 30) == 7
-        let_go.set()
+        release.set()
         await worker
         threads.close()
 
@@ -116,19 +116,19 @@ def test_a_job_that_waits_for_the_disk_has_a_thread_of_its_own_at_once() -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_job_is_run_once_whatever_the_others_do(seed: int) -> None:
-    """Short and long jobs, jobs that wait, cancelled callers, three databases with a share each, few threads."""
+def test_every_job_runs_exactly_once(seed: int) -> None:
+    """Short, long and waiting jobs, cancelled callers, three databases with a share each, few threads."""
     rng = random.Random(seed)
     runs: list[int] = []
     together: dict[int, int] = {0: 0, 1: 0, 2: 0}
-    most = dict(together)
+    peaks = dict(together)
     lock = threading.Lock()
 
     def job(number: int, database: int, seconds: float) -> int:
         with lock:
             runs.append(number)
             together[database] += 1
-            most[database] = max(most[database], together[database])
+            peaks[database] = max(peaks[database], together[database])
         time.sleep(seconds)
         with lock:
             together[database] -= 1
@@ -139,21 +139,21 @@ def test_every_job_is_run_once_whatever_the_others_do(seed: int) -> None:
         shares = [ThreadShare(2) for _ in range(3)]
         tasks = []
         for number in range(300):
-            database, waits = rng.randrange(3), rng.random() < 0.1
+            database, is_waiting = rng.randrange(3), rng.random() < 0.1
             seconds = rng.choice([0.0] * 12 + [0.0005, 0.003, 0.01])
-            share = None if waits else shares[database]
+            share = None if is_waiting else shares[database]
             call = partial(job, number, database if share else 3 + number, seconds)
             if share is None:
                 with lock:
-                    together[3 + number] = most[3 + number] = 0
-            tasks.append(asyncio.create_task(threads.call(call, share, waits=waits)))
+                    together[3 + number] = peaks[3 + number] = 0
+            tasks.append(asyncio.create_task(threads.call(call, share, waits=is_waiting)))
             if rng.random() < 0.05:
                 tasks[-1].cancel()
             if rng.random() < 0.3:
                 await asyncio.sleep(rng.choice([0, 0, 0.001, 0.004]))
         results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
-        answered = [number for number, result in enumerate(results) if result == number]
-        assert set(answered) <= set(runs)
+        succeeded = [number for number, result in enumerate(results) if result == number]
+        assert set(succeeded) <= set(runs)
         assert all(isinstance(result, int | asyncio.CancelledError) for result in results)
         threads.close()
         with pytest.raises(Unavailable):
@@ -161,16 +161,16 @@ def test_every_job_is_run_once_whatever_the_others_do(seed: int) -> None:
 
     asyncio.run(play())
     assert len(runs) == len(set(runs))
-    assert max(most[database] for database in range(3)) <= 2
+    assert max(peaks[database] for database in range(3)) <= 2
 
 
-def test_closing_runs_what_waits_and_ends_the_threads() -> None:
+def test_closing_runs_queued_jobs_and_ends_the_threads() -> None:
     ran: list[int] = []
 
     async def play() -> None:
         threads = SqlThreads(2)
         tasks = [asyncio.create_task(threads.call(partial(ran.append, number))) for number in range(8)]
-        await asyncio.sleep(0)  # they have asked; no thread was woken yet
+        await asyncio.sleep(0)  # they are queued; no thread was woken yet
         threads.close()
         await asyncio.wait_for(asyncio.gather(*tasks), 60)
         for thread in threads._threads:
@@ -181,16 +181,16 @@ def test_closing_runs_what_waits_and_ends_the_threads() -> None:
     assert sorted(ran) == [*range(8)]
 
 
-def test_a_name_means_the_database_that_has_it_now(path: Path) -> None:
-    """Names are remembered from one request to the next, for as long as the manifest does not change."""
+def test_a_name_refers_to_the_database_that_has_it_now(path: Path) -> None:
+    """Hazard: names are cached between requests while the manifest does not change."""
 
     async def play(store: quire.Store) -> None:
         service = SqlService(store)
 
         def first(session: SqlSession) -> Work[bytes]:
-            return (yield from session.execute("select a from t")).bunches[0]
+            return (yield from session.execute("select a from t")).row_batches[0]
 
-        async def ask(name: str) -> bytes:
+        async def request(name: str) -> bytes:
             return await service.in_session(SqlTarget(name), first)
 
         for round_ in range(3):
@@ -198,10 +198,10 @@ def test_a_name_means_the_database_that_has_it_now(path: Path) -> None:
                 connection.execute("create table t(a)")
                 connection.execute("insert into t values (?)", (round_,))
             for _ in range(3):
-                assert str(round_).encode() in await ask("shop")
+                assert str(round_).encode() in await request("shop")
             store.drop("shop")
             with pytest.raises(quire.UnknownDatabase):
-                await ask("shop")
+                await request("shop")
         await service.close()
 
     with quire.open(path, settings=settings()) as store:

@@ -1,4 +1,4 @@
-"""What happens to open transactions of clients when their database is dropped, checkpointed or rolled back."""
+"""Open transactions of clients whose database is dropped, checkpointed or rolled back."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ import quire
 from quire.durable.files import OsDisk
 from quire.store.store import Store
 from quire.testing.faults import Fault, FaultyDisk
-from tests.service.sql.world import CLOSE, SqlAsker, execute, plain_rows, settings
+from tests.service.sql.hrana_client import CLOSE, HranaClient, execute, plain_rows, settings
 
 READ = "select a from t"
 
 
 @pytest.fixture
-def shop(served: tuple[Store, SqlAsker]) -> SqlAsker:
-    store, asker = served
+def shop(served: tuple[Store, HranaClient]) -> HranaClient:
+    store, hrana = served
     with closing(store.sqlite("shop", create=True)) as connection:
         connection.execute("create table t(a); insert into t values (1)")
-    return SqlAsker(asker.address, prefix="/db/shop")
+    return HranaClient(hrana.address, prefix="/db/shop")
 
 
 def rows(result: dict[str, Any]) -> list[tuple[Any, ...]]:
     return plain_rows(result["response"]["result"]["rows"])
 
 
-def test_a_transaction_of_a_dropped_database_is_not_committed_to_the_next_one_of_its_name(
-    shop: SqlAsker, store: Store
-) -> None:
+def test_a_transaction_of_a_dropped_database_is_not_committed_to_its_successor(shop: HranaClient, store: Store) -> None:
     shop.pipeline(execute("begin immediate"), execute("insert into t values (2)"))
     store.drop("shop")
     with closing(store.sqlite("shop", create=True)) as connection:
@@ -42,8 +40,8 @@ def test_a_transaction_of_a_dropped_database_is_not_committed_to_the_next_one_of
         assert rows(shop.once(READ)) == []
 
 
-def test_a_checkpoint_leaves_open_transactions_as_they_are(shop: SqlAsker, store: Store) -> None:
-    reader = SqlAsker(shop.address, prefix="/db/shop")
+def test_a_checkpoint_does_not_affect_open_transactions(shop: HranaClient, store: Store) -> None:
+    reader = HranaClient(shop.address, prefix="/db/shop")
     assert rows(reader.pipeline(execute("begin"), execute(READ))[1]) == [(1,)]
     shop.pipeline(execute("begin immediate"), execute("insert into t values (2)"))
     store.checkpoint("shop")
@@ -52,10 +50,10 @@ def test_a_checkpoint_leaves_open_transactions_as_they_are(shop: SqlAsker, store
     assert rows(reader.pipeline(execute("commit"), execute(READ))[1]) == [(1,), (2,)]
 
 
-def test_after_a_rollback_an_open_transaction_reads_on_and_cannot_write(shop: SqlAsker, store: Store) -> None:
+def test_after_a_rollback_an_open_transaction_still_reads_and_cannot_write(shop: HranaClient, store: Store) -> None:
     store.snapshot("shop", "monday")
     shop.once("insert into t values (2)")
-    reader = SqlAsker(shop.address, prefix="/db/shop")
+    reader = HranaClient(shop.address, prefix="/db/shop")
     reader.pipeline(execute("begin"), execute(READ))
     store.rollback("shop", to="monday")
     read, write = reader.pipeline(execute(READ), execute("insert into t values (3)"))
@@ -66,48 +64,49 @@ def test_after_a_rollback_an_open_transaction_reads_on_and_cannot_write(shop: Sq
 
 
 @pytest.mark.parametrize("fault", [Fault.ENOSPC, Fault.SHORT_WRITE])
-def test_a_full_disk_is_told_and_leaves_nothing_of_the_transaction(path: Path, fault: Fault) -> None:
-    """Each write to the log fails once: of one-shots, which share a connection and a sync, and of a stream's transaction."""
+def test_a_full_disk_is_reported_and_the_transaction_leaves_nothing(path: Path, fault: Fault) -> None:
+    """Each write to the log fails once: writes of one-shots, which share a connection and a sync, and of a stream's
+    transaction."""
     disk = FaultyDisk(OsDisk(), fault, operation="none")
     with quire.open(path, settings=settings(), disk=disk) as store, store.serve_http("127.0.0.1:0") as server:
-        asker = SqlAsker(server.address)
-        asker.once("create table t(a)")
+        hrana = HranaClient(server.address)
+        hrana.once("create table t(a)")
         rows, refused = 0, 0
         insert = execute("insert into t values (1)")
         for requests in ([insert], [execute("begin"), insert, execute("commit")]):
             for fail_at in range(1, 6):
-                store.pages.open("default").wal.seal()  # so that a new segment is needed
+                store.pages.open("default").wal.seal()  # a new segment is needed
                 disk.arm(fault, fail_at=fail_at, path="*.seg*")
-                answers = asker.pipeline(*requests, CLOSE)
+                answers = hrana.pipeline(*requests, CLOSE)
                 disk.arm(fault, fail_at=0)
                 codes = [answer["error"]["code"] for answer in answers if answer["type"] == "error"]
-                ((there,),) = asker.rows("select count(*) from t")
+                ((count,),) = hrana.rows("select count(*) from t")
                 if not codes:
-                    assert there == rows + 1
+                    assert count == rows + 1
                 elif "SQLITE_FULL" in codes:
-                    assert there == rows
+                    assert count == rows
                     refused += 1
-                assert there in (rows, rows + 1)
-                rows = there
-        assert refused > 1, "nothing was refused, and this shows nothing"
-        assert asker.once("insert into t values (1)")["type"] == "ok"
+                assert count in (rows, rows + 1)
+                rows = count
+        assert refused > 1, "no write failed, so the test proves nothing"
+        assert hrana.once("insert into t values (1)")["type"] == "ok"
     with quire.open(path) as store, closing(store.sqlite("default")) as connection:
         assert list(connection.execute("select count(*) from t")) == [(rows + 1,)]
 
 
-def test_a_database_whose_log_failed_is_opened_anew_by_the_next_request(path: Path) -> None:
+def test_a_database_whose_log_failed_is_reopened_by_the_next_request(path: Path) -> None:
     disk = FaultyDisk(OsDisk(), Fault.EIO, operation="none")
     with quire.open(path, settings=settings(), disk=disk) as store, store.serve_http("127.0.0.1:0") as server:
-        asker = SqlAsker(server.address)
-        assert asker.once("create table t(a)")["type"] == "ok"
-        held = [SqlAsker(server.address) for _ in range(3)]
+        hrana = HranaClient(server.address)
+        assert hrana.once("create table t(a)")["type"] == "ok"
+        held = [HranaClient(server.address) for _ in range(3)]
         for stream in held:
             stream.run("select count(*) from t")
         for stream in held:
-            stream.pipeline(CLOSE)  # three connections wait to be used again
+            stream.pipeline(CLOSE)  # three connections wait in the pool
         disk.arm(Fault.EIO, fail_at=1, operation="sync", path="*.seg*")
-        told = asker.post("/v2/pipeline", {"requests": [execute("insert into t values (1)"), CLOSE]})
-        assert (told.status, told.json["error"]) == (503, "StoreUnusable")
+        response = hrana.post("/v2/pipeline", {"requests": [execute("insert into t values (1)"), CLOSE]})
+        assert (response.status, response.json["error"]) == (503, "StoreUnusable")
         disk.arm(Fault.EIO, fail_at=0)
-        assert asker.rows("select count(*) from t") in ([(0,)], [(1,)])  # nobody knows, but for recovery
-        assert asker.once("insert into t values (2)")["type"] == "ok"
+        assert hrana.rows("select count(*) from t") in ([(0,)], [(1,)])  # only recovery can determine what is on disk
+        assert hrana.once("insert into t values (2)")["type"] == "ok"

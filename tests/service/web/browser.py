@@ -1,4 +1,5 @@
-"""A headless Chromium, driven by Selenium: Debian's `chromium` and `chromium-driver`, or what the environment names."""
+"""A headless Chromium, driven by Selenium: Debian's `chromium` and `chromium-driver`, or those that the environment
+names."""
 
 from __future__ import annotations
 
@@ -31,14 +32,14 @@ SECONDS = 20.0
 
 
 def programs() -> tuple[str, str]:
-    """The browser and its driver; the test is skipped where there is none."""
-    found = [
+    """The paths of the browser and its driver; skips the test if either is missing."""
+    binaries = [
         os.environ.get("CHROMIUM") or shutil.which("chromium"),
         os.environ.get("CHROMEDRIVER") or shutil.which("chromedriver"),
     ]
-    if not all(found):
+    if not all(binaries):
         pytest.skip("needs a browser: apt-get install chromium chromium-driver (or set CHROMIUM and CHROMEDRIVER)")
-    return str(found[0]), str(found[1])
+    return str(binaries[0]), str(binaries[1])
 
 
 class Browser:
@@ -49,15 +50,15 @@ class Browser:
         self.base = base
 
     def open(self, page: str = "#/") -> None:
-        """Load the page anew and wait until it is drawn."""
+        """Load the page and wait until it is drawn."""
         self.driver.get("about:blank")
         self.driver.get(f"{self.base}/{page}")
         self.wait(lambda: self.all("main h1"), f"{page} is drawn")
         self.wait(lambda: self.one("#live").get_attribute("data-state") == "live", "live updates")
 
     def all(self, css: str) -> list[WebElement]:
-        found: list[WebElement] = self.driver.find_elements(By.CSS_SELECTOR, css)
-        return found
+        elements: list[WebElement] = self.driver.find_elements(By.CSS_SELECTOR, css)
+        return elements
 
     def one(self, css: str) -> WebElement:
         return self.all(css)[0]
@@ -69,9 +70,9 @@ class Browser:
         return self.driver.execute_script(code, *arguments)
 
     def press(self, *keys: str) -> None:
-        """Keys to whatever has the focus."""
-        for each in keys:
-            webdriver.ActionChains(self.driver).send_keys(each).perform()
+        """Send keys to the focused element."""
+        for key in keys:
+            webdriver.ActionChains(self.driver).send_keys(key).perform()
 
     def click(self, css: str) -> None:
         self.wait(lambda: self.all(css), css)
@@ -81,14 +82,14 @@ class Browser:
         self.wait(lambda: self.one(css).is_displayed(), css)
         self.one(css).send_keys(text)
 
-    def wait(self, holds: Callable[[], Any], what: str) -> None:
+    def wait(self, condition: Callable[[], Any], message: str) -> None:
         deadline = time.monotonic() + SECONDS
-        while not holds():
-            assert time.monotonic() < deadline, f"{what}: never, the page says {self.text('body')[:500]}"
+        while not condition():
+            assert time.monotonic() < deadline, f"{message}: timed out; the page shows {self.text('body')[:500]}"
             time.sleep(0.05)
 
     def scheme(self, name: str) -> None:
-        """What the system prefers: "light" or "dark"."""
+        """The colour scheme that the system prefers: "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": name}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
@@ -97,7 +98,7 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", values)
 
     def shot(self, folder: Path, name: str) -> Path:
-        """A picture of the whole page."""
+        """A screenshot of the whole page."""
         height = min(4000, int(self.script("return document.documentElement.scrollHeight")))
         self.size(1360, max(700, height))
         file = folder / f"{name}.png"
@@ -106,13 +107,13 @@ class Browser:
         return file
 
     def complaints(self) -> list[str]:
-        """What the console said since it was last asked: errors, warnings, refused content."""
-        return [f"{each['level']}: {each['message']}" for each in self.driver.get_log("browser")]
+        """Console messages since the last call: errors, warnings, blocked content."""
+        return [f"{entry['level']}: {entry['message']}" for entry in self.driver.get_log("browser")]
 
 
 @contextmanager
 def browsing(base: str, folder: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own, closed at the end."""
+    """A browser with its own profile, closed at the end."""
     browser, driver = programs()
     options = webdriver.ChromeOptions()
     options.binary_location = browser

@@ -1,4 +1,4 @@
-"""A furnished store with its HTTP side, and those who ask."""
+"""A populated store with its HTTP server, and clients with and without a token."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 import quire
 from quire.service.web.server import WebServer
 from quire.store.store import Store
-from tests.service.web.world import Asker, admin, furnish, web_served
+from tests.service.web.http_client import HttpClient, admin_client, populate, web_served
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Without the check of the neighbours' fixture: some catalogs here are made up."""
+    """Without the manifest check of the parent's fixture: some tests write catalog rows by hand."""
     return tmp_path / "store"
 
 
 @pytest.fixture
-def both(path: Path) -> Iterator[tuple[Store, WebServer]]:
+def store_and_web(path: Path) -> Iterator[tuple[Store, WebServer]]:
     with web_served(path) as pair:
         yield pair
     with quire.open(path) as store:
@@ -28,27 +28,27 @@ def both(path: Path) -> Iterator[tuple[Store, WebServer]]:
 
 
 @pytest.fixture
-def store(both: tuple[Store, WebServer]) -> Store:
-    return both[0]
+def store(store_and_web: tuple[Store, WebServer]) -> Store:
+    return store_and_web[0]
 
 
 @pytest.fixture
-def web(both: tuple[Store, WebServer]) -> WebServer:
-    return both[1]
+def web(store_and_web: tuple[Store, WebServer]) -> WebServer:
+    return store_and_web[1]
 
 
 @pytest.fixture
-def anybody(web: WebServer) -> Asker:
-    return Asker(web.address)
+def anonymous(web: WebServer) -> HttpClient:
+    return HttpClient(web.address)
 
 
 @pytest.fixture
-def boss(web: WebServer, store: Store) -> Asker:
-    return admin(web, store)
+def admin(web: WebServer, store: Store) -> HttpClient:
+    return admin_client(web, store)
 
 
 @pytest.fixture
-def furnished(store: Store, web: WebServer) -> Store:
-    furnish(store)
-    web._web.watched.cached.forget()  # figures are kept for a moment
+def populated(store: Store, web: WebServer) -> Store:
+    populate(store)
+    web._web.watched.cached.forget()  # metrics are cached for a moment
     return store

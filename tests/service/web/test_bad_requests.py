@@ -1,4 +1,4 @@
-"""Bad requests: each ends in a clear error, is counted, and leaves nothing behind: no connection, no lease, no thread."""
+"""Invalid requests: each ends in a clear error, is counted, and leaves no connection, lease or thread behind."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from quire.service.tokens import Credentials
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from quire.testing import ManualClock
+from tests.service.owners import settings
 from tests.service.test_access import certificate
+from tests.service.web.http_client import HttpClient, admin_client, web_served
 from tests.service.web.test_version_files import versions
-from tests.service.web.world import Asker, admin, web_served
-from tests.service.world import settings
 
 LIMITS: dict[str, Any] = {
     "http_head_bytes_max": 4096,
@@ -41,19 +41,19 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class World(NamedTuple):
+class ServedStore(NamedTuple):
     """A store with a database, its server, and tokens."""
 
     store: Store
     web: WebServer
     tokens: dict[str, str]
 
-    def asker(self, holder: str = "") -> Asker:
-        return Asker(self.web.address, self.tokens[holder])
+    def client(self, holder: str = "") -> HttpClient:
+        return HttpClient(self.web.address, self.tokens[holder])
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStore]:
     path = tmp_path_factory.mktemp("bad") / "store"
     with web_served(path, **LIMITS) as (store, web):
         for name in ("shop", "other"):
@@ -75,43 +75,43 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             "not-yet": jwt.encode({"nbf": 9_999_999_999}, key, algorithm="EdDSA"),
             "other-algorithm": jwt.encode({"id": "shop"}, "x" * 40, algorithm="HS256"),
         }
-        yield World(store, web, tokens)
+        yield ServedStore(store, web, tokens)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    if "world" not in request.fixturenames:
+    if "served" not in request.fixturenames:
         yield
         return
-    world: World = request.getfixturevalue("world")
+    served: ServedStore = request.getfixturevalue("served")
     threads = {thread.name for thread in threading.enumerate()}
     yield
-    until(lambda: world.web.figures().connections_now == 0, "a connection was left behind")
-    versions(world.web).close_idle(0)
-    assert versions(world.web).now == 0
-    assert world.store.manifest.leases.count() == 0
+    until(lambda: served.web.figures().connections_now == 0, "a connection was left behind")
+    versions(served.web).close_idle(0)
+    assert versions(served.web).now == 0
+    assert served.store.manifest.leases.count() == 0
     more = {thread.name for thread in threading.enumerate()} - threads - {"quire-files", "quire-sqlite"}
-    own = ("web-call", "sql", "quire-sql")  # threads that stay, up to their number
-    assert not [name for name in more if not name.startswith(own) and "keepalive" not in name], more
-    assert world.asker("read").get("/readyz").json == {"ready": True}
+    pooled = ("web-call", "sql", "quire-sql")  # pool threads stay, up to their number
+    assert not [name for name in more if not name.startswith(pooled) and "keepalive" not in name], more
+    assert served.client("read").get("/readyz").json == {"ready": True}
 
 
-def until(is_so: Callable[[], bool], what: str) -> None:
+def until(condition: Callable[[], bool], message: str) -> None:
     deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline, what
+    while not condition():
+        assert time.monotonic() < deadline, message
         time.sleep(0.01)
 
 
-# ── whole requests ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 PIPELINE = json.dumps({"requests": [{"type": "execute", "stmt": {"sql": "select 1"}}, {"type": "close"}]}).encode()
 WRITE = PIPELINE.replace(b"select 1", b"insert into item values (2)")
 SHOP: dict[str, str] = {"x-namespace": "shop"}
 JSON = {"content-type": "application/json"}
 
 
-class Bad(NamedTuple):
-    """A request, who asks, and how it ends."""
+class Case(NamedTuple):
+    """A request, its token, and the expected error."""
 
     name: str
     method: str
@@ -123,93 +123,93 @@ class Bad(NamedTuple):
 
 
 BAD = [
-    # who asks
-    Bad("no token", "GET", "/api/overview", "", 401),
-    Bad("no token for what is not there", "GET", "/nothing", "", 401),
-    Bad("a wrong token", "GET", "/db/shop.sqlite", "wrong", 401),
-    Bad("a forged token", "GET", "/db/shop.sqlite", "forged", 401),
-    Bad("an unsigned token", "GET", "/db/shop.sqlite", "unsigned", 401),
-    Bad("a token of another algorithm", "GET", "/db/shop.sqlite", "other-algorithm", 401),
-    Bad("an expired token", "GET", "/db/shop.sqlite", "expired", 401),
-    Bad("a token that is not valid yet", "GET", "/db/shop.sqlite", "not-yet", 401),
-    Bad("an expired token where none is needed", "GET", "/api/me", "expired", 401),
-    Bad("a password", "GET", "/api/overview", "", 401, headers={"authorization": "Basic YWRtaW46YWRtaW4="}),
-    Bad("a token in the address", "GET", "/api/overview?token=x&jwt=y", "", 401),
-    Bad("a token in a cookie", "GET", "/api/overview", "", 401, headers={"cookie": "token=x"}),
-    Bad("another database's file", "GET", "/db/other.sqlite", "shop", 403),
-    Bad("a database that is not there, with a token of another", "GET", "/db/nothing.sqlite", "shop", 403),
-    Bad("the whole store with a token of one database", "GET", "/api/overview", "shop", 403),
-    Bad("metrics with a token of one database", "GET", "/metrics", "shop", 403),
-    Bad("administering with a token of one database", "POST", "/api/jobs/1/retry", "shop", 403, b"{}", JSON),
-    Bad("administering with the read token", "POST", "/api/jobs/1/retry", "read", 403, b"{}", JSON),
-    Bad("SQL without a token", "POST", "/v2/pipeline", "", 401, PIPELINE, SHOP),
-    Bad("SQL with an expired token", "POST", "/v2/pipeline", "expired", 401, PIPELINE, SHOP),
-    Bad("SQL on another database", "POST", "/v2/pipeline", "shop", 403, PIPELINE, {"x-namespace": "other"}),
-    Bad("SQL on another database by path", "POST", "/db/other/v2/pipeline", "shop", 403, PIPELINE),
-    Bad("creating a database", "POST", "/v1/namespaces/new/create", "shop", 403, b"{}", JSON),
-    Bad("creating a database with the read token", "POST", "/v1/namespaces/new/create", "read", 403, b"{}", JSON),
-    # from where
-    Bad("a foreign host", "GET", "/healthz", "admin", 403, headers={"host": "evil.example"}),
-    Bad("a foreign host that ends like ours", "GET", "/healthz", "admin", 403, headers={"host": "localhost.evil.example"}),
-    Bad("two labels before our name", "GET", "/healthz", "admin", 403, headers={"host": "a.b.localhost"}),
-    Bad("a foreign page", "GET", "/db/shop.sqlite", "admin", 403, headers={"origin": "https://evil.example"}),
-    Bad("an origin that is none", "GET", "/healthz", "admin", 403, headers={"origin": "http://["}),
+    # tokens
+    Case("no token", "GET", "/api/overview", "", 401),
+    Case("no token for what is not there", "GET", "/nothing", "", 401),
+    Case("a wrong token", "GET", "/db/shop.sqlite", "wrong", 401),
+    Case("a forged token", "GET", "/db/shop.sqlite", "forged", 401),
+    Case("an unsigned token", "GET", "/db/shop.sqlite", "unsigned", 401),
+    Case("a token of another algorithm", "GET", "/db/shop.sqlite", "other-algorithm", 401),
+    Case("an expired token", "GET", "/db/shop.sqlite", "expired", 401),
+    Case("a token that is not valid yet", "GET", "/db/shop.sqlite", "not-yet", 401),
+    Case("an expired token where none is needed", "GET", "/api/me", "expired", 401),
+    Case("a password", "GET", "/api/overview", "", 401, headers={"authorization": "Basic YWRtaW46YWRtaW4="}),
+    Case("a token in the address", "GET", "/api/overview?token=x&jwt=y", "", 401),
+    Case("a token in a cookie", "GET", "/api/overview", "", 401, headers={"cookie": "token=x"}),
+    Case("another database's file", "GET", "/db/other.sqlite", "shop", 403),
+    Case("a database that is not there, with a token of another", "GET", "/db/nothing.sqlite", "shop", 403),
+    Case("the whole store with a token of one database", "GET", "/api/overview", "shop", 403),
+    Case("metrics with a token of one database", "GET", "/metrics", "shop", 403),
+    Case("administering with a token of one database", "POST", "/api/jobs/1/retry", "shop", 403, b"{}", JSON),
+    Case("administering with the read token", "POST", "/api/jobs/1/retry", "read", 403, b"{}", JSON),
+    Case("SQL without a token", "POST", "/v2/pipeline", "", 401, PIPELINE, SHOP),
+    Case("SQL with an expired token", "POST", "/v2/pipeline", "expired", 401, PIPELINE, SHOP),
+    Case("SQL on another database", "POST", "/v2/pipeline", "shop", 403, PIPELINE, {"x-namespace": "other"}),
+    Case("SQL on another database by path", "POST", "/db/other/v2/pipeline", "shop", 403, PIPELINE),
+    Case("creating a database", "POST", "/v1/namespaces/new/create", "shop", 403, b"{}", JSON),
+    Case("creating a database with the read token", "POST", "/v1/namespaces/new/create", "read", 403, b"{}", JSON),
+    # origins
+    Case("a foreign host", "GET", "/healthz", "admin", 403, headers={"host": "evil.example"}),
+    Case("a foreign host that ends like ours", "GET", "/healthz", "admin", 403, headers={"host": "localhost.evil.example"}),
+    Case("two labels before our name", "GET", "/healthz", "admin", 403, headers={"host": "a.b.localhost"}),
+    Case("a foreign page", "GET", "/db/shop.sqlite", "admin", 403, headers={"origin": "https://evil.example"}),
+    Case("an origin that is none", "GET", "/healthz", "admin", 403, headers={"origin": "http://["}),
     # names and addresses
-    Bad("a limit with zeros before it", "GET", "/v1/namespaces?limit=0000000019999999", "admin", 400),
-    Bad("a path that climbs", "GET", "/db/../../etc/passwd", "admin", 404),
-    Bad("an encoded path that climbs", "GET", "/db/..%2f..%2fetc%2fpasswd.sqlite", "admin", 404),
-    Bad("a name of dots", "GET", "/db/...sqlite", "admin", 400),
-    Bad("a name with a control character", "GET", "/db/a%00b.sqlite", "admin", 400),
-    Bad("a name that is too long", "GET", f"/db/{'n' * 300}.sqlite", "admin", 400),
-    Bad("a name that is not UTF-8", "GET", "/db/%ff%fe.sqlite", "admin", 404),
-    Bad("no name", "GET", "/db/.sqlite", "admin", 404),
-    Bad("a version of no name", "GET", "/db/@monday.sqlite", "admin", 400),
-    Bad("an unknown database", "GET", "/db/nothing.sqlite", "admin", 404),
-    Bad("an unknown version", "GET", "/db/shop@tuesday.sqlite", "admin", 404),
-    Bad("an epoch that is no number", "GET", "/db/shop@1e9.sqlite", "admin", 404),
-    Bad("an epoch that is not there yet", "GET", "/db/shop@999999999.sqlite", "admin", 400),
-    Bad("a time before it was created", "GET", "/db/shop@2001-01-01T00:00:00.sqlite", "admin", 404),
-    Bad("a time before there was a database", "GET", "/db/shop@1999-01-01T00:00:00Z.sqlite", "admin", 404),
-    Bad("an asset outside", "GET", "/static/..%2fserver.py", "admin", 404),
-    Bad("an unknown address", "GET", "/v9/pipeline", "admin", 404),
-    Bad("this method is not allowed", "PUT", "/db/shop.sqlite", "admin", 405, b"x"),
-    Bad("this method is not allowed of SQL", "GET", "/v2/pipeline", "admin", 405),
-    Bad("a method that is none", "FROBNICATE", "/healthz", "admin", 400),
+    Case("a limit with zeros before it", "GET", "/v1/namespaces?limit=0000000019999999", "admin", 400),
+    Case("a path that climbs", "GET", "/db/../../etc/passwd", "admin", 404),
+    Case("an encoded path that climbs", "GET", "/db/..%2f..%2fetc%2fpasswd.sqlite", "admin", 404),
+    Case("a name of dots", "GET", "/db/...sqlite", "admin", 400),
+    Case("a name with a control character", "GET", "/db/a%00b.sqlite", "admin", 400),
+    Case("a name that is too long", "GET", f"/db/{'n' * 300}.sqlite", "admin", 400),
+    Case("a name that is not UTF-8", "GET", "/db/%ff%fe.sqlite", "admin", 404),
+    Case("no name", "GET", "/db/.sqlite", "admin", 404),
+    Case("a version of no name", "GET", "/db/@monday.sqlite", "admin", 400),
+    Case("an unknown database", "GET", "/db/nothing.sqlite", "admin", 404),
+    Case("an unknown version", "GET", "/db/shop@tuesday.sqlite", "admin", 404),
+    Case("an epoch that is no number", "GET", "/db/shop@1e9.sqlite", "admin", 404),
+    Case("an epoch that is not there yet", "GET", "/db/shop@999999999.sqlite", "admin", 400),
+    Case("a time before it was created", "GET", "/db/shop@2001-01-01T00:00:00.sqlite", "admin", 404),
+    Case("a time before there was a database", "GET", "/db/shop@1999-01-01T00:00:00Z.sqlite", "admin", 404),
+    Case("an asset outside", "GET", "/static/..%2fserver.py", "admin", 404),
+    Case("an unknown address", "GET", "/v9/pipeline", "admin", 404),
+    Case("this method is not allowed", "PUT", "/db/shop.sqlite", "admin", 405, b"x"),
+    Case("this method is not allowed of SQL", "GET", "/v2/pipeline", "admin", 405),
+    Case("a method that is none", "FROBNICATE", "/healthz", "admin", 400),
     # ranges
-    Bad("a range behind the end", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=99999999-"}),
-    Bad("ranges that overlap", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=0-9,5-20"}),
-    Bad("too many ranges", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=" + "0-0," * 50 + "1-1"}),
-    Bad("a range that is none", "GET", "/db/shop@monday.sqlite", "admin", 416, headers={"range": "bytes=one-two"}),
+    Case("a range behind the end", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=99999999-"}),
+    Case("ranges that overlap", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=0-9,5-20"}),
+    Case("too many ranges", "GET", "/db/shop.sqlite", "admin", 416, headers={"range": "bytes=" + "0-0," * 50 + "1-1"}),
+    Case("a range that is none", "GET", "/db/shop@monday.sqlite", "admin", 416, headers={"range": "bytes=one-two"}),
     # sizes
-    Bad("a long address", "GET", "/" + "a" * 5000, "admin", 431),
-    Bad("a long header", "GET", "/healthz", "admin", 431, headers={"x-long": "a" * 5000}),
-    Bad("a long token", "GET", "/healthz", "", 431, headers={"authorization": "Bearer " + "a" * 9000}),
-    Bad("many headers", "GET", "/healthz", "admin", 431, headers={f"x-{n}": "a" * 50 for n in range(90)}),
-    Bad("a long body", "POST", "/v2/pipeline", "shop", 413, b" " * (65 * 1024), SHOP),
-    Bad("a long body of the dashboard", "POST", "/api/jobs/1/retry", "admin", 413, b" " * (65 * 1024), JSON),
+    Case("a long address", "GET", "/" + "a" * 5000, "admin", 431),
+    Case("a long header", "GET", "/healthz", "admin", 431, headers={"x-long": "a" * 5000}),
+    Case("a long token", "GET", "/healthz", "", 431, headers={"authorization": "Bearer " + "a" * 9000}),
+    Case("many headers", "GET", "/healthz", "admin", 431, headers={f"x-{n}": "a" * 50 for n in range(90)}),
+    Case("a long body", "POST", "/v2/pipeline", "shop", 413, b" " * (65 * 1024), SHOP),
+    Case("a long body of the dashboard", "POST", "/api/jobs/1/retry", "admin", 413, b" " * (65 * 1024), JSON),
     # bodies
-    Bad("a body that is no JSON", "POST", "/v2/pipeline", "shop", 400, b"select 1", SHOP),
-    Bad("JSON of another shape", "POST", "/v2/pipeline", "shop", 400, b'{"requests": 7}', SHOP),
-    Bad("JSON that is too deep", "POST", "/v2/pipeline", "shop", 400, b"[" * 50_000, SHOP),
-    Bad("a body of another type", "POST", "/api/jobs/1/retry", "admin", 415, b"a=b", {"content-type": "text/plain"}),
-    Bad("a query of too many fields", "GET", "/api/feed?" + "&".join(f"a{n}=1" for n in range(40)), "admin", 400),
-    Bad("a number that is none", "GET", "/api/feed?limit=-1", "admin", 400),
+    Case("a body that is no JSON", "POST", "/v2/pipeline", "shop", 400, b"select 1", SHOP),
+    Case("JSON of another shape", "POST", "/v2/pipeline", "shop", 400, b'{"requests": 7}', SHOP),
+    Case("JSON that is too deep", "POST", "/v2/pipeline", "shop", 400, b"[" * 50_000, SHOP),
+    Case("a body of another type", "POST", "/api/jobs/1/retry", "admin", 415, b"a=b", {"content-type": "text/plain"}),
+    Case("a query of too many fields", "GET", "/api/feed?" + "&".join(f"a{n}=1" for n in range(40)), "admin", 400),
+    Case("a number that is none", "GET", "/api/feed?limit=-1", "admin", 400),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
-def test_a_bad_request_ends_in_a_clear_error(world: World, bad: Bad) -> None:
-    told = world.asker(bad.holder).ask(bad.method, bad.path, bad.body, **bad.headers)
-    assert told.status == bad.status, told.body[:300]
-    error = told.json
+def test_a_bad_request_ends_in_a_clear_error(served: ServedStore, bad: Case) -> None:
+    response = served.client(bad.holder).request(bad.method, bad.path, bad.body, **bad.headers)
+    assert response.status == bad.status, response.body[:300]
+    error = response.json
     assert error.get("message"), error
-    text = told.body.decode() + repr(told.headers)
+    text = response.body.decode() + repr(response.headers)
     assert "Traceback" not in text
-    assert not [token for token in world.tokens.values() if token and token in text]
-    assert str(world.store.path) not in text
+    assert not [token for token in served.tokens.values() if token and token in text]
+    assert str(served.store.path) not in text
 
 
-LEAVING = [
+STATEMENTS_LEAVING_DATABASE = [
     "attach '/etc/passwd' as x",
     "attach 'other' as x",
     "attach 'shop' as x",
@@ -259,43 +259,46 @@ LEAVING = [
 
 
 @pytest.mark.parametrize("carrier", ["pipeline", "stream", "batch"])
-def test_sql_that_would_leave_its_database_is_refused_over_the_wire(world: World, carrier: str) -> None:
-    """With the ways in which bad requests end, above: a hundred and more. Nothing is left behind by any of them."""
-    assert len(BAD) + len(LEAVING) >= 100
-    for sql in LEAVING:
+def test_sql_that_would_leave_its_database_is_refused_over_the_wire(served: ServedStore, carrier: str) -> None:
+    """Together with the cases above, more than a hundred ways to send a bad request. None of them leaves anything
+    behind."""
+    assert len(BAD) + len(STATEMENTS_LEAVING_DATABASE) >= 100
+    for sql in STATEMENTS_LEAVING_DATABASE:
         request: dict[str, Any] = {"type": "execute", "stmt": {"sql": sql}}
         if carrier == "batch":
             request = {"type": "batch", "batch": {"steps": [{"stmt": {"sql": sql}}]}}
         requests = [request, *([] if carrier == "stream" else [{"type": "close"}])]
-        told = world.asker("shop").ask("POST", "/v3/pipeline", json.dumps({"requests": requests}).encode(), **SHOP)
-        assert told.status == 200, (sql, told.body)
-        result = told.json["results"][0]
+        response = served.client("shop").request(
+            "POST", "/v3/pipeline", json.dumps({"requests": requests}).encode(), **SHOP
+        )
+        assert response.status == 200, (sql, response.body)
+        result = response.json["results"][0]
         error = result.get("error") or result["response"]["result"]["step_errors"][0]
         assert error is not None, sql
         assert error["message"], sql
         if carrier == "stream":
-            end = json.dumps({"baton": told.json["baton"], "requests": [{"type": "close"}]}).encode()
-            assert world.asker("shop").ask("POST", "/v3/pipeline", end, **SHOP).status == 200
-    assert [info.name for info in world.store.databases() if "escaped" in info.name] == []
+            end = json.dumps({"baton": response.json["baton"], "requests": [{"type": "close"}]}).encode()
+            assert served.client("shop").request("POST", "/v3/pipeline", end, **SHOP).status == 200
+    assert [info.name for info in served.store.databases() if "escaped" in info.name] == []
     assert not [*Path("/tmp").glob("quire-escaped*")]
-    assert "quire_sql_streams 0.0" in world.asker("admin").ask("GET", "/metrics").body.decode()
+    assert "quire_sql_streams 0.0" in served.client("admin").request("GET", "/metrics").body.decode()
 
 
-def test_a_reader_writes_nothing_over_the_wire(world: World) -> None:
-    told = world.asker("shop-ro").ask("POST", "/v2/pipeline", WRITE, **SHOP)
-    assert (told.status, told.json["results"][0]["type"]) == (200, "error")
-    with closing(world.store.sqlite("shop")) as connection:
+def test_a_read_token_writes_nothing_over_the_wire(served: ServedStore) -> None:
+    response = served.client("shop-ro").request("POST", "/v2/pipeline", WRITE, **SHOP)
+    assert (response.status, response.json["results"][0]["type"]) == (200, "error")
+    with closing(served.store.sqlite("shop")) as connection:
         assert connection.execute("select count(*) from item").get == 1
 
 
-def test_no_token_is_told_to_whoever_listens(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_never_logged(served: ServedStore, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[dict[str, Any]] = []
     monkeypatch.setattr(admission, "LOGGED_PER_SECOND", 1_000_000)
     monkeypatch.setattr(admission, "emit", lambda *names, **fields: events.append({"names": names, **fields}))
     for holder in ("wrong", "expired", "forged", "unsigned", "shop"):
-        world.asker(holder).get(f"/api/overview?access_token={world.tokens['admin']}")
+        served.client(holder).get(f"/api/overview?access_token={served.tokens['admin']}")
     assert [event["names"][1] for event in events] == ["service.refused"] * 5
-    assert not [token for token in world.tokens.values() if token and token in repr(events)]
+    assert not [token for token in served.tokens.values() if token and token in repr(events)]
 
 
 # ── connections ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,67 +338,69 @@ SLOW = [
 @pytest.mark.parametrize(
     ("name", "data", "status", "limit"), SLOW, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_client_that_does_not_finish_is_hung_up_on(
-    world: World, name: str, data: bytes, status: bytes, limit: str
+def test_a_client_that_does_not_finish_its_request_is_disconnected(
+    served: ServedStore, name: str, data: bytes, status: bytes, limit: str
 ) -> None:
-    before = limited(world.web, limit)
-    said = world.asker().raw(data.replace(b"TOKEN", world.tokens["shop"].encode()))
-    assert said[9:12] == status, said[:200]
+    before = limited(served.web, limit)
+    answer = served.client().raw(data.replace(b"TOKEN", served.tokens["shop"].encode()))
+    assert answer[9:12] == status, answer[:200]
     if status:
-        assert b"connection: close" in said
-        assert json.loads(said.partition(b"\r\n\r\n")[2])["message"]
+        assert b"connection: close" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["message"]
     if limit:
-        assert limited(world.web, limit) == before + 1
+        assert limited(served.web, limit) == before + 1
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_hung_up_on(world: World) -> None:
-    """Slow loris: bytes that come in time do not give it more."""
-    before = limited(world.web, "head_seconds")
-    with socket.create_connection(world.asker().place, timeout=60) as slow:
+def test_a_client_that_sends_single_bytes_is_disconnected(served: ServedStore) -> None:
+    """Slow loris: bytes that arrive in time do not extend the timeout."""
+    before = limited(served.web, "head_seconds")
+    with socket.create_connection(served.client().host_and_port, timeout=60) as slow:
         slow.sendall(b"GET /healthz HTTP/1.1\r\n")
-        while limited(world.web, "head_seconds") == before:
+        while limited(served.web, "head_seconds") == before:
             try:
                 slow.sendall(b"x: a\r\n")
             except OSError:
                 break
             time.sleep(0.05)
-    assert limited(world.web, "head_seconds") == before + 1
+    assert limited(served.web, "head_seconds") == before + 1
 
 
-def test_many_half_open_clients_leave_room_for_the_others(path: Path) -> None:
+def test_many_half_open_clients_leave_capacity_for_others(path: Path) -> None:
     with web_served(path, http_connections_max=40, http_head_seconds=30.0) as (store, web):
-        asker = admin(web, store)
-        half_open = [socket.create_connection(asker.place, timeout=60) for _ in range(39)]
-        until(lambda: web.figures().connections_now == 39, "they are not all there")
-        assert asker.get("/readyz").json == {"ready": True}
-        until(lambda: web.figures().connections_now == 39, "the last is still there")
-        half_open.append(socket.create_connection(asker.place, timeout=60))
-        until(lambda: web.figures().connections_now == 40, "the last did not come")
-        told = asker.get("/readyz")
-        assert (told.status, told.json["error"], told.headers["retry-after"]) == (503, "Overloaded", "1")
+        client = admin_client(web, store)
+        half_open = [socket.create_connection(client.host_and_port, timeout=60) for _ in range(39)]
+        until(lambda: web.figures().connections_now == 39, "not all connections are open")
+        assert client.get("/readyz").json == {"ready": True}
+        until(lambda: web.figures().connections_now == 39, "the last connection is still open")
+        half_open.append(socket.create_connection(client.host_and_port, timeout=60))
+        until(lambda: web.figures().connections_now == 40, "the last connection was not accepted")
+        response = client.get("/readyz")
+        assert (response.status, response.json["error"], response.headers["retry-after"]) == (503, "Overloaded", "1")
         assert web.figures().limited == {"connections": 1}
         for connection in half_open:
             connection.close()
         until(lambda: web.figures().connections_now == 0, "a slot was lost")
 
 
-def test_who_does_not_read_its_answer_is_hung_up_on(world: World) -> None:
-    store, before = world.store, limited(world.web, "send_seconds")
+def test_a_client_that_does_not_read_its_answer_is_disconnected(served: ServedStore) -> None:
+    store, before = served.store, limited(served.web, "send_seconds")
     with closing(store.sqlite("large", create=True)) as connection:
         connection.execute("create table t(a); insert into t values (zeroblob(40000000))")
     with socket.socket() as lazy:
         lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
-        lazy.connect(world.asker().place)
-        token = world.tokens["admin"].encode()
+        lazy.connect(served.client().host_and_port)
+        token = served.tokens["admin"].encode()
         lazy.sendall(
             b"GET /db/large.sqlite HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer " + token + b"\r\n\r\n"
         )
-        until(lambda: limited(world.web, "send_seconds") == before + 1, "it may still be read")
-    until(lambda: all(not version.users for version in versions(world.web)._open.values()), "the version is still held")
+        until(lambda: limited(served.web, "send_seconds") == before + 1, "the slow client was not disconnected")
+    until(
+        lambda: all(not version.users for version in versions(served.web)._open.values()), "the version is still held"
+    )
     store.drop("large")
 
 
-def test_more_requests_than_there_are_places_are_told_so(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_above_the_limit_are_refused_with_a_reason(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def slow(_: object, **__: object) -> dict[str, object]:
@@ -405,22 +410,22 @@ def test_more_requests_than_there_are_places_are_told_so(path: Path, monkeypatch
 
     monkeypatch.setattr("quire.service.web.overview.lineage", slow)
     with web_served(path, http_requests_max=1) as (_, web):
-        asker = Asker(web.address)
-        first = threading.Thread(target=asker.get, args=("/api/lineage",))
+        client = HttpClient(web.address)
+        first = threading.Thread(target=client.get, args=("/api/lineage",))
         first.start()
         assert entered.wait(60)
-        told = asker.get("/api/jobs")
-        assert (told.status, told.json["error"]) == (503, "Overloaded")
-        assert asker.get("/healthz").status == 200, "whoever watches the server is answered"
+        response = client.get("/api/jobs")
+        assert (response.status, response.json["error"]) == (503, "Overloaded")
+        assert client.get("/healthz").status == 200, "health checks are answered"
         assert web.figures().limited == {"requests": 1}
         leave.set()
         first.join(60)
-        assert asker.get("/api/jobs").status == 200
+        assert client.get("/api/jobs").status == 200
 
 
-def test_an_answer_to_an_unread_body_is_seen_by_the_client(world: World) -> None:
-    """A connection that is closed with unread bytes is reset, and the answer would be lost."""
-    with socket.create_connection(world.asker().place, timeout=60) as client:
+def test_an_answer_to_an_unread_body_reaches_the_client(served: ServedStore) -> None:
+    """Hazard: closing a connection with unread bytes resets it, and the answer is lost."""
+    with socket.create_connection(served.client().host_and_port, timeout=60) as client:
         client.sendall(HEAD + b"Content-Length: 50000000\r\n\r\n")
         sent = 0
         try:
@@ -428,16 +433,16 @@ def test_an_answer_to_an_unread_body_is_seen_by_the_client(world: World) -> None
                 sent += client.send(b" " * 50_000)
         except OSError:
             pass
-        said = b""
+        answer = b""
         while piece := client.recv(65_536):
-            said += piece
-    assert said.startswith(b"HTTP/1.1 401"), said[:100]
-    assert said.count(b"HTTP/1.1") == 1
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 401"), answer[:100]
+    assert answer.count(b"HTTP/1.1") == 1
 
 
 # ── WebSocket ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_websocket_comes_from_our_own_pages_or_from_programs(world: World) -> None:
-    url = world.web.address.replace("http", "ws")
+def test_a_websocket_is_accepted_from_our_own_pages_and_from_programs(served: ServedStore) -> None:
+    url = served.web.address.replace("http", "ws")
     for headers, status in (({"Origin": "https://evil.example"}, 403), ({"Host": "evil.example"}, 400)):
         with pytest.raises(InvalidStatus) as refused:
             connect(url, additional_headers=headers, subprotocols=["hrana3"], open_timeout=60)  # type: ignore[list-item]
@@ -447,8 +452,8 @@ def test_a_websocket_comes_from_our_own_pages_or_from_programs(world: World) -> 
     assert refused.value.response.status_code == 404
 
 
-def test_a_message_that_is_too_long_ends_its_websocket(world: World) -> None:
-    url = world.web.address.replace("http", "ws")
+def test_a_message_that_is_too_long_ends_its_websocket(served: ServedStore) -> None:
+    url = served.web.address.replace("http", "ws")
     with connect(url, subprotocols=["hrana3"], open_timeout=60) as client:  # type: ignore[list-item]
         client.send("x" * (65 * 1024))
         with pytest.raises(ConnectionClosedError) as closed:
@@ -458,24 +463,24 @@ def test_a_message_that_is_too_long_ends_its_websocket(world: World) -> None:
 
 
 # ── TLS ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_handshake_that_does_not_end_costs_a_slot_for_a_moment(path: Path, tmp_path: Path) -> None:
+def test_an_unfinished_handshake_uses_a_slot_only_briefly(path: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
     few = settings(http_head_seconds=0.5, http_connections_max=3, http_events_max=1)
     with quire.open(path, settings=few) as store:
-        given = Credentials(tls_cert_file=cert, tls_key_file=key)
-        with store.serve_http("https://127.0.0.1:0", given) as web:
-            place = Asker(web.address).place
-            held = [socket.create_connection(place, timeout=60) for _ in range(3)]
-            until(lambda: web.figures().connections_now == 3, "they are not there")
-            with socket.create_connection(place, timeout=60) as more:
-                assert more.recv(10) == b"", "over TLS it is only hung up on"
+        credentials = Credentials(tls_cert_file=cert, tls_key_file=key)
+        with store.serve_http("https://127.0.0.1:0", credentials) as web:
+            address = HttpClient(web.address).host_and_port
+            held = [socket.create_connection(address, timeout=60) for _ in range(3)]
+            until(lambda: web.figures().connections_now == 3, "the connections are not open")
+            with socket.create_connection(address, timeout=60) as more:
+                assert more.recv(10) == b"", "over TLS the connection is only closed"
             assert web.figures().limited["connections"] == 1
             until(lambda: web.figures().connections_now == 0, "a handshake never ends")
             assert web.figures().limited["tls_handshake"] == 3
             assert [connection.recv(10) for connection in held] == [b""] * 3
             context = ssl.create_default_context(cafile=cert)
             context.check_hostname = False
-            with socket.create_connection(place, timeout=60) as plain, context.wrap_socket(plain) as secured:
+            with socket.create_connection(address, timeout=60) as plain, context.wrap_socket(plain) as secured:
                 secured.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 assert secured.recv(12) == b"HTTP/1.1 200"
             for connection in held:

@@ -1,4 +1,4 @@
-"""Live updates: they arrive, they are bounded, and who does not read is dropped."""
+"""Live updates: they arrive, they are bounded, and a client that does not read is dropped."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from quire.service.web import hub as hubs
 from quire.service.web.hub import CHANGES_MAX, QUEUE_MAX, Hub, Subscriber
 from quire.service.web.server import WebServer
 from quire.store.store import Store
-from tests.service.web.world import Asker, Events, web_served
+from tests.service.web.http_client import Events, HttpClient, web_served
 
 
-def settle(web: WebServer, pages: int) -> None:
+def wait_for_pages(web: WebServer, pages: int) -> None:
     deadline = time.monotonic() + 60
     while web.figures().pages_now != pages and time.monotonic() < deadline:
         time.sleep(0.02)
     assert web.figures().pages_now == pages
 
 
-def test_a_change_arrives_with_what_it_did_and_to_whom(anybody: Asker, store: Store) -> None:
-    page = Events(anybody)
+def test_a_change_arrives_with_its_operations_and_databases(anonymous: HttpClient, store: Store) -> None:
+    page = Events(anonymous)
     try:
         assert (page.status, page.headers["content-type"]) == (200, "text/event-stream")
         assert page.until("hello")["head"] == store.feed.head()
         store.create("shop", "pages")
-        told = page.until("changes")
-        made = told["changes"][-1]
-        assert made["kinds"] == {"RegisterDb": 1}
-        assert made["databases"] == ["shop"]
-        assert (made["sequence"], told["head"], told["skipped"]) == (store.feed.head(), store.feed.head(), 0)
+        update = page.until("changes")
+        change = update["changes"][-1]
+        assert change["kinds"] == {"RegisterDb": 1}
+        assert change["databases"] == ["shop"]
+        assert (change["sequence"], update["head"], update["skipped"]) == (store.feed.head(), store.feed.head(), 0)
     finally:
         page.close()
 
 
-def test_a_change_before_the_hub_has_begun_to_follow_arrives(
-    anybody: Asker, store: Store, monkeypatch: pytest.MonkeyPatch
+def test_a_change_before_the_hub_follows_the_feed_arrives(
+    anonymous: HttpClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = hubs.Hub._follow
 
@@ -48,68 +48,68 @@ def test_a_change_before_the_hub_has_begun_to_follow_arrives(
         follow(hub)
 
     monkeypatch.setattr(hubs.Hub, "_follow", late)
-    page = Events(anybody)
+    page = Events(anonymous)
     try:
         assert page.next()[0] == "hello"
-        name, told = page.next()
-        assert name == "changes", "not a beat"
-        assert told["changes"][-1]["databases"] == ["shop"]
+        name, response = page.next()
+        assert name == "changes", "not a heartbeat"
+        assert response["changes"][-1]["databases"] == ["shop"]
     finally:
         page.close()
 
 
-def test_a_quiet_store_still_beats(anybody: Asker, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_store_sends_heartbeats(anonymous: HttpClient, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hubs, "BEAT_SECONDS", 0.1)
-    page = Events(anybody)
+    page = Events(anonymous)
     try:
         assert page.until("beat")["head"] == store.feed.head()
     finally:
         page.close()
 
 
-def test_a_burst_is_told_in_few_bounded_rounds(anybody: Asker, store: Store) -> None:
-    page = Events(anybody)
+def test_a_burst_is_sent_in_few_bounded_updates(anonymous: HttpClient, store: Store) -> None:
+    page = Events(anonymous)
     try:
         page.until("hello")
         head = store.feed.head()
-        guards = [store.manifest.submit([ReserveIds(Counter.JOB, 10_000 + each)]) for each in range(400)]
-        for each in guards:
-            each.result()
-        rounds = seen = 0
-        while seen < 400:
-            told = page.until("changes")
+        guards = [store.manifest.submit([ReserveIds(Counter.JOB, 10_000 + number)]) for number in range(400)]
+        for guard in guards:
+            guard.result()
+        rounds = received = 0
+        while received < 400:
+            response = page.until("changes")
             rounds += 1
-            assert len(told["changes"]) <= CHANGES_MAX
-            sequences = [each["sequence"] for each in told["changes"]]
-            assert sequences == list(range(told["head"] - len(sequences) + 1, told["head"] + 1))
-            seen += told["skipped"] + len(sequences)
-        assert head + seen == store.feed.head()
+            assert len(response["changes"]) <= CHANGES_MAX
+            sequences = [change["sequence"] for change in response["changes"]]
+            assert sequences == list(range(response["head"] - len(sequences) + 1, response["head"] + 1))
+            received += response["skipped"] + len(sequences)
+        assert head + received == store.feed.head()
         assert rounds < 100
     finally:
         page.close()
 
 
-def test_there_are_so_many_places_and_a_page_that_leaves_gives_its_back(path: Path) -> None:
+def test_subscribers_are_limited_and_a_page_that_leaves_frees_its_slot(path: Path) -> None:
     with web_served(path, http_events_max=2) as (store, web):
-        asker = Asker(web.address)
-        pages = [Events(asker), Events(asker)]
-        settle(web, 2)
-        refused = Events(asker)
+        client = HttpClient(web.address)
+        pages = [Events(client), Events(client)]
+        wait_for_pages(web, 2)
+        refused = Events(client)
         assert refused.status == 503
         assert web.figures().limited == {"events": 1}
         refused.close()
         pages.pop().close()
-        settle_by_writing(web, store, 1)
-        again = Events(asker)
-        assert again.status == 200
-        for each in (*pages, again):
-            each.close()
+        wait_for_pages_by_writing(web, store, 1)
+        reconnected = Events(client)
+        assert reconnected.status == 200
+        for stream in (*pages, reconnected):
+            stream.close()
 
 
 def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
-    anybody: Asker, web: WebServer, store: Store
+    anonymous: HttpClient, web: WebServer, store: Store
 ) -> None:
-    slow, quick = Events(anybody), Events(anybody)
+    slow, quick = Events(anonymous), Events(anonymous)
     done = threading.Event()
 
     def read() -> None:
@@ -119,15 +119,15 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        settle(web, 2)
+        wait_for_pages(web, 2)
         hub = web._web.hub
         bulk = {"changes": ["x" * 1000] * 200}
         while not web.figures().pages_dropped:
             hub._tell("changes", bulk)
             time.sleep(0.02)
         assert web.figures().pages_dropped == 1
-        settle(web, 1)
-        assert store.feed.head() == 0 or anybody.get("/healthz").status == 200
+        wait_for_pages(web, 1)
+        assert store.feed.head() == 0 or anonymous.get("/healthz").status == 200
     finally:
         done.set()
         web.close()
@@ -136,39 +136,39 @@ def test_a_page_that_does_not_read_is_dropped_and_the_others_go_on(
         quick.close()
 
 
-def test_a_full_queue_ends_a_place() -> None:
-    place = Subscriber()
-    assert [place.tell(b"x") for _ in range(QUEUE_MAX + 1)] == [True] * QUEUE_MAX + [False]
-    assert place.take() is None
-    assert place.dropped
+def test_a_full_queue_drops_its_subscriber() -> None:
+    subscriber = Subscriber()
+    assert [subscriber.tell(b"x") for _ in range(QUEUE_MAX + 1)] == [True] * QUEUE_MAX + [False]
+    assert subscriber.take() is None
+    assert subscriber.dropped
 
 
 def test_closing_ends_the_updates_and_the_hubs_thread(path: Path) -> None:
     with web_served(path) as (_, web):
-        page = Events(Asker(web.address))
+        page = Events(HttpClient(web.address))
         page.until("hello")
-        began = time.monotonic()
+        started = time.monotonic()
         web.close()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - started < 3
         while page.next()[0]:
             pass
         page.close()
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("quire-web")]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-web")]
 
 
-def test_nobody_listens_and_nothing_is_looked_at(web: WebServer, store: Store) -> None:
+def test_without_subscribers_the_feed_is_not_read(web: WebServer, store: Store) -> None:
     hub: Hub = web._web.hub
     assert hub._thread is None
-    page = Events(Asker(web.address))
+    page = Events(HttpClient(web.address))
     page.until("hello")
     page.close()
-    store.create("shop", "pages")  # which the server tries to tell, and notices that the page is gone
+    store.create("shop", "pages")  # the server tries to send it, and notices that the page is gone
     store.create("shop2", "pages")
-    settle_by_writing(web, store, 0)
+    wait_for_pages_by_writing(web, store, 0)
     assert hub._thread is not None
 
 
-def settle_by_writing(web: WebServer, store: Store, pages: int) -> None:
+def wait_for_pages_by_writing(web: WebServer, store: Store, pages: int) -> None:
     """The server notices that a page has left when it next sends something."""
     number = 500
     while web.figures().pages_now != pages:

@@ -1,4 +1,4 @@
-"""What holds for every address, whichever part answers it: it is listed, and it asks for a token."""
+"""Properties of every address, whichever part answers it: it is documented, and it requires a token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from starlette.routing import Route, WebSocketRoute
 
 from quire.service.web.server import WebServer
 from tests.rules.tree import ROOT
-from tests.service.web.world import Asker, web_served
+from tests.service.web.http_client import HttpClient, web_served
 
-FREE = {"/v2", "/v3", "/v3-protobuf", "/v3-protobuf/pipeline", "/v3-protobuf/cursor", "/sync/{position:path}"}
-"""What is spoken, and what is not, is no secret: these answers are the same for everybody, and clients ask before they show a
+PUBLIC_ADDRESSES = {
+    "/v2",
+    "/v3",
+    "/v3-protobuf",
+    "/v3-protobuf/pipeline",
+    "/v3-protobuf/cursor",
+    "/sync/{position:path}",
+}
+"""Protocol discovery is public: these answers are the same for everybody, and clients request them before they send a
 token."""
 EXAMPLES = {
     "action": "hello",
@@ -28,11 +35,11 @@ EXAMPLES = {
 
 
 def addresses(web: WebServer) -> list[tuple[str, str]]:
-    """(method, path) of every route, the prefix of a database left out."""
+    """(method, path) of every route, without the prefix of a database."""
     routes = [route for route in web._web.app.routes if isinstance(route, Route)]
-    found = {(method, route.path) for route in routes for method in (route.methods or {"GET"}) if method != "HEAD"}
-    assert len(found) > 20
-    return sorted(found)
+    registered = {(method, route.path) for route in routes for method in (route.methods or {"GET"}) if method != "HEAD"}
+    assert len(registered) > 20
+    return sorted(registered)
 
 
 def example(path: str) -> str:
@@ -51,28 +58,30 @@ def test_the_page_lists_every_address(web: WebServer) -> None:
     assert any(isinstance(route, WebSocketRoute) for route in web._web.app.routes)
 
 
-def test_every_address_asks_for_a_token(path: Path) -> None:
+def test_every_address_requires_a_token(path: Path) -> None:
     with web_served(path, http_ask_readers=True) as (store, web):
         store.sqlite("shop", create=True).close()
-        stranger = Asker(web.address)
-        wrong = Asker(web.address, "a-token-that-nobody-has-given-out")
+        anonymous = HttpClient(web.address)
+        wrong = HttpClient(web.address, "a-token-that-nobody-has-given-out")
         for method, route in addresses(web):
-            if route.removeprefix("/db/{database}") in FREE:
+            if route.removeprefix("/db/{database}") in PUBLIC_ADDRESSES:
                 continue
-            for asker in (stranger, wrong):
-                told = asker.ask(method, example(route), b"{}" if method == "POST" else None, x_namespace="shop")
-                assert told.status == 401, (method, route, told.body)
-                assert told.headers["www-authenticate"] == 'Bearer realm="quire"'
+            for client in (anonymous, wrong):
+                response = client.request(
+                    method, example(route), b"{}" if method == "POST" else None, x_namespace="shop"
+                )
+                assert response.status == 401, (method, route, response.body)
+                assert response.headers["www-authenticate"] == 'Bearer realm="quire"'
 
 
 @pytest.mark.parametrize("holder", ["read.token", "admin.token"])
-def test_a_whole_stores_token_is_taken_everywhere(path: Path, holder: str) -> None:
+def test_the_store_token_is_accepted_everywhere(path: Path, holder: str) -> None:
     with web_served(path, http_ask_readers=True) as (store, web):
         store.sqlite("shop", create=True).close()
-        asker = Asker(web.address, (path / holder).read_text().strip())
+        client = HttpClient(web.address, (path / holder).read_text().strip())
         for method, route in addresses(web):
-            told = asker.ask(method, example(route), b"{}" if method == "POST" else None, x_namespace="shop")
-            assert told.status != 401, (method, route, told.body)
+            response = client.request(method, example(route), b"{}" if method == "POST" else None, x_namespace="shop")
+            assert response.status != 401, (method, route, response.body)
             if holder == "admin.token":
-                assert told.status != 403, (method, route, told.body)
-            store.sqlite("shop", create=True).close()  # one of them drops it
+                assert response.status != 403, (method, route, response.body)
+            store.sqlite("shop", create=True).close()  # one of the requests drops it

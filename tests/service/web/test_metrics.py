@@ -1,4 +1,4 @@
-"""`/metrics`, and that alerts, the Grafana board and the page about them name only what is exported."""
+"""`/metrics`; and alerts, the Grafana dashboard and the documentation name only exported metrics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.manifest.helpers import eventually
 from tests.rules.tree import ROOT
-from tests.service.web.world import Asker
+from tests.service.web.http_client import HttpClient
 
 BOARD = ROOT / "deploy" / "grafana" / "quire.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
@@ -37,56 +37,56 @@ def _with_tag(store: Store, tag: str, largest: int = 20) -> StoreSettings:
 
 
 @pytest.fixture
-def samples(anybody: Asker, furnished: Store) -> list[Sample]:
-    """All samples of a store that has something of everything."""
-    furnished.settings = _with_tag(furnished, "plan")
-    furnished.create("tagged", "pages", tags={"plan": "free"})
-    furnished.pages.open("shop")
-    furnished.stream("clicks").register("billing")
-    furnished.kv("cart", create=True).write({b"ann": b"1"})
-    furnished.kv("cart").flush()
-    told = anybody.get("/metrics")
-    assert told.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(told.body.decode())
+def samples(anonymous: HttpClient, populated: Store) -> list[Sample]:
+    """All samples of a populated store."""
+    populated.settings = _with_tag(populated, "plan")
+    populated.create("tagged", "pages", tags={"plan": "free"})
+    populated.pages.open("shop")
+    populated.stream("clicks").register("billing")
+    populated.kv("cart", create=True).write({b"ann": b"1"})
+    populated.kv("cart").flush()
+    response = anonymous.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    families = text_string_to_metric_families(response.body.decode())
     return [sample for family in families for sample in family.samples]
 
 
 @pytest.fixture
 def exported(samples: list[Sample]) -> set[str]:
-    """Their names."""
+    """The names of all samples."""
     return {sample.name for sample in samples}
 
 
-def test_the_figures_are_those_of_the_store(anybody: Asker, furnished: Store, web: WebServer) -> None:
-    furnished.pages.open("shop")
-    text = anybody.get("/metrics").body.decode()
-    found = {
+def test_the_metrics_match_the_store(anonymous: HttpClient, populated: Store, web: WebServer) -> None:
+    populated.pages.open("shop")
+    text = anonymous.get("/metrics").body.decode()
+    values = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found["quire_databases", (("kind", "pages"),)] == 3
-    assert found["quire_jobs", (("kind", "compaction"), ("state", "failed_permanent"))] == 1
-    assert found["quire_artifacts_damaged", ()] == 1
-    assert found["quire_feed_lag", (("cursor", "search"),)] == furnished.feed.lag()["search"]
-    assert found["quire_feed_head_sequence", ()] == furnished.feed.head()
-    assert found["quire_http_requests_total", ()] == web.figures().calls - 1
-    assert found["quire_manifest_commits_total", ()] > 0
-    assert ("quire_wal_bytes", (("db", "1"), ("name", "shop"))) in found
+    assert values["quire_databases", (("kind", "pages"),)] == 3
+    assert values["quire_jobs", (("kind", "compaction"), ("state", "failed_permanent"))] == 1
+    assert values["quire_artifacts_damaged", ()] == 1
+    assert values["quire_feed_lag", (("cursor", "search"),)] == populated.feed.lag()["search"]
+    assert values["quire_feed_head_sequence", ()] == populated.feed.head()
+    assert values["quire_http_requests_total", ()] == web.figures().calls - 1
+    assert values["quire_manifest_commits_total", ()] > 0
+    assert ("quire_wal_bytes", (("db", "1"), ("name", "shop"))) in values
 
 
-def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Store) -> None:
-    cart = furnished.kv("cart", create=True)
+def test_the_engines_and_the_service_are_exported(anonymous: HttpClient, populated: Store) -> None:
+    cart = populated.kv("cart", create=True)
     cart.write({b"ann": b"1", b"bob": b"2"})
-    clicks = furnished.stream("clicks")
+    clicks = populated.stream("clicks")
     before = clicks.end_record
     clicks.append([b"one", b"two"]).result()
     clicks.register("billing", before)
-    with furnished.serve() as server, quire.connect(furnished.path) as client:
+    with populated.serve() as server, quire.connect(populated.path) as client:
         client.databases()
-        text = anybody.get("/metrics").body.decode()
+        text = anonymous.get("/metrics").body.decode()
         calls = server.figures().calls
-    found = {
+    values = {
         (
             sample.name,
             sample.labels.get("name", ""),
@@ -95,19 +95,19 @@ def test_the_engines_and_the_service_are_exported(anybody: Asker, furnished: Sto
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found["quire_flight_calls_total", "", ""] == calls >= 2
-    assert found["quire_flight_servers", "", ""] == 2, "the socket, and this address"
-    assert found["quire_kv_last_lsn", "cart", ""] == cart.stats().last_lsn
-    assert found["quire_kv_memtable_bytes", "cart", ""] > 0
-    assert found["quire_stream_records_total", "clicks", ""] == before - 1 + 2, "ids begin at 1"
-    assert found["quire_stream_consumer_lag", "clicks", "billing"] == 2
-    assert found["quire_stream_segments", "clicks", "hot"] >= 1
+    assert values["quire_flight_calls_total", "", ""] == calls >= 2
+    assert values["quire_flight_servers", "", ""] == 2, "the Unix socket and this address"
+    assert values["quire_kv_last_lsn", "cart", ""] == cart.stats().last_lsn
+    assert values["quire_kv_memtable_bytes", "cart", ""] > 0
+    assert values["quire_stream_records_total", "clicks", ""] == before - 1 + 2, "ids begin at 1"
+    assert values["quire_stream_consumer_lag", "clicks", "billing"] == 2
+    assert values["quire_stream_segments", "clicks", "hot"] >= 1
 
 
-def test_a_mirror_says_how_far_its_target_is_behind(anybody: Asker, furnished: Store, web: WebServer) -> None:
+def test_a_mirror_reports_the_lag_of_its_target(anonymous: HttpClient, populated: Store, web: WebServer) -> None:
     def figures() -> dict[str, float]:
         web._web.watched.cached.forget()
-        families = text_string_to_metric_families(anybody.get("/metrics").body.decode())
+        families = text_string_to_metric_families(anonymous.get("/metrics").body.decode())
         samples = [
             sample for family in families for sample in family.samples if sample.name.startswith("quire_mirror_")
         ]
@@ -117,27 +117,27 @@ def test_a_mirror_says_how_far_its_target_is_behind(anybody: Asker, furnished: S
     before = figures()
     assert (before["databases_behind"], before["rows"], before["synced_timestamp_seconds"]) == (1, 0, 0)
     assert before["lag_seconds"] > 0
-    furnished.mirrors.run("lake", runner="threads")
+    populated.mirrors.run("lake", runner="threads")
     synced = figures()
     assert (synced["databases_behind"], synced["lag_seconds"], synced["lag_frames"]) == (0, 0, 0)
     assert (synced["databases"], synced["rows"], synced["every_seconds"]) == (1, 2, 3600)
     assert synced["synced_timestamp_seconds"] >= synced["started_timestamp_seconds"] > 1_700_000_000
-    with closing(furnished.sqlite("shop")) as shop:
+    with closing(populated.sqlite("shop")) as shop:
         shop.execute("insert into item(name) values ('quince')")
     assert figures()["lag_frames"] > 0
 
 
 def test_two_stores_of_one_process_do_not_mix(path: Path, tmp_path: Path) -> None:
-    from tests.service.web.world import web_served
+    from tests.service.web.http_client import web_served
 
     with web_served(path) as (one, first), web_served(tmp_path / "other") as (_, second):
         one.create("shop", "pages")
-        assert b'quire_databases{kind="pages"} 1.0' in Asker(first.address).get("/metrics").body
-        assert b'quire_databases{kind="pages"} 0.0' in Asker(second.address).get("/metrics").body
+        assert b'quire_databases{kind="pages"} 1.0' in HttpClient(first.address).get("/metrics").body
+        assert b'quire_databases{kind="pages"} 0.0' in HttpClient(second.address).get("/metrics").body
 
 
 @pytest.mark.parametrize("file", [BOARD, ALERTS, PAGE], ids=lambda file: file.name)
-def test_every_metric_that_is_named_is_exported(file: Path, exported: set[str]) -> None:
+def test_every_metric_that_is_used_is_exported(file: Path, exported: set[str]) -> None:
     named = set(NAME.findall(file.read_text("utf-8")))
     assert len(named) > 10
     assert {name for name in named if not name.startswith("quire_rolling_")} - exported == set()
@@ -145,22 +145,23 @@ def test_every_metric_that_is_named_is_exported(file: Path, exported: set[str]) 
 
 def test_every_metric_that_is_exported_is_described(exported: set[str]) -> None:
     text = PAGE.read_text("utf-8")
-    own = {
+    histogram_names = {
         re.sub(r"_(bucket|sum|count)$", "_bucket", name)
         for name in exported
         if name.startswith("quire_manifest_commit_s")
     }
-    own |= {
+    histogram_names |= {
         name
         for name in exported
         if name.startswith("quire_") and not name.startswith(("quire_manifest_commit_s", "quire_rolling_"))
     }
-    assert [name for name in sorted(own) if f"`{name}`" not in text] == []
-    # A rolling metric is exported once it was observed; the page has the names without `_bucket`, `_sum`, `_count`, `_last`.
+    assert [name for name in sorted(histogram_names) if f"`{name}`" not in text] == []
+    # A rolling metric is exported once it was observed; the page has the names without `_bucket`, `_sum`, `_count`,
+    # `_last`.
     assert [kind.name for kind in MetricKind if f"`quire_rolling_{kind.name.lower()}`" not in text] == []
 
 
-def test_the_alerts_are_rules() -> None:
+def test_the_alerts_are_valid_rules() -> None:
     groups = yaml.safe_load(ALERTS.read_text("utf-8"))["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules) > 8
@@ -170,8 +171,8 @@ def test_the_alerts_are_rules() -> None:
         assert rule["annotations"]["summary"]
 
 
-SCRAPED = {"instance", "job"}
-"""Labels that Prometheus gives to every sample."""
+PROMETHEUS_LABELS = {"instance", "job"}
+"""Labels that Prometheus adds to every sample."""
 
 
 def alert_rules() -> list[dict[str, Any]]:
@@ -180,40 +181,40 @@ def alert_rules() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("rule", alert_rules(), ids=lambda rule: rule["alert"])
-def test_an_alert_asks_for_labels_that_its_metrics_have(rule: dict[str, Any], samples: list[Sample]) -> None:
-    """A rule that can never be true, or a message with empty places, is no alert."""
-    labels = {label for name in NAME.findall(rule["expr"]) for label in labels_of(samples, name)} | SCRAPED
-    kept = [set(re.split(r",\s*", names)) for names in re.findall(r"by \(([^)]*)\)", rule["expr"])]
-    for names in kept:
+def test_alerts_use_only_labels_of_their_metrics(rule: dict[str, Any], samples: list[Sample]) -> None:
+    """Hazard: a rule that can never be true, or a message with empty placeholders."""
+    labels = {label for name in NAME.findall(rule["expr"]) for label in labels_of(samples, name)} | PROMETHEUS_LABELS
+    groupings = [set(re.split(r",\s*", names)) for names in re.findall(r"by \(([^)]*)\)", rule["expr"])]
+    for names in groupings:
         assert names - labels == set()
     for name, matchers in re.findall(r"\b(quire_[a-z0-9_]+)\{([^}]*)\}", rule["expr"]):
         for label, value in re.findall(r'(\w+)="([^"]*)"', matchers):
             assert value in {sample.labels.get(label) for sample in samples if sample.name == name}
     shown = set(re.findall(r"\$labels\.(\w+)", " ".join(rule["annotations"].values())))
-    assert shown - (set.intersection(*kept) if kept else labels) == set()
+    assert shown - (set.intersection(*groupings) if groupings else labels) == set()
 
 
 def labels_of(samples: list[Sample], name: str) -> set[str]:
-    found = [set(sample.labels) for sample in samples if sample.name == name]
-    assert found, f"{name} has no sample"
-    return set.intersection(*found)
+    label_sets = [set(sample.labels) for sample in samples if sample.name == name]
+    assert label_sets, f"{name} has no sample"
+    return set.intersection(*label_sets)
 
 
-def test_the_alert_of_stalls_sees_a_writer_that_waits(anybody: Asker, furnished: Store) -> None:
-    """It asked for more frozen memtables than a writer ever waits for."""
+def test_the_stall_alert_fires_for_a_waiting_writer(anonymous: HttpClient, populated: Store) -> None:
+    """Its threshold was above the number of frozen memtables at which a writer waits."""
     (rule,) = [rule for rule in alert_rules() if rule["alert"] == "QuireKeyValueStalls"]
-    entered, go_on = threading.Event(), threading.Event()
+    entered, release = threading.Event(), threading.Event()
 
     def stall(_: str) -> None:
         entered.set()
-        go_on.wait()
+        release.wait()
 
     def stalled() -> float:
-        text = anybody.get("/metrics").body.decode()
+        text = anonymous.get("/metrics").body.decode()
         families = {family.name: family for family in text_string_to_metric_families(text)}
         return sum(sample.value for sample in families["quire_kv_stalled_writers"].samples)
 
-    cart = furnished.kv("cart", create=True)
+    cart = populated.kv("cart", create=True)
     cart.settings = msgspec.structs.replace(cart.settings, memtable_bytes=1_024)
 
     def write() -> None:
@@ -228,15 +229,15 @@ def test_the_alert_of_stalls_sees_a_writer_that_waits(anybody: Asker, furnished:
             assert eventually(lambda: stalled() == 1)
             assert "quire_kv_stalled_writers > 0" in rule["expr"]
         finally:
-            go_on.set()
+            release.set()
             writer.join()
     assert stalled() == 0
     assert cart.stats().stall_seconds > 0
 
 
-def test_the_board_is_one_that_grafana_reads() -> None:
+def test_the_dashboard_is_valid_for_grafana() -> None:
     board = json.loads(BOARD.read_text("utf-8"))
-    assert {each["name"] for each in board["templating"]["list"]} == {"datasource", "instance"}
+    assert {variable["name"] for variable in board["templating"]["list"]} == {"datasource", "instance"}
     places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
     assert len(set(places)) == len(places) == len({panel["id"] for panel in board["panels"]})
     for panel in board["panels"]:
@@ -245,12 +246,14 @@ def test_the_board_is_one_that_grafana_reads() -> None:
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
 
 
-def test_only_the_largest_databases_have_series_and_a_tag_adds_them_up(anybody: Asker, furnished: Store) -> None:
-    """A hundred thousand databases would be millions of series."""
-    furnished.create_many(["tenant-1", "tenant-2"], tags={"plan": "free"})
-    furnished.settings = _with_tag(furnished, "plan", largest=1)
-    families = list(text_string_to_metric_families(anybody.get("/metrics").body.decode()))
-    told = [sample for family in families for sample in family.samples]
-    assert len({sample.labels["db"] for sample in told if "db" in sample.labels}) == 1
-    sums = {sample.name: sample.value for sample in told if sample.labels.get("value") == "free"}
+def test_only_the_largest_databases_have_series_and_a_tag_sums_the_rest(
+    anonymous: HttpClient, populated: Store
+) -> None:
+    """Hazard: 100,000 databases would be millions of series."""
+    populated.create_many(["tenant-1", "tenant-2"], tags={"plan": "free"})
+    populated.settings = _with_tag(populated, "plan", largest=1)
+    families = list(text_string_to_metric_families(anonymous.get("/metrics").body.decode()))
+    all_samples = [sample for family in families for sample in family.samples]
+    assert len({sample.labels["db"] for sample in all_samples if "db" in sample.labels}) == 1
+    sums = {sample.name: sample.value for sample in all_samples if sample.labels.get("value") == "free"}
     assert sums == {"quire_tag_databases": 2.0, "quire_tag_disk_bytes": 0.0}

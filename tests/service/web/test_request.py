@@ -1,4 +1,4 @@
-"""Who is let in, with which headers, and what is refused before it is looked at."""
+"""Access control by host, origin and token; response headers; and requests that are refused early."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from quire.service.web.protocol import _CycleTransport
 from quire.service.web.server import WebServer
 from quire.store.store import Store
 from tests.service.test_access import certificate
-from tests.service.web.world import JSON, Asker, admin, web_served
+from tests.service.web.http_client import JSON, HttpClient, admin_client, web_served
 
 READ = ["/metrics", "/api/overview", "/api/lineage", "/api/jobs", "/api/feed", "/api/verification", "/nothing"]
 
 
-def test_every_answer_keeps_other_sites_and_type_guessing_out(anybody: Asker) -> None:
+def test_every_answer_has_its_security_headers(anonymous: HttpClient) -> None:
     for target in ("/", "/static/app.js", "/healthz", "/api/overview", "/nothing", "/metrics"):
-        headers = anybody.get(target).headers
+        headers = anonymous.get(target).headers
         for name, value in HEADERS.items():
             assert headers[name.lower()] == value, target
         policy = headers["content-security-policy"]
@@ -42,8 +42,8 @@ def test_every_answer_keeps_other_sites_and_type_guessing_out(anybody: Asker) ->
         assert "python" not in headers["server"].lower()
 
 
-# ── names and origins ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_addresses_and_localhost_are_our_names(anybody: Asker) -> None:
+# ── hosts and origins ─────────────────────────────────────────────────────────────────────────────────────────────────
+def test_ip_addresses_and_localhost_are_accepted_as_host(anonymous: HttpClient) -> None:
     for host in (
         "localhost",
         "localhost:7448",
@@ -54,108 +54,110 @@ def test_addresses_and_localhost_are_our_names(anybody: Asker) -> None:
         "shop.localhost",
         "",
     ):
-        assert anybody.get("/api/me", Host=host).status == 200, host
+        assert anonymous.get("/api/me", Host=host).status == 200, host
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", ":", "[", "a@b"]
 )
-def test_a_foreign_name_is_refused_whatever_it_asks_for(anybody: Asker, web: WebServer, host: str) -> None:
-    """DNS rebinding: a foreign page's name was pointed at this machine."""
+def test_a_foreign_host_is_refused_for_every_address(anonymous: HttpClient, web: WebServer, host: str) -> None:
+    """DNS rebinding: the name of a foreign page resolves to this machine."""
     for target in ("/", "/healthz", "/api/overview", "/api/events"):
         before = web.figures().refused
-        assert anybody.get(target, Host=host).status == 403
+        assert anonymous.get(target, Host=host).status == 403
         assert web.figures().refused == before + 1
 
 
-def test_a_name_of_the_settings_is_ours(path: Path) -> None:
+def test_a_host_from_the_settings_is_accepted(path: Path) -> None:
     with web_served(path, http_hosts=("data.lan",)) as (_, web):
-        assert Asker(web.address).get("/api/me", Host="Data.LAN:7448").status == 200
-        assert Asker(web.address).get("/api/me", Host="other.lan").status == 403
+        assert HttpClient(web.address).get("/api/me", Host="Data.LAN:7448").status == 200
+        assert HttpClient(web.address).get("/api/me", Host="other.lan").status == 403
 
 
-def test_a_page_of_another_origin_is_refused(boss: Asker, store: Store) -> None:
+def test_a_page_of_another_origin_is_refused(admin: HttpClient, store: Store) -> None:
     store.create("shop", "pages")
     for origin in ("http://evil.example", "null", "http://localhost:1", "https://127.0.0.1"):
-        assert boss.get("/api/overview", Origin=origin).status == 403
-        assert boss.post("/api/databases/shop/snapshots", {"name": "x"}, Origin=origin).status == 403
-    assert boss.get("/api/overview", Sec_Fetch_Site="cross-site").status == 403
-    assert boss.get("/api/overview", Sec_Fetch_Site="same-origin").status == 200
+        assert admin.get("/api/overview", Origin=origin).status == 403
+        assert admin.post("/api/databases/shop/snapshots", {"name": "x"}, Origin=origin).status == 403
+    assert admin.get("/api/overview", Sec_Fetch_Site="cross-site").status == 403
+    assert admin.get("/api/overview", Sec_Fetch_Site="same-origin").status == 200
     assert store.database("shop").snapshots == 0
 
 
-def test_our_own_page_and_programs_may_post(boss: Asker, store: Store) -> None:
+def test_our_own_page_and_programs_may_post(admin: HttpClient, store: Store) -> None:
     store.create("shop", "pages")
-    own = boss.address
-    assert boss.post("/api/databases/shop/snapshots", {"name": "page"}, Origin=own).status == 201
-    assert boss.post("/api/databases/shop/snapshots", {"name": "program"}).status == 201
-    assert [each.name for each in store.manifest.snapshots.of("shop")] == ["page", "program"]
+    origin = admin.address
+    assert admin.post("/api/databases/shop/snapshots", {"name": "page"}, Origin=origin).status == 201
+    assert admin.post("/api/databases/shop/snapshots", {"name": "program"}).status == 201
+    assert [snapshot.name for snapshot in store.manifest.snapshots.of("shop")] == ["page", "program"]
 
 
 # ── tokens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_on_loopback_reading_is_free_and_changing_is_not(anybody: Asker, boss: Asker, store: Store) -> None:
+def test_on_loopback_reading_needs_no_token_and_writing_does(
+    anonymous: HttpClient, admin: HttpClient, store: Store
+) -> None:
     store.create("shop", "pages")
-    assert anybody.get("/api/me").json == {"role": "read", "asks_readers": False}
-    assert boss.get("/api/me").json["role"] == "admin"
-    refused = anybody.post("/api/databases/shop/snapshots", {"name": "x"})
+    assert anonymous.get("/api/me").json == {"role": "read", "asks_readers": False}
+    assert admin.get("/api/me").json["role"] == "admin"
+    refused = anonymous.post("/api/databases/shop/snapshots", {"name": "x"})
     assert (refused.status, refused.json["error"]) == (401, "Unauthenticated")
     assert "admin.token" in refused.json["hint"]
-    reader = Asker(anybody.address, (Path(store.path) / "read.token").read_text().strip())
+    reader = HttpClient(anonymous.address, (Path(store.path) / "read.token").read_text().strip())
     assert reader.get("/api/me").json["role"] == "read"
     assert reader.post("/api/databases/shop/snapshots").status == 401
     assert store.database("shop").snapshots == 0
 
 
-def test_beyond_loopback_everything_but_health_and_the_page_needs_a_token(
+def test_beyond_loopback_everything_except_health_and_the_page_needs_a_token(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with web_served(path, "0.0.0.0:0") as (store, web):
         assert "web.plaintext" in capsys.readouterr().err
-        stranger = Asker(web.address)
+        anonymous = HttpClient(web.address)
         for free in ("/", "/static/style.css", "/healthz", "/readyz"):
-            assert stranger.get(free).status == 200
-        assert stranger.get("/api/me").json == {"role": "none", "asks_readers": True}
-        for each in READ:
-            told = stranger.get(each)
-            assert (told.status, told.headers["www-authenticate"]) == (401, 'Bearer realm="quire"')
-        assert stranger.raw(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").startswith(
+            assert anonymous.get(free).status == 200
+        assert anonymous.get("/api/me").json == {"role": "none", "asks_readers": True}
+        for address in READ:
+            response = anonymous.get(address)
+            assert (response.status, response.headers["www-authenticate"]) == (401, 'Bearer realm="quire"')
+        assert anonymous.raw(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").startswith(
             b"HTTP/1.1 401"
         )
-        reader = Asker(web.address, (Path(store.path) / "read.token").read_text().strip())
-        assert [reader.get(each).status for each in READ] == [200] * 6 + [404]
+        reader = HttpClient(web.address, (Path(store.path) / "read.token").read_text().strip())
+        assert [reader.get(address).status for address in READ] == [200] * 6 + [404]
         store.create("shop", "pages")
         assert reader.post("/api/databases/shop/snapshots").status == 403
-        assert admin(web, store).post("/api/databases/shop/snapshots").status == 201
+        assert admin_client(web, store).post("/api/databases/shop/snapshots").status == 201
 
 
-def test_readers_are_asked_on_loopback_too_if_the_settings_say_so(path: Path) -> None:
+def test_on_loopback_readers_need_a_token_if_configured(path: Path) -> None:
     with web_served(path, http_ask_readers=True) as (_, web):
-        assert Asker(web.address).get("/api/overview").status == 401
+        assert HttpClient(web.address).get("/api/overview").status == 401
 
 
-def test_a_wrong_token_is_refused_even_where_none_is_needed(anybody: Asker) -> None:
+def test_a_wrong_token_is_refused_even_if_none_is_needed(anonymous: HttpClient) -> None:
     for shown in ("Bearer wrong-token-wrong-token", "Basic YTpi", "Bearer a.b.c", "", "Bearer \xe9"):
-        assert anybody.get("/api/overview", Authorization=shown).status == 401, shown
+        assert anonymous.get("/api/overview", Authorization=shown).status == 401, shown
 
 
-def test_a_client_that_has_no_token_may_say_so(anybody: Asker) -> None:
-    """`libsql-client` sends `Bearer None`, others an empty one: as if it were missing."""
+def test_a_client_without_a_token_may_send_a_placeholder(anonymous: HttpClient) -> None:
+    """`libsql-client` sends `Bearer None`, others an empty token: both count as missing."""
     for shown in ("Bearer", "Bearer None", "Bearer null"):
-        assert anybody.get("/api/overview", Authorization=shown).status == 200, shown
-        assert anybody.post("/api/jobs/1/retry", Authorization=shown).status == 401, shown
+        assert anonymous.get("/api/overview", Authorization=shown).status == 200, shown
+        assert anonymous.post("/api/jobs/1/retry", Authorization=shown).status == 401, shown
 
 
-def test_a_token_in_an_address_or_a_cookie_is_no_token(anybody: Asker, boss: Asker, store: Store) -> None:
+def test_a_token_in_a_url_or_a_cookie_is_ignored(anonymous: HttpClient, admin: HttpClient, store: Store) -> None:
     store.create("shop", "pages")
-    target = f"/api/databases/shop/snapshots?token={boss.token}&access_token={boss.token}"
-    assert anybody.post(target, Cookie=f"token={boss.token}").status == 401
+    target = f"/api/databases/shop/snapshots?token={admin.token}&access_token={admin.token}"
+    assert anonymous.post(target, Cookie=f"token={admin.token}").status == 401
 
 
-def test_refusals_do_not_tell_what_was_shown(anybody: Asker, capsys: pytest.CaptureFixture[str]) -> None:
-    anybody.get("/api/overview", Authorization="Bearer some-secret-of-another-service")
-    told = capsys.readouterr().err
-    assert "service.refused" in told
-    assert "some-secret" not in told
+def test_refusals_do_not_repeat_the_token(anonymous: HttpClient, capsys: pytest.CaptureFixture[str]) -> None:
+    anonymous.get("/api/overview", Authorization="Bearer some-secret-of-another-service")
+    log = capsys.readouterr().err
+    assert "service.refused" in log
+    assert "some-secret" not in log
 
 
 # ── bodies and methods ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,91 +173,91 @@ WRONG_BODIES = [
 ]
 
 
-def test_a_body_that_is_not_what_it_should_be_changes_nothing(boss: Asker, store: Store) -> None:
+def test_an_invalid_body_changes_nothing(admin: HttpClient, store: Store) -> None:
     store.create("shop", "pages")
     for kind, body, status in WRONG_BODIES:
-        told = boss.ask("POST", "/api/databases/shop/snapshots", body, Content_Type=kind)
-        assert told.status == status, body[:40]
-        assert boss.get("/healthz").status == 200
+        response = admin.request("POST", "/api/databases/shop/snapshots", body, Content_Type=kind)
+        assert response.status == status, body[:40]
+        assert admin.get("/healthz").status == 200
     assert store.database("shop").snapshots == 0
 
 
-def test_a_body_of_unknown_length_is_refused_and_its_connection_ends(boss: Asker) -> None:
-    """Else its bytes would be taken for the next request."""
-    head = f"Host: localhost\r\nAuthorization: Bearer {boss.token}\r\nContent-Type: {JSON}\r\n"
+def test_a_body_of_unknown_length_is_refused_and_its_connection_closed(admin: HttpClient) -> None:
+    """Hazard: its bytes would be parsed as the next request."""
+    head = f"Host: localhost\r\nAuthorization: Bearer {admin.token}\r\nContent-Type: {JSON}\r\n"
     smuggled = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
     for length, status in ((len(smuggled), b"411"), (len(smuggled) - 8, b"400")):
         body = b"%x\r\n%b\r\n0\r\n\r\n" % (length, smuggled)
         chunked = f"POST /api/jobs/1/retry HTTP/1.1\r\n{head}Transfer-Encoding: chunked\r\n\r\n"
-        said = boss.raw(chunked.encode() + body)
-        assert said.startswith(b"HTTP/1.1 " + status)
-        assert said.count(b"HTTP/1.1") == 1
-    said = boss.raw(
+        answer = admin.raw(chunked.encode() + body)
+        assert answer.startswith(b"HTTP/1.1 " + status)
+        assert answer.count(b"HTTP/1.1") == 1
+    answer = admin.raw(
         b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n"
     )
-    assert said.count(b"HTTP/1.1 ") == 1
+    assert answer.count(b"HTTP/1.1 ") == 1
 
 
-def test_other_methods_are_not_there(boss: Asker) -> None:
+def test_unknown_methods_are_refused(admin: HttpClient) -> None:
     for method, status in (("PUT", 501), ("DELETE", 501), ("OPTIONS", 501), ("TRACE", 501), ("CONNECT", 400)):
-        told = boss.ask(method, "/api/overview")
-        assert (told.status, told.json["error"]) == (status, "InvalidInput"), method
+        response = admin.request(method, "/api/overview")
+        assert (response.status, response.json["error"]) == (status, "InvalidInput"), method
 
 
-def test_an_address_with_another_method_says_which_it_has(boss: Asker) -> None:
-    assert boss.post("/api/overview").status == 405
-    told = boss.get("/api/jobs/1/retry")
-    assert (told.status, told.json["message"]) == (405, "this address has POST")
+def test_a_wrong_method_is_answered_with_the_allowed_ones(admin: HttpClient) -> None:
+    assert admin.post("/api/overview").status == 405
+    response = admin.get("/api/jobs/1/retry")
+    assert (response.status, response.json["message"]) == (405, "this address has POST")
 
 
-def test_what_is_no_request_ends_its_connection_and_nothing_else(anybody: Asker) -> None:
+def test_an_invalid_request_closes_its_connection_only(anonymous: HttpClient) -> None:
     for data in (
         b"GET\r\n\r\n",
         b"GET / HTTP/9.9\r\n\r\n",
         b"\x16\x03\x01\x00\xa5\x01\r\n\r\n",
         b"GET " + b"a" * 70_000,
     ):
-        said = anybody.raw(data)
-        assert b"Traceback" not in said
-        assert b"<html" not in said.lower()
-        assert anybody.get("/healthz").status == 200
+        answer = anonymous.raw(data)
+        assert b"Traceback" not in answer
+        assert b"<html" not in answer.lower()
+        assert anonymous.get("/healthz").status == 200
 
 
-def test_head_says_what_get_would(anybody: Asker) -> None:
-    whole, head = anybody.get("/static/style.css"), anybody.ask("HEAD", "/static/style.css")
+def test_head_returns_the_headers_of_get(anonymous: HttpClient) -> None:
+    whole, head = anonymous.get("/static/style.css"), anonymous.request("HEAD", "/static/style.css")
     assert head.body == b""
     assert head.headers["content-length"] == str(len(whole.body))
 
 
-def test_a_bug_is_told_without_its_traceback(
-    anybody: Asker, web: WebServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_internal_error_is_answered_without_its_traceback(
+    anonymous: HttpClient, web: WebServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken() -> Any:
         raise ZeroDivisionError("secret inside")
 
     monkeypatch.setattr("quire.service.web.overview.lineage", lambda _, **__: broken())
-    told = anybody.get("/api/lineage")
-    assert (told.status, told.json["error"]) == (500, "InternalError")
-    assert b"secret" not in told.body
+    response = anonymous.get("/api/lineage")
+    assert (response.status, response.json["error"]) == (500, "InternalError")
+    assert b"secret" not in response.body
     assert "web.bug" in capsys.readouterr().err
     assert web.figures().failed == 1
 
 
 # ── assets ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_an_asset_that_is_known_is_not_sent_again(anybody: Asker) -> None:
-    first = anybody.get("/static/app.js")
+def test_an_unchanged_asset_is_not_sent_again(anonymous: HttpClient) -> None:
+    first = anonymous.get("/static/app.js")
     assert first.headers["content-type"].startswith("text/javascript")
-    again = anybody.get("/static/app.js", If_None_Match=first.headers["etag"])
-    assert (again.status, again.body) == (304, b"")
-    assert anybody.get("/static/app.js", If_None_Match='"other"').body == first.body
+    repeated = anonymous.get("/static/app.js", If_None_Match=first.headers["etag"])
+    assert (repeated.status, repeated.body) == (304, b"")
+    assert anonymous.get("/static/app.js", If_None_Match='"other"').body == first.body
 
 
-def test_only_the_pages_own_files_are_there(anybody: Asker) -> None:
+def test_only_the_pages_own_files_are_served(anonymous: HttpClient) -> None:
     for target in ("/static/", "/static/../server.py", "/static/%2e%2e/server.py", "/static//etc/passwd", "/../x"):
-        assert anybody.get(target).status == 404, target
+        assert anonymous.get(target).status == 404, target
 
 
-def test_the_page_needs_nothing_from_elsewhere() -> None:
+def test_the_page_loads_nothing_from_other_hosts() -> None:
     from quire.service.web.assets import assets
 
     for name, asset in assets().items():
@@ -267,32 +269,32 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert {"index.html", "app.js", "style.css", "icon.svg"} <= assets().keys()
 
 
-# ── life ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_more_connections_than_there_are_places_are_told_so(path: Path) -> None:
+# ── lifetime ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_connections_above_the_limit_are_refused_with_a_reason(path: Path) -> None:
     with web_served(path, http_connections_max=2, http_events_max=1) as (_, web):
-        asker = Asker(web.address)
-        held = [socket.create_connection(asker.place, timeout=60) for _ in range(2)]
+        client = HttpClient(web.address)
+        held = [socket.create_connection(client.host_and_port, timeout=60) for _ in range(2)]
         try:
             deadline = time.monotonic() + 60
             while web.figures().connections_now < 2 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            told = asker.get("/healthz")
-            assert (told.status, told.json["error"]) == (503, "Overloaded")
+            response = client.get("/healthz")
+            assert (response.status, response.json["error"]) == (503, "Overloaded")
             assert web.figures().busy == 1
         finally:
-            for each in held:
-                each.close()
+            for connection in held:
+                connection.close()
         deadline = time.monotonic() + 60
         while web.figures().connections_now and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert asker.get("/healthz").status == 200
+        assert client.get("/healthz").status == 200
 
 
-def test_one_connection_carries_many_requests_and_many_askers_are_served(anybody: Asker) -> None:
+def test_one_connection_carries_many_requests_and_many_clients_are_served(anonymous: HttpClient) -> None:
     failures: list[object] = []
 
     def work() -> None:
-        connection = http.client.HTTPConnection(*anybody.place, timeout=60)
+        connection = http.client.HTTPConnection(*anonymous.host_and_port, timeout=60)
         try:
             for _ in range(20):
                 connection.request("GET", "/api/overview")
@@ -303,41 +305,41 @@ def test_one_connection_carries_many_requests_and_many_askers_are_served(anybody
             connection.close()
 
     threads = [threading.Thread(target=work) for _ in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert failures == []
 
 
 def test_closing_ends_idle_connections_and_frees_the_port(path: Path) -> None:
     with quire.open(path) as store:
         web = store.serve_http("127.0.0.1:0")
-        place = Asker(web.address).place
-        with socket.create_connection(place, timeout=60) as idle:
-            while not web.figures().connections_now:  # what is not accepted yet is reset instead
+        address = HttpClient(web.address).host_and_port
+        with socket.create_connection(address, timeout=60) as idle:
+            while not web.figures().connections_now:  # a connection that is not accepted yet is reset instead
                 time.sleep(0.01)
-            began = time.monotonic()
+            started = time.monotonic()
             web.close()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - started < 3
             assert idle.recv(10) == b""
         web.close()
-        with store.serve_http(f"127.0.0.1:{place[1]}") as again:
-            assert Asker(again.address).get("/healthz").status == 200
+        with store.serve_http(f"127.0.0.1:{address[1]}") as restarted:
+            assert HttpClient(restarted.address).get("/healthz").status == 200
             with pytest.raises(quire.InvalidInput, match="cannot listen"):
-                store.serve_http(again.address)
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("quire-web")]
+                store.serve_http(restarted.address)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quire-web")]
 
 
-def test_closing_the_store_closes_its_http_side(path: Path) -> None:
+def test_closing_the_store_closes_its_http_server(path: Path) -> None:
     store = quire.open(path)
     web = store.serve_http("127.0.0.1:0")
     store.close()
     with pytest.raises(ConnectionError):
-        Asker(web.address).get("/healthz")
+        HttpClient(web.address).get("/healthz")
 
 
-def test_an_address_that_is_none_is_refused(path: Path) -> None:
+def test_an_invalid_address_is_refused(path: Path) -> None:
     with quire.open(path) as store:
         for address in (
             "ftp://127.0.0.1:1",
@@ -360,26 +362,26 @@ def test_only_the_owner_serves(path: Path) -> None:
 def test_https_serves_and_needs_both_files(path: Path, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "server")
     with quire.open(path) as store:
-        for address, given in (
+        for address, host in (
             ("https://127.0.0.1:0", Credentials()),
             ("https://127.0.0.1:0", Credentials(tls_cert_file=cert)),
             ("https://127.0.0.1:0", Credentials(tls_cert_file=cert, tls_key_file=str(tmp_path / "none"))),
             ("http://127.0.0.1:0", Credentials(tls_cert_file=cert, tls_key_file=key)),
         ):
             with pytest.raises(quire.InvalidConfig):
-                store.serve_http(address, given)
+                store.serve_http(address, host)
         with store.serve_http("https://127.0.0.1:0", Credentials(tls_cert_file=cert, tls_key_file=key)) as web:
             context = ssl.create_default_context(cafile=cert)
             context.check_hostname = False
             with urllib.request.urlopen(f"{web.address}/readyz", context=context, timeout=60) as answer:
                 assert json.load(answer) == {"ready": True}
-            assert Asker(web.address).raw(b"GET / HTTP/1.1\r\n\r\n") == b""
+            assert HttpClient(web.address).raw(b"GET / HTTP/1.1\r\n\r\n") == b""
             with urllib.request.urlopen(f"{web.address}/healthz", context=context, timeout=60) as answer:
                 assert answer.status == 200
 
 
-def test_the_head_of_an_answer_travels_with_its_body_and_alone_if_that_takes_long() -> None:
-    """One call of the system for each answer."""
+def test_headers_are_sent_with_the_body_unless_it_takes_long() -> None:
+    """One system call per answer."""
 
     class Recorder:
         def __init__(self) -> None:

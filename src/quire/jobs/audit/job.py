@@ -1,8 +1,8 @@
 """The audit job: recomputes reference counts, heads and floors from rows, on the runner, and compares them with the stored
 values.
 
-It changes nothing; `quire manifest check --fix` repairs what can be repaired. The result has the first `LISTED_MAX` differences
-and their total number. A table that cannot be read is a difference, too (K1), and the other tables are compared.
+It changes nothing; `quire manifest check --repair` repairs what can be repaired. The result has the first `LISTED_MAX`
+differences and their total number. A table that cannot be read is a difference, too (K1), and the other tables are compared.
 
 All rows are read in one transaction, so a concurrent commit cannot look like a difference. They are sent to the runner as
 numbers, a wave at a time, with all rows of one piece (`run.ID_BITS`, `run.PIECE_BITS`) in the same wave, so that the driver's

@@ -5,7 +5,7 @@ Reads one transaction and changes nothing. Raises `NotFound` for a mirror that d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def differences(
     refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
     for db_id, record in txn.databases():
         is_followed = record.kind is DbKind.PAGES and not record.is_dropped
-        if not is_followed or not any(fnmatchcase(record.name, pattern) for pattern in mirror.databases):
+        if not is_followed or not _matches(record.name, mirror.databases):
             continue
         row, lsn = held.get(db_id), None if db_id in refused else newest_version(txn, db_id, newest)
         if db_id in refused or (row is not None and (row.name, row.lsn) == (record.name, lsn)):
@@ -65,6 +65,11 @@ def differences(
             changed.append(LiveDatabase(db_id, record.name, lsn))
     kept = same | {database.db_id for database in changed}
     return Differences(changed, {db_id: row for db_id, row in held.items() if db_id not in kept}, len(kept))
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    """Return whether a name is one of these, or matches one of them."""
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def newest_version(txn: ReadTxn, db_id: int, newest: Mapping[int, int] | None) -> int | None:

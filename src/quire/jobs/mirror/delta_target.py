@@ -22,6 +22,7 @@ from quire.jobs.mirror.target import FileSize, TargetState, require_same
 from quire.sqlite.tables import DATABASE
 
 TO_DELTA = {"bigint": "long", "double": "double", "string": "string", "binary": "binary", "boolean": "boolean"}
+_MAPPED = frozenset(" ,;{}()\n\t=")
 FROM_DELTA = {delta: name for name, delta in TO_DELTA.items()}
 
 
@@ -85,6 +86,7 @@ class DeltaTarget:
     def add_columns(self, columns: Sequence[Column]) -> None:
         """See `Target`."""
         assert self._table is not None, "the table was read"
+        _check_names([name for name, _ in columns], self.location)
         fields = [Field(name, PrimitiveType(TO_DELTA[kind]), nullable=True) for name, kind in columns]
         try:
             self._table.alter.add_columns(fields, commit_properties=CommitProperties(max_commit_retries=0))
@@ -118,6 +120,18 @@ class DeltaTarget:
             raise _stale(error, self.location) from error
         except DeltaError as error:
             raise _refused(error, self.location) from error
+
+
+def _check_names(names: Sequence[str], location: str) -> None:
+    """Raise for names that Delta allows only with column mapping: the library would write them, and other readers refuse the
+    table."""
+    if refused := [name for name in names if _MAPPED.intersection(name)]:
+        raise InvalidInput(
+            "Delta does not allow a space or one of ,;{}()= in the name of a column, nor a tab or a line break",
+            hint="rename the column, or mirror into Iceberg or Parquet",
+            column=refused[0],
+            target=location,
+        )
 
 
 def _stale(error: Exception, location: str) -> StalePlan:

@@ -131,7 +131,7 @@ class IcebergTarget:
         try:
             with self._table.update_schema() as update:
                 for name, kind in columns:
-                    update.add_column(name, TO_ICEBERG[kind])
+                    update.add_column((name,), TO_ICEBERG[kind])  # as text, a name with a dot would be a path
         except CommitFailedException as error:
             raise self._stale(error) from error
         require_same(self._state, self.read(), self._identifier)

@@ -53,7 +53,7 @@ from quire.jobs.mirror.run import (
     write_files,
 )
 from quire.jobs.mirror.target import DATA, Target, TargetState, open_target
-from quire.jobs.runner import Runner
+from quire.jobs.runner import Runner, some_names
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.mirrors import AdoptMirrorBatch, BeginMirrorBatch, MarkMirror
@@ -315,7 +315,9 @@ class _PlannedRun:
                 )
                 for number, unit in enumerate(cut)
             ]
-            title = f"quire mirror {self._mirror.name}: batch {batch_id}, {len(plan.views)} databases to {self._mirror.target}"
+            names = some_names((name for name, _ in plan.views.values()), len(plan.views))
+            what = f"quire mirror {self._mirror.name}, batch {batch_id} to {self._mirror.target}, write files"
+            title = f"{what}: {names}" if names else what
             running = plan.runner.map(write_files, tasks, tick=self._tick, title=title)
             answers = [answer.result() for answer in running]
             merged, disagree = merged_columns(columns, answers)

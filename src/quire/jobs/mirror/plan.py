@@ -96,7 +96,8 @@ def batch_rows(
 def merged_columns(known: Iterable[Column], written: Sequence[Written]) -> tuple[list[Column], bool]:
     """Return (the target's columns and those that the files need, whether files were written with different columns).
 
-    A new column gets the widest of the types that databases want, if one of them takes all values; otherwise the first.
+    A new column gets the type, of those that databases want, that takes the values of most of them: numbers are widened to
+    `double` also if another database has BLOBs there.
     """
     columns = {name.lower(): (name, kind) for name, kind in known}
     wanted: dict[str, dict[Column, None]] = defaultdict(dict)
@@ -104,10 +105,7 @@ def merged_columns(known: Iterable[Column], written: Sequence[Written]) -> tuple
         wanted[column[0].lower()][column] = None
     for name, candidates in wanted.items():
         if name not in columns:
-            columns[name] = next(
-                (wide for wide in candidates if all(fits(kind, wide[1]) for _, kind in candidates)),
-                next(iter(candidates)),
-            )
+            columns[name] = max(candidates, key=lambda wide: sum(fits(kind, wide[1]) for _, kind in candidates))
     agreed = dict(columns)
     for name, kind in chain.from_iterable(task.columns for task in written):
         if columns.setdefault(name.lower(), (name, kind)) != (name, kind):

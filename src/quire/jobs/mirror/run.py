@@ -5,9 +5,11 @@ Terms
   unit     sources that become one file, in the order of their databases' names; a large unit becomes several files
   column   a column of the target: a name and one of `TYPES`
 
-Each task assigns a database's columns to the target's by the same rule, without coordination: the target's column of that name,
-if its type takes the values (`fits`); otherwise the column `NAME_TYPE`; either is new if the target does not have it. If
-databases want a new column with different types, the driver detects it and runs the tasks again with the widest type.
+Each task assigns a database's columns to the target's by the same rule (`assigned`), without coordination: the target's column
+of that name, if its type takes the values (`fits`); otherwise the column `NAME_TYPE`, or `NAME_TYPE_2` and so on if the
+database's table has a column of that name itself. Either is new if the target does not have it. Two columns of a table never
+share one of the target. If databases want a new column with different types, the driver detects it and runs the tasks again
+with the widest type.
 
 The declared type decides, so that a column's type does not change with its values; without a declared type, a sample of values
 decides (`sqlite/column_types.py`). A column with neither a type nor a value is omitted.
@@ -22,9 +24,10 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,6 +45,7 @@ from quire.pages.view import SnapshotView, ViewReader
 from quire.sqlite.arrow_rows import ColumnQuery, coalesced, table_batches
 from quire.sqlite.column_types import SampledColumn, sampled
 from quire.sqlite.read_ahead import ReadAhead
+from quire.sqlite.row_reads import naming
 from quire.sqlite.tables import DATABASE, SqliteTable, connected, declared_type, find_table, quoted
 
 if TYPE_CHECKING:
@@ -62,6 +66,8 @@ FILE_BYTES_MAX = 64 * MIB
 """Approximate size at which a file ends; files are built in memory."""
 KEPT_FILES = 4
 """Files of the target that a task keeps in memory to copy from."""
+
+MISFIT_HINT = "change the value, or give the mirror the option misfits=null"
 
 Column = tuple[str, str]
 """(name, one of `TYPES`)."""
@@ -155,7 +161,7 @@ def databases_in(task: ForeignFile, _: Tools) -> list[str]:
 
 
 def fits(kind: str, column: str) -> bool:
-    """Return whether a column of type `column` takes all values of type `kind`. Text takes numbers as SQLite prints them;
+    """Return whether a column of type `column` takes all values of type `kind`. `string` takes numbers as their exact text;
     `double` takes integers that it represents exactly, which is checked for each value.
 
     >>> fits("bigint", "double"), fits("double", "bigint"), fits("bigint", "string")
@@ -169,23 +175,41 @@ def fits(kind: str, column: str) -> bool:
     }
 
 
-def place(name: str, kind: str, columns: dict[str, Column]) -> Column:
-    """Return the target's column for a database's column; `columns` are the target's, by lower-case name.
+def assigned(own: Sequence[Column], columns: Mapping[str, Column]) -> list[Column]:
+    """Return the target's column for each column of a table, each a different one; `columns` are the target's, by lower-case
+    name.
 
     >>> columns = {"price": ("price", "bigint")}
-    >>> place("Price", "bigint", columns), place("price", "double", columns), place("note", "string", columns)
-    (('price', 'bigint'), ('price_double', 'double'), ('note', 'string'))
+    >>> assigned([("Price", "bigint"), ("note", "string")], columns)
+    [('price', 'bigint'), ('note', 'string')]
+    >>> assigned([("Price", "double")], columns)
+    [('price_double', 'double')]
+    >>> assigned([("price", "double"), ("price_double", "double")], columns)
+    [('price_double_2', 'double'), ('price_double', 'double')]
     """
-    for candidate in (name, f"{name}_{kind}"):
-        known = columns.get(candidate.lower())
-        if known is None or fits(kind, known[1]):
-            return known or (candidate, kind)
-    raise InvalidInput(
-        "the target has columns of this name, but none accepts its type",
-        hint="rename the column",
-        column=name,
-        type=kind,
-    )
+    targets: dict[str, Column] = {}
+    taken = set[str]()
+    for name, kind in own:
+        target = columns.get(name.lower(), (name, kind))
+        # For SQLite `É` and `é` are two columns, for readers of the target they may be one.
+        if fits(kind, target[1]) and name.lower() not in taken:
+            targets[name] = target
+            taken.add(name.lower())
+    # The name of a column is not given to another one of its table, even if its own values do not fit there.
+    taken |= {name.lower() for name, _ in own}
+    for name, kind in own:
+        if name not in targets:
+            known_name, _ = columns.get(name.lower(), (name, kind))
+            targets[name] = target = _further_column(known_name, kind, columns, taken)
+            taken.add(target[0].lower())
+    return [targets[name] for name, _ in own]
+
+
+def _further_column(name: str, kind: str, columns: Mapping[str, Column], taken: Set[str]) -> Column:
+    """Return the first of `NAME_TYPE`, `NAME_TYPE_2` … that is not taken and accepts the type."""
+    names = chain([f"{name}_{kind}"], (f"{name}_{kind}_{number}" for number in count(2)))
+    candidates = (columns.get(candidate.lower(), (candidate, kind)) for candidate in names)
+    return next(column for column in candidates if column[0].lower() not in taken and fits(kind, column[1]))
 
 
 def arrow_schema(columns: Iterable[Column]) -> pa.Schema:
@@ -254,30 +278,30 @@ class _Writer:
             rows = table_batches(connection, query, pages=pages, in_order=True, null_misfits=misfits)
             names = {column[0]: own for own, _, column in places}
             try:
-                for batch in coalesced(rows):
-                    yield self._conform(batch, names)
+                with naming(table.name, source.database):
+                    for batch in coalesced(rows):
+                        yield self._conform(batch, names)
             except InvalidInput as error:
-                hint = "change the value, or give the mirror the option misfits=null"
-                raise InvalidInput(error.what, hint=hint, **{**error.where, "database": source.database}) from error
+                hint = MISFIT_HINT if "column" in error.where else error.hint
+                raise InvalidInput(error.what, hint=hint, **error.where) from error
 
     def _places(
         self, connection: Connection, table: SqliteTable, reader: ViewReader, database: str
     ) -> list[tuple[str, str, Column]]:
         """Return (column of the table, its type, column of the target), and add new columns to the target's."""
-        places: list[tuple[str, str, Column]] = []
-        for name, kind in column_kinds(connection, table, reader):
-            if name.lower() == DATABASE:
-                hint = "rename the column: the mirror uses it for the database's name"
-                raise InvalidInput(f"the table has a column {DATABASE}", hint=hint, database=database, table=table.name)
+        own = column_kinds(connection, table, reader)
+        if any(name.lower() == DATABASE for name, _ in own):
+            hint = "rename the column: the mirror uses it for the database's name"
+            raise InvalidInput(f"the table has a column {DATABASE}", hint=hint, database=database, table=table.name)
+        targets = assigned(own, self.columns)
+        for (name, kind), target in zip(own, targets, strict=True):
             if name.lower() not in self._known:
                 self.wanted[name, kind] = None
-            target = place(name, kind, self.columns)
             if target[0].lower() not in self.columns:
                 self._end_group_of_columns(target)
                 if target[0] != name:
                     self.new_types.append((database, name, target[0]))
-            places.append((name, kind, target))
-        return places
+        return [(name, kind, target) for (name, kind), target in zip(own, targets, strict=True)]
 
     def _end_group_of_columns(self, column: Column) -> None:
         """End the file, because a file has one schema, and add a column to the schema of the next one."""

@@ -16,12 +16,12 @@ from importlib import import_module
 from typing import NamedTuple, Protocol
 
 from quire.core.errors import InvalidConfig, InvalidInput, StalePlan
+from quire.core.packages import install_command
 from quire.jobs.mirror.run import Column, WrittenFile
 
 FORMATS = ("delta", "iceberg", "parquet")
 DATA = "data"
 """Directory of the data files, below a target's location."""
-EXTRA = 'pip install "quire[lakehouse]"'
 
 
 class FileSize(NamedTuple):
@@ -90,6 +90,8 @@ def open_target(target: str, app_id: str, options: Mapping[str, str], now_ms: in
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("quire"):
             raise
-        raise InvalidConfig(f"{kind} needs the package {error.name}", hint=EXTRA, target=target) from error
+        raise InvalidConfig(
+            f"{kind} needs the package {error.name}", hint=install_command("lakehouse"), target=target
+        ) from error
     opened: Target = module.open_table(where, app_id, options, now_ms)
     return opened

@@ -1,7 +1,8 @@
 """The stats job: computes the exclusive and shared bytes, compression and tiers of each database and snapshot.
 
 Terms
-  holds       the artifacts that a database, as it is now, or a snapshot consists of: chunks of its leaves, segments of its WAL
+  holds       the artifacts that a database, as it is now, or a snapshot consists of: chunks of its leaves, segments of its WAL;
+              of a key-value set, its live tables (`manifest/kv_tables.py`), which are added when the sums are described
   exclusive   of a database: artifacts that neither another database nor a snapshot of one holds, the bytes that dropping the
               database with its snapshots would free. Of a snapshot: artifacts without any other holder, its own database
               included, the bytes that dropping the snapshot alone would free
@@ -14,6 +15,7 @@ has the first `LISTED_MAX` databases and snapshots; `store.heavy.stats()` return
 
 from __future__ import annotations
 
+from collections import Counter as Tally
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -36,8 +38,9 @@ from quire.jobs.stats.run import SUMS, TIER, WHOLE, Holder, Shares, added, join_
 from quire.manifest import tables as t
 from quire.manifest.holders import encode, named_by
 from quire.manifest.jobqueue import Job
+from quire.manifest.kv_tables import Identity, own_tables, table_bytes, table_holders
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import DbStatus, WalState
+from quire.manifest.records import DbKind, DbStatus, Residency, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 from quire.manifest.verification import artifacts
 
@@ -99,11 +102,14 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = 0
     wal_bytes: int = 0
     churn_bytes: int = 0
+    """Bytes created within the last day; tables of key-value sets have no time, and are not in it."""
     tiers: dict[str, int] = {}
     """Residency → bytes."""
     disk_bytes: int = 0
     """Bytes that the file system has allocated to the database's files in the store's directory, including snapshots and
     preallocated zeros; 0 for a snapshot, whose files belong to its database."""
+    table_bytes: int = 0
+    """Bytes of the live tables of a key-value set; 0 for its snapshots, whose tables have no rows."""
 
     @property
     def compression(self) -> float:
@@ -156,16 +162,34 @@ class Totals:
 
 def described(txn: ReadTxn, total: Totals) -> list[Usage]:
     """Return the sums with the names of their holders."""
-    sums, usages = total.by_holder(), []
+    sums, usages, holders = total.by_holder(), [], table_holders(txn)
     for db_id, record in txn.databases():
         if record.status is DbStatus.TOMBSTONED:
             continue
         who = {"db_id": db_id, "database": f"{record.former_name} (dropped)" if record.former_name else record.name}
-        usages.append(_usage(sums.get((db_id, WHOLE), ()), record.page_size, **who))
+        whole = _usage(sums.get((db_id, WHOLE), ()), record.page_size, **who)
+        usages.append(with_tables(txn, whole, holders) if record.kind is DbKind.LSM else whole)
         for (_, number), row in txn.scan(t.SNAPSHOT_INDEX, db_id):
             name = row.name or f"#{number}"
             usages.append(_usage(sums.get((db_id, number), ()), record.page_size, snapshot=name, **who))
     return usages
+
+
+def with_tables(txn: ReadTxn, usage: Usage, holders: Tally[Identity]) -> Usage:
+    """Return the usage of a database with the live tables of a key-value set; `holders` is `table_holders`."""
+    if not (size := table_bytes(txn, usage.db_id)):
+        return usage
+    own = sum(own_tables(txn, usage.db_id, holders))
+    local = Residency.LOCAL.name.lower()
+    return replace(
+        usage,
+        artifacts=usage.artifacts + sum(1 for _ in txn.raw_scan(t.LSM_CATALOG, usage.db_id)),
+        size_bytes=usage.size_bytes + size,
+        exclusive_bytes=usage.exclusive_bytes + own,
+        shared_bytes=usage.shared_bytes + size - own,
+        tiers={**usage.tiers, local: usage.tiers.get(local, 0) + size},
+        table_bytes=size,
+    )
 
 
 def _usage(sums: Iterable[int], page_size: int, **who: Any) -> Usage:

@@ -45,7 +45,7 @@ def is_stream_segment(place: ArtifactLocation) -> bool:
     return place.key.kind is ArtifactKind.WAL and place.local.endswith("/" + _name(place, Tier.HOT))
 
 
-def look_at_segment(place: ArtifactLocation, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
+def digest_segment(place: ArtifactLocation, *, disk: Disk, open_store: OpenStore) -> tuple[list[str], list[str]]:
     """Check a segment's copies; return (missing ones, altered ones) as texts."""
     missing: list[str] = []
     altered: list[str] = []

@@ -50,13 +50,13 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     while len(done) > STEP_SEGMENTS:
         progress(dropped, 0)
         step, done = done[:STEP_SEGMENTS], done[STEP_SEGMENTS:]
-        commit_step(ctx, job, _let_go(ctx, job, step))
+        commit_step(ctx, job, _release(ctx, job, step))
         hit("jobs.truncate.moved")
         Completed(events=_events(db_id, step)).log()
-    return Completed(result, ops=tuple(_let_go(ctx, job, done)) if done else (), events=_events(db_id, done))
+    return Completed(result, ops=tuple(_release(ctx, job, done)) if done else (), events=_events(db_id, done))
 
 
-def _let_go(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
+def _release(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
     """Return the operations that truncate these segments for this database and enqueue the deletion of unreferenced ones."""
     moves: list[Op] = [
         MoveWalState(job.db_id, segment_id, WalState.TRUNCATED, gc_ticket=job.job_id) for segment_id, _ in segments

@@ -405,11 +405,8 @@ def verify_files(ctx: JobContext, runner: Runner, progress: Progress) -> Counts:
     findings = _look(ctx, files, runner, progress)
     again = {finding.file for finding in findings if finding.problems}
     if again:
-        still = {
-            *_open_segments(ctx),
-            *_key_values(ctx, Counts()),
-            *_backups(ctx),
-        }  # a file that was compacted away in the meantime is not missing
+        # A file that was compacted away in the meantime is not missing.
+        still = {*_open_segments(ctx), *_key_values(ctx, Counts()), *_backups(ctx)}
         second = _look(ctx, [file for file in again if file in still], runner, progress)
         findings = [finding for finding in findings if not finding.problems] + second
     for finding in findings:

@@ -26,7 +26,7 @@ from quire.durable.files import Disk, read_all
 from quire.jobs.copies import CopyDigest, difference, digest_file, digest_object
 from quire.jobs.locations import ArtifactLocation, AttemptFailures, OpenStore
 from quire.jobs.runner import Tools
-from quire.jobs.stream_verify.run import is_stream_segment, look_at_segment
+from quire.jobs.stream_verify.run import digest_segment, is_stream_segment
 from quire.lsm.sst_reader import SSTable
 from quire.manifest.records import VerifyState
 from quire.pages.chunk_format import load_footer
@@ -74,9 +74,8 @@ def verify(task: VerifyTask, *, disk: Disk, open_store: OpenStore) -> list[Artif
         assert isinstance(place, ArtifactLocation), "there are at most as many bitmaps as places"
         skipped = trouble.should_skip(place)
         finding = ArtifactFinding(place, error=trouble.first) if skipped else _verify(place, bitmap, disk, open_store)
-        if (
-            finding.state is VerifyState.ALTERED
-        ):  # read it again: the bytes may have been garbled in transit, and damage is recorded
+        if finding.state is VerifyState.ALTERED:
+            # Read it again: the bytes may have been garbled in transit, and damage is recorded.
             finding = _verify(place, bitmap, disk, open_store)
         if finding.error is not None:
             trouble.add(place, finding.error)
@@ -130,7 +129,7 @@ def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenSt
 def _verify_segment(place: ArtifactLocation, disk: Disk, open_store: OpenStore) -> ArtifactFinding:
     """Verify a segment of a stream, whose copies differ in their bytes but contain the same records."""
     try:
-        missing, altered = look_at_segment(place, disk=disk, open_store=open_store)
+        missing, altered = digest_segment(place, disk=disk, open_store=open_store)
     except QuireError as error:
         return ArtifactFinding(place, error=error)
     if missing or altered:

@@ -4,7 +4,7 @@ Terms
   work      a generator that runs a request. It yields `None` where another connection holds the write lock: its driver waits,
             without a thread, and resumes it; the statement is then tried again. A driver that gives up throws `LockTimeout`
             into it. A cursor also yields bytes to be sent
-  outcome   the result of a statement, with its rows already encoded, in bunches
+  outcome   the result of a statement, with its rows already encoded, in batches
 
 Rules
   1. No thread waits for a lock (W1): a statement that finds it taken has not begun, and the work is suspended.
@@ -62,7 +62,7 @@ class StatementOutcome:
     """The result of a statement."""
 
     columns: Columns
-    bunches: list[bytes] = field(default_factory=list)
+    row_batches: list[bytes] = field(default_factory=list)
     row_count: int = 0
     affected_rows: int = 0
     last_insert_rowid: int = 0
@@ -72,7 +72,7 @@ class StatementOutcome:
         """Return the outcome as JSON clients read it; its rows were encoded by `json_rows`."""
         return p.StatementResult(
             cols=wire_columns(self.columns),
-            rows=msgspec.Raw(b"[" + b",".join(self.bunches) + b"]"),
+            rows=msgspec.Raw(b"[" + b",".join(self.row_batches) + b"]"),
             affected_row_count=self.affected_rows,
             last_insert_rowid=str(self.last_insert_rowid),
             rows_read=self.row_count,
@@ -162,15 +162,15 @@ class SqlSession:
 
     def _collect(self, statement: RunningStatement, outcome: StatementOutcome, encode: RowEncoder) -> None:
         limits = self.limits
-        for rows, encoded in _bunches(statement, encode):
-            outcome.bunches.append(encoded)
+        for rows, encoded in _encoded_batches(statement, encode):
+            outcome.row_batches.append(encoded)
             outcome.row_count += rows
             self._answer_rows += rows
             self._answer_bytes += len(encoded)
             if self._answer_rows > limits.rows_max or self._answer_bytes > limits.bytes_max:
                 statement.close()
                 self._answer_rows -= outcome.row_count  # rows that are not sent do not count
-                self._answer_bytes -= sum(map(len, outcome.bunches))
+                self._answer_bytes -= sum(map(len, outcome.row_batches))
                 what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
                 raise self.runner.too_large(f"{what}: use LIMIT, or a cursor")
 
@@ -294,7 +294,7 @@ class SqlSession:
             if stmt.want_rows is False:
                 statement.drain()
             else:
-                for rows, encoded in _bunches(statement, p.json_entries):
+                for rows, encoded in _encoded_batches(statement, p.json_entries):
                     outcome.row_count += rows
                     yield ready + encoded  # the step's beginning is sent with the first rows
                     ready = b""
@@ -352,7 +352,7 @@ def wire_columns(columns: Columns) -> list[p.WireColumn]:
     return [p.WireColumn(name, decltype) for name, decltype in columns]
 
 
-def _bunches(statement: RunningStatement, encode: RowEncoder) -> Iterator[tuple[int, bytes]]:
+def _encoded_batches(statement: RunningStatement, encode: RowEncoder) -> Iterator[tuple[int, bytes]]:
     """Yield (number of rows, their bytes)."""
     while rows := statement.fetch_next():
         yield len(rows), encode(rows)

@@ -48,6 +48,9 @@ def overview(watched: WatchedStore) -> dict[str, Any]:
     closed_bytes = max(sums.unabsorbed_bytes - sum(watched.survey_of(db_id).unabsorbed_bytes for db_id in opened), 0)
     return {
         "store": watched.info(),
+        "archive_dollars_per_month": archive.dollars_per_month
+        if (archive := watched.info().archive) is not None
+        else 0,
         "quire": version("quire"),
         "now_ms": watched.clock.now_ms(),
         "started_ms": watched.started_ms,

@@ -21,9 +21,9 @@ Writing: rows become tables, on executors, and enter the database in one step.
 - The database records the load: a commit whose answer was lost is repeated, and gets the recorded answer.
 
 Streaming queries: each batch is sent to the owner (`writers.py`) and written as one batch of the set, together with its
-number, under a separate key (`service/loads.py`); a batch that Spark repeats is not written again. Rows are applied in the
-order in which they arrive; with the option `delete`, a boolean column, rows in which it is true delete their keys. Complete
-mode replaces the set. Executors need not see the store's directory.
+number, under a separate key (`service/loads.py`), which this source does not return; a batch that Spark repeats is not
+written again. Rows are applied in the order in which they arrive; with the option `delete`, a boolean column, rows in which it
+is true delete their keys. Complete mode replaces the set. Executors need not see the store's directory.
 
 Options of reading: `database`, or `databases` and `tags` (`views.py`; rows then begin with `_database`); `snapshot`, `absent`
 (`error` or `skip`: databases without the snapshot), `keep_seconds`, `prefix`, or `low` and `high` (UTF-8, or `hex:…` for
@@ -41,6 +41,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import BinaryType, StringType, StructField, StructType
 
@@ -53,7 +54,7 @@ from quire.lsm.compaction import TableOptions
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.view import LSN_MAX, prefix_end
-from quire.service.tickets import KV_IDS, LOAD_PAIRS, LoadPairs, TableDestination, TakeIds
+from quire.service.tickets import KV_IDS, LOAD_PAIRS, QUERY_KEYS, LoadPairs, TableDestination, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader
 from quire.spark.sources.error_messages import ReadableErrors
@@ -154,7 +155,14 @@ class KvReader(SourceReader):
         for task in part:
             with opened(task.directory, task.sst_ids) as tables:
                 for batch in scan_parts(tables, task.range.low, task.range.high, LSN_MAX):
-                    yield _shaped(batch, schema, task.database)
+                    yield _shaped(_without_records(batch), schema, task.database)
+
+
+def _without_records(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch without the records of streaming queries, which are no rows of the set's users."""
+    if not batch.num_rows or batch.column("key")[0].as_py()[: len(QUERY_KEYS)] > QUERY_KEYS:
+        return batch  # keys are in order: none of these follows
+    return batch.filter(pc.invert(pc.starts_with(batch.column("key"), QUERY_KEYS)))
 
 
 def kv_request(options: Options) -> DatabaseSelection:

@@ -33,20 +33,19 @@ on) or `from` (changes since a snapshot), `max_databases` and `max_pages` (page 
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadLimit
-from pyspark.sql.types import LongType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import StructType
 
-from quire.core.errors import CursorLost, InvalidInput, NotFound, UnknownDatabase
+from quire.core.errors import CursorLost, InvalidInput, NotFound, StalePlan, UnknownDatabase
 from quire.manifest.leases import HeldVersion
 from quire.pages.view_changes import changed_pages
 from quire.spark.sources.base import (
@@ -58,8 +57,8 @@ from quire.spark.sources.base import (
     default_partitions,
     kept,
 )
-from quire.spark.sources.sqlite import PIECE_BYTES, SHAPING, described
-from quire.spark.sources.sqlite_tables import DATABASE_FIELD
+from quire.spark.sources.row_columns import BEFORE, RESERVED, RowForm, rows_schema
+from quire.spark.sources.sqlite import PIECE_BYTES, SHAPING, chosen_schema, columns_of
 from quire.spark.sources.views import (
     COMPARING,
     LENT_AT_ONCE,
@@ -69,26 +68,17 @@ from quire.spark.sources.views import (
     VersionRequest,
     balanced_groups,
 )
-from quire.sqlite.arrow_rows import STEP_ROWS, coalesced, column
+from quire.sqlite.arrow_rows import coalesced
+from quire.sqlite.column_types import SampledColumn
 from quire.sqlite.read_ahead import ReadAhead
-from quire.sqlite.row_changes import Candidates, ComparedVersion, RowChange, changed_rows, find_candidates
+from quire.sqlite.row_changes import Candidates, ComparedVersion, changed_rows, find_candidates
+from quire.sqlite.row_reads import naming
 from quire.sqlite.tables import SqliteTable, connected
 from quire.sqlite.trees import EVERYTHING, by_number, rowid_ranges
 
 if TYPE_CHECKING:
     from quire.pages.view import ViewReader
     from quire.service.client import Client
-
-FIELDS = [
-    DATABASE_FIELD,
-    StructField("_table", StringType(), nullable=False),
-    StructField("_op", StringType(), nullable=False),
-    StructField("_key", StringType()),
-    StructField("_epoch", LongType(), nullable=False),
-    StructField("_committed_at", TimestampType(), nullable=False),
-]
-"""The first fields of every row."""
-BEFORE = "_before"
 
 COMPARED, REPLACED, DROPPED = "compared", "replaced", "dropped"
 """Notices: the whole table was compared; another database has the name now; the database is gone."""
@@ -101,9 +91,6 @@ STREAM_KEEP_SECONDS = 24 * 3_600
 
 POLL_SECONDS = 1.0
 """Seconds that a query without new rows waits before it checks again."""
-
-_NAMES = [field.name for field in FIELDS]
-_MEANT = {*_NAMES, BEFORE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +113,8 @@ class RowsQuery:
     notices: bool
     null_misfits: bool
     skip_absent: bool
+    is_streaming: bool = False
+    """Whether the columns were those of an earlier version: of the one that was the newest when the query started."""
 
     @classmethod
     def of(cls, options: Options, schema: StructType) -> RowsQuery:
@@ -133,7 +122,7 @@ class RowsQuery:
         nested = schema[BEFORE].dataType if BEFORE in schema.names else StructType([])
         if not isinstance(nested, StructType):
             raise InvalidInput(f"`{BEFORE}` must be a struct of the table's columns", given=nested.simpleString())
-        columns = [name for name in schema.names if name not in _MEANT]
+        columns = [name for name in schema.names if name not in RESERVED]
         return cls(
             options.need("table"),
             tuple(dict.fromkeys([*columns, *nested.names])),
@@ -157,7 +146,9 @@ class RowsQuery:
                 tables, candidates = sides.candidates(self.table)
             if tables == (None, None) and not self.skip_absent:
                 raise NotFound("the database has no such table", table=self.table, database=sides.after.database)
-            form = RowForm(self, piece.pair.after, schema)
+            if self.is_streaming:
+                self._need_same_columns(*tables, sides.after.database)
+            form = RowForm(self.table, self.columns, piece.pair.after, schema, null_misfits=self.null_misfits)
             if self.notices and _is_first(candidates):
                 yield from (form.notice(*notice) for notice in _notices(piece.pair, candidates))
             if candidates.is_empty:
@@ -167,7 +158,31 @@ class RowsQuery:
             versions: tuple[ComparedVersion | None, ComparedVersion | None] = sides.before, sides.after
             if piece.pair.is_dropped:
                 versions, tables = (sides.after, None), (tables[1], None)
-            yield from form.batches(changed_rows(*versions, tables, self.columns, candidates))
+            with naming(self.table, sides.after.database):
+                yield from form.batches(changed_rows(*versions, tables, self.columns, candidates))
+
+    def _need_same_columns(self, old: SqliteTable | None, new: SqliteTable | None, database: str) -> None:
+        """Refuse a version in which other columns have replaced some of the query's: what is written there would be missed.
+        A column that was only dropped is NULL, one that was only added is read after a restart."""
+        if old is None or new is None:
+            return
+        lost = [name for name in self.columns if old.column(name) is not None and new.column(name) is None]
+        known = {name.lower() for name in self.columns}
+        gained = [
+            column.name
+            for column in new.columns
+            if column.name.lower() not in known and old.column(column.name) is None
+        ]
+        if lost and gained:
+            raise StalePlan(
+                "columns of the table were renamed or replaced while the query ran",
+                hint="start the query again, with the same checkpoint: it reads the columns of then; if other databases still "
+                "have the old ones, add merge_schema=true",
+                database=database,
+                table=self.table,
+                before=lost,
+                now=gained,
+            )
 
 
 class _Sides:
@@ -217,74 +232,6 @@ class _Sides:
         return {page + 1 for page, _, _ in changed_pages(before, after, 0, size)}
 
 
-class RowForm:
-    """Converts changed rows to Arrow batches."""
-
-    def __init__(self, query: RowsQuery, version: LocatedVersion, schema: pa.Schema) -> None:
-        self._schema = schema
-        self._null_misfits = query.null_misfits
-        self._places = {name: place for place, name in enumerate(query.columns)}
-        self._constant = {
-            "_database": version.database,
-            "_table": query.table,
-            "_epoch": version.view.lsn,
-            "_committed_at": version.view.time_ms * 1_000,
-        }
-
-    def notice(self, op: str, text: str) -> pa.RecordBatch:
-        """Return a batch with one row that is not a change."""
-        return self._batch([RowChange(op, text, None, None)])
-
-    def batches(self, changes: Iterator[RowChange]) -> Iterator[pa.RecordBatch]:
-        """Yield the rows in small batches."""
-        while taken := list(islice(changes, STEP_ROWS)):
-            yield self._batch(taken)
-
-    def _batch(self, taken: list[RowChange]) -> pa.RecordBatch:
-        nothing = (None,) * len(self._places)
-        ops, keys, old, new = zip(*taken)
-        after = list(zip(*((new_row or old_row or nothing) for old_row, new_row in zip(old, new))))
-        columns = []
-        for field in self._schema:
-            if field.name in self._constant:
-                values = pa.scalar(
-                    self._constant[field.name], pa.int64() if pa.types.is_timestamp(field.type) else None
-                )
-                columns.append(pa.repeat(values, len(taken)).cast(field.type))
-            elif field.name == "_op":
-                columns.append(pa.array(ops, field.type))
-            elif field.name == "_key":
-                columns.append(pa.array(map(key_text, keys), field.type))
-            elif field.name == BEFORE:
-                columns.append(self._before(old, field.type))
-            else:
-                columns.append(self._column(after, field))
-        return pa.RecordBatch.from_arrays(columns, schema=self._schema)
-
-    def _column(self, values: list[tuple[Any, ...]], field: pa.Field) -> pa.Array:
-        chosen = values[self._places[field.name]]
-        return column(chosen, field.type, field.name, null_misfits=self._null_misfits)
-
-    def _before(self, rows: Sequence[tuple[Any, ...] | None], kind: pa.StructType) -> pa.Array:
-        nothing = (None,) * len(self._places)
-        values = list(zip(*(row or nothing for row in rows)))
-        children = [self._column(values, field) for field in kind]
-        mask = pa.array([row is None for row in rows])
-        return pa.StructArray.from_arrays(children, fields=list(kind), mask=mask)
-
-
-def key_text(key: Any) -> str | None:
-    """Return a key as text: a rowid as it is, otherwise a JSON array; a BLOB in it is an object with its hexadecimal digits.
-
-    >>> key_text(7), key_text(("a", 1.5, b"z"))
-    ('7', '["a",1.5,{"blob":"7a"}]')
-    """
-    if isinstance(key, tuple):
-        values = [{"blob": value.hex()} if isinstance(value, bytes) else value for value in key]
-        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
-    return str(key) if key is not None else None
-
-
 def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, str]]:
     """Yield the notices for a piece."""
     if pair.is_dropped:
@@ -299,18 +246,6 @@ def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, s
 def _is_first(candidates: Candidates) -> bool:
     """Return whether these are the first of the candidates that a table was cut into: a notice is given once."""
     return not candidates.ranges or candidates.ranges[0][0] == EVERYTHING[0]
-
-
-def rows_schema(table: StructType, *, with_before: bool) -> StructType:
-    """Return the schema of changes of a table with these columns."""
-    if taken := [name for name in table.names if name in _MEANT]:
-        raise InvalidInput(
-            "the table has columns with names that this source reserves",
-            hint="exclude them with `columns`",
-            columns=taken,
-        )
-    before = [StructField(BEFORE, table)] if with_before else []
-    return StructType([*FIELDS, *table.fields, *before])
 
 
 def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[RowsPiece]:
@@ -374,15 +309,44 @@ class RowsSource(QuireSource):
 
     def schema(self) -> StructType:
         options = self.parse(self.options)
-        request = VersionRequest(options, snapshot=options.text("to"))
+        if options.text("consumer"):
+            _refuse_end(options)
         with options.access().connect() as client:
-            try:
-                table = described(client, request, options)
-            except NotFound:
-                if not (earlier := options.text("from")):
-                    raise
-                table = described(client, VersionRequest(options, snapshot=earlier), options)  # dropped since `from`
+            table = chosen_schema(_columns_of_both(client, options), options)
         return rows_schema(table, with_before=options.flag("before"))
+
+
+def _refuse_end(options: Options) -> None:
+    """Refuse the option `to` of a streaming query. Spark asks for the schema first, which is that of the version `to`."""
+    options.refuse(("to",), "batch queries", "a streaming query goes on to the newest version")
+
+
+def _columns_of_both(client: Client, options: Options) -> list[SampledColumn]:
+    """Return the columns of the later version, with types that also take the values of the earlier one: deleted rows and
+    `_before` have them. If only one version has the table, its columns are returned."""
+    later, earlier = (_columns_at(client, options, option) for option in ("to", "from"))
+    if isinstance(later, NotFound):
+        if isinstance(earlier, NotFound) or not earlier:
+            raise later
+        return earlier  # dropped since `from`
+    if isinstance(earlier, NotFound):
+        return later
+    by_name = {column.name.lower(): column for column in earlier}
+    return [
+        column.with_values_of(by_name[column.name.lower()]) if column.name.lower() in by_name else column
+        for column in later
+    ]
+
+
+def _columns_at(client: Client, options: Options, option: str) -> list[SampledColumn] | NotFound:
+    """Return the columns at the version that the option `from` or `to` names, or why there are none."""
+    snapshot = options.text(option)
+    if option == "from" and not snapshot:
+        return []
+    try:
+        return columns_of(client, VersionRequest(options, snapshot=snapshot), options)
+    except NotFound as error:
+        return error
 
 
 # ── a streaming query ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -398,12 +362,12 @@ class RowsQueryReader(HeldQueryReader):
     POSITION = "lease"
 
     def __init__(self, options: Options, schema: StructType) -> None:
-        options.refuse(("to",), "batch queries", "a streaming query goes on to the newest version")
+        _refuse_end(options)
         super().__init__(options, schema)
         self.request = VersionRequest(options)
         self.request.keep_seconds = options.number("keep_seconds", STREAM_KEEP_SECONDS, least=1)
         skip = options.text("absent", "skip").lower() != "error"
-        self.query = replace(RowsQuery.of(options, schema), skip_absent=skip)
+        self.query = replace(RowsQuery.of(options, schema), skip_absent=skip, is_streaming=True)
         self.partitions_max = options.number("partitions", default_partitions(), least=1)
         self._earlier, self._start = options.text("from"), options.one_of("start", ("all", "latest"))
         self._databases_max = options.number("max_databases", 0)
@@ -431,7 +395,7 @@ class RowsQueryReader(HeldQueryReader):
         position, held = self.position(start), self.owner.held(self.holder)
         before = self._known(start, held)
         # Left by an offset that Spark did not record before it ended, or by a query whose checkpoint was abandoned.
-        self._let_go([version for version in held if version.lease_id > position])
+        self._release([version for version in held if version.lease_id > position])
         if kept_versions := list(before.values()):
             self.owner.renew_lease(kept_versions[0].lease_id)  # renews all others with it
         try:
@@ -470,11 +434,12 @@ class RowsQueryReader(HeldQueryReader):
         ]
 
     def _newest(self) -> dict[str, tuple[int, int]]:
-        """Return (id, newest lsn) of the requested databases, by name."""
+        """Return (id, newest lsn) of the requested databases that were ever written, by name. A dropped database whose name an
+        empty one has is gone."""
         databases = self.request.matching(self.owner)
         names = [database.name for database in databases]
         lsns = self.owner.newest_lsns(names)
-        return {database.name: (database.db_id, lsn) for database, lsn in zip(databases, lsns, strict=True)}
+        return {database.name: (database.db_id, lsn) for database, lsn in zip(databases, lsns, strict=True) if lsn}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of this query: later versions do not belong to it."""
@@ -507,7 +472,7 @@ class RowsQueryReader(HeldQueryReader):
         position = self.position(end)
         reached = [version for version in self.owner.held(self.holder) if version.lease_id <= position]
         newest = {version.label: version for version in reached}
-        self._let_go(
+        self._release(
             [
                 version
                 for version in reached
@@ -515,9 +480,9 @@ class RowsQueryReader(HeldQueryReader):
             ]
         )
 
-    def _let_go(self, versions: list[HeldVersion]) -> None:
+    def _release(self, versions: list[HeldVersion]) -> None:
         if versions:
-            self.owner.let_go([(version.lease_id, version.db_id) for version in versions])
+            self.owner.release_versions([(version.lease_id, version.db_id) for version in versions])
 
     def _offset(self, position: int) -> Offset:
         return {**self.offset(position), "databases": len(_at(self.owner.held(self.holder), position))}
@@ -563,7 +528,7 @@ def _at(held: list[HeldVersion], position: int) -> Held:
 
 def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
     """Return whether a database has changes that its consumer has not read."""
-    return lsn > 0 and (before is None or before.db_id != db_id or lsn > before.lsn)
+    return before is None or before.db_id != db_id or lsn > before.lsn
 
 
 def _pages_since(before: HeldVersion | None, db_id: int, lsn: int) -> int:

@@ -176,14 +176,24 @@ class SqliteReader(PiecesReader):
 
 
 def described(client: Client, request: VersionRequest, options: Options) -> StructType:
+    """Return the schema of a table in the selected databases."""
+    return chosen_schema(columns_of(client, request, options), options)
+
+
+def chosen_schema(columns: list[SampledColumn], options: Options) -> StructType:
+    """Return the schema of the columns that the options choose."""
+    return table_schema(columns, options.names("columns"), parsed_types(options.text("types")))
+
+
+def columns_of(client: Client, request: VersionRequest, options: Options) -> list[SampledColumn]:
     """Return the columns of a table in the selected databases: those of the first one that has it, or of all of them."""
-    name, where, merge = options.need("table"), options.text("where"), options.flag("merge_schema")
+    merge = options.flag("merge_schema")
     missing: NotFound | None = None
 
     def columns_in(database: str) -> list[SampledColumn] | None:
         nonlocal missing
         try:
-            return _columns(client, request, database, name, where)
+            return _columns(client, request, database, options)
         except NotFound as error:
             if request.absent == "error":
                 raise
@@ -199,18 +209,19 @@ def described(client: Client, request: VersionRequest, options: Options) -> Stru
         columns = union_columns(tables if merge else islice(tables, 1))
     if missing is not None and not columns:
         raise missing
-    return table_schema(columns, options.names("columns"), parsed_types(options.text("types")))
+    return columns
 
 
-def _columns(client: Client, request: VersionRequest, database: str, name: str, where: str) -> list[SampledColumn]:
+def _columns(client: Client, request: VersionRequest, database: str, options: Options) -> list[SampledColumn]:
     """Return the columns of a table, at the requested version or the newest; for the newest no version is lent."""
+    name, where = options.need("table"), options.text("where")
 
     def read(pages: Any) -> list[SampledColumn]:
         with connected(pages) as connection:
             table = find_table(connection, name, database)
             if where:
                 check_condition(connection, table.name, where, database=database)
-            return sampled(connection, table, pages)
+            return sampled(connection, table, pages, options.names("columns"))
 
     if request.snapshot:
         with opened(request.version(client, database)) as source:

@@ -99,7 +99,14 @@ class SqliteTarget(PartTarget):
             except UnknownDatabase:
                 client.fork(self.fork_of, self.database, at=self.fork_at or None)
         once: dict[str, Any] = {"query": batch.query, "batch": batch.batch} if batch is not None else {}
-        client.load_rows(load, self.database, self.table, parts, columns=self.columns, **self.how, **once)
+        try:
+            client.load_rows(load, self.database, self.table, parts, columns=self.columns, **self.how, **once)
+        except UnknownDatabase as error:
+            raise UnknownDatabase(
+                "no database has this name",
+                hint='the option create="database" creates it; `quire ls` lists the databases',
+                name=self.database,
+            ) from error
 
 
 def flag_of(options: Options, schema: StructType) -> str:

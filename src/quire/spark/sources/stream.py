@@ -266,7 +266,10 @@ class RecordsReader(SourceReader):
         self._end = options.number("end", 0)
         self._streams = DatabaseSelection(options, "STREAM", "stream") if is_many(options) else None
         if self._streams is not None:
-            options.refuse(("stream", "start", "end"), "one stream", "of several, `since` leaves out older records")
+            options.refuse(
+                ("stream",), "one stream", "add its name to `databases`, or leave out `databases` and `tags`"
+            )
+            options.refuse(("start", "end"), "one stream", "of several, `since` leaves out older records")
 
     def plan(self) -> list[list[RecordRange]]:
         with closing(self.access.channel()) as channel:

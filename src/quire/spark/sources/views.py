@@ -8,7 +8,8 @@ Where objects are remote, WAL segments that a view needs are uploaded first and 
 is set otherwise). Where they are not, executors read the files of the store's directory, which they share under the same
 path.
 
-Options: `database`, or `databases` (names and patterns, separated by commas) and `tags` (`name` or `name=value`, separated by
+Options: `database`, or `databases` (names and patterns, separated by commas; a database whose name is written like a pattern
+is selected by it, too) and `tags` (`name` or `name=value`, separated by
 commas: databases that have all of them); `snapshot` (a name or an id, resolved in each database), `absent` (`error` or
 `skip`: databases without it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so
 that a thousand small databases are not a thousand tasks.
@@ -146,7 +147,9 @@ class DatabaseSelection:
         self.one = options.text("database")
         self.tags = dict(_tag(text) for text in options.names("tags"))
         self.patterns = options.names("databases") or (["*"] if self.tags and not self.one else [])
-        if bool(self.one) == bool(self.patterns):
+        if self.one and options.text("databases"):
+            raise InvalidInput("`database` and `databases` cannot be used together", hint="add the name to `databases`")
+        if not self.one and not self.patterns:
             raise InvalidInput("no database was given", hint="pass the option `database`, or `databases` and `tags`")
         self._kind, self._what = kind, what
 
@@ -177,9 +180,11 @@ class DatabaseSelection:
 
     def matching(self, client: Client) -> list[DatabaseInfo]:
         """Return the selected databases. An empty result is not an error, nor is a name that does not exist."""
-        patterns = [self.one] if self.one else self.patterns
-        known = candidates(client, patterns, self._kind.lower())
-        return [database for database in known if matches(database.name, patterns) and self._has_tags(database)]
+        known = candidates(client, [self.one] if self.one else self.patterns, self._kind.lower())
+        return [database for database in known if self._is_selected(database.name) and self._has_tags(database)]
+
+    def _is_selected(self, name: str) -> bool:
+        return name == self.one if self.one else matches(name, self.patterns)
 
     def _has_tags(self, database: DatabaseInfo) -> bool:
         return all(name in database.tags and value in (None, database.tags[name]) for name, value in self.tags.items())
@@ -300,7 +305,7 @@ class VersionRequest(DatabaseSelection):
                 raise
             # A version that was lent, and dropped before it was uploaded, must not be among those that tasks request.
             if lent is not None:
-                client.let_go([(lent.lease_id, view.db_id) for view in lent.views])
+                client.release_versions([(lent.lease_id, view.db_id) for view in lent.views])
             return self._lend(client, left, lease_id, keep=keep) if left else (lease_id, {})
         except UnknownSnapshot:
             if lent is not None and lent.lease_id != lease_id:
@@ -382,7 +387,7 @@ def candidates(client: Client, patterns: Sequence[str], kind: str) -> Iterator[D
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a name is one of these, or matches one of them."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    return name in patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def matching(patterns: Sequence[str], known: Sequence[str], what: str) -> list[str]:

@@ -99,8 +99,7 @@ class Cursor:
 
     # ── running ───────────────────────────────────────────────────────────────────────────────────────────────────────
     # This and `fetchone`, with `Connection.execute`, are most of the cost of a small statement. They repeat the checks of
-    # `_open`
-    # inline and read attributes of the instance, which Python finds in half the time that class attributes take.
+    # `_open` inline and read attributes of the instance, which Python finds in half the time that class attributes take.
     def execute(self, sql: str, parameters: Parameters = (), /) -> Self:
         """Run one statement, up to its first row. If code that runs inside it uses this cursor again, apsw refuses."""
         cursor = self._cursor

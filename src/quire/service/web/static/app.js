@@ -3,11 +3,11 @@
 import { h } from "./dom.js";
 import { dbLink, number } from "./format.js";
 import { Failure, follow, get, hasToken, post, useToken } from "./api.js";
-import { feed, jobs, lineage, overview, verification } from "./pages.js";
+import { databases, feed, jobs, lineage, overview, verification } from "./pages.js";
 import { database } from "./page_database.js";
 import { why } from "./page_why.js";
 
-const MENU = [["#/", overview], ["#/lineage", lineage], ["#/feed", feed], ["#/jobs", jobs], ["#/verification", verification], ["#/why", why()]];
+const MENU = [["#/", overview], ["#/lineage", lineage], ["#/feed", feed], ["#/jobs", jobs], ["#/verification", verification], ["#/why", why()], ["#/databases", databases()]];
 const DEBOUNCE = 350;
 const REDRAW = 10000;
 const find = (id) => document.getElementById(id);
@@ -23,6 +23,7 @@ let drawn = 0;
 // ── pages ──
 function pageOf(hash) {
   if (hash.startsWith("#/db/")) return database(decodeURIComponent(hash.slice(5)));
+  if (hash.startsWith("#/databases?")) return databases(hash.slice(12));
   if (hash.startsWith("#/why/")) return why(decodeURIComponent(hash.slice(6)));
   return (MENU.find(([at]) => at === (hash || "#/")) || MENU[0])[1];
 }
@@ -100,7 +101,7 @@ function drawMenu() {
   find("nav").replaceChildren(
     ...MENU.map(([to, each]) => {
       const [some, bad] = counts.get(to) || [0, 0];
-      return h("a", { href: to, "aria-current": to === at || (to === "#/why" && at.startsWith("#/why/")) ? "page" : undefined }, h("span", {}, each.title), bad ? h("span", { class: "count bad", title: "failed or damaged" }, number(bad)) : some ? h("span", { class: "count" }, number(some)) : null);
+      return h("a", { href: to, "aria-current": to === at || (to === "#/why" && at.startsWith("#/why/")) || (to === "#/databases" && at.startsWith("#/databases?")) ? "page" : undefined }, h("span", {}, each.title), bad ? h("span", { class: "count bad", title: "failed or damaged" }, number(bad)) : some ? h("span", { class: "count" }, number(some)) : null);
     }),
     ...(summary?.databases.length ? [h("h2", {}, "Databases"), ...summary.databases.slice(0, 24).map((each) => h("a", { class: "sub", href: dbLink(each.name), "aria-current": dbLink(each.name) === at ? "page" : undefined }, h("i", { class: `swatch d-${each.kind}` }), h("span", {}, each.name)))] : []),
   );
@@ -268,7 +269,7 @@ function sayTheme() {
 
 // ── keys ──
 function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]") || event.target.matches("input")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]") || event.target.matches("input, select")) return;
   const at = Number(event.key) - 1;
   if (MENU[at]) location.hash = MENU[at][0];
   else if (event.key === "/") askWhy();

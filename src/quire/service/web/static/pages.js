@@ -26,12 +26,12 @@ export const overview = {
         ["Readers", number(data.readers), "holding a version open"],
         ["Jobs", number(data.jobs.in_flight + data.jobs.pending), data.jobs.failed ? `${number(data.jobs.failed)} failed` : "none failed", data.jobs.failed ? "warn" : undefined],
         ["Changes", number(store.newest_change), lag ? `${number(lag)} changes behind` : data.cursors.length ? "all followers are up to date" : "no followers"],
-        ["Archive", ...archiveTile(store.archive)],
+        ["Archive", ...archiveTile(store.archive, data.archive_dollars_per_month)],
         ["Owner", `epoch ${number(store.owner_epoch)}`, store.owner_session ? `session ${number(store.owner_session)}, ${store.owner_state}` : store.owner_state, store.owner_state === "fenced" ? "bad" : undefined],
         ["Damaged", number(damaged), `of ${plural(Object.values(data.verified).reduce((sum, each) => sum + each, 0), "artifact")}`, damaged ? "bad" : "good"],
       ),
       h("div", { class: "grid" },
-        wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(
+        wide(card("Databases", data.databases_left_out ? h("a", { href: "#/databases" }, `${number(data.databases_left_out)} more`) : "", table(
           ["name", "kind", ">size", ">on disk", ">WAL", ">WAL pages", ">floor", ">readers", ">snapshots", "parent", ">"],
           data.databases.map((each) => databaseRow(each, ui)), "No databases yet. Create one with quire create NAME --kind pages."))),
         card("Tiers", "artifacts by location", tierParts(data.tiers)),
@@ -49,12 +49,12 @@ const mirrors = (list, now) => table(["name", "table", "target", ">databases", "
     each.failures ? h("span", { class: "bad small" }, `${plural(each.failures, "run")} failed: ${each.error}`) : ""]));
 
 // What losing the disk now would mean: the words of `quire archive status`.
-function archiveTile(archive) {
+function archiveTile(archive, dollars) {
   if (!archive) return ["off", "losing this disk loses the store: quire archive on", "warn"];
   const drill = archive.last_drill ? (archive.last_drill.problems.length ? "last drill failed" : "last drill passed") : "no drill yet";
   const bad = ["behind", "fenced", "stopped"].includes(archive.state) || (archive.last_drill && archive.last_drill.problems.length);
   const waiting = archive.memory_bytes + archive.backlog_bytes;
-  const lag = archive.lag_seconds >= 1 ? `${archive.lag_seconds.toFixed(1)} s behind, ${bytes(waiting)} waiting` : `${archive.mode}, ${drill}`;
+  const lag = archive.lag_seconds >= 1 ? `${archive.lag_seconds.toFixed(1)} s behind, ${bytes(waiting)} waiting` : `${archive.mode}, ${span(archive.retain_seconds * 1000)} restorable, ${drill}, about US$ ${dollars.toFixed(2)} a month`;
   return [archive.state, lag, bad ? "bad" : archive.state === "archived" ? "good" : undefined];
 }
 
@@ -67,6 +67,62 @@ function databaseRow(each, ui) {
     each.readers ? h("span", { class: each.segments_blocked ? "warn" : undefined }, number(each.readers)) : quiet("0"), number(each.snapshots),
     each.follows ? quiet(`follows ${each.follows}`) : each.parent ? link(each.parent) : "", h("button", { type: "button", class: "small", "data-key": `snap-${each.name}`, "aria-label": `New snapshot of ${each.name}`, onclick: () => ui.snapshot(each.name) }, "Snapshot"),
   ];
+}
+
+// ── databases ──
+const KINDS = [["", "all kinds"], ["pages", "pages"], ["stream", "stream"], ["lsm", "key-value"]];
+const SORTS = [["name", "by name"], ["written", "last change first"], ["size", "largest first"]];
+const FIELDS = ["prefix", "kind", "tag", "sort", "after"];
+const typed = new Map(); // what was typed and not yet asked for, which a live update must not take away
+
+const databasesLink = (asked) => {
+  const query = new URLSearchParams(FIELDS.filter((field) => asked[field]).map((field) => [field, asked[field]]));
+  return `#/databases${query.size ? `?${query}` : ""}`;
+};
+
+export const databases = (query = "") => {
+  const asked = Object.fromEntries(new URLSearchParams(query));
+  return {
+    title: "Databases",
+    async load() {
+      try {
+        return { ...(await get(`/api/databases?${new URLSearchParams(asked)}`)), problem: "" };
+      } catch (failure) {
+        if (failure.status !== 400) throw failure;
+        return { databases: [], after: "", problem: [failure.message, failure.hint].filter(Boolean).join("; ") };
+      }
+    },
+    draw(data, ui) {
+      return [
+        h("div", { class: "head" }, h("h1", {}, "Databases"), h("span", { class: "muted" }, "on the command line: quire ls")),
+        filterBox(asked),
+        data.problem && h("section", { class: "card" }, h("p", { class: "bad" }, data.problem)),
+        !data.problem && h("section", { class: "card" }, table(
+          ["name", "kind", ">size", ">on disk", ">WAL", ">WAL pages", ">floor", ">readers", ">snapshots", "parent", ">"],
+          data.databases.map((each) => databaseRow(each, ui)), "No database matches.")),
+        h("p", {},
+          asked.after && h("a", { href: databasesLink({ ...asked, after: "" }), "data-key": "first-page" }, "First page"), " ",
+          data.after && (asked.sort || "name") === "name" && h("a", { href: databasesLink({ ...asked, after: data.after }), "data-key": "next-page" }, "Next page"),
+          data.after && (asked.sort || "name") !== "name" && h("span", { class: "muted" }, "There are more: the list by name has pages.")),
+      ];
+    },
+  };
+};
+
+function filterBox(asked) {
+  const keep = (event) => typed.set(event.target.name, event.target.value);
+  const value = (name) => typed.get(name) ?? asked[name] ?? "";
+  const field = (name, placeholder) => h("input", { name, placeholder, value: value(name), "data-key": `filter-${name}`, "aria-label": placeholder, autocomplete: "off", spellcheck: "false", oninput: keep });
+  const choice = (name, label, all) => h("select", { name, "data-key": `filter-${name}`, "aria-label": label, onchange: (event) => event.target.form.requestSubmit() },
+    all.map(([key, text]) => h("option", { value: key, selected: key === (asked[name] || all[0][0]) }, text)));
+  const ask = (event) => {
+    event.preventDefault();
+    const given = Object.fromEntries(new FormData(event.target));
+    typed.clear();
+    location.hash = databasesLink({ ...given, prefix: given.prefix.trim(), tag: given.tag.trim(), sort: given.sort === "name" ? "" : given.sort });
+  };
+  return h("form", { class: "card ask", role: "search", onsubmit: ask }, field("prefix", "prefix, or tenant-*"), field("tag", "tag, or tag=value"),
+    choice("kind", "Kind", KINDS), choice("sort", "Order", SORTS), h("button", { type: "submit", class: "main", "data-key": "filter" }, "Show"));
 }
 
 export const tierParts = (tiers) => parts(TIERS.map((tier) => [tier, tiers[tier]?.bytes || 0, `t-${tier}`, `${bytes(tiers[tier]?.bytes || 0)} in ${number(tiers[tier]?.artifacts || 0)}`]));
@@ -186,7 +242,7 @@ export const verification = {
       h("div", { class: "head" }, h("h1", {}, "Verification"), h("span", { class: "muted" }, "whether every artifact in the catalog exists and is intact; run quire verify to check")),
       h("div", { class: "grid" },
         wide(card("Artifacts", "", parts(states.map((state) => [state, data.totals[state] || 0, `v-${state}`])))),
-        wide(card("Databases", data.databases_left_out ? `${number(data.databases_left_out)} more` : "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
+        wide(card("Databases", data.databases_left_out ? h("a", { href: "#/databases" }, `${number(data.databases_left_out)} more`) : "", table(["name", ">artifacts", ">verified", ">never verified", ">damaged", "oldest verification"], data.databases.map((each) => {
           const damaged = (each.verified.missing || 0) + (each.verified.altered || 0);
           return [link(each.name), number(each.artifacts), number(each.verified.verified || 0), number(each.verified.unverified || 0), h("span", { class: damaged ? "bad" : "muted" }, number(damaged)), each.oldest_verified_ms ? ago(each.oldest_verified_ms, data.now_ms) : h("span", { class: "muted" }, "never")];
         }), "No databases yet."))),

@@ -1,0 +1,165 @@
+"""The state of an archive for people: what the directory or the owner says, and whether the bucket confirms it.
+
+Raises nothing that the bucket raises: an unreachable bucket is part of the state.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from quire.archive.clones import CloneRegistration, registrations
+from quire.archive.standbys import Registration
+from quire.archive.standbys import registrations as standby_registrations
+from quire.archive.state_files import read_origin, read_standby_state
+from quire.archive.window import RestorableRange, restorable_range
+from quire.cli.formatting import ago_text, count_of, moment, size, span
+from quire.core.clock import SystemClock
+from quire.core.errors import QuireError
+from quire.durable.files import OsDisk
+from quire.manifest import tables as t
+from quire.store.object_access import open_place
+
+if TYPE_CHECKING:
+    from quire.archive.status import ArchiveStatus
+    from quire.core.settings import StoreSettings
+    from quire.manifest.reads import ReadTxn
+
+CLOCK = SystemClock()
+
+
+class InBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """What the bucket has of an archive, if it was asked and answered."""
+
+    range: RestorableRange | None = None
+    clones: tuple[CloneRegistration, ...] = ()
+    standbys: tuple[Registration, ...] = ()
+    retired: int = 0
+    """Objects that only archived moments and clones need."""
+    error: str = ""
+
+
+def ask_bucket(txn: ReadTxn, root: str, settings: StoreSettings) -> InBucket:
+    """Ask the bucket what it has of a store's archive."""
+    store_id = txn.store_id()
+    try:
+        with closing(open_place(txn, root, settings)) as bucket:
+            return InBucket(
+                range=restorable_range(bucket, store_id),
+                clones=tuple(registrations(bucket, store_id)),
+                standbys=tuple(standby_registrations(bucket, store_id)),
+                retired=txn.count(t.RETIRED),
+            )
+    except QuireError as error:
+        return InBucket(error=error.what)
+
+
+def doubt_about(status: ArchiveStatus, in_bucket: InBucket) -> str:
+    """Return why the bucket does not confirm a status; empty if it does, or was not asked."""
+    found = in_bucket.range
+    if found is None:
+        return in_bucket.error
+    if found.missing:
+        return f"a part of the newest base is missing ({found.missing})"
+    if status.is_safe and found.newest_at_ms < status.last_cut_at_ms:
+        return f"it can be restored only to {moment(found.newest_at_ms)}"
+    return ""
+
+
+STATES = {
+    "archived": "everything is in the bucket: losing this disk now would lose nothing",
+    "closed": "closed with everything in the bucket: losing this disk now would lose nothing",
+    "uploading": "changes are being uploaded: losing this disk now would lose them",
+    "behind": "the bucket does not answer: losing this disk now would lose the backlog",
+    "no base": "nothing can be restored yet: the first copy of the store is being uploaded",
+    "fenced": "another directory has taken this store over: nothing more is archived from here",
+    "stopped": "the archiver has stopped: restart the owner",
+    "not closed cleanly": "the last owner ended before its last upload: the next one uploads what is missing",
+    "owned": "a process owns the store but does not answer: the bucket shows how far it is",
+    "standby": "nothing is archived from here: the owner that this standby follows archives the store",
+    "restored": "nothing is archived from here: this restored directory is not the owner",
+}
+
+
+def doubtful_text(status: ArchiveStatus, doubt: str) -> str:
+    """Format a state that the bucket has not confirmed."""
+    return f"{status.state} according to this directory; the bucket does not confirm it, do not rely on it: {doubt}"
+
+
+COPY_STATES = ("standby", "restored")
+
+
+def state_text(status: ArchiveStatus) -> str:
+    """Return the state of the archive as a sentence."""
+    return STATES.get(status.state, status.state)
+
+
+def copy_text(root: str, state: str) -> str:
+    """Return what a standby or restored directory is a copy of, and of which moment."""
+    if state == "standby":
+        standby = read_standby_state(OsDisk(), root)
+        return f"a standby of {standby.url}, as of {moment(standby.at_ms)}" if standby is not None else "a standby"
+    origin = read_origin(OsDisk(), root)
+    return f"a read-only restore of {origin.url}, as of {moment(origin.at_ms)}" if origin is not None else "a restore"
+
+
+def promise_text(status: ArchiveStatus) -> str:
+    """Return what the mode of the archive promises."""
+    if status.mode == "sync":
+        return "every change waits for the bucket"
+    return f"uploads every {status.interval_seconds:g} s"
+
+
+def waiting_lines(status: ArchiveStatus, *, is_known: bool) -> list[tuple[str, str]]:
+    """Format what waits. After an unclean end only the owner's files show it, and a copy uploads nothing."""
+    if is_known:
+        return [
+            ("lag", f"{status.lag_seconds:.1f} s"),
+            ("waiting", f"{size(status.memory_bytes)} in memory, {size(status.backlog_bytes)} on disk"),
+            ("last error", status.last_error or "none"),
+        ]
+    if status.state in COPY_STATES:
+        return []
+    return [("waiting", f"unknown; at least {size(status.backlog_bytes)} on disk")]
+
+
+def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, str]]:
+    """Format what the bucket has, or what the owner knows of it if the bucket was not asked."""
+    found = in_bucket.range
+    newest = max(status.restorable_at_ms, found.newest_at_ms if found else 0)
+    lines = [("last upload", ago_text(status.last_cut_at_ms or (found.newest_at_ms if found else 0), CLOCK.now_ms()))]
+    if found is None:
+        why = f"; the bucket could not be asked: {in_bucket.error}" if in_bucket.error else ""
+        return [*lines, ("restorable", f"to {moment(newest)}{why}")]
+    lines += [
+        ("restorable", f"from {moment(found.oldest_at_ms)} to {moment(newest)}"),
+        ("window", f"{span(int(status.retain_seconds * 1000))} (archive.retain_seconds)"),
+        ("in the bucket", f"{count_of(found.objects, 'object')} of the archive, {size(found.size_bytes)}"),
+    ]
+    if in_bucket.retired:
+        kept_for = "moments of the window" + (", and clones" if in_bucket.clones else "")
+        lines.append(("kept", f"{count_of(in_bucket.retired, 'object')} that only {kept_for} need"))
+    lines += [("clone", f"{clone.clone_id}, at {clone.host}:{clone.path}") for clone in in_bucket.clones]
+    lines += [
+        ("standby", f"process {standby.pid} on {standby.host}, last seen {ago_text(standby.at_ms, CLOCK.now_ms())}")
+        for standby in in_bucket.standbys
+    ]
+    return lines
+
+
+def cost_lines(status: ArchiveStatus, *, is_live: bool) -> list[tuple[str, str]]:
+    """Format traffic and cost, which only a running owner has measured."""
+    if not is_live:
+        return []
+    requests = count_of(round(status.writes_per_hour + status.reads_per_hour), "request")
+    return [
+        ("uploaded", f"{count_of(status.puts, 'object')}, {size(status.put_bytes)} since the store was opened"),
+        ("per hour", f"{requests}, {size(round(status.put_bytes_per_hour))} uploaded"),
+        (
+            "per month",
+            f"about US$ {status.dollars_per_month:.2f} for requests at the list price of S3, "
+            f"{size(status.put_bytes_per_month)} uploaded",
+        ),
+    ]
