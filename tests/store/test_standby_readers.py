@@ -78,7 +78,10 @@ with quire.open(path, "r") as store:
 """
 
 
+@pytest.mark.slow
 def test_readers_of_a_standby_that_restarts_from_a_base_see_one_state(tmp_path: Path) -> None:
+    """A known defect fails this in about one of thirty runs on a busy machine: a reader of the stream sees an older end, or an
+    open segment's copy as damage, while the directories are swapped (docs/disaster-recovery.md)."""
     last = 800
     with archived_store(tmp_path) as archived:
         store = archived.store
@@ -113,7 +116,9 @@ def test_readers_of_a_standby_that_restarts_from_a_base_see_one_state(tmp_path: 
                 for start in range(21, last, 20):
                     more(start)
                     if start % 40 == 1:
-                        standby._rebuild(find(store.objects, store.feed.store_id()))
+                        point = find(store.objects, store.feed.store_id())
+                        assert point.position >= standby.status.position, (point.position, standby.status.position)
+                        standby._rebuild(point)
                     standby.poll()
                 assert answers.read() == "\n"
             assert standby.status.rebuilds >= 20
@@ -172,7 +177,9 @@ def test_a_long_read_of_a_standby_keeps_files_that_the_owner_has_removed(tmp_pat
                         standby.poll()
                     assert any(kept_files.iterdir())
                     if begins_again:
-                        standby._rebuild(find(store.objects, store.feed.store_id()))
+                        point = find(store.objects, store.feed.store_id())
+                        assert point.position >= standby.status.position, (point.position, standby.status.position)
+                        standby._rebuild(point)
                         standby.poll()
                     requests.write("read\n")
                     assert answers.readline() == f"400 {round_number * 10} {round_number * 10}\n"

@@ -78,16 +78,16 @@ def leaves_within(read_page: ReadPage, root: int, rowids: Rowids, pages_max: int
 
     def below(page: int, first: int, last: int, level: int) -> Iterator[Leaves]:
         nonlocal left
-        found = _within(_children(read_page(page), page, first, last), rowids)
-        left -= len(found)
+        leaves = _within(_children(read_page(page), page, first, last), rowids)
+        left -= len(leaves)
         if left < 0:
             raise Unreadable(page)  # a cycle
         if level == 1:
-            yield found
+            yield leaves
             return
-        lasts = found.lasts.tolist()
-        firsts = chain([found.first], (before + 1 for before in lasts))
-        for child, start, stop in zip(found.pages.tolist(), firsts, lasts):
+        lasts = leaves.lasts.tolist()
+        firsts = chain([leaves.first], (before + 1 for before in lasts))
+        for child, start, stop in zip(leaves.pages.tolist(), firsts, lasts):
             yield from below(child, start, stop, level - 1)
 
     if height:

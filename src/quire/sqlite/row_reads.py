@@ -69,8 +69,8 @@ def _undecoded_rows(connection: Connection, shown: Sequence[str], rest: str, val
     """Yield the same rows, with texts decoded here."""
     encoding = str(connection.execute("PRAGMA encoding").fetchall()[0][0])
     swapped = (
-        f"CASE typeof({each}) WHEN 'text' THEN CAST({each} AS BLOB) WHEN 'blob' THEN hex({each}) ELSE {each} END"
-        for each in shown
+        f"CASE typeof({value}) WHEN 'text' THEN CAST({value} AS BLOB) WHEN 'blob' THEN hex({value}) ELSE {value} END"
+        for value in shown
     )
     for row in connection.execute(f"SELECT {', '.join(swapped)} {rest}", values):
         yield tuple(_unswapped(value, encoding) for value in row)

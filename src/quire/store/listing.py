@@ -55,9 +55,9 @@ def checked(wanted: DatabaseFilter) -> DatabaseFilter:
 def page_of(txn: ReadTxn, wanted: DatabaseFilter) -> tuple[list[Match], str]:
     """Return the matching databases, and the name of the last one if there are more than `limit`, else an empty string."""
     limit = checked(wanted).limit
-    found = list(matching(txn, replace(wanted, limit=limit + 1 if limit else 0)))
-    is_cut = bool(limit) and len(found) > limit
-    return (found[:limit], found[limit - 1][1].name) if is_cut else (found, "")
+    rows = list(matching(txn, replace(wanted, limit=limit + 1 if limit else 0)))
+    is_cut = bool(limit) and len(rows) > limit
+    return (rows[:limit], rows[limit - 1][1].name) if is_cut else (rows, "")
 
 
 def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:

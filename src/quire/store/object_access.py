@@ -68,11 +68,11 @@ def accept_moved(ctx: JobContext, root: str, settings: StoreSettings) -> int:
     store = ctx.open_store(ctx.objects_url)
     for object_key, size in expected:
         try:
-            found = store.head(object_key).size_bytes
+            stored_bytes = store.head(object_key).size_bytes
         except ObjectNotFound:
             missing.append(object_key)
             continue
-        if size is not None and found != size:
+        if size is not None and stored_bytes != size:
             missing.append(object_key)
     if missing:
         raise ObjectNotFound(

@@ -102,8 +102,8 @@ class SqliteReader(PiecesReader):
         with self.access.connect() as client:
             versions, ranges = self.request.planned(client, PIECE_BYTES)
         if self.query.where:
-            self._check(chain(versions, chain.from_iterable(each.versions(self.access) for each in ranges)))
-        total = sum(version.size_bytes for version in versions) + sum(each.size_bytes for each in ranges)
+            self._check(chain(versions, chain.from_iterable(lent.versions(self.access) for lent in ranges)))
+        total = sum(version.size_bytes for version in versions) + sum(lent.size_bytes for lent in ranges)
         share = max(total // self.partitions_max, 1)
         pieces = (piece for version in versions for piece in self._pieces(version, share))
         return balanced_groups(chain(pieces, ranges), self.partitions_max)
@@ -153,12 +153,12 @@ class SqliteReader(PiecesReader):
                             yield from self._rows(connection, pages, table, piece, schema)
 
     def _of(self, part: list[ViewPiece[Rowids] | LentRange]) -> Iterator[ViewPiece[Rowids]]:
-        for each in part:
-            if isinstance(each, ViewPiece):
-                yield each
+        for piece in part:
+            if isinstance(piece, ViewPiece):
+                yield piece
             else:
                 yield from (
-                    ViewPiece(version, EVERYTHING, version.size_bytes) for version in each.versions(self.access)
+                    ViewPiece(version, EVERYTHING, version.size_bytes) for version in piece.versions(self.access)
                 )
 
     def _rows(
