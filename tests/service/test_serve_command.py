@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.store.standby import Standby
 from tests.programs import Program
 from tests.rules.tree import SRC
 
@@ -59,6 +60,29 @@ def test_serve_prints_its_address_serves_and_ends_cleanly(serve: Serve, path: Pa
     assert not (path / "quire.sock").exists()
     with quire.open(path) as store:
         assert [database.name for database in store.databases()] == ["shop"]
+
+
+def test_serve_ends_when_another_directory_has_taken_the_store_over(serve: Serve, tmp_path: Path) -> None:
+    """It went on answering reads with a state that its successor had left behind (A11)."""
+    store_path, bucket = tmp_path / "archived", tmp_path / "bucket"
+    store_path.mkdir()
+    settings = f'object_store = "{bucket}"\n[archive]\nmode = "sync"\ninterval_seconds = 0.1\n'
+    (store_path / "quire.toml").write_text(settings)
+    quire.open(store_path).close()
+    process = serve(store=store_path)
+    assert process.stdout is not None
+    with quire.connect(address(process.stdout.readline())) as client:
+        client.kv("pairs", create=True).put(b"a", b"1")
+        with Standby(str(bucket), tmp_path / "standby") as standby:
+            standby.promote()
+        with pytest.raises(quire.StoreFenced):
+            client.kv("pairs").put(b"a", b"2")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 9  # as every command whose store is fenced
+    assert "owner epoch 2 has taken this store over" in err
+    assert "next:" in err
+    with quire.open(tmp_path / "standby", mode="r") as successor:
+        assert successor.kv("pairs").get(b"a") == b"1"
 
 
 @pytest.mark.parametrize("name", ['a "b" c', "größe"])

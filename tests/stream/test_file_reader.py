@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.errors import CursorLost, DatabaseTombstoned, WrongKind
+from quire.core.errors import Corruption, CursorLost, DatabaseTombstoned, WrongKind
+from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk, OsFile
 from quire.durable.names import Tier
 from quire.manifest.records import DbKind
 from quire.stream.file_reader import GAP_SECONDS, StreamFileReader, _parsed, _Place
+from quire.stream.files import StreamFiles
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.spans import StreamRecord
 from quire.stream.state import Retention
@@ -126,6 +130,77 @@ def test_records_that_retention_removed_are_reported(harness: StreamHarness) -> 
     harness.clock.advance(GAP_SECONDS + 1)
     with pytest.raises(CursorLost, match="no longer retained"):
         new_records(follower)
+
+
+def test_the_end_stays_when_segments_are_listed_and_removed_during_a_read(harness: StreamHarness) -> None:
+    """Rows were read before an upload had listed the segments, their files after it had removed them: the stream seemed to end
+    before them (issue 21)."""
+    follower = new_follower(harness)
+    harness.fill(3)
+    before = follower.bounds()
+    moves: list[object] = []
+
+    def upload_and_evict(_: str) -> None:
+        if not moves:
+            moves.append(harness.stream.upload())
+            harness.stream.evict()
+            harness.stream.evict(warm=True)
+
+    with armed("stream.reader.rows_read", upload_and_evict):
+        assert follower.bounds() == before
+    assert moves
+    assert harness.files.segments(Tier.HOT) == []
+    assert new_records(follower) == all_records(harness)
+
+
+class SwappedDirectories(OsDisk):
+    """The disk of a standby's reader: at the first opening of a segment after `begin`, the files are being replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.swaps = 0
+        self.is_begun = False
+
+    def begin(self) -> None:
+        self.is_begun = True
+
+    def directories_id(self) -> int:
+        return self.swaps
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> OsFile:
+        if self.is_begun and path.endswith(".seg"):
+            self.is_begun = False
+            self.swaps += 1
+            raise FileNotFoundError(path)
+        return super().open(path, create=create, exclusive=exclusive, write=write)
+
+
+@pytest.mark.parametrize("moved", ["hot", "warm"])
+def test_files_that_are_replaced_during_a_read_are_no_damage(harness: StreamHarness, moved: str) -> None:
+    """A file that was missing while a standby swapped its directories was reported as damage, because the segment itself was
+    where it had been (issue 21)."""
+    harness.fill(1)
+    if moved == "warm":
+        harness.stream.upload()
+        harness.stream.evict()
+    disk = SwappedDirectories()
+    files = StreamFiles(disk, harness.stream_root, harness.stream_id)
+    reader = StreamFileReader(harness.manifest, "clicks", lambda _: files, lambda: harness.objects)
+    contents = reader.contents()
+    disk.begin()
+    spans = reader._spans(contents, contents.first_record, contents.end_record)
+    assert [(record.id, record.payload) for span in spans for record in span.records()] == all_records(harness)
+    assert disk.swaps == 1
+
+
+def test_a_missing_file_is_reported_if_nothing_was_replaced(harness: StreamHarness) -> None:
+    harness.fill(1)
+    reader = StreamFileReader(harness.manifest, "clicks", lambda _: harness.files, lambda: harness.objects)
+    contents = reader.contents()
+    os.rename(harness.files.segment(Tier.HOT, 1), harness.root / "elsewhere")
+    with pytest.raises(Corruption, match="a segment's file is missing"):
+        list(reader._spans(contents, 1, contents.end_record))
+    os.rename(harness.root / "elsewhere", harness.files.segment(Tier.HOT, 1))
 
 
 def test_a_dropped_stream_or_another_kind_of_database_is_an_error(harness: StreamHarness) -> None:

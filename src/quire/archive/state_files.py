@@ -182,6 +182,8 @@ class StandbyState(msgspec.Struct, frozen=True, kw_only=True):
     """First sequence of the change feed: earlier changes were not in the base."""
     owner_epoch: int = 0
     """During a promotion, the epoch that is claimed."""
+    swaps: int = 0
+    """Number of rebuilds whose files were swapped in, including one in progress: tells readers that files were replaced."""
 
 
 def read_standby_state(disk: Disk, root: str) -> StandbyState | None:

@@ -4,6 +4,7 @@ Rules
   1. The first output, on stdout and flushed, is the address it listens on: a program that starts it in the background waits for
      that line.
   2. SIGINT and SIGTERM end it cleanly: pending calls are answered, what is queued is committed, the lock is released.
+  3. So does a takeover, with `StoreFenced`: clients must not go on reading a state that its successor has left behind (A11).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def serve(
 ) -> Note:
     """Own a store and serve it to other processes.
 
-    It runs until Ctrl-C or SIGTERM. On the network every call needs a token: `quire.connect(ADDRESS, token_file=…)`. With
-    --http 127.0.0.1:7448 the dashboard is at http://127.0.0.1:7448.
+    It runs until Ctrl-C or SIGTERM, or until another directory takes the store over. On the network every call needs a token:
+    `quire.connect(ADDRESS, token_file=…)`. With --http 127.0.0.1:7448 the dashboard is at http://127.0.0.1:7448.
     """
     log_to(log)
     install(run_for_client)
@@ -87,11 +88,14 @@ def serve(
         token_file = admin_token or os.path.join(os.path.abspath(store.path), ADMIN_TOKEN)
         is_url = http and not http.startswith("http+unix:")  # libSQL's clients do not support it
         _say(cli, addresses, _connection_string(servers[-1].address, token_file) if is_url else "")
-        while not ending.is_set():  # not `wait`: the signal handler that sets it runs in this thread
-            time.sleep(LOOK_SECONDS)
-        figures = [server.figures() for server in servers]
-        for server in servers:
-            server.close()
+        try:
+            while not ending.is_set():  # not `wait`: the signal handler that sets it runs in this thread
+                time.sleep(LOOK_SECONDS)
+                store.manifest.writer.check_owner()
+        finally:
+            figures = [server.figures() for server in servers]
+            for server in servers:
+                server.close()
     calls, refused = sum(figure.calls for figure in figures), sum(figure.refused for figure in figures)
     text = f"served {count_of(calls, 'call')}, refused {refused:,}"
     return Note(text=text, data={"addresses": addresses, "calls": calls, "refused": refused})

@@ -3,8 +3,8 @@
 A standby and a restored owner have some files only in the bucket (`archive/remote_files.py`), and may change the list of them
 at any time. A reader checks before each use of a name whether the list was replaced: the name may refer to another file now.
 
-A standby that rebuilds swaps files and rows one after the other, and standby.json records that it is doing so. A caller that
-needs files and rows of the same state reads both again if they were swapped in between (`directories_id`).
+A standby that rebuilds swaps files and rows one after the other; standby.json records this, and counts the swaps.
+A caller that needs files and rows of the same state reads both again if they were swapped in between (`directories_id`).
 
 Threads: any. Raises `Unavailable`, and the errors of the disk and the object store."""
 
@@ -20,7 +20,6 @@ from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
 from quire.archive.state_files import StandbyPhase, read_remote_files, read_standby_state
 from quire.core.errors import Unavailable
-from quire.durable import names
 from quire.durable.files import Disk, File
 from quire.objects.api import ObjectStore
 
@@ -54,19 +53,19 @@ class ReaderFiles(RemoteFiles):
                 self._seen = stamp  # taken before the list was read: a list that replaced it since is read next time
 
     def directories_id(self) -> int:
-        """Return a number that identifies the current directories, after waiting for a swap in progress (`ReplaceableDisk`)."""
+        """Return the number of swaps so far, after waiting for one in progress (`ReplaceableDisk`).
+
+        Number and phase come from one read of one file. An identity of the directories themselves, read after the phase, could
+        already be that of a swap that has begun in between."""
         ends = time.monotonic() + EXCHANGE_SECONDS
         while (state := read_standby_state(self._inner, self._root)) is not None:
             if state.phase is not StandbyPhase.SWAPPING:
-                break
+                return state.swaps
             if time.monotonic() > ends:
                 hint = "run `quire standby` again to complete it"
                 raise Unavailable("the standby is replacing its files", hint=hint, path=self._root)
             time.sleep(PAUSE_SECONDS)
-        try:
-            return os.stat(os.path.join(self._root, names.STREAMS)).st_ino
-        except FileNotFoundError:
-            return 0
+        return 0
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         self._look()

@@ -389,6 +389,7 @@ class Standby:
                 digest=digest,
                 at_ms=point.at_ms,
                 oldest_change=oldest,
+                swaps=self._state.swaps + 1,
             )
         )
         self._objects += objects

@@ -21,6 +21,7 @@ from quire.core.clock import Clock
 from quire.core.errors import Corruption, CursorLost, OutOfRange, QuireError, StoreClosed
 from quire.core.timeline import Gaps, skip_gap
 from quire.durable.checksums import Bytes
+from quire.durable.failpoints import hit
 from quire.durable.files import File, directories_id
 from quire.durable.names import Tier
 from quire.manifest import tables as t
@@ -128,22 +129,35 @@ class StreamFileReader:
                 return contents
 
     def _read_contents(self, after_segment: int) -> StreamContents:
+        while (contents := self._try_contents(after_segment)) is None:
+            self._require()
+        return contents
+
+    def _try_contents(self, after_segment: int) -> StreamContents | None:
+        """Return the state of the stream; `None` if an unlisted file was removed since LMDB was read: it has a row by now, and
+        without it the stream would seem to end before records that were already returned."""
         hot = self.files.segments(Tier.HOT)  # before LMDB is read: a segment whose file is gone by then has a row
         with self._manifest.read() as txn:
             txn.live(self.stream_id, DbKind.STREAM)  # it may have been dropped
             segments = list(self._listed(txn, after_segment))
             first = segments[0] if segments and not after_segment else next(self._listed(txn, 0), None)
             state, first_number = txn.wal_state(self.stream_id), txn.first_number()
+        hit("stream.reader.rows_read")
         listed = max(after_segment, state.last_sealed_segment if state is not None else 0)
         end = (state.last_applied_lsn if state is not None else 0) + 1
         gaps = load_state(self.files).gaps  # after the listing: a gap is recorded before its range has a segment
         first_record = first.base_record if first is not None else None
         for segment_id in hot:
-            segment = self._unlisted(segment_id) if segment_id > listed else None
+            if segment_id <= listed:
+                continue
+            try:
+                segment = self._unlisted(segment_id)
+            except FileNotFoundError:
+                return None
             if segment is None:
                 continue
             if segment.base_record != skip_gap(gaps, end):
-                break  # its predecessor is changing from unlisted to listed: the next read finds it
+                break  # its predecessor is damaged: records after it are returned only when the owner has repaired it
             segments.append(segment)
             first_record, end = first_record or segment.base_record, segment.end_record
         gaps = gaps_with_range(gaps, end, first_number)
@@ -271,12 +285,9 @@ class StreamFileReader:
 
     def _unlisted(self, segment_id: int) -> SharedSegment | None:
         """Return the segment of a hot file without a row, up to its last complete commit, which is synced; `None` if it has no
-        commit."""
+        commit. Raises `FileNotFoundError`."""
         with self._lock:
-            try:
-                file = self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)
-            except FileNotFoundError:
-                return None  # it has moved: the next read finds its row
+            file = self.files.disk.open(self.files.segment(Tier.HOT, segment_id), write=False)
             try:
                 begun = place = self._begin(file, segment_id)
                 earlier = self._places.get(segment_id)

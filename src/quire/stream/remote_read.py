@@ -24,6 +24,7 @@ from quire.core.errors import Corruption, CursorLost, InvalidInput, OutOfRange, 
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.core.timeline import Gap, Gaps, skip_gap
+from quire.durable.files import directories_id
 from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
@@ -196,15 +197,20 @@ class SharedReader:
         """Yield the records of [position, stop)."""
         bad: set[tuple[SharedSegment, int]] = set()
         error: QuireError = CursorLost("these records are no longer retained", start=position)
-        asked = 0
+        asked, version = 0, self._version()
         while (position := skip_gap(self.gaps, position)) < stop:
             segment = _holding(segments, position)
             tier = next((tier for tier in self._tiers(segment) if (segment, tier) not in bad), None)
             if segment is None or tier is None:
                 fresh = self._ask(position, stop)
                 asked += 1
-                if (segment is not None and _holding(fresh, position) == segment) or asked > ASKS_MAX:
+                if (now := self._version()) != version:
+                    version = now
+                    bad.clear()  # the copies were missing while the directories were replaced
+                elif segment is not None and _holding(fresh, position) == segment:
                     raise error  # the owner reports the same segment: nothing has moved, so the copy is damaged
+                if asked > ASKS_MAX:
+                    raise error
                 segments = fresh
                 continue
             end = min(stop, segment.end_record)
@@ -222,6 +228,10 @@ class SharedReader:
                     error=str(error),
                 )  # fmt: skip
 
+    def _version(self) -> int:
+        """Return a number that changes when a standby replaces the directories."""
+        return directories_id(self._files.disk) if self._files is not None else 0
+
     def _ask(self, position: int, stop: int) -> tuple[SharedSegment, ...]:
         segments = self._locate(position, stop, self._uploads).segments
         segment = _holding(segments, position)
@@ -238,7 +248,10 @@ class SharedReader:
         """Return the tiers to try, in order. Which copies exist is found by trying: the owner may have moved them since."""
         if segment is None:
             return []
-        return ([_HOT, _WARM] if self._files is not None else []) + ([_REMOTE] if segment.key else [])
+        tiers = [_REMOTE] if segment.key else []
+        if self._files is not None:
+            tiers = [_HOT, *([_WARM] if segment.sealed_ms else []), *tiers]  # an open segment has no compressed copy
+        return tiers
 
     def _of_copy(self, segment: SharedSegment, tier: int, position: int, stop: int) -> Iterator[RecordSpan]:
         if tier == _REMOTE:
