@@ -15,7 +15,7 @@ import re
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ from quire.archive.format import (
     parse_log_key,
     part_prefix,
 )
+from quire.core.background import thread_pool
 from quire.core.errors import Corruption, InvalidInput, ObjectNotFound, OutOfRange
 from quire.objects.api import ObjectStore
 
@@ -272,18 +273,14 @@ Read = TypeVar("Read")
 
 def _ahead(read: Callable[[Wanted], Read], wanted: Iterable[Wanted]) -> Iterator[Read]:
     """Yield `read` of each item in order, reading a few ahead: requests overlap, and digests and zstd release the GIL."""
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="quire-archive-read") as pool:
+    with thread_pool(AHEAD, "quire-archive-read") as pool:
         under_way: deque[Future[Read]] = deque()
-        try:
-            for one in wanted:
-                under_way.append(pool.submit(read, one))
-                if len(under_way) >= AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
+        for one in wanted:
+            under_way.append(pool.submit(read, one))
+            if len(under_way) >= AHEAD:
                 yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
+        while under_way:
+            yield under_way.popleft().result()
 
 
 def base_events(store: ObjectStore, base: BaseEvent) -> Iterator[list[AnyEvent]]:

@@ -10,13 +10,17 @@ work is due and none is free, and ends after `LINGER_SECONDS` without work: an i
     >>> ran.wait(10), background.stop()
     (True, None)
 
+`thread_pool` is for a generator that runs calls in threads while it is read.
+
 Threads: any. `Task.stop` waits for a run in progress, unless it is called by that run.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
 from threading import get_ident
@@ -178,3 +182,22 @@ class Background:
             finally:
                 self._waiting -= 1
         return None
+
+
+# ── generators ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@contextmanager
+def thread_pool(threads_max: int, name: str) -> Iterator[ThreadPoolExecutor]:
+    """Return an executor for the `with` block of a generator. Its end waits for running calls, except when the generator is
+    abandoned: queued calls are then cancelled, and running ones end by themselves.
+
+    An abandoned generator may be closed by the garbage collector in a thread that is just starting and holds the lock of
+    Python's list of threads. Joining a thread takes the same lock, so waiting there would never end."""
+    pool = ThreadPoolExecutor(threads_max, thread_name_prefix=name)
+    wait = True
+    try:
+        yield pool
+    except GeneratorExit:
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait=wait, cancel_futures=True)

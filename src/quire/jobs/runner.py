@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from quire.core.background import thread_pool
 from quire.core.errors import InternalError, InvalidInput, QuireError, SparkUnavailable
 from quire.core.events import emit
 from quire.core.limits import MIB
@@ -197,7 +198,7 @@ class ThreadRunner:
         title: str = "",  # noqa: ARG002 - displays show the progress of the job instead
     ) -> Iterator[TaskResult[int, R]]:
         """See `Runner`."""
-        return self._each(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
+        return self._run_all(enumerate(tasks), lambda task: run(task, self._tools), len(tasks), tick)
 
     def regroup(
         self,
@@ -211,7 +212,7 @@ class ThreadRunner:
         """See `Runner`. The values of all keys are in memory at once, which is why plans for threads are bounded."""
         values: dict[Key, list[V]] = {key: [] for key in tasks or {}}
         failed_databases: dict[int, QuireError] = {}
-        done = self._each(enumerate(inputs), lambda task: list(split(task, self._tools)), len(inputs), no_tick)
+        done = self._run_all(enumerate(inputs), lambda task: list(split(task, self._tools)), len(inputs), no_tick)
         for answer in done:
             if answer.error is not None:
                 failed_databases.setdefault(owner_of(inputs[answer.key]), answer.error)
@@ -229,7 +230,7 @@ class ThreadRunner:
             key, parts = item
             return join(key, tasks[key] if tasks is not None else None, parts, self._tools)
 
-        yield from self._each(intact, run, len(intact), tick)
+        yield from self._run_all(intact, run, len(intact), tick)
 
     def unmatched(
         self, tell: Tell[T, V], tasks: Sequence[T], expected: Numbers, *, tick: Tick = no_tick
@@ -249,32 +250,29 @@ class ThreadRunner:
                 unknown += [pair for pair, known in zip(block, matches.tolist()) if not known]
             return unknown
 
-        for answer in self._each(enumerate(tasks), run, len(tasks), tick):
+        for answer in self._run_all(enumerate(tasks), run, len(tasks), tick):
             yield from answer.result()
         for number in expected[~seen].tolist():
             yield number, None
 
-    def _each(
+    def _run_all(
         self, tasks: Iterable[tuple[K, T]], run: Callable[[T], R], total: int, tick: Tick
     ) -> Iterator[TaskResult[K, R]]:
         """Run tasks, a bounded number at a time. If `tick` raises, no further task is started."""
         waiting, under_way, done = iter(tasks), dict[Future[R], K](), 0
         tick(0, total)
-        with ThreadPoolExecutor(self._threads, thread_name_prefix=self._label) as pool:
-            try:
-                while True:
-                    for key, task in islice(waiting, self._threads - len(under_way)):
-                        under_way[pool.submit(run, task)] = key
-                    if not under_way:
-                        return
-                    ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
-                    for future in ended:
-                        answer = _answer(under_way.pop(future), future)
-                        done += 1
-                        yield answer
-                        tick(done, total)
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        with thread_pool(self._threads, self._label) as pool:
+            while True:
+                for key, task in islice(waiting, self._threads - len(under_way)):
+                    under_way[pool.submit(run, task)] = key
+                if not under_way:
+                    return
+                ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    answer = _answer(under_way.pop(future), future)
+                    done += 1
+                    yield answer
+                    tick(done, total)
 
 
 def owner_of(task: Any) -> int:

@@ -17,7 +17,7 @@ import gc
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby, islice
@@ -26,6 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from quire.core.background import thread_pool
 from quire.core.errors import InternalError, QuireError
 from quire.core.limits import MIB
 from quire.durable.files import OsDisk
@@ -172,7 +173,7 @@ def joiner(
     time: they wait for the disk more than they compute."""
 
     def run(batches: Batches) -> Batches:
-        with tools_of(location) as tools, ThreadPoolExecutor(threads, thread_name_prefix="quire-executor") as pool:
+        with tools_of(location) as tools, thread_pool(threads, "quire-executor") as pool:
             under_way: set[Future[TaskResult[Key, Any]]] = set()
             for key, rows in groupby(_rows(batches), key=itemgetter(0, 1)):
                 under_way.add(pool.submit(_joined, key, list(rows), join, tools, needs_task))

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import islice, takewhile
@@ -32,6 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.background import thread_pool
 from quire.core.errors import ObjectNotFound
 from quire.core.events import emit
 from quire.core.ids import U32_MAX, ArtifactKey, ArtifactKind
@@ -185,7 +185,7 @@ def _not_there(ctx: JobContext, places: Iterator[ArtifactLocation]) -> Iterator[
             return False
         return True
 
-    with ThreadPoolExecutor(ASKED_AT_ONCE, thread_name_prefix="quire-sweep-ask") as pool:
+    with thread_pool(ASKED_AT_ONCE, "quire-sweep-ask") as pool:
         while some := list(islice(places, SETTLED_AT_ONCE)):
             yield from (place for place, there in zip(some, pool.map(is_there, some)) if not there)
 
