@@ -119,7 +119,7 @@ def test_readers_of_a_standby_that_restarts_from_a_base_see_one_state(tmp_path: 
                         assert point.position >= standby.status.position, (point.position, standby.status.position)
                         standby._rebuild(point)
                     standby.poll()
-                assert answers.read() == "\n"
+                assert (answers.read(), reader.wait()) == ("\n", 0)
             assert standby.status.rebuilds >= 20
 
 
