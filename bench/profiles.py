@@ -36,7 +36,7 @@ def profiled(work: Callable[[], None]) -> str:
         work()
     finally:
         profiles[0].disable()
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return _table(profiles)
 
 
