@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.draw import RESULTS
+from bench.profiles import profiled
 from bench.report import Report
 
 BENCHMARKS = {
@@ -59,6 +60,7 @@ def main() -> int:
     parser.add_argument(
         "--save", action="store_true", help="keep the result in docs/results, for `python -m bench.draw`"
     )
+    parser.add_argument("--profile", action="store_true", help="print where quire's time goes, instead of the result")
     options = parser.parse_args()
     if options.name is None:
         for name, description in BENCHMARKS.items():
@@ -68,9 +70,16 @@ def main() -> int:
     report = Report(options.name, _run(options.quick))
     sys.stdout.write(f"{options.name} on Python {platform.python_version()}, {platform.machine()}\n")
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="quire-bench-") as directory:
-        for part in (part for module in modules for part in module.PARTS):
-            if options.only in part.__name__:
+        parts = [part for module in modules for part in module.PARTS if options.only in part.__name__]
+
+        def work() -> None:
+            for part in parts:
                 part(report, Path(directory), options.quick)
+
+        if options.profile:
+            sys.stdout.write(profiled(work) + "\n")
+            return 0
+        work()
     result = report.finish()
     sys.stdout.write(result + "\n")
     if options.save:

@@ -21,20 +21,30 @@ _DATABASES = int(Component.DATABASE)
 class Writability:
     """Whether one database accepts writes."""
 
-    __slots__ = ("_active_at", "_db_id", "_manifest", "_marks")
+    __slots__ = ("_active_at", "_checked", "_db_id", "_manifest", "_marks")
 
     def __init__(self, manifest: ManifestStore, db_id: int) -> None:
         self._manifest = manifest
         self._marks = manifest.writer
         self._db_id = db_id
+        self._checked: dict[int, int] | None = None
+        """The writer's generations at the last check that passed. Every commit replaces them, so the same dict means that
+        nothing was committed since."""
         self._active_at = -1
         """The generation of the component DATABASE at which this database was last found to accept writes."""
 
     def require(self) -> None:
         """Raise unless the database accepts writes."""
-        generation = self._marks.generations.get(_DATABASES, 0)
-        if self._active_at == generation:
+        generations = self._marks.generations
+        if generations is self._checked:
             return
+        if self._active_at != (generation := generations.get(_DATABASES, 0)):
+            self._require_active()
+            self._active_at = generation
+        self._checked = generations
+
+    def _require_active(self) -> None:
+        """Raise unless the database's row says that it accepts writes."""
         with self._manifest.read() as txn:
             record = txn.database(self._db_id)
         if record is None or record.status is DbStatus.TOMBSTONED:
@@ -45,4 +55,3 @@ class Writability:
         if record.status is DbStatus.READ_ONLY:
             hint = f"run `quire db set-status {record.name} active` to write to it again"
             raise ReadOnly("the database is read-only", hint=hint, database=record.name)
-        self._active_at = generation

@@ -99,12 +99,12 @@ class PutChunk(Op, frozen=True, tag=20):
                 key = _chunk_key(origin, op.chunk_id, op.generation)
                 if key not in pending and key not in inserted:
                     inserted[key] = record
-                    spaces[record.namespace_id] += 1
+                    if record.namespace_id:
+                        spaces[record.namespace_id] += 1
                     continue
             op.apply(tables, at_ms)
         for namespace_id, chunks in spaces.items():
-            if namespace_id:
-                retain_namespace(tables, namespace_id, chunks)
+            retain_namespace(tables, namespace_id, chunks)
 
 
 class PutDelta(Op, frozen=True, tag=21):
