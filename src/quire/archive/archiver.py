@@ -417,6 +417,7 @@ class Archiver:
         wanted = self.queue.end
         while True:
             since = self.queue.since or time.monotonic()
+            hit("archive.cut.before")
             events, end = self.queue.take(self.queue.crowded_bytes)
             self._is_blocked = not events
             if not events:
@@ -482,9 +483,10 @@ class Archiver:
                 self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
                 return False
             outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
+            hit("archive.spool.before")
             self._disk.make_dirs(self._spool)
             write_new(self._disk, outgoing.path, data, overwrite=True)
-            hit("archive.spooled")
+            hit("archive.spool.written")
         with self._lock:
             self._outbox.append(outgoing)
             self._changed.notify_all()
