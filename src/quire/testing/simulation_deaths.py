@@ -69,7 +69,9 @@ POINTS = (*RESTORE_POINTS, *OWNER_POINTS)
 
 PROBABILITY = 0.7
 """Of a life to die at a failpoint, if it reaches that."""
-HITS = (1, 1, 2, 3, 5, 10, 25)
+FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.")
+"""Beginnings of the names of points that every life reaches many times."""
+HITS, FREQUENT_HITS = (1, 1, 1, 2, 3), (1, 2, 5, 10, 25, 60)
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,11 @@ def draw_fate(draw: random.Random, points: Collection[str], *, is_lost: bool) ->
     groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
     candidates = [[point for point in group if point in points] for group in groups]
     candidates = [group for group in candidates if group]
-    dies, hits, by_power_loss = draw.random() < PROBABILITY, draw.choice(HITS), draw.random() < 0.4
-    if not candidates or not dies:
+    if not candidates or draw.random() >= PROBABILITY:
         return None
-    return Fate(draw.choice(draw.choice(candidates)), hits, by_power_loss)
+    point = draw.choice(draw.choice(candidates))
+    hits = draw.choice(FREQUENT_HITS if point.startswith(FREQUENT) else HITS)
+    return Fate(point, hits, draw.random() < 0.4)
 
 
 class Death:

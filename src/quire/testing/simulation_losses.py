@@ -9,7 +9,8 @@ is a log object of its own, so that a death cuts the queue at any event; in othe
 objects wait on disk or the backlog overflows.
 
 Either the next life opens the directory, or the directory is lost. Then the bucket, as it was at that moment, is restored with
-a takeover, must match the model as of the last time `wait` returned, or a later one, and must pass `check` and `verify`.
+a takeover, must match the model as of the last time `wait` returned, or a later one, and must pass `check`, `verify` and an
+audit of all moments of the window.
 A life archives in mode `async` or `sync`; in mode `sync` every change that was acknowledged must be there. The former owner may
 still run while it is deposed, or wake up in the middle: what it archives before the seal must be restored. After that, it must
 be fenced before it archives anything, and so must an owner whose directory is opened later.
@@ -26,13 +27,13 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 import quire
+from quire.archive.archiver import Archiver
 from quire.archive.window import abandoned_epochs
 from quire.core.errors import InvalidInput, QuireError, StoreFenced
 from quire.core.settings import ArchiveSettings, StoreSettings
@@ -107,10 +108,9 @@ class ArchivedSteps(Steps):
         self.report()
         done = super()._change(after, act, what)
         self.archived.append(self.model)
-        assert self.store.archive is not None
-        is_acknowledged = done and is_change and self.store.archive.settings.mode == "sync"
+        is_acknowledged = done and is_change and _archive_of(self.store).settings.mode == "sync"
         if not is_acknowledged and not self._is_out and self._draw.random() < WAITS:
-            self.store.archive.wait(WAIT)
+            _archive_of(self.store).wait(WAIT)
             is_acknowledged = True
         if is_acknowledged:
             self._note_archived()
@@ -119,8 +119,7 @@ class ArchivedSteps(Steps):
 
     def wait(self) -> None:
         """Wait for the bucket."""
-        assert self.store.archive is not None
-        self.store.archive.wait(WAIT)
+        _archive_of(self.store).wait(WAIT)
         self._note_archived()
         self.report()
 
@@ -130,9 +129,8 @@ class ArchivedSteps(Steps):
 
     def outage(self) -> None:
         """Change the store while the bucket does not answer. In mode `sync`, the first change would wait for the end of it."""
-        assert self.store.archive is not None
         writes = [self._draw.choice(WRITES) for _ in range(self._draw.randint(2, 10))]
-        if self.store.archive.settings.mode == "sync":
+        if _archive_of(self.store).settings.mode == "sync":
             return
         answers = threading.Event()
         try:
@@ -146,14 +144,18 @@ class ArchivedSteps(Steps):
             answers.set()
 
     def base(self) -> None:
-        assert self.store.archive is not None
-        self._work(self.store.archive.base)
+        self._work(_archive_of(self.store).base)
 
     def trim(self) -> None:
         """Let old moments leave the window."""
         self.release_reader()
         self._clock.advance(self._draw.choice((7_200.0, 100_000.0)))
         self.maintain()
+
+    def audit(self) -> None:
+        """Read everything that any moment of the window needs: nothing may be missing."""
+        if self.is_restorable and not (audit := self.store.heavy.audit_archive(runner="threads")).is_sound:
+            self.findings.append(f"the audit found problems: {audit.problems[:3]}")
 
     def remove_abandoned(self) -> None:
         """Remove the owner epochs that died before their first base, and were then abandoned."""
@@ -180,6 +182,7 @@ ArchivedSteps.choices = (
     (3, ArchivedSteps.outage),
     (2, ArchivedSteps.base),
     (3, ArchivedSteps.trim),
+    (1, ArchivedSteps.audit),
     (2, ArchivedSteps.remove_abandoned),
 )
 
@@ -302,17 +305,8 @@ def _begin(
     if is_lost:
         deposed = _depose(ending, settings, clock, draw, number, here, base, report)
     store = quire.open(here, settings=settings, clock=clock, disk=death.disk(here))
-    assert store.archive is not None
     if draw.random() < 0.25:
-        store.archive.queue.crowded_bytes = 1  # every event is a log object of its own
-    if is_lost:
-        former = [directory for directory in (*ending.former[:-1], ending.directory) if os.path.exists(directory)]
-        ending.findings += [finding for owner in deposed for finding in _is_not_fenced(owner)]
-        for directory in former:
-            if not deposed and draw.random() < 0.5:
-                ending.findings += _comes_back(directory, settings, clock)
-            shutil.rmtree(directory)
-        ending.former, ending.directory = (), here
+        _archive_of(store).queue.crowded_bytes = 1  # every event is a log object of its own
     model, findings = matching_model(store, ending.archived if is_lost else ending.models)
     death.stop()
     ending.findings += findings
@@ -320,11 +314,19 @@ def _begin(
         return None
     archived = [model] if is_lost else [*ending.archived, model]
     life = _steps(ending, store, model, clock, draw, 1 + number, archived, report)
-    ending.is_opened = True
+    former = [*ending.former[:-1], ending.directory] if is_lost else []
+    ending.is_opened, ending.directory, ending.former = True, here, ()
     life.report()
     death.endanger(store, _after(base, number))
+    # after the report: if this life dies, nobody expects anything of these directories any more
+    ending.findings += [finding for owner in deposed for finding in _is_not_fenced(owner)]
+    for directory in filter(os.path.exists, former):
+        if not deposed and draw.random() < 0.5:
+            ending.findings += _comes_back(directory, settings, clock)
+        shutil.rmtree(directory, ignore_errors=bool(deposed))  # the threads of a deposed owner may still write
     if number:  # every byte of the store and every rule, not only what the model has
         life.verify()
+        life.audit()
     return life
 
 
@@ -384,43 +386,53 @@ def _depose(
     """Restore the bucket with a takeover. The former owner runs, wakes up when its log has been read, or is dead. Return it if
     it is running."""
     owner = draw.choice(("dead", "dead", "runs", "wakes"))
-    steps = draw.randint(1, 4)
-    waits = draw.random() < 0.7
-    was_deposed = len(ending.former) > 1  # perhaps, by a takeover that died
+    steps, waits = draw.randint(1, 4), draw.random() < 0.7
+    is_deposed = len(ending.former) > 1  # perhaps, by a takeover that died
+    awake: list[Store] = []
     lives: list[ArchivedSteps] = []
     seals: list[str] = []
     restoring_thread = threading.get_ident()
 
     def wake() -> None:
         ending.steps.append(f"the former owner {owner}")
-        store = quire.open(ending.directory, settings=settings, clock=clock)
-        model, findings = matching_model(store, ending.models)
+        try:
+            awake.append(quire.open(ending.directory, settings=settings, clock=clock))
+            if is_deposed:
+                _archive_of(awake[0]).base()  # an upload, by which it finds out
+        except StoreFenced:
+            if not is_deposed:
+                raise
+            return
+        model, findings = matching_model(awake[0], ending.models)
         ending.findings += findings
         if model is not None:
             archived = [*ending.archived, model]
-            lives.append(_steps(ending, store, model, clock, draw, 500 + number, archived, report))
+            lives.append(_steps(ending, awake[0], model, clock, draw, 500 + number, archived, report))
 
     def write(point: str) -> None:
         if threading.get_ident() != restoring_thread:  # an owner seals the log of the owner before it
             return
         seals.append(point)
-        if len(seals) > 1 or owner == "dead":
+        if len(seals) > 1:
             return
-        with suppress(*([StoreFenced] if was_deposed else [])):
-            if not lives:
-                wake()
-            for life in lives:
-                life.run(steps)
-                ending.findings += life.findings
-                if waits:
-                    life.wait()
-
-    with suppress(*([StoreFenced] if was_deposed else [])):
-        if owner == "runs":
+        if owner == "wakes":
             wake()
+        for life in lives:
+            life.run(steps)
+            ending.findings += life.findings
+            if waits:
+                life.wait()
+
+    if owner == "runs":
+        wake()
     with armed("archive.seal.before", write):
         quire.restore(os.path.join(base, "bucket"), here, takeover=True, clock=clock)
-    return [life.store for life in lives]
+    return awake
+
+
+def _archive_of(store: Store) -> Archiver:
+    assert store.archive is not None
+    return store.archive
 
 
 def _comes_back(directory: str, settings: StoreSettings, clock: ManualClock) -> list[str]:
@@ -444,9 +456,8 @@ def _is_not_fenced(store: Store) -> list[str]:
         return []
     except QuireError:
         pass  # the name may be taken, for example
-    assert store.archive is not None
     try:
-        store.archive.wait(WAIT)
+        _archive_of(store).wait(WAIT)
     except StoreFenced:
         return []
     return ["a deposed owner archived something"]
