@@ -151,18 +151,27 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            settings = quiet_settings(disk, root)
-            with opening.open(root, takeover=True, discard=gives_up, clock=clock, disk=disk, settings=settings):
-                pass
+            _take_over(root, disk, clock, discard=gives_up)
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # the log is sealed now, so this happens once
-        for name in disk.names(root):
-            remove_tree(disk, os.path.join(root, name))
+        _empty(disk, root)
         return restore(
             url, root, store_id=store_id, options=options, takeover=True, disk=disk, clock=clock, progress=progress
         )
     finally:
         bucket.close()
+
+
+def _take_over(root: str, disk: Disk, clock: Clock, *, discard: bool) -> None:
+    settings = quiet_settings(disk, root)
+    with opening.open(root, takeover=True, discard=discard, clock=clock, disk=disk, settings=settings):
+        pass
+
+
+def _empty(disk: Disk, root: str) -> None:
+    """Remove what a replay has left in a directory."""
+    for name in disk.names(root):
+        remove_tree(disk, os.path.join(root, name))
 
 
 class _NewerBase(Exception):
