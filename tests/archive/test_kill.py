@@ -24,7 +24,7 @@ SOURCES = Path(__file__).parents[2] / "src" / "quire" / "archive"
 HIT = re.compile(r'hit\("(archive\.[a-z.]+)"\)')
 POINTS = sorted({point for path in SOURCES.glob("*.py") for point in HIT.findall(path.read_text())})
 TAKEOVER_POINTS = {"archive.seal.before", "archive.seal.put"}
-RARE_POINTS = {"archive.spooled", "archive.seal.ahead"}
+RARE_POINTS = {"archive.spool.before", "archive.spool.written", "archive.seal.ahead", "archive.seal.stopped"}
 """Only reached while the bucket is unavailable (test_archiver.py), or by a takeover from a busy owner
 (test_sealing.py)."""
 

@@ -1,23 +1,58 @@
-"""The whole-store simulation with an archive: disks are lost and restored from the bucket; planted bugs are found."""
+"""The whole-store simulation with an archive: lives die at every failpoint of the archive, disks are lost and restored from
+the bucket; planted bugs are found."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.archive import base_writer
+import quire
+from quire.archive import base_writer, sealing
 from quire.archive.recorder import RecordedFile, Recorder, write_event
+from quire.archive.uploader import Uploader
+from quire.objects.collector import Collector
+from quire.testing.simulation_deaths import POINTS
 from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_losses import simulate_losses
 
 SEEDS = 6
+"""How many seeds may be needed to find a planted bug."""
+POINT_SEEDS = 40
+"""How many seeds may be needed for a life to die at a failpoint; most need one or two."""
+SOURCES = Path(quire.__file__).parent
+HIT = re.compile(r'\bhit\(f?"(archive\.[^"]+)"\)')
+FIRST = {f"archive.abandoned.{step}": ("archive.part.before",) for step in ("before", "objects", "logs")}
+"""Where lives must die to make a failpoint reachable: an epoch is abandoned if its owner dies before its first base."""
 _patch = pytest.MonkeyPatch()
 
 
 def test_a_short_run_finds_nothing() -> None:
-    assert simulate_losses(3, lives=4, steps=12) > 0
+    run = simulate_losses(671, lives=4, steps=12, points=("archive.log.put",))
+    assert run.disks > 0
+    assert run.deaths == ("archive.log.put", "archive.log.put")  # one killed, one without power
+
+
+def test_the_simulation_knows_every_failpoint_of_the_archive() -> None:
+    """A new failpoint must be added to the simulation, where the test below requires that lives die at it."""
+    assert sorted(POINTS) == sorted(
+        {point for path in SOURCES.rglob("*.py") for point in HIT.findall(path.read_text())}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("point", POINTS)
+def test_lives_die_at_every_failpoint_and_nothing_is_found(point: str) -> None:
+    deaths: list[str] = []
+    for seed in range(POINT_SEEDS):
+        deaths += simulate_losses(seed, points=(point, *FIRST.get(point, ()))).deaths
+        if point in deaths:
+            return
+    pytest.fail(f"no life died at {point}")
 
 
 @pytest.mark.slow
@@ -63,8 +98,30 @@ def bases_count_before_their_files_are_read() -> None:
     _patch.setattr(base_writer, "_paths", no_paths)
 
 
+def bases_count_before_their_parts_are_put() -> None:
+    """A part is put when the next one is."""
+    put_part = Uploader.put_part
+    delayed: list[tuple[str, bytes]] = []
+
+    def put_part_late(self: Uploader, key: str, data: bytes) -> None:
+        delayed.append((key, data))
+        if len(delayed) > 1:
+            put_part(self, *delayed.pop(0))
+
+    _patch.setattr(Uploader, "put_part", put_part_late)
+
+
 def tables_are_not_handed_over() -> None:
     _patch.setattr(Recorder, "completed", lambda *_: None)
+
+
+def objects_are_deleted_without_intent() -> None:
+    """Objects are deleted at once: they are not retired until no archived moment needs them."""
+    _patch.setattr(Collector, "delete", Collector.delete_now)
+
+
+def seals_are_skipped() -> None:
+    _patch.setattr(sealing, "_put_seal", lambda *_: True)
 
 
 @pytest.mark.slow
@@ -75,7 +132,10 @@ def tables_are_not_handed_over() -> None:
         writes_of_streams_are_not_handed_over,
         events_come_after_the_acknowledgement,
         bases_count_before_their_files_are_read,
+        bases_count_before_their_parts_are_put,
         tables_are_not_handed_over,
+        objects_are_deleted_without_intent,
+        seals_are_skipped,
     ],
     ids=lambda plant: plant.__name__,
 )

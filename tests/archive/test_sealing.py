@@ -18,8 +18,10 @@ from quire.archive.log_reader import find, header_of, log_positions, owner_log, 
 from quire.archive.sealing import seal
 from quire.archive.window import Line, list_archive
 from quire.core.errors import AlreadyExists, QuireError, StoreFenced
+from quire.durable.failpoints import armed
 from quire.objects.api import DeletableStore
 from quire.objects.open import open_store
+from tests.archive.archived_store import WAIT, ArchivedStore, contents, fill, kill, until
 
 
 def owner(tmp_path: Path) -> quire.Store:
@@ -48,6 +50,35 @@ def test_a_takeover_includes_what_was_archived_while_it_was_reading(tmp_path: Pa
     with pytest.raises(quire.QuireError):
         put_and_wait(store, b"after")
     store.close()
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["continuous before", "broken before"])
+def test_a_takeover_includes_what_an_owner_that_restarts_meanwhile_archives(tmp_path: Path, is_broken: bool) -> None:
+    """Hazard: a restarted owner breaks the chain and continues with a base. Changes that it acknowledged between the
+    reading of its log and the seal were left out, because they follow a break."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    kill(archived.store)
+    if is_broken:
+        with armed("archive.base.begun", "raise:EIO"):
+            restarted = archived.open()
+            fill(restarted, 50)
+            until(lambda: len(archived.headers()) > len({header.restorable for header in archived.headers()}))
+            kill(restarted)
+    acknowledged: list[dict[str, Any]] = []
+
+    def restart(_: str) -> None:
+        if not acknowledged:
+            with archived.open() as store:
+                fill(store, 100)
+                store.archive.wait(WAIT)  # type: ignore[union-attr]
+                acknowledged.append(contents(store))
+
+    with armed("archive.seal.before", restart):
+        archived.restore("successor", takeover=True)
+    with archived.open(tmp_path / "successor") as successor:
+        assert contents(successor) == acknowledged[0]
 
 
 def put_and_wait(store: quire.Store, key: bytes) -> None:

@@ -201,9 +201,11 @@ def test_logs_bases_and_files_before_the_window_are_trimmed_and_the_newest_base_
 
 
 POINTS = [
+    "archive.trim.before",
     "archive.trim.parts",
     "archive.trim.logs",
     "archive.trim.files",
+    "archive.retired.before",
     "archive.retired.deleted",
     "archive.retired.forgotten",
 ]

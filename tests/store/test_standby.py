@@ -22,7 +22,7 @@ from quire.durable import names
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.store.standby import Standby, promote
-from tests.archive.archived_store import ArchivedStore, Gate, archived_store, contents, fill, kill, quiet, until
+from tests.archive.archived_store import WAIT, ArchivedStore, Gate, archived_store, contents, fill, kill, quiet, until
 from tests.programs import run_program
 
 
@@ -180,6 +180,33 @@ def test_a_killed_promotion_is_completed_by_the_next_one(tmp_path: Path) -> None
         for path in directories:  # the next step starts with the same bucket and the same standby
             shutil.rmtree(path)
             subprocess.run(["cp", "-a", f"{path}.kept", path], check=True)
+
+
+@pytest.mark.parametrize("step", ["", "standby.staged", "standby.part_swapped", "standby.rows_swapped"])
+def test_a_promotion_includes_what_an_owner_that_restarts_meanwhile_archives(tmp_path: Path, step: str) -> None:
+    """Hazard: a restarted owner continues with a base after a break. What it acknowledged after the standby had applied
+    everything was left out. The promotion may also be killed while it rebuilds from that base."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        kill(archived.store)
+    expected: list[dict[str, Any]] = []
+
+    def restart(_: str) -> None:
+        if not expected:
+            with archived.open() as store:
+                fill(store, 20)
+                store.archive.wait(WAIT)  # type: ignore[union-attr]
+                expected.append(contents(store))
+
+    with armed("standby.promoting", restart):
+        if step:
+            with armed(step, "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+                promote(tmp_path / "standby")
+        promote(tmp_path / "standby")
+    with quire.open(tmp_path / "standby", settings=quiet()) as store:
+        assert store.manifest.check() == []
+        assert contents(store) == expected[0]
 
 
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:

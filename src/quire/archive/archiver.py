@@ -157,8 +157,7 @@ class Archiver:
         self._base_first: Position | None = None
         """Where the last base begins. Another base there would overwrite parts that the log is about to name."""
         self._base_began = float("-inf")
-        self._base_bytes = self._log_bytes = self._base_at_ms = 0
-        self._last_cut_ms = self._restorable_ms = 0
+        self._base_bytes = self._log_bytes = self._base_at_ms = self._last_cut_ms = self._restorable_ms = 0
         self._threads: list[threading.Thread] = []
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -417,6 +416,7 @@ class Archiver:
         wanted = self.queue.end
         while True:
             since = self.queue.since or time.monotonic()
+            hit("archive.cut.before")
             events, end = self.queue.take(self.queue.crowded_bytes)
             self._is_blocked = not events
             if not events:
@@ -482,9 +482,10 @@ class Archiver:
                 self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
                 return False
             outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
+            hit("archive.spool.before")
             self._disk.make_dirs(self._spool)
             write_new(self._disk, outgoing.path, data, overwrite=True)
-            hit("archive.spooled")
+            hit("archive.spool.written")
         with self._lock:
             self._outbox.append(outgoing)
             self._changed.notify_all()
@@ -548,8 +549,7 @@ class Archiver:
     def _begin_base_if_due(self) -> None:
         if self._is_base_pending():
             return
-        now = time.monotonic()
-        since = now - self._base_began
+        since = time.monotonic() - self._base_began
         outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
         is_old = since >= self.settings.base_seconds and self._log_bytes > 0
         is_due = since >= RETRY_SECONDS[2] if self._needs_base else outweighs or is_old

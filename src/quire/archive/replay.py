@@ -174,7 +174,7 @@ class Replay:
                     self._disk.sync_dir(folder)
             self._folders.clear()
             self._save_remote()
-            hit("archive.replay.files")
+        hit("archive.replay.files")
         commits, self._commits = self._commits, []
         if commits:
             self._rows.apply(commits)

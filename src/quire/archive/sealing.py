@@ -82,6 +82,7 @@ def seal(
         if lead and not is_stopped:
             hit("archive.seal.ahead")
             is_stopped = _put_seal(store, store_id, _ahead_of(ending, lead))
+            hit("archive.seal.stopped")
         hit("archive.seal.before")
         if _put_seal(store, store_id, ending):
             hit("archive.seal.put")

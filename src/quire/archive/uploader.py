@@ -69,7 +69,6 @@ class Uploader:
         while outgoing.artifacts:
             key, path = outgoing.artifacts[0]
             self.put_artifact(key, path)
-            hit("archive.artifact.put")
             outgoing.artifacts.pop(0)
             self._artifacts.discard(path)
         data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
@@ -101,10 +100,14 @@ class Uploader:
         def is_same(existing: ExistingObject) -> bool:
             return existing.info.size_bytes == size
 
+        hit("archive.artifact.before")
         self._objects().put_file(key, path, create_only=True, identity=is_same)
+        hit("archive.artifact.put")
         self._traffic.count(size)
 
     def put_part(self, key: str, data: bytes) -> None:
         """Upload a part of a base, replacing one of a base that was abandoned."""
+        hit("archive.part.before")
         self._objects().put(key, data)
+        hit("archive.part.put")
         self._traffic.count(len(data))

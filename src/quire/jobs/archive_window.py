@@ -76,6 +76,7 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
         raise NotFound("no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
     _refuse_cloned(store, store_id, line)
     archived = archive_epoch_prefix(store_id, owner_epoch)
+    hit("archive.abandoned.before")
     ctx.collector.delete_abandoned(ctx.objects_url, archived, listing.epochs[owner_epoch].parts)
     _refuse_cloned(store, store_id, line)
     below = epoch_prefix(store_id, owner_epoch)
@@ -89,6 +90,7 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
     hit("archive.abandoned.objects")
     keys = keys_in_order(listing.epochs[owner_epoch], store_id, owner_epoch)
     ctx.collector.delete_abandoned(ctx.objects_url, archived, keys)
+    hit("archive.abandoned.logs")
     emit("info", "archive.abandoned_removed", owner_epoch=owner_epoch, objects=deleted + len(keys))
     return deleted + len(keys)
 
@@ -148,9 +150,11 @@ class ArchiveWindow:
         if kept is None:
             return None
         plan = plan_trim(store, listing, kept, ancestors)
-        for keys, step in ((plan.parts, "parts"), (plan.logs, "logs")):
-            ctx.collector.delete_now(ctx.objects_url, keys)
-            hit(f"archive.trim.{step}")
+        hit("archive.trim.before")
+        ctx.collector.delete_now(ctx.objects_url, plan.parts)
+        hit("archive.trim.parts")
+        ctx.collector.delete_now(ctx.objects_url, plan.logs)
+        hit("archive.trim.logs")
         clones = ClonedMoments.listed(store, store_id)  # after the log objects are gone, see rule 3
         files = [key for key in plan.files if not clones.need(store, key, kept.at_ms)]
         ctx.collector.delete_now(ctx.objects_url, files)
@@ -183,6 +187,7 @@ class ArchiveWindow:
                 emit("warning", "archive.foreign_retired", store=url, objects=len(objects) - len(ours))
             waiting = (pair for pair in objects if pair[1] in ours)
             while step := list(islice(waiting, STEP_OBJECTS)):
+                hit("archive.retired.before")
                 ctx.collector.delete_now(url, [name for _, name in step])
                 hit("archive.retired.deleted")
                 ctx.manifest.submit([ForgetRetired([digest for digest, _ in step])]).result()

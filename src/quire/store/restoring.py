@@ -43,7 +43,7 @@ from quire.core.settings import StoreSettings
 from quire.core.time_parsing import requested_moment
 from quire.core.timeline import preceding
 from quire.durable import names
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import Disk, OsDisk, remove_tree
 from quire.jobs.enqueue import has_open_segment
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
@@ -126,7 +126,8 @@ def restore(
         raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
     bucket = open_backup(url, options=options)
     try:
-        point = point_at(bucket, choose_store(bucket, store_id), at_ms, epoch=epoch)
+        store_id = choose_store(bucket, store_id)
+        point = point_at(bucket, store_id, at_ms, epoch=epoch)
         # Log objects after a break, or of an owner that never completed a base, cannot be restored by any restore.
         gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
         index = read_index(bucket, point.store_id, point.position)
@@ -150,12 +151,31 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            settings = quiet_settings(disk, root)
-            with opening.open(root, takeover=True, discard=gives_up, clock=clock, disk=disk, settings=settings):
-                pass
+            _take_over(root, disk, clock, discard=gives_up)
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
+    except _NewerBase:  # the log is sealed now, so this happens once
+        _empty(disk, root)
+        return restore(
+            url, root, store_id=store_id, options=options, takeover=True, disk=disk, clock=clock, progress=progress
+        )
     finally:
         bucket.close()
+
+
+def _take_over(root: str, disk: Disk, clock: Clock, *, discard: bool) -> None:
+    settings = quiet_settings(disk, root)
+    with opening.open(root, takeover=True, discard=discard, clock=clock, disk=disk, settings=settings):
+        pass
+
+
+def _empty(disk: Disk, root: str) -> None:
+    """Remove what a replay has left in a directory."""
+    for name in disk.names(root):
+        remove_tree(disk, os.path.join(root, name))
+
+
+class _NewerBase(Exception):
+    """The owner broke its chain and completed a base while the log before the break was replayed."""
 
 
 def _result(
@@ -209,25 +229,35 @@ def _seal(
     bucket: ObjectStore, point: RestorePoint, digest: bytes, replay: Replay, clock: Clock
 ) -> tuple[RestorePoint, bytes]:
     """Seal the log of the owner that wrote it, and apply what it wrote until then. After a broken chain nothing is applied: the
-    restored state is the last consistent one."""
+    restored state is the last consistent one, unless a base has followed (`_NewerBase`)."""
     newest = newest_owner(bucket, point.store_id)
     successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
     epoch, now_ms = point.position.epoch, clock.now_ms()
     if point.newest != point.position:
         seal(bucket, point.store_id, epoch, successor, now_ms)
+        _refuse_newer_base(bucket, point.store_id, point.position)
         return point, digest
     known = (header_of(bucket, point.store_id, point.position), digest)
 
-    chain = [True]
+    applied, chain = [point.position], [True]
 
     def overtaken(header: Header, _: bytes, events: list[AnyEvent]) -> None:
         chain[0] = chain[0] and is_continuous(header, events)
         if chain[0]:
             replay.apply(events)
+            applied[0] = header.position
 
     # From the last object that was applied: what the owner acknowledged while this restore was reading is included.
     last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
+    if not chain[0]:
+        _refuse_newer_base(bucket, point.store_id, applied[0])
     return msgspec.structs.replace(point, position=last, newest=last), digest
+
+
+def _refuse_newer_base(bucket: ObjectStore, store_id: str, applied: Position) -> None:
+    """Raise `_NewerBase` if a sealed log can be restored beyond what was applied: the owner may have acknowledged that."""
+    if point_at(bucket, store_id).position > applied:
+        raise _NewerBase
 
 
 def _adopt(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None:

@@ -419,7 +419,8 @@ class Standby:
         write_config(self._disk, self.path, self.url, self._options)
         self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
         hit("standby.rows_swapped")
-        self._save(replace(self._state, phase=StandbyPhase.FOLLOWING))
+        is_promotion = self._state.owner_epoch > 0
+        self._save(replace(self._state, phase=StandbyPhase.PROMOTING if is_promotion else StandbyPhase.FOLLOWING))
         self._remove(STAGED)
         self._remove(REPLACED)
         self._waits_for_base = False
@@ -447,6 +448,8 @@ class Standby:
         that this standby cannot apply, because it waits for a base or one of them is damaged: `ArchiveAhead` without `discard`.
         """
         started = time.monotonic()
+        if self._state.phase is StandbyPhase.SWAPPING:
+            self._swap()
         if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
             self._apply_all(discard)
             self._claim(discard)
@@ -519,6 +522,8 @@ class Standby:
         except StoreFenced:
             self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
+        if not chain[0]:  # the owner may have completed a base since `_apply_all`, and acknowledged what it contains
+            self._rebuild_if_newer()
         self._following().settle()
         self._close_replay()
         self._save(replace(self._state, phase=StandbyPhase.SEALED))

@@ -44,9 +44,10 @@ from quire.durable.files import OsDisk
 from quire.durable.names import MANIFEST
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
+from quire.testing.crashdisk import Chooser, CrashDisk
 from quire.testing.faults import Fault, FaultyDisk, ObjectFault, ObjectFaults, PowerCut
 from quire.testing.simulation_damage import KINDS, ROW, WRITTEN, choose_damage, inflict
+from quire.testing.simulation_deaths import draw_chooser
 from quire.testing.simulation_lives import (
     SETTINGS,
     START_MS,
@@ -186,19 +187,9 @@ def _live(
         ending.models = life.possible
     if (cut or disk.has_power_cut) and not ending.findings:
         disk.cut()
-        ending.directory = _crash(inner, here, number, _chooser(draw))
+        ending.directory = _crash(inner, here, number, draw_chooser(draw))
     ending.now_ms = clock.now_ms()
     return ending
-
-
-def _chooser(draw: random.Random) -> Chooser:
-    """Draw how power loss treats pending changes: keeps all (a kill), chooses freely, or mostly keeps or mostly drops."""
-    kind = draw.choice(("kill", "any", CrashOutcome.KEEP, CrashOutcome.DROP))
-    if kind == "kill":
-        return keep_all
-    if kind == "any":
-        return draw.choice
-    return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind  # type: ignore[return-value]
 
 
 def _crash(disk: CrashDisk, here: str, number: int, choose: Chooser) -> str:
@@ -317,7 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--archive",
         action="store_true",
-        help="the store is archived, and its disk is lost now and then and restored from the bucket",
+        help="the store is archived, and dies at failpoints of the archive; lost disks are restored from the bucket",
     )
     parser.add_argument(
         "--damage",
@@ -331,7 +322,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.archive and options.damage:
         parser.error("--damage is for stores without an archive")
     sizes = {name: getattr(options, name) for name in ("lives", "steps") if getattr(options, name) is not None}
-    run: Callable[[int], int] = partial(
+    run: Callable[[int], object] = partial(
         simulate, branches=1.0 if options.damage else 0.5, kinds=options.damage, **sizes
     )
     if options.archive:
@@ -349,8 +340,8 @@ def main(arguments: list[str] | None = None) -> int:
             words += [word for kind in options.damage for word in ("--damage", kind)]
             sys.stderr.write(f"{failure}\nagain: {shlex.join(words)}\n")
             return 1
-        what = "disks lost" if options.archive else "steps"
-        sys.stdout.write(f"seed {seed}: {done} {what} in {time.monotonic() - begun:.1f} s\n")
+        what = done if options.archive else f"{done} steps"
+        sys.stdout.write(f"seed {seed}: {what} in {time.monotonic() - begun:.1f} s\n")
         sys.stdout.flush()
         if time.monotonic() >= end:
             return 0

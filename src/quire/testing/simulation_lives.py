@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
+from typing import BinaryIO
 
 from quire.core.settings import (
     FeedSettings,
@@ -76,6 +79,12 @@ class Ending:
     steps: list[str] = field(default_factory=list)
     damage: Damage | None = None
     """The damage done to the copy of a branch."""
+    is_killed: bool = False
+    """Whether the process was killed: this is the last state that it reported."""
+
+
+Report = Callable[[object], None]
+"""Called by a life with its `Ending` as far as it has come."""
 
 
 def raise_findings(seed: int, number: int, ending: Ending) -> None:
@@ -88,9 +97,10 @@ def raise_findings(seed: int, number: int, ending: Ending) -> None:
 
 def matching_model(store: Store, models: Sequence[Model]) -> tuple[Model | None, list[str]]:
     """Return which of the models a store matches, or `None` and how it differs from each."""
-    differences = [observe(store, model) for model in models]
-    for model, findings in zip(models, differences):
-        if not findings:
+    differences: list[list[str]] = []
+    for model in models:
+        differences.append(observe(store, model))
+        if not differences[-1]:
             return model, []
     return None, [
         f"if the interrupted step was {'done' if index else 'not done'}: {finding}"
@@ -101,6 +111,14 @@ def matching_model(store: Store, models: Sequence[Model]) -> tuple[Model | None,
 
 def in_process(run: Callable[[], Ending]) -> Ending:
     """Return the result of `run` in a forked process, which exits without any cleanup."""
+    return in_mortal_process(lambda _: run())
+
+
+def in_mortal_process(run: Callable[[Report], Ending]) -> Ending:
+    """Return the result of `run` in a forked process that may be killed: then the last result that it has reported.
+
+    A report is in the pipe, and survives the kill, before `run` continues.
+    """
     for name in LOADED_ON_USE:
         with suppress(ImportError):  # pyarrow uses pandas only if it is installed
             import_module(name)
@@ -111,19 +129,35 @@ def in_process(run: Callable[[], Ending]) -> Ending:
             os.close(reading)
             # Hide what the engines log about injected faults. By descriptor: `sys.stderr` may be replaced by a test.
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
-            try:
-                answer: object = run()
-            except BaseException:
-                answer = traceback.format_exc()
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(answer, pipe)
+                report = partial(_send, pipe)
+                try:
+                    report(run(report))
+                except BaseException:
+                    report(traceback.format_exc())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        raw = pipe.read()
+        ending = _last_report(pipe)
     _, status = os.waitpid(pid, 0)
-    ending = pickle.loads(raw) if raw else f"the process ended with {os.waitstatus_to_exitcode(status)}"
-    if not isinstance(ending, Ending):
-        raise SimulationFailed(ending)
+    code = os.waitstatus_to_exitcode(status)
+    if not isinstance(ending, Ending) or code not in (0, -signal.SIGKILL):
+        raise SimulationFailed(ending if isinstance(ending, str) else f"the process ended with {code}")
+    ending.is_killed = code != 0
     return ending
+
+
+def _send(pipe: BinaryIO, report: object) -> None:
+    pickle.dump(report, pipe)
+    pipe.flush()
+
+
+def _last_report(pipe: BinaryIO) -> object:
+    """Return the last complete report of a process, when it has ended; `None` if there is none."""
+    report: object = None
+    while True:
+        try:
+            report = pickle.load(pipe)
+        except (EOFError, pickle.UnpicklingError):  # the end, or a report that a kill has interrupted
+            return report

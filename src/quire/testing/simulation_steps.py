@@ -19,7 +19,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import quire
 from quire.core.errors import DiskFull, ObjectStoreUnavailable, QuireError
@@ -107,6 +107,9 @@ def _observe_database(store: Store, name: str, expected: ModelDatabase, damaged:
         listed = {info.name for info in store.manifest.snapshots.of(name) if info.name and not _is_lent(info)}
         if listed != set(expected.snapshots):
             findings.append(f"{name} has snapshots {sorted(listed)}, not {sorted(expected.snapshots)}")
+        policy = store.manifest.retention.get(name)
+        if (policy.keep_last if policy is not None else 0) != expected.keep_last:
+            findings.append(f"{name} keeps other snapshots than {expected.keep_last}: {policy}")
 
 
 def _is_lent(info: Any) -> bool:
@@ -157,6 +160,9 @@ class StepInterrupted(Exception):
 class Steps:
     """A store, its model, and the steps that can be run on them."""
 
+    choices: ClassVar[tuple[tuple[int, Callable[[Any], None]], ...]]
+    """(weight, step)."""
+
     def __init__(
         self,
         store: Store,
@@ -188,7 +194,7 @@ class Steps:
     def run(self, steps: int) -> None:
         """Run this many steps, or until there is a finding."""
         for _ in range(steps):
-            step = self._draw.choices([step for _, step in STEPS], [weight for weight, _ in STEPS])[0]
+            step = self._draw.choices([step for _, step in self.choices], [weight for weight, _ in self.choices])[0]
             self._log.append(step.__name__)
             step(self)
             if self.findings:
@@ -494,14 +500,13 @@ def _is_full(error: BaseException | None) -> bool:
     return isinstance(error, DiskFull) or type(error).__name__ == "FullError"
 
 
-STEPS: tuple[tuple[int, Callable[[Steps], None]], ...] = (
+Steps.choices = (
     (6, Steps.create), (1, Steps.drop), (1, Steps.rename), (24, Steps.write_rows), (14, Steps.append_records),
     (14, Steps.write_pairs), (5, Steps.snapshot), (2, Steps.drop_snapshot), (3, Steps.fork), (3, Steps.travel),
     (1, Steps.retain), (3, Steps.hold_reader), (5, Steps.checkpoint), (2, Steps.merge), (4, Steps.flush_or_compact),
     (8, Steps.move_segments), (5, Steps.maintain), (1, Steps.sweep), (1, Steps.verify), (3, Steps.advance),
     (2, Steps.jump), (1, Steps.read_beside),
 )  # fmt: skip
-"""(weight, step)."""
 
 
 class Reader:

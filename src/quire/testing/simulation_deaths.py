@@ -1,0 +1,195 @@
+"""How a simulated owner of an archived store dies: at one hit of one failpoint of the archive, drawn from the seed.
+
+Terms
+  death   the failpoint, which of its hits, and how: the process is killed, or the machine loses power
+
+The process is killed with SIGKILL by the thread that reaches the point, while all other threads are where they are. For a loss
+of power, that thread first cuts the power of the disk and writes beside the directory what could be left of it (`CrashDisk`),
+with a commit of LMDB's either whole or not begun.
+
+Threads: `Death.hit` runs in whichever thread reaches a failpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from quire.durable.files import Disk, DiskLayer, File, OsDisk
+from quire.durable.names import MANIFEST
+from quire.store.store import Store
+from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, keep_all
+from quire.testing.faults import FaultyDisk
+
+RESTORE_POINTS = (
+    "archive.replay.files",
+    "archive.replay.rows",
+    "archive.replay.replaced",
+    "archive.seal.ahead",
+    "archive.seal.stopped",
+    "archive.seal.before",
+    "archive.seal.put",
+)
+"""Reached while the bucket is restored and its owner deposed."""
+
+OWNER_POINTS = (
+    "archive.cut.before",
+    "archive.cut.taken",
+    "archive.cut.encoded",
+    "archive.spool.before",
+    "archive.spool.written",
+    "archive.artifact.before",
+    "archive.artifact.put",
+    "archive.log.before",
+    "archive.log.put",
+    "archive.base.begun",
+    "archive.part.before",
+    "archive.part.put",
+    "archive.base.put",
+    "archive.trim.before",
+    "archive.trim.parts",
+    "archive.trim.logs",
+    "archive.trim.files",
+    "archive.retired.before",
+    "archive.retired.deleted",
+    "archive.retired.forgotten",
+    "archive.abandoned.before",
+    "archive.abandoned.objects",
+    "archive.abandoned.logs",
+)
+"""Reached while the store is in use."""
+
+POINTS = (*RESTORE_POINTS, *OWNER_POINTS)
+"""Every failpoint of the archive; a test compares this with the sources."""
+
+PROBABILITY = 0.7
+"""Of a life to die at a failpoint, if it reaches that."""
+FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.")
+"""Beginnings of the names of points that every life reaches many times."""
+HITS, FREQUENT_HITS = (1, 1, 1, 2, 3), (1, 2, 5, 10, 25, 60)
+
+
+@dataclass(frozen=True)
+class Fate:
+    """At which hit of which failpoint a life dies, and how."""
+
+    point: str
+    hits: int
+    by_power_loss: bool
+
+    def __str__(self) -> str:
+        return f"{'power lost' if self.by_power_loss else 'killed'} at hit {self.hits} of {self.point}"
+
+
+def draw_fate(draw: random.Random, points: Collection[str], *, is_lost: bool) -> Fate | None:
+    """Draw how a life dies, or that it does not. `is_lost`: it begins with a restore."""
+    groups = [RESTORE_POINTS, OWNER_POINTS] if is_lost else [OWNER_POINTS]
+    candidates = [[point for point in group if point in points] for group in groups]
+    candidates = [group for group in candidates if group]
+    if not candidates or draw.random() >= PROBABILITY:
+        return None
+    point = draw.choice(draw.choice(candidates))
+    hits = draw.choice(FREQUENT_HITS if point.startswith(FREQUENT) else HITS)
+    return Fate(point, hits, draw.random() < 0.4)
+
+
+class Death:
+    """Ends this process at the drawn failpoint. REQUIRES that `hit` is armed for every failpoint."""
+
+    def __init__(self, fate: Fate | None, draw: random.Random) -> None:
+        self._fate = fate
+        self._hits = 0
+        self._lock = threading.Lock()
+        self._choose = draw_chooser(draw)
+        self._machine: tuple[FaultyDisk, CrashDisk, Store, str] | None = None
+        self.is_dying = False
+
+    def hit(self, point: str) -> None:
+        """Count a hit of a failpoint, and die if it is the drawn one."""
+        if self._fate is None or point != self._fate.point:
+            return
+        with self._lock:
+            self._hits += 1
+            if self._hits != self._fate.hits:
+                return
+            self.is_dying = True
+        if self._machine is not None:
+            lose_power(*self._machine, self._choose)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def disk(self, root: str) -> Disk | None:
+        """Return the disk to open a store in `root` with; `None` for the real one."""
+        if self._fate is None or not self._fate.by_power_loss:
+            return None
+        self._crash_disk = CrashDisk(root)
+        self._faulty_disk = FaultyDisk(_BucketBeside(self._crash_disk))
+        return self._faulty_disk
+
+    def endanger(self, store: Store, after: str) -> None:
+        """From now on a loss of power affects this store, and leaves its directory as `after`."""
+        if self._fate is not None and self._fate.by_power_loss:
+            self._machine = self._faulty_disk, self._crash_disk, store, after
+
+    def stop(self) -> None:
+        """Wait for the end if it has begun in another thread: what this thread observes meanwhile counts no more."""
+        if self.is_dying:
+            threading.Event().wait()
+
+
+class _BucketBeside(DiskLayer):
+    """A `Disk` over a `CrashDisk`, with a bucket outside its root that no power loss affects."""
+
+    def __init__(self, crash_disk: CrashDisk) -> None:
+        super().__init__(OsDisk())
+        self._crash_disk = crash_disk
+
+    def _at(self, path: str) -> Disk:
+        is_inside = f"{os.path.abspath(path)}/".startswith(f"{self._crash_disk.root}/")
+        return self._crash_disk if is_inside else self._inner
+
+    def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
+        return self._at(path).open(path, create=create, exclusive=exclusive, write=write)
+
+    def make_dirs(self, path: str) -> None:
+        self._at(path).make_dirs(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self._at(target).rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        self._at(target).link(source, target)
+
+    def remove(self, path: str) -> None:
+        self._at(path).remove(path)
+
+    def remove_dir(self, path: str) -> None:
+        self._at(path).remove_dir(path)
+
+    def sync_dir(self, path: str) -> None:
+        self._at(path).sync_dir(path)
+
+
+def lose_power(disk: FaultyDisk, crash_disk: CrashDisk, store: Store, after: str, choose: Chooser) -> None:
+    """Cut the power, and write the directory as it could be afterwards to `after`, which exists when it is complete."""
+    disk.cut()
+    # One commit that has begun may complete, and none begins after that: LMDB's file is copied between two commits.
+    transaction = store.manifest.env.begin_write()
+    crash_disk.crash(f"{after}.incomplete", choose)
+    shutil.copyfile(os.path.join(crash_disk.root, MANIFEST), os.path.join(f"{after}.incomplete", MANIFEST))
+    os.rename(f"{after}.incomplete", after)
+    del transaction
+
+
+def draw_chooser(draw: random.Random) -> Chooser:
+    """Draw how power loss treats pending changes: keeps all (a kill), chooses freely, or mostly keeps or mostly drops."""
+    kind = draw.choice(("kill", "any", CrashOutcome.KEEP, CrashOutcome.DROP))
+    if kind == "kill":
+        return keep_all
+    if kind == "any":
+        return draw.choice
+    return lambda options: draw.choice(options) if draw.random() < 0.1 or kind not in options else kind  # type: ignore[return-value]
