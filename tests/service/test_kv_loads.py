@@ -12,7 +12,7 @@ import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.lsm.bulk import BulkWriter, LoadTarget
-from quire.lsm.compaction import TableOptions
+from quire.lsm.table_options import TableOptions
 from quire.lsm.verify import problems
 from quire.service import loads as kv_loads
 from quire.service.client import Client

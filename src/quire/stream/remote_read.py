@@ -29,8 +29,17 @@ from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
-from quire.stream.sources import VERIFY, Lost, StreamCache, hot_source, remote_source, retried, warm_source
-from quire.stream.spans import RecordSpan, record_batches
+from quire.stream.sources import (
+    VERIFY,
+    Lost,
+    StreamCache,
+    hot_source,
+    record_batches,
+    remote_source,
+    retried,
+    warm_source,
+)
+from quire.stream.spans import RecordSpan
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
