@@ -77,7 +77,6 @@ class Worker:
         ctx: JobContext,
         handlers: Mapping[JobKind, Handler],
         *,
-        name: str = "",
         threads: int = 1,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
@@ -90,7 +89,7 @@ class Worker:
         # constant after construction
         self._ctx = ctx
         self._handlers = dict(handlers)
-        self.name = name or worker_name("worker")
+        self.name = worker_name("worker")
         self._slots = threads
         self._lease_seconds = lease_seconds
         # guarded by _lock

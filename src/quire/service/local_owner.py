@@ -19,8 +19,11 @@ from quire.service.sockets import SCHEME, is_alive, where_owner_listens
 if TYPE_CHECKING:
     from quire.service.client import Client
 
+CALL_SECONDS = 5.0
+"""How long a call may take: the owner is on this machine."""
 
-def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client | None:
+
+def find_owner(path: str | os.PathLike[str]) -> Client | None:
     """Return a client of the process that owns the store and listens (K8); `None` if there is none, or its socket is stale."""
     root = os.path.abspath(os.fspath(path))
     if not is_held(os.path.join(root, names.LOCK)):
@@ -31,6 +34,6 @@ def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client 
     from quire.service.client import connect  # imports Arrow
 
     try:
-        return connect(SCHEME + socket_path, timeout=timeout)
+        return connect(SCHEME + socket_path, timeout=CALL_SECONDS)
     except Unavailable:
         return None  # the owner has just gone

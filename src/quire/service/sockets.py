@@ -69,10 +69,10 @@ class SocketPath:
         return SCHEME + self.path
 
 
-def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
+def place_of(root: str) -> SocketPath:
     """Return the place of a store's socket; create the directory outside the store if it is needed."""
     inside = os.path.join(root, names.SOCKET)
-    if len(os.fsencode(inside)) <= bytes_max and _PLAIN.fullmatch(inside):
+    if len(os.fsencode(inside)) <= SOCKET_BYTES_MAX and _PLAIN.fullmatch(inside):
         return SocketPath(inside, "")
     digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
     outside = os.path.join(runtime_directory(), f"{digest}.sock")

@@ -108,7 +108,6 @@ def share(
     stop: int | None,
     *,
     upload: bool = False,
-    segments_max: int = SEGMENTS_MAX,
     store_id: str = "",
     objects_url: str = "",
 ) -> SharedStream:
@@ -128,7 +127,7 @@ def share(
         _upload(stream, begin, last)
     shared: list[SharedSegment] = []
     for segment in stream.segments():
-        if len(shared) >= min(segments_max, SEGMENTS_MAX):
+        if len(shared) >= SEGMENTS_MAX:
             break
         if segment.base_record < last and segment.end_record > begin and begin < last:
             shared.append(segment)
