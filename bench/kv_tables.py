@@ -21,7 +21,7 @@ from quire.durable.log_format import HEAD, HEADER_BYTES, LINK
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import LsmHome, sst_entry_path
 from quire.lsm.bloom import hash_key
-from quire.lsm.compaction import VersionRetention, table_options
+from quire.lsm.compaction import VersionRetention
 from quire.lsm.manifest import Manifest
 from quire.lsm.manifest_data import AddSst, AllocateSstId, ManifestSstEntry, RemoveSst, UpdateLsn
 from quire.lsm.manifest_format import LOG_FIRST, encode_event
@@ -29,6 +29,7 @@ from quire.lsm.merge import SORT_KEYS, merge_tables
 from quire.lsm.sst_format import SCHEMA
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
+from quire.lsm.table_options import table_options
 
 ABSENT = 10_000
 """Keys that are not in a table, for the rate of false positives of its filter."""

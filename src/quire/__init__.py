@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from quire.store.archive_copy import open_archive
     from quire.store.backup import BackedUp
     from quire.store.cloning import Cloned, clone
-    from quire.store.opening import open  # noqa: A004 - the public name is `quire.open`; this module opens no files
+    from quire.store.open import open  # noqa: A004 - the public name is `quire.open`; this module opens no files
     from quire.store.restoring import Restored, restore
     from quire.store.standby import Standby, promote
     from quire.store.store import Store
@@ -252,7 +252,7 @@ if not TYPE_CHECKING:  # a type checker that sees `__getattr__` accepts every mi
         "BackedUp": "quire.store.backup",
         "Cloned": "quire.store.cloning",
         "clone": "quire.store.cloning",
-        "open": "quire.store.opening",
+        "open": "quire.store.open",
         "Promoted": "quire.archive.standbys",
         "Standby": "quire.store.standby",
         "StandbyStatus": "quire.archive.standbys",

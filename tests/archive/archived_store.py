@@ -103,7 +103,7 @@ def kill(store: Store) -> None:
     assert archiver is not None
     archiver.queue.close()
     with archiver._lock:
-        archiver._outbox.clear()
+        archiver._outbox.break_chain(keep_first=False)
         archiver._arrivals.failure = archiver._arrivals.failure or ObjectStoreUnavailable("killed")
         archiver._changed.notify_all()
     for thread in archiver._threads:

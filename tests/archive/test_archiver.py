@@ -161,8 +161,8 @@ def test_a_broken_chain_is_restorable_up_to_the_break_and_after_the_next_base(tm
         before = contents(archived.store)
         gate = Gate(archived.archiver)
         gate.is_down = True
-        breaks = archived.archiver._breaks
-        while archived.archiver._breaks == breaks:
+        breaks = archived.archiver._outbox.breaks
+        while archived.archiver._outbox.breaks == breaks:
             bulk(archived, 0, 10)
         assert archived.restored_contents("during") == before
         fill(archived.store, 100)
@@ -193,8 +193,8 @@ def test_changes_dropped_by_a_break_are_not_reported_as_archived(tmp_path: Path)
             write_base()
 
         archived.archiver._write_base = write_base_later  # type: ignore[method-assign]
-        breaks = archived.archiver._breaks
-        while archived.archiver._breaks == breaks:
+        breaks = archived.archiver._outbox.breaks
+        while archived.archiver._outbox.breaks == breaks:
             bulk(archived, 0, 4)
         gate.may_put.set()
         until(lambda: not archived.archiver._outbox)
@@ -216,11 +216,11 @@ def test_tables_that_a_break_dropped_are_uploaded_by_the_base_after_it(tmp_path:
         gate.is_down = True
         archived.store.kv("pairs").put(b"x", b"on its way")
         until(lambda: archived.archiver._outbox)
-        breaks = archived.archiver._breaks
+        breaks = archived.archiver._outbox.breaks
         fill(archived.store, 100)
         archived.store.kv("pairs").flush()  # a table in a cut that is dropped
         until(lambda: not archived.archiver.queue.size_bytes)
-        while archived.archiver._breaks == breaks:
+        while archived.archiver._outbox.breaks == breaks:
             bulk(archived, 0, 4)
         gate.is_down = False
         archived.wait_archived()
@@ -240,8 +240,8 @@ def test_a_base_that_began_before_a_break_does_not_count(tmp_path: Path) -> None
         while gate.may_put.is_set():
             fill(archived.store, start, 1)
             start += 1
-        breaks = archived.archiver._breaks  # a base is being read: its parts wait
-        while archived.archiver._breaks == breaks:
+        breaks = archived.archiver._outbox.breaks  # a base is being read: its parts wait
+        while archived.archiver._outbox.breaks == breaks:
             bulk(archived, 0, 4)
         gate.before_put = lambda _: None
         gate.may_put.set()

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.archive.clones import clone_keys
 from quire.cli.main import run
 from quire.core.errors import QuireError
 from quire.durable.failpoints import armed
 from quire.objects.collector import Collector
 from quire.objects.open import open_store
-from quire.store import opening
 from quire.store.cloning import clone
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -62,7 +62,7 @@ def create_clone(windowed: WindowedStore, at_ms: int) -> Path:
 
 
 def value_of_clone(windowed: WindowedStore) -> int:
-    return value_of(opening.open(windowed.path / "clone", "r", clock=windowed.clock))
+    return value_of(quire.open(windowed.path / "clone", "r", clock=windowed.clock))
 
 
 def test_a_clone_that_was_created_after_the_last_round_keeps_its_objects(windowed: WindowedStore) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.archive.status import read_drill
 from quire.durable.files import OsDisk
-from quire.store import opening, restoring
+from quire.store import restoring
 from quire.store.store import Store
 from tests.archive.archived_store import ArchivedStore, archived_store, fill
 
@@ -51,7 +52,7 @@ def drill_problems(archived: ArchivedStore, monkeypatch: pytest.MonkeyPatch, dam
         restored = original(*arguments, **options)  # type: ignore[arg-type]
         (Path(restored.path) / "owner.json").unlink()
         quiet = restoring.quiet_settings(OsDisk(), restored.path)
-        with opening.open(restored.path, create=False, settings=quiet) as copy:
+        with quire.open(restored.path, create=False, settings=quiet) as copy:
             copy.rights.refuse("a test")
             damage(copy)  # type: ignore[operator]
         (Path(restored.path) / "owner.json").write_bytes(b"")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire.archive.archiver import Archiver
 from quire.archive.clones import clone_keys
 from quire.core.errors import ArchiveAhead, InvalidInput, StoreFenced
 from quire.objects.open import open_store
-from quire.store import opening
 from quire.store.restoring import restore
 from quire.store.standby import Standby
 from quire.store.store import Store
@@ -31,7 +31,7 @@ def windowed(tmp_path: Path) -> WindowedStore:
 
 
 def take_over(windowed: WindowedStore, path: Path) -> Store:
-    return opening.open(path, takeover=True, discard=True, clock=windowed.clock)
+    return quire.open(path, takeover=True, discard=True, clock=windowed.clock)
 
 
 def test_a_takeover_is_refused_and_the_owner_continues(windowed: WindowedStore) -> None:
@@ -57,7 +57,7 @@ def test_a_takeover_inside_the_window_continues_there(windowed: WindowedStore) -
         restore(windowed.bucket, then, at_ms=moment, clock=windowed.clock)
     with take_over(windowed, then) as store:
         assert clone_keys(store.objects, store.feed.store_id()) == []
-    assert value_of(opening.open(then, "r", clock=windowed.clock)) == 1
+    assert value_of(quire.open(then, "r", clock=windowed.clock)) == 1
 
 
 def test_the_owner_keeps_the_moment_while_it_is_taken_over(
@@ -81,7 +81,7 @@ def test_the_owner_keeps_the_moment_while_it_is_taken_over(
             take_over(windowed, then)
     with closing(open_store(windowed.bucket)) as bucket:
         assert set(names) <= {info.key for page in bucket.list_pages("") for info in page}
-    assert value_of(opening.open(then, "r", clock=windowed.clock)) == 1
+    assert value_of(quire.open(then, "r", clock=windowed.clock)) == 1
 
 
 def standby_behind_a_break(archived: ArchivedStore, monkeypatch: pytest.MonkeyPatch) -> Standby:

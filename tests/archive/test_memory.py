@@ -98,7 +98,7 @@ def _write_much(folder: Path, total: int, point: str) -> tuple[int, int]:
         for number in range(total // MIB):
             kv.put(b"%d" % number, value, sync=False)
             queue_bytes = max(queue_bytes, archiver.queue.size_bytes)
-            outbox_bytes = max(outbox_bytes, archiver._outbox_bytes()[0])
+            outbox_bytes = max(outbox_bytes, archiver._outbox.sizes()[0])
         is_down.clear()
         archiver.wait(120)
         copies = total // MIB

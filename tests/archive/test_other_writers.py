@@ -10,8 +10,8 @@ import pyarrow as pa
 from quire.durable.files import OsDisk
 from quire.lsm.backup import back_up, read_backup, restore
 from quire.lsm.bulk import BulkWriter, LoadTarget, begin_load
-from quire.lsm.compaction import TableOptions
 from quire.lsm.remote_compaction import plan_major, run_task
+from quire.lsm.table_options import TableOptions
 from tests.archive.archived_store import archived_store, contents, fill, read
 
 

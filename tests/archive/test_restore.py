@@ -169,7 +169,7 @@ def test_300_megabytes_are_compacted_while_the_bucket_is_unavailable(tmp_path: P
         kv.flush()
         kv.compact()
         assert store.archive.status().state != "archived"
-        assert store.archive._outbox_bytes()[0] <= memory
+        assert store.archive._outbox.sizes()[0] <= memory
         gate.is_down = False
         store.archive.wait(600)
     quire.restore(str(tmp_path / "bucket"), tmp_path / "restored", takeover=True)

@@ -28,7 +28,6 @@ from quire.manifest.namespaces import retired_objects
 from quire.objects.collector import Collector
 from quire.objects.guarded import path_store
 from quire.objects.open import open_store
-from quire.store import opening
 from quire.store.heavy import audit_bucket
 from quire.store.restoring import restore
 from quire.store.store import Store
@@ -60,14 +59,14 @@ class WindowedStore:
         settings = StoreSettings(
             object_store=self.bucket, archive=archive, maintenance=MaintenanceSettings(enabled=False)
         )
-        return opening.open(str(self.path / "store"), settings=settings, clock=self.clock)
+        return quire.open(str(self.path / "store"), settings=settings, clock=self.clock)
 
     def restored(self, at_ms: int | None = None) -> Store:
         """The store as of a moment, for reading."""
         self.restores += 1
         target = str(self.path / f"restored-{self.restores}")
         restore(self.bucket, target, at_ms=at_ms, clock=self.clock)
-        return opening.open(target, "r", clock=self.clock)
+        return quire.open(target, "r", clock=self.clock)
 
     def remote_files(self) -> set[str]:
         """The objects that a restore leaves in the bucket, all of which must exist."""
@@ -293,7 +292,7 @@ def test_a_damaged_row_keeps_its_object_and_nothing_else_and_is_repaired(windowe
         store.maintain()
         assert retired_names(store) == []
         assert set(names) & windowed.objects("e/") == {names[0]}
-    with opening.open(str(windowed.path / "store"), repair=True, clock=windowed.clock) as store:
+    with quire.open(str(windowed.path / "store"), repair=True, clock=windowed.clock) as store:
         assert not store.manifest.check()
         windowed.lost = set(names)
 
@@ -388,7 +387,7 @@ def test_after_a_takeover_the_previous_epoch_is_trimmed_and_files_in_use_are_kep
         archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=0.001, retain_seconds=HOUR),
         maintenance=MaintenanceSettings(enabled=False),
     )
-    with opening.open(target, settings=settings, clock=windowed.clock) as store:
+    with quire.open(target, settings=settings, clock=windowed.clock) as store:
         write(store, 2)
         new_base(store)
         store.maintain()
@@ -456,7 +455,7 @@ def test_an_owner_suspended_for_longer_than_the_window_resumes_without_effect(wi
         archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=0.001, retain_seconds=HOUR),
         maintenance=MaintenanceSettings(enabled=False),
     )
-    with opening.open(target, settings=settings, clock=windowed.clock) as successor:
+    with quire.open(target, settings=settings, clock=windowed.clock) as successor:
         moments = run_hours(windowed, successor, 5)[-1:]
         assert successor.archive is not None
         successor.archive.wait(30)

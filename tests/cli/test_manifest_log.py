@@ -17,6 +17,7 @@ from quire.stream.mlog_tier2 import LogObjects
 from quire.stream.state import Retention
 from quire.testing.clock import ManualClock
 from tests.cli.conftest import Run
+from tests.stream.logs import append_all
 
 
 @pytest.fixture
@@ -31,10 +32,10 @@ def log(path: Path) -> LogFiles:
     with ManifestLog.open(
         files, clock=ManualClock(), settings=settings, objects=LogObjects(objects, stream_id)
     ) as opened:
-        opened.append_all([(r.SegmentOpened(0, 1), 1), (r.SealSegment(4, 9), 1)])
+        append_all(opened, [(r.SegmentOpened(0, 1), 1), (r.SealSegment(4, 9), 1)])
         opened.rotate()
         opened.upload()
-        opened.append_all([(r.UploadStarted("segments/1"), 1), (r.UploadDone("segments/1", "e"), 1)])
+        append_all(opened, [(r.UploadStarted("segments/1"), 1), (r.UploadDone("segments/1", "e"), 1)])
     objects.close()
     return files
 

@@ -12,7 +12,6 @@ import pytest
 import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.jobs.archive_audit.audit import GRACE_MS, ArchiveAudit
-from quire.store import opening
 from quire.store.heavy import audit_bucket
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -55,7 +54,7 @@ class Bucket:
             archive=ArchiveSettings(mode="async", interval_seconds=0.02, base_seconds=HOUR, retain_seconds=HOUR),
             maintenance=MaintenanceSettings(enabled=False),
         )
-        return opening.open(str(path), settings=settings, clock=self.clock)
+        return quire.open(str(path), settings=settings, clock=self.clock)
 
     def audit(self, **options: object) -> ArchiveAudit:
         return audit_bucket(self.url, now_ms=self.now_ms(), **options)  # type: ignore[arg-type]

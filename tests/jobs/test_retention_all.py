@@ -367,3 +367,14 @@ def test_force_is_taken_from_the_run_or_from_the_pending_job(local_store: JobSto
         states(run(local_store, db_ids[:1], force=True)) == states(run(local_store, db_ids[1:])) == {JobState.SUCCEEDED}
     )
     assert [snapshot_count(local_store, db_id) for db_id in db_ids] == [0, 0]
+
+
+def test_a_job_without_a_limit_on_attempts_is_retried_as_a_worker_would(local_store: JobStore) -> None:
+    """A run over many databases failed such a job for good, where a worker tries it again."""
+    (db_id,) = fill(local_store, 1)
+    local_store.clock.advance(3600)
+    local_store.manifest.retention.set(db_id, RetentionRecord(keep_seconds=1))
+    local_store.manifest.jobs.enqueue(JobKind.RETENTION, db_id, max_attempts=0)
+    failed = run(local_store, [db_id])[db_id]
+    assert "WouldDropEverything" in failed.record.error
+    assert failed.state is JobState.PENDING

@@ -22,8 +22,8 @@ from quire.durable.checksums import crc64
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
 from quire.lsm.bloom import Bloom
-from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_reader import SSTable
+from quire.lsm.table_options import TableOptions
 from tests.lsm.tables import Row, make_table
 
 MEMORY_BYTES = 512 << 20

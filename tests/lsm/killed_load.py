@@ -9,8 +9,8 @@ import pyarrow as pa
 from quire.durable.failpoints import arm_from
 from quire.durable.files import OsDisk
 from quire.lsm.bulk import BulkWriter, LoadTarget, begin_load
-from quire.lsm.compaction import TableOptions
 from quire.lsm.kv import Kv
+from quire.lsm.table_options import TableOptions
 from tests.fork_server import Channel
 from tests.lsm.kv_helpers import TINY
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from quire.durable.files import OsDisk
 from quire.lsm.block_cache import BlockCache
-from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_format import SCHEMA
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
+from quire.lsm.table_options import TableOptions
 
 Row = tuple[bytes, int, bytes | None]
 """key, lsn, value; `None` is a tombstone."""

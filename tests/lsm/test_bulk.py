@@ -26,10 +26,11 @@ from quire.durable.files import Disk, OsDisk
 from quire.durable.names import LsmHome, load_number
 from quire.lsm import load_records
 from quire.lsm.bulk import BulkWriter, Load, LoadTarget, begin_load, published
-from quire.lsm.compaction import LEVELS_MAX, TableOptions, level_for
+from quire.lsm.compaction import LEVELS_MAX, level_for
 from quire.lsm.kv import Kv
 from quire.lsm.load_records import LoadRecord, read_load_record, write_load_record
 from quire.lsm.sst_reader import SSTable
+from quire.lsm.table_options import TableOptions
 from quire.lsm.verify import problems
 from quire.lsm.view import Levels
 from tests.fork_server import ForkServer

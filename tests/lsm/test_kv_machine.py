@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from quire.lsm.bulk import BulkWriter, LoadTarget, begin_load, published
-from quire.lsm.compaction import TableOptions
 from quire.lsm.kv import Kv
 from quire.lsm.reading import KvSnapshot
+from quire.lsm.table_options import TableOptions
 from quire.testing.crashdisk import Chooser, CrashDisk, drop_all, keep_all
 from tests.lsm.kv_helpers import TINY, Model, assert_range, assert_same, assert_sound
 

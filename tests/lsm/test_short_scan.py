@@ -17,10 +17,11 @@ from quire.core.limits import MIB
 from quire.durable.log_reader import LogEnd
 from quire.lsm import short_scan, view
 from quire.lsm.block_cache import BlockCache
-from quire.lsm.compaction import TableOptions
 from quire.lsm.memtable import RECENT_KEYS, Memtable
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.view import Frozen, KvView, Levels, prefix_end
+from quire.lsm.table_options import TableOptions
+from quire.lsm.view import Frozen, KvView, Levels
+from quire.manifest.keys import prefix_end
 from tests.lsm.kv_helpers import TINY, open_kv
 from tests.lsm.tables import Row, in_order, make_table, newest
 

@@ -18,9 +18,9 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.lsm import sst_format as fmt
 from quire.lsm.block_cache import BlockCache
-from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
+from quire.lsm.table_options import TableOptions
 from quire.testing.faults import Fault, each_fault
 from tests.lsm.tables import KEYS, ROWS, SMALL, Row, batch_of, in_order, make_table, newest, rows_of
 from tests.rules.tree import ROOT

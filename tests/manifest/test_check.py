@@ -4,10 +4,11 @@ recomputed."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -256,7 +257,7 @@ def test_a_generation_behind_its_log_continues_from_the_log(path: str) -> None:
         assert_clean(manifest)
 
 
-COUNTED = frozenset({"P1", "P2", "R1", "R4", "S2"})
+COUNTED: frozenset[checks.Rule] = frozenset({"P1", "P2", "R1", "R4", "S2"})
 """Rules that the audit job checks separately."""
 
 
@@ -390,3 +391,9 @@ def test_counts_are_recomputed_as_the_ops_count(path: str) -> None:
         assert count is not None
         assert (count.in_use, count.pending_upload) == (3, 1)
         assert len(artifact_key(ArtifactKey(1, ArtifactKind.WAL, 1, 0))) == t.GC_REFCOUNTS.key.width
+
+
+def test_the_rules_are_those_that_the_module_describes_and_each_has_a_check() -> None:
+    rules = set(get_args(checks.Rule))
+    assert set(re.findall(r"^  ([A-Z][0-9])  ", checks.__doc__ or "", re.MULTILINE)) == rules
+    assert set().union(*(reported for _, reported in checks._CHECKS)) == rules

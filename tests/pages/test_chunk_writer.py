@@ -7,7 +7,6 @@ import hashlib
 import pickle
 import tracemalloc
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -25,31 +24,21 @@ from quire.pages.chunk_writer import ChunkWriter
 from tests.pages.chunks import Blob, Pages, identity, image, page_sets, some_pages, write_chunk
 
 
-def runs(offsets: list[int]) -> list[list[int]]:
-    """Ascending offsets, split at gaps."""
-    cuts = [0, *(index for index, (low, high) in enumerate(pairwise(offsets), 1) if high != low + 1), len(offsets)]
-    return [offsets[low:high] for low, high in pairwise(cuts) if low < high]
-
-
 def add_in_portions(writer: ChunkWriter, pages: Pages, draw: st.DataObject) -> None:
-    """Add the pages one by one, in runs or scattered, as drawn."""
+    """Add the pages one by one or several at a time, as bytes or as an array, as drawn."""
     remaining = sorted(pages)
     while remaining:
         portion = remaining[: draw.draw(st.integers(1, len(remaining)))]
         remaining = remaining[len(portion) :]
-        method = draw.draw(st.sampled_from(["one", "run", "array", "scattered"]))
+        method = draw.draw(st.sampled_from(["one", "array", "scattered"]))
+        images = b"".join(pages[offset] for offset in portion)
         if method == "scattered":
-            writer.add_scattered(portion, b"".join(pages[offset] for offset in portion))
-            continue
-        for run in runs(portion):
-            images = b"".join(pages[offset] for offset in run)
-            if method == "run":
-                writer.add_pages(run[0], images)
-            elif method == "array":
-                writer.add_pages(run[0], np.frombuffer(images, np.uint8).reshape(len(run), -1))
-            else:
-                for offset in run:
-                    writer.add(offset, memoryview(pages[offset]))
+            writer.add_scattered(portion, images)
+        elif method == "array":
+            writer.add_scattered(portion, np.frombuffer(images, np.uint8).reshape(len(portion), -1))
+        else:
+            for offset in portion:
+                writer.add(offset, memoryview(pages[offset]))
 
 
 @given(case=page_sets(), draw=st.data(), compression=st.sampled_from(Compression))
@@ -133,7 +122,7 @@ def test_a_full_chunk_of_64_mib() -> None:
     parts: list[bytes] = []
     writer = ChunkWriter(parts.append, identity(4096))
     for first in range(0, 16_384, 1024):
-        writer.add_pages(first, portion)
+        writer.add_scattered(range(first, first + 1024), portion)
     info = writer.finish()
     blob = Blob(b"".join(parts))
     assert (info.page_count, info.plain_bytes) == (16_384, 64 << 20)
@@ -149,7 +138,7 @@ def test_a_full_chunk_of_64_mib() -> None:
 def test_the_smallest_pages_fill_a_chunk_too() -> None:
     parts: list[bytes] = []
     writer = ChunkWriter(parts.append, identity(512))
-    writer.add_pages(0, bytes(64 << 20))
+    writer.add_scattered(range(131_072), bytes(64 << 20))
     writer.finish()
     blob = Blob(b"".join(parts))
     reader = blob.reader()
@@ -182,10 +171,10 @@ def test_invalid_calls_are_refused_and_the_chunk_can_be_continued() -> None:
         lambda: writer.add(40, page),
         lambda: writer.add(6, page[:-1]),
         lambda: writer.add(6, page + page),
-        lambda: writer.add_pages(5, page),
-        lambda: writer.add_pages(39, page + page),
-        lambda: writer.add_pages(6, page[:-1]),
-        lambda: writer.add_pages(6, np.zeros((512, 4), np.uint8)[:, ::2]),
+        lambda: writer.add_scattered([5], page),
+        lambda: writer.add_scattered([39, 40], page + page),
+        lambda: writer.add_scattered([6], page[:-1]),
+        lambda: writer.add_scattered([6, 7], np.zeros((512, 4), np.uint8)[:, ::2]),
         lambda: writer.add_scattered([7, 6], page + page),
         lambda: writer.add_scattered([6, 6], page + page),
         lambda: writer.add_scattered([5, 6], page + page),
@@ -197,7 +186,6 @@ def test_invalid_calls_are_refused_and_the_chunk_can_be_continued() -> None:
     for call in invalid_calls:
         with pytest.raises(InvalidInput):
             call()
-    writer.add_pages(9, b"")
     writer.add_scattered([], b"")
     writer.add(9, b"b" * 512)
     writer.finish()
@@ -224,9 +212,9 @@ def test_after_its_sink_failed_a_chunk_cannot_be_finished() -> None:
             raise OSError("no space left")
 
     writer = ChunkWriter(sink, identity())
-    writer.add_pages(0, bytes(16 * 512))
+    writer.add_scattered(range(16), bytes(16 * 512))
     with pytest.raises(OSError, match="no space"):
-        writer.add_pages(16, bytes(16 * 512))
+        writer.add_scattered(range(16, 32), bytes(16 * 512))
     with pytest.raises(InvalidInput):
         writer.finish()
 

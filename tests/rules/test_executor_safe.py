@@ -32,6 +32,7 @@ EXECUTOR_SAFE = [
     "quire.lsm.remote_compaction",
     "quire.lsm.sst_*",
     "quire.lsm.snapshots",
+    "quire.lsm.table_options",
     "quire.lsm.wal",
     "quire.objects.*",
     "quire.pages.cache",

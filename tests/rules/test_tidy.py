@@ -19,8 +19,8 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 698,  # one state shared by three threads: cutting, uploading, bases
-    "src/quire/store/store.py": 654,  # the class that is the product: it delegates
+    "src/quire/archive/archiver.py": 661,  # one state shared by three threads: cutting, uploading, bases
+    "src/quire/store/store.py": 652,  # the class that is the product: it delegates
 }
 DECLARATIONS = {
     "src/quire/core/settings.py",  # one struct for each section of quire.toml, and the example of all of them

@@ -12,11 +12,11 @@ import quire
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.files import OsDisk
 from quire.lsm.bulk import BulkWriter, LoadTarget
-from quire.lsm.compaction import TableOptions
+from quire.lsm.table_options import TableOptions
 from quire.lsm.verify import problems
 from quire.service import loads as kv_loads
 from quire.service.client import Client
-from quire.service.messages import KV_IDS, TableDestination, TakeIds
+from quire.service.tickets import KV_IDS, TableDestination, TakeIds
 from quire.store.store import Store
 
 QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))

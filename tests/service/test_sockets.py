@@ -14,7 +14,8 @@ import pytest
 import quire
 from quire.durable.files import OsDisk
 from quire.durable.names import SOCKET, SOCKET_POINTER
-from quire.service.sockets import SocketPath, binding, find_owner, hang_up, is_alive, place_of, where_owner_listens
+from quire.service.local_owner import find_owner
+from quire.service.sockets import SocketPath, binding, hang_up, is_alive, place_of, where_owner_listens
 from tests.service.conftest import Start
 from tests.service.owners import served
 

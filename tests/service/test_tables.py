@@ -19,8 +19,8 @@ from quire.manifest.records import DbKind, JobKind
 from quire.manifest.store import ManifestStore
 from quire.service import tables
 from quire.service.client import Client, connect
-from quire.service.messages import TableTicket
 from quire.service.tables import TableStream
+from quire.service.tickets import TableTicket
 from quire.store.store import Store
 from tests.service.conftest import Start
 from tests.service.owners import Relay, end, line, process, reserve, served

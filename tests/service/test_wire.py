@@ -16,6 +16,8 @@ from quire.core.errors import QuireError
 from quire.manifest.records import DbKind
 from quire.service import messages as m
 from quire.service import wire
+from quire.service.tickets import Action, Scope
+from quire.service.values import Request
 from tests.rules.tree import ROOT
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, QuireError)]
@@ -108,11 +110,11 @@ def test_the_page_lists_every_action() -> None:
     }
 
 
-def _permission(action: m.Action) -> str:
+def _permission(action: Action) -> str:
     """The permission, in the words of the page."""
-    if action.scope is m.Scope.HELD:
+    if action.scope is Scope.HELD:
         return "any"
-    if action.scope is m.Scope.DATABASE:
+    if action.scope is Scope.DATABASE:
         return "write it" if action.writes else "read it"
     return action.access.value
 
@@ -133,5 +135,5 @@ def _bytes(line: str) -> bytes:
     return b"".join(parts)
 
 
-def _form(request: type[m.Request]) -> str:
+def _form(request: type[Request]) -> str:
     return f"[{', '.join(field.name for field in msgspec.structs.fields(request))}]"

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from quire.core.errors import Incompatible, InvalidInput, QuireError
 from quire.core.limits import MIB
 from quire.service import messages as m
+from quire.service.values import Request
 from quire.service.wire import BAD, GOOD, ErrorForm, RemoteError, error_of, read_answer, read_call, read_form
 from tests.hostile import FALSE_LENGTHS, memory_limit
 
 REQUESTS = [
-    kind
-    for kind in vars(m).values()
-    if isinstance(kind, type) and issubclass(kind, m.Request) and kind is not m.Request
+    kind for kind in vars(m).values() if isinstance(kind, type) and issubclass(kind, Request) and kind is not Request
 ]
 BOUND = 64 * MIB
 

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire.spark.sessions import job_description
+from quire.spark.active_session import job_description
 
 
 @pytest.mark.parametrize("before", [None, "nightly"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from quire.durable.files import Disk, OsDisk
 from quire.stream import mlog_records as r
 from quire.stream.files import LogFiles
 from quire.stream.mlog_index import ManifestIndex
+from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_reader import Chunk, LogPosition, ManifestLogReader
 from quire.stream.mlog_snapshot import encode_snapshot
 from quire.stream.mlog_writer import ManifestLogWriter
@@ -95,3 +97,10 @@ def same_state(first: ManifestIndex, second: ManifestIndex) -> bool:
     """Whether the snapshots of two indexes are equal, byte for byte."""
     nowhere = LogPosition(0, 0)
     return encode_snapshot(0, nowhere, first) == encode_snapshot(0, nowhere, second)
+
+
+def append_all(log: ManifestLog, records: Iterable[tuple[r.Payload, int]]) -> LogPosition:
+    """Append several records and commit them together."""
+    for value, segment_id in records:
+        log.append(value, segment_id)
+    return log.commit()

@@ -19,6 +19,7 @@ from quire.stream.files import LogFiles
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
 from tests.fork_server import Channel
+from tests.stream.logs import append_all
 
 SETTINGS = ManifestLogSettings(
     chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=3, rotation_seconds=0.001, sealed_kept=1
@@ -46,11 +47,11 @@ def run(channel: Channel) -> None:
     for number in range(options["rounds"]):
         segment = log.index.opened_max + 1
         key = f"segments/{segment}"
-        log.append_all([(r.SegmentOpened(segment * 100, 1), segment), (r.SealSegment(100, segment), segment)])
-        log.append_all([(r.UploadStarted(key), segment), (r.UploadDone(key, "e"), segment)])
+        append_all(log, [(r.SegmentOpened(segment * 100, 1), segment), (r.SealSegment(100, segment), segment)])
+        append_all(log, [(r.UploadStarted(key), segment), (r.UploadDone(key, "e"), segment)])
         channel.send(f"ack {segment}".encode())
         if number % 3 == 2:
-            log.append_all([(r.CustomEvent(5_000, bytes(20_000)), segment)])  # does not fit into the chunk
+            append_all(log, [(r.CustomEvent(5_000, bytes(20_000)), segment)])  # does not fit into the chunk
         if number % 2:
             log.rotate()
         log.tick()

@@ -27,7 +27,7 @@ from quire.stream.mlog_writer import ManifestLogWriter
 from quire.testing.clock import ManualClock
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
 from quire.testing.faults import Fault, FaultyDisk, PowerCut
-from tests.stream.logs import STREAM, all_values, files_at, open_writer, opened, same_state
+from tests.stream.logs import STREAM, all_values, append_all, files_at, open_writer, opened, same_state
 from tests.stream.random_history import RandomHistory
 
 EAGER = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=2, sealed_kept=1)
@@ -185,7 +185,7 @@ class FullLogWorkload:
             if step == "tell":
                 records = self.history.many(3)
                 self.records += records
-                self.log.append_all(records)
+                append_all(self.log, records)
             elif step == "snapshot":
                 self.log.snapshot()
             elif step == "rotate":
@@ -208,7 +208,7 @@ class FullLogWorkload:
             assert state in expected_states[self.promised :], "a committed record is lost, or another one appeared"
             assert log.index.rejected == 0
             segment = log.index.opened_max + 1
-            log.append_all([(opened(1), segment)])
+            append_all(log, [(opened(1), segment)])
             log.snapshot()
             log.tick()
             live = log.index

@@ -17,7 +17,7 @@ from quire.stream.mlog_index import ManifestIndex, replay
 from quire.stream.mlog_modes import SegmentFacts, catch_up, compare, facts_of
 from quire.stream.mlog_reader import load_chunk
 from quire.stream.mlog_recovery import objects_apart, recover
-from tests.stream.logs import files_at, opened, same_state
+from tests.stream.logs import append_all, files_at, opened, same_state
 from tests.stream.random_history import RandomHistory
 from tests.stream.tiers import LogHarness
 
@@ -240,13 +240,13 @@ def uploaded(segment: int) -> list[tuple[r.Payload, int]]:
 
 def test_hydrations_are_scheduled_once_and_not_for_deleted_objects(harness: LogHarness) -> None:
     mirror = follower(harness)
-    harness.log.append_all([*uploaded(1), *uploaded(2)])
-    harness.log.append_all([(r.Tier2DeleteQueued("k/1"), 1), (r.Tier2Deleted("k/1"), 1)])
+    append_all(harness.log, [*uploaded(1), *uploaded(2)])
+    append_all(harness.log, [(r.Tier2DeleteQueued("k/1"), 1), (r.Tier2Deleted("k/1"), 1)])
     sealed_and_uploaded(harness)
     assert mirror.poll().hydrations == [ToHydrate(segment_id=2, key="k/2")]
     assert mirror.poll().hydrations == []
     harness.log.snapshot()
-    harness.log.append_all(uploaded(3))
+    append_all(harness.log, uploaded(3))
     sealed_and_uploaded(harness)
     assert mirror.poll().hydrations == [ToHydrate(segment_id=3, key="k/3")]
     again = LogFollower(harness.objects, files_at(harness.root / "mirror"), clock=harness.clock, scheduled=[2, 3])

@@ -18,7 +18,7 @@ from quire.stream.mlog_recovery import local_facts, objects_apart, reconcile, re
 from quire.stream.mlog_verify import verify
 from quire.testing.clock import ManualClock
 from quire.testing.faults import PowerCut
-from tests.stream.logs import SMALL, all_chunks, files_at, opened, same_state
+from tests.stream.logs import SMALL, all_chunks, append_all, files_at, opened, same_state
 from tests.stream.tiers import LogHarness
 
 
@@ -101,7 +101,7 @@ def test_outstanding_work_survives_without_being_issued_again(harness: LogHarnes
         (r.UploadDone("k/2", "e"), 2),
         (r.Tier2DeleteQueued("k/2"), 2),
     ]
-    harness.log.append_all(records)
+    append_all(harness.log, records)
     harness.log.snapshot()
     before = harness.log.index.outstanding()
     harness.reopen()
@@ -110,7 +110,7 @@ def test_outstanding_work_survives_without_being_issued_again(harness: LogHarnes
     assert before.deletes == {"k/2": 2}
     with pytest.raises(IllegalTransition):
         harness.log.append(r.UploadStarted("k/1"), 1)
-    harness.log.append_all([(r.UploadDone("k/1", "x"), 1), (r.Tier2Deleted("k/2"), 2)])
+    append_all(harness.log, [(r.UploadDone("k/1", "x"), 1), (r.Tier2Deleted("k/2"), 2)])
     after = harness.reopen().index.outstanding()
     assert not after.uploads
     assert not after.deletes
@@ -233,12 +233,12 @@ def test_tier_2_retry(harness: LogHarness) -> None:
 def test_a_segments_upload_fails_and_is_retried_under_its_key(harness: LogHarness) -> None:
     """Matrix: UploadFailed, then UploadDone in a later chunk with the same key. In between, the upload is outstanding."""
     log = harness.log
-    log.append_all([(opened(0), 1), (r.SealSegment(1, 1), 1), (r.UploadStarted("k"), 1), (r.UploadFailed("k", 3), 1)])
+    append_all(log, [(opened(0), 1), (r.SealSegment(1, 1), 1), (r.UploadStarted("k"), 1), (r.UploadFailed("k", 3), 1)])
     log.rotate()
     assert harness.reopen().index.outstanding().uploads == {1: "k"}
     with pytest.raises(IllegalTransition):
         harness.log.append(r.UploadDone("other", "e"), 1)
-    harness.log.append_all([(r.UploadDone("k", "e"), 1)])
+    append_all(harness.log, [(r.UploadDone("k", "e"), 1)])
     info = harness.reopen().index.get(1)
     assert info is not None
     assert info.key == "k"

@@ -15,7 +15,7 @@ from quire.stream.mlog_bundle import plan, publish, run
 from quire.stream.mlog_format import CHUNK_BYTES, COPY_BYTES, SEALED, UPLOADED
 from quire.stream.mlog_verify import inspect, verify
 from quire.stream.mlog_writer import ManifestLogWriter
-from tests.stream.logs import SMALL, opened
+from tests.stream.logs import SMALL, append_all, opened
 from tests.stream.tiers import LogHarness
 
 
@@ -73,8 +73,8 @@ def test_a_missing_object_of_a_segment_is_shown_at_its_record(harness: LogHarnes
 
     for segment, key in ((1, "k/1"), (2, "k/2"), (3, "k/3")):
         harness.store.put(key, b"data")
-        harness.log.append_all(uploaded(segment, key))
-    harness.log.append_all([(r.Tier2DeleteQueued("k/3"), 3), (r.Tier2Deleted("k/3"), 3)])
+        append_all(harness.log, uploaded(segment, key))
+    append_all(harness.log, [(r.Tier2DeleteQueued("k/3"), 3), (r.Tier2Deleted("k/3"), 3)])
     for key in ("k/2", "k/3"):
         harness.store.delete(key)
     divergences = [
@@ -171,7 +171,7 @@ def test_segments_without_a_copy_are_reported(harness: LogHarness) -> None:
         (r.UploadDone("k", "e"), 1),
         (r.LocalEvicted(1), 1),
     ]
-    harness.log.append_all(records)
+    append_all(harness.log, records)
     assert list(verify(harness.files, object_exists=lambda _key: True)) == []
     (problem,) = verify(harness.files, object_exists=lambda _key: False)
     assert (problem.rule, problem.where) == ("L7", {"segment": 1, "key": "k"})

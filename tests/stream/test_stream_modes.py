@@ -20,7 +20,7 @@ from quire.stream.mlog_recovery import recover
 from quire.stream.segment_events import facts_of_index
 from quire.stream.state import Retention
 from quire.testing.faults import PowerCut
-from tests.stream.logs import same_state
+from tests.stream.logs import append_all, same_state
 from tests.stream.streams import StreamHarness
 
 MODES = ["off", "shadow", "on"]
@@ -123,7 +123,7 @@ def test_shadow_writes_the_log_and_compares(harness: StreamHarness) -> None:
     assert harness.stream.figures().manifest_shadow_divergence == 0
     assert harness.stream.ledger.log.index.records > 10
     # Records that bypass the stream make the log and LMDB diverge. Nothing stops.
-    harness.stream.ledger.log.append_all([(CompressionStarted(1), 1), (CompressionDone(1, 0), 1)])
+    append_all(harness.stream.ledger.log, [(CompressionStarted(1), 1), (CompressionDone(1, 0), 1)])
     assert [divergence.segment_id for divergence in harness.stream.compare()] == [1]
     assert harness.stream.figures().manifest_shadow_divergence == 1
     harness.stream.compress(1)
@@ -138,7 +138,7 @@ def test_maintenance_compares_a_shadow_and_reports_each_divergence_once(
     work(harness)
     stream = harness.stream
     assert stream.compare() == []
-    stream.ledger.log.append_all([(UploadStarted("elsewhere"), 1), (UploadDone("elsewhere", "e"), 1)])
+    append_all(stream.ledger.log, [(UploadStarted("elsewhere"), 1), (UploadDone("elsewhere", "e"), 1)])
     for _ in range(3):
         stream.tick()
         assert stream.figures().manifest_shadow_divergence == 1

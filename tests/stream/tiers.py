@@ -11,7 +11,7 @@ from quire.objects.open import open_store
 from quire.stream.mlog_log import ManifestLog
 from quire.stream.mlog_tier2 import LogObjects
 from quire.testing.clock import ManualClock
-from tests.stream.logs import STREAM, files_at
+from tests.stream.logs import STREAM, append_all, files_at
 from tests.stream.random_history import RandomHistory
 
 FEW = ManifestLogSettings(chunk_bytes=16 << 10, record_bytes_max=1024, snapshot_chunks=4)
@@ -71,7 +71,7 @@ class LogHarness:
 
     def append_records(self, count: int) -> None:
         """Append legal records and commit them."""
-        self.log.append_all(self.history.many(count))
+        append_all(self.log, self.history.many(count))
 
     def chunks(self, count: int, records: int = 5) -> None:
         """Append records and seal them as `count` chunks."""

@@ -2,7 +2,7 @@
 
 Terms
   cut        where the archiver stopped taking events: those it took become one or more log objects
-  outbox     objects that are encoded and not in the bucket yet, in order; beyond a memory limit they wait on disk
+  outbox     objects that are encoded and not in the bucket yet, in order (outbox.py)
   archived   the ordinal of the queue up to which everything is in the bucket
 
 What is on disk and in the bucket at each step, and what follows if the process dies there (a life is one opening of a store):
@@ -31,7 +31,6 @@ import hashlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -49,13 +48,14 @@ from quire.archive.format import (
     Position,
     encode_object,
 )
+from quire.archive.outbox import Outbox, Outgoing
 from quire.archive.queue import Entry, PendingArtifact, PendingBase, Slot, bounded_queue
 from quire.archive.recorder import SPOOL, Recorder, whole_file
 from quire.archive.sealing import end_of_log
 from quire.archive.standbys import StandbyWatch
 from quire.archive.state_files import ArchiveState, config_digest, take_archive_state, write_archive_state
 from quire.archive.status import ArchiveStatus, DrillRecord, Figures, Traffic, read_drill, status_of
-from quire.archive.uploader import Outgoing, Uploader
+from quire.archive.uploader import Uploader
 from quire.core.clock import Clock
 from quire.core.errors import (
     InvalidInput,
@@ -69,7 +69,7 @@ from quire.core.events import emit_safely
 from quire.core.settings import ArchiveSettings
 from quire.durable import names
 from quire.durable.failpoints import hit
-from quire.durable.files import Disk, write_new
+from quire.durable.files import Disk
 from quire.manifest.overlay import TableRows
 from quire.manifest.store import ManifestStore
 from quire.objects.api import ObjectStore
@@ -124,19 +124,17 @@ class Archiver:
         self._drill = drill
         self._requests = requests
         self._store_id, self._epoch = "", 0  # constant after `start`
-        self._spool = os.path.join(root, SPOOL)
-        self._artifacts = Artifacts(disk, self._spool)
+        spool = os.path.join(root, SPOOL)
+        self._artifacts = Artifacts(disk, spool)
         self.traffic = Traffic()
         self._uploader = Uploader(disk, lambda: self._objects(), self._artifacts, self.traffic, confirm)
         # guarded by _lock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         """Wakes the archiver's own threads."""
-        self._outbox: deque[Outgoing] = deque()
+        self._outbox = Outbox(disk, spool, self._artifacts, settings, self._changed)
         self._arrivals = Arrivals()
         """What the bucket has. While calls wait for more, cuts do not wait for the interval."""
-        self._breaks = 0
-        """How often the chain was broken. A base begun before the last break lacks the dropped events, and does not count."""
         self._stop = False
         self._is_drained = False
         self._is_end_unknown = False
@@ -293,13 +291,14 @@ class Archiver:
     def lag_seconds(self) -> float:
         """Return the age of the oldest change that is not in the bucket; 0 if there is none."""
         with self._lock:
-            since = self._outbox[0].taken_at if self._outbox else self.queue.since
+            first = self._outbox.first
+            since = first.taken_at if first is not None else self.queue.since
         return time.monotonic() - since if since is not None else 0.0
 
     def status(self) -> ArchiveStatus:
         """Return the state of the archive: its backlog, its restorable moments, its traffic."""
         with self._lock:
-            in_memory, on_disk = self._outbox_bytes()
+            in_memory, on_disk = self._outbox.sizes()
             figures = Figures(
                 failure=self._arrivals.failure,
                 is_complete=self._arrivals.archived >= self.queue.end and not self._outbox,
@@ -460,57 +459,28 @@ class Archiver:
             digest=hashlib.sha256(data).digest(),
             end=end,
             taken_at=taken_at,
-            breaks=self._breaks,
+            breaks=self._outbox.breaks,
             artifacts=artifacts,
             size_bytes=len(data),
         )
-        if not self._hold(outgoing, data):
+        if not self._outbox.hold(outgoing, data, queued_bytes=self.queue.size_bytes):
+            self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
             return  # the log continues at the position that `_break_chain` has set
         self._log_bytes += len(data)
         self._next, self._digest = Position(position.epoch, position.number + 1), outgoing.digest
         self._restorable = header.restorable
         hit("archive.cut.encoded")
 
-    def _hold(self, outgoing: Outgoing, data: bytes) -> bool:
-        """Put an object into the outbox, in memory or else on disk. If both are full, break the chain and return `False`."""
-        with self._lock:
-            in_memory, on_disk = self._outbox_bytes()
-        if in_memory + self.queue.size_bytes + len(data) <= self.settings.memory_bytes or not self._outbox:
-            outgoing.data = data
-        else:
-            if on_disk + len(data) > self.settings.backlog_bytes:
-                self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
-                return False
-            outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
-            hit("archive.spool.before")
-            self._disk.make_dirs(self._spool)
-            write_new(self._disk, outgoing.path, data, overwrite=True)
-            hit("archive.spool.written")
-        with self._lock:
-            self._outbox.append(outgoing)
-            self._changed.notify_all()
-        return True
-
-    def _outbox_bytes(self) -> tuple[int, int]:
-        """Return how many bytes of the outbox are in memory, and how many on disk. REQUIRES the lock."""
-        on_disk = sum(outgoing.size_bytes for outgoing in self._outbox if outgoing.data is None)
-        return sum(outgoing.size_bytes for outgoing in self._outbox) - on_disk, on_disk
-
-    def _break_chain(self, why: str, *dropped_too: Outgoing) -> None:
+    def _break_chain(self, why: str, *dropped_too: Outgoing, keep_first: bool = True) -> None:
         """Drop everything that waits; a base must follow. Moments in the bucket stay restorable, but no new one is until the
         base counts."""
         with self._lock:
-            self._breaks += 1
-            dropped = [*list(self._outbox)[1:], *dropped_too]
-            while len(self._outbox) > 1:  # the first may be in an upload already: the log continues after it
-                self._outbox.pop()
-            if self._outbox:
-                first = self._outbox[0]
+            dropped = [*self._outbox.break_chain(keep_first=keep_first), *dropped_too]
+            if (first := self._outbox.first) is not None:  # it may be in an upload already: the log continues after it
                 self._next = Position(first.header.position.epoch, first.header.position.number + 1)
                 self._digest, self._restorable, self._base = first.digest, first.header.restorable, first.header.base
             self._arrivals.is_restorable = False
-        for outgoing in dropped:
-            self._forget(outgoing)
+        self._outbox.discard(dropped)
         self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
         self._remove_kept(self.queue.drop())
         self._needs_base, self._base_first = True, None
@@ -519,10 +489,9 @@ class Archiver:
 
     def _start_over(self) -> None:
         """Find the end of the log again, and begin with a base: a former life or a loss has changed where the log ends."""
-        with self._lock:
-            waiting = list(self._outbox)
-            self._outbox.clear()
-        self._break_chain("the log in the bucket does not end where the previous owner process left it", *waiting)
+        self._break_chain(
+            "the log in the bucket does not end where the previous owner process left it", keep_first=False
+        )
         with self._lock:
             self._next, self._is_end_unknown = None, False
             self._changed.notify_all()
@@ -531,7 +500,7 @@ class Archiver:
         """Return an entry as it is shipped. An artifact gets its object, and is uploaded once for all its names; a base from
         before a break is omitted (`None`)."""
         if isinstance(event, PendingBase):
-            return event.base if event.breaks == self._breaks else None
+            return event.base if event.breaks == self._outbox.breaks else None
         if not isinstance(event, PendingArtifact):
             return event
         resolved, upload = self._artifacts.taken(event, self._store_id, position)
@@ -581,7 +550,7 @@ class Archiver:
 
     def _write_base(self) -> None:
         """Write a base while the store is in use. The log from `first` on corrects what changed while it was read."""
-        breaks = self._breaks
+        breaks = self._outbox.breaks
         if (first := self._next) is not None:
             self._base_first = first
             base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
@@ -612,14 +581,13 @@ class Archiver:
                 if self._is_end_unknown:
                     continue
                 with self._lock:
-                    if self._outbox and self._outbox[0] is outgoing:
-                        self._outbox.popleft()
+                    if self._outbox.remove_first(outgoing):
                         is_whole = outgoing.header.restorable == outgoing.header.position.number
-                        is_restorable = is_whole and outgoing.breaks == self._breaks
+                        is_restorable = is_whole and outgoing.breaks == self._outbox.breaks
                         self._arrivals.advance(outgoing.end, is_restorable=is_restorable)
                         self._last_cut_ms = outgoing.header.at_ms
                         self._restorable_ms = outgoing.header.at_ms if is_restorable else self._restorable_ms
-                self._forget(outgoing)
+                self._outbox.discard([outgoing])
                 self._cut_for_waiters()
                 self._arrivals.wake()
         except BaseException as error:
@@ -641,11 +609,11 @@ class Archiver:
     def _first(self) -> Outgoing | None:
         """Wait for the next object to upload and return it; `None` when all are uploaded and no more will follow."""
         with self._lock:
-            while not self._outbox or self._is_end_unknown:
+            while (first := self._outbox.first) is None or self._is_end_unknown:
                 if self._is_drained or self._arrivals.failure is not None:
                     return None
                 self._changed.wait(0.5)
-            return self._outbox[0]
+            return first
 
     def _put(self, outgoing: Outgoing) -> None:
         if self._uploader.put(self._store_id, outgoing):
@@ -654,12 +622,6 @@ class Archiver:
             with self._lock:
                 self._is_end_unknown = True
                 self._changed.notify_all()
-
-    def _forget(self, outgoing: Outgoing) -> None:
-        """Remove the files that waited on disk for this object."""
-        for path in (outgoing.path, *(path for _, path in outgoing.artifacts)):
-            if path:
-                self._artifacts.discard(path)
 
     def _retry_until_answered(self, attempt: Callable[[], object], *, final: type[Exception] = StoreFenced) -> None:
         """Retry until the bucket answers. Errors other than `StoreFenced` and `final` are outages, and never end an archive."""

@@ -10,35 +10,16 @@ after which the archiver retries.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from quire.archive.artifacts import Artifacts
-from quire.archive.format import Header, Kind, Position, decode_header, log_key
+from quire.archive.format import Kind, Position, decode_header, log_key
+from quire.archive.outbox import Outgoing
 from quire.archive.sealing import fenced_by
 from quire.archive.status import Traffic
 from quire.core.errors import AlreadyExists, ObjectNotFound
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, read_all
 from quire.objects.api import ExistingObject, ObjectStore
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A log object that is encoded and not in the bucket yet."""
-
-    header: Header
-    digest: bytes
-    end: int
-    """The ordinal of its last event in the queue."""
-    taken_at: float
-    breaks: int = 0
-    """How often the chain had been broken when it was encoded."""
-    artifacts: list[tuple[str, str]] = field(default_factory=list)
-    """(object name, local file) of artifacts that must be uploaded first."""
-    data: bytes | None = None
-    path: str = ""
-    """The file that holds it, if `data` is `None`."""
-    size_bytes: int = 0
 
 
 class Uploader:

@@ -50,7 +50,7 @@ from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
 from quire.jobs.audit.table import write_report
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import DirectoryState, directory_state, objects_url

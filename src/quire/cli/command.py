@@ -123,7 +123,7 @@ class Cli(msgspec.Struct, frozen=True):
             return client
 
     def _listening_owner(self) -> Client | None:
-        from quire.service.sockets import (
+        from quire.service.local_owner import (
             find_owner,  # here: loads sockets, which commands on a store without an owner do not need
         )
 

@@ -49,7 +49,7 @@ from quire.objects.local import LocalStore
 from quire.objects.open import open_store
 from quire.objects.options import StoreOptions, options_of
 from quire.objects.ownership import newer_owner
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.spark.java import find_java
 from quire.sqlite.c_extensions import leaves_build, shim_build
 from quire.store.info import recorded_archive_status

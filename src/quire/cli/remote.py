@@ -33,7 +33,7 @@ from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.store.mirrors import absolute_target
 
 if TYPE_CHECKING:

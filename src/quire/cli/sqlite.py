@@ -23,7 +23,7 @@ from quire.cli.prompts import REMOTE_ANSWER
 from quire.core.errors import AlreadyExists, InvalidInput, StoreFenced, StoreLocked, UnknownDatabase
 from quire.core.json_values import plain
 from quire.manifest.records import DbKind
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed, Follower
 from quire.sqlite.importing import import_file, name_for

@@ -11,7 +11,7 @@ from quire.cli.formatting import size
 from quire.cli.output import Facts, Listing, ListingRow, Report
 from quire.core.errors import InvalidInput, NotFound, ObjectNotFound, Unavailable
 from quire.core.reader_info import ReaderInfo
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.store.layout import objects_url
 from quire.store.object_access import open_place
 from quire.store.why import readers_at

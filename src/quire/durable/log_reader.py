@@ -88,11 +88,9 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     payload: bytes
 
 
-def read_log(
-    disk: Disk, path: str, *, kind: bytes | None = None, start: int = 0, vouched: LogEnd | None = None
-) -> LogContents:
+def read_log(disk: Disk, path: str, *, kind: bytes | None = None, vouched: LogEnd | None = None) -> LogContents:
     """Read the log at `path`; see `scan`."""
-    return scan(read_all(disk, path), path, kind=kind, start=start, vouched=vouched)
+    return scan(read_all(disk, path), path, kind=kind, vouched=vouched)
 
 
 def scan(

@@ -1,5 +1,9 @@
 """One run over many databases with a job for each: the part that does not depend on the kind of job (K1).
 
+A worker's slot works on one job, and waits for each of its commits. A run holds the jobs of all its databases at once, plans
+them together, and commits for thousands of them in the same group commits. Leases and failed attempts are the worker's
+(`leases.py`, `fail_attempt`).
+
 A failure is confined to its database: its job fails as it would in a run of its own, and is no longer held. A job that was
 taken away is noticed when something is committed for it (P10). An interrupted run requeues its jobs without a failure.
 
@@ -16,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from quire.core.errors import IllegalTransition, QuireError, StoreClosed, StoreUnusable, UnknownJob
 from quire.core.events import emit
-from quire.jobs.handler import PERMANENT_ERRORS, commit_each
+from quire.jobs.handler import commit_each, fail_attempt
 from quire.jobs.leases import LeasedJob, LeaseKeeper
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
 from quire.manifest.ops.base import Counter, Op
@@ -130,10 +134,9 @@ class BatchRun(Generic[H]):
             self.fail(held, error)
 
     def fail(self, held: H, error: QuireError) -> None:
-        """End this attempt of a job: the job is retried, unless the error is one of `PERMANENT_ERRORS`."""
-        emit("warning", "job.attempt_failed", job_id=held.job.job_id, kind=self._kind.name, error=str(error))
-        text, permanent = f"{type(error).__name__}: {error}", isinstance(error, PERMANENT_ERRORS)
-        self.release_job(held, lambda job: self._manifest.jobs.fail(job, text, permanent=permanent))
+        """End this attempt of a job (`fail_attempt`)."""
+        if self.held.pop(held.db_id, None) is not None:
+            fail_attempt(self._manifest, held.job, error)
 
     def fail_all(self, failures: Sequence[tuple[H, QuireError]]) -> None:
         """End these attempts, up to `FAILURES` concurrently."""

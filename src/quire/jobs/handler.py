@@ -26,6 +26,7 @@ from quire.core.errors import (
     QuireError,
     StoreClosed,
     StoreUnusable,
+    UnknownJob,
     WouldDropEverything,
 )
 from quire.core.events import emit
@@ -128,6 +129,17 @@ def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
 def update(key: ArtifactKey, **changes: Any) -> UpdateArtifact:
     """Return the operation that changes an artifact's catalog row."""
     return UpdateArtifact(key.origin_db_id, key.kind, key.id, key.generation, key.delta_id, **changes)
+
+
+def fail_attempt(manifest: ManifestStore, job: Job, error: Exception) -> None:
+    """End a failed attempt. The job is retried, unless it has a limit on attempts and the error is one of
+    `PERMANENT_ERRORS`."""
+    emit("warning", "job.attempt_failed", job_id=job.job_id, kind=job.kind.name, error=str(error))
+    permanent = isinstance(error, PERMANENT_ERRORS) and job.record.max_attempts > 0
+    try:
+        manifest.jobs.fail(job, f"{type(error).__name__}: {error}", permanent=permanent)
+    except (IllegalTransition, UnknownJob):
+        pass  # its lease expired, or it was cancelled: its state is no longer ours to set
 
 
 def commit_each(

@@ -34,7 +34,7 @@ from quire.core.events import emit
 from quire.core.tracing import span
 from quire.durable.failpoints import hit
 from quire.jobs.context import JobContext
-from quire.jobs.handler import PERMANENT_ERRORS, Completed, Handler, Interrupted, Progress
+from quire.jobs.handler import Completed, Handler, Interrupted, Progress, fail_attempt
 from quire.jobs.leases import LeasedJob, LeaseKeeper
 from quire.jobs.row_groups import MonotonicProgress
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
@@ -77,7 +77,6 @@ class Worker:
         ctx: JobContext,
         handlers: Mapping[JobKind, Handler],
         *,
-        name: str = "",
         threads: int = 1,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
@@ -90,7 +89,7 @@ class Worker:
         # constant after construction
         self._ctx = ctx
         self._handlers = dict(handlers)
-        self.name = name or worker_name("worker")
+        self.name = worker_name("worker")
         self._slots = threads
         self._lease_seconds = lease_seconds
         # guarded by _lock
@@ -239,7 +238,7 @@ class Worker:
             raise
         except Exception as error:
             running.error = error
-            self._fail(job, error)
+            fail_attempt(self._ctx.manifest, job, error)
 
     def _attempt(self, running: _Running) -> None:
         jobs, job = self._ctx.manifest.jobs, running.job
@@ -267,14 +266,6 @@ class Worker:
             self._ctx.manifest.jobs.defer(job, 0)
         except (IllegalTransition, UnknownJob):
             pass  # it was cancelled in the meantime
-
-    def _fail(self, job: Job, error: Exception) -> None:
-        emit("warning", "job.attempt_failed", job_id=job.job_id, kind=job.kind.name, error=str(error))
-        permanent = isinstance(error, PERMANENT_ERRORS) and job.record.max_attempts > 0
-        try:
-            self._ctx.manifest.jobs.fail(job, f"{type(error).__name__}: {error}", permanent=permanent)
-        except (IllegalTransition, UnknownJob):
-            pass  # its lease expired, or it was cancelled: its state is no longer ours to set
 
     # ── leases ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def _new_keeper(self) -> LeaseKeeper:

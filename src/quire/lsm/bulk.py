@@ -30,13 +30,13 @@ from quire.core.errors import InvalidInput, OutOfRange, StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.files import Disk
 from quire.durable.names import LsmHome
-from quire.lsm import compaction
-from quire.lsm.compaction import TableOptions, VersionRetention, clusters
+from quire.lsm.compaction import VersionRetention, clusters
 from quire.lsm.load_records import LoadRecord, read_load_record
 from quire.lsm.merge import PART_BYTES, merge_tables, merged, parts
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter, key_changes
+from quire.lsm.table_options import TableOptions, table_options
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -182,7 +182,7 @@ class BulkWriter:
     @classmethod
     def of(cls, kv: Kv, load: Load) -> Self:
         """Return a writer for a load of a database that this process owns."""
-        options = compaction.table_options(kv.settings)
+        options = table_options(kv.settings)
         target = LoadTarget(directory=kv.home.path, lsn=load.lsn, table_bytes=kv.settings.table_bytes, options=options)
         return cls(kv.disk, target, load.allocate)
 

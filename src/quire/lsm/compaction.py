@@ -12,21 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.core.limits import KIB
 from quire.core.settings import LsmSettings
-from quire.lsm.view import Levels
 
 if TYPE_CHECKING:
     from quire.lsm.sst_reader import SSTable
-
-
-class TableOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How tables are written. Small and picklable."""
-
-    block_bytes: int = 64 * KIB
-    compression: str = "lz4"
-    """lz4, zstd or none."""
-    bloom_bits_per_key: int = 10
+    from quire.lsm.view import Levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +43,6 @@ class MergeJob(msgspec.Struct, frozen=True):
     level: int
     drop_below: int
     """Tombstones below this lsn may be dropped; 0: none."""
-
-
-def table_options(settings: LsmSettings) -> TableOptions:
-    """Return the table options of a database's settings."""
-    return TableOptions(
-        block_bytes=settings.block_bytes,
-        compression=settings.compression,
-        bloom_bits_per_key=settings.bloom_bits_per_key,
-    )
 
 
 def pick(levels: Levels, settings: LsmSettings, turn: int) -> MergeJob | None:

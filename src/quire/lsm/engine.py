@@ -36,12 +36,12 @@ from quire.durable.files import Disk
 from quire.durable.names import LSM, LsmHome, check_name, lsm_home, lsm_number, lsm_snapshot_dir
 from quire.durable.object_names import kv_backups_prefix
 from quire.lsm.block_cache import BlockCache
-from quire.lsm.compaction import table_options
 from quire.lsm.kv import Kv
 from quire.lsm.maintenance import KvBackground
 from quire.lsm.projection import CompactionJobs, KvProjection
 from quire.lsm.read_only import ReadOnlyKv
 from quire.lsm.snapshots import FrozenCopy, FrozenKv, copy_frozen, copy_live, remove_home
+from quire.lsm.table_options import table_options
 from quire.lsm.witnesses import NO_STORE, Owner, StoreFacts
 from quire.manifest import tables as t
 from quire.manifest.leases import LentVersion

@@ -38,6 +38,7 @@ from quire.lsm import compaction
 from quire.lsm.load_records import LoadRecord, remove_load_record, write_load_record
 from quire.lsm.manifest_data import ManifestSstEntry
 from quire.lsm.memtable import Memtable
+from quire.lsm.table_options import table_options
 from quire.lsm.view import open_table
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class KvMaintenance:
     def __init__(self, kv: Kv, jobs: CompactionJobs | None, background: KvBackground | None) -> None:
         self._kv = kv
         self._jobs = jobs
-        self._options = compaction.table_options(kv.settings)
+        self._options = table_options(kv.settings)
         self._flushing = threading.Lock()
         self._compacting = threading.Lock()
         self._stopping = threading.Event()

@@ -25,10 +25,11 @@ from quire.core.errors import StorageFault
 from quire.core.limits import KIB, MIB
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
-from quire.lsm.compaction import TableOptions, VersionRetention
+from quire.lsm.compaction import VersionRetention
 from quire.lsm.sst_format import SCHEMA, TableMeta
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter, key_changes
+from quire.lsm.table_options import TableOptions
 
 Mark = tuple[bytes, int]
 Hidden = frozenset[int]

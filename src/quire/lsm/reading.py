@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from quire.core.errors import InvalidInput, StoreClosed
 from quire.lsm.short_scan import Pair
-from quire.lsm.view import prefix_end
 from quire.lsm.wal import Buffer, as_bytes
+from quire.manifest.keys import prefix_end
 
 if TYPE_CHECKING:
     import pyarrow as pa

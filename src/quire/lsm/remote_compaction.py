@@ -22,9 +22,10 @@ from quire.core.errors import InvalidInput
 from quire.durable.files import Disk, OsDisk, sync_file
 from quire.durable.names import TEMPORARY, LsmHome
 from quire.lsm import compaction
-from quire.lsm.compaction import TableOptions, VersionRetention
+from quire.lsm.compaction import VersionRetention
 from quire.lsm.merge import merge_tables, parts
 from quire.lsm.sst_reader import SSTable
+from quire.lsm.table_options import TableOptions, table_options
 
 if TYPE_CHECKING:
     from quire.lsm.kv import Kv
@@ -142,5 +143,5 @@ def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[MergeRange]
             level=job.level,
             retention=retention,
             table_bytes=kv.settings.table_bytes,
-            options=compaction.table_options(kv.settings),
+            options=table_options(kv.settings),
         )

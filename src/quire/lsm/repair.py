@@ -37,7 +37,6 @@ from quire.durable.log_format import LogHeader, decode_header
 from quire.durable.log_reader import find_frames, scan
 from quire.durable.log_writer import LogWriter
 from quire.durable.names import TEMPORARY, LsmHome, lsm_number, sst_entry_path
-from quire.lsm.compaction import TableOptions
 from quire.lsm.manifest import recorded_end
 from quire.lsm.manifest_data import AddSst, Compaction, ManifestData, ManifestSstEntry, RemoveSst
 from quire.lsm.manifest_format import LOG_NEXT, ManifestSnapshot, decode_event, decode_snapshot, encode_snapshot
@@ -46,6 +45,7 @@ from quire.lsm.projection import is_row_of
 from quire.lsm.recovery import names_in, refuse_stale_manifest, set_aside
 from quire.lsm.sst_reader import SSTable
 from quire.lsm.sst_writer import TableWriter
+from quire.lsm.table_options import TableOptions
 from quire.lsm.wal import LOG_KIND, Items, KvWal, decode_batch
 from quire.lsm.witnesses import StoreFacts
 from quire.manifest.records import LsmTableRecord

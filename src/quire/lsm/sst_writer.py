@@ -24,7 +24,6 @@ from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.lsm.bloom import build_bloom, hash_keys
-from quire.lsm.compaction import TableOptions
 from quire.lsm.sst_format import (
     ARROW_END,
     ARROW_END_BYTES,
@@ -35,6 +34,7 @@ from quire.lsm.sst_format import (
     TableMeta,
     encode_section,
 )
+from quire.lsm.table_options import TableOptions
 
 WRITE_BYTES = 4 << 20
 """Pieces are joined to about this many bytes for one write."""

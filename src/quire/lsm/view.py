@@ -234,13 +234,3 @@ class KvView(msgspec.Struct, frozen=True):
         sources: list[RowSource] = [self.memtable, *(frozen.memtable for frozen in self.frozen)]
         sources += self.levels.overlapping(low, high)
         return scan_parts(sources, low, high, lsn, hidden=hidden, reverse=reverse)
-
-
-def prefix_end(prefix: bytes) -> bytes | None:
-    """Return the smallest key above all keys that begin with a prefix, or `None` if there is none.
-
-    >>> prefix_end(b"ab"), prefix_end(b"a\\xff"), prefix_end(b"\\xff"), prefix_end(b"")
-    (b'ac', b'b', None, None)
-    """
-    stripped = prefix.rstrip(b"\xff")
-    return stripped[:-1] + bytes([stripped[-1] + 1]) if stripped else None

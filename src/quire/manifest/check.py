@@ -40,7 +40,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import lmdb
 import msgspec
@@ -63,6 +63,11 @@ from quire.manifest.records import (
     SnapshotKind,
 )
 
+Rule = Literal[
+    "K1", "D1", "D2", "D3", "S1", "S2", "S3", "S4", "R1", "R2", "R3", "R4", "W1", "W2", "J1", "M1", "P1", "P2", "F1", "F2", "G1"
+]  # fmt: skip
+"""The number of a rule: the type checker knows which exist."""
+
 DAMAGED = "damaged"
 """Placeholder for the value of an index row that cannot be decoded."""
 
@@ -70,7 +75,7 @@ DAMAGED = "damaged"
 class Problem(msgspec.Struct, frozen=True):
     """One broken rule. `fix`, if present, is the operation that repairs it."""
 
-    rule: str
+    rule: Rule
     what: str
     where: dict[str, Any] = msgspec.field(default_factory=dict)
     fix: Op | None = None
@@ -127,7 +132,7 @@ class LogPoint(Protocol):
 def check(
     txn: ReadTxn,
     *,
-    without: Set[str] = frozenset(),
+    without: Set[Rule] = frozenset(),
     checks: Collection[str] | None = None,
     since: LogPoint | None = None,
 ) -> Iterator[Problem]:
@@ -174,7 +179,7 @@ def _is_too_high(txn: ReadTxn, problem: Problem) -> bool:
     return False
 
 
-_FROM_HOLDERS = frozenset({"R1", "R2"})
+_FROM_HOLDERS: frozenset[Rule] = frozenset({"R1", "R2"})
 """Rules whose fixes are computed by counting other rows."""
 
 CONTAINED = (
@@ -183,11 +188,11 @@ CONTAINED = (
 )  # fmt: skip
 """Tables whose damaged rows affect only one database, object, subscriber, reader or mirror."""
 
-_COUNTING = frozenset({"R1", "R4", "S2"})
+_COUNTING: frozenset[Rule] = frozenset({"R1", "R4", "S2"})
 """Rules that require counting every reference."""
 
 
-def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Problem]:
+def _check_holders(txn: ReadTxn, without: Set[Rule] = frozenset()) -> Iterator[Problem]:
     # Imported here because it loads numpy, which importing this module must not.
     from quire.manifest.holders import check_rows, count_holders
 
@@ -241,7 +246,7 @@ def _decoded(
             )
 
 
-def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int], rule: str) -> Iterator[Problem]:
+def _compare_index(txn: ReadTxn, table: t.Table[Any], expected: dict[bytes, int], rule: Rule) -> Iterator[Problem]:
     """Report every difference between an index and its expected rows; a damaged row counts as one."""
     actual: dict[bytes, int | str] = {}
     for key, raw in txn.raw_scan(table):
@@ -525,7 +530,7 @@ def _check_cursors(txn: ReadTxn) -> Iterator[Problem]:
     yield from _compare_index(txn, t.CURSOR_NAMES, names, "F2")
 
 
-_CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ...] = (
+_CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[Rule]], ...] = (
     (_check_store_rows, frozenset({"K1"})),
     (_check_decodes, frozenset({"K1"})),
     (_check_databases, frozenset({"D1"})),
@@ -541,7 +546,7 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
 )
 """The checks, each with the rules that it may report."""
 
-STORE_CHECK_NAMES = frozenset({"_check_store_rows", "_check_watermarks", "_check_feed"})
+STORE_CHECK_NAMES = frozenset(check.__name__ for check in (_check_store_rows, _check_watermarks, _check_feed))
 """Checks of rows about the store itself, whose number does not depend on the number of databases."""
 
 CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function is not _check_store_rows)

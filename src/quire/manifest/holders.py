@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -37,10 +37,13 @@ from quire.manifest.reads import ReadTxn
 from quire.manifest.records import TERMINAL_JOB_STATES, WalState
 from quire.manifest.slots import ENTRY, ENTRY_FIELDS
 
+if TYPE_CHECKING:
+    from quire.manifest.check import Rule
+
 UNREADABLE = -1
 """Placeholder for `in_use` of a row whose checksum is wrong."""
 
-Finding = tuple[str, str, ArtifactKey | str, Op | None, bool]
+Finding = tuple["Rule", str, ArtifactKey | str, Op | None, bool]
 """(rule, what, artifact, fix, leak)."""
 
 STEP_ROWS = 8_192

@@ -82,12 +82,12 @@ def verify(
     return _Pass(read_range, size_bytes, expected, name).problems()
 
 
-def describe(read_range: ReadRange, size_bytes: int, *, name: str = "") -> ChunkInfo:
+def describe(read_range: ReadRange, size_bytes: int) -> ChunkInfo:
     """Return what the writer of this object would have returned, after checking everything; raise the first problem.
 
     For the row of an object that was adopted (P11), whose bytes may differ from ours.
     """
-    one_pass = _Pass(read_range, size_bytes, NOTHING, name)
+    one_pass = _Pass(read_range, size_bytes, NOTHING, "")
     for problem in one_pass.problems():
         raise problem.error or Corruption(problem.what, hint=HINT, **problem.where)
     footer = one_pass.footer

@@ -12,7 +12,7 @@ Threads: one at a time; importable on executors (no lmdb). Format page: `docs/fo
     >>> identity = ChunkIdentity(key=key, plan_digest=bytes(32), covered_lsn=9, page_size=4096, pages_per_chunk=16384)
     >>> parts = []
     >>> writer = ChunkWriter(parts.append, identity)
-    >>> writer.add_pages(0, bytes(100 * 4096))
+    >>> writer.add_scattered(range(100), bytes(100 * 4096))
     >>> writer.add(200, b"q" * 4096)
     >>> info = writer.finish()
     >>> info.page_count, info.frame_count, info.size_bytes == len(b"".join(parts))
@@ -120,15 +120,6 @@ class ChunkWriter:
         self._pages.add(offset)
         self._next = offset + 1
         self._append(view)
-
-    def add_pages(self, first_offset: int, images: Images) -> None:
-        """Add consecutive pages from `first_offset` on, in one buffer: bytes, or a C-contiguous array of any shape."""
-        view, count = self._split(images)
-        if count:
-            self._check_offsets(first_offset, first_offset + count - 1)
-            self._pages.add_range(first_offset, first_offset + count)
-            self._next = first_offset + count
-            self._append(view)
 
     def add_scattered(self, offsets: array[int] | Iterable[int], images: Images) -> None:
         """Add pages at these ascending offsets; `images` has them concatenated. An array of offsets must be of u32 ("I")."""

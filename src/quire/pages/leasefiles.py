@@ -327,13 +327,12 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 class LeaseFiles:
     """The leases of all processes that read a store, as its owner sees them."""
 
-    def __init__(self, root: str, disk: Disk, clock: Clock, *, ttl_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, root: str, disk: Disk, clock: Clock) -> None:
         # constant after construction
         self._root = root
         self._folder = os.path.join(root, READERS)
         self._disk = disk
         self._clock = clock
-        self._ttl = ttl_seconds
         # used by the ticker
         self._ticked_at = 0.0
         # guarded by _lock
@@ -407,7 +406,7 @@ class LeaseFiles:
         if seen != stamp or name not in self._stamps:
             since = now
             self._stamps[name] = (stamp, now)
-        if not is_dead and now - since < self._ttl:
+        if not is_dead and now - since < LEASE_SECONDS:
             return lease
         self._remove(path)
         why = "its process has ended" if is_dead else "it was silent"
@@ -429,12 +428,12 @@ def _is_free(file: File) -> bool:
     return True
 
 
-def live_leases(root: str, disk: Disk | None = None) -> list[LeaseRecord]:
+def live_leases(root: str) -> list[LeaseRecord]:
     """Return the live leases of the store at `root`, without retiring or removing any.
 
     A lease that cannot be read holds every database and is returned with database 0.
     """
-    disk, folder = disk or OsDisk(), os.path.join(root, READERS)
+    disk, folder = OsDisk(), os.path.join(root, READERS)
     try:
         names = disk.names(folder)
     except FileNotFoundError:

@@ -407,10 +407,10 @@ class Sources:
                     self.cache.put((place.key, offset), image)
         return images
 
-    def chain_page(self, chain: Sequence[ChunkPlace], offset: int, *, cold: bool = False) -> bytes | None:
+    def chain_page(self, chain: Sequence[ChunkPlace], offset: int) -> bytes | None:
         """Return one page of a chain, from its last chunk that has it."""
         for place in reversed(chain):
-            image = self.chunk_page(place, offset, cold=cold)
+            image = self.chunk_page(place, offset)
             if image is not None:
                 return image
         return None

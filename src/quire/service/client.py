@@ -52,7 +52,7 @@ from quire.service.remote_sqlite import RemoteDriver, version_of
 from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, await_owner, where_owner_listens
 from quire.service.sql_actions import OpenSql
-from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode
+from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode, OfLease, TableTicket
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
@@ -363,11 +363,11 @@ class Client:
 
     def renew_lease(self, lease_id: int) -> None:
         """Extend a lease on lent versions. Raises `LeaseExpired` if it has ended."""
-        self._channel.call("lease.renew", m.OfLease(lease_id))
+        self._channel.call("lease.renew", OfLease(lease_id))
 
     def release_lease(self, lease_id: int) -> None:
         """End a lease; do nothing if it has ended."""
-        self._channel.call("lease.release", m.OfLease(lease_id))
+        self._channel.call("lease.release", OfLease(lease_id))
 
     def reader(
         self, db: int | str, *, tags: dict[str, str] | None = None, ttl_seconds: float = LEASE_SECONDS
@@ -454,7 +454,7 @@ class Client:
         limit: int = 0,
     ) -> Iterator[pa.RecordBatch]:
         """Yield a manifest table's rows as Arrow batches (rule 2): keys that begin with `prefix` and lie in [start, stop)."""
-        ticket = m.TableTicket(
+        ticket = TableTicket(
             table,
             tuple(prefix),
             None if start is None else tuple(start),

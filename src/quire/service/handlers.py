@@ -57,6 +57,7 @@ from quire.service.handlers_sql import SqlHandlers
 from quire.service.idempotency import run_once
 from quire.service.loads import KvLoads, Loads
 from quire.service.tables import cuts
+from quire.service.tickets import OfLease, OfLentRange, PutPart, TableDestination, TakeIds
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
 from quire.stream.gaps import begin_at
@@ -286,7 +287,7 @@ class Handlers:
     def do_lease_views(self, request: m.OfHeldVersions, _: CallContext) -> list[SnapshotView]:
         return [held_view(self._store.pages, *version) for version in request.versions]
 
-    def do_lease_range(self, request: m.OfLentRange, _: CallContext) -> list[tuple[str, SnapshotView]]:
+    def do_lease_range(self, request: OfLentRange, _: CallContext) -> list[tuple[str, SnapshotView]]:
         return held_range(self._store.pages, request.lease_id, request.after, request.last)
 
     def do_lease_let_go(self, request: m.OfHeldVersions, _: CallContext) -> None:
@@ -307,17 +308,17 @@ class Handlers:
         if seconds > READER_SECONDS_MAX:
             raise AccessDenied("lending a version for more than an hour needs the admin token", seconds=seconds)
 
-    def do_lease_renew(self, request: m.OfLease, _: CallContext) -> None:
+    def do_lease_renew(self, request: OfLease, _: CallContext) -> None:
         self._manifest.leases.renew(request.lease_id)
 
-    def do_lease_release(self, request: m.OfLease, _: CallContext) -> None:
+    def do_lease_release(self, request: OfLease, _: CallContext) -> None:
         self._manifest.leases.release(request.lease_id)
 
     # ── tables, and rows into SQLite ──────────────────────────────────────────────────────────────────────────────────
     def do_table_cuts(self, request: m.TableCuts, _: CallContext) -> list[tuple[Any, ...]]:
         return cuts(self._manifest, request)
 
-    def do_load_put(self, request: m.PutPart, _: CallContext) -> None:
+    def do_load_put(self, request: PutPart, _: CallContext) -> None:
         self._loads.put(request)
 
     def do_load_rows(self, request: m.LoadRows, _: CallContext) -> int:
@@ -336,7 +337,7 @@ class Handlers:
     def do_kv_version(self, request: m.OfSnapshot, _: CallContext) -> Any:
         return self._store.kvs.version(request.db, request.snapshot)
 
-    def do_kv_load_ids(self, request: m.TakeIds, _: CallContext) -> m.TableDestination:
+    def do_kv_load_ids(self, request: TakeIds, _: CallContext) -> TableDestination:
         return self._kv_loads.take(request)
 
     def do_kv_load_publish(self, request: m.PublishTables, _: CallContext) -> int:

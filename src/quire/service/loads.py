@@ -29,7 +29,7 @@ from quire.lsm.bulk import Load, begin_load, published
 from quire.lsm.kv import Kv
 from quire.service import messages as m
 from quire.service.api import StoreApi
-from quire.service.tickets import QUERY_KEYS, LoadPairs, LoadRecords
+from quire.service.tickets import QUERY_KEYS, LoadPairs, LoadRecords, PutPart, TableDestination, TakeIds
 from quire.sqlite.bulk_insert import TableWrite, load_rows
 from quire.stream.stream import Stream
 
@@ -94,7 +94,7 @@ class Loads:
         # held while a query's batch is written to a key-value set
         self._batches = threading.Lock()
 
-    def put(self, request: m.PutPart) -> None:
+    def put(self, request: PutPart) -> None:
         """Write some bytes of a part."""
         directory, path = self._directory(request.load), self._path(request.load, request.part)
         with self._lock:
@@ -297,7 +297,7 @@ class KvLoads:
         self._begun: dict[int, _Begun] = {}
         self._ended = EndedLoads()
 
-    def take(self, request: m.TakeIds) -> m.TableDestination:
+    def take(self, request: TakeIds) -> TableDestination:
         """Allocate ids for a task."""
         if not 0 < request.count <= IDS_MAX:
             raise InvalidInput(f"a task can take 1 to {IDS_MAX:,} ids", count=request.count)
@@ -305,7 +305,7 @@ class KvLoads:
         with begun.lock:
             ids = tuple(begun.load.allocate(request.count))
         settings = begun.kv.settings
-        return m.TableDestination(
+        return TableDestination(
             begun.kv.home.path,
             begun.load.lsn,
             ids,
@@ -315,7 +315,7 @@ class KvLoads:
             settings.bloom_bits_per_key,
         )
 
-    def _begin(self, request: m.TakeIds) -> _Begun:
+    def _begin(self, request: TakeIds) -> _Begun:
         with self._lock:
             self._ended.check(request.load)
             begun = self._begun.get(request.load)

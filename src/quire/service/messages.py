@@ -28,25 +28,22 @@ from quire.pages.view import SnapshotView
 from quire.service.commands import COMMAND
 from quire.service.data_actions import DATA_ACTIONS
 from quire.service.sql_actions import SQL_ACTIONS
-from quire.service.tickets import KV_IDS as KV_IDS
-from quire.service.tickets import LEASE_RANGE as LEASE_RANGE
-from quire.service.tickets import LEASE_RENEW as LEASE_RENEW
-from quire.service.tickets import LOAD_PAIRS as LOAD_PAIRS
-from quire.service.tickets import LOAD_PUT as LOAD_PUT
-from quire.service.tickets import LOAD_RECORDS as LOAD_RECORDS
-from quire.service.tickets import STREAM_ACTIONS, on_database
-from quire.service.tickets import Action as Action
-from quire.service.tickets import DatabaseRequest as DatabaseRequest
-from quire.service.tickets import OfLease as OfLease
-from quire.service.tickets import OfLentRange as OfLentRange
-from quire.service.tickets import PutPart as PutPart
-from quire.service.tickets import Role as Role
-from quire.service.tickets import Scope as Scope
-from quire.service.tickets import TableDestination as TableDestination
-from quire.service.tickets import TableTicket as TableTicket
-from quire.service.tickets import TakeIds as TakeIds
-from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
-from quire.service.values import Request as Request
+from quire.service.tickets import (
+    KV_IDS,
+    LEASE_RANGE,
+    LEASE_RENEW,
+    LOAD_PAIRS,
+    LOAD_PUT,
+    LOAD_RECORDS,
+    STREAM_ACTIONS,
+    Action,
+    DatabaseRequest,
+    OfLease,
+    Role,
+    Scope,
+    on_database,
+)
+from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, Request, StoreInfo
 from quire.service.wire import ErrorForm
 
 Tags = dict[str, str]

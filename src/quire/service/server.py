@@ -43,11 +43,12 @@ from quire.service.frame_server import FrameServer
 from quire.service.grpc_forks import kept_after_fork
 from quire.service.handlers import Handlers
 from quire.service.handlers_sql import SQL
-from quire.service.messages import ACTIONS, DatabaseRequest, Scope, TableTicket
+from quire.service.messages import ACTIONS
 from quire.service.signed_tokens import accepted_tokens
 from quire.service.sockets import SCHEME, SocketPath, announce, binding, hang_up, place_of, register_server, retract
 from quire.service.sql_actions import SQL_ACTIONS
 from quire.service.tables import TableStream
+from quire.service.tickets import DatabaseRequest, Scope, TableTicket
 from quire.service.tokens import Credentials
 from quire.service.values import ServiceFigures
 from quire.service.wire import read_call, write_answer, write_error, write_form

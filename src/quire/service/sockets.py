@@ -16,9 +16,7 @@ Rules
      exists when the owner begins to listen is either its own, and live, or stale.
   3. A directory for sockets outside the store must be ours alone (owner, mode 0700, not a link), or it is not used.
 
-`find_owner` is cheap if there is no owner: neither Arrow nor the client is imported before a process answers at the socket.
-
-Threads: any for `find_owner`, `register_server` and `registered_servers`; one at a time for the rest. Raises
+Threads: any for `await_owner`, `register_server` and `registered_servers`; one at a time for the rest. Raises
 `InvalidInput` if the store is already served, `NotWritable` and `StorageFault` for errors of the system.
 """
 
@@ -36,16 +34,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
-from quire.core.errors import InvalidInput, NotWritable, StorageFault, Unavailable
+from quire.core.errors import InvalidInput, NotWritable, StorageFault
 from quire.durable import names
 from quire.durable.files import Disk, OsDisk, read_all, translated, write_atomic
-from quire.durable.locks import is_held
-
-if TYPE_CHECKING:
-    from quire.service.client import Client
 
 START_POLL_SECONDS = 0.05
 """Time between two looks for an owner that is starting."""
@@ -75,10 +69,10 @@ class SocketPath:
         return SCHEME + self.path
 
 
-def place_of(root: str, *, bytes_max: int = SOCKET_BYTES_MAX) -> SocketPath:
+def place_of(root: str) -> SocketPath:
     """Return the place of a store's socket; create the directory outside the store if it is needed."""
     inside = os.path.join(root, names.SOCKET)
-    if len(os.fsencode(inside)) <= bytes_max and _PLAIN.fullmatch(inside):
+    if len(os.fsencode(inside)) <= SOCKET_BYTES_MAX and _PLAIN.fullmatch(inside):
         return SocketPath(inside, "")
     digest = blake2b(os.fsencode(os.path.realpath(root)), digest_size=8).hexdigest()
     outside = os.path.join(runtime_directory(), f"{digest}.sock")
@@ -126,22 +120,6 @@ def where_owner_listens(disk: Disk, root: str) -> str:
         return read_all(disk, os.path.join(root, names.SOCKET_POINTER)).decode()
     except (FileNotFoundError, StorageFault, UnicodeDecodeError):
         return ""
-
-
-def find_owner(path: str | os.PathLike[str], *, timeout: float = 5.0) -> Client | None:
-    """Return a client of the process that owns the store and listens (K8); `None` if there is none, or its socket is stale."""
-    root = os.path.abspath(os.fspath(path))
-    if not is_held(os.path.join(root, names.LOCK)):
-        return None
-    socket_path = where_owner_listens(OsDisk(), root)
-    if not socket_path or not is_alive(socket_path):
-        return None
-    from quire.service.client import connect  # imports Arrow
-
-    try:
-        return connect(SCHEME + socket_path, timeout=timeout)
-    except Unavailable:
-        return None  # the owner has just gone
 
 
 def await_owner(root: str, seconds: float) -> str:

@@ -56,6 +56,7 @@ from quire.jobs.runner import (
     some_names,
 )
 from quire.objects.options import StoreOptions
+from quire.spark.active_session import is_connect, make_active
 from quire.spark.executor import (
     ANSWERS_DDL,
     FOUND_DDL,
@@ -71,7 +72,6 @@ from quire.spark.executor import (
     numbered_mapper,
     splitter,
 )
-from quire.spark.sessions import is_connect, make_active
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

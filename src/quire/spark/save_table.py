@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from quire.core.errors import InvalidInput
 from quire.spark.access import StoreLike, options_of
-from quire.spark.sessions import attach, job_description
+from quire.spark.active_session import job_description
+from quire.spark.sessions import attach
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

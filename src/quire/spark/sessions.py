@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.errors import SparkUnavailable
 from quire.core.packages import install_command
+from quire.spark.active_session import make_active
 from quire.spark.java import find_java, quiet_home
 from quire.spark.jvm_log import launch
 
@@ -168,38 +169,6 @@ def attach(spark: SparkSession) -> SparkSession:
             spark.dataSource.register(source)
     make_active(spark)
     return spark
-
-
-def make_active(spark: SparkSession) -> None:
-    """Make a session the active one of this thread: Spark looks there for a source that is written to.
-
-    A thread has no active session before it creates its first frame from data, and no public call sets one.
-    """
-    if is_connect(spark):
-        return
-    classic: Any = spark
-    type(classic)._activeSession = classic
-    type(classic)._get_j_spark_session_class(classic._jvm).setActiveSession(classic._jsparkSession)
-
-
-@contextmanager
-def job_description(spark: SparkSession, text: str) -> Iterator[None]:
-    """Describe the jobs that this thread starts in the block, in Spark's user interface. Connect has no such setting."""
-    if is_connect(spark):
-        yield
-        return
-    context: Any = spark.sparkContext
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(text)
-    try:
-        yield
-    finally:
-        context.setJobDescription(before)
-
-
-def is_connect(spark: SparkSession) -> bool:
-    """Return whether a session is one of Spark Connect: it has no JVM here."""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
 def _is_alive(spark: Any) -> bool:

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 import numpy as np
 
-from quire.core.clock import Clock, SystemClock
+from quire.core.clock import SystemClock
 from quire.core.errors import NotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.failpoints import hit
@@ -212,8 +212,6 @@ class Follower:
         root: str,
         path: str | os.PathLike[str],
         name: str = "",
-        disk: Disk | None = None,
-        clock: Clock | None = None,
         progress: Progress = no_progress,
     ) -> None:
         """`root` is the store's directory. `name` is the database, created if needed; by default it is named after the file."""
@@ -223,8 +221,8 @@ class Follower:
         self._manifest = manifest
         self._pages = pages
         self._root = root
-        self._disk = disk or OsDisk()
-        self._clock = clock or SystemClock()
+        self._disk: Disk = OsDisk()
+        self._clock = SystemClock()
         self._progress = progress
         # owned by the follower's thread
         self.done = Followed()

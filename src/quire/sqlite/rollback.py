@@ -50,14 +50,7 @@ CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(9
 """Big-endian 32-bit numbers of SQLite's header."""
 
 
-def roll_back(
-    manifest: ManifestStore,
-    engine: PageEngine,
-    name: str,
-    to: str | int | Epoch | datetime,
-    *,
-    timeout: float = TIMEOUT_SECONDS,
-) -> RolledBack:
+def roll_back(manifest: ManifestStore, engine: PageEngine, name: str, to: str | int | Epoch | datetime) -> RolledBack:
     """Set a database back to a snapshot, an lsn, an epoch or a time, in one commit that is durable when this returns."""
     with manifest.read() as txn:
         db_id, record = find_database(txn, name)
@@ -68,7 +61,7 @@ def roll_back(
     if not record.page_size:
         raise NotFound("the database has no earlier version: nothing has been written to it yet", database=record.name)
     store = engine.open(db_id)
-    with _open_version(manifest, engine, store, to) as target, store.begin(timeout) as txn_:
+    with _open_version(manifest, engine, store, to) as target, store.begin(TIMEOUT_SECONDS) as txn_:
         # Opened while no other commit is possible, so this is the version that the transaction builds on.
         with store.open_snapshot(written=True, tags=TAGS) as before:
             changed = _write(txn_, store, before, target)

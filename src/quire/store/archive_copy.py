@@ -21,17 +21,20 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from quire.core.barrier import refuse_changes
+from quire.core.clock import SystemClock
 from quire.core.errors import ReadOnly
 from quire.core.limits import BATCH_OPS_MAX
 from quire.durable.files import OsDisk, remove_tree
 from quire.durable.object_names import OWNER_FILE
 from quire.manifest.ops.databases import UpdateDbStatus
 from quire.manifest.records import DbStatus
-from quire.store import opening, restoring
+from quire.store import restoring
+from quire.store.opening import open_owner
 
 if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
-    from quire.store.restoring import Progress
+    from quire.store.backup import Progress
+    from quire.store.restoring import Restored
     from quire.store.store import Store
 
 
@@ -56,7 +59,7 @@ def open_archive(
     scratch = tempfile.mkdtemp(prefix="quire-archive-")
     try:
         restoring.restore(url, scratch, at=at, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
-        copy = opened_copy(scratch)
+        copy = _opened_copy(scratch)
     except BaseException:
         _remove(scratch)
         raise
@@ -81,7 +84,21 @@ def _refusal(url: str, method: str) -> ReadOnly:
     return ReadOnly("this is a read-only copy of an archive", hint=hint, url=url, call=method)
 
 
-def opened_copy(scratch: str) -> Store:
+def restored_copy(
+    url: str,
+    scratch: str,
+    *,
+    at_ms: int | None = None,
+    store_id: str = "",
+    options: StoreOptions | None = None,
+    progress: Progress | None = None,
+) -> tuple[Restored, Store]:
+    """Restore an archived moment into `scratch`, and open it. The copy can be written; it puts and deletes no object."""
+    restored = restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
+    return restored, _opened_copy(scratch)
+
+
+def _opened_copy(scratch: str) -> Store:
     """Open a restored copy as its owner, which opening key-value sets and streams requires. It puts and deletes no object."""
     disk = OsDisk()
     with suppress(FileNotFoundError):  # a restored backup has none
@@ -89,7 +106,8 @@ def opened_copy(scratch: str) -> Store:
         disk.remove(os.path.join(scratch, OWNER_FILE))
     settings = restoring.quiet_settings(disk, scratch)
     settings = replace(settings, stream=replace(settings.stream, compress=False, upload=False))
-    copy = opening.open(scratch, create=False, settings=settings)
+    copy = open_owner(scratch, settings, SystemClock(), disk)
+    copy._open_copy = restored_copy
     copy.rights.refuse("a copy in scratch claims nothing")
     return copy
 

@@ -28,11 +28,11 @@ from quire.store import object_location
 from quire.store.layout import objects_url
 from quire.store.object_access import open_place
 from quire.store.reader_files import ReaderFiles
+from quire.store.restore_drill import drill
 from quire.store.store import Store
 
 if TYPE_CHECKING:
     from quire.archive.format import Position
-    from quire.archive.status import DrillRecord
     from quire.core.settings import StoreSettings
     from quire.durable.files import Disk
     from quire.durable.locks import FileLock
@@ -70,7 +70,7 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         fence=manifest.writer.fence,
         confirm=lambda: wiring.rights.before_delete(),
         depose=lambda error: wiring.rights.depose(error),
-        drill=lambda: _drill(store),
+        drill=lambda: drill(store),
         requests=lambda: wiring.rights.requests,
     )
     backups = BackupRecorder(archiver.recorder, root, below)
@@ -82,12 +82,6 @@ def open_archived(root: str, settings: StoreSettings, manifest: ManifestStore, l
         manifest.set_barrier(Barrier(archiver.wait))
         manifest.cover(store)
     return store
-
-
-def _drill(store: Store) -> DrillRecord:
-    from quire.store.restore_drill import drill  # here: it opens stores, so it imports this module
-
-    return drill(store)
 
 
 def open_for_reader(root: str, settings: StoreSettings, manifest: ManifestStore, disk: Disk) -> Store:

@@ -126,9 +126,9 @@ def back_up(
         log = _Log(store, place, store_id, epoch)
         with _copying_before_delete(store, copies):
             with store.backup_recorder.recording() as queue:
-                _copy_state(store, queue, log, copies, progress or _silent)
+                _copy_state(store, queue, log, copies, progress or no_progress)
             hit("backup.cut")
-            objects = copies.all_objects(progress or _silent)
+            objects = copies.all_objects(progress or no_progress)
             hit("backup.objects.copied")
         reference = since if not since or "://" in since else _relative(since, target)
         put_index(place, store_id, log.next, Index(reference, sorted({*objects, *copies.listed})))
@@ -148,7 +148,7 @@ def back_up(
     )
 
 
-def _silent(_step: str, _done: int, _total: int) -> None:
+def no_progress(_step: str, _done: int, _total: int) -> None:
     """Report no progress."""
 
 

@@ -47,11 +47,11 @@ from quire.manifest.row_image import RowImage
 from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.ownership import read_file
-from quire.store import layout, object_access, opening
+from quire.store import layout, object_access
+from quire.store.backup import Progress, no_progress
+from quire.store.opening import open_owner, open_reader
 from quire.store.restoring import (
-    Progress,
     correct_rows,
-    no_progress,
     open_written,
     quiet_settings,
     replay_point,
@@ -191,7 +191,7 @@ def _parents(rows: RowImage, point: RestorePoint) -> tuple[ParentStore, ...]:
 def _begin(root: str, clock: Clock, disk: Disk) -> int:
     """Open the clone for the first time, in an owner epoch of its own. Return that epoch."""
     settings = quiet_settings(disk, root)
-    with opening.open(root, takeover=True, create=False, settings=settings, clock=clock, disk=disk) as store:
+    with open_owner(root, settings, clock, disk, takeover=True) as store:
         open_written(store)
         return store.info().owner_epoch
 
@@ -241,7 +241,7 @@ def release_clone(directory: str | os.PathLike[str], *, options: StoreOptions | 
     Raises `StillReferenced` while the clone still reads any of their objects.
     """
     root, disk = os.path.abspath(os.fspath(directory)), OsDisk()
-    with opening.open(root, "r", disk=disk) as store, store.manifest.read() as txn:
+    with open_reader(root, None, SystemClock(), disk) as store, store.manifest.read() as txn:
         parents, clone_id = txn.parents(), txn.store_id()
         count = foreign_objects(txn, disk, root)
         url = store.objects_url

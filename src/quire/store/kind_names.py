@@ -19,12 +19,14 @@ NAMES = {
 }
 
 
-def kind_named(name: str) -> DbKind:
-    """Return the kind of database with this name.
+def kind_named(name: DbKind | str) -> DbKind:
+    """Return the kind of database with this name; a kind names itself.
 
     >>> kind_named("key-value") is kind_named("lsm")
     True
     """
+    if isinstance(name, DbKind):
+        return name
     if name not in NAMES:
         hint = "one of: pages (or sqlite), stream, lsm (or kv, key-value)"
         raise InvalidInput("unknown kind of database", hint=hint, name=name)

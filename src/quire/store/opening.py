@@ -1,14 +1,8 @@
-"""`quire.open`: opens the store in a directory.
+"""Opens the store in a directory, as its owner or as a reader. `quire.open` (open.py) and restores call it.
 
 Rules
   1. Opening either returns a complete store, or raises and leaves the directory as it was (creating a store: layout.py).
   2. The lock is taken before anything is written, and released if opening fails.
-
-    >>> import tempfile
-    >>> with open(tempfile.mkdtemp()) as store:
-    ...     created = store.create("shop", "pages")
-    ...     [(info.name, info.kind.name, info.snapshots) for info in store.databases()]
-    [('shop', 'PAGES', 0)]
 
 Threads: one at a time for one directory.
 Raises `StoreLocked`, `StoreNotFound`, `NotWritable`, `InvalidInput`, `InvalidConfig`, `ConfigMismatch`, `ManifestDamaged`,
@@ -20,57 +14,22 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ReadOnly, StorageFault
+from quire.core.clock import Clock
+from quire.core.errors import StorageFault
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
-from quire.durable.files import Disk, OsDisk
+from quire.durable.files import Disk
 from quire.durable.locks import FileLock
 from quire.manifest.store import ManifestStore
 from quire.store import layout, object_access, object_location
 from quire.store.archiving import open_archived, open_for_reader, refuse_standby, take_over
 from quire.store.shared_stores import register_opened
-from quire.store.store import Mode, Store
+from quire.store.store import Store
 
 
-def open(  # noqa: A001 - `quire.open` reads as it should
-    path: str | os.PathLike[str],
-    mode: Mode = "rw",
-    *,
-    create: bool = True,
-    settings: StoreSettings | None = None,
-    clock: Clock | None = None,
-    repair: bool = False,
-    takeover: bool = False,
-    discard: bool = False,
-    moved: bool = False,
-    disk: Disk | None = None,
-) -> Store:
-    """Open the store at `path`. With mode "rw", become its owner and, unless `create=False`, create it if it does not exist.
-
-    `settings` replace those of quire.toml for this opening, except for the location of objects, which always comes from
-    quire.toml (for a new store it is written there). `repair=True` repairs what `quire manifest check` finds and can recompute.
-    `takeover=True` makes this directory the owner of its bucket and fences any other copy of the store that writes there;
-    `discard=True` does so even if the archive has newer changes than this directory, which are given up. `moved=True` accepts
-    that the objects were copied to the place that quire.toml now names. `clock` and `disk` are seams for tests; LMDB and remote
-    objects do not go through `disk`.
-    """
-    root = os.path.abspath(os.fspath(path))
-    clock, disk = clock or SystemClock(), disk or OsDisk()
-    if mode == "r":
-        if repair or takeover or moved:
-            raise ReadOnly("a reader cannot repair, take over or move", hint='open with mode="rw"', path=root)
-        return register_opened(_open_reader(root, settings, clock, disk), mode)
-    if mode != "rw":
-        raise InvalidInput("mode must be 'rw' or 'r'", mode=mode)
-    store = _open_owner(
-        root, create, settings, clock, disk, repair=repair, takeover=takeover, discard=discard, moved=moved
-    )
-    return register_opened(store, mode)
-
-
-def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
+def open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Disk) -> Store:
+    """Open the store at `root` for reading."""
     layout.need_store(disk, root)
     settings = layout.read_config(disk, root, given)
     path = os.path.join(root, names.MANIFEST)
@@ -81,21 +40,22 @@ def _open_reader(root: str, given: StoreSettings | None, clock: Clock, disk: Dis
     except BaseException:
         manifest.close()
         raise
-    return open_for_reader(root, settings, manifest, disk)
+    return register_opened(open_for_reader(root, settings, manifest, disk), "r")
 
 
-def _open_owner(
+def open_owner(
     root: str,
-    create: bool,
     given: StoreSettings | None,
     clock: Clock,
     disk: Disk,
     *,
-    repair: bool,
-    takeover: bool,
-    discard: bool,
-    moved: bool,
+    create: bool = False,
+    repair: bool = False,
+    takeover: bool = False,
+    discard: bool = False,
+    moved: bool = False,
 ) -> Store:
+    """Open the store at `root` as its owner."""
     state = layout.directory_state(disk, root)
     if state is not layout.DirectoryState.STORE and not create:
         raise layout.not_found(root)
@@ -143,7 +103,7 @@ def _open_owner(
     except BaseException:
         store.close()
         raise
-    return store
+    return register_opened(store, "rw")
 
 
 def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: bool) -> None:

@@ -31,8 +31,6 @@ from quire.durable import names
 from quire.durable.files import OsDisk, remove_tree
 from quire.manifest import tables as t
 from quire.manifest.records import DbKind
-from quire.store import restoring
-from quire.store.archive_copy import opened_copy
 from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
@@ -75,9 +73,9 @@ def _compared(store: Store, scratch: str, record: DrillRecord) -> DrillRecord:
         store.archive.wait(WAIT_SECONDS)
         with store.manifest.read() as txn:
             options, store_id = options_of(txn, store.settings, store.objects_url), txn.store_id()
-        restored = restoring.restore(store.objects_url, scratch, store_id=store_id, options=options)
-        comparison = _Comparison(store, pins)
-        with opened_copy(scratch) as copy:
+        restored, copy = store._open_copy(store.objects_url, scratch, store_id=store_id, options=options)
+        with copy:
+            comparison = _Comparison(store, pins)
             comparison.run(copy)
     return replace(
         record,

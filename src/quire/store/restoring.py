@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +51,10 @@ from quire.manifest.namespaces import Parent, begin_restored
 from quire.manifest.records import DbKind, MetaRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.objects.ownership import OwnerFile, newest_owner, no_successor, write_file
-from quire.store import layout, object_location, opening
-from quire.store.backup import copy_into, open_backup, read_index
+from quire.store import layout, object_location
+from quire.store.backup import Progress, copy_into, no_progress, open_backup, read_index
 from quire.store.config_edit import Value, change_config
+from quire.store.opening import open_owner
 
 if TYPE_CHECKING:
     from quire.manifest.overlay import TableRows
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
     from quire.objects.options import StoreOptions
     from quire.store.store import Store
-
-Progress = Callable[[str, int, int], None]
-"""Called with (step, done, total)."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +149,8 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            _take_over(root, disk, clock, discard=gives_up)
+            settings = quiet_settings(disk, root)
+            open_owner(root, settings, clock, disk, takeover=True, discard=gives_up).close()
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # the log is sealed now, so this happens once
         _empty(disk, root)
@@ -160,12 +159,6 @@ def restore(
         )
     finally:
         bucket.close()
-
-
-def _take_over(root: str, disk: Disk, clock: Clock, *, discard: bool) -> None:
-    settings = quiet_settings(disk, root)
-    with opening.open(root, takeover=True, discard=discard, clock=clock, disk=disk, settings=settings):
-        pass
 
 
 def _empty(disk: Disk, root: str) -> None:
@@ -201,10 +194,6 @@ def _result(
 
 def _origin(point: RestorePoint, url: str, digest: bytes) -> Origin:
     return Origin(store_id=point.store_id, url=url, position=point.position, digest=digest, at_ms=point.at_ms)
-
-
-def no_progress(step: str, done: int, total: int) -> None:
-    """Report no progress."""
 
 
 def replay_point(
@@ -274,7 +263,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
     """Run recovery of the page databases that were being written, which publishes the tail of their WAL for readers. Disown
     the directory, unless it is a restored backup."""
     _adopt(root, disk, clock, origin)
-    with opening.open(root, create=False, settings=quiet_settings(disk, root), clock=clock, disk=disk) as store:
+    with open_owner(root, quiet_settings(disk, root), clock, disk) as store:
         store.rights.refuse("a restored directory has no owner until it is taken over")
         if origin is not None:
             owner = OwnerFile(

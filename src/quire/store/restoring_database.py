@@ -16,11 +16,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -33,8 +33,7 @@ from quire.durable.files import OsDisk, remove_tree
 from quire.lsm.bulk import BulkWriter, begin_load
 from quire.manifest.records import DbKind
 from quire.sqlite import importing
-from quire.store import restoring
-from quire.store.archive_copy import opened_copy
+from quire.store.backup import Progress, no_progress
 from quire.store.object_access import options_of
 
 if TYPE_CHECKING:
@@ -42,11 +41,9 @@ if TYPE_CHECKING:
     from quire.objects.options import StoreOptions
     from quire.pages.snapshot import Snapshot
     from quire.service.values import DatabaseInfo
+    from quire.store.restoring import Restored
     from quire.store.store import Store
     from quire.stream.stream import Stream
-
-Progress = Callable[[str, int, int], None]
-"""Called with (step, done, total); total is 0 if it is not known."""
 
 TAG = "quire.restoring"
 """Tag of a database that is being copied; its value is the final name."""
@@ -71,6 +68,21 @@ class RestoredDatabase(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class CopyOpener(Protocol):
+    """Restores an archived moment of a store into a directory and opens the copy; see `archive_copy.restored_copy`."""
+
+    def __call__(
+        self,
+        url: str,
+        scratch: str,
+        *,
+        at_ms: int | None = None,
+        store_id: str = "",
+        options: StoreOptions | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[Restored, Store]: ...
+
+
 def restore_database(
     store: Store,
     url: str,
@@ -84,7 +96,7 @@ def restore_database(
     progress: Progress | None = None,
 ) -> RestoredDatabase:
     """Copy one database out of an archive or backup; see `Store.restore_db`."""
-    began, new, progress = time.monotonic(), new or name, progress or restoring.no_progress
+    began, new, progress = time.monotonic(), new or name, progress or no_progress
     at_ms = requested_moment(at, at_ms, now_ms=store.manifest.clock.now_ms())
     url = url or store.objects_url
     _check_new_name(new)
@@ -98,9 +110,11 @@ def restore_database(
             store.archive.wait()
     scratch = os.path.join(store.path, names.SCRATCH, f"restore-db-{os.urandom(4).hex()}")
     try:
-        restored = restoring.restore(url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress)
-        hit("restore_db.restored")
-        with opened_copy(scratch) as copy:
+        restored, copy = store._open_copy(
+            url, scratch, at_ms=at_ms, store_id=store_id, options=options, progress=progress
+        )
+        with copy:
+            hit("restore_db.restored")
             try:
                 source = copy.database(name)
             except UnknownDatabase as error:

@@ -37,12 +37,12 @@ from quire.core.lazy import lazy_names
 from quire.core.time_parsing import parse_moment
 from quire.durable import names
 from quire.durable.locks import is_held
-from quire.service.sockets import find_owner
+from quire.service.local_owner import find_owner
 from quire.sqlite import memory
 from quire.sqlite.function_packs import define_functions
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
-from quire.store.opening import open as open_store
+from quire.store.open import open as open_store
 from quire.store.shared_stores import acquire, acquire_for_reading
 from quire.store.store import Mode, Store
 

@@ -82,13 +82,13 @@ from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.ownership import claim_epoch, newest_owner
 from quire.pages.leasefiles import LeaseFiles
-from quire.store import layout, opening
+from quire.store import layout
 from quire.store.archiving import refuse_unapplied
+from quire.store.backup import Progress, no_progress
+from quire.store.opening import open_owner
 from quire.store.restoring import (
-    Progress,
     correct_block,
     correct_rows,
-    no_progress,
     open_written,
     quiet_settings,
     replay_point,
@@ -542,16 +542,15 @@ class Standby:
         )
         write_origin(self._disk, self.path, origin)
         if self._lock is not None:
-            self._lock.close()  # `opening.open` takes it; until then standby.json keeps other processes out
+            self._lock.close()  # `open_owner` takes it; until then standby.json keeps other processes out
             self._lock = None
-        with opening.open(
+        with open_owner(
             self.path,
+            quiet_settings(self._disk, self.path),
+            self._clock,
+            self._disk,
             takeover=not self._has_epoch(state.owner_epoch),
             discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
-            create=False,
-            settings=quiet_settings(self._disk, self.path),
-            clock=self._clock,
-            disk=self._disk,
         ) as store:
             hit("standby.taken_over")
             open_written(store)  # publishes the tail of the WAL: readers see only what is published

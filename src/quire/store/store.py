@@ -1,4 +1,4 @@
-"""`Store`: an opened store, the public interface to all engines. How it is opened: opening.py.
+"""`Store`: an opened store, the public interface to all engines. How it is opened: open.py, opening.py.
 
 Terms
   owner    the one process that holds the store's lock and may change it
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from quire.sqlite.followers import FileFollowers
     from quire.store.backup import BackedUp
     from quire.store.backup import Progress as BackupProgress
-    from quire.store.restoring_database import RestoredDatabase
+    from quire.store.restoring_database import CopyOpener, RestoredDatabase
     from quire.store.write_permission import ObjectRights
     from quire.stream.engine import StreamEngine
     from quire.stream.stream import Stream
@@ -89,6 +89,9 @@ Mode = Literal["rw", "r"]
 
 class Store:
     """An opened store, returned by `quire.open`. Use it as a context manager."""
+
+    _open_copy: CopyOpener
+    """Opens an archived moment, for `restore_db` and drills. Set by `quire.open`: it opens stores, which this class cannot."""
 
     def __init__(
         self,
@@ -336,9 +339,8 @@ class Store:
 
         If `namespace` is given, all its objects go there instead of the store's own object store.
         """
-        kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
-        db_id = self.manifest.register_db(name, kind, tags=tags, namespace_id=namespace_id)
+        db_id = self.manifest.register_db(name, kind_named(kind), tags=tags, namespace_id=namespace_id)
         return self.database(db_id)
 
     @changes
@@ -352,8 +354,7 @@ class Store:
             self.manifest.soft_drop_db(info.db_id, snapshots=snapshots).result()
             return info
         self.manifest.drop_db(info.db_id, snapshots=snapshots).result()
-        if info.kind is not DbKind.PAGES:
-            self._parts.engine_of(info.kind).sweep()
+        self._parts.sweep_engines({info.kind})
         return info
 
     @changes
@@ -370,8 +371,7 @@ class Store:
         db_id = self.manifest.find_dropped(name)
         gone = next(info for info in self.dropped() if info.db_id == db_id)
         self.manifest.drop_db(db_id, snapshots=True, only_dropped=True).result()
-        if gone.kind is not DbKind.PAGES:
-            self._parts.engine_of(gone.kind).sweep()
+        self._parts.sweep_engines({gone.kind})
         return gone
 
     def dropped(self) -> list[DroppedDatabase]:
@@ -410,9 +410,8 @@ class Store:
         The error of a refused name has in `where` how many names were `read` and `done`, and which were `refused`; a call
         with the names after the `read` ones continues. See `docs/scale.md`.
         """
-        kind = kind if isinstance(kind, DbKind) else kind_named(kind)
         namespace_id = self.namespaces.get(namespace).namespace_id if namespace else 0
-        return bulk.create_many(self.manifest, names, kind, tags or {}, namespace_id)
+        return bulk.create_many(self.manifest, names, kind_named(kind), tags or {}, namespace_id)
 
     @changes
     def fork_many(
@@ -440,8 +439,7 @@ class Store:
         A refused name is reported as by `create_many`.
         """
         dropped = bulk.drop_many(self.manifest, names, snapshots=snapshots)
-        for kind in {kind for _, kind in dropped} - {DbKind.PAGES}:
-            self._parts.engine_of(kind).sweep()
+        self._parts.sweep_engines({kind for _, kind in dropped})
         return [db_id for db_id, _ in dropped]
 
     @changes
@@ -620,7 +618,7 @@ class Store:
         An empty `url` is this store's own bucket. Snapshots are not copied; records of a stream get new ids and times. It
         appears completely or not at all.
         """
-        from quire.store.restoring_database import restore_database  # here: it opens stores, so it imports this module
+        from quire.store.restoring_database import restore_database  # here: it loads Arrow
 
         return restore_database(
             self, url, name, new=new, at=at, at_ms=at_ms, store_id=store_id, options=options, progress=progress

@@ -213,6 +213,11 @@ class Wiring:
         """Return the engine of a kind of database other than pages."""
         return self.kv if kind is DbKind.LSM else self.streams
 
+    def sweep_engines(self, kinds: set[DbKind]) -> None:
+        """Let the engines remove the files of dropped databases of these kinds. Those of pages are left to delete jobs."""
+        for kind in kinds - {DbKind.PAGES}:
+            self.engine_of(kind).sweep()
+
     @property
     def sqlite(self) -> SqliteDatabases:
         """SQLite connections."""

@@ -39,8 +39,8 @@ from quire.stream.segment import (
     decode_head,
     is_body_good,
 )
-from quire.stream.sources import WINDOW_BYTES
-from quire.stream.spans import RecordSpan, StreamRecord, record_batches
+from quire.stream.sources import WINDOW_BYTES, record_batches
+from quire.stream.spans import RecordSpan, StreamRecord
 from quire.stream.state import load_state
 
 if TYPE_CHECKING:

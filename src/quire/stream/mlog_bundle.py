@@ -57,7 +57,7 @@ class BundleResult(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: int
 
 
-def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min: int = 2) -> list[BundleTask]:
+def plan(objects: LogObjects, *, now_ms: int, period_seconds: float) -> list[BundleTask]:
     """Return the bundles that are due: runs of consecutive chunks of one period that has ended."""
     listing = objects.own_listing()
     before = _needed_from(objects, listing)
@@ -76,7 +76,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float, chunks_min:
     return [
         BundleTask(stream_id=objects.stream_id, first=run[0], last=run[-1], prefix=objects.prefixes[0])
         for run in runs
-        if len(run) >= chunks_min
+        if len(run) > 1
     ]
 
 

@@ -136,13 +136,6 @@ class ManifestLog(AbandonedOnError):
             self.index.fold_raw(self._writer.records_from(offset))
             return LogPosition(self._writer.position.chunk_index, offset)
 
-    def append_all(self, records: Iterable[tuple[Payload, int]]) -> LogPosition:
-        """Append several records and commit them together."""
-        with self._lock:
-            for value, segment_id in records:
-                self.append(value, segment_id)
-            return self.commit()
-
     def reserve(self) -> None:
         """Reserve space for a few more records. A full disk is `DiskFull` here, and the log stays usable."""
         with self._lock:

@@ -61,10 +61,6 @@ class LogListing(msgspec.Struct, frozen=True):
     bundles: dict[tuple[int, int], ObjectInfo] = msgspec.field(default_factory=dict)
     snapshots: dict[int, ObjectInfo] = msgspec.field(default_factory=dict)
 
-    def covers(self, index: int) -> bool:
-        """Return whether a chunk exists, alone or in a bundle."""
-        return index in self.chunks or self.bundle_of(index) is not None
-
     def bundle_of(self, index: int) -> tuple[int, int] | None:
         """Return the (first, last) chunk of the bundle that contains a chunk; `None` if there is none."""
         return next((span for span in sorted(self.bundles) if span[0] <= index <= span[1]), None)

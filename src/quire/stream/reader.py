@@ -31,11 +31,12 @@ from quire.stream.sources import (
     StreamCache,
     WarmSource,
     hot_source,
+    record_batches,
     remote_source,
     retried,
     warm_source,
 )
-from quire.stream.spans import RecordSpan, StreamRecord, record_batches
+from quire.stream.spans import RecordSpan, StreamRecord
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore

@@ -29,8 +29,17 @@ from quire.stream.files import StreamFiles
 from quire.stream.gaps import begin_at
 from quire.stream.segment import HEADER_BYTES
 from quire.stream.segments import StreamSegment
-from quire.stream.sources import VERIFY, Lost, StreamCache, hot_source, remote_source, retried, warm_source
-from quire.stream.spans import RecordSpan, record_batches
+from quire.stream.sources import (
+    VERIFY,
+    Lost,
+    StreamCache,
+    hot_source,
+    record_batches,
+    remote_source,
+    retried,
+    warm_source,
+)
+from quire.stream.spans import RecordSpan
 
 if TYPE_CHECKING:
     from quire.objects.api import ObjectStore
@@ -99,7 +108,6 @@ def share(
     stop: int | None,
     *,
     upload: bool = False,
-    segments_max: int = SEGMENTS_MAX,
     store_id: str = "",
     objects_url: str = "",
 ) -> SharedStream:
@@ -119,7 +127,7 @@ def share(
         _upload(stream, begin, last)
     shared: list[SharedSegment] = []
     for segment in stream.segments():
-        if len(shared) >= min(segments_max, SEGMENTS_MAX):
+        if len(shared) >= SEGMENTS_MAX:
             break
         if segment.base_record < last and segment.end_record > begin and begin < last:
             shared.append(segment)

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from quire.durable.files import File
 from quire.durable.names import Tier
 from quire.stream.files import StreamFiles
 from quire.stream.segment import BLOCK_HEAD_BYTES, HEADER_BYTES, StreamSegmentHeader, decode_head
-from quire.stream.spans import RecordSpan, spans_of
+from quire.stream.spans import BATCH_BYTES, RecordSpan, spans_of
 from quire.stream.warm import WarmReader
 
 if TYPE_CHECKING:
@@ -279,3 +279,10 @@ def _remote_error(error: QuireError, segment: Segment) -> QuireError:
         where = {"segment": segment.segment_id, "key": segment.key}
         return ObjectNotFound("a segment's object is missing", hint=VERIFY, **where)
     return error
+
+
+def record_batches(spans: Iterable[RecordSpan], batch_bytes: int = BATCH_BYTES) -> Iterator[Any]:
+    """Return Arrow record batches of spans (`arrow_batches.SCHEMA`), each of about `batch_bytes`."""
+    from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands do not need
+
+    return Batches(batch_bytes).of(spans)

@@ -11,7 +11,7 @@ Importable on executors. Threads: any (functions and values). Format: docs/forma
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import count, pairwise, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,13 +50,6 @@ EARLY_RECORDS = 1024
 _early_records = 0
 """Records read from plain columns so far; above `EARLY_RECORDS` once Arrow is loaded. Concurrent threads may make it slightly
 inaccurate."""
-
-
-def record_batches(spans: Iterable[RecordSpan], batch_bytes: int = BATCH_BYTES) -> Iterator[Any]:
-    """Return Arrow record batches of spans (`arrow_batches.SCHEMA`), each of about `batch_bytes`."""
-    from quire.stream.arrow_batches import Batches  # loads Arrow, which most commands do not need
-
-    return Batches(batch_bytes).of(spans)
 
 
 class Plain:

@@ -94,9 +94,7 @@ NO_DICTIONARY = Dictionary(0, b"")
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def compress(
-    raw: Bytes, segment: Scan, *, dictionary: Dictionary = NO_DICTIONARY, level: int = LEVEL
-) -> Iterator[bytes]:
+def compress(raw: Bytes, segment: Scan, *, dictionary: Dictionary = NO_DICTIONARY) -> Iterator[bytes]:
     """Yield the parts of the compressed form of a sealed segment, in order. `segment` is the scan of `raw`."""
     header, view = segment.header, memoryview(raw)[: segment.cut]
     runs = _runs(segment)
@@ -115,7 +113,7 @@ def compress(
     )[:CHECKED_BYTES]
     yield checked + crc64(checked).to_bytes(8, "little")
     dict_data = zstandard.ZstdCompressionDict(dictionary.body) if dictionary.id else None
-    compressor = zstandard.ZstdCompressor(level=level, dict_data=dict_data, write_content_size=True)
+    compressor = zstandard.ZstdCompressor(level=LEVEL, dict_data=dict_data, write_content_size=True)
     offset, rows = WARM_HEADER_BYTES, []
     for start, stop, first_record, stamp in runs:
         body = compressor.compress(view[start:stop])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.core.ids import ArtifactKind
 from quire.durable.names import object_key
-from quire.manifest.check import Problem
+from quire.manifest.check import Problem, Rule
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import VerifyState
 from quire.manifest.verification import artifacts
@@ -41,7 +41,7 @@ def damaged(txn: ReadTxn) -> Iterator[dict[str, Any]]:
             }
 
 
-COUNTED_RULES = frozenset({"R1", "R4", "S2", "P1", "P2"})
+COUNTED_RULES: frozenset[Rule] = frozenset({"R1", "R4", "S2", "P1", "P2"})
 """Rules of the manifest that the audit job checks, on executors if necessary."""
 
 

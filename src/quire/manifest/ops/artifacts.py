@@ -150,7 +150,6 @@ class RecordUploads(Op, frozen=True, tag=150):
     """Record in the audit the artifacts that entered the catalog with an object, as a checkpoint writes them."""
 
     component = int(Component.CHUNK)
-    audited = True
     origin_db_id: UInt
     artifacts: list[tuple[int, int, int, int]]
     """(kind, id, generation, delta id) of each; its row is in the same batch."""
@@ -168,7 +167,6 @@ class UpdateArtifact(Op, frozen=True, tag=22):
     """Change what is recorded about an artifact's bytes; `None` leaves a field as it is."""
 
     component = int(Component.REMOTE)
-    audited = True
     origin_db_id: UInt
     kind: ArtifactKind
     id: UInt

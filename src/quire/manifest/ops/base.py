@@ -54,11 +54,10 @@ class Op(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     component: ClassVar[int] = int(Component.LOCAL)
     logged: ClassVar[bool] = True
-    audited: ClassVar[bool] = False
-    """Whether `apply` may add notes for the audit. They need the batch's own sequence, so such ops are applied one by one."""
 
     quick: ClassVar[bool] = False
-    """Whether `apply_all` itself refuses fields of the wrong type or range, so that the operation need not be decoded again."""
+    """Whether batches are applied together: `apply_all` itself refuses fields of the wrong type or range, so that the operation
+    need not be decoded again, and adds no notes for the audit, which need the sequence of their own batch."""
 
     jumps: ClassVar[bool] = False
     """Whether its batch gets the sequence `first_number` instead of the next one."""

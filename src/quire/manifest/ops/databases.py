@@ -200,7 +200,6 @@ class SoftDropDb(Op, frozen=True, tag=18):
     """
 
     component = int(Component.DATABASE)
-    audited = True
     db_id: UInt
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
@@ -221,7 +220,6 @@ class UndropDb(Op, frozen=True, tag=19):
     """Undrop a database, under its former name or another."""
 
     component = int(Component.DATABASE)
-    audited = True
     db_id: UInt
     name: str = ""
 
@@ -259,7 +257,6 @@ class DropDb(Op, frozen=True, tag=15):
     """
 
     component = int(Component.DATABASE)
-    audited = True
     db_id: UInt
     only_dropped: bool = False
     """Whether to refuse unless it was dropped before (`SoftDropDb`) and not undropped meanwhile."""
@@ -307,7 +304,6 @@ class RecordRollback(Op, frozen=True, tag=162):
     """Note that a database was rolled back to an earlier version, and the snapshot of its state before."""
 
     component = int(Component.DATABASE)
-    audited = True
     db_id: UInt
     to_lsn: UInt
     to_ms: UInt

@@ -143,7 +143,6 @@ class RemoveArtifact(Op, frozen=True, tag=60):
     """Remove the rows of a doomed artifact whose object is gone. Leaves are removed by `CollectLeaf` instead."""
 
     component = int(Component.REFCOUNT)
-    audited = True
     origin_db_id: UInt
     kind: ArtifactKind
     id: UInt

@@ -95,7 +95,6 @@ class PublishSnapshot(Op, frozen=True, tag=50):
     """Keep the live set of a database under an id and, for a named snapshot, a name."""
 
     component = int(Component.SNAPSHOT)
-    audited = True
     db_id: UInt
     snapshot_id: UInt
     kind: SnapshotKind
@@ -146,7 +145,6 @@ class DropSnapshot(Op, frozen=True, tag=51):
     """Remove a snapshot and release its references."""
 
     component = int(Component.SNAPSHOT)
-    audited = True
     db_id: UInt
     snapshot_id: UInt
 
@@ -173,7 +171,6 @@ class SoftDropSnapshot(Op, frozen=True, tag=53):
     """
 
     component = int(Component.SNAPSHOT)
-    audited = True
     db_id: UInt
     snapshot_id: UInt
     expires_at_ms: UInt
@@ -201,7 +198,6 @@ class UndropSnapshot(Op, frozen=True, tag=54):
     """Undrop a snapshot, under its former name or another."""
 
     component = int(Component.SNAPSHOT)
-    audited = True
     db_id: UInt
     snapshot_id: UInt
     name: str = ""
@@ -279,7 +275,6 @@ class ForkDb(Op, frozen=True, tag=52):
     """
 
     component = int(Component.SNAPSHOT)
-    audited = True
     db_id: UInt
     source_db_id: UInt
     name: str

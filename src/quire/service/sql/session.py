@@ -146,23 +146,22 @@ class SqlSession:
         bindings: Sequence[SqlValue] = (),
         *,
         want_rows: bool = True,
-        encode: RowEncoder = p.json_rows,
     ) -> Work[StatementOutcome]:
         """Run one statement to its end."""
         began, changed = time.perf_counter(), self.runner.total_changes()
         statement = yield from self._begin(sql, bindings)
         outcome = StatementOutcome(columns=statement.columns)
         if want_rows:
-            self._collect(statement, outcome, encode)
+            self._collect(statement, outcome)
         else:
             outcome.row_count = statement.drain()
         self._finish(outcome, changed, began)
         hit("sql.executed")
         return outcome
 
-    def _collect(self, statement: RunningStatement, outcome: StatementOutcome, encode: RowEncoder) -> None:
+    def _collect(self, statement: RunningStatement, outcome: StatementOutcome) -> None:
         limits = self.limits
-        for rows, encoded in _encoded_batches(statement, encode):
+        for rows, encoded in _encoded_batches(statement, p.json_rows):
             outcome.row_batches.append(encoded)
             outcome.row_count += rows
             self._answer_rows += rows

@@ -86,15 +86,6 @@ def _blob(text: str) -> bytes:
         raise StatementFailed("a blob must be sent as base64", ARGS_INVALID) from None
 
 
-def encode_value(value: SqlValue) -> WireValue:
-    """Return a value of SQLite as clients read it.
-
-    >>> encode_value(7), encode_value(b"1"), msgspec.json.encode(encode_value(float("inf")))
-    (WireInteger(value='7'), WireBlob(base64='MQ'), b'{"type":"float","value":null}')
-    """
-    return _ENCODERS[type(value)]([value])[0]
-
-
 def _integers(column: Sequence[Any]) -> list[WireValue]:
     return [*map(WireInteger, map(str, column))]
 

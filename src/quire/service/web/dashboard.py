@@ -20,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.core.errors import InvalidInput, NotFound, Overloaded, Unauthenticated
 from quire.service.grants import Grant
-from quire.service.messages import Role
+from quire.service.tickets import Role
 from quire.service.web.answers import HttpError, Response
 from quire.service.web.assets import asset_answer
 from quire.service.web.context import WebContext

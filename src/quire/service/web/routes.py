@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from quire.core.errors import InvalidInput, NotFound, QuireError, StoreUnusable
-from quire.service.messages import Role
+from quire.service.tickets import Role
 from quire.service.values import DatabaseFilterOptions
 from quire.service.web import database, overview
 from quire.service.web.answers import HttpError, Response, json_answer

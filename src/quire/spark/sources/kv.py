@@ -50,10 +50,11 @@ from quire.core.limits import MIB
 from quire.durable.files import OsDisk
 from quire.durable.names import LsmHome
 from quire.lsm.bulk import BulkWriter, LoadTarget
-from quire.lsm.compaction import TableOptions
 from quire.lsm.merge import parts, scan_parts
 from quire.lsm.sst_reader import SSTable
-from quire.lsm.view import LSN_MAX, prefix_end
+from quire.lsm.table_options import TableOptions
+from quire.lsm.view import LSN_MAX
+from quire.manifest.keys import prefix_end
 from quire.service.tickets import KV_IDS, LOAD_PAIRS, QUERY_KEYS, LoadPairs, TableDestination, TakeIds
 from quire.spark.access import disk_at
 from quire.spark.sources.base import KEEP_SECONDS, SINK_OPTIONS, Options, QuireSource, SourceReader

@@ -24,7 +24,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql.functions import col, lit, when
 
 from quire.spark.access import StoreLike, options_of
-from quire.spark.sessions import job_description, make_active
+from quire.spark.active_session import job_description, make_active
 from quire.spark.sources.base import default_partitions
 
 RANGES_MAX = 256
