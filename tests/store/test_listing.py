@@ -76,8 +76,8 @@ def test_the_last_writes_of_streams_and_key_value_sets_are_known_after_reopening
         for name in ("clicks", "orders"):
             store.stream(name).append(b"one").result()
         store.create_many(["later"])
-        for close in (lambda: store.kvs.close_database("cart"), lambda: store.streams.close_stream("clicks")):
-            close()
+        store.kvs.close_database("cart")
+        store.streams.close_stream("clicks")
         assert names(store, sort="written", limit=2) == ["clicks", "cart"]
     with quire.open(path) as store:
         assert set(names(store, sort="written", limit=4)) == {"clicks", "cart", "orders", "users"}
