@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 import msgspec
@@ -119,7 +118,7 @@ def _namespace(txn: ReadTxn, record: DbRecord) -> str:
 
 
 def live_databases(
-    txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING, appends: Mapping[int, int] = MappingProxyType({})
+    txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING, appends: Callable[[], Mapping[int, int]] = dict
 ) -> list[DatabaseInfo]:
     """Return the live databases that match the filter, in its order. Databases with damaged rows are left out and reported.
 

@@ -16,7 +16,6 @@ from functools import partial
 from heapq import merge, nlargest
 from itertools import islice
 from operator import itemgetter
-from types import MappingProxyType
 
 from msgspec.structs import replace
 
@@ -36,12 +35,11 @@ Write = tuple[int, int]
 """(time in milliseconds, database)."""
 
 
-def matching(
-    txn: ReadTxn, wanted: DatabaseFilter, appends: Mapping[int, int] = MappingProxyType({})
-) -> Iterator[Match]:
+def matching(txn: ReadTxn, wanted: DatabaseFilter, appends: Callable[[], Mapping[int, int]] = dict) -> Iterator[Match]:
     """Return (id, record) of the live databases that match the filter, in its order, at most `limit` of them.
 
-    `appends`: database → time in milliseconds of a write that may not be in the feed yet (`StreamEngine.last_appends`).
+    `appends` is called if the order needs it, and returns database → time in milliseconds of a write that may not be in the
+    feed yet (`StreamEngine.last_appends`).
     """
     wanted = checked(wanted)
     order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
@@ -77,9 +75,9 @@ def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:
     return not is_chosen and (not wanted.limit or txn.count(t.DB) <= wanted.limit)
 
 
-def _by_change(appends: Mapping[int, int], txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+def _by_change(appends: Callable[[], Mapping[int, int]], txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     seen: set[int] = set()
-    for _, db_id in merge(_appended(appends), _in_feed(txn), key=itemgetter(0), reverse=True):
+    for _, db_id in merge(_appended(appends()), _in_feed(txn), key=itemgetter(0), reverse=True):
         if db_id not in seen:
             seen.add(db_id)
             if (match := matching_record(txn, db_id, wanted)) is not None:
