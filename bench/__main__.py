@@ -42,7 +42,7 @@ MODULES = {
     "archive": ("archive", "archive_restore"),
     "kv": ("kv", "kv_tables", "kv_spark"),
     "lakehouse": ("lakehouse", "row_changes"),
-    "many": ("many_opening", "many"),
+    "many": ("many_opening", "many", "many_spark"),
     "spark": ("spark", "spark_changes"),
     "sqlite": ("sqlite", "sqlite_fork"),
     "stream": ("stream_records", "stream"),

@@ -32,6 +32,7 @@ without notice.
 REACHED = {
     "quire.connect(…)": "quire.service.client.Client",
     "store.heavy": "quire.store.heavy.Heavy",
+    "store.heavy.checkpoint_all()": "quire.jobs.job_results.JobResults",
     "store.mirrors": "quire.store.mirrors.Mirrors",
     "store.feed": "quire.manifest.feed.ChangeFeed",
     "store.manifest": "quire.manifest.store.ManifestStore",

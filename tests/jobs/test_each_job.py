@@ -98,12 +98,12 @@ def test_jobs_of_a_store_without_databases_do_nothing_and_report_progress(tmp_pa
 
     with quire.open(tmp_path / "store") as store:
         heavy = store.heavy
-        assert heavy.checkpoint_all(runner="threads", progress=progress("checkpoint")) == []
-        assert heavy.merge_all(runner="threads", progress=progress("merge")) == []
+        assert list(heavy.checkpoint_all(runner="threads", progress=progress("checkpoint"))) == []
+        assert list(heavy.merge_all(runner="threads", progress=progress("merge"))) == []
         swept = heavy.sweep(delete=True, runner="threads", progress=progress("sweep")).result
         assert (swept["objects"], swept["orphaned"], swept["lost"]) == (0, 0, 0)
         assert heavy.verify(runner="threads", progress=progress("verify")).result["verified"] == 0
-        assert heavy.stats(runner="threads", progress=progress("stats")) == []
+        assert list(heavy.stats(runner="threads", progress=progress("stats"))) == []
         assert heavy.audit(runner="threads", progress=progress("whole audit")).num_rows == 0
         assert heavy.recount(runner="threads", progress=progress("audit")) == []
     for name, counts in reports.items():

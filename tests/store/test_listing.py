@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import quire
 from quire.core.errors import InvalidInput
 from quire.manifest.reads import ReadTxn
+from quire.service.values import DatabaseFilter
+from quire.store.info import live_databases
 
 
 @pytest.fixture
@@ -49,6 +52,50 @@ def test_the_newest_change_comes_first(store: quire.Store) -> None:
     store.rename("free-1", "renamed")
     assert names(store, sort="written", limit=2) == ["renamed", "free-3"]
     assert sorted(names(store, sort="written")) == sorted(names(store)), "databases without a change come last"
+
+
+def test_appends_count_before_their_segment_is_sealed(store: quire.Store) -> None:
+    store.create_many(["orders"], "stream")
+    for name in ("clicks", "orders", "clicks"):
+        time.sleep(0.002)  # times are milliseconds
+        store.stream(name).append(b"one").result()
+        assert names(store, sort="written", limit=1) == [name]
+    time.sleep(0.002)
+    store.rename("free-1", "renamed")
+    assert names(store, sort="written", limit=3) == ["renamed", "clicks", "orders"]
+    assert names(store, sort="written", kind="stream") == ["clicks", "orders"]
+
+
+def test_the_last_writes_of_streams_and_key_value_sets_are_known_after_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "reopened"
+    with quire.open(path) as store:
+        store.create_many(["clicks", "orders"], "stream")
+        store.create_many(["cart", "users"], "kv")
+        for name in ("cart", "users"):
+            store.kv(name).put(b"a", b"1")
+        for name in ("clicks", "orders"):
+            store.stream(name).append(b"one").result()
+        store.create_many(["later"])
+        store.kvs.close_database("cart")
+        store.streams.close_stream("clicks")
+        assert names(store, sort="written", limit=2) == ["clicks", "cart"]
+    with quire.open(path) as store:
+        assert set(names(store, sort="written", limit=4)) == {"clicks", "cart", "orders", "users"}
+        store.kv("cart").get(b"a")
+        store.kvs.close_database("cart")
+        before = names(store, sort="written")
+        store.kv("users").put(b"a", b"2")
+        store.kvs.record_ends()  # as maintenance does every minute
+        assert names(store, sort="written") == ["users", *(name for name in before if name != "users")]
+
+
+def test_an_append_that_is_older_than_the_feed_changes_no_order(store: quire.Store) -> None:
+    with store.manifest.read() as txn:
+        newest = [info.name for info in live_databases(txn, DatabaseFilter(sort="written"))]
+        appended = {store.database("clicks").db_id: 1}
+        assert [
+            info.name for info in live_databases(txn, DatabaseFilter(sort="written"), lambda: appended)
+        ] == newest, "an append before the record of the feed that names the stream changes nothing"
 
 
 def test_the_largest_comes_first(store: quire.Store) -> None:

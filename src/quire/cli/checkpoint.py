@@ -27,10 +27,11 @@ from quire.core.errors import InvalidInput
 from quire.core.reader_info import ReaderInfo, reader_text
 from quire.jobs.checkpoint.plan import plan_merge, shape_of
 from quire.manifest import tables as t
-from quire.manifest.records import DbKind, JobKind, WalState
+from quire.manifest.records import DbKind, JobKind, JobState, WalState
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
+    from quire.jobs.job_results import JobResults
     from quire.manifest.jobqueue import Job
 
 Databases = Annotated[list[str] | None, Argument(metavar="[DB]...", help="The databases' names.", show_default=False)]
@@ -194,37 +195,41 @@ def _run_many(cli: Cli, names: list[str], kind: str, runner: str) -> CliResult:
             need_pages(store.database(name), f"have a {kind.lower()}")
         run = store.heavy.checkpoint_all if kind == "CHECKPOINT" else store.heavy.merge_all
         with bar(f"{kind.lower()} of {count_of(len(names), 'database') if names else 'all databases'}") as report:
-            jobs = run(names or None, runner=runner, progress=report)
+            results = run(names or None, runner=runner, progress=report)
         if kind == "CHECKPOINT":
-            for job in jobs:
+            for job in results:
                 if waiting := store.manifest.jobs.outstanding(job.db_id, JobKind.TRUNCATE):
                     store.worker.run(waiting)
-        failed = [job for job in jobs if job.record.error]
-        database_names = names_of(store.manifest, failed)
-    return CliResult(_many_report(kind, jobs, failed, database_names), PROBLEMS if failed else OK)
+        with store.manifest.read() as txn:
+            database_names = txn.database_names(failure.db_id for failure in results.failures)
+    return CliResult(_many_report(kind, results, database_names), PROBLEMS if results.failed else OK)
 
 
-def _many_report(kind: str, jobs: list[Job], failed: list[Job], database_names: dict[int, str]) -> Report:
-    done = [job.result for job in jobs if job.state.name == "SUCCEEDED" and job.result]
+def _many_report(kind: str, results: JobResults, database_names: dict[int, str]) -> Report:
+    failures = [(database_names.get(failure.db_id, ""), failure) for failure in results.failures]
     counts: dict[str, Any] = {
-        "databases": len(jobs),
-        "written": sum(bool(result.get("slots")) for result in done),
-        **{name: sum(result.get(name, 0) for result in done) for name in ("slots", "pages", "bytes", "segments")},
-        "put_off": sum(job.state.name == "PENDING" and not job.record.error for job in jobs),
-        "failed": [
-            {"database": database_names.get(job.db_id, ""), "job_id": job.job_id, "error": job.record.error}
-            for job in failed
-        ],
+        "databases": len(results),
+        "written": results.changed,
+        **{name: results.sums[name] for name in ("slots", "pages", "bytes", "segments")},
+        "put_off": results.states[JobState.PENDING] - results.retried,
+        "failures": results.failed,
+        "failed": [{"database": name, "job_id": failure.job_id, "error": failure.error} for name, failure in failures],
     }
-    text = f"{kind.lower()} of {count_of(len(jobs), 'database')}: {count_of(counts['slots'], 'slot')} written "
+    text = f"{kind.lower()} of {count_of(len(results), 'database')}: {count_of(counts['slots'], 'slot')} written "
     text += f"({count_of(counts['pages'], 'page')}, {size(counts['bytes'])}) in {counts['written']:,} of them"
     if counts["put_off"]:
         text += f", {counts['put_off']:,} postponed"
     parts: list[Note | Listing] = [Note(text=text, data=None)]
-    if failed:
-        rows = [ListingRow([database_names.get(job.db_id) or str(job.db_id), job.record.error], None) for job in failed]
-        parts.append(Listing(columns=["failed", "why"], rows=rows))
+    if failures:
+        rows = [ListingRow([name or str(failure.db_id), failure.error], None) for name, failure in failures]
+        parts.append(Listing(columns=["failed", "why"], rows=rows, closing=unlisted_failures(results)))
     return Report(parts=parts, data=counts)
+
+
+def unlisted_failures(results: JobResults) -> str:
+    """Format how many failures are not listed; empty if all are."""
+    more = results.failed - len(results.failures)
+    return f"{count_of(more, 'more failure')}: `quire jobs ls --state failed` lists them" if more else ""
 
 
 # ── dry run ───────────────────────────────────────────────────────────────────────────────────────────────────────────

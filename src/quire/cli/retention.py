@@ -12,11 +12,13 @@ one whose job failed; the exit code is then 1. A database that another job is wo
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
+from array import array
+from collections import Counter as Tally
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
@@ -30,14 +32,16 @@ from quire.cli.snapshots import share_clause, share_json, share_later, share_wor
 from quire.core.errors import InvalidInput, JobAlreadyPending, UnknownDatabase, UnknownJob, WouldDropEverything
 from quire.core.json_values import plain
 from quire.core.time_parsing import duration, parse_duration
-from quire.manifest.records import JobKind, RetentionRecord
-from quire.manifest.retention import check_policy, has_rules
+from quire.durable.spool import Spool
+from quire.jobs.job_results import JobResults
+from quire.manifest.records import JobKind, JobState, RetentionRecord
+from quire.manifest.retention import RetentionPlan, check_policy, has_rules
 from quire.store.exclusive_artifacts import ExclusiveShare, snapshots_share
 
 if TYPE_CHECKING:
     from quire.cli.command import Cli
     from quire.manifest.jobqueue import Job
-    from quire.manifest.retention import Decision, RetentionPlan
+    from quire.manifest.retention import Decision
     from quire.manifest.snapshots import SnapshotInfo
     from quire.manifest.store import ManifestStore
     from quire.store.store import Store
@@ -55,8 +59,11 @@ NO_POLICY = "no database has a retention policy: set one with `quire retention s
 ENDED = "another job was applying it, and has just ended"
 
 
-@dataclass(frozen=True)
-class _PendingDrop:
+LISTED_MAX = 1_000
+"""Most databases in the table of a run over all databases; with `--json`, all are listed."""
+
+
+class _PendingDrop(msgspec.Struct, frozen=True):
     """A database that would lose snapshots."""
 
     database: str
@@ -231,8 +238,8 @@ def _apply_one(cli: Cli, database: str, force: bool, yes: bool) -> Note:
 
 def _ended(store: Store, pending: _PendingDrop, force: bool) -> Job:
     """Run the job of one database now and return it finished. Raises the error it failed with."""
-    jobs = _run([pending], store, force)
-    if not jobs:
+    job = next(iter(_run([pending], store, force)), None)
+    if job is None:
         job_id, worker = _holder(store.manifest, pending.plan.db_id)
         hint = f"`quire jobs show {job_id}` shows its progress, `quire jobs cancel {job_id}` cancels it"
         raise JobAlreadyPending(
@@ -242,14 +249,14 @@ def _ended(store: Store, pending: _PendingDrop, force: bool) -> Job:
             job_id=job_id,
             worker=worker,
         )
-    if (failure := failure_of(jobs[0], f"the retention of {pending.database}")) is not None:
+    if (failure := failure_of(job, f"the retention of {pending.database}")) is not None:
         raise failure
-    return jobs[0]
+    return job
 
 
-def _run(pending: list[_PendingDrop], store: Store, force: bool, title: str = "") -> list[Job]:
+def _run(pending: Iterable[_PendingDrop], store: Store, force: bool, title: str = "") -> JobResults:
     """Run the jobs of these databases now. Each drops what was shown and no more."""
-    only = {item.plan.db_id: [snapshot.snapshot_id for snapshot in item.plan.dropped] for item in pending}
+    only = {item.plan.db_id: array("Q", (info.snapshot_id for info in item.plan.dropped)) for item in pending}
     if not title:
         return store.heavy.retention_all(force=force, only=only)
     with bar(title) as progress:
@@ -282,9 +289,9 @@ def _question(pending: _PendingDrop) -> str:
 
 
 # ── all databases ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def _pending_drops(manifest: ManifestStore) -> tuple[int, list[_PendingDrop]]:
+def _pending_drops(manifest: ManifestStore) -> tuple[int, Spool[_PendingDrop]]:
     """Return how many databases have a policy, and those that would lose snapshots."""
-    with_policy, pending = 0, []
+    with_policy, pending = 0, Spool(_PendingDrop)
     for db_id, _ in manifest.retention.databases():
         with suppress(UnknownDatabase):  # it has just been dropped
             policy_plan = manifest.retention.plan(db_id)
@@ -313,8 +320,8 @@ def _plan_all(cli: Cli) -> Listing:
         for item in pending
     ]
     closing = [f"{len(rows):,} of {count_of(with_policy, 'database')} with a policy would lose {_number(pending)}."]
-    if alone := [item for item in pending if item.plan.needs_force]:
-        closing.append(f"{count_of(len(alone), 'database')} would have none left and need `--force`.")
+    if alone := sum(item.plan.needs_force for item in pending):
+        closing.append(f"{count_of(alone, 'database')} would have none left and need `--force`.")
     closing.append("Drop them now: `quire retention apply --all`.")
     return Listing(
         columns=["database", ">snapshots", ">would drop", ">exclusive"],
@@ -327,69 +334,95 @@ def _plan_all(cli: Cli) -> Listing:
 def _apply_all(cli: Cli, force: bool, yes: bool) -> CliResult:
     """Drop the snapshots that no rule keeps, in every database that has a policy."""
     with cli.owner() as store:
-        manifest = store.manifest
-        with_policy, pending = _pending_drops(manifest)
-        refused = [item for item in pending if item.plan.needs_force and not force]
-        chosen = [item for item in pending if force or not item.plan.needs_force]
+        with_policy, pending = _pending_drops(store.manifest)
+        chosen, refused = Spool(_PendingDrop), Spool(_PendingDrop)
+        for item in pending:
+            (refused if item.plan.needs_force and not force else chosen).append(item)
+        report = _RunReport(with_policy, refused, as_json=cli.as_json)
         if chosen and not yes and not agreed(_question_of_all(chosen, refused), "nothing was dropped"):
-            return CliResult(_apply_report(with_policy, [], refused, [], {}, "nothing was dropped"), PROBLEMS)
-        jobs = _run(chosen, store, force, f"retention of {count_of(len(chosen), 'database')}") if chosen else []
-        mine = {job.db_id for job in jobs}
-        taken = {item.database: _holder(manifest, item.plan.db_id) for item in chosen if item.plan.db_id not in mine}
+            return CliResult(report.finished("nothing was dropped"), PROBLEMS)
+        jobs = _run(chosen, store, force, f"retention of {count_of(len(chosen), 'database')}") if chosen else ()
+        for item, job in _with_jobs(chosen, jobs):
+            report.add(item, job, store.manifest)
     nothing = "" if chosen else "nothing was dropped" if refused else _nothing(with_policy)
-    report = _apply_report(with_policy, chosen, refused, jobs, taken, nothing)
-    return CliResult(report, PROBLEMS if refused or report.data["failed"] else OK)
+    return CliResult(report.finished(nothing), PROBLEMS if refused or report.failures else OK)
 
 
-def _question_of_all(chosen: list[_PendingDrop], refused: list[_PendingDrop]) -> str:
+def _with_jobs(chosen: Iterable[_PendingDrop], jobs: Iterable[Job]) -> Iterator[tuple[_PendingDrop, Job | None]]:
+    """Yield each database with its job, which is missing if another worker holds it. Both are in the same order."""
+    rest = iter(jobs)
+    job = next(rest, None)
+    for item in chosen:
+        if job is not None and job.db_id == item.plan.db_id:
+            yield item, job
+            job = next(rest, None)
+        else:
+            yield item, None
+
+
+def _question_of_all(chosen: Spool[_PendingDrop], refused: Spool[_PendingDrop]) -> str:
     every = sum(item.plan.drops_everything for item in chosen)
     words = f"drop {_number(chosen)} of {count_of(len(chosen), 'database')}"
     if every:
         words += f" (EVERY snapshot of {every:,} of them)"
     if refused:
         words += f", skipping {len(refused):,} that would have none left"
-    return f"{words}, {share_clause(_sum(chosen), 2)}?"
+    return f"{words}, {share_clause(_sum(item.share for item in chosen), 2)}?"
 
 
-def _apply_report(
-    with_policy: int,
-    chosen: list[_PendingDrop],
-    refused: list[_PendingDrop],
-    jobs: list[Job],
-    taken: dict[str, tuple[int, str]],
-    instead: str,
-) -> Report:
-    """Report a run: a sentence (`instead`, if given), and a table of databases that were refused, failed or left alone."""
-    names = {item.plan.db_id: item.database for item in chosen}
-    done = {job.db_id: job.result for job in jobs if job.state.name == "SUCCEEDED"}
-    errors = [(job, job.record.error or "it was cancelled") for job in jobs if job.db_id not in done]
-    share = _sum(item for item in chosen if item.plan.db_id in done)
-    dropped = sum(result["dropped"] for result in done.values())
-    text = f"dropped {count_of(dropped, 'snapshot')} of {count_of(len(done), 'database')}{share_later(share)}"
-    rows = [
-        *([item.database, "refused", "no rule keeps any of its snapshots: use `--force`"] for item in refused),
-        *([names[job.db_id], "failed", error] for job, error in errors),
-        *([name, "left", f"job {job_id} is applying it" if job_id else ENDED] for name, (job_id, _) in taken.items()),
-    ]
-    table = Listing(columns=["database", "verdict", "why"], rows=[ListingRow(cells, None) for cells in rows])
-    data = {
-        "databases": with_policy,
-        "dropped": dropped,
-        "jobs": [
-            {"database": names[job.db_id], "db_id": job.db_id, "job_id": job.job_id, **_counts(done[job.db_id])}
-            for job in jobs
-            if job.db_id in done
-        ],
-        "refused": [{"database": item.database, "snapshots": len(item.plan.dropped)} for item in refused],
-        "failed": [{"database": names[job.db_id], "job_id": job.job_id, "error": error} for job, error in errors],
-        "taken": [{"database": name, "job_id": job_id, "worker": worker} for name, (job_id, worker) in taken.items()],
-        "share": share_json(share),
-    }
-    return Report(parts=[Note(text=instead or text, data=None), *([table] if rows else [])], data=data)
+class _RunReport:
+    """The report of a run: a sentence, and a table of databases that were refused, failed or left alone.
 
+    Single databases are listed only as far as they are shown.
+    """
 
-def _counts(result: dict[str, Any]) -> dict[str, int]:
-    return {"dropped": result["dropped"], "kept": result["kept"]}
+    def __init__(self, with_policy: int, refused: Spool[_PendingDrop], *, as_json: bool) -> None:
+        self.failures = 0
+        self._with_policy = with_policy
+        self._as_json = as_json
+        self._dropped = self._databases = self._unlisted = 0
+        self._share = ExclusiveShare()
+        self._rows: list[ListingRow] = []
+        self._json: dict[str, list[dict[str, Any]]] = {"jobs": [], "refused": [], "failed": [], "taken": []}
+        for item in refused:
+            why = "no rule keeps any of its snapshots: use `--force`"
+            self._list(item, "refused", why, snapshots=len(item.plan.dropped))
+
+    def add(self, item: _PendingDrop, job: Job | None, manifest: ManifestStore) -> None:
+        """Add what became of a database."""
+        if job is None:
+            job_id, worker = _holder(manifest, item.plan.db_id)
+            self._list(item, "left", f"job {job_id} is applying it" if job_id else ENDED, job_id=job_id, worker=worker)
+        elif job.state is JobState.SUCCEEDED:
+            counts = {"dropped": job.result["dropped"], "kept": job.result["kept"]}
+            self._databases += 1
+            self._dropped += counts["dropped"]
+            self._share = _sum((self._share, item.share))
+            if self._as_json:
+                self._json["jobs"].append(
+                    {"database": item.database, "db_id": job.db_id, "job_id": job.job_id, **counts}
+                )
+        else:
+            self.failures += 1
+            error = job.record.error or "it was cancelled"
+            self._list(item, "failed", error, job_id=job.job_id, error=error)
+
+    def _list(self, item: _PendingDrop, verdict: str, why: str, **more: Any) -> None:
+        if self._as_json:
+            self._json["taken" if verdict == "left" else verdict].append({"database": item.database, **more})
+        elif len(self._rows) < LISTED_MAX:
+            self._rows.append(ListingRow([item.database, verdict, why], None))
+        else:
+            self._unlisted += 1
+
+    def finished(self, instead: str) -> Report:
+        """Return the report; `instead`, if given, replaces its sentence."""
+        dropped = f"{count_of(self._dropped, 'snapshot')} of {count_of(self._databases, 'database')}"
+        sentence = Note(text=instead or f"dropped {dropped}{share_later(self._share)}", data=None)
+        more = f"{count_of(self._unlisted, 'more database')}; `--json` lists all" if self._unlisted else ""
+        table = Listing(columns=["database", "verdict", "why"], rows=self._rows, closing=more)
+        totals = {"databases": self._with_policy, "dropped": self._dropped, "share": share_json(self._share)}
+        return Report(parts=[sentence, *([table] if self._rows else [])], data={**totals, **self._json})
 
 
 def _nothing(with_policy: int) -> str:
@@ -400,19 +433,16 @@ def _nothing(with_policy: int) -> str:
     )
 
 
-def _number(pending: list[_PendingDrop]) -> str:
+def _number(pending: Iterable[_PendingDrop]) -> str:
     return count_of(sum(len(item.plan.dropped) for item in pending), "snapshot")
 
 
-def _sum(pending: Iterable[_PendingDrop]) -> ExclusiveShare:
-    """Sum up the exclusive shares of the databases. What only two of them share with each other is not counted."""
-    shares = [item.share for item in pending]
-    return ExclusiveShare(
-        chunks=sum(share.chunks for share in shares),
-        deltas=sum(share.deltas for share in shares),
-        wal_segments=sum(share.wal_segments for share in shares),
-        size_bytes=sum(share.size_bytes for share in shares),
-    )
+def _sum(shares: Iterable[ExclusiveShare]) -> ExclusiveShare:
+    """Sum up exclusive shares. What only two databases share with each other is not counted."""
+    sums: Tally[str] = Tally()
+    for share in shares:
+        sums.update(msgspec.structs.asdict(share))
+    return ExclusiveShare(**sums)
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

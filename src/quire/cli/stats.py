@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Collection, Iterable, Iterator
+from heapq import nsmallest
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec.structs import replace
 
@@ -70,9 +71,9 @@ def stats(
     path = os.path.abspath(cli.path)
     if runner:
         with cli.owner() as store, bar("stats") as report:
-            usages = store.heavy.stats(runner=runner, progress=report)
+            rows = store.heavy.stats(runner=runner, progress=report)
             with store.manifest.read() as txn:
-                shown, closing = _of_all(txn, usages, measure(path), wanted, sort=sort, snapshots=snapshots)
+                shown, closing = _of_all(txn, rows, measure(path), wanted, sort=sort, snapshots=snapshots)
     else:
         with cli.reader() as manifest, manifest.read() as txn:
             if sort in SORTS or not most or txn.count(t.DB) <= most:
@@ -113,23 +114,35 @@ def _of_page(
 
 
 def _of_all(
-    txn: ReadTxn, usages: list[Usage], space: Space, wanted: DatabaseFilter, *, sort: str, snapshots: bool
+    txn: ReadTxn, usages: Iterable[Usage], space: Space, wanted: DatabaseFilter, *, sort: str, snapshots: bool
 ) -> tuple[list[Usage], str]:
-    """Return (rows, closing lines) from the figures of all databases."""
-    usages = with_disk(usages, space)
-    closing = _on_disk(usages, txn.damaged_databases(), space)
-    shown = [row for row in usages if snapshots or not row.snapshot]
-    if wanted.sort != "name" or wanted.kind or wanted.tag or wanted.prefix or wanted.after:
-        places = {db_id: place for place, (db_id, _) in enumerate(matching(txn, replace(wanted, limit=0)))}
-        shown = sorted((row for row in shown if row.db_id in places), key=lambda row: places[row.db_id])
-    elif sort == "name":
-        shown.sort(key=lambda row: row.database)  # stable: the snapshots of each database keep their order
+    """Return (rows, closing lines) from the figures of all databases; only the rows that are shown are kept in memory."""
+    counts, unlisted = {"rows": 0}, set(space.databases)
+    is_chosen = wanted.sort != "name" or wanted.kind or wanted.tag or wanted.prefix or wanted.after
+    matches = matching(txn, replace(wanted, limit=0)) if is_chosen else ()
+    places = {db_id: place for place, (db_id, _) in enumerate(matches)}
+
+    def chosen() -> Iterator[Usage]:
+        for row in with_disk(usages, space):
+            unlisted.discard(row.db_id)
+            if (snapshots or not row.snapshot) and (row.db_id in places or not is_chosen):
+                counts["rows"] += 1
+                yield row
+
+    order = _order(sort, places if is_chosen else None)
+    shown = nsmallest(wanted.limit, chosen(), key=order) if wanted.limit else sorted(chosen(), key=order)
+    closing = _on_disk(unlisted, txn.damaged_databases(), space)
+    left_out = counts["rows"] - len(shown)
+    return shown, f"{count_of(left_out, 'more row')}\n{closing}" if left_out else closing
+
+
+def _order(sort: str, places: dict[int, int] | None) -> Callable[[Usage], Any]:
+    """Return the key to sort by. Rows of one key keep their order: the snapshots of a database follow it."""
     if sort in SORTS:
-        shown.sort(key=lambda row: getattr(row, SORTS[sort]), reverse=True)
-    left_out = len(shown) - wanted.limit if wanted.limit else 0
-    if left_out > 0:
-        shown, closing = shown[: wanted.limit], f"{count_of(left_out, 'more row')}\n{closing}"
-    return shown, closing
+        return lambda row: -getattr(row, SORTS[sort])
+    if places is not None:
+        return lambda row: places[row.db_id]
+    return lambda row: row.database  # dropped databases have no place in the index of names
 
 
 def _outlook(manifest: ManifestStore) -> Report:
@@ -143,10 +156,9 @@ def _outlook(manifest: ManifestStore) -> Report:
     return Report(parts=[Facts(lines=list(facts.items()), data=facts)], data=data)
 
 
-def _on_disk(usages: list[Usage], damaged: Collection[int], space: Space) -> str:
+def _on_disk(unlisted: set[int], damaged: Collection[int], space: Space) -> str:
     """Describe the space that the store's directory uses, and how much of it belongs to no listed database."""
     others = {name: amount for name, amount in sorted(space.others.items()) if name != "store"}
-    unlisted = space.databases.keys() - {usage_row.db_id for usage_row in usages}
     others["damaged databases"] = sum(space.databases[db_id] for db_id in unlisted.intersection(damaged))
     others["dropped databases"] = sum(space.databases[db_id] for db_id in unlisted.difference(damaged))
     others["other files"] = space.others.get("store", 0)

@@ -72,7 +72,12 @@ class KvProjection:
             if ends == self._recorded:
                 return
             try:
-                self._manifest.submit([RecordLsmEnds(self._db_id, ends)]).result()
+                ops: list[Op] = [RecordLsmEnds(self._db_id, ends)]
+                if ends.last_lsn > (self._recorded.last_lsn if self._recorded is not None else 0):
+                    ops.append(
+                        FoldLsm(self._db_id, [])
+                    )  # ends are not in the feed: this tells it that rows were written
+                self._manifest.submit(ops).result()
                 self._recorded = ends
             except QuireError as error:
                 emit("warning", "lsm.ends_not_recorded", db_id=self._db_id, error=str(error))

@@ -4,7 +4,8 @@ Terms
   runner   what reads and writes the bytes: "threads", "spark", or "auto" (threads below 256 MiB of work, else Spark)
 
 Each is a job in the manifest whose driver side runs now, in the calling thread: `quire jobs` shows it, it can be cancelled, and
-it continues after a crash. Work over many databases is one job per database, and one run for up to `WAVE` of them.
+it continues after a crash. Work over many databases is one job per database, and one run for up to `WAVE` of them. Results of
+many databases are spooled: they are counted and summed in memory, and read one by one.
 
 Threads: any. Raises the errors of the jobs, and `SparkUnavailable` if Spark was requested.
 """
@@ -12,6 +13,7 @@ Threads: any. Raises the errors of the jobs, and `SparkUnavailable` if Spark was
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -22,11 +24,13 @@ from quire.core.barrier import changes
 from quire.core.clock import SystemClock
 from quire.durable.files import OsDisk
 from quire.durable.space import measure
+from quire.durable.spool import Spool
 from quire.jobs.archive_window import remove_abandoned
 from quire.jobs.audit.table import COUNTED_RULES, audit_table, damaged, write_report
 from quire.jobs.checkpoint.many import run_many
 from quire.jobs.enqueue import prepare_checkpoint, start
 from quire.jobs.handler import Handler, Progress
+from quire.jobs.job_results import JobResults
 from quire.jobs.locations import StorePool
 from quire.jobs.restore.job import need_no_file
 from quire.jobs.retention import apply_many
@@ -81,7 +85,7 @@ class Heavy:
     @changes
     def checkpoint_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
-    ) -> list[Job]:
+    ) -> JobResults:
         """Checkpoint these page databases, or all that have WAL of their own, and return the finished jobs.
 
         Databases are processed in waves of `WAVE`, each of which is one run. A fork that was never written to has nothing to
@@ -98,7 +102,7 @@ class Heavy:
     @changes
     def merge_all(
         self, names: Iterable[str] | None = None, *, runner: str = "", progress: Progress = no_tick
-    ) -> list[Job]:
+    ) -> JobResults:
         """Merge the chains of these page databases, or of all that have chunks, in waves of `WAVE`, and return the jobs."""
 
         def run(db_ids: list[int], watch: Progress) -> list[Job]:
@@ -217,12 +221,18 @@ class Heavy:
         return result
 
     @changes
-    def stats(self, *, runner: str = "", progress: Progress = no_tick) -> list[Usage]:
-        """Return the space used by each database and snapshot: exclusive, shared, and by tier."""
-        usage: list[Usage] = []
-        handler = partial(stats_job, into=usage.extend)
-        self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, handler)
-        return with_disk(usage, measure(self._store.path))
+    def stats(self, *, runner: str = "", progress: Progress = no_tick) -> Spool[Usage]:
+        """Return the space used by each database, followed by its snapshots: exclusive, shared, and by tier.
+
+        `len()` of the result counts them, and iteration reads them one by one.
+        """
+        rows = Spool(Usage)
+
+        def keep(usages: Iterable[Usage]) -> None:
+            rows.extend(with_disk(usages, measure(self._store.path)))
+
+        self._run_to_end(JobKind.STATS, 0, {"runner": runner}, progress, partial(stats_job, into=keep))
+        return rows
 
     @changes
     def retention_all(
@@ -232,15 +242,16 @@ class Heavy:
         force: bool = False,
         only: Mapping[int, Collection[int]] | None = None,
         progress: Progress = no_tick,
-    ) -> list[Job]:
+    ) -> JobResults:
         """Apply the policies of these databases, or of all that have one, in waves of `WAVE`, and return the finished jobs.
 
         With `only` (database id → snapshot ids), no other snapshots and no other databases are touched. `force` also drops the
         last snapshots of a database. Bytes are deleted after the grace period, as always. A database whose retention job
-        another worker is running is not in the result.
+        another worker is running is not in the result. All of it is work on rows of the manifest, so it always runs in this
+        process.
         """
         if only is not None:
-            db_ids: Iterable[int] = list(only)
+            db_ids: Iterable[int] = only
         elif names is None:
             db_ids = self._owners(t.RETENTION)
         else:
@@ -282,23 +293,25 @@ class Heavy:
         with self._manifest.read() as txn:
             return txn.database_id(name)
 
-    def _ids_of(self, names: Iterable[str]) -> list[int]:
-        return [self._id_of(name) for name in checked_names(names)]
+    def _ids_of(self, names: Iterable[str]) -> array[int]:
+        # All names are looked up before anything is done: an unknown one must not end a run halfway.
+        return array("Q", (self._id_of(name) for name in checked_names(names)))
 
     def _in_waves(
         self, db_ids: Iterable[int], run: Callable[[list[int], Progress], list[Job]], progress: Progress
-    ) -> list[Job]:
+    ) -> JobResults:
         """Call `run` for many databases, `WAVE` at a time, which bounds what one run plans and holds in memory."""
         with self._manifest.read() as txn:
             total = txn.count(t.DB)
-        jobs: list[Job] = []
+        results = JobResults()
         rest, done, monotonic = iter(db_ids), 0, MonotonicProgress(progress)
         while wave := list(islice(rest, WAVE)):
             is_all = not done and len(wave) < WAVE
-            jobs += run(wave, monotonic if is_all else part(monotonic, done, done + len(wave), total))
+            results.add(run(wave, monotonic if is_all else part(monotonic, done, done + len(wave), total)))
             done += len(wave)
         monotonic.over()  # also after no wave, and if fewer databases than `total` were processed
-        return jobs
+        results.skipped = done - len(results)
+        return results
 
     def _owners(self, table: t.Table[Any]) -> Iterator[int]:
         """Yield the databases that have rows in a table, without holding a transaction between two steps."""

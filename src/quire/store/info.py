@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter as Tally
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
@@ -117,10 +117,15 @@ def _namespace(txn: ReadTxn, record: DbRecord) -> str:
     return "" if row is None else row.name or str(record.namespace_id)
 
 
-def live_databases(txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING) -> list[DatabaseInfo]:
-    """Return the live databases that match the filter, in its order. Databases with damaged rows are left out and reported."""
+def live_databases(
+    txn: ReadTxn, wanted: DatabaseFilter = EVERYTHING, appends: Callable[[], Mapping[int, int]] = dict
+) -> list[DatabaseInfo]:
+    """Return the live databases that match the filter, in its order. Databases with damaged rows are left out and reported.
+
+    `appends` is that of `matching`.
+    """
     live = []
-    for db_id, record in matching(txn, wanted):
+    for db_id, record in matching(txn, wanted, appends):
         try:
             live.append(_describe(txn, db_id, record))
         except ManifestDamaged as error:

@@ -2,8 +2,8 @@
 
 By name: the index of names is scanned from the start of the page, so a page costs the rows it shows and those a filter skips.
 By newest change: the change feed is scanned backwards from its end, and the last record that names a database is its newest
-change: a published commit, a sealed segment, a flushed table, but also a rename, a snapshot or a fork. Databases without a
-record come last, by name.
+change: a published commit, a sealed segment, a flushed table, but also a rename, a snapshot or a fork. The owner adds appends
+to open streams, which have no record until their segment is sealed. Databases without a record come last, by name.
 By size: every database is read once, and only the page is kept in memory.
 
 Pure functions of a read transaction. Raises `InvalidInput`.
@@ -11,9 +11,11 @@ Pure functions of a read transaction. Raises `InvalidInput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from heapq import nlargest
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from heapq import merge, nlargest
 from itertools import islice
+from operator import itemgetter
 
 from msgspec.structs import replace
 
@@ -29,13 +31,20 @@ from quire.store.listing_by_name import Match, by_name, matching_record
 
 SORTS = ("name", "written", "size")
 
+Write = tuple[int, int]
+"""(time in milliseconds, database)."""
 
-def matching(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
-    """Return (id, record) of the live databases that match the filter, in its order, at most `limit` of them."""
+
+def matching(txn: ReadTxn, wanted: DatabaseFilter, appends: Callable[[], Mapping[int, int]] = dict) -> Iterator[Match]:
+    """Return (id, record) of the live databases that match the filter, in its order, at most `limit` of them.
+
+    `appends` is called if the order needs it, and returns database → time in milliseconds of a write that may not be in the
+    feed yet (`StreamEngine.last_appends`).
+    """
     wanted = checked(wanted)
     order: dict[str, Callable[[ReadTxn, DatabaseFilter], Iterator[Match]]] = {
         "name": by_name,
-        "written": _by_change,
+        "written": partial(_by_change, appends),
         "size": _by_size,
     }
     return islice(order[wanted.sort](txn, wanted), wanted.limit or None)
@@ -66,21 +75,34 @@ def is_whole(txn: ReadTxn, wanted: DatabaseFilter) -> bool:
     return not is_chosen and (not wanted.limit or txn.count(t.DB) <= wanted.limit)
 
 
-def _by_change(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
+def _by_change(appends: Callable[[], Mapping[int, int]], txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:
     seen: set[int] = set()
+    for _, db_id in merge(_appended(appends()), _in_feed(txn), key=itemgetter(0), reverse=True):
+        if db_id not in seen:
+            seen.add(db_id)
+            if (match := matching_record(txn, db_id, wanted)) is not None:
+                yield match
+    yield from (match for match in by_name(txn, wanted) if match[0] not in seen)
+
+
+def _appended(appends: Mapping[int, int]) -> list[Write]:
+    return sorted(((at_ms, db_id) for db_id, at_ms in appends.items()), reverse=True)
+
+
+def _in_feed(txn: ReadTxn) -> Iterator[Write]:
+    """Yield the databases that the records of the feed name, from its end."""
+    at_ms = 2**63
     for key, raw in txn.raw_scan_back(CHANGE_LOG):
         try:
             record = CHANGE_LOG.rows.decode(key, raw)
         except ManifestDamaged:
             continue
+        at_ms = min(at_ms, record.committed_at_ms)  # a clock that was set back must not disturb the order of the feed
         for op in record.operations:
             touches = TOUCHES.get(type(op))
             for db_id in touches.databases(op) if touches is not None else ():
-                if db_id and db_id not in seen:
-                    seen.add(db_id)
-                    if (match := matching_record(txn, db_id, wanted)) is not None:
-                        yield match
-    yield from (match for match in by_name(txn, wanted) if match[0] not in seen)
+                if db_id:
+                    yield at_ms, db_id
 
 
 def _by_size(txn: ReadTxn, wanted: DatabaseFilter) -> Iterator[Match]:

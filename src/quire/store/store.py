@@ -538,7 +538,7 @@ class Store:
         """Return the live databases, filtered by `prefix`, `kind` and `tag` ("plan" or "plan=free"), sorted by `sort`: "name",
         "written" or "size". `limit` returns one page; `after`, the last name of a page, starts the next one."""
         with self.manifest.read() as txn:
-            return live_databases(txn, DatabaseFilter(**wanted))
+            return live_databases(txn, DatabaseFilter(**wanted), lambda: self.streams.last_appends())
 
     def database(self, name: str | int) -> DatabaseInfo:
         """Return a database by name or id."""

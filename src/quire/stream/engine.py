@@ -243,6 +243,15 @@ class StreamEngine:
         with self._lock:
             return self._open.cores()
 
+    def last_appends(self) -> dict[int, int]:
+        """Return stream → time of its last append in milliseconds, of the open streams that were appended to.
+
+        The feed has the appends of all others: closing a stream seals its segment.
+        """
+        if self._manifest.read_only:
+            return {}
+        return {stream.stream_id: stream.hot.last_append_ms for stream in self.streams() if stream.hot.last_append_ms}
+
     @changes
     def snapshot(self, db: int | str, name: str = "", *, tags: dict[str, str] | None = None) -> SnapshotInfo:
         """Take a snapshot of a stream as of now."""

@@ -144,6 +144,8 @@ class HotLog:
         """The id after the last durable record."""
         self.syncs = 0
         self.last_synced = LastSynced(0, 0, [])
+        self.last_append_ms = 0
+        """Time of the last block written since the stream was opened; 0 if there is none."""
         # set, never cleared
         self.failure: QuireError | None = None
         self.barrier: Barrier | None = None
@@ -276,6 +278,7 @@ class HotLog:
             segment.offsets.append(mark[1])
             segment.stamps.append(stamp)
         segment.crc, segment.offset, segment.written = crc, offset, first
+        self.last_append_ms = stamp
         if sync:
             self._synced(segment)
             if type(run.payloads) is list and run.size <= BLOCK_BYTES:

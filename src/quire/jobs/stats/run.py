@@ -29,9 +29,6 @@ SUMS = (
 WHOLE = -1
 """In place of a snapshot id: the database with its snapshots."""
 
-Holder = tuple[int, int]
-"""(database, snapshot); the whole of a database, with its snapshots, is (database, -1)."""
-
 Numbers = NDArray[np.uint64]
 Sums = NDArray[np.int64]
 
