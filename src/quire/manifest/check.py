@@ -133,8 +133,8 @@ def check(
 ) -> Iterator[Problem]:
     """Yield every broken rule of the snapshot except those in `without`; work that only those rules need is skipped.
 
-    `checks`: run only these of `CHECK_NAMES` and `STORE_CHECK_NAMES`. `since`: the change log was already checked up to
-    this point.
+    `checks`: run only these of `CHECK_NAMES`, `STORE_CHECK_NAMES` and `CHANGED_CHECK_NAMES`. `since`: the change log was
+    already checked up to this point.
     """
     is_whole = True
     for function, rules in _CHECKS:
@@ -193,6 +193,14 @@ def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Pr
 
     findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
     for rule, what, key, fix, leak in findings:
+        yield Problem(rule, what, {"artifact": key}, fix, leak)
+
+
+def _check_held(txn: ReadTxn) -> Iterator[Problem]:
+    """Check what the rows of a view hold, without counting the other holders (`changed_rows.ChangedRows`)."""
+    from quire.manifest.holders import check_held  # as above
+
+    for rule, what, key, fix, leak in check_held(txn):
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 
 
@@ -538,11 +546,26 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[str]], ..
     (_check_heads, frozenset({"P1", "P2"})),
     (_check_feed, frozenset({"F1", "F2", "G1"})),
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),
+    (_check_held, frozenset({"K1", "R1", "R2", "R3", "S2", "S4"})),
 )
 """The checks, each with the rules that it may report."""
 
 STORE_CHECK_NAMES = frozenset({"_check_store_rows", "_check_watermarks", "_check_feed"})
 """Checks of rows about the store itself, whose number does not depend on the number of databases."""
 
-CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function is not _check_store_rows)
+CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function not in (_check_store_rows, _check_held))
 """Checks that together cover the whole manifest."""
+
+CHANGED_CHECK_NAMES = frozenset(
+    {
+        "_check_decodes",
+        "_check_databases",
+        "_check_owners",
+        "_check_snapshots",
+        "_check_wal",
+        "_check_jobs",
+        "_check_heads",
+        "_check_held",
+    }
+)
+"""Checks of the databases and jobs that a view of changed rows has."""
