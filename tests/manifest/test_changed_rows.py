@@ -11,7 +11,7 @@ import pytest
 
 from quire.core.clock import SystemClock
 from quire.core.errors import ManifestDamaged
-from quire.manifest import overlay
+from quire.manifest import changed_rows, overlay
 from quire.manifest import tables as t
 from quire.manifest.changed_rows import Changed, ChangedRows, changed_since, known_names
 from quire.manifest.check import CHANGED_CHECK_NAMES, CONTAINED, check
@@ -225,6 +225,21 @@ def test_without_all_changes_since_the_point_everything_is_checked(path: str, mo
     die(manifest)
     with ManifestStore.open(path) as manifest:
         assert set(manifest.env.refused) == {("database", 1)}
+
+
+def test_everything_is_checked_if_most_databases_changed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk over all rows is faster then."""
+    monkeypatch.setattr(changed_rows, "FEW_DATABASES", 2)
+    create_databases(path, 6)
+    for named, is_found in ((1, False), (5, True)):
+        manifest = ManifestStore.open(path)
+        for db_id in range(1, named + 1):
+            commit(manifest, chunk(9, db_id=db_id))
+        if not is_found:
+            delete_row(t.WAL_STATE, 0)(manifest, 6)
+        die(manifest)
+        with ManifestStore.open(path) as manifest:
+            assert (("database", 6) in manifest.env.refused) is is_found
 
 
 def test_a_point_is_recorded_after_the_check_of_an_open(path: str) -> None:

@@ -14,7 +14,8 @@ view:
 Rows of `CONTAINED` tables are not in it: they can close nothing, and reading a damaged one raises.
 
 The log names everything only if it has every change since the point, which is why trimming keeps them
-(`overlay.trimmed_below`). If it does not, `changed_since` returns `None`. That it is the log of this point, and not that of
+(`overlay.trimmed_below`). If it does not, or names so many databases that a walk over all rows is faster, `changed_since`
+returns `None`. That it is the log of this point, and not that of
 a copy of the store with another history, is shown by the generations, which the check compares (G1).
 
 Threads: a transaction belongs to its thread. Raises the errors of reading.
@@ -45,6 +46,13 @@ from quire.manifest.records import DbRecord, JobState
 
 STORE_WIDE = 0
 """In place of a database: the counts of namespaces, and the gates of jobs about the whole store."""
+
+
+FEW_DATABASES = 1_000
+"""So many changed databases are always read by seeks: a tenth of a second."""
+
+SEEK_COST = 4
+"""How many times as long the rows of one database take that are found by seeks, compared with a walk over all rows."""
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -80,7 +88,8 @@ def _named_since(txn: ReadTxn, point: CheckedPoint) -> tuple[set[int], set[int]]
     return (databases, jobs) if preceding(gaps, expected) == txn.feed_bounds()[1] else None
 
 
-def _with_relatives(txn: ReadTxn, databases: set[int], jobs: set[int]) -> Changed:
+def _with_relatives(txn: ReadTxn, databases: set[int], jobs: set[int]) -> Changed | None:
+    """Return these databases and jobs and those related to them; `None` if reading everything is faster."""
     jobs |= {job_id for (job_id,), _ in txn.scan(t.JOB_LEASES)}
     for job in map(txn.job, jobs):
         if job is not None:
@@ -92,6 +101,8 @@ def _with_relatives(txn: ReadTxn, databases: set[int], jobs: set[int]) -> Change
             holders = [txn.get(t.DB_NAMES, name) for name in known_names(db_id, record)]
             unseen |= {record.parent_db_id, *(row.value for row in holders if row is not None)} - databases
             databases |= unseen
+    if len(databases) > FEW_DATABASES and SEEK_COST * len(databases) > txn.count(t.DB):
+        return None
     jobs |= {row.value for db_id in databases for _, row in txn.scan(t.JOB_PENDING_INDEX, db_id)}
     return Changed(frozenset(databases), frozenset(jobs))
 

@@ -188,19 +188,19 @@ _COUNTING = frozenset({"R1", "R4", "S2"})
 
 
 def _check_holders(txn: ReadTxn, without: Set[str] = frozenset()) -> Iterator[Problem]:
-    # Imported here because it loads numpy, which importing this module must not.
-    from quire.manifest.holders import check_rows, count_holders
-
-    findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
-    for rule, what, key, fix, leak in findings:
-        yield Problem(rule, what, {"artifact": key}, fix, leak)
+    return _findings(txn, "check_rows" if without >= _COUNTING else "count_holders")
 
 
 def _check_held(txn: ReadTxn) -> Iterator[Problem]:
     """Check what the rows of a view hold, without counting the other holders (`changed_rows.ChangedRows`)."""
-    from quire.manifest.holders import check_held  # as above
+    return _findings(txn, "check_held")
 
-    for rule, what, key, fix, leak in check_held(txn):
+
+def _findings(txn: ReadTxn, entry_point: str) -> Iterator[Problem]:
+    # Imported here because it loads numpy, which importing this module must not.
+    from quire.manifest import holders
+
+    for rule, what, key, fix, leak in getattr(holders, entry_point)(txn):
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 
 

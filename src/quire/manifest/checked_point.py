@@ -59,12 +59,17 @@ class CheckedPoint(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def transaction_of(txn: ReadTxn) -> int:
+    """Return the id of the transaction whose state a snapshot shows."""
+    return int(txn._txn.id())
+
+
 def point_of(env: ManifestEnv) -> CheckedPoint:
     """Return the checked point of a manifest that is now known to be in order."""
     with ReadTxn(env) as txn:
         return CheckedPoint(
             store_id=txn.store_id(),
-            transaction=txn.transaction_id(),
+            transaction=transaction_of(txn),
             sequence=txn.feed_bounds()[1],
             generations={component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)},
         )
@@ -78,7 +83,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     except (FileNotFoundError, StorageFault, msgspec.MsgspecError):
         return None
     with ReadTxn(env) as txn:
-        if point is None or not point.is_of(txn, txn.transaction_id()):
+        if point is None or not point.is_of(txn, transaction_of(txn)):
             return None
     env.checked_sequence = point.sequence
     return point

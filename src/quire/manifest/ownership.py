@@ -27,7 +27,7 @@ from quire.manifest.check import (
     check,
     closed_subjects,
 )
-from quire.manifest.checked_point import CheckedPoint, forget_point, point_of, read_point, write_point
+from quire.manifest.checked_point import CheckedPoint, forget_point, point_of, read_point, transaction_of, write_point
 from quire.manifest.env import ManifestEnv
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.base import Counter
@@ -61,8 +61,9 @@ def take_ownership(
         forget_point(env)  # repairs of indexes are not in the change log
     migrate(env, clock)
     point = read_point(env)
-    left = CHECK_NAMES if _is_sound_since(env, point) else ()
-    problems = [] if left else _problems(env)
+    is_sound = _is_sound_since(env, point)
+    left = CHECK_NAMES if is_sound else ("_check_feed",) if point is not None else ()
+    problems = [] if is_sound else _problems(env, point)
     if not problems and (reached := point_of(env)) != point:
         # As at a clean close: a process that dies again and again must not check the same changes at every open.
         write_point(env, reached)
@@ -96,7 +97,7 @@ def _is_sound_since(env: ManifestEnv, point: CheckedPoint | None) -> bool:
     if point is None:
         return False
     with ReadTxn(env) as txn:
-        is_unchanged = point.transaction == txn.transaction_id()
+        is_unchanged = point.transaction == transaction_of(txn)
         changed = None if is_unchanged else changed_since(txn, point)
         if (changed is None and not is_unchanged) or any(check(txn, checks=STORE_CHECK_NAMES, since=point)):
             return False
@@ -147,11 +148,11 @@ def _refuse(problems: Iterable[Problem], path: str) -> None:
         )
 
 
-def _problems(env: ManifestEnv) -> list[Problem]:
-    """Check everything, and return the problems that are not leaks."""
+def _problems(env: ManifestEnv, since: CheckedPoint | None = None) -> list[Problem]:
+    """Check everything, except the change log up to `since`, and return the problems that are not leaks."""
     env.refused.clear()
     with ReadTxn(env) as txn:
-        problems = propose(txn, [problem for problem in check(txn) if not problem.leak])
+        problems = propose(txn, [problem for problem in check(txn, since=since) if not problem.leak])
         if any(problem.rule == "K1" and closed_subjects(problem) for problem in problems):
             # A damaged row hides what its rules would report about other rows, so they are checked again without it.
             # Their reports are then no reason to change anything, because the row may be what they miss.

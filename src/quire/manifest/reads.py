@@ -240,10 +240,6 @@ class ReadTxn:
         except lmdb.Error as error:
             raise self._explain(error) from error
 
-    def transaction_id(self) -> int:
-        """Return the id of the transaction whose state this snapshot shows."""
-        return int(self._txn.id())
-
     def count(self, table: t.Table[Any] | str) -> int:
         """Return the number of rows of a table; reads one page."""
         if self._ticket is None:
