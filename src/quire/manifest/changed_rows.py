@@ -15,8 +15,8 @@ Rows of `CONTAINED` tables are not in it: they can close nothing, and reading a 
 
 The log names everything only if it has every change since the point, which is why trimming keeps them
 (`overlay.trimmed_below`). If it does not, or names so many databases that a walk over all rows is faster, `changed_since`
-returns `None`. That it is the log of this point, and not that of
-a copy of the store with another history, is shown by the generations, which the check compares (G1).
+returns `None`. That it is the log of this point, and not that of a copy of the store with another history, is shown by the
+generations, which the check compares (G1).
 
 Threads: a transaction belongs to its thread. Raises the errors of reading.
 """
