@@ -1,17 +1,23 @@
-"""Opening a manifest by the length of its feed: a part of `python -m bench many`.
+"""Opening by the length of the feed, and after an owner was killed: a part of `python -m bench many`.
 
-The opponent is reading the same rows once and decoding them, which any check of everything has to do.
+The opponent of a long feed is reading the same rows once and decoding them, which any check of everything has to do. Opening
+after a kill is compared with its bound, 3 s, and with a check of everything.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import shutil
+import signal
 import time
 from pathlib import Path
 
 import quire
 from bench.manifest import chunk_op, fresh
-from bench.report import Report, alternate
+from bench.report import Report, alternate, drop_page_cache
+from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.durable.names import MANIFEST_CHECKED
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checked_point import SUFFIX
@@ -71,4 +77,55 @@ def read_seconds(path: str) -> float:
         return time.process_time() - started
 
 
-PARTS = (opening,)
+def after_kill(report: Report, directory: Path, quick: bool) -> None:
+    """Open a store of many databases after its owner, which wrote to some of them, was killed by SIGKILL."""
+    count, active = (2_000, 100) if quick else (100_000, 1_000)
+    path, rounds = directory / "killed", 1 if quick else 3
+    with quire.open(path) as store:
+        with store.sqlite("template", create=True) as database:
+            database.execute("CREATE TABLE t(x)")
+        store.fork_many("template", [f"tenant-{number}" for number in range(count)])
+    writer = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(path, active))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL, "the owner did not reach its end"
+    warm, whole = alternate(rounds, lambda: open_copy(path), lambda: open_copy(path, whole=True))
+    detail = f"{warm:.2f} s with {count:,} databases, {active:,} of them written; {whole:.2f} s to check everything"
+    report.ratio("open_after_kill_vs_3_seconds", warm / 3, 1, "lower", detail)
+    if why := drop_page_cache():
+        report.ratio("open_cold_after_kill_vs_3_seconds", None, 1, "lower", why)
+    else:
+        (cold,) = alternate(rounds, lambda: open_copy(path, cold=True))
+        report.ratio("open_cold_after_kill_vs_3_seconds", cold / 3, 1, "lower", f"{cold:.2f} s, the page cache dropped")
+
+
+def write_and_die(path: Path, active: int) -> None:
+    """Write to databases, wait until their commits are published, and die. Without upkeep no later point is recorded."""
+    store = quire.open(path, settings=StoreSettings(maintenance=MaintenanceSettings(enabled=False)))
+    for number in range(active):
+        with store.sqlite(f"tenant-{number}") as database:
+            database.execute("INSERT INTO t VALUES (1)")
+    time.sleep(PUBLISHED_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+PUBLISHED_SECONDS = 3.0
+
+
+def open_copy(path: Path, *, whole: bool = False, cold: bool = False) -> float:
+    """Return the wall time of opening a copy of a store. `whole` removes the record of what was checked."""
+    copy = path.with_name("copy")
+    shutil.copytree(path, copy)
+    if whole:
+        (copy / MANIFEST_CHECKED).unlink()
+    if cold:
+        drop_page_cache()
+    started = time.perf_counter()
+    store = quire.open(copy)
+    taken = time.perf_counter() - started
+    store.close()
+    shutil.rmtree(copy)
+    return taken
+
+
+PARTS = (opening, after_kill)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -83,6 +85,16 @@ def seconds(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def drop_page_cache() -> str:
+    """Drop the cached pages of all files; return why that is not possible, or nothing."""
+    os.sync()  # pages that were not written back stay in the cache
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError as error:
+        return f"the page cache cannot be dropped: {error.strerror}"
+    return ""
 
 
 def alternate(rounds: int, *contenders: Callable[[], float]) -> list[float]:

@@ -41,6 +41,8 @@ def work(manifest: ManifestStore, home: int, notes: int, rng: Random, first: int
         if rng.random() < 0.5:
             manifest.submit(maker.batch(manifest, rng.randint(1, 3)))
         if rng.random() < 0.1:
+            manifest.remember_checked()  # as upkeep does: the next open checks what changed since
+        if rng.random() < 0.1:
             try:
                 db_id = manifest.register_db(f"own-{number}", DbKind.STREAM)
                 os.write(notes, f"id {db_id}\n".encode())

@@ -88,6 +88,8 @@ class Crashes:
         notes = self.notes()
         assert len(set(notes.ids)) == len(notes.ids), "an id was returned twice"
         with ManifestStore.open(self.path) as manifest:
+            manifest.recount.finish()
+            assert not manifest.env.refused
             assert_clean(manifest, leaks=True)
             assert_replays(manifest)
             self._verify_rows(manifest, notes)

@@ -10,6 +10,7 @@ import pytest
 from quire.core.errors import CursorLost, ManifestDamaged
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
+from quire.manifest.checked_point import forget_point
 from quire.manifest.env import ManifestEnv
 from quire.manifest.records import DbKind, RetentionRecord
 from quire.manifest.repair import propose
@@ -19,8 +20,9 @@ from tests.manifest.helpers import checkpoint, commit, register
 
 
 def flip(path: str, table: t.Table[Any], key: bytes | None = None) -> bytes:
-    """Flip a bit of a row, the first one if no key is given; returns its key."""
+    """Flip a bit of a row, the first one if no key is given; returns its key. The next open checks everything."""
     env = ManifestEnv(path, ManifestSettings(), write=True)
+    forget_point(env)
     with env.begin_write() as txn:
         with txn.cursor(db=env.handles[table.name]) as cursor:
             assert cursor.set_key(key) if key is not None else cursor.first()

@@ -428,9 +428,9 @@ class Upkeep:
         done.leftovers += sweep_leftovers(self._ctx)
 
     def _feed(self, _: Round, _everything: bool) -> None:
-        self._ctx.manifest.feed.maintain()
         if self._ctx.manifest.recount.is_done:
-            self._ctx.manifest.remember_checked()  # after a crash, the change log is read from this point on (N3)
+            self._ctx.manifest.remember_checked()  # after a crash, changes are checked from this point on (N3)
+        self._ctx.manifest.feed.maintain()  # after that: trimming keeps the changes since the point
 
     def _old_jobs(self, done: Round, _everything: bool) -> None:
         done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)

@@ -40,7 +40,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import lmdb
 import msgspec
@@ -62,6 +62,9 @@ from quire.manifest.records import (
     JobState,
     SnapshotKind,
 )
+
+if TYPE_CHECKING:
+    from quire.manifest.holders import Finding
 
 Rule = Literal[
     "K1", "D1", "D2", "D3", "S1", "S2", "S3", "S4", "R1", "R2", "R3", "R4", "W1", "W2", "J1", "M1", "P1", "P2", "F1", "F2", "G1"
@@ -138,8 +141,8 @@ def check(
 ) -> Iterator[Problem]:
     """Yield every broken rule of the snapshot except those in `without`; work that only those rules need is skipped.
 
-    `checks`: run only these of `CHECK_NAMES` and `STORE_CHECK_NAMES`. `since`: the change log was already checked up to
-    this point.
+    `checks`: run only these of `CHECK_NAMES`, `STORE_CHECK_NAMES` and `CHANGED_CHECK_NAMES`. `since`: the change log was
+    already checked up to this point.
     """
     is_whole = True
     for function, rules in _CHECKS:
@@ -196,7 +199,17 @@ def _check_holders(txn: ReadTxn, without: Set[Rule] = frozenset()) -> Iterator[P
     # Imported here because it loads numpy, which importing this module must not.
     from quire.manifest.holders import check_rows, count_holders
 
-    findings = check_rows(txn) if without >= _COUNTING else count_holders(txn)
+    return _problems(check_rows(txn) if without >= _COUNTING else count_holders(txn))
+
+
+def _check_held(txn: ReadTxn) -> Iterator[Problem]:
+    """Check what the rows of a view hold, without counting the other holders (`changed_rows.ChangedRows`)."""
+    from quire.manifest.holders import check_held  # see above
+
+    return _problems(check_held(txn))
+
+
+def _problems(findings: Iterable[Finding]) -> Iterator[Problem]:
     for rule, what, key, fix, leak in findings:
         yield Problem(rule, what, {"artifact": key}, fix, leak)
 
@@ -543,11 +556,30 @@ _CHECKS: tuple[tuple[Callable[[ReadTxn], Iterator[Problem]], frozenset[Rule]], .
     (_check_heads, frozenset({"P1", "P2"})),
     (_check_feed, frozenset({"F1", "F2", "G1"})),
     (_check_holders, frozenset({"K1", "R1", "R2", "R3", "R4", "S2", "S4"})),
+    (_check_held, frozenset({"K1", "R1", "R2", "R3", "S2", "S4"})),
 )
 """The checks, each with the rules that it may report."""
 
 STORE_CHECK_NAMES = frozenset(check.__name__ for check in (_check_store_rows, _check_watermarks, _check_feed))
 """Checks of rows about the store itself, whose number does not depend on the number of databases."""
 
-CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function is not _check_store_rows)
+CHECK_NAMES = tuple(function.__name__ for function, _ in _CHECKS if function not in (_check_store_rows, _check_held))
 """Checks that together cover the whole manifest."""
+
+FEED_CHECK_NAMES = (_check_feed.__name__,)
+"""The check of the change log."""
+
+CHANGED_CHECK_NAMES = frozenset(
+    check.__name__
+    for check in (
+        _check_decodes,
+        _check_databases,
+        _check_owners,
+        _check_snapshots,
+        _check_wal,
+        _check_jobs,
+        _check_heads,
+        _check_held,
+    )
+)
+"""Checks of the databases and jobs that a view of changed rows has."""

@@ -3,13 +3,18 @@ changed since (N3).
 
 `manifest.lmdb-checked` is a line of JSON and a line with its SHA-256. It is only a hint, and therefore outside LMDB:
 writing it takes no transaction, no archive contains it, and without a valid one everything is checked. It is written
-when the manifest is closed cleanly, when a recount has completed, and once a minute while an owner works.
+when the manifest is closed cleanly, after the check of an open, when a recount has completed, and once a minute while an
+owner works. It is deleted before rows are written that the change log does not name: by a migration, a repair, or an
+image of rows from elsewhere.
 
 State on disk                                                             What the next open does
   no file, a damaged one, one of another store or ahead of the manifest   checks everything
   the point, and its transaction is the manifest's last one               nothing was written since: checks the rows of the
                                                                           store itself, leaves the rest to the recount
-  the point, and later transactions (a crash)                             checks everything but the log up to the point
+  the point, and later transactions (a crash)                             also checks the log since the point and the rows of
+                                                                          what it names (changed_rows.py)
+  the same, but the log does not have every change since, or these do     checks everything
+  not lead from the point's generations to those of the manifest
 
 Threads: any. Raises the errors of writing a file."""
 
@@ -54,12 +59,17 @@ class CheckedPoint(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+def transaction_of(txn: ReadTxn) -> int:
+    """Return the id of the transaction whose state a snapshot shows."""
+    return int(txn._txn.id())
+
+
 def point_of(env: ManifestEnv) -> CheckedPoint:
     """Return the checked point of a manifest that is now known to be in order."""
     with ReadTxn(env) as txn:
         return CheckedPoint(
             store_id=txn.store_id(),
-            transaction=env.last_txn_id(),
+            transaction=transaction_of(txn),
             sequence=txn.feed_bounds()[1],
             generations={component: row.generation for (component,), row in txn.scan(t.GENERATION_WATERMARKS)},
         )
@@ -73,7 +83,10 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     except (FileNotFoundError, StorageFault, msgspec.MsgspecError):
         return None
     with ReadTxn(env) as txn:
-        return point if point is not None and point.is_of(txn, env.last_txn_id()) else None
+        if point is None or not point.is_of(txn, transaction_of(txn)):
+            return None
+    env.checked_sequence = point.sequence
+    return point
 
 
 def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
@@ -85,10 +98,13 @@ def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
         write_atomic(OsDisk(), env.path + SUFFIX, line + b"\n" + _digest(line))
     except StorageFault as error:
         emit("warning", "manifest.point_not_written", path=env.path + SUFFIX, error=str(error))
+    else:
+        env.checked_sequence = point.sequence  # not before: the old point needs the changes since the old sequence
 
 
 def forget_point(env: ManifestEnv) -> None:
-    """Delete the point, because something is wrong: the next open checks everything."""
+    """Delete the point, because something is wrong or rows change that the log does not name: the next open checks all."""
+    env.checked_sequence = None
     with suppress(FileNotFoundError):
         OsDisk().remove(env.path + SUFFIX)
         OsDisk().sync_dir(os.path.dirname(env.path) or ".")

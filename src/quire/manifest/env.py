@@ -161,6 +161,8 @@ class ManifestEnv:
         """Whether nothing is left to close."""
         self.refused: dict[tuple[str, int], tuple[str, str]] = {}
         """Closed because they break a rule: ("database" or "counter", id) → what is wrong, and a hint."""
+        self.checked_sequence: int | None = None
+        """The last change before the checked point on disk (checked_point.py); `None` if there is no point."""
         self.reported: set[int] = set()
         """Databases whose damaged rows have been reported by a reader."""
         self.fork_hooks: list[Callable[[], None]] = []

@@ -66,6 +66,7 @@ from quire.manifest.ops.cursors import (
     lost,
     refuse_lost,
 )
+from quire.manifest.overlay import trimmed_below
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import CursorRecord, CursorState
 
@@ -346,11 +347,12 @@ class ChangeFeed:
         return preceding(gaps, keep) + 1  # a cursor at the end of a former range has missed nothing
 
     def tail_rows(self) -> int:
-        """Return how many rows below the oldest sequence are still on disk."""
+        """Return how many rows below the oldest sequence are still on disk and can be removed."""
         with self._manifest.read() as txn:
             first = next(txn.raw_scan(CHANGE_LOG), None)
-            oldest, gaps = txn.feed_bounds()[0], txn.gaps()
-        return 0 if first is None else distance(gaps, CHANGE_LOG.key.unpack(first[0])[0] - 1, oldest - 1)
+            (oldest, head), gaps = txn.feed_bounds(), txn.gaps()
+        below = trimmed_below(oldest, self._manifest.env.checked_sequence, head)
+        return 0 if first is None else distance(gaps, CHANGE_LOG.key.unpack(first[0])[0] - 1, below - 1)
 
     def trim_behind(self) -> None:
         """Remove the rest of the tail in the background, if there is any."""

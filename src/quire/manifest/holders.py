@@ -14,6 +14,7 @@ Entry points
   `inventory`      the input of R1, R4 and S2, for callers that compare it elsewhere. Memory: one step of rows
   `check_rows`     rules that need no counting of holders (K1, R2, R3, S4). Memory: one step of rows, and the artifacts
                    being uploaded
+  `check_held`     for a view of some databases: counts must not be below what these hold, because others may hold more
 """
 
 from __future__ import annotations
@@ -118,6 +119,36 @@ def check_rows(txn: ReadTxn) -> Iterator[Finding]:
         yield from findings
         findings.clear()
     yield from _check_index(txn, lambda _, in_use: in_use)
+
+
+def check_held(txn: ReadTxn) -> Iterator[Finding]:
+    """Check K1, S2, S4 and R3 of the rows that a view has, and that no count is below its holders in the view (R1, R2)."""
+    findings: list[Finding] = []
+    references = [codes for sort, codes in _references(txn, findings) if sort == "held"]
+    yield from findings
+    for code, count in zip(*tally(np.concatenate([np.zeros((0, 2), np.uint64), *references]))):
+        artifact = decode(code)
+        row = txn.refcount(artifact)
+        if row is None or row.in_use < count:
+            yield "R1", _wrong_count(0 if row is None else row.in_use, int(count)), artifact, None, False
+        if not _is_listed(txn, artifact):
+            yield "S2", "a referenced artifact is not in the catalog", artifact, None, False
+    for key in _symmetric_difference(_intact_zeros(txn, []), _doomed(txn, {})):
+        yield _wrong_zero(txn, key, is_doomed=_is_doomed(txn, key))
+    for key, count in outstanding_uploads(txn).items():
+        artifact = unpack_artifact(key)
+        row = txn.refcount(artifact)
+        if row is None or row.pending_upload < count:
+            yield "R2", f"{count} uploads are outstanding, but pending_upload is below that", artifact, None, False
+
+
+def _is_listed(txn: ReadTxn, artifact: ArtifactKey) -> bool:
+    """Return whether an artifact of any kind has its row."""
+    if artifact.kind is ArtifactKind.LEAF:
+        return txn.get(t.SLOT_LEAF, artifact.origin_db_id, artifact.id, artifact.generation) is not None
+    if artifact.kind is ArtifactKind.NAMESPACE:
+        return txn.namespace(artifact.id) is not None
+    return txn.artifact(artifact) is not None
 
 
 def _references(txn: ReadTxn, findings: list[Finding]) -> Iterator[tuple[str, Codes]]:

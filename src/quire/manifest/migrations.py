@@ -30,6 +30,7 @@ from quire.core.events import emit
 from quire.core.packages import installed_version
 from quire.durable.failpoints import hit
 from quire.manifest import tables as t
+from quire.manifest.checked_point import forget_point
 from quire.manifest.codec import VERSION
 from quire.manifest.env import ManifestEnv
 from quire.manifest.reads import BORN_WITH_EPOCHS, ReadTxn
@@ -142,6 +143,7 @@ def _carry_out(env: ManifestEnv, step: Step, schema: int, clock: Clock) -> bool:
         if ledger.get(t.MIGRATIONS, step.name) is not None:
             return False
     emit("info", "manifest.migrating", step=step.name)
+    forget_point(env)  # the change log does not name the rows that a step changes
     if step.prepare is not None:
         step.prepare(env)
         hit("manifest.migration.prepared")

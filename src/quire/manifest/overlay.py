@@ -39,6 +39,21 @@ OLDEST_SEQUENCE = t.META.key.pack("oldest_sequence")
 TRIM_ROWS_PER_GROUP = 4_096
 """Maximum number of rows of the change log's tail that one transaction removes: a millisecond or two."""
 
+KEPT_CHANGES = 1 << 17
+"""Changes that trimming keeps at most for the next open: a minute of 2,000 commits a second."""
+
+
+def trimmed_below(oldest: int, checked_sequence: int | None, head: int) -> int:
+    """Return the sequence below which the rows of the change log's tail may be removed.
+
+    The next open needs the changes after the checked point, to know what they were about (changed_rows.py).
+    """
+    if checked_sequence is None:
+        return oldest
+    # Without upkeep no later point is recorded, and the tail must not grow forever.
+    return min(oldest, max(checked_sequence + 1, head - KEPT_CHANGES))
+
+
 _ABSENT: Final = object()
 
 Note = tuple[int, int, AuditAction, str, int, int]
@@ -346,6 +361,8 @@ class Overlay:
         """The rows that `flush` has written in this transaction, if there is an archive."""
         self.trim_rows = 0
         """Number of rows of the change log's tail to remove with this transaction (`_trim`)."""
+        self.checked_sequence: int | None = None
+        """The last change before the checked point on disk; `None` if there is no point."""
         self.notes: list[Note] = []
         """Audit notes of the current batch; they become rows of `audit` once the batch has applied."""
         self.tracking = False
@@ -439,9 +456,10 @@ class Overlay:
         rows removed from LMDB would stay removed.
         """
         oldest = self.meta.get(OLDEST_SEQUENCE)
-        limit = min(self.trim_rows, TRIM_ROWS_PER_GROUP)
-        log = self.change_log
-        return log.remove_first(below=log.table.key.pack(oldest.number), limit=limit) if oldest is not None else 0
+        if oldest is None:
+            return 0
+        log, below = self.change_log, trimmed_below(oldest.number, self.checked_sequence, self.head)
+        return log.remove_first(below=log.table.key.pack(below), limit=min(self.trim_rows, TRIM_ROWS_PER_GROUP))
 
     def settle(self) -> None:
         """Update the kept rows and discard pending ones, after the transaction became durable."""

@@ -1,7 +1,7 @@
 """The recount: the part of the check that an open postpones, done rule by rule in short rounds, alongside other work (N3).
 
-An open after a clean close checks only the rows of the store itself; one after a crash checks everything but the older
-part of the change log. The rest is recounted in rounds of upkeep, each at most `ROUND_SECONDS` long, or at once by a
+An open after a clean close checks only the rows of the store itself; one after a crash also what the change log names
+since the checked point. The rest is recounted in rounds of upkeep, each at most `ROUND_SECONDS` long, or at once by a
 caller that is about to delete: nothing of any database is deleted before the recount since the open has completed.
 Anything it finds broken is closed, as at an open; a broken rule about the whole store stops the writer, and the next
 open refuses.

@@ -15,6 +15,7 @@ import lmdb
 from quire.core.errors import Corruption
 from quire.core.settings import ManifestSettings
 from quire.manifest import tables as t
+from quire.manifest.checked_point import forget_point
 from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.overlay import TableRows
 from quire.manifest.reads import ReadTxn, table_named
@@ -47,6 +48,7 @@ class RowImage:
 
     def __init__(self, path: str, settings: ManifestSettings | None = None) -> None:
         self._env = ManifestEnv(path, settings or ManifestSettings(), write=True)
+        forget_point(self._env)  # rows from elsewhere: an owner that opens this manifest checks everything
 
     def replace(self, blocks: Iterable[TableRows]) -> None:
         """Replace all rows of the archived tables with these, in one transaction."""

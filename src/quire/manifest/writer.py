@@ -325,6 +325,7 @@ class ManifestWriter:
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)
+            overlay.checked_sequence = self._env.checked_sequence
             applied = Applied(self.head, dict(self.generations), at_ms)
             self._applier.apply(group, applied, lambda: self._clock.monotonic() < deadline)
             for component, generation in applied.generations.items():
