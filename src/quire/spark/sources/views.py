@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -477,13 +478,26 @@ def balanced_groups(pieces: Iterable[S], partitions: int) -> list[list[S]]:
     return heaps
 
 
-class PiecesReader(SourceReader):
-    """A reader whose tasks read pieces of versions that one lease keeps."""
+class PiecesReader(SourceReader, Generic[P]):
+    """A reader whose tasks read pieces of versions that one lease keeps, or ranges of databases."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
         self.request = VersionRequest(options)
         self.keep_seconds = self.request.keep_seconds
 
-    def lease_of(self, part: list[ViewPiece[Any] | LentRange]) -> int:
+    def lease_of(self, part: list[ViewPiece[P] | LentRange]) -> int:
         return part[0].lease_id
+
+    @abstractmethod
+    def pieces(self, version: LocatedVersion) -> Iterable[ViewPiece[P]]:
+        """Return the pieces of a version in a range, all of which are read by one task."""
+
+    def listed(self, part: list[ViewPiece[P] | LentRange]) -> Iterator[ViewPiece[P]]:
+        """Yield the pieces of a task; versions of ranges are requested as they are read."""
+        for piece in part:
+            if isinstance(piece, ViewPiece):
+                yield piece
+            else:
+                for version in piece.versions(self.access):
+                    yield from self.pieces(version)
