@@ -22,7 +22,7 @@ from quire.pages import anchors, held_versions
 from quire.service.client import Client
 from quire.spark.access import options_of
 from quire.spark.sources import pages, sqlite, views
-from quire.spark.sources.base import KEEP_SECONDS, QuireSource
+from quire.spark.sources.base import KEEP_SECONDS
 from quire.spark.sources.pages import PagesSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.views import LentRange, LocatedVersion, VersionReaders, joined
@@ -78,7 +78,7 @@ def planned(store: Store, **options: Any) -> tuple[Any, list[Any]]:
     return planned_with(SqliteSource, store, table="t", **options)
 
 
-def planned_with(kind: type[QuireSource], store: Store, **options: Any) -> tuple[Any, list[Any]]:
+def planned_with(kind: type[SqliteSource] | type[PagesSource], store: Store, **options: Any) -> tuple[Any, list[Any]]:
     all_options = {"store": store.path, "databases": "tenant-*", **options}
     source = kind({name: str(value) for name, value in all_options.items()})
     reader = source.reader(source.schema())
