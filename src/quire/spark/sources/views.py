@@ -14,8 +14,8 @@ commas: databases that have all of them); `snapshot` (a name or an id, resolved 
 `skip`: databases without it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so
 that a thousand small databases are not a thousand tasks.
 
-More than `LISTED_MAX` databases of `quire.sqlite` and `quire.pages` are not listed in partitions: the owner keeps their versions
-with a lease, those of snapshots too. A partition then has ranges of names, and tasks request the versions of theirs,
+More than `LISTED_MAX` databases of `quire.sqlite` and `quire.pages` are not listed in partitions: the owner keeps their
+versions with a lease, those of snapshots too. A partition then has ranges of names, and tasks request the versions of theirs,
 `LENT_AT_ONCE` at a time. Tasks read exactly what was lent: a database that is dropped later is included, one that is created
 later is not.
 
