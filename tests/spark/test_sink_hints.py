@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pyspark.errors import AnalysisException
 
-from quire.core.errors import AlreadyExists
+from quire.core.errors import NameTaken
 from quire.spark.save_table import save
 from quire.spark.sources.kv_load import bulk_load
 from tests.spark.served_store import ServedStore, serve_store
@@ -59,7 +59,7 @@ def test_the_documentation_has_the_error_of_a_write_without_a_mode(owner: Served
     with pytest.raises(AnalysisException, match="the table already exists"):
         writer.mode("append").option("exists", "error").save()
     owner.store.create("cart", "kv")
-    with pytest.raises(AlreadyExists):
+    with pytest.raises(NameTaken):
         owner.store.create("cart", "kv")
     bulk_load(frame, owner.store, "cart")
     assert owner.read("quire.kv", database="cart").count() == 1
