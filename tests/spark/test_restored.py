@@ -17,7 +17,7 @@ from quire.core.settings import ArchiveSettings, LsmSettings, MaintenanceSetting
 from quire.manifest.namespaces import Parent
 from quire.manifest.records import JobState
 from quire.spark import options_of
-from quire.spark.sources import stream
+from quire.spark.sources import stream, stream_records
 from quire.spark.sources.base import Options
 from tests.archive.archived_store import contents, settings
 from tests.objects.conftest import CREDENTIALS, fresh_url, s3_options, s3_server
@@ -51,7 +51,7 @@ class Reader:
     def __init__(self, store: quire.Store, **options: str) -> None:
         all_options = {**options_of(store), "stream": "events", "consumer": "etl", **options}
         parsed = Options(all_options, source="quire.stream", known=stream.StreamSource.KNOWN)
-        self.reader = stream.RecordsQueryReader(parsed, stream.shape(parsed))
+        self.reader = stream.RecordsQueryReader(parsed, stream_records.shape(parsed))
 
     def __enter__(self) -> stream.RecordsQueryReader:
         return self.reader

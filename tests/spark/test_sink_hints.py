@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from pyspark.errors import AnalysisException
 
+from quire.core.errors import NameTaken
 from quire.spark.save_table import save
+from quire.spark.sources.kv_load import bulk_load
 from tests.spark.served_store import ServedStore, serve_store
 from tests.spark.sinks import FileQuery
 
@@ -40,3 +43,23 @@ def test_the_record_of_a_query_is_no_row_of_its_set(owner: ServedStore, tmp_path
     query.add({"key": "c", "value": "3"})
     query.run()
     assert owner.read("quire.kv", database="cart", columns="value").count() == 3
+
+
+@pytest.mark.slow
+def test_the_documentation_has_the_error_of_a_write_without_a_mode(owner: ServedStore) -> None:
+    frame = owner.spark.createDataFrame([("a", "1")], "key string, value string")
+    explained = (Path(__file__).parents[2] / "docs" / "spark.md").read_text("utf-8")
+    writer = frame.write.format("quire.sqlite").options(**owner.options, database="shop", table="t", create="database")
+    with pytest.raises(AnalysisException) as refused:
+        writer.save()
+    assert str(refused.value).split(" SQLSTATE")[0] in explained
+    for exists, rows in (("error", 1), ("ignore", 1), ("append", 2)):
+        writer.mode("append").option("exists", exists).save()
+        assert owner.query("shop", "SELECT count(*) FROM t") == [(rows,)]
+    with pytest.raises(AnalysisException, match="the table already exists"):
+        writer.mode("append").option("exists", "error").save()
+    owner.store.create("cart", "kv")
+    with pytest.raises(NameTaken):
+        owner.store.create("cart", "kv")
+    bulk_load(frame, owner.store, "cart")
+    assert owner.read("quire.kv", database="cart").count() == 1

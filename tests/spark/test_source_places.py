@@ -12,7 +12,7 @@ import pytest
 import quire
 from quire.objects.api import list_objects
 from quire.spark.access import access_of, object_options, options_of
-from quire.spark.sources import manifest_log, pages, stream
+from quire.spark.sources import manifest_log, pages, stream, stream_records
 from quire.spark.sources.base import Options, QuireSource
 from tests.objects.conftest import fresh_url, s3_server
 from tests.spark.test_source_records import SETTINGS
@@ -74,7 +74,7 @@ def test_sources_use_the_endpoint_and_credentials_of_quire_toml(
         options = options_of(store)
 
         records = stream.RecordsReader(
-            parsed := options_for(stream.StreamSource, options, stream="clicks"), stream.shape(parsed)
+            parsed := options_for(stream.StreamSource, options, stream="clicks"), stream_records.shape(parsed)
         )
         assert [row["payload"] for row in rows(records)] == [b"one", b"two"]
         logs = manifest_log.ManifestLogTable(

@@ -21,8 +21,9 @@ from quire.objects.open import open_store
 from quire.pages import anchors, held_versions
 from quire.service.client import Client
 from quire.spark.access import options_of
-from quire.spark.sources import sqlite, views
+from quire.spark.sources import pages, sqlite, views
 from quire.spark.sources.base import KEEP_SECONDS
+from quire.spark.sources.pages import PagesSource
 from quire.spark.sources.sqlite import SqliteSource
 from quire.spark.sources.views import LentRange, LocatedVersion, VersionReaders, joined
 from quire.store.store import Store
@@ -74,8 +75,12 @@ def run(store: Store, database: str, *statements: str) -> None:
 
 
 def planned(store: Store, **options: Any) -> tuple[Any, list[Any]]:
-    all_options = {"store": store.path, "table": "t", "databases": "tenant-*", **options}
-    source = SqliteSource({name: str(value) for name, value in all_options.items()})
+    return planned_with(SqliteSource, store, table="t", **options)
+
+
+def planned_with(kind: type[SqliteSource] | type[PagesSource], store: Store, **options: Any) -> tuple[Any, list[Any]]:
+    all_options = {"store": store.path, "databases": "tenant-*", **options}
+    source = kind({name: str(value) for name, value in all_options.items()})
     reader = source.reader(source.schema())
     return reader, list(reader.partitions())
 
@@ -129,6 +134,28 @@ def test_few_databases_are_listed_and_need_no_owner_to_be_read(store: Store) -> 
     reader, parts = planned(store, databases="tenant-00*")
     assert not [piece for part in parts for piece in part.value if isinstance(piece, LentRange)]
     assert read(reader, parts) == expected(range(10))
+
+
+def test_pages_of_many_databases_are_ranges_of_names_and_large_databases_are_cut(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(store, "tenant-large", "CREATE TABLE t(a INTEGER PRIMARY KEY, b TEXT)")
+    run(store, "tenant-large", *(f"INSERT INTO t VALUES ({number}, '{'x' * 900}')" for number in range(60)))
+    monkeypatch.setattr(pages, "SMALL_BYTES", 8 * 4_096)
+    reader, parts = planned_with(PagesSource, store, partitions=4)
+    assert len(parts) == 4
+    pieces = [piece for part in parts for piece in part.value]
+    assert {piece.version.database for piece in pieces if not isinstance(piece, LentRange)} == {"tenant-large"}
+    run(store, "tenant-007", "INSERT INTO t VALUES (3, 'later')")
+    store.drop("tenant-008")
+    rows = read(reader, parts)
+    assert len({database for database, _, _ in rows}) == DATABASES + 1
+    listed, listed_parts = planned_with(PagesSource, store, databases="tenant-009,tenant-large")
+    for name in ("tenant-009", "tenant-large"):
+        assert [row for row in rows if row[0] == name] == [row for row in read(listed, listed_parts) if row[0] == name]
+    bodies = {row[1:] for row in rows if row[0] == "tenant-009"}
+    for name in ("tenant-007", "tenant-008"):
+        assert {row[1:] for row in rows if row[0] == name} == bodies, "as of the plan"
 
 
 def test_the_databases_of_a_task_share_a_batch(store: Store) -> None:

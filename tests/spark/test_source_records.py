@@ -20,7 +20,7 @@ import quire
 from quire.core.errors import CursorLost, InvalidInput, OutOfRange, StalePlan, UnknownDatabase
 from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
 from quire.spark.access import options_of
-from quire.spark.sources import manifest_log, stream
+from quire.spark.sources import manifest_log, stream, stream_records
 from quire.spark.sources.base import Options
 from quire.stream.remote_read import SharedSegment, SharedStream
 from quire.stream.state import Retention
@@ -76,7 +76,7 @@ def parsed_options(path: Path, **options: Any) -> Options:
 
 def reader(path: Path, **options: Any) -> stream.RecordsReader:
     parsed = parsed_options(path, **options)
-    return stream.RecordsReader(parsed, stream.shape(parsed))
+    return stream.RecordsReader(parsed, stream_records.shape(parsed))
 
 
 def read(source: Any, partitions: Any) -> list[tuple[Any, ...]]:
@@ -110,14 +110,16 @@ def test_a_range_has_the_requested_records(shared_stream: tuple[Path, Stream]) -
         with pytest.raises(InvalidInput):
             reader(path, **options)
     with pytest.raises(UnknownDatabase):
-        stream.RecordsReader(parsed_options(path, stream="taps"), stream.shape(parsed_options(path))).partitions()
+        stream.RecordsReader(
+            parsed_options(path, stream="taps"), stream_records.shape(parsed_options(path))
+        ).partitions()
 
 
 def test_parts_are_of_about_the_same_size_and_complete(
     shared_stream: tuple[Path, Stream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = shared_stream
-    monkeypatch.setattr(stream, "PART_BYTES_MIN", 1)
+    monkeypatch.setattr(stream_records, "PART_BYTES_MIN", 1)
     for count in (1, 3, 5, 17):
         some = reader(path, partitions=count, columns="id")
         parts = some.partitions()
@@ -128,7 +130,7 @@ def test_parts_are_of_about_the_same_size_and_complete(
         assert count // 2 < len(parts) <= count
     shared = SharedStream("", 1, "", "", 1, 1001, ())
     only_segment = SharedSegment(1, 1, 1001, 10_000, 0, 1)
-    cut = [(part.start, part.stop) for part in stream.split(shared, [only_segment], 1, 1001, 5)]
+    cut = [(part.start, part.stop) for part in stream_records.split(shared, [only_segment], 1, 1001, 5)]
     assert cut == [(1, 201), (201, 401), (401, 601), (601, 801), (801, 1001)]
 
 
@@ -170,7 +172,7 @@ def test_segments_that_moved_after_planning_are_found(tmp_path: Path) -> None:
 def without_directory(parts: Any) -> list[InputPartition]:
     """The same partitions on a machine without access to the store's directory."""
 
-    def hide_directory(part: stream.RecordRange) -> stream.RecordRange:
+    def hide_directory(part: stream_records.RecordRange) -> stream_records.RecordRange:
         return replace(part, share=msgspec.structs.replace(part.share, root="/nowhere"))
 
     return [InputPartition([hide_directory(range_) for range_ in part.value]) for part in parts]
@@ -229,7 +231,7 @@ def test_a_damaged_copy_is_skipped_and_a_damaged_last_copy_is_an_error(tmp_path:
 def query(path: Path, **options: Any) -> Iterator[stream.RecordsQueryReader]:
     """The reader as in Spark's process."""
     parsed = parsed_options(path, **options)
-    reader_ = stream.RecordsQueryReader(parsed, stream.shape(parsed))
+    reader_ = stream.RecordsQueryReader(parsed, stream_records.shape(parsed))
     try:
         yield reader_
     finally:

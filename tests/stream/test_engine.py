@@ -208,3 +208,28 @@ def test_the_manifest_log_is_rotated_when_it_is_due(tmp_path: Path) -> None:
         while stream.ledger.log.committed.chunk_index == 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_the_extent_of_a_closed_stream_is_known_without_opening_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = StoreSettings(maintenance=MaintenanceSettings(enabled=False), stream=StreamSettings(open_max=1))
+    with quire.open(tmp_path, settings=settings) as store:
+        clicks = store.stream("clicks", create=True)
+        clicks.register("etl")
+        clicks.append([b"a", b"b"])  # nobody waits for them: closing makes them durable
+        number = clicks.stream_id
+        del clicks
+        store.stream("other", create=True)
+        assert [stream.stream_id for stream in store.streams.streams()] != [number]
+        with monkeypatch.context() as patch:
+            patch.setattr(store.streams, "_recover", None)
+            extent = store.streams.extent(number)
+        assert (extent.end_record, extent.consumers["etl"].position) == (3, 1)
+        store.stream("clicks").append(b"c").result()
+        store.stream("clicks").ack("etl", 2)
+        store.stream("other")
+        extent = store.streams.extent(number)
+        assert (extent.end_record, extent.consumers["etl"].position) == (4, 2), (
+            "not what it was when it was closed first"
+        )

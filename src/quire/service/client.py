@@ -52,12 +52,22 @@ from quire.service.remote_sqlite import RemoteDriver, version_of
 from quire.service.remote_stream import RemoteStream
 from quire.service.sockets import SCHEME, await_owner, where_owner_listens
 from quire.service.sql_actions import OpenSql
-from quire.service.tickets import Action, LoadPairs, LoadRecords, LogMode, OfLease, TableTicket
+from quire.service.tickets import (
+    Action,
+    LoadPairs,
+    LoadRecords,
+    LogMode,
+    OfLease,
+    PollStreams,
+    RegisterConsumer,
+    TableTicket,
+)
 from quire.service.values import DatabaseFilter, DatabaseFilterOptions, DatabaseInfo, DroppedDatabase, Hello, StoreInfo
 from quire.sqlite.pep249.connection import LEGACY_TRANSACTION_CONTROL, Connection
 
 if TYPE_CHECKING:
     from quire.sqlite.connect import At
+    from quire.stream.remote_read import PolledStream
 
 JOB_POLL_SECONDS = 0.05
 COMMAND_SECONDS = 7 * 24 * 3_600.0
@@ -360,6 +370,14 @@ class Client:
     def newest_lsns(self, databases: Sequence[str]) -> list[int]:
         """Return the newest lsn of each page database."""
         return self._channel.call("lease.newest", m.NewestLsns(tuple(databases)))
+
+    def register_consumer(self, stream: str, consumer: str, start: int | str) -> int:
+        """Create a consumer of a stream at `oldest`, `latest` or a record, unless it exists; return its position."""
+        return self._channel.call("stream.register", RegisterConsumer(stream, consumer, start))
+
+    def poll_streams(self, consumer: str, positions: Sequence[tuple[int, int]]) -> list[PolledStream | None]:
+        """Acknowledge everything below the positions of streams, given as (id, position), and return where the streams end."""
+        return self._channel.call("stream.poll", PollStreams(consumer, tuple(positions)))
 
     def renew_lease(self, lease_id: int) -> None:
         """Extend a lease on lent versions. Raises `LeaseExpired` if it has ended."""

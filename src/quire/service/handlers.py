@@ -61,7 +61,8 @@ from quire.service.tickets import OfLease, OfLentRange, PutPart, TableDestinatio
 from quire.service.values import DatabaseFilter, DatabaseInfo, DroppedDatabase, Hello, NamespacePlace
 from quire.service.wire import WIRE_VERSION, form_of
 from quire.stream.gaps import begin_at
-from quire.stream.remote_read import SharedStream, share
+from quire.stream.poll import poll_streams
+from quire.stream.remote_read import PolledStream, SharedStream, share
 
 WAIT_PIECE_SECONDS = 0.25
 """How often a long poll checks whether the server stops or its client has left; a commit wakes it at once."""
@@ -427,6 +428,9 @@ class Handlers:
 
     def do_stream_ack(self, request: tickets.AckRecords, _: CallContext) -> None:
         self._store.stream(request.name).ack(request.consumer, request.position)
+
+    def do_stream_poll(self, request: tickets.PollStreams, _: CallContext) -> list[PolledStream | None]:
+        return poll_streams(self._store.streams, self._manifest, request.consumer, request.positions)
 
     def do_stream_log_mode(self, request: tickets.LogMode, _: CallContext) -> str:
         engine = self._store.streams

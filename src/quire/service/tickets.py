@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.pages.view import SnapshotView
 from quire.service.values import Request
-from quire.stream.remote_read import SharedStream
+from quire.stream.remote_read import PolledStream, SharedStream
 
 
 class Role(Enum):
@@ -207,6 +207,14 @@ class AckRecords(DatabaseRequest, frozen=True):
     position: int
 
 
+class PollStreams(Request, frozen=True):
+    """Acknowledge everything below a position for a consumer of several streams, given as (id, position), and return where
+    they end. Position 0 renews the consumer's hold; an empty consumer changes nothing."""
+
+    consumer: str
+    positions: tuple[tuple[int, int], ...]
+
+
 class LogMode(Request, frozen=True):
     """How far manifest logs are relied on: `off`, `shadow` or `on`; empty only queries the mode."""
 
@@ -219,5 +227,9 @@ STREAM_WAIT = on_database("stream.wait", WaitForRecord, int, Role.READ)
 STREAM_POSITION = on_database("stream.position", OfConsumer, int, Role.READ)
 STREAM_REGISTER = on_database("stream.register", RegisterConsumer, int)
 STREAM_ACK = on_database("stream.ack", AckRecords, None)
+STREAM_POLL = Action("stream.poll", PollStreams, list[PolledStream | None])
 
-STREAM_ACTIONS = (STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK, STREAM_LOG_MODE)
+STREAM_ACTIONS = (
+    *(STREAM_SHARE, STREAM_WAIT, STREAM_POSITION, STREAM_REGISTER, STREAM_ACK, STREAM_POLL),
+    STREAM_LOG_MODE,
+)

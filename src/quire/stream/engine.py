@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.core.background import Background
@@ -40,6 +41,7 @@ from quire.core.events import emit
 from quire.core.open_databases import OpenSet
 from quire.core.read_only import refuse
 from quire.core.settings import ManifestLogSettings, StreamSettings
+from quire.core.timeline import Gap
 from quire.durable.files import Disk, remove_tree
 from quire.durable.names import STREAMS, parse_stream_home, stream_home
 from quire.durable.object_names import log_prefix
@@ -56,7 +58,7 @@ from quire.stream.projection import StreamProjection
 from quire.stream.read_only import ReadOnlyStream
 from quire.stream.repair import Repair
 from quire.stream.sources import StreamCache
-from quire.stream.state import load_mode, log_objects, save_mode
+from quire.stream.state import Consumer, load_mode, log_objects, save_mode
 from quire.stream.stream import Stream
 
 if TYPE_CHECKING:
@@ -70,6 +72,19 @@ RESTING_SECONDS = 30.0
 
 CLOSED_PER_ROUND = 64
 """Idle streams closed in one round: each may sync, and opening other streams waits for it."""
+
+
+class StreamExtent(msgspec.Struct, frozen=True):
+    """Where a stream ends, and its consumers."""
+
+    end_record: int
+    gaps: tuple[Gap, ...]
+    consumers: dict[str, Consumer]
+    hold_seconds: float
+
+    @classmethod
+    def of(cls, stream: Stream) -> StreamExtent:
+        return cls(stream.end_record, tuple(stream.gaps), stream.consumers, stream.retention.hold_seconds)
 
 
 class StreamEngine:
@@ -116,6 +131,8 @@ class StreamEngine:
         )
         self._resting: dict[int, tuple[object, float]] = {}
         """Stream → its mark after a round that found nothing to do, and the monotonic time until which it rests."""
+        self._closed_extents: dict[int, StreamExtent] = {}
+        """Extents of streams that were closed because they were unused. Opening a stream removes its extent."""
         self._seen: set[int] = set()
         """Ids of streams that this engine has opened."""
         self._mover: threading.Thread | None = None
@@ -140,6 +157,7 @@ class StreamEngine:
                 former.abandon()
             if self._manifest.read_only:
                 return self._open.add(stream_id, self._open_to_read(stream_id))
+            self._closed_extents.pop(stream_id, None)
             stream = self._open.add(stream_id, self._recover(stream_id))
             self._seen.add(stream_id)
             self._close_unused(self._open.surplus())
@@ -150,6 +168,15 @@ class StreamEngine:
         """Return the stream if it is open and has not failed. REQUIRES the lock."""
         stream = self._open.get(stream_id)
         return stream if stream is not None and stream.failure is None else None
+
+    def extent(self, stream_id: int) -> StreamExtent:
+        """Return where a stream ends, for callers that poll. This is not a use: the stream may be closed as idle. A closed
+        stream is opened only if this process has not closed it itself."""
+        with self._lock:
+            stream = self._open.peek(stream_id)
+            if stream is not None and stream.failure is None:
+                return StreamExtent.of(stream)
+            return self._closed_extents.get(stream_id) or StreamExtent.of(self.open(stream_id))
 
     def _open_to_read(self, stream_id: int) -> Stream:
         return ReadOnlyStream(
@@ -204,6 +231,7 @@ class StreamEngine:
             with self._manifest.read() as txn:
                 stream_id, _ = txn.live(db, DbKind.STREAM)
             stream = self._open.pop(stream_id)
+            self._closed_extents.pop(stream_id, None)
             if stream is not None:
                 stream.close()
             files, clock = StreamFiles(self._disk, self._root, stream_id), StreamClock(self._clock)
@@ -357,6 +385,7 @@ class StreamEngine:
                 count += 1
                 try:
                     stream.close()
+                    self._closed_extents[stream_id] = StreamExtent.of(stream)  # closing makes its last records durable
                 except QuireError as error:  # the next `open` recovers it
                     emit("error", "stream.close_failed", stream=stream_id, error=str(error))
         return count
@@ -388,6 +417,7 @@ class StreamEngine:
 
     def _forget(self, stream_id: int) -> bool:
         stream = self._open.pop(stream_id)
+        self._closed_extents.pop(stream_id, None)
         if stream is not None:
             stream.abandon()
         try:

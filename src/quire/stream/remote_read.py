@@ -97,6 +97,17 @@ class SharedStream(msgspec.Struct, frozen=True, array_like=True):
     """Record ids that takeovers have skipped."""
 
 
+class PolledStream(msgspec.Struct, frozen=True, array_like=True):
+    """A stream as a consumer of many streams sees it."""
+
+    name: str
+    """Its current name; empty if it was dropped and can be brought back."""
+    position: int = 0
+    """The first record that the consumer has not acknowledged; 0 if the stream has no such consumer."""
+    end_record: int = 0
+    gaps: tuple[Gap, ...] = ()
+
+
 Locate = Callable[[int, int, bool], SharedStream]
 """Requests a new share from the owner: (start, stop, upload) → share."""
 

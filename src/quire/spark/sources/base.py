@@ -348,6 +348,11 @@ class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAva
 
     def position(self, offset: Offset) -> int:
         """Return the position of an offset of this query."""
+        self.need_own(offset)
+        return int(offset[self.POSITION])
+
+    def need_own(self, offset: Offset) -> None:
+        """Refuse an offset of another query."""
         ours = self.identity()
         theirs = {name: offset.get(name) for name in ours}
         if theirs != ours:
@@ -357,7 +362,27 @@ class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAva
                 theirs=theirs,
                 ours=ours,
             )
-        return int(offset[self.POSITION])
+
+    @contextmanager
+    def holder_required(self) -> Iterator[None]:
+        """Translate the error of a holder that was dropped while its query ran."""
+        try:
+            yield
+        except UnknownCursor as error:
+            raise CursorLost(
+                f"the {self.HOLDER} of this query was dropped",
+                hint=f"start again with another {self.HOLDER} and a new checkpoint location",
+                **{self.HOLDER: self.holder},
+            ) from error
+
+    def need_unacknowledged(self, first: int, acknowledged: int) -> None:
+        """Refuse a batch that begins at `first` if everything below `acknowledged` was acknowledged before."""
+        if first < acknowledged:
+            raise CursorLost(
+                f"the query continues from an older checkpoint than its {self.HOLDER} has acknowledged",
+                hint=f"restore the newer checkpoint, or start again with another {self.HOLDER}",
+                **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
+            )
 
     def stop(self) -> None:
         """Close the connection when the query has ended."""
@@ -390,27 +415,6 @@ class QueryReader(HeldQueryReader):
     @abstractmethod
     def gaps(self) -> Gaps:
         """Return positions that takeovers have skipped; no batch contains them."""
-
-    @contextmanager
-    def holder_required(self) -> Iterator[None]:
-        """Translate the error of a holder that was dropped while its query ran."""
-        try:
-            yield
-        except UnknownCursor as error:
-            raise CursorLost(
-                f"the {self.HOLDER} of this query was dropped",
-                hint=f"start again with another {self.HOLDER} and a new checkpoint location",
-                **{self.HOLDER: self.holder},
-            ) from error
-
-    def need_unacknowledged(self, first: int, acknowledged: int) -> None:
-        """Refuse a batch that begins at `first` if everything below `acknowledged` was acknowledged before."""
-        if first < acknowledged:
-            raise CursorLost(
-                f"the query continues from an older checkpoint than its {self.HOLDER} has acknowledged",
-                hint=f"restore the newer checkpoint, or start again with another {self.HOLDER}",
-                **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
-            )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark gives these names
         position = self.position(start)

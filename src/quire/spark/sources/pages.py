@@ -19,7 +19,14 @@ from quire.core.limits import MIB
 from quire.spark.sources import views
 from quire.spark.sources.base import Options, QuireSource
 from quire.spark.sources.sqlite_tables import DATABASE_FIELD
-from quire.spark.sources.views import LocatedVersion, PiecesReader, VersionReaders, ViewPiece, balanced_groups
+from quire.spark.sources.views import (
+    LentRange,
+    LocatedVersion,
+    PiecesReader,
+    VersionReaders,
+    ViewPiece,
+    balanced_groups,
+)
 
 SCHEMA = StructType(
     [
@@ -32,11 +39,14 @@ SCHEMA = StructType(
 BATCH_BYTES = 4 * MIB
 PAGES_MAX = 1 << 32
 
+SMALL_BYTES = 16 * MIB
+"""Size of a database in a range of databases, at most: all its pages are read by one task."""
+
 PageRun = tuple[int, int]
 """[start, stop) of pages."""
 
 
-class PagesReader(PiecesReader):
+class PagesReader(PiecesReader[PageRun]):
     """Reads runs of pages, slot by slot."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
@@ -45,22 +55,22 @@ class PagesReader(PiecesReader):
         self._first = options.number("start", 0)
         self._stop = options.number("end", PAGES_MAX)
 
-    def plan(self) -> list[list[ViewPiece[PageRun]]]:
+    def plan(self) -> list[list[ViewPiece[PageRun] | LentRange]]:
         with self.access.connect() as client:
-            versions = self.request.versions(client, self.request.names(client))
-        pieces = [piece for version in versions for piece in self._pieces(version)]
-        return balanced_groups(pieces, max(self.partitions_max, len(pieces) // 64))
+            versions, ranges = self.request.planned(client, SMALL_BYTES)
+        pieces = [piece for version in versions for piece in self.pieces(version)]
+        return balanced_groups([*pieces, *ranges], max(self.partitions_max, len(pieces) // 64))
 
-    def _pieces(self, version: LocatedVersion) -> Iterator[ViewPiece[PageRun]]:
+    def pieces(self, version: LocatedVersion) -> Iterator[ViewPiece[PageRun]]:
         view = version.view
         for start in range(0, view.size_pages, view.pages_per_chunk):
             run = max(start, self._first), min(start + view.pages_per_chunk, view.size_pages, self._stop)
             if run[0] < run[1]:
                 yield ViewPiece(version, run, (run[1] - run[0]) * view.page_size)
 
-    def batches(self, part: list[ViewPiece[PageRun]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: list[ViewPiece[PageRun] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with VersionReaders() as readers:
-            for piece in part:
+            for piece in self.listed(part):
                 step = max(BATCH_BYTES // piece.version.view.page_size, 1)
                 rows: list[tuple[int, bytes]] = []
                 for row in readers.open(piece.version).scan(*piece.part):

@@ -85,7 +85,7 @@ class TableQuery:
     """Whether a column that a database does not have is NULL there."""
 
 
-class SqliteReader(PiecesReader):
+class SqliteReader(PiecesReader[Rowids]):
     """Reads pieces of tables: one per database, or ranges of rowids."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
@@ -105,7 +105,7 @@ class SqliteReader(PiecesReader):
             self._check(chain(versions, chain.from_iterable(lent.versions(self.access) for lent in ranges)))
         total = sum(version.size_bytes for version in versions) + sum(lent.size_bytes for lent in ranges)
         share = max(total // self.partitions_max, 1)
-        pieces = (piece for version in versions for piece in self._pieces(version, share))
+        pieces = (piece for version in versions for piece in self._cut(version, share))
         return balanced_groups(chain(pieces, ranges), self.partitions_max)
 
     def _check(self, versions: Iterable[LocatedVersion]) -> None:
@@ -126,7 +126,7 @@ class SqliteReader(PiecesReader):
                 return None
             raise
 
-    def _pieces(self, version: LocatedVersion, share: int) -> Iterator[ViewPiece[Rowids]]:
+    def _cut(self, version: LocatedVersion, share: int) -> Iterator[ViewPiece[Rowids]]:
         """Yield a database as pieces of about a share of the total."""
         size = version.size_bytes
         if size <= PIECE_BYTES:
@@ -146,20 +146,14 @@ class SqliteReader(PiecesReader):
 
     def _small(self, part: list[ViewPiece[Rowids] | LentRange], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         with VersionReaders() as readers:
-            for version, pieces in groupby(self._of(part), attrgetter("version")):
+            for version, pieces in groupby(self.listed(part), attrgetter("version")):
                 with connected(pages := ReadAhead(readers.open(version))) as connection:
                     if (table := self._find(connection, version)) is not None:
                         for piece in pieces:
                             yield from self._rows(connection, pages, table, piece, schema)
 
-    def _of(self, part: list[ViewPiece[Rowids] | LentRange]) -> Iterator[ViewPiece[Rowids]]:
-        for piece in part:
-            if isinstance(piece, ViewPiece):
-                yield piece
-            else:
-                yield from (
-                    ViewPiece(version, EVERYTHING, version.size_bytes) for version in piece.versions(self.access)
-                )
+    def pieces(self, version: LocatedVersion) -> list[ViewPiece[Rowids]]:
+        return [ViewPiece(version, EVERYTHING, version.size_bytes)]
 
     def _rows(
         self, connection: Connection, pages: ReadAhead, table: SqliteTable, piece: ViewPiece[Rowids], wanted: pa.Schema

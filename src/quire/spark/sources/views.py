@@ -14,9 +14,10 @@ commas: databases that have all of them); `snapshot` (a name or an id, resolved 
 `skip`: databases without it), `keep_seconds`, `upload`, `partitions` at most: pieces of many databases are dealt to them, so
 that a thousand small databases are not a thousand tasks.
 
-More than `LISTED_MAX` databases are not listed in partitions: the owner keeps their versions with a lease, those of snapshots
-too. A partition then has ranges of names, and tasks request the versions of theirs, `LENT_AT_ONCE` at a time. Tasks read
-exactly what was lent: a database that is dropped later is included, one that is created later is not.
+More than `LISTED_MAX` databases of `quire.sqlite` and `quire.pages` are not listed in partitions: the owner keeps their
+versions with a lease, those of snapshots too. A partition then has ranges of names, and tasks request the versions of theirs,
+`LENT_AT_ONCE` at a time. Tasks read exactly what was lent: a database that is dropped later is included, one that is created
+later is not.
 
 Importable on executors. Raises `UnknownDatabase`, `UnknownSnapshot`, `SnapshotGone`, `InvalidInput`.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -477,13 +479,26 @@ def balanced_groups(pieces: Iterable[S], partitions: int) -> list[list[S]]:
     return heaps
 
 
-class PiecesReader(SourceReader):
-    """A reader whose tasks read pieces of versions that one lease keeps."""
+class PiecesReader(SourceReader, Generic[P]):
+    """A reader whose tasks read pieces of versions that one lease keeps, or ranges of databases."""
 
     def __init__(self, options: Options, schema: StructType) -> None:
         super().__init__(options, schema)
         self.request = VersionRequest(options)
         self.keep_seconds = self.request.keep_seconds
 
-    def lease_of(self, part: list[ViewPiece[Any] | LentRange]) -> int:
+    def lease_of(self, part: list[ViewPiece[P] | LentRange]) -> int:
         return part[0].lease_id
+
+    @abstractmethod
+    def pieces(self, version: LocatedVersion) -> Iterable[ViewPiece[P]]:
+        """Return the pieces of a version in a range, all of which are read by one task."""
+
+    def listed(self, part: list[ViewPiece[P] | LentRange]) -> Iterator[ViewPiece[P]]:
+        """Yield the pieces of a task; versions of ranges are requested as they are read."""
+        for piece in part:
+            if isinstance(piece, ViewPiece):
+                yield piece
+            else:
+                for version in piece.versions(self.access):
+                    yield from self.pieces(version)
