@@ -16,8 +16,6 @@ from pathlib import Path
 import quire
 from bench.manifest import chunk_op, fresh
 from bench.report import Report, alternate, drop_page_cache
-from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.durable.names import MANIFEST_CHECKED
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checked_point import SUFFIX
@@ -101,7 +99,7 @@ def after_kill(report: Report, directory: Path, quick: bool) -> None:
 
 def write_and_die(path: Path, active: int) -> None:
     """Write to databases, wait until their commits are published, and die. Without upkeep no later point is recorded."""
-    store = quire.open(path, settings=StoreSettings(maintenance=MaintenanceSettings(enabled=False)))
+    store = quire.open(path, settings=quire.StoreSettings(maintenance=quire.MaintenanceSettings(enabled=False)))
     for number in range(active):
         with store.sqlite(f"tenant-{number}") as database:
             database.execute("INSERT INTO t VALUES (1)")
@@ -117,7 +115,7 @@ def open_copy(path: Path, *, whole: bool = False, cold: bool = False) -> float:
     copy = path.with_name("copy")
     shutil.copytree(path, copy)
     if whole:
-        (copy / MANIFEST_CHECKED).unlink()
+        (copy / f"manifest.lmdb{SUFFIX}").unlink()
     if cold:
         drop_page_cache()
     started = time.perf_counter()

@@ -28,13 +28,15 @@ def test_a_generator_that_ends_has_waited_for_its_calls() -> None:
 
 
 def test_a_failure_waits_for_the_calls_that_are_running() -> None:
-    may_end, ended = threading.Event(), threading.Event()
+    running, may_end, ended = threading.Event(), threading.Event(), threading.Event()
 
     def fail() -> None:
+        running.wait(SECONDS)
         threading.Timer(0.05, may_end.set).start()
         raise ValueError("planted")
 
     def run() -> None:
+        running.set()
         may_end.wait(SECONDS)
         ended.set()
 

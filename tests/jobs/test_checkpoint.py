@@ -181,7 +181,7 @@ def test_an_attempt_that_wakes_up_after_a_newer_one_has_published_publishes_noth
     store, model = owner.database(), Model()
     write(store, model, images(*range(12)))
     job_id, asleep, wake = owner.enqueue(), threading.Event(), threading.Event()
-    sleeper = threading.Thread(target=lambda: owner.worker(name="owner:sleeper").run(job_id))
+    sleeper = threading.Thread(target=lambda: owner.worker().run(job_id))
 
     def sleep(_: str) -> None:
         if threading.current_thread() is sleeper or not asleep.is_set():

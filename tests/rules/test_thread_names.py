@@ -14,7 +14,12 @@ CALLERS = {
     "src/quire/service/web/server.py: web-call",
 }
 """Threads that acknowledge changes to a client."""
-NAMED_BY_CALLER = {"src/quire/jobs/leases.py", "src/quire/jobs/runner.py", "src/quire/archive/archiver.py"}
+NAMED_BY_CALLER = {
+    "src/quire/archive/archiver.py",
+    "src/quire/core/background.py",
+    "src/quire/jobs/leases.py",
+    "src/quire/jobs/runner.py",
+}
 """Modules that get the name from their callers."""
 
 
@@ -25,10 +30,11 @@ def test_every_thread_that_quire_starts_has_the_prefix() -> None:
             if not isinstance(node, ast.Call):
                 continue
             called = ast.unparse(node.func).rsplit(".", 1)[-1]
-            keyword = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix"}.get(called)
+            keyword = {"Thread": "name", "ThreadPoolExecutor": "thread_name_prefix", "thread_pool": "name"}.get(called)
             if keyword is None:
                 continue
-            argument_value = next((argument.value for argument in node.keywords if argument.arg == keyword), None)
+            named = (argument.value for argument in node.keywords if argument.arg == keyword)
+            argument_value = node.args[1] if called == "thread_pool" else next(named, None)
             text = ast.unparse(argument_value).lstrip("f").strip("\"'") if argument_value is not None else ""
             if (
                 not text.startswith(THREAD_PREFIX)

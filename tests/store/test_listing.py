@@ -75,6 +75,7 @@ def test_the_last_writes_of_streams_and_key_value_sets_are_known_after_reopening
             store.kv(name).put(b"a", b"1")
         for name in ("clicks", "orders"):
             store.stream(name).append(b"one").result()
+        time.sleep(0.002)  # times are milliseconds
         store.create_many(["later"])
         store.kvs.close_database("cart")
         store.streams.close_stream("clicks")
