@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import structlog
 
 from quire.jobs import handler
 from quire.jobs import leases as leases_module
@@ -79,6 +80,22 @@ def test_leases_are_renewed_during_a_drain(local_store: JobStore) -> None:
     enqueue(local_store)
     worker_with(local_store, work, lease_seconds=0.3).drain()
     assert renewals == [True]
+
+
+def test_a_renewal_that_comes_after_the_result_is_not_reported_as_a_lost_lease(local_store: JobStore) -> None:
+    """Runs over 20,000 databases warned of more than a thousand leases, none of which had been taken."""
+    jobs = local_store.manifest.jobs
+    held: list[leases_module.LeasedJob] = []
+    for end in (jobs.complete, lambda job: jobs.cancel(job.job_id)):
+        job = jobs.claim_job(enqueue(local_store), "me")
+        assert job is not None
+        held.append(leases_module.LeasedJob(job, "me"))
+        end(job)
+    keeper = leases_module.LeaseKeeper(local_store.manifest, lambda: held, 1e-6, label="quire-test")
+    with structlog.testing.capture_logs() as logs:
+        keeper.beat()
+    assert [leased.lost for leased in held] == [False, True]
+    assert [entry["job_id"] for entry in logs if entry["event"] == "job.lease_taken"] == [held[1].job.job_id]
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "expired"])

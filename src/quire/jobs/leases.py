@@ -19,6 +19,7 @@ from quire.core.events import emit
 from quire.jobs.handler import commit_each
 from quire.manifest.jobqueue import Job
 from quire.manifest.ops.jobs import RenewJobLease
+from quire.manifest.records import JobState
 from quire.manifest.store import ManifestStore
 
 PROGRESS_SECONDS = 1.0
@@ -86,10 +87,20 @@ class LeaseKeeper:
             if error is None:
                 leased.renewed_at, leased.written = time.monotonic(), (renewals[leased].done, renewals[leased].total)
             elif isinstance(error, (IllegalTransition, UnknownJob)):
-                leased.lost = True
-                emit("warning", "job.lease_taken", job_id=leased.job.job_id, worker=leased.holder)
+                if not self._has_ended(leased):
+                    leased.lost = True
+                    emit("warning", "job.lease_taken", job_id=leased.job.job_id, worker=leased.holder)
             else:
                 emit("warning", "worker.cannot_renew", job_id=leased.job.job_id, error=str(error))
+
+    def _has_ended(self, leased: LeasedJob) -> bool:
+        """Return whether this attempt has ended: its result may be committed just before the renewal."""
+        record = leased.job.record
+        try:
+            job = self._manifest.jobs.get(leased.job.job_id)
+        except UnknownJob:
+            return False
+        return job.state in (JobState.SUCCEEDED, JobState.FAILED_PERMANENT) and job.record.attempt == record.attempt
 
     def _run(self) -> None:
         while not self._over.wait(min(self._lease_seconds / 6, PROGRESS_SECONDS)):
