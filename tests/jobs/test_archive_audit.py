@@ -11,7 +11,11 @@ import pytest
 
 import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
+from quire.durable.failpoints import armed
 from quire.jobs.archive_audit.audit import GRACE_MS, ArchiveAudit
+from quire.manifest import tables as t
+from quire.manifest.ops.plans import AbandonPlan
+from quire.manifest.records import JobKind
 from quire.store.heavy import audit_bucket
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -101,6 +105,25 @@ def test_a_sound_archive_has_no_differences_and_everything_was_read(original: Bu
     assert audit.objects == len(named), "log, base, files, chunks and segments, each read once"
     assert ticks == sorted(ticks)
     assert ticks[-1][0] == ticks[-1][1]
+
+
+@pytest.mark.parametrize("point", ["begun", "written"])
+def test_the_names_of_an_abandoned_checkpoint_are_no_damage(bucket: Bucket, point: str) -> None:
+    """Whether their objects were written is not recorded: they were reported as altered or missing."""
+    path = bucket.path / "store"
+    quire.restore(bucket.url, path, takeover=True)
+    with bucket.open(path) as store:
+        with store.sqlite("shop") as connection:
+            connection.execute("delete from t where b is not null")
+        with armed(f"jobs.checkpoint.{point}", "1*raise:EIO"):
+            store.manifest.jobs.enqueue(JobKind.CHECKPOINT, store.database("shop").db_id)
+            store.maintain()
+        db_id = store.database("shop").db_id
+        with store.manifest.read() as txn:
+            ((_, generation), _), *_ = txn.scan(t.CHECKPOINT_PLAN, db_id)
+        store.manifest.submit([AbandonPlan(db_id, generation)]).result()
+    audit = bucket.audit()
+    assert (audit.problems, audit.orphans) == ([], [])
 
 
 @pytest.mark.parametrize("part", PARTS)

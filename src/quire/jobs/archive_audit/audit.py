@@ -337,8 +337,11 @@ def _take_row(log_pass: _LogPass, txn: ReadTxn, key: ArtifactKey, row: Any) -> N
         log_pass.is_whole = False  # the namespace's row was in an object that could not be read
         return
     url, name = remote_name(key, row, namespace, own)
-    if row.residency is Residency.LOCAL:
-        log_pass.announced.add((url, name))
+    is_unwritten = (
+        key.kind is not ArtifactKind.WAL and not row.size_bytes
+    )  # a name of an abandoned plan (`AbandonPlan`)
+    if row.residency is Residency.LOCAL or is_unwritten:
+        log_pass.announced.add((url, name))  # there may be an object, but nothing needs it
         return
     if t.retired_digest("" if url == own else url, name) in log_pass.unneeded:
         return
