@@ -273,3 +273,23 @@ def test_a_takeover_from_a_busy_owner_ends_and_has_what_was_acknowledged(tmp_pat
     assert set(acknowledged) <= restored_keys
     with suppress(QuireError):
         store.close()
+
+
+@pytest.mark.parametrize("is_sealed_there", [False, True])
+def test_a_seal_in_a_trimmed_part_of_the_log_is_followed_by_one_at_its_end(
+    bucket: DeletableStore, is_sealed_there: bool
+) -> None:
+    """The number after the known object was free, because the owner had removed it: that seal stopped nobody."""
+    owner = BusyOwner(bucket)
+    owner.put(6)
+    known = read_object(bucket, STORE, Position(1, 1))
+    for position in owner.acknowledged[:4]:
+        bucket.delete(log_key(STORE, position))
+    if is_sealed_there:  # by a takeover that died before it noticed
+        with armed("archive.seal.put", "1*raise:EIO"), pytest.raises(OSError, match="failpoint"):
+            sealed_by(bucket, 2, known[:2])
+    last, passed = sealed_by(bucket, 2, known[:2])
+    assert passed == []
+    assert last == owner.acknowledged[-1]
+    owner.put(1)
+    assert owner.is_fenced

@@ -62,8 +62,9 @@ def seal(
 ) -> tuple[Position, bytes]:
     """Seal the log of `epoch`. Return the position and digest of its last object.
 
-    `known`: the last object that the caller has, with its digest; `overtaken` is called with every later one, in order.
-    Without `known`, the seal is put after the last object in the bucket.
+    `known`: the last object that the caller has, with its digest; `overtaken` is called with every later one, in order, unless
+    the owner has trimmed them: the position that is returned is then later than that of the last call. Without `known`, the
+    seal is put after the last object in the bucket.
     """
     header, digest = known or _last_object(store, store_id, epoch)
     lead, is_stopped = 0, False
@@ -84,15 +85,17 @@ def seal(
             is_stopped = _put_seal(store, store_id, _ahead_of(ending, lead))
             hit("archive.seal.stopped")
         hit("archive.seal.before")
+        if header is not None and not lead and _is_trimmed_after(store, store_id, header.position):
+            return seal(store, store_id, epoch, successor, at_ms)
         if _put_seal(store, store_id, ending):
             hit("archive.seal.put")
-            return ending.parent, digest
+            break
         # the owner, or another takeover, was faster
         following, following_digest, events = read_object(store, store_id, ending.position)
         if following.kind is Kind.SEAL:
             if following.successor > successor:
                 raise _taken_over_by(following)
-            return ending.parent, digest
+            break
         if header is not None and following.parent_digest != digest:
             key = log_key(store_id, ending.position)
             raise Corruption("the archive's log is not a single chain", hint=HELPED_BY, key=key)
@@ -100,6 +103,16 @@ def seal(
         if overtaken is not None:
             overtaken(header, digest, events)
         lead = 2 * lead or 1
+    if any(positions_after(store, store_id, ending.position)):
+        # The owner has just trimmed its log past `known`: the number was free, and this seal stops nobody.
+        return seal(store, store_id, epoch, successor, at_ms)
+    return ending.parent, digest
+
+
+def _is_trimmed_after(store: ObjectStore, store_id: str, position: Position) -> bool:
+    """Return whether the owner has removed log objects after `position`."""
+    later = next(positions_after(store, store_id, position), None)
+    return later is not None and later.number != position.number + 1
 
 
 def _last_object(store: ObjectStore, store_id: str, epoch: int) -> tuple[Header | None, bytes]:

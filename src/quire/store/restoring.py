@@ -238,7 +238,7 @@ def _seal(
 
     # From the last object that was applied: what the owner acknowledged while this restore was reading is included.
     last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
-    if not chain[0]:
+    if last != applied[0]:  # the chain was broken, or the owner has trimmed what followed
         _refuse_newer_base(bucket, point.store_id, applied[0])
     return msgspec.structs.replace(point, position=last, newest=last), digest
 

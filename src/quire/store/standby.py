@@ -522,8 +522,8 @@ class Standby:
         except StoreFenced:
             self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
-        if not chain[0]:  # the owner may have completed a base since `_apply_all`, and acknowledged what it contains
-            self._rebuild_if_newer()
+        # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what that base contains.
+        self._rebuild_if_newer()
         self._following().settle()
         self._close_replay()
         self._save(replace(self._state, phase=StandbyPhase.SEALED))
