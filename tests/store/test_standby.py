@@ -22,6 +22,7 @@ from quire.durable import names
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.store.standby import Standby, promote
+from quire.testing.clock import ManualClock
 from tests.archive.archived_store import WAIT, ArchivedStore, Gate, archived_store, contents, fill, kill, quiet, until
 from tests.programs import run_program
 
@@ -207,6 +208,45 @@ def test_a_promotion_includes_what_an_owner_that_restarts_meanwhile_archives(tmp
     with quire.open(tmp_path / "standby", settings=quiet()) as store:
         assert store.manifest.check() == []
         assert contents(store) == expected[0]
+
+
+@pytest.mark.parametrize("event", ["restarted", "moved", "uploaded again"])
+def test_a_standby_has_its_files_when_the_window_has_passed(tmp_path: Path, event: str) -> None:
+    """Hazard: an owner that was closed and opened again gave its tables and segments new objects in the next base. A standby
+    continued with the objects that the log had named, and these were removed when the window had passed."""
+    clock = ManualClock()
+    with archived_store(tmp_path, clock=clock, retain_seconds=60.0, base_seconds=3_600.0) as archived:
+        store = archived.store
+        fill(store, 0)
+        store.kv("pairs").flush()
+        store.stream("events").seal()
+        store.stream("events").compress()
+        store.stream("events").evict()
+        polled(archived)
+        before = set(archived.bucket.rglob("file/*"))
+        assert before
+        if event == "uploaded again":
+            archived.archiver.base()
+        else:
+            archived.close()
+            if event == "moved":
+                subprocess.run(["cp", "-a", archived.root, f"{archived.root}.moved"], check=True)
+                shutil.rmtree(archived.root)
+                os.rename(f"{archived.root}.moved", archived.root)
+            archived.store = archived.open()
+        for start in (100, 200):
+            fill(archived.store, start)
+            archived.wait_archived()
+            with archived.archiver._cutting:
+                archived.archiver._begin_base()
+            until(lambda: not archived.archiver._is_base_pending())
+            polled(archived)
+            clock.advance(120)
+        archived.store._parts.window.look(now=True)
+        is_kept = before <= set(archived.bucket.rglob("file/*"))
+        assert is_kept == (event == "restarted"), "a restart uploads nothing again"
+        polled(archived)
+        assert contents_after_promotion(archived) == contents(archived.store)
 
 
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class Archiver:
             self._base_bytes, self._log_bytes, self._at_ms = state.base_bytes, state.log_bytes, state.at_ms
             self._base_began = time.monotonic() - max(self._clock.now_ms() - state.base_at_ms, 0) / 1000
             self._base_at_ms = state.base_at_ms
+            self._artifacts.resume(state.files)
             self._manifest.writer.commit_not_before(state.at_ms)
             self._needs_base, self._arrivals.is_restorable = False, True
             self._last_cut_ms = self._restorable_ms = state.at_ms
@@ -212,6 +213,7 @@ class Archiver:
                 at_ms=self._at_ms,
                 base_at_ms=self._base_at_ms,
                 config_digest=config_digest(self._disk, self._root),
+                files=self._artifacts.known(),
             )
             write_archive_state(self._disk, self._root, state)
         elif self._arrivals.failure is None and self._threads:  # without threads the opening was refused
@@ -434,7 +436,8 @@ class Archiver:
         position = self._next
         artifacts: list[tuple[str, str]] = []
         shipped = [event for entry in events if (event := self._resolved(entry, position, artifacts)) is not None]
-        if self._needs_base:  # in the object that names the base too: a standby must not continue from the one before
+        if self._needs_base or any(isinstance(entry, PendingBase) and self._is_new_chain(entry) for entry in events):
+            # In the object that names the base too: a standby must not continue from the one before.
             shipped.insert(0, BreakEvent())
         for event in shipped:
             if isinstance(event, BaseEvent):
@@ -511,6 +514,10 @@ class Archiver:
         return resolved
 
     # ── bases ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def _is_new_chain(self, pending: PendingBase) -> bool:
+        """Return whether a base counts, and names other objects than the log before it."""
+        return pending.renames and pending.breaks == self._outbox.breaks
+
     def _is_base_pending(self) -> bool:
         """Return whether a base is being read, or was read and is not named in the log yet."""
         return self._next == self._base_first or (self._base_thread is not None and self._base_thread.is_alive())
@@ -553,8 +560,9 @@ class Archiver:
         breaks = self._outbox.breaks
         if (first := self._next) is not None:
             self._base_first = first
+            self._artifacts.begin_base()
             base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
-            self.queue.append(PendingBase(base, breaks))
+            self.queue.append(PendingBase(base, breaks, self._artifacts.end_base()))
             with self._lock:  # calls that wait in mode `sync` also wait for this base
                 self._changed.notify_all()
 

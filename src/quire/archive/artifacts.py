@@ -1,8 +1,12 @@
-"""Immutable files that wait to be uploaded: each is uploaded once, however many names it has (A6).
+"""Immutable files and their objects: each file is uploaded once, however many names it has, and keeps its object (A6).
 
 Terms
   identity   (inode, size, time of last change) of a file: the same for all its names
   kept       a hard link below archive/, because the file may be removed before it is uploaded
+
+A standby that follows the log knows the object that the log has named. If a base names another one, the first is trimmed when
+the window has passed, and the standby would read nothing in its place. So objects are remembered in archive.json when the store
+is closed, and a base that had to give a file a new object begins a new chain, from which standbys start again.
 
 Threads: `keep` any; all others the holder of the archiver's `_cutting`, and the thread of a base. Raises the disk's errors.
 """
@@ -10,6 +14,7 @@ Threads: `keep` any; all others the holder of the archiver's `_cutting`, and the
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
@@ -18,6 +23,7 @@ from quire.archive.format import ArtifactEvent, Position, file_key
 from quire.archive.queue import PendingArtifact
 from quire.archive.recorder import sha256_of
 from quire.archive.remote_files import number_of, remote_at
+from quire.archive.state_files import KnownFile
 from quire.durable.files import Disk
 
 Identity = tuple[int, int, int]
@@ -33,9 +39,16 @@ class Artifacts:
         self._disk = disk
         self._spool = spool
         self._numbers = count()
-        # replaced as a whole, or changed by one key
+        self._lock = threading.Lock()
+        # guarded by _lock
         self._object_of: dict[Identity, tuple[str, bytes]] = {}
         """(object name, SHA-256) of each file."""
+        self._handed_over: set[Identity] = set()
+        """Files that the log has not named yet."""
+        self._used: set[Identity] = set()
+        """Files that were named since the last base began."""
+        # of the thread of a base
+        self._has_renamed = False
 
     def sweep(self) -> None:
         """Remove the files that a former life left below archive/."""
@@ -55,17 +68,26 @@ class Artifacts:
         kept = os.path.join(self._spool, f"{next(self._numbers):x}.file")
         self._disk.make_dirs(self._spool)
         self._disk.link(path, kept)
-        return PendingArtifact(relative, kept, _identity(path))
+        entry = PendingArtifact(relative, kept, _identity(path))
+        with self._lock:
+            self._handed_over.add(entry.identity)
+        return entry
 
     def taken(self, entry: PendingArtifact, store_id: str, position: Position) -> tuple[ArtifactEvent, Upload | None]:
         """Return an artifact's event, and the upload that must precede the log object with that event; `None` if it is
         uploaded or about to be."""
-        target, upload = self._object_of.get(entry.identity), None
-        if target is None:
-            target = self._object_of[entry.identity] = self._name(store_id, position, entry.identity, entry.kept)
-            upload = (target[0], entry.kept)
+        target, is_new = self._object(entry.identity, store_id, position, entry.kept)
+        with self._lock:
+            self._handed_over.discard(entry.identity)
         inode, size, _ = entry.identity
-        return ArtifactEvent(inode, entry.path, target[0], size, target[1]), upload
+        event = ArtifactEvent(inode, entry.path, target[0], size, target[1])
+        return event, (target[0], entry.kept) if is_new else None
+
+    def begin_base(self) -> None:
+        """Begin a base, which names every file that exists."""
+        with self._lock:
+            self._used = set()
+        self._has_renamed = False
 
     def in_base(
         self, path: str, relative: str, store_id: str, first: Position, upload: Callable[[str, str], None]
@@ -74,20 +96,59 @@ class Artifacts:
         if (event := self._in_bucket(path, relative)) is not None:
             return event
         identity = _identity(path)
-        if (target := self._object_of.get(identity)) is None:
-            target = self._name(store_id, first, identity, path)
-            upload(target[0], path)
-            self._object_of[identity] = target
+        with self._lock:
+            target, is_unnamed = self._object_of.get(identity), identity in self._handed_over
+            self._used.add(identity)
+        if target is None:
+            named = self._name(store_id, first, identity, path)
+            upload(named[0], path)
+            self._has_renamed |= not is_unnamed
+            with self._lock:  # a cut may have named it meanwhile
+                target = self._object_of.setdefault(identity, named)
         return ArtifactEvent(identity[0], relative, target[0], identity[1], target[1])
+
+    def end_base(self) -> bool:
+        """Forget files that no longer exist. Return whether the base gave new objects to files that the log may have named."""
+        with self._lock:
+            used = {identity: target for identity, target in self._object_of.items() if identity in self._used}
+            self._object_of = used
+        return self._has_renamed
+
+    def known(self) -> list[KnownFile]:
+        """Return all files with their objects, for the next life (`resume`)."""
+        with self._lock:
+            return [(*identity, *target) for identity, target in self._object_of.items()]
+
+    def resume(self, known: Iterable[KnownFile]) -> None:
+        """Take over the objects that a former life has uploaded."""
+        with self._lock:
+            self._object_of.update(((inode, size, at), (key, digest)) for inode, size, at, key, digest in known)
 
     def forget(self, lost: Iterable[str]) -> None:
         """Forget objects that were never uploaded, so that the next base uploads them."""
         names = frozenset(lost)
-        self._object_of = {identity: target for identity, target in self._object_of.items() if target[0] not in names}
+        with self._lock:
+            kept = {identity: target for identity, target in self._object_of.items() if target[0] not in names}
+            self._object_of = kept
 
     def forget_all(self) -> None:
         """Forget every object, so that the next base uploads every file again, under a new name."""
-        self._object_of = {}
+        with self._lock:
+            self._object_of = {}
+
+    def _object(
+        self, identity: Identity, store_id: str, position: Position, path: str
+    ) -> tuple[tuple[str, bytes], bool]:
+        """Return the object of a file, and whether it has just been named."""
+        with self._lock:
+            self._used.add(identity)
+            target = self._object_of.get(identity)
+        if target is not None:
+            return target, False
+        named = self._name(store_id, position, identity, path)  # reads the file
+        with self._lock:
+            target = self._object_of.setdefault(identity, named)
+        return target, target is named
 
     def _in_bucket(self, path: str, relative: str) -> ArtifactEvent | None:
         """Return the event of a file that a restore left in the bucket, or `None`."""

@@ -45,6 +45,8 @@ class PendingBase(msgspec.Struct, frozen=True, gc=False):
     base: BaseEvent
     breaks: int
     """How often the chain had been broken when the base began."""
+    renames: bool
+    """Whether it names other objects than the log does for some files: standbys must not continue past it."""
 
     def size_bytes(self) -> int:
         return self.base.size_bytes()

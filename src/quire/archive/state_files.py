@@ -41,6 +41,10 @@ STANDBY_FORMAT = 1
 
 
 # ── archive.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
+KnownFile = tuple[int, int, int, str, bytes]
+"""(inode, size, time of last change, object name, SHA-256) of a file"""
+
+
 class ArchiveState(msgspec.Struct, kw_only=True):
     """archive.json: where a cleanly closed store left its archive."""
 
@@ -62,6 +66,8 @@ class ArchiveState(msgspec.Struct, kw_only=True):
     """When the last base began: the next one becomes due by its age, not by an opening."""
     config_digest: bytes = b""
     """SHA-256 of quire.toml, which may be edited while the store is closed. Empty if unknown, or if there is no such file."""
+    files: list[KnownFile] = msgspec.field(default_factory=list)
+    """Immutable files and their objects, which stay the same (`artifacts.py`)."""
 
     def continues(self, store_id: str, epoch: int, transaction: int) -> bool:
         """Return whether the state belongs to this store and epoch, and nothing has changed since."""
