@@ -81,6 +81,33 @@ def test_a_takeover_includes_what_an_owner_that_restarts_meanwhile_archives(tmp_
         assert contents(successor) == acknowledged[0]
 
 
+def test_a_takeover_includes_what_an_owner_archives_that_completes_its_first_base_meanwhile(tmp_path: Path) -> None:
+    """Hazard: until then the newest state is that of the owner before it, whose log was the only one that was sealed."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    archived.close()
+    with armed("archive.base.begun", "raise:EIO"):
+        archived.restore("second", takeover=True)
+        second = archived.open(tmp_path / "second")
+        fill(second, 50)
+        until(lambda: archived.epochs() == [1, 2])
+        kill(second)
+    acknowledged: list[dict[str, Any]] = []
+
+    def restart(_: str) -> None:
+        if not acknowledged:
+            with archived.open(tmp_path / "second") as store:
+                fill(store, 100)
+                store.archive.wait(WAIT)  # type: ignore[union-attr]
+                acknowledged.append(contents(store))
+
+    with armed("archive.seal.before", restart):
+        archived.restore("third", takeover=True)
+    with archived.open(tmp_path / "third") as successor:
+        assert contents(successor) == acknowledged[0]
+
+
 def put_and_wait(store: quire.Store, key: bytes) -> None:
     store.kv("cart").put(key, b"3")
     store.archive.wait()  # type: ignore[union-attr]

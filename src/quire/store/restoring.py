@@ -222,6 +222,10 @@ def _seal(
     newest = newest_owner(bucket, point.store_id)
     successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
     epoch, now_ms = point.position.epoch, clock.now_ms()
+    for later in sorted(later for later in epochs(bucket, point.store_id) if later > epoch):
+        seal(
+            bucket, point.store_id, later, successor, now_ms
+        )  # of an owner that had not completed a base, but may do so now
     if point.newest != point.position:
         seal(bucket, point.store_id, epoch, successor, now_ms)
         _refuse_newer_base(bucket, point.store_id, point.position)
@@ -238,8 +242,7 @@ def _seal(
 
     # From the last object that was applied: what the owner acknowledged while this restore was reading is included.
     last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
-    if last != applied[0]:  # the chain was broken, or the owner has trimmed what followed
-        _refuse_newer_base(bucket, point.store_id, applied[0])
+    _refuse_newer_base(bucket, point.store_id, applied[0])
     return msgspec.structs.replace(point, position=last, newest=last), digest
 
 
