@@ -195,3 +195,35 @@ def test_rounds_recount_a_little_at_a_time(path: str, monkeypatch: pytest.Monkey
             manifest.recount.round()
             rounds += 1
         assert rounds == len(check_module.CHECK_NAMES)
+
+
+def test_nothing_is_deleted_while_a_recount_closes_what_it_found_broken(path: str) -> None:
+    """Hazard: the recount counted as done as soon as it had found a problem. A delete job in another thread went on
+    before the database was closed, by counts that were wrong."""
+    db_id = create_filled(path)
+    damage(path, delete_row(t.WAL_STATE, db_id, 0))
+    with ManifestStore.open(path) as manifest:
+        states: list[bool] = []
+        close_broken = manifest.recount._close_broken
+
+        def close_and_look() -> None:
+            states.append(manifest.recount.is_done)
+            close_broken()
+            states.append(manifest.recount.is_done)
+
+        manifest.recount._close_broken = close_and_look
+        manifest.recount.finish()
+        assert states == [False, False]
+        assert manifest.recount.is_done
+        assert ("database", db_id) in manifest.env.refused
+
+
+def test_a_recount_that_found_the_store_broken_lets_nobody_delete(path: str) -> None:
+    """Hazard: only the first caller got the error; one that waited for it meanwhile went on to delete."""
+    create_filled(path)
+    damage(path, delete_row(CHANGE_LOG, 7))
+    with ManifestStore.open(path) as manifest:
+        for _ in range(2):
+            with pytest.raises(ManifestDamaged, match="gap"):
+                manifest.recount.finish()
+            assert not manifest.recount.is_done
