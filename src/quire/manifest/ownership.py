@@ -68,6 +68,9 @@ def take_ownership(
     if not problems and (reached := point_of(env)) != point:
         # As at a clean close: a process that dies again and again must not check the same changes at every open.
         write_point(env, reached)
+    elif problems:
+        # A point that is left may be believed by the next open, which would not find again what is closed now.
+        forget_point(env)
     rounds = REPAIR_ROUNDS if repair else 0
     while rounds and any(problem.fix is not None for problem in problems):
         _repair(env, clock, problems)
