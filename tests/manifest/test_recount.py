@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ def damage(path: str, change: Callable[[ManifestStore], None]) -> None:
     assert point.sequence == stored["sequence"]
     with ManifestStore.open(path, mode="r") as reader:
         write_point(reader.env, point_of(reader.env))
+
+
+def with_digest(line: bytes) -> bytes:
+    return line + b"\n" + sha256(line).hexdigest().encode() + b"\n"
 
 
 def is_done(manifest: ManifestStore) -> bool:
@@ -117,7 +122,9 @@ def test_an_open_after_a_crash_also_checks_what_the_log_since_the_point_names(
         assert manifest.feed.head() == 32
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "altered", "foreign", "ahead"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "torn", "altered", "foreign", "ahead", "not text", "nested", "a directory"]
+)
 def test_an_invalid_checked_point_is_ignored(path: str, damage: str, checks_run: list[tuple[str, object]]) -> None:
     create_filled(path)
     file = Path(path + SUFFIX)
@@ -133,6 +140,13 @@ def test_an_invalid_checked_point_is_ignored(path: str, damage: str, checks_run:
             with ManifestStore.open(path + "2") as other:
                 other.register_db("x", DbKind.PAGES)
             file.write_bytes(Path(path + "2" + SUFFIX).read_bytes())
+        case "not text":
+            file.write_bytes(with_digest(b'{"store_id":"\xff"}'))
+        case "nested":
+            file.write_bytes(with_digest(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
+        case "a directory":
+            file.unlink()
+            file.mkdir()
         case "ahead":
             os.rename(path, path + ".old")
             create_filled(path + "3", 2)

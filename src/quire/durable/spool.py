@@ -80,7 +80,7 @@ class Spool(Generic[T]):
             self._write_out()
 
     def _write_out(self) -> None:
-        """Move the encoded frames to the file. If that fails, they stay in memory, and the next attempt begins at the same place."""
+        """Move the encoded frames to the file. If that fails, they stay in memory and are written again."""
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(prefix="quire-rows-")  # noqa: SIM115  # lives as long as this object

@@ -80,7 +80,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     try:
         line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
         point = msgspec.json.decode(line, type=CheckedPoint) if check == _digest(line) else None
-    except (FileNotFoundError, StorageFault, msgspec.MsgspecError):
+    except (FileNotFoundError, StorageFault, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     with ReadTxn(env) as txn:
         if point is None or not point.is_of(txn, transaction_of(txn)):
