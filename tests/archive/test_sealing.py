@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -17,10 +19,13 @@ from quire.archive.format import NO_DIGEST, Header, Kind, Position, encode_objec
 from quire.archive.log_reader import find, header_of, log_positions, owner_log, read_object
 from quire.archive.sealing import seal
 from quire.archive.window import Line, list_archive
-from quire.core.errors import AlreadyExists, QuireError, StoreFenced
+from quire.core.errors import AlreadyExists, InvalidInput, QuireError, StoreFenced
+from quire.durable import names
 from quire.durable.failpoints import armed
+from quire.durable.files import OsDisk
 from quire.objects.api import DeletableStore
 from quire.objects.open import open_store
+from quire.store.layout import DirectoryState, directory_state
 from tests.archive.archived_store import WAIT, ArchivedStore, contents, fill, kill, until
 
 
@@ -106,6 +111,47 @@ def test_a_takeover_includes_what_an_owner_archives_that_completes_its_first_bas
         archived.restore("third", takeover=True)
     with archived.open(tmp_path / "third") as successor:
         assert contents(successor) == acknowledged[0]
+
+
+class DyingDisk(OsDisk):
+    """A disk whose process dies when it removes the manifest."""
+
+    def remove(self, path: str) -> None:
+        if os.path.basename(path) == names.MANIFEST:
+            raise OSError(errno.EIO, "died", path)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("disk", [OsDisk, DyingDisk], ids=["completes", "dies"])
+def test_a_takeover_that_begins_again_empties_its_directory_but_never_leaves_half_a_store(
+    tmp_path: Path, disk: type[OsDisk]
+) -> None:
+    """Hazards: `.files/` was removed first, so a kill left rows and files that opened as a store; and `lost+found`, which
+    belongs to the file system, was removed too."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.wait_archived()
+    kill(archived.store)
+    restarted: list[bool] = []
+
+    def restart(_: str) -> None:
+        if not restarted:
+            with archived.open() as store:
+                fill(store, 100)
+                store.archive.wait(WAIT)  # type: ignore[union-attr]
+                restarted.append(True)
+
+    target = tmp_path / "successor"
+    (target / "lost+found").mkdir(parents=True)
+    (target / "lost+found" / "#12").write_bytes(b"recovered by fsck")
+    with armed("archive.seal.before", restart), suppress(OSError):
+        archived.restore("successor", takeover=True, disk=disk())
+    assert (target / "lost+found" / "#12").read_bytes() == b"recovered by fsck"
+    if disk is OsDisk:
+        assert directory_state(OsDisk(), str(target)) is DirectoryState.STORE
+    else:
+        with pytest.raises(InvalidInput, match="did not complete"):
+            archived.open(target)
 
 
 def put_and_wait(store: quire.Store, key: bytes) -> None:

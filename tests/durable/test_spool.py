@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import warnings
 
 import msgspec
 import pytest
 
+from quire.core.errors import StorageFault
 from quire.durable import spool
 from quire.durable.spool import ROWS_A_FRAME, Spool
 
@@ -58,3 +60,20 @@ def test_the_file_of_a_spool_is_closed_with_it(monkeypatch: pytest.MonkeyPatch) 
         del kept
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_full_disk_is_named_and_loses_or_repeats_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: what was written before the error stayed in the file, so later rows were read from the wrong place."""
+    monkeypatch.setattr(spool, "MEMORY_BYTES", 1_000)
+    rows = [Row(number, "x" * 20) for number in range(4 * ROWS_A_FRAME)]
+    kept = Spool(Row)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # stands for a full disk: a write ends in the middle
+    try:
+        with pytest.raises(StorageFault, match="while writing rows to a temporary file"):
+            kept.extend(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(kept) == rows[: len(kept)]
+    kept.extend(rows[len(kept) :])
+    assert list(kept) == rows

@@ -3,14 +3,22 @@ user."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.core.errors import StorageFault
+from quire.core.settings import MaintenanceSettings
 from quire.durable.failpoints import armed
+from quire.jobs.restore import job as restore_module
 from quire.manifest.records import JobKind, JobState
+from quire.pages.view_build import view_of
 from tests.jobs.checkpoint_child import RETRY_SECONDS, Owner, images
 from tests.pages.engine_harness import Model, write
 
@@ -80,6 +88,37 @@ def test_a_later_attempt_does_not_adopt_a_foreign_file(owner: Owner, tmp_path: P
     owner.worker(JobKind.RESTORE).drain()
     assert owner.state(job_id) is JobState.FAILED_PERMANENT
     assert (tmp_path / "early.db").read_bytes() == bytes(len(content(owner)))
+
+
+def test_a_failed_attempt_has_ended_when_its_error_is_raised(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a task of the failed attempt went on writing into `<file>.tmp`, which the next attempt overwrites and names."""
+    halves = [(0, PAGES // 2), (PAGES // 2, PAGES)]
+    whole = restore_module.parts
+    monkeypatch.setattr(
+        restore_module,
+        "parts",
+        lambda view, path: [replace(whole(view, path)[0], first=first, stop=stop) for first, stop in halves],
+    )
+    turns, second_began, ended = count(), threading.Event(), list[bool]()
+
+    def fail_or_linger(_: str) -> None:
+        if next(turns) == 0:
+            second_began.wait(10)
+            raise StorageFault("the disk failed")
+        second_began.set()
+        time.sleep(0.5)
+        ended.append(True)
+
+    with owner.manifest.read() as txn:
+        snapshot_id, record = txn.require_snapshot(1, 1)
+        view = view_of(txn, 1, snapshot_id, record, owner.objects_url)
+    owner.maintenance = MaintenanceSettings(workers=2)
+    runner = owner.context().thread_runner()
+    with armed("jobs.restore.written", fail_or_linger), pytest.raises(StorageFault, match="the disk failed"):
+        restore_module.restore(view, str(tmp_path / "early.db"), runner, owner.disk)
+    assert ended == [True]
 
 
 def test_stats_are_a_job_with_a_result(owner: Owner) -> None:

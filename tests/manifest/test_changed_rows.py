@@ -227,6 +227,30 @@ def test_without_all_changes_since_the_point_everything_is_checked(path: str, mo
         assert set(manifest.env.refused) == {("database", 1)}
 
 
+def test_a_point_that_was_ahead_of_the_manifest_is_not_believed_later(path: str) -> None:
+    """Hazard: an older manifest was put back and had damage, so its open recorded no point. The newer one stayed, and
+    was believed once the manifest had grown up to it: the closed database was open again."""
+    create_databases(path, 3)
+    older = Path(path).read_bytes()
+    with ManifestStore.open(path) as manifest:
+        for number in range(9, 15):
+            commit(manifest, chunk(number, db_id=2))
+    newer = Path(path + SUFFIX).read_bytes()
+    Path(path).write_bytes(older)
+    Path(path + SUFFIX).unlink()
+    manifest = ManifestStore.open(path)
+    delete_row(t.WAL_STATE, 0)(manifest, 3)
+    die(manifest)
+    Path(path + SUFFIX).write_bytes(newer)
+    manifest = ManifestStore.open(path)
+    assert set(manifest.env.refused) == {("database", 3)}
+    for number in range(9, 16):
+        commit(manifest, chunk(number, db_id=2))
+    die(manifest)
+    with ManifestStore.open(path) as manifest:
+        assert set(manifest.env.refused) == {("database", 3)}
+
+
 def test_everything_is_checked_if_most_databases_changed(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk over all rows is faster then."""
     monkeypatch.setattr(changed_rows, "FEW_DATABASES", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ def damage(path: str, change: Callable[[ManifestStore], None]) -> None:
     assert point.sequence == stored["sequence"]
     with ManifestStore.open(path, mode="r") as reader:
         write_point(reader.env, point_of(reader.env))
+
+
+def with_digest(line: bytes) -> bytes:
+    return line + b"\n" + sha256(line).hexdigest().encode() + b"\n"
 
 
 def is_done(manifest: ManifestStore) -> bool:
@@ -117,7 +122,9 @@ def test_an_open_after_a_crash_also_checks_what_the_log_since_the_point_names(
         assert manifest.feed.head() == 32
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "altered", "foreign", "ahead"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "torn", "altered", "foreign", "ahead", "not text", "nested", "a directory"]
+)
 def test_an_invalid_checked_point_is_ignored(path: str, damage: str, checks_run: list[tuple[str, object]]) -> None:
     create_filled(path)
     file = Path(path + SUFFIX)
@@ -133,6 +140,13 @@ def test_an_invalid_checked_point_is_ignored(path: str, damage: str, checks_run:
             with ManifestStore.open(path + "2") as other:
                 other.register_db("x", DbKind.PAGES)
             file.write_bytes(Path(path + "2" + SUFFIX).read_bytes())
+        case "not text":
+            file.write_bytes(with_digest(b'{"store_id":"\xff"}'))
+        case "nested":
+            file.write_bytes(with_digest(b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"))
+        case "a directory":
+            file.unlink()
+            file.mkdir()
         case "ahead":
             os.rename(path, path + ".old")
             create_filled(path + "3", 2)
@@ -195,3 +209,35 @@ def test_rounds_recount_a_little_at_a_time(path: str, monkeypatch: pytest.Monkey
             manifest.recount.round()
             rounds += 1
         assert rounds == len(check_module.CHECK_NAMES)
+
+
+def test_nothing_is_deleted_while_a_recount_closes_what_it_found_broken(path: str) -> None:
+    """Hazard: the recount counted as done as soon as it had found a problem. A delete job in another thread went on
+    before the database was closed, by counts that were wrong."""
+    db_id = create_filled(path)
+    damage(path, delete_row(t.WAL_STATE, db_id, 0))
+    with ManifestStore.open(path) as manifest:
+        states: list[bool] = []
+        close_broken = manifest.recount._close_broken
+
+        def close_and_look() -> None:
+            states.append(manifest.recount.is_done)
+            close_broken()
+            states.append(manifest.recount.is_done)
+
+        manifest.recount._close_broken = close_and_look
+        manifest.recount.finish()
+        assert states == [False, False]
+        assert manifest.recount.is_done
+        assert ("database", db_id) in manifest.env.refused
+
+
+def test_a_recount_that_found_the_store_broken_lets_nobody_delete(path: str) -> None:
+    """Hazard: only the first caller got the error; one that waited for it meanwhile went on to delete."""
+    create_filled(path)
+    damage(path, delete_row(CHANGE_LOG, 7))
+    with ManifestStore.open(path) as manifest:
+        for _ in range(2):
+            with pytest.raises(ManifestDamaged, match="gap"):
+                manifest.recount.finish()
+            assert not manifest.recount.is_done

@@ -326,6 +326,59 @@ def test_small_streams_share_tasks(store: Store) -> None:
     assert len(query.rows()) == 20
 
 
+DAMAGED_OFFSETS: dict[str, dict[str, Any]] = {
+    "no positions": {"streams": None},
+    "a list": {"streams": [1, 2]},
+    "a text": {"streams": {"1": "7"}},
+    "a fraction": {"streams": {"1": 2.5}},
+    "a negative record": {"streams": {"1": -5}},
+    "a huge record": {"streams": {"1": 1 << 70}},
+    "a huge stream": {"streams": {str(1 << 70): 1}},
+    "a name": {"streams": {"clicks-a": 1}},
+    "a stream that never began": {"streams": {"77": 3}},
+    "nothing begun": {"begun": None},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_OFFSETS.values(), ids=DAMAGED_OFFSETS)
+def test_an_offset_that_the_query_did_not_write_is_refused_by_name(store: Store, damage: dict[str, Any]) -> None:
+    append(store, "clicks-a", 5)
+    query = Query(store)
+    assert query.plan()
+    query.offsets[-1] = json.dumps({**json.loads(query.offsets[-1]), **damage})
+    query.restart()
+    with pytest.raises(InvalidInput, match="an offset that this query did not write"):
+        query.parts()
+
+
+def test_a_checkpoint_ahead_of_a_stream_is_refused(store: Store) -> None:
+    """Hazard: after a store was replaced by an older copy of itself, the query waited until the stream had grown up to its
+    position, and passed over the records until there."""
+    append(store, "clicks-a", 5)
+    query = Query(store)
+    assert query.plan()
+    offset = json.loads(query.offsets[-1])
+    query.offsets[-1] = json.dumps({**offset, "streams": {"1": 100}})
+    query.restart()
+    with pytest.raises(CursorLost, match="ahead of the store"):
+        query.plan()
+    with pytest.raises(CursorLost, match="ahead of the store"):
+        query.parts()
+
+
+def test_a_checkpoint_ahead_of_a_single_stream_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.spark.sources.stream.WAIT_SECONDS", 0.01)
+    append(store, "clicks-a", 5)
+    source = StreamSource({"store": store.path, "stream": "clicks-a", "consumer": "etl", "columns": "id"})
+    reader: Any = source.streamReader(source.schema())
+    _readers.append(reader)
+    offset = reader.initialOffset()
+    assert reader.latestOffset(offset, ALL)["record"] == 6
+    assert reader.latestOffset({**offset, "record": 6}, ALL)["record"] == 6
+    with pytest.raises(CursorLost, match="ahead of the store"):
+        reader.latestOffset({**offset, "record": 100}, ALL)
+
+
 def test_polls_do_not_open_streams_that_are_closed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(8):
         append(store, f"clicks-{number}")

@@ -21,7 +21,7 @@ from quire.core.errors import InvalidInput, StoreFenced
 from quire.durable import names
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
-from quire.store.standby import Standby, promote
+from quire.store.standby import STAGED, Standby, promote
 from quire.testing.clock import ManualClock
 from tests.archive.archived_store import WAIT, ArchivedStore, Gate, archived_store, contents, fill, kill, quiet, until
 from tests.programs import run_program
@@ -247,6 +247,43 @@ def test_a_standby_has_its_files_when_the_window_has_passed(tmp_path: Path, even
         assert is_kept == (event == "restarted"), "a restart uploads nothing again"
         polled(archived)
         assert contents_after_promotion(archived) == contents(archived.store)
+
+
+@pytest.mark.parametrize("damaged", ["before the base", "names the base"])
+def test_a_promotion_gives_up_only_what_a_damaged_object_hides(tmp_path: Path, damaged: str) -> None:
+    """Hazards: after an object that could not be read, a later base, which has everything, was given up too; and if the
+    object that names the base was damaged after a break, no promotion ended any more."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        before = contents(archived.store)
+        kill(archived.store)
+    known = len(archived.headers())
+    expected: list[dict[str, Any]] = []
+
+    def restart_and_damage(_: str) -> None:
+        if expected:
+            return
+        with armed("archive.base.begun", "raise:EIO"):
+            broken = archived.open()
+            fill(broken, 50)
+            until(lambda: len(archived.headers()) > known)
+            kill(broken)
+        with archived.open() as store:
+            fill(store, 100)
+            store.archive.wait(WAIT)  # type: ignore[union-attr]
+            expected.append(contents(store) if damaged == "before the base" else before)
+        headers = archived.headers()
+        place = known if damaged == "before the base" else headers[-1].base
+        path = archived.log_path(headers[place].position)
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+    with armed("standby.promoting", restart_and_damage):
+        promote(tmp_path / "standby")
+    assert not (tmp_path / "standby" / STAGED).exists()
+    with quire.open(tmp_path / "standby", settings=quiet()) as store:
+        assert store.manifest.check() == []
+        assert contents(store) == expected[0]
 
 
 def test_promotion_applies_what_the_owner_writes_meanwhile_and_fences_it(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ disappears with the process. A job over a hundred thousand databases returns its
 
 Rows are encoded as msgpack, `ROWS_A_FRAME` at a time; a frame is its length (four bytes) and an array of rows.
 
-Threads: one appends; when it is done, any may read. An iterator yields what was appended before it began. Raises `OSError` if
-the temporary directory is full.
+Threads: one appends; when it is done, any may read. An iterator yields what was appended before it began. Raises `StorageFault`
+(`DiskFull`) if the temporary directory cannot be written.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator
 from typing import IO, Generic, TypeVar
 
 import msgspec
+
+from quire.durable.files import translate
 
 ROWS_A_FRAME = 256
 MEMORY_BYTES = 1 << 20
@@ -78,12 +80,18 @@ class Spool(Generic[T]):
             self._write_out()
 
     def _write_out(self) -> None:
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="quire-rows-")  # noqa: SIM115  # lives as long as this object
-            weakref.finalize(self, self._file.close)
-        self._file.write(self._encoded)
-        self._file.flush()
-        self._file_bytes += len(self._encoded)
+        """Move the encoded frames to the file. If that fails, they stay in memory and are written again."""
+        try:
+            if self._file is None:
+                self._file = tempfile.TemporaryFile(prefix="quire-rows-")  # noqa: SIM115  # lives as long as this object
+                weakref.finalize(self, self._file.close)
+            waiting, end = bytes(self._encoded), self._file_bytes
+            while waiting:
+                count = os.pwrite(self._file.fileno(), waiting, end)
+                waiting, end = waiting[count:], end + count
+        except OSError as error:
+            raise translate(error, tempfile.tempdir or "", "writing rows to a temporary file") from error
+        self._file_bytes = end
         self._encoded.clear()
 
     def _read_frame(self, start: int) -> bytes:

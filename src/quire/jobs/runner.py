@@ -24,7 +24,7 @@ Threads: a runner serves one caller at a time. Raises what `tick` raises, and `S
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import islice
@@ -90,6 +90,15 @@ class TaskResult(Generic[K, R]):
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]  # a task without an error has a result
+
+
+def results_of(answers: Iterator[TaskResult[K, R]]) -> Iterator[tuple[K, R]]:
+    """Yield (key, result) of tasks that write. At the first error no further task is started, and it is raised when those in
+    progress have ended: the next attempt may write the same files."""
+    for answer in answers:
+        if answer.error is not None and isinstance(answers, Generator):
+            answers.throw(answer.error)  # a generator that is only abandoned does not wait (`thread_pool`)
+        yield answer.key, answer.result()
 
 
 Split = Callable[[P, Tools], Iterable[tuple[Key, V]]]

@@ -4,8 +4,8 @@ changed since (N3).
 `manifest.lmdb-checked` is a line of JSON and a line with its SHA-256. It is only a hint, and therefore outside LMDB:
 writing it takes no transaction, no archive contains it, and without a valid one everything is checked. It is written
 when the manifest is closed cleanly, after the check of an open, when a recount has completed, and once a minute while an
-owner works. It is deleted before rows are written that the change log does not name: by a migration, a repair, or an
-image of rows from elsewhere.
+owner works. It is deleted before rows are written that the change log does not name (by a migration, a repair, or an
+image of rows from elsewhere), and when an open or a recount finds damage.
 
 State on disk                                                             What the next open does
   no file, a damaged one, one of another store or ahead of the manifest   checks everything
@@ -80,7 +80,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     try:
         line, _, check = read_all(OsDisk(), env.path + SUFFIX).partition(b"\n")
         point = msgspec.json.decode(line, type=CheckedPoint) if check == _digest(line) else None
-    except (FileNotFoundError, StorageFault, msgspec.MsgspecError):
+    except (FileNotFoundError, StorageFault, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     with ReadTxn(env) as txn:
         if point is None or not point.is_of(txn, transaction_of(txn)):

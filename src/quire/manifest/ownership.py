@@ -15,7 +15,7 @@ from contextlib import suppress
 import msgspec
 
 from quire.core.clock import Clock
-from quire.core.errors import ManifestDamaged
+from quire.core.errors import ManifestDamaged, StorageFault
 from quire.core.events import emit
 from quire.manifest.changed_rows import ChangedRows, changed_since
 from quire.manifest.check import (
@@ -68,6 +68,10 @@ def take_ownership(
     if not problems and (reached := point_of(env)) != point:
         # As at a clean close: a process that dies again and again must not check the same changes at every open.
         write_point(env, reached)
+    elif problems:
+        # A point that is left may be believed by the next open, which would not find again what is closed now.
+        with suppress(StorageFault):  # the recount finds it in any case, before anything is deleted
+            forget_point(env)
     rounds = REPAIR_ROUNDS if repair else 0
     while rounds and any(problem.fix is not None for problem in problems):
         _repair(env, clock, problems)

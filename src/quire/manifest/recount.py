@@ -61,8 +61,8 @@ class Recount:
                 if problems:
                     emit("error", "manifest.recount_failed", problems=len(problems), first=str(problems[0]))
                     forget_point(self._env)
-                    self._left.clear()  # `close_broken` checks everything
-                    self._close_broken()
+                    self._close_broken()  # checks everything; raises if the whole store is broken
+                    self._left.clear()  # not before: `finish` asks without the lock, and its caller deletes
                     return
                 self._left.popleft()
                 if not self._left:

@@ -162,8 +162,9 @@ def restore(
 
 
 def _empty(disk: Disk, root: str) -> None:
-    """Remove what a replay has left in a directory."""
-    for name in disk.names(root):
+    """Remove what a replay has left in a directory. `.files/` goes last: without it the rest would pass for a store."""
+    left = [name for name in disk.names(root) if name not in layout.FOREIGN_BUT_FINE]
+    for name in sorted(left, key=names.REPLAYED.__eq__):
         remove_tree(disk, os.path.join(root, name))
 
 

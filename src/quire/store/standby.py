@@ -518,12 +518,17 @@ class Standby:
                 seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
             except Corruption as error:  # the epoch is claimed: what cannot be read is given up, and reported
                 emit("error", "standby.log_damaged", path=self.path, error=str(error))
+                chain[0] = False  # only a base can have what follows
                 seal(self._bucket, state.store_id, former, epoch, now_ms)
         except StoreFenced:
             self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
         # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what that base contains.
-        self._rebuild_if_newer()
+        try:
+            self._rebuild_if_newer()
+        except Corruption as error:  # given up as well
+            emit("error", "standby.log_damaged", path=self.path, error=str(error))
+            self._remove(STAGED)
         self._following().settle()
         self._close_replay()
         self._save(replace(self._state, phase=StandbyPhase.SEALED))

@@ -54,7 +54,7 @@ from quire.jobs.checkpoint.run import (
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Deferred, Outcome, Progress, commit_step, options
 from quire.jobs.residency import upload_now
-from quire.jobs.runner import Runner
+from quire.jobs.runner import Runner, results_of
 from quire.jobs.stream_checkpoint.job import stream_checkpoint_job
 from quire.jobs.tiers.job import upload_job
 from quire.jobs.worker import Worker
@@ -178,10 +178,7 @@ def _write(plan: CheckpointPlan, runner: Runner, progress: Progress) -> list[Slo
     """Write the plan's objects; return results in the order of its tasks. After a failure no further slot is started, and those
     in progress are waited for."""
     tasks = {(plan.db_id, task.key.id): task for task in plan.tasks}
-    written = {
-        answer.key: answer.result()
-        for answer in runner.regroup(split_rows, plan.inputs, join_slot, tasks, tick=progress)
-    }
+    written = dict(results_of(runner.regroup(split_rows, plan.inputs, join_slot, tasks, tick=progress)))
     return [written[key] for key in tasks]
 
 

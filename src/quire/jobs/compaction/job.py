@@ -14,7 +14,7 @@ Raises what opening the database and reading and writing tables raise, `InvalidC
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from quire.core.errors import InvalidConfig
@@ -23,7 +23,7 @@ from quire.durable.failpoints import hit
 from quire.jobs.compaction.run import merge_range
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
-from quire.jobs.runner import Runner, TaskResult
+from quire.jobs.runner import Runner, TaskResult, results_of
 from quire.lsm.kv import Kv
 from quire.lsm.remote_compaction import MajorCompaction, plan_major
 from quire.manifest.jobqueue import Job
@@ -97,12 +97,12 @@ def tasks_for(size_bytes: int, workers: int) -> int:
 
 
 # ── publishing ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def publish(plan: MajorCompaction, answers: Iterable[TaskResult[int, tuple[int, ...]]]) -> int:
+def publish(plan: MajorCompaction, answers: Iterator[TaskResult[int, tuple[int, ...]]]) -> int:
     """Wait for all results, then replace the old tables with the new ones; return the number of new tables.
 
     If a task failed, the first error is raised and nothing changes.
     """
-    written = [sst_id for answer in answers for sst_id in answer.result()]
+    written = [sst_id for _, sst_ids in results_of(answers) for sst_id in sst_ids]
     hit("jobs.compaction.written")
     plan.publish(written)
     hit("jobs.compaction.published")

@@ -19,7 +19,7 @@ from quire.durable.names import TEMPORARY
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, options
 from quire.jobs.restore.run import RestoreTask, write_pages
-from quire.jobs.runner import Runner, Tick, no_tick
+from quire.jobs.runner import Runner, Tick, no_tick, results_of
 from quire.manifest.jobqueue import Job
 from quire.pages.view import SnapshotView
 from quire.pages.view_build import view_of
@@ -70,7 +70,7 @@ def restore(
     finally:
         file.close()
     tasks = parts(view, draft)
-    written = sum(answer.result() for answer in runner.map(write_pages, tasks, tick=tick))
+    written = sum(size for _, size in results_of(runner.map(write_pages, tasks, tick=tick)))
     assert written == size, "every page is in one part"
     if adopt and not replace and disk.exists(target):
         if not _are_same(disk, draft, target):

@@ -384,6 +384,15 @@ class HeldQueryReader(ReadableErrors, DataSourceStreamReader, SupportsTriggerAva
                 **{self.HOLDER: self.holder, "first": first, "acknowledged": acknowledged},
             )
 
+    def need_existing(self, position: int, end: int) -> None:
+        """Refuse a position beyond the end: what comes to be below it was never read, and would be passed over."""
+        if position > end:
+            raise CursorLost(
+                "the checkpoint is ahead of the store, which may have been restored from an older copy",
+                hint=f"start again with another {self.HOLDER} and a new checkpoint location",
+                **{self.HOLDER: self.holder, "position": position, "end": end},
+            )
+
     def stop(self) -> None:
         """Close the connection when the query has ended."""
         if self._connection is not None:
@@ -419,6 +428,7 @@ class QueryReader(HeldQueryReader):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark gives these names
         position = self.position(start)
         end = self._target if self._target is not None else self.end_beyond(position)
+        self.need_existing(position, end)
         return self.offset(next_end(position, end, limit, self.gaps()))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802

@@ -26,14 +26,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import pyarrow as pa
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, ReadMinRows
 from pyspark.sql.types import StructType
 
-from quire.core.errors import DatabaseTombstoned, QuireError, StalePlan, UnknownCursor, UnknownDatabase
+from quire.core.errors import DatabaseTombstoned, InvalidInput, QuireError, StalePlan, UnknownCursor, UnknownDatabase
 from quire.core.timeline import distance, skip_gap, step
 from quire.spark.sources.base import WAIT_SECONDS, HeldQueryReader, Offset, Options
 from quire.spark.sources.stream_records import RecordRange, Records, refuse_range, select_streams
@@ -56,6 +57,9 @@ PLANS_MAX = 5
 
 Positions = dict[int, int]
 """Stream id → the first record that was not read."""
+
+_STORED_POSITIONS = dict[Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)], Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]]
+"""Positions as an offset has them, with the limits of ids and records."""
 
 
 class StreamsQueryReader(HeldQueryReader):
@@ -94,7 +98,7 @@ class StreamsQueryReader(HeldQueryReader):
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
         self.need_own(start)
         started = time.monotonic()
-        positions = _numbered(start[self.POSITION])
+        positions = _numbered(start, self.POSITION)
         selected = {stream.db_id: stream.name for stream in self.selection.matching(self.owner)}
         is_initial = start.get("is_initial", False)
         self._register([name for number, name in selected.items() if number not in positions], is_initial)
@@ -126,6 +130,8 @@ class StreamsQueryReader(HeldQueryReader):
         for number, stream in streams.items():
             if number in positions and stream.name:
                 self._need_consumer(stream)
+                with naming(stream.name):
+                    self.need_existing(positions[number], stream.end_record)
                 ends[number] = stream.end_record if self._target is None else self._target.get(number, 0)
                 waiting[number] = distance(of_positions(stream.gaps), positions[number], ends[number])
         self._ends = {number: streams[number].end_record for number in ends}
@@ -173,12 +179,10 @@ class StreamsQueryReader(HeldQueryReader):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         self.need_own(start)
         self.need_own(end)
-        firsts = {**_numbered(end["begun"]), **_numbered(start[self.POSITION])}
-        ranges = {
-            number: (firsts[number], stop)
-            for number, stop in _numbered(end[self.POSITION]).items()
-            if firsts[number] < stop
-        }
+        firsts, stops = {**_numbered(end, "begun"), **_numbered(start, self.POSITION)}, _numbered(end, self.POSITION)
+        if unknown := stops.keys() - firsts.keys():
+            raise _damaged(f"stream {min(unknown)} ends, but does not begin")
+        ranges = {number: (firsts[number], stop) for number, stop in stops.items() if firsts[number] < stop}
         parts = self._planned(ranges)
         return [InputPartition(part) for part in balanced_groups(parts, self.records.partitions_max)]
 
@@ -210,6 +214,7 @@ class StreamsQueryReader(HeldQueryReader):
             # Both ends: a batch that was planned before a takeover may end with records that are lost.
             first, stop = (begin_at(stream.gaps, record) for record in ranges[number])
             self.need_unacknowledged(first, skip_gap(stream.gaps, stream.position))
+            self.need_existing(stop, stream.end_record)
             for part in self.records.of(stream.name).parts(channel, first, stop):
                 if part.share.stream_id != number:
                     raise StalePlan("another stream has this name now", hint="start the query again")
@@ -221,7 +226,7 @@ class StreamsQueryReader(HeldQueryReader):
     def commit(self, end: Offset) -> None:
         """Acknowledge: Spark has processed everything below `end`."""
         self.need_own(end)
-        positions = _numbered(end[self.POSITION])
+        positions = _numbered(end, self.POSITION)
         for stream in self._poll(positions, self.holder, positions).values():
             if stream.name:
                 self._need_consumer(stream)
@@ -257,5 +262,14 @@ def _named(positions: Positions) -> dict[str, int]:
     return {str(number): positions[number] for number in sorted(positions)}
 
 
-def _numbered(positions: Mapping[str, int]) -> Positions:
-    return {int(number): record for number, record in positions.items()}
+def _numbered(offset: Offset, name: str) -> Positions:
+    """Return positions of an offset, which anything may have been done to in a checkpoint."""
+    try:
+        return msgspec.convert(offset.get(name), _STORED_POSITIONS, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _damaged(f"`{name}`: {error}") from None
+
+
+def _damaged(what: str) -> InvalidInput:
+    hint = "restore the checkpoint location, or start again with another consumer and a new one"
+    return InvalidInput(f"the checkpoint has an offset that this query did not write: {what}", hint=hint)
