@@ -6,6 +6,7 @@ Most tests drive a reader as Spark's micro-batches do; the last one runs on Spar
 from __future__ import annotations
 
 import json
+import time
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -408,7 +409,8 @@ def test_a_lost_position_is_an_error_that_names_the_stream(store: Store) -> None
     clicks.seal()
     clicks.retain(Retention(consumed=True))
     assert clicks.retire() == 0, "the consumer holds unread records"
-    clicks.retain(Retention(bytes=1, hold_seconds=1e-9))
+    clicks.retain(Retention(bytes=1, hold_seconds=0.001))
+    time.sleep(0.01)  # longer than that: times are milliseconds
     assert clicks.retire() == 1, "a consumer that is silent for too long holds nothing"
     with pytest.raises(CursorLost, match=r"no longer retained.*stream='clicks-b'"):
         query.rows()
