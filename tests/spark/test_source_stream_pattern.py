@@ -6,8 +6,8 @@ Most tests drive a reader as Spark's micro-batches do; the last one runs on Spar
 from __future__ import annotations
 
 import json
-import time
 import pickle
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
