@@ -118,9 +118,11 @@ class Death:
             if self._hits != self._fate.hits:
                 return
             self.is_dying = True
-        if self._machine is not None:
-            lose_power(*self._machine, self._choose)
-        os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            if self._machine is not None:
+                lose_power(*self._machine, self._choose)
+        finally:  # also if the store was closed meanwhile: then it is a kill, and nobody waits in `stop` forever
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def disk(self, root: str) -> Disk | None:
         """Return the disk to open a store in `root` with; `None` for the real one."""
