@@ -151,6 +151,15 @@ KIND_WORDS = {"pages": "page database", "stream": "stream", "lsm": "key-value se
 """Kind → what users call a database of it."""
 
 
+def databases_text(counts: dict[str, int]) -> str:
+    """Format the number of databases of each kind; empty if there are none.
+
+    >>> databases_text({"pages": 2, "stream": 0, "lsm": 1})
+    '2 page databases, 1 key-value set'
+    """
+    return ", ".join(count_of(count, KIND_WORDS[kind]) for kind, count in counts.items() if count)
+
+
 def behind_text(status: MirrorStatus) -> str:
     """Format what the target of a mirror lacks, and for how long; empty if it is up to date."""
     behind = [

@@ -62,7 +62,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "db": ("stores", "Change a database's status, tags and compression."),
     "snapshot": ("snapshots", "Create, list, compare and drop snapshots."),
     "sqlite": ("sqlite", "Import, export, follow and query SQLite databases."),
-    "kv": ("kv", "Read, write and maintain key-value databases."),
+    "kv": ("kv", "Read, write and maintain key-value sets."),
     "stream": ("stream", "Append to streams, read them and move them between tiers."),
     "mirror": ("mirror", "Keep lakehouse tables in step with tables of many databases."),
     "retention": ("retention", "Choose which snapshots are kept or created automatically."),

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, databases_text, moment, size
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, OwnerEpoch, Region, StoreId, moment_given, options_given
 from quire.cli.output import Facts, Note, Report
 from quire.cli.prompts import on_terminal
@@ -60,7 +60,7 @@ def restore_store(
     with StoreReader(restored.path) as store:
         info = store.info()
         mode = info.archive.mode if info.archive is not None else "off"
-    databases = ", ".join(f"{count:,} {kind}" for kind, count in info.databases.items() if count) or "no databases"
+    databases = databases_text(info.databases) or "no databases"
     step = _next_step(restored, takeover=takeover, past=bool(at or epoch or restored.damaged))
     lost = _lost_text(restored, mode, past=bool(at or epoch))
     facts = Facts(

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import KIND_WORDS, article, behind_text, count_of, drill_text, moment, size, span, tags_text
+from quire.cli.formatting import (
+    KIND_WORDS,
+    article,
+    behind_text,
+    count_of,
+    databases_text,
+    drill_text,
+    moment,
+    size,
+    span,
+    tags_text,
+)
 from quire.cli.lookup import (
     After,
     Database,
@@ -111,7 +122,7 @@ def info(cli: Cli) -> Facts:
     """Show a summary of a store."""
     with StoreReader(cli.path) as store:
         summary = store.info()
-    databases = ", ".join(count_of(count, KIND_WORDS[kind]) for kind, count in summary.databases.items() if count)
+    databases = databases_text(summary.databases)
     changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
     artifacts = (
         count_of(summary.chunks, "chunk"),
