@@ -1,5 +1,5 @@
-"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and the cost of an archive, which is
-part of the run of `archive`. It writes the page docs/benchmark-results.md with all of them.
+"""`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and the cost of an archive from
+the run of `archive`. It writes the page docs/benchmark-results.md with all of them.
 
 The length of a bar is value / target if higher is better, otherwise target / value, on a logarithmic axis. The line in the
 middle is the target. `python -m bench NAME --save` writes the JSON of a run.
