@@ -15,6 +15,7 @@ from quire.cli.formatting import (
     count_of,
     databases_text,
     drill_text,
+    kind_text,
     moment,
     size,
     span,
@@ -93,7 +94,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
         return [
             f"#{info.db_id}",
             info.name,
-            info.kind.name.lower(),
+            kind_text(info.kind),
             *moments,
             str(info.snapshots),
             size(info.size_bytes),
@@ -109,7 +110,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
 
 def _cells(info: DatabaseInfo) -> list[str]:
     status = info.status.name.lower().replace("_", "-")
-    return [info.name, info.kind.name.lower(), status, str(info.snapshots), moment(info.created_at_ms), origin(info)]
+    return [info.name, kind_text(info.kind), status, str(info.snapshots), moment(info.created_at_ms), origin(info)]
 
 
 def origin(info: DatabaseInfo) -> str:
@@ -185,7 +186,7 @@ def _archive_text(summary: StoreInfo) -> str:
 def create(
     cli: Cli,
     name: Name,
-    kind: Annotated[str, Option(metavar="KIND", help="pages (or sqlite), stream, lsm (or kv).")] = "pages",
+    kind: Annotated[str, Option(metavar="KIND", help="pages (or sqlite), stream, kv (or lsm).")] = "pages",
     namespace: Annotated[
         str, Option(metavar="NAME", help="Namespace for its objects.", show_default="the store's object store")
     ] = "",
@@ -220,7 +221,7 @@ def drop(
             return _purge(store, name, yes)
         if not yes:
             also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
-            question = f"drop {info.kind.name.lower()} database {name}{also}?"
+            question = f"drop the {KIND_WORDS[info.kind.name.lower()]} {name}{also}?"
             confirm(question, "nothing was dropped", {"dropped": None})
         dropped = store.drop(name, snapshots=snapshots, undoable=not now)
         kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]
