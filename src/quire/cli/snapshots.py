@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import chain_text, count_of, kind_text, moment, size, span, tags_text
+from quire.cli.formatting import chain_text, count_of, moment, size, span, tags_text
 from quire.cli.lookup import (
     At,
     Database,
@@ -166,7 +166,7 @@ def show(cli: Cli, database: Database, snapshot: Snapshot) -> Facts:
     pages = f"{count_of(info.size_pages, 'page')}, {size(info.size_pages * info.page_size)}"
     expires = f"{moment(info.expires_at_ms)}, in {span(info.expires_at_ms - now)}" if info.expires_at_ms else "never"
     lines = [
-        ("snapshot", f"{title_of(info)} of {database}, {kind_text(info.kind)}"),
+        ("snapshot", f"{title_of(info)} of {database}, {info.kind.name.lower()}"),
         ("created", f"{moment(info.created_at_ms)}, {span(now - info.created_at_ms)} ago"),
         ("expires", expires),
         ("version", f"lsn {info.anchor_lsn:,}, generation {info.generation:,}"),

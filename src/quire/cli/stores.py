@@ -39,6 +39,7 @@ from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
+from quire.core.timeline import RANGE_BITS
 from quire.manifest.records import DbStatus
 from quire.store.info import StoreReader
 
@@ -125,6 +126,8 @@ def info(cli: Cli) -> Facts:
         summary = store.info()
     databases = databases_text(summary.databases)
     changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
+    if summary.newest_change >> RANGE_BITS:
+        changes += "; each takeover begins a new range of numbers"
     artifacts = (
         count_of(summary.chunks, "chunk"),
         count_of(summary.deltas, "delta"),
