@@ -49,7 +49,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "metrics": ("stats", "Show the rolling metrics kept in the manifest."),
     "gc": ("gc", "Run one round of maintenance now and show what it did."),
     "audit": ("audit", "Show the history of databases: snapshots, forks, deletions."),
-    "restore-store": ("restore_store", "Restore a whole store from its bucket."),
+    "restore-store": ("restore_store", "Restore a whole store from its bucket or a backup."),
     "standby": ("standby", "Keep a directory up to date with a store's archive."),
     "promote": ("standby", "Make a standby the owner of its store."),
     "clone": ("standby", "Create a new store from the current or an earlier state of another one."),

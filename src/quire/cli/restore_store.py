@@ -28,7 +28,7 @@ CLOCK = SystemClock()
 @command("restore-store", example="quire restore-store s3://my-bucket/shop ./shop --takeover")
 def restore_store(
     cli: Cli,
-    url: Annotated[str, Argument(metavar="URL", help="The store's bucket: a path, s3://…, gs://…, az://…")],
+    url: Annotated[str, Argument(metavar="URL", help="The store's bucket or a backup: a path, s3://…, gs://…, az://…")],
     directory: Annotated[
         str, Argument(metavar="[DIR]", help="A new directory for the store.", show_default="default: --store")
     ] = "",
@@ -40,7 +40,7 @@ def restore_store(
     region: Region = "",
     allow_http: AllowHttp = False,
 ) -> Report:
-    """Restore a whole store from its bucket.
+    """Restore a whole store from its bucket or a backup.
 
     DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
     --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
