@@ -1,5 +1,5 @@
 """`python -m bench.draw` draws docs/images/bench-NAME.svg from each docs/results/NAME.json, and the cost of an archive from
-docs/results/archive-cost.json. It writes the page docs/benchmark-results.md with all of them.
+the run of `archive`. It writes the page docs/benchmark-results.md with all of them.
 
 The length of a bar is value / target if higher is better, otherwise target / value, on a logarithmic axis. The line in the
 middle is the target. `python -m bench NAME --save` writes the JSON of a run.
@@ -71,9 +71,6 @@ def _row(y: int, middle: float, name: str, ratio: dict[str, Any]) -> list[str]:
     ]
 
 
-COST_RUN = "archive-cost"
-"""The result of `python -m bench archive --only cost`, which takes minutes and is saved separately from the archive's other
-ratios."""
 COST = re.compile(r"requests_per_hour_([0-9]+)_databases")
 
 
@@ -157,8 +154,8 @@ def _line(label: str, ratio: dict[str, Any]) -> str:
 def drawn() -> dict[Path, str]:
     """Return the contents of every picture and of the page, by path."""
     results = {file.stem: json.loads(file.read_bytes()) for file in sorted(RESULTS.glob("*.json"))}
-    drawing = {COST_RUN: draw_cost}
-    pictures = {IMAGES / f"bench-{name}.svg": drawing.get(name, draw)(result) for name, result in results.items()}
+    pictures = {IMAGES / f"bench-{name}.svg": draw(result) for name, result in results.items()}
+    pictures[IMAGES / "bench-archive-cost.svg"] = draw_cost(results["archive"])
     return {**pictures, ROOT / "docs" / "benchmark-results.md": table([*results.values()])}
 
 

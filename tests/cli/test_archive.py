@@ -58,7 +58,10 @@ def test_on_edits_the_configuration_and_uploads_everything(run: Run, shop: Path,
     assert (status["mode"], status["state"], status["safe"]) == ("async", "closed", True)
     assert status["bucket_oldest_at_ms"] <= status["bucket_newest_at_ms"] > 0
     shutil.rmtree(shop)
-    assert run("restore-store", str(bucket), str(shop), "--takeover", at=None).code == 0
+    restored = run("restore-store", str(bucket), str(shop), "--takeover", at=None)
+    assert restored.code == 0
+    assert ": 1 page database, 1 stream, 1 key-value set\n" in restored.out
+    assert "; each takeover begins a new range of numbers\n" in run("info", at=shop).out
     assert run("kv", "get", "cart", "alice", at=shop).out == "3 apples\n"
 
 

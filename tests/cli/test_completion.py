@@ -12,6 +12,7 @@ import pytest
 
 import quire
 from quire.cli.candidates import DATABASES, SNAPSHOTS, WORDS
+from quire.cli.formatting import kind_text
 from quire.cli.stream import MOVES
 from quire.manifest.records import DbKind
 from tests.cli.commands import COMMANDS
@@ -40,7 +41,7 @@ LINES = {
     "quire drop my": [r"my\ shop"],
     "quire rename sh": ["shop"],
     "quire create sh": [],
-    "quire create new --kind ''": ["pages", "stream", "lsm"],
+    "quire create new --kind ''": ["pages", "stream", "kv"],
     "quire jobs ls --state f": ["failed"],
     "quire manifest dump wal_": ["wal_catalog", "wal_manifest", "wal_state"],
     "quire stream tier clicks e": ["evict"],
@@ -121,7 +122,7 @@ def test_every_metavar_of_a_name_is_completed() -> None:
         "SECONDS", "OUT", "KEY=VALUE", "CHUNK", "AGE", "30d", "NUMBER", "DIR", "DIRECTORY", "FOR", "OBJECT",
         "TARGET", "SOURCE", "PREVIOUS", "EPOCH", "PATTERN", "PREFIX", "TAG[=VALUE", "15m",
     }  # fmt: skip
-    assert {kind.name.lower() for kind in DbKind} == set(WORDS["KIND"])
+    assert {kind_text(kind) for kind in DbKind} == set(WORDS["KIND"])
     assert WORDS["MOVE"] == MOVES
 
 

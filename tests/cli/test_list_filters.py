@@ -22,3 +22,7 @@ def test_an_unknown_kind_is_refused_with_the_allowed_ones(run: Run, path: Path, 
 
 def test_a_database_is_created_with_the_kind_that_users_know(run: Run, path: Path) -> None:
     assert run("create", "cart", "--kind", "kv", "--json").data["kind"] == "lsm"
+    for command in (("ls",), ("tree",)):
+        line = next(line for line in run(*command).out.splitlines() if line.startswith("cart"))
+        assert line.split()[1] == "kv"
+    assert "drop the key-value set cart?" in run("drop", "cart", answer="n\n").err

@@ -43,6 +43,15 @@ def test_a_standby_follows_once_and_is_promoted(run: Run, archived: Path) -> Non
         assert store.sqlite("shop").execute("select name from item").fetchall() == [("apples",)]
 
 
+def test_a_standby_that_is_being_updated_is_not_promoted(run: Run, archived: Path) -> None:
+    bucket, path = str(archived / "bucket"), str(archived / "standby")
+    with quire.Standby(bucket, path):
+        refused = run("promote", path, "--yes", at=None)
+    assert refused.code == 5
+    assert "another process updates this standby" in refused.err
+    assert "stop it" in refused.err
+
+
 def test_an_interval_that_is_too_short_is_refused(run: Run, archived: Path) -> None:
     result = run("standby", str(archived / "bucket"), str(archived / "standby"), "--promote-after", "10", at=None)
     assert result.code == 2

@@ -163,7 +163,7 @@ def test_a_reader_reports_the_same_as_the_store(path: Path) -> None:
 def test_drop_asks(run: Run) -> None:
     refused = run("drop", "shop", answer="n\n")
     assert (refused.code, refused.out) == (1, "nothing was dropped\n")
-    assert "drop pages database shop?" in refused.err
+    assert "drop the page database shop?" in refused.err
     assert run("drop", "shop", answer="").code == 2
     assert len(run("ls", "--json").data) == 2
     assert run("drop", "shop", "--json", answer="y\n").data["dropped"]["name"] == "shop"

@@ -1,4 +1,5 @@
-"""Every ```python block of the README and of the pages in docs/ runs unchanged in an empty directory.
+"""Every ```python block of the README and of the pages in docs/ runs unchanged in an empty directory, and so does the ```sh
+block of the README.
 
 The blocks of a page are separate programs, since a reader copies one of them. Those that use Spark share the session of the
 test run. The pages about formats and decisions have no programs.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,22 @@ def test_block_runs(code: str, tmp_path: Path, request: pytest.FixtureRequest) -
     result = run(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert not result.stderr, "a program from the docs must not write to standard error"
+
+
+def test_the_recovery_of_the_readme_runs_as_written(tmp_path: Path) -> None:
+    """The disk is lost, and the value is read again: by the commands that a new user copies."""
+    (block,) = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert "rm -rf ./shop" in block
+    program = tmp_path / "bin" / "quire"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quire "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["sh", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("\n3 apples\n")
 
 
 def test_the_readme_has_a_tour_and_its_two_commands() -> None:

@@ -84,6 +84,21 @@ def test_changes_are_refused(tmp_path: Path) -> None:
             assert [info.name for info in client.databases()] == ["cart", "events", "shop"]
 
 
+def test_jobs_that_only_read_run_on_the_copy(tmp_path: Path) -> None:
+    bucket = make(tmp_path)
+    before = names_in(bucket)
+    with quire.open_archive(bucket) as store:
+        assert sorted(usage.database for usage in store.heavy.stats()) == ["cart", "events", "shop"]
+        verified = store.heavy.verify(runner="threads").result
+        assert verified["verified"] > 0
+        assert not verified["damaged"]
+        assert store.heavy.audit(runner="threads").num_rows == 0
+        assert not store.heavy.audit_archive(runner="threads").problems
+        with pytest.raises(ReadOnly):
+            store.heavy.checkpoint_all(runner="threads")
+    assert names_in(bucket) == before, "nothing was claimed or written"
+
+
 def test_an_archive_that_cannot_be_restored_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from quire.store.listing_by_name import by_name
 from quire.store.manifest_reader import ManifestReader
 
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "KIND": ("pages", "stream", "lsm"),
+    "KIND": ("pages", "stream", "kv"),
     "STATE": ("pending", "running", "succeeded", "failed", "cancelled"),
     "RUNNER": ("threads", "spark", "auto"),
     "MOVE": ("compress", "upload", "evict", "hydrate"),

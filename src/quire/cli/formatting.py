@@ -19,6 +19,7 @@ from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from quire.archive.status import DrillRecord
+    from quire.manifest.records import DbKind
     from quire.manifest.slots import Chain
     from quire.service.values import MirrorStatus
 
@@ -149,6 +150,20 @@ def count_of(number: int, one: str, many: str = "") -> str:
 
 KIND_WORDS = {"pages": "page database", "stream": "stream", "lsm": "key-value set"}
 """Kind → what users call a database of it."""
+
+
+def kind_text(kind: DbKind) -> str:
+    """Format the kind of a database as people type it: `kv`. JSON has the name of the engine, `lsm`."""
+    return "kv" if kind.name == "LSM" else kind.name.lower()
+
+
+def databases_text(counts: dict[str, int]) -> str:
+    """Format the number of databases of each kind; empty if there are none.
+
+    >>> databases_text({"pages": 2, "stream": 0, "lsm": 1})
+    '2 page databases, 1 key-value set'
+    """
+    return ", ".join(count_of(count, KIND_WORDS[kind]) for kind, count in counts.items() if count)
 
 
 def behind_text(status: MirrorStatus) -> str:

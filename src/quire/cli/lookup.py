@@ -101,7 +101,7 @@ Runner = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", help="Only show what would be done.")]
 # Parameters that select a page of a list of databases: the fields of `DatabaseFilter`.
 Prefix = Annotated[str, Argument(metavar="[PREFIX]", help="Only names with this prefix, or like `'tenant-*'`.")]
-Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages (or sqlite), stream, lsm (or kv).")]
+Kind = Annotated[str, Option("--kind", metavar="KIND", help="Only this kind: pages (or sqlite), stream, kv (or lsm).")]
 Tag = Annotated[str, Option("--tag", metavar="TAG[=VALUE]", help="Only databases with this tag.")]
 Sort = Annotated[
     str, Option("--sort", metavar="ORDER", help="name; written: newest change first; size: largest first.")

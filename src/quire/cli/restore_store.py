@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
 from quire.cli.declarations import Argument, Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, databases_text, moment, size
 from quire.cli.lookup import AllowHttp, Endpoint, Moment, OwnerEpoch, Region, StoreId, moment_given, options_given
 from quire.cli.output import Facts, Note, Report
 from quire.cli.prompts import on_terminal
@@ -28,7 +28,7 @@ CLOCK = SystemClock()
 @command("restore-store", example="quire restore-store s3://my-bucket/shop ./shop --takeover")
 def restore_store(
     cli: Cli,
-    url: Annotated[str, Argument(metavar="URL", help="The store's bucket: a path, s3://…, gs://…, az://…")],
+    url: Annotated[str, Argument(metavar="URL", help="The store's bucket or a backup: a path, s3://…, gs://…, az://…")],
     directory: Annotated[
         str, Argument(metavar="[DIR]", help="A new directory for the store.", show_default="default: --store")
     ] = "",
@@ -40,7 +40,7 @@ def restore_store(
     region: Region = "",
     allow_http: AllowHttp = False,
 ) -> Report:
-    """Restore a whole store from its bucket.
+    """Restore a whole store from its bucket or a backup.
 
     DIR can be read at once, as of the restored moment; large files stay in the bucket and are read on demand. Without
     --takeover nothing is claimed: a running owner continues, and DIR can be written after `quire takeover`. Credentials come
@@ -60,7 +60,7 @@ def restore_store(
     with StoreReader(restored.path) as store:
         info = store.info()
         mode = info.archive.mode if info.archive is not None else "off"
-    databases = ", ".join(f"{count:,} {kind}" for kind, count in info.databases.items() if count) or "no databases"
+    databases = databases_text(info.databases) or "no databases"
     step = _next_step(restored, takeover=takeover, past=bool(at or epoch or restored.damaged))
     lost = _lost_text(restored, mode, past=bool(at or epoch))
     facts = Facts(

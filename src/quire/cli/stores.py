@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 from msgspec.structs import replace
 
 from quire.cli.declarations import Argument, Group, Option, command
-from quire.cli.formatting import KIND_WORDS, article, behind_text, count_of, drill_text, moment, size, span, tags_text
+from quire.cli.formatting import (
+    KIND_WORDS,
+    article,
+    behind_text,
+    count_of,
+    databases_text,
+    drill_text,
+    kind_text,
+    moment,
+    size,
+    span,
+    tags_text,
+)
 from quire.cli.lookup import (
     After,
     Database,
@@ -27,6 +39,7 @@ from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, UnknownDatabase
 from quire.core.reader_info import reader_text
+from quire.core.timeline import RANGE_BITS
 from quire.manifest.records import DbStatus
 from quire.store.info import StoreReader
 
@@ -82,7 +95,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
         return [
             f"#{info.db_id}",
             info.name,
-            info.kind.name.lower(),
+            kind_text(info.kind),
             *moments,
             str(info.snapshots),
             size(info.size_bytes),
@@ -98,7 +111,7 @@ def _dropped(databases: list[DroppedDatabase]) -> Listing:
 
 def _cells(info: DatabaseInfo) -> list[str]:
     status = info.status.name.lower().replace("_", "-")
-    return [info.name, info.kind.name.lower(), status, str(info.snapshots), moment(info.created_at_ms), origin(info)]
+    return [info.name, kind_text(info.kind), status, str(info.snapshots), moment(info.created_at_ms), origin(info)]
 
 
 def origin(info: DatabaseInfo) -> str:
@@ -111,8 +124,10 @@ def info(cli: Cli) -> Facts:
     """Show a summary of a store."""
     with StoreReader(cli.path) as store:
         summary = store.info()
-    databases = ", ".join(count_of(count, KIND_WORDS[kind]) for kind, count in summary.databases.items() if count)
+    databases = databases_text(summary.databases)
     changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
+    if summary.newest_change >> RANGE_BITS:
+        changes += "; each takeover begins a new range of numbers"
     artifacts = (
         count_of(summary.chunks, "chunk"),
         count_of(summary.deltas, "delta"),
@@ -174,7 +189,7 @@ def _archive_text(summary: StoreInfo) -> str:
 def create(
     cli: Cli,
     name: Name,
-    kind: Annotated[str, Option(metavar="KIND", help="pages (or sqlite), stream, lsm (or kv).")] = "pages",
+    kind: Annotated[str, Option(metavar="KIND", help="pages (or sqlite), stream, kv (or lsm).")] = "pages",
     namespace: Annotated[
         str, Option(metavar="NAME", help="Namespace for its objects.", show_default="the store's object store")
     ] = "",
@@ -209,7 +224,7 @@ def drop(
             return _purge(store, name, yes)
         if not yes:
             also = f" with {count_of(info.snapshots, 'snapshot')}" if snapshots and info.snapshots else ""
-            question = f"drop {info.kind.name.lower()} database {name}{also}?"
+            question = f"drop the {KIND_WORDS[info.kind.name.lower()]} {name}{also}?"
             confirm(question, "nothing was dropped", {"dropped": None})
         dropped = store.drop(name, snapshots=snapshots, undoable=not now)
         kept = [gone for gone in store.dropped() if gone.db_id == info.db_id]

@@ -27,7 +27,7 @@ from quire.cli import tour_steps as steps
 from quire.cli.declarations import Option, command
 from quire.cli.errors import OK, PROBLEMS
 from quire.cli.feed import summary
-from quire.cli.formatting import count_of, moment, size, visible
+from quire.cli.formatting import count_of, kind_text, moment, size, visible
 from quire.cli.job_progress import bar
 from quire.cli.output import (
     CliResult,
@@ -139,7 +139,7 @@ def register(store: Store, guide: Guide) -> list[str]:
         store.drop(FORK, snapshots=True)
     for name, kind in DATABASES:
         info = present.get(name) or store.create(name, kind, tags=TAGS)
-        guide.say(f"{info.name:<12}{info.kind.name.lower():<10}{'exists' if name in present else 'created'}")
+        guide.say(f"{info.name:<12}{kind_text(info.kind):<10}{'exists' if name in present else 'created'}")
     return [info.name for info in store.databases()]
 
 

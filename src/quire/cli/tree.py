@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from quire.cli.declarations import Option, command
-from quire.cli.formatting import count_of, moment, size
+from quire.cli.formatting import count_of, kind_text, moment, size
 from quire.cli.lookup import LISTED, After, Kind, Limit, Prefix, Sort, Tag, limit_of, more_text
 from quire.cli.output import Node, Tree
 from quire.cli.snapshots import about, share_json
@@ -165,7 +165,7 @@ def _text(database: LineageNode, known: TreeData) -> str:
     record = known.records.get(database.db_id)
     if record is None:
         return "damaged; see `quire manifest check`" if database.name else "dropped"
-    words = [record.kind.name.lower()]
+    words = [kind_text(record.kind)]
     if _is_dropped(database):
         words = [f"id {database.db_id}", "dropped"]
     elif record.status.name == "READ_ONLY":

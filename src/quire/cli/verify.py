@@ -97,7 +97,7 @@ def _verdict(
 
     files = file_problems(result)
     if not result["complete"]:
-        facts["not read"] = "manifest, logs and key-value databases: the time limit was reached"
+        facts["not read"] = "manifest, logs and key-value sets: the time limit was reached"
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}

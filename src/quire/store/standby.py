@@ -68,6 +68,7 @@ from quire.core.errors import (
     ObjectNotFound,
     QuireError,
     StoreFenced,
+    StoreLocked,
     Unavailable,
 )
 from quire.core.events import emit
@@ -164,7 +165,11 @@ class Standby:
 
     def _take_lock(self) -> FileLock:
         self._disk.make_dirs(self.path)
-        return FileLock.acquire(os.path.join(self.path, names.LOCK), self._clock)
+        try:
+            return FileLock.acquire(os.path.join(self.path, names.LOCK), self._clock)
+        except StoreLocked as error:  # the lock speaks of an owner, which this directory does not have
+            text, hint = "another process updates this standby", "stop it (`quire standby`) first"
+            raise StoreLocked(text, hint=hint, **error.where) from None
 
     def _begin(self, store_id: str) -> StandbyState:
         state = read_standby_state(self._disk, self.path)
