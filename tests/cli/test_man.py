@@ -10,14 +10,18 @@ import pytest
 
 from quire.cli.man import main, pages
 from tests.cli.commands import COMMANDS
+from tests.cli.conftest import Run
 
 
-def test_every_command_has_a_page_with_its_options_and_example() -> None:
+def test_every_command_has_a_page_with_its_options_and_example(run: Run) -> None:
     man_pages = pages()
     assert {f"quire-{'-'.join(words)}.1" for words in COMMANDS} <= man_pages.keys()
     page = man_pages["quire-rollback.1"]
     assert r"quire\-rollback \- Undo everything since a version, in place" in page
     assert r".B \-\-to VERSION" in page
+    assert r".B \-h, \-\-help" in page
+    # Click keeps the help option that a command was first asked for: the pages must not take -h from it.
+    assert run("rollback", "-h", at=None).code == 0
     assert r"quire rollback shop \-\-to monday" in page
     assert ".SH COMMANDS" in man_pages["quire-snapshot.1"]
     assert man_pages == pages(), "the output is reproducible"

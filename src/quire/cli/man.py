@@ -17,6 +17,7 @@ from pathlib import Path
 
 import click
 
+from quire.cli.declarations import HELP
 from quire.cli.errors import EXITS, OK, PROBLEMS
 from quire.cli.main import Program
 
@@ -53,7 +54,8 @@ def _commands(words: list[str], group: click.Group) -> Iterator[tuple[list[str],
 
 
 def _page(words: list[str], command: click.Command) -> str:
-    context = click.Context(command, info_name=" ".join(words))
+    # Click keeps the help option of a command from its first context, so this one has the names that commands have.
+    context = click.Context(command, info_name=" ".join(words), help_option_names=list(HELP))
     summary = " ".join((command.help or "").partition("\n\n")[0].split())
     lines = [
         f'.TH "{"-".join(words).upper()}" 1 "" "quire {version("quire")}" "quire"',
