@@ -94,6 +94,7 @@ def test_a_renewal_that_comes_after_the_result_is_not_reported_as_a_lost_lease(l
     keeper = leases_module.LeaseKeeper(local_store.manifest, lambda: held, 1e-6, label="quire-test")
     with structlog.testing.capture_logs() as logs:
         keeper.beat()
+    structlog.reset_defaults()
     assert [leased.lost for leased in held] == [False, True]
     assert [entry["job_id"] for entry in logs if entry["event"] == "job.lease_taken"] == [held[1].job.job_id]
 

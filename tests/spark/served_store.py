@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark.errors import StreamingQueryException
 
 import quire
-from quire.core.settings import MaintenanceSettings, StoreSettings
+from quire.core.settings import MaintenanceSettings, PagesSettings, StoreSettings, StreamSettings
 from quire.spark.access import options_of
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
-QUIET = StoreSettings(maintenance=MaintenanceSettings(enabled=False))
-"""Settings of an owner without background work."""
+QUIET = StoreSettings(
+    maintenance=MaintenanceSettings(enabled=False),
+    pages=PagesSettings(seal_seconds=3_600.0),
+    stream=StreamSettings(seal_seconds=3_600.0),
+)
+"""Settings of an owner without background work: segments are not sealed by their age, which would change rows in a test."""
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def restore(
         store_id = choose_store(bucket, store_id)
         point = point_at(bucket, store_id, at_ms, epoch=epoch)
         # Log objects after a break, or of an owner that never completed a base, cannot be restored by any restore.
-        gives_up = point.newest != point.position or max(epochs(bucket, point.store_id)) > point.position.epoch
+        gives_up = max(epochs(bucket, point.store_id)) > point.position.epoch
         index = read_index(bucket, point.store_id, point.position)
         if index is not None and takeover:
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
@@ -149,8 +149,8 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            settings = quiet_settings(disk, root)
-            open_owner(root, settings, clock, disk, takeover=True, discard=gives_up).close()
+            gives_up = gives_up or point.newest != point.position
+            open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=gives_up).close()
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # the log is sealed now, so this happens once
         _empty(disk, root)
@@ -233,18 +233,19 @@ def _seal(
         return point, digest
     known = (header_of(bucket, point.store_id, point.position), digest)
 
-    applied, chain = [point.position], [True]
+    applied, chain = [(point.position, digest)], [True]
 
-    def overtaken(header: Header, _: bytes, events: list[AnyEvent]) -> None:
+    def overtaken(header: Header, digest: bytes, events: list[AnyEvent]) -> None:
         chain[0] = chain[0] and is_continuous(header, events)
         if chain[0]:
             replay.apply(events)
-            applied[0] = header.position
+            applied[0] = header.position, digest
 
     # From the last object that was applied: what the owner acknowledged while this restore was reading is included.
-    last, digest = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
-    _refuse_newer_base(bucket, point.store_id, applied[0])
-    return msgspec.structs.replace(point, position=last, newest=last), digest
+    last, _ = seal(bucket, point.store_id, epoch, successor, now_ms, known=known, overtaken=overtaken)
+    position, digest = applied[0]
+    _refuse_newer_base(bucket, point.store_id, position)
+    return msgspec.structs.replace(point, position=position, newest=last), digest
 
 
 def _refuse_newer_base(bucket: ObjectStore, store_id: str, applied: Position) -> None:

@@ -508,14 +508,13 @@ class Standby:
             self._save(replace(state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise self._overtaken_by(epoch)
         hit("standby.claimed")
-        chain = [not self._waits_for_base]
+        chain = [not self._waits_for_base]  # without the next base nothing more is applied: the log is only sealed
 
         def overtaken(header: Header, digest: bytes, events: list[AnyEvent]) -> None:
             chain[0] = chain[0] and is_continuous(header, events)
             if chain[0]:
                 self._apply(header, digest, events)
 
-        # Without the next base nothing more is applied, so it is only sealed.
         known = (header_of(self._bucket, state.store_id, state.position), state.digest) if chain[0] else None
         former, now_ms = state.position.epoch, self._clock.now_ms()
         try:
@@ -523,13 +522,11 @@ class Standby:
                 seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
             except Corruption as error:  # the epoch is claimed: what cannot be read is given up, and reported
                 emit("error", "standby.log_damaged", path=self.path, error=str(error))
-                chain[0] = False  # only a base can have what follows
                 seal(self._bucket, state.store_id, former, epoch, now_ms)
         except StoreFenced:
             self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise
-        # The owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what that base contains.
-        try:
+        try:  # the owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it
             self._rebuild_if_newer()
         except Corruption as error:  # given up as well
             emit("error", "standby.log_damaged", path=self.path, error=str(error))
