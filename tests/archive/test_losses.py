@@ -21,7 +21,7 @@ from quire.testing.simulation_losses import simulate_losses
 
 SEEDS = 6
 """How many seeds may be needed to find a planted bug."""
-POINT_SEEDS = 40
+POINT_SEEDS = 120
 """How many seeds may be needed for a life to die at a failpoint; most need one or two."""
 SOURCES = Path(quire.__file__).parent
 HIT = re.compile(r'\bhit\(f?"(archive\.[^"]+)"\)')

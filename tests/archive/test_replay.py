@@ -262,3 +262,16 @@ def test_zeros_after_the_end_use_no_space_and_before_it_overwrite(tmp_path: Path
         with file.open("rb") as opened:
             assert opened.read(50) == bytes(10) + b"x" * 40
         assert file.stat().st_size == 50 + 64 * 1024 * 1024
+
+
+def test_files_may_be_missing_until_the_log_names_the_base_that_is_replayed(tmp_path: Path) -> None:
+    """A base that was read earlier may be named in the first object after the beginning of the next one. From there on, a
+    file that was removed while the next one was read counted as missing, and the moment could not be restored."""
+    earlier, base = BaseEvent(1, (("a", 1, b""),)), BaseEvent(5, (("b", 1, b""),))
+    write = WriteEvent(7, 0, b"bytes")
+    with Replay(OsDisk(), str(tmp_path / "restored")) as replay:
+        replay.base = base
+        replay.apply([earlier, write])
+        replay.apply([write, base])
+        with pytest.raises(Corruption, match="never created"):
+            replay.apply([write])

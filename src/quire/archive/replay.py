@@ -110,6 +110,8 @@ class Replay:
         self._is_remote_saved = False
         self.is_lenient = True
         """Whether the object that names the base is still to come (rule 1)."""
+        self.base: BaseEvent | None = None
+        """The base that is replayed; `None`: the first one that the log names."""
         self.touched: set[str] = set()
         """Paths in the top directory (quire.toml) whose bytes or file have changed since the last `apply` began."""
         self.bytes_written = 0
@@ -155,8 +157,9 @@ class Replay:
         was_lenient, self.is_lenient = self.is_lenient, self.is_lenient or again
         for event in events:
             if isinstance(event, BaseEvent):
-                was_lenient = False
-                self.is_lenient = again
+                if self.base in (None, event):  # a base that began earlier may be named while this one was read
+                    was_lenient = False
+                    self.is_lenient = again
             else:
                 self._apply(event)
         self.is_lenient = was_lenient

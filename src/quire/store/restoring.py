@@ -204,6 +204,7 @@ def replay_point(
     first = Position(point.position.epoch, point.base.first_log)
     parts, logs = len(point.base.parts), point.position.number - first.number + 1
     size = sum(part_size for _, part_size, _ in point.base.parts)
+    replay.base = point.base
     for number, events in enumerate(base_events(bucket, point.base), 1):
         replay.apply(events)
         progress("base", number, parts)

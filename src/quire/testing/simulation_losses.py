@@ -144,13 +144,26 @@ class ArchivedSteps(Steps):
             answers.set()
 
     def base(self) -> None:
+        """Upload everything again. Then no former owner is needed any more."""
         self._work(_archive_of(self.store).base)
+        self.remove_abandoned()
 
     def trim(self) -> None:
         """Let old moments leave the window."""
         self.release_reader()
         self._clock.advance(self._draw.choice((7_200.0, 100_000.0)))
         self.maintain()
+
+    def leave_window(self) -> None:
+        """Replace chunks, and let the old ones, and the moments that need them, leave the window: their objects are deleted."""
+        for _ in range(2):
+            self.write_rows()
+            self.checkpoint()
+        for step in (self.maintain, self.base):  # the first retires the old chunks, once no base is needed for them
+            self.release_reader()
+            self._clock.advance(120.0)
+            step()
+        self.trim()
 
     def audit(self) -> None:
         """Read everything that any moment of the window needs: nothing may be missing."""
@@ -180,8 +193,9 @@ WRITES: tuple[Callable[[ArchivedSteps], None], ...] = (
 ArchivedSteps.choices = (
     *Steps.choices,
     (3, ArchivedSteps.outage),
-    (2, ArchivedSteps.base),
+    (3, ArchivedSteps.base),
     (3, ArchivedSteps.trim),
+    (2, ArchivedSteps.leave_window),
     (1, ArchivedSteps.audit),
     (2, ArchivedSteps.remove_abandoned),
 )
