@@ -40,7 +40,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import lmdb
 import msgspec
@@ -62,9 +62,6 @@ from quire.manifest.records import (
     JobState,
     SnapshotKind,
 )
-
-if TYPE_CHECKING:
-    from quire.manifest.holders import Finding
 
 Rule = Literal[
     "K1", "D1", "D2", "D3", "S1", "S2", "S3", "S4", "R1", "R2", "R3", "R4", "W1", "W2", "J1", "M1", "P1", "P2", "F1", "F2", "G1"
@@ -196,22 +193,21 @@ _COUNTING: frozenset[Rule] = frozenset({"R1", "R4", "S2"})
 
 
 def _check_holders(txn: ReadTxn, without: Set[Rule] = frozenset()) -> Iterator[Problem]:
-    # Imported here because it loads numpy, which importing this module must not.
-    from quire.manifest.holders import check_rows, count_holders
+    return _holder_problems(txn, without)
 
-    return _problems(check_rows(txn) if without >= _COUNTING else count_holders(txn))
+
+def _holder_problems(txn: ReadTxn, without: Set[Rule] = frozenset(), *, is_view: bool = False) -> Iterator[Problem]:
+    # Imported here because it loads numpy, which importing this module must not.
+    from quire.manifest.holders import check_held, check_rows, count_holders
+
+    complete = check_rows if without >= _COUNTING else count_holders
+    for rule, what, key, fix, leak in check_held(txn) if is_view else complete(txn):
+        yield Problem(rule, what, {"artifact": key}, fix, leak)
 
 
 def _check_held(txn: ReadTxn) -> Iterator[Problem]:
     """Check what the rows of a view hold, without counting the other holders (`changed_rows.ChangedRows`)."""
-    from quire.manifest.holders import check_held  # see above
-
-    return _problems(check_held(txn))
-
-
-def _problems(findings: Iterable[Finding]) -> Iterator[Problem]:
-    for rule, what, key, fix, leak in findings:
-        yield Problem(rule, what, {"artifact": key}, fix, leak)
+    return _holder_problems(txn, is_view=True)
 
 
 def _check_decodes(txn: ReadTxn) -> Iterator[Problem]:
