@@ -15,17 +15,17 @@ from quire.archive import base_writer, sealing
 from quire.archive.recorder import RecordedFile, Recorder, write_event
 from quire.archive.uploader import Uploader
 from quire.objects.collector import Collector
-from quire.testing.simulation_deaths import POINTS
+from quire.testing.simulation_deaths import POINTS, UNNAMED_BASE
 from quire.testing.simulation_lives import SimulationFailed
 from quire.testing.simulation_losses import simulate_losses
 
 SEEDS = 6
 """How many seeds may be needed to find a planted bug."""
-POINT_SEEDS = 120
+POINT_SEEDS = 40
 """How many seeds may be needed for a life to die at a failpoint; most need one or two."""
 SOURCES = Path(quire.__file__).parent
 HIT = re.compile(r'\bhit\(f?"(archive\.[^"]+)"\)')
-FIRST = {f"archive.abandoned.{step}": ("archive.part.before",) for step in ("before", "objects", "logs")}
+FIRST = {f"archive.abandoned.{step}": (UNNAMED_BASE,) for step in ("before", "objects", "logs")}
 """Where lives must die to make a failpoint reachable: an epoch is abandoned if its owner dies before its first base."""
 _patch = pytest.MonkeyPatch()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -267,10 +268,54 @@ def test_without_a_seal_a_deposed_owner_would_continue(tmp_path: Path, monkeypat
     def skip_seal(*_: object, **__: object) -> tuple[Position, bytes]:
         return last.position, last.parent_digest
 
-    for module in (archiving, restoring):
-        monkeypatch.setattr(module, "seal", skip_seal)
+    for module, name in ((archiving, "seal_former"), (restoring, "seal"), (restoring, "seal_later")):
+        monkeypatch.setattr(module, name, skip_seal)
     archived.restore("taken", takeover=True)
     gate.may_put.set()
     archived.store.kv("pairs").put(b"acknowledged", b"and lost")
     archived.wait_archived()
     archived.close()
+
+
+@pytest.mark.parametrize("released_at", ["", "archive.replay.files", "archive.seal.before"])
+def test_an_owner_that_has_claimed_the_store_and_written_nothing_is_sealed(tmp_path: Path, released_at: str) -> None:
+    """It had no log to seal. It could write one after the takeover and acknowledge changes in it, because it looks who owns the
+    store only once a minute; if it wrote its first object during the restore, the takeover was refused."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    expected = archived.restored_contents()
+    claimed = archived.restore("claimed", takeover=True)
+    is_held, may_put, may_complete_base = threading.Event(), threading.Event(), threading.Event()
+    restoring_thread = threading.current_thread()
+
+    def hold(_: str) -> None:
+        is_held.set()
+        assert may_put.wait(WAIT)
+
+    def hold_base(_: str) -> None:
+        assert may_complete_base.wait(WAIT)
+
+    def release(_: str) -> None:
+        if threading.current_thread() is restoring_thread and not may_put.is_set():
+            may_put.set()
+            until(lambda: archived.headers(2))
+
+    with armed("archive.log.before", hold), armed("archive.part.before", hold_base):
+        owner = archived.open(claimed)
+        assert owner.archive is not None
+        owner.kv("pairs").put(b"too", b"late")
+        assert is_held.wait(WAIT)
+        with armed(released_at or "no.point", release):
+            successor = archived.restore("successor", takeover=True)
+        may_put.set()
+        may_complete_base.set()
+        with pytest.raises(StoreFenced):
+            owner.archive.wait(WAIT)
+    with suppress(QuireError):
+        owner.close()
+    assert read(successor) == expected
+    with archived.open(successor) as store:
+        fill(store, 100)
+        expected = contents(store)
+    assert archived.restored_contents("later") == expected

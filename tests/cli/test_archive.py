@@ -184,13 +184,19 @@ def test_errors_of_a_restore_are_explained(run: Run, shop: Path, bucket: Path, t
 def test_info_shows_the_archive(run: Run, shop: Path) -> None:
     assert "archive       off" in run("info", at=shop).out
     run("archive", "on", at=shop)
-    assert (
-        "archive       async; closed after its last upload; window 24 h; last drill never" in run("info", at=shop).out
-    )
+    closed = run("info", at=shop)
+    assert "archive       async; closed after its last upload; window 24 h\nlast drill    never" in closed.out
+    assert run("info", "--json", at=shop).data["archive_dollars_per_month"] is None
+    with owned(shop, serving=False):
+        assert "the owner does not serve, so its lag is unknown" in run("info", at=shop).out
+    with owned(shop, serving=True):
+        assert eventually(lambda: "archive       async; archived; lag 0.0 s; window" in run("info", at=shop).out, 60)
+        assert "cost          about US$ " in run("info", at=shop).out
+        assert run("info", "--json", at=shop).data["archive_dollars_per_month"] > 0
 
 
 def test_modes_are_completed() -> None:
-    assert WORDS["ARCHIVEMODE"] == ("async", "sync")
+    assert WORDS["async|sync"] == ("async", "sync")
 
 
 @pytest.mark.parametrize("text", ['archive.mode = "off"\n', 'archive = { mode = "off" }\n'])

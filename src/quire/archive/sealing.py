@@ -39,15 +39,40 @@ from quire.core.errors import AlreadyExists, Corruption, StoreFenced
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
 from quire.objects.api import ExistingObject, ObjectStore
-from quire.objects.ownership import READ_ONLY_COMMANDS
+from quire.objects.ownership import READ_ONLY_COMMANDS, claimed_epochs
 
 Overtaken = Callable[[Header, bytes, list[AnyEvent]], None]
 """Called with (header, digest, events) of an object that the owner wrote before the seal."""
 
 
+def owner_epochs(store: ObjectStore, store_id: str) -> list[int]:
+    """Return the owner epochs that have an archive or may begin one at any moment, oldest first. An owner that has claimed the
+    store puts its first log object later, without another look at who owns it."""
+    archived = epochs(store, store_id)
+    if not archived:
+        return []
+    return sorted({*archived, *(epoch for epoch in claimed_epochs(store, store_id) if epoch > archived[0])})
+
+
 def former_epoch(store: ObjectStore, store_id: str, epoch: int) -> int:
-    """Return the newest archived owner epoch below `epoch`, or 0."""
-    return max((archived for archived in epochs(store, store_id) if archived < epoch), default=0)
+    """Return the newest owner epoch of the archive below `epoch`, or 0."""
+    return max((former for former in owner_epochs(store, store_id) if former < epoch), default=0)
+
+
+def seal_former(store: ObjectStore, store_id: str, successor: int, at_ms: int) -> tuple[Position, bytes]:
+    """Seal the logs of the owners before `successor`, back to the newest one that wrote a log. Return the position and digest
+    of that log's last object, or those of no object."""
+    last, digest, epoch = Position(0, 0), NO_DIGEST, successor
+    while not last.epoch and (epoch := former_epoch(store, store_id, epoch)):
+        last, digest = seal(store, store_id, epoch, successor, at_ms)
+    return last, digest
+
+
+def seal_later(store: ObjectStore, store_id: str, epoch: int, successor: int, at_ms: int) -> None:
+    """Seal the logs of the owners after `epoch`. None of them had completed a base, but each may be about to."""
+    for later in owner_epochs(store, store_id):
+        if epoch < later < successor:
+            seal(store, store_id, later, successor, at_ms)
 
 
 def seal(
@@ -213,15 +238,9 @@ def begin_log(
     """Return the parent of the first object of an epoch: the object that its directory was restored to, or the last one of the
     log before.
 
-    That log is sealed again here, because a takeover may have died before sealing it.
+    The logs before are sealed again here, because a takeover may have died before sealing them.
     """
-    last, digest = Position(0, 0), NO_DIGEST
-    former = former_epoch(store, store_id, epoch)
-    if former:
-        last, digest = seal(store, store_id, former, epoch, at_ms)
-    while former and not last.epoch:  # that owner wrote no log
-        former = former_epoch(store, store_id, former)
-        last, digest = _end_of(store, store_id, former)
+    last, digest = seal_former(store, store_id, epoch, at_ms)
     origin = read_origin(disk, root)
     if (
         origin is not None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DRILL = "drill.json"
 """In a store's directory: the last drill. It concerns this directory only, so it is not shipped."""
 MONTH_HOURS = 730
+OWNER_STATES = ("archived", "uploading", "behind", "no base", "fenced", "stopped")
+"""States that only the owner of a store can report."""
 LATE_INTERVALS = 10
 """A lag of more intervals than this is an outage, not an upload in progress."""
 WRITE_DOLLARS, READ_DOLLARS = 0.005 / 1_000, 0.0004 / 1_000
@@ -94,6 +96,11 @@ class ArchiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     def is_safe(self) -> bool:
         """Whether no change would be lost if the disk failed now."""
         return self.state in ("archived", "closed")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the owner reported it: from the directory alone, lag and traffic are unknown."""
+        return self.state in OWNER_STATES
 
     @property
     def puts_per_month(self) -> int:

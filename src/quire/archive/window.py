@@ -138,16 +138,26 @@ class Line:
         self._headers: dict[Position, Header] = {}
         self.epochs: list[tuple[int, range]] = []
         """(epoch, gapless range of its log numbers), newest first."""
-        epoch, bound = max((number for number, objects in listing.epochs.items() if objects.logs), default=0), NONE
+        epoch, bound = self._newest(), NONE
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
-            numbers = _last_run(listing.epochs[epoch].logs, bound)
-            while numbers and self._is_seal(epoch, numbers[-1]):  # several, if seals were put ahead
-                numbers = _last_run(listing.epochs[epoch].logs, numbers[-1] - 1)
+            numbers = self._owners_run(epoch, bound)
             self.epochs.append((epoch, numbers))
             if not numbers or numbers[0]:
                 break
             parent = self.header(epoch, 0).parent
             epoch, bound = parent.epoch, parent.number
+
+    def _newest(self) -> int:
+        """Return the newest epoch with a log object of its owner, or 0. Later ones were sealed before they had any."""
+        logged = sorted((epoch for epoch, objects in self._listing.epochs.items() if objects.logs), reverse=True)
+        return next((epoch for epoch in logged if self._owners_run(epoch, NONE)), 0)
+
+    def _owners_run(self, epoch: int, bound: int) -> range:
+        """Return the last gapless run of an owner's log objects up to `bound`, without seals."""
+        numbers = _last_run(self._listing.epochs[epoch].logs, bound)
+        while numbers and self._is_seal(epoch, numbers[-1]):  # several, if seals were put ahead
+            numbers = _last_run(self._listing.epochs[epoch].logs, numbers[-1] - 1)
+        return numbers
 
     def header(self, epoch: int, number: int) -> Header:
         """Return the header of a log object. Each is read once."""

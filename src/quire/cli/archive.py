@@ -81,7 +81,7 @@ def on(
     cli: Cli,
     mode: Annotated[
         str,
-        Option(metavar="ARCHIVEMODE", help="async: about a second behind; sync: every change waits for the bucket."),
+        Option(metavar="async|sync", help="async: about a second behind; sync: every change waits for the bucket."),
     ] = "async",
 ) -> Note:
     """Archive the whole store to its bucket continuously.
@@ -168,7 +168,7 @@ def status(
     the archive is fenced, stopped or behind, or if the bucket does not confirm what the directory says.
     """
     root, settings = os.path.abspath(cli.path), cli.settings()
-    known, is_live = _known_status(cli)
+    known = _known_status(cli)
     if known is None:
         text = "archiving is off: losing this disk loses everything since the last backup"
         facts = Facts(lines=[("archive", "off"), ("state", text), ("next", "`quire archive on`")], data={"mode": "off"})
@@ -198,23 +198,23 @@ def status(
         ("archive", f"{known.mode}: {promise_text(known)}, to {objects_url(root, settings)}"),
         ("state", doubtful_text(known, doubt) if doubt else state_text(known)),
         *([("copy", copy_text(root, known.state))] if known.state in COPY_STATES else []),
-        *waiting_lines(known, is_known=is_live or known.state == "closed"),
+        *waiting_lines(known),
         *bucket_lines(known, in_bucket),
-        *cost_lines(known, is_live=is_live),
+        *cost_lines(known),
         ("last drill", drill_text(known.last_drill, CLOCK.now_ms())),
     ]
     is_problem = known.state in PROBLEM_STATES or bool(doubt)
     return CliResult(Facts(lines=lines, data=data), PROBLEMS if is_problem else OK)
 
 
-def _known_status(cli: Cli) -> tuple[ArchiveStatus | None, bool]:
-    """Return the status (`None` if archiving is off), and whether it comes from the owner; otherwise from the directory."""
+def _known_status(cli: Cli) -> ArchiveStatus | None:
+    """Return the status from the owner if it serves, otherwise from the directory; `None` if archiving is off."""
     owner = find_owner(cli.path)
     if owner is not None:
         with owner:
-            return owner.info().archive, True
+            return owner.info().archive
     with StoreReader(cli.path) as store:
-        return store.info().archive, False
+        return store.info().archive
 
 
 # ── drill ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from quire.archive.standbys import Registration
 from quire.archive.standbys import registrations as standby_registrations
 from quire.archive.state_files import read_origin, read_standby_state
 from quire.archive.window import RestorableRange, restorable_range
-from quire.cli.formatting import ago_text, count_of, moment, size, span
+from quire.cli.formatting import ago_text, cost_text, count_of, moment, size, span
 from quire.core.clock import SystemClock
 from quire.core.errors import QuireError
 from quire.durable.files import OsDisk
@@ -112,9 +112,9 @@ def promise_text(status: ArchiveStatus) -> str:
     return f"uploads every {status.interval_seconds:g} s"
 
 
-def waiting_lines(status: ArchiveStatus, *, is_known: bool) -> list[tuple[str, str]]:
+def waiting_lines(status: ArchiveStatus) -> list[tuple[str, str]]:
     """Format what waits. After an unclean end only the owner's files show it, and a copy uploads nothing."""
-    if is_known:
+    if status.is_live or status.state == "closed":
         return [
             ("lag", f"{status.lag_seconds:.1f} s"),
             ("waiting", f"{size(status.memory_bytes)} in memory, {size(status.backlog_bytes)} on disk"),
@@ -149,17 +149,13 @@ def bucket_lines(status: ArchiveStatus, in_bucket: InBucket) -> list[tuple[str, 
     return lines
 
 
-def cost_lines(status: ArchiveStatus, *, is_live: bool) -> list[tuple[str, str]]:
+def cost_lines(status: ArchiveStatus) -> list[tuple[str, str]]:
     """Format traffic and cost, which only a running owner has measured."""
-    if not is_live:
+    if not status.is_live:
         return []
     requests = count_of(round(status.writes_per_hour + status.reads_per_hour), "request")
     return [
         ("uploaded", f"{count_of(status.puts, 'object')}, {size(status.put_bytes)} since the store was opened"),
         ("per hour", f"{requests}, {size(round(status.put_bytes_per_hour))} uploaded"),
-        (
-            "per month",
-            f"about US$ {status.dollars_per_month:.2f} for requests at the list price of S3, "
-            f"{size(status.put_bytes_per_month)} uploaded",
-        ),
+        ("per month", f"{cost_text(status)}, {size(status.put_bytes_per_month)} uploaded"),
     ]

@@ -37,7 +37,7 @@ WORDS: Mapping[str, tuple[str, ...]] = {
     "STYLE": ("json", "console"),
     "SHELL": ("bash", "zsh", "fish"),
     "MODE": ("off", "shadow", "on"),
-    "ARCHIVEMODE": ("async", "sync"),
+    "async|sync": ("async", "sync"),
     "STATUS": ("active", "read_only"),
     "ORDER": ("name", "written", "size", "alone", "wal", "disk"),
 }

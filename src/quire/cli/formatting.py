@@ -18,7 +18,7 @@ from quire.core.json_values import plain
 from quire.core.limits import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from quire.archive.status import DrillRecord
+    from quire.archive.status import ArchiveStatus, DrillRecord
     from quire.manifest.records import DbKind
     from quire.manifest.slots import Chain
     from quire.service.values import MirrorStatus
@@ -193,6 +193,11 @@ def article(word: str) -> str:
 def ago_text(at_ms: int, now_ms: int) -> str:
     """Format a moment with its age; 0 is never."""
     return f"{moment(at_ms)} ({span(now_ms - at_ms)} ago)" if at_ms else "never"
+
+
+def cost_text(status: ArchiveStatus) -> str:
+    """Format what the requests of an archived store cost."""
+    return f"about US$ {status.dollars_per_month:.2f} a month for requests at the list price of S3"
 
 
 def drill_text(drill: DrillRecord | None, now_ms: int) -> str:

@@ -12,6 +12,7 @@ from quire.cli.formatting import (
     KIND_WORDS,
     article,
     behind_text,
+    cost_text,
     count_of,
     databases_text,
     drill_text,
@@ -38,12 +39,15 @@ from quire.cli.output import Facts, Listing, ListingRow, Note
 from quire.cli.prompts import confirm
 from quire.core.clock import SystemClock
 from quire.core.errors import InvalidInput, UnknownDatabase
+from quire.core.json_values import plain
 from quire.core.reader_info import reader_text
 from quire.core.timeline import RANGE_BITS
 from quire.manifest.records import DbStatus
+from quire.service.local_owner import find_owner
 from quire.store.info import StoreReader
 
 if TYPE_CHECKING:
+    from quire.archive.status import ArchiveStatus
     from quire.cli.command import Cli
     from quire.service.client import Client
     from quire.service.values import DatabaseInfo, DroppedDatabase, MirrorStatus, StoreInfo
@@ -122,8 +126,7 @@ def origin(info: DatabaseInfo) -> str:
 @command("info", example="quire info --json")
 def info(cli: Cli) -> Facts:
     """Show a summary of a store."""
-    with StoreReader(cli.path) as store:
-        summary = store.info()
+    summary = _summary(cli)
     databases = databases_text(summary.databases)
     changes = f"{summary.oldest_change:,} to {summary.newest_change:,}" if summary.oldest_change else "none"
     if summary.newest_change >> RANGE_BITS:
@@ -139,7 +142,7 @@ def info(cli: Cli) -> Facts:
             ("id", f"{summary.store_id} (schema {summary.schema})"),
             ("objects", summary.object_store),
             ("owner", _owner_text(summary)),
-            ("archive", _archive_text(summary)),
+            *_archive_lines(summary.archive),
             ("databases", (databases or "none") + (f"; {summary.dropped:,} dropped" if summary.dropped else "")),
             ("snapshots", f"{summary.snapshots:,}"),
             ("artifacts", ", ".join(artifacts)),
@@ -153,8 +156,18 @@ def info(cli: Cli) -> Facts:
             ("on disk", size(summary.disk_bytes)),
             *[("reader", reader_text(reader)) for reader in summary.page_readers],
         ],
-        data=summary,
+        data={**plain(summary), "archive_dollars_per_month": _dollars(summary.archive)},
     )
+
+
+def _summary(cli: Cli) -> StoreInfo:
+    """Read the summary from the directory. The owner of an archived store is asked about its archive, if it serves."""
+    with StoreReader(cli.path) as store:
+        summary = store.info()
+    if summary.archive is None or summary.archive.state != "owned" or (owner := find_owner(cli.path)) is None:
+        return summary
+    with owner:
+        return replace(summary, archive=owner.info().archive)
 
 
 def _mirror_text(mirror: MirrorStatus) -> str:
@@ -171,18 +184,21 @@ def _owner_text(summary: StoreInfo) -> str:
     return f"epoch {summary.owner_epoch:,}{session}, {summary.owner_state}"
 
 
-def _archive_text(summary: StoreInfo) -> str:
-    """Format the state of the archive, as far as the directory shows it."""
-    if summary.archive is None:
-        return "off"
-    status = summary.archive
-    details = {
-        "owned": "`quire archive status` asks the owner for lag and cost",
-        "closed": "closed after its last upload",
-    }
-    drill = drill_text(status.last_drill, SystemClock().now_ms())
-    window = span(int(status.retain_seconds * 1000))
-    return f"{status.mode}; {details.get(status.state, status.state)}; window {window}; last drill {drill}"
+def _dollars(status: ArchiveStatus | None) -> float | None:
+    return status.dollars_per_month if status is not None and status.is_live else None
+
+
+def _archive_lines(status: ArchiveStatus | None) -> list[tuple[str, str]]:
+    """Format the state of the archive. Only an owner that serves knows its lag and what it costs."""
+    if status is None:
+        return [("archive", "off")]
+    states = {"owned": "the owner does not serve, so its lag is unknown", "closed": "closed after its last upload"}
+    facts = [status.mode, states.get(status.state, status.state)]
+    if status.is_live:
+        facts.append(f"lag {status.lag_seconds:.1f} s")
+    facts.append(f"window {span(int(status.retain_seconds * 1000))}")
+    cost = [("cost", cost_text(status))] if status.is_live else []
+    return [("archive", "; ".join(facts)), *cost, ("last drill", drill_text(status.last_drill, SystemClock().now_ms()))]
 
 
 @command("create", example="quire create shop --kind pages")

@@ -482,6 +482,12 @@ def newest_owner(
     return None if last is None else (last[0], last[1], _read(store, last[2]))
 
 
+def claimed_epochs(store: ObjectStore, store_id: str) -> list[int]:
+    """Return the owner epochs that were ever claimed in a location, oldest first."""
+    keys = (info.key for page in store.list_pages(owner_prefix(store_id)) for info in page)
+    return sorted({name[1] for key in keys if (name := parse_owner_key(key)) is not None})
+
+
 def newer_owner(store: ObjectStore, store_id: str, epoch: int, disk: Disk, root: str) -> str:
     """Return a description of the owner that claimed a location after this directory; empty if none did. Claims nothing."""
     recorded = read_file(disk, root)

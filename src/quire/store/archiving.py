@@ -17,7 +17,13 @@ from quire.archive.clones import CloneRegistration, kept_for_takeover
 from quire.archive.log_reader import epochs
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.remote_files import RemoteFiles
-from quire.archive.sealing import former_epoch, newest_missing_position, note_parent, positions_after, seal
+from quire.archive.sealing import (
+    former_epoch,
+    newest_missing_position,
+    note_parent,
+    positions_after,
+    seal_former,
+)
 from quire.archive.state_files import Origin, StandbyPhase, read_origin, read_standby_state, take_archive_state
 from quire.archive.window import require_in_window
 from quire.core.barrier import Barrier
@@ -183,7 +189,6 @@ def _claim(store: Store) -> None:
     with store.manifest.read() as txn:
         store_id, own = txn.store_id(), txn.owner_epoch()
     epoch = store.rights.take_over(parent_of(store)).epoch
-    former = former_epoch(store.objects, store_id, epoch)
-    if former:
-        seal(store.objects, store_id, former, epoch, store.manifest.clock.now_ms())
+    if former_epoch(store.objects, store_id, epoch):
+        seal_former(store.objects, store_id, epoch, store.manifest.clock.now_ms())
         note_parent(store.objects, store.disk, store.path, store_id, own=own, epoch=epoch)

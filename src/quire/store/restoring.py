@@ -33,7 +33,7 @@ from quire.archive.log_reader import (
     log_events,
 )
 from quire.archive.replay import Replay
-from quire.archive.sealing import seal
+from quire.archive.sealing import newest_missing_position, seal, seal_later
 from quire.archive.state_files import Origin, write_origin
 from quire.archive.store_choice import choose_store
 from quire.archive.window import point_at
@@ -126,16 +126,17 @@ def restore(
     try:
         store_id = choose_store(bucket, store_id)
         point = point_at(bucket, store_id, at_ms, epoch=epoch)
-        # Log objects after a break, or of an owner that never completed a base, cannot be restored by any restore.
-        gives_up = max(epochs(bucket, point.store_id)) > point.position.epoch
         index = read_index(bucket, point.store_id, point.position)
         if index is not None and takeover:
             raise InvalidInput("a restored backup is a separate store", hint="restore it without --takeover", url=url)
         disk.make_dirs(root)
         with Replay(disk, root) as replay:
             digest, count, size = replay_point(bucket, point, replay, progress)
+            given_up: Position | None = None
             if takeover:
                 point, digest = _seal(bucket, point, digest, replay, clock)
+                # Objects after a break, or of an owner that completed no base, cannot be restored by any restore.
+                given_up = newest_missing_position(bucket, point.store_id, point.position)
             home = url
             if index is not None:  # a backup: everything is copied here, and the backup itself is no longer needed
                 home = ""
@@ -149,8 +150,9 @@ def restore(
             replay.finish()
         _recover(root, disk, clock, origin)
         if takeover:
-            gives_up = gives_up or point.newest != point.position
-            open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=gives_up).close()
+            # Another takeover that came first has continued the log: what it has put is not given up, but refused.
+            discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
+            open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
     except _NewerBase:  # the log is sealed now, so this happens once
         _empty(disk, root)
@@ -169,7 +171,7 @@ def _empty(disk: Disk, root: str) -> None:
 
 
 class _NewerBase(Exception):
-    """The owner broke its chain and completed a base while the log before the break was replayed."""
+    """A base was completed while an older log was replayed: by the owner, after a break of its chain, or by its successor."""
 
 
 def _result(
@@ -224,10 +226,9 @@ def _seal(
     newest = newest_owner(bucket, point.store_id)
     successor = max(newest[0] if newest is not None else 0, *epochs(bucket, point.store_id)) + 1
     epoch, now_ms = point.position.epoch, clock.now_ms()
-    for later in sorted(later for later in epochs(bucket, point.store_id) if later > epoch):
-        seal(
-            bucket, point.store_id, later, successor, now_ms
-        )  # of an owner that had not completed a base, but may do so now
+    seal_later(bucket, point.store_id, epoch, successor, now_ms)
+    if point_at(bucket, point.store_id).position.epoch > epoch:
+        raise _NewerBase  # one of these owners has completed a base meanwhile, and may have trimmed the log that was replayed
     if point.newest != point.position:
         seal(bucket, point.store_id, epoch, successor, now_ms)
         _refuse_newer_base(bucket, point.store_id, point.position)

@@ -42,7 +42,7 @@ from quire.archive.log_reader import (
 )
 from quire.archive.recorder import REMOTE_FILES
 from quire.archive.replay import Replay
-from quire.archive.sealing import positions_after, seal
+from quire.archive.sealing import positions_after, seal, seal_later
 from quire.archive.standbys import (
     HEARTBEAT_SECONDS,
     REFRESH_SECONDS,
@@ -518,6 +518,7 @@ class Standby:
         known = (header_of(self._bucket, state.store_id, state.position), state.digest) if chain[0] else None
         former, now_ms = state.position.epoch, self._clock.now_ms()
         try:
+            seal_later(self._bucket, state.store_id, former, epoch, now_ms)
             try:
                 seal(self._bucket, state.store_id, former, epoch, now_ms, known=known, overtaken=overtaken)
             except Corruption as error:  # the epoch is claimed: what cannot be read is given up, and reported

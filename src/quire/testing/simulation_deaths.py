@@ -67,6 +67,8 @@ OWNER_POINTS = (
 POINTS = (*RESTORE_POINTS, *OWNER_POINTS)
 """Every failpoint of the archive; a test compares this with the sources."""
 
+UNNAMED_BASE = "archive.log.put"
+"""An owner that dies here in its first base has a log, but no base: nothing of its epoch can be restored."""
 PROBABILITY = 0.7
 """Of a life to die at a failpoint, if it reaches that."""
 FREQUENT = ("archive.cut.", "archive.log.", "archive.replay.")

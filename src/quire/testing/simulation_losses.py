@@ -40,7 +40,7 @@ from quire.core.settings import ArchiveSettings, StoreSettings
 from quire.durable.failpoints import EVERY, armed
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
-from quire.testing.simulation_deaths import POINTS, Death, draw_fate
+from quire.testing.simulation_deaths import POINTS, UNNAMED_BASE, Death, Fate, draw_fate
 from quire.testing.simulation_lives import (
     SETTINGS,
     START_MS,
@@ -58,6 +58,9 @@ WAITS = 0.15
 MEMORY_BYTES = 16 << 10
 """Smaller than the settings allow, so that a few changes during an outage wait on disk."""
 BACKLOG_BYTES = (16 << 10, 4 << 30)
+ABANDONED = 0.2
+"""Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
+nothing of the epoch in between can be restored, so it is abandoned."""
 
 
 @dataclass
@@ -218,15 +221,20 @@ def simulate_losses(
     plant: Callable[[], None] | None = None,
 ) -> Losses:
     """Simulate one seed. Lives die at one of the `points`."""
-    draw = random.Random(f"losses {seed}")
-    lost = 0
+    draw, draw_abandoned = random.Random(f"losses {seed}"), random.Random(f"abandoned {seed}")
+    lost, is_abandoned = 0, False
     deaths: list[str] = []
     with tempfile.TemporaryDirectory(prefix="quire-losses-") as base:
         last = ArchivedEnding([{}], START_MS, os.path.join(base, "0"), archived=[{}], is_opened=True)
         for number in range(lives):
-            is_lost = number > 0 and (draw.random() < 0.5 or not last.is_opened) and last.is_restorable
+            must_lose = is_abandoned or not last.is_opened
+            is_abandoned = UNNAMED_BASE in points and draw_abandoned.random() < ABANDONED
+            is_lost = number > 0 and (draw.random() < 0.5 or must_lose or is_abandoned) and last.is_restorable
             lost += is_lost
-            life = partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, frozenset(points), plant)
+            fate = draw_fate(random.Random(f"fate {seed}/{number}"), points, is_lost=is_lost)
+            if is_abandoned and is_lost:
+                fate = Fate(UNNAMED_BASE, 1, by_power_loss=draw_abandoned.random() < 0.5)
+            life = partial(_live, f"{seed}/{number}", last, number, steps, is_lost, base, fate, plant)
             last = _life_of(in_mortal_process(life), base, number)
             if last.is_killed:
                 deaths.append(last.point)
@@ -257,7 +265,7 @@ def _live(
     steps: int,
     is_lost: bool,
     base: str,
-    points: Collection[str],
+    fate: Fate | None,
     plant: Callable[[], None] | None,
     report: Report,
 ) -> ArchivedEnding:
@@ -266,7 +274,6 @@ def _live(
     if plant is not None:
         plant()
     here = os.path.join(base, str(number)) if is_lost else before.directory
-    fate = draw_fate(random.Random(f"fate {seed}"), points, is_lost=is_lost)
     ending = replace(before, findings=[], steps=[f"before: {step}" for step in before.steps[-12:]])
     ending.steps.append(f"life {number}{', disk lost' if is_lost else ''}, {settings.archive.mode}")
     ending.fate, ending.point = (str(fate), fate.point) if fate is not None else ("", "")
