@@ -119,9 +119,7 @@ def restore(
         hint = "restore without --takeover, then run `quire takeover --discard`"
         raise InvalidInput("a restore of an earlier state cannot take over directly", hint=hint)
     url = url if "://" in url else os.path.abspath(url)  # a relative path in quire.toml is relative to the store
-    root = os.path.abspath(os.fspath(directory))
-    if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
-        raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
+    root = _empty_directory(disk, directory)
     bucket = open_backup(url, options=options)
     try:
         store_id = choose_store(bucket, store_id)
@@ -154,13 +152,21 @@ def restore(
             discard = given_up == newest_missing_position(bucket, point.store_id, point.position)
             open_owner(root, quiet_settings(disk, root), clock, disk, takeover=True, discard=discard).close()
         return _result(root, point, replay, count, size, time.monotonic() - started, is_backup=index is not None)
-    except _NewerBase:  # the log is sealed now, so this happens once
+    except _NewerBase:  # the log is sealed now, so this does not happen again
         _empty(disk, root)
         return restore(
             url, root, store_id=store_id, options=options, takeover=True, disk=disk, clock=clock, progress=progress
         )
     finally:
         bucket.close()
+
+
+def _empty_directory(disk: Disk, directory: str | os.PathLike[str]) -> str:
+    """Return the path of the directory to restore into, which must be empty or not exist."""
+    root = os.path.abspath(os.fspath(directory))
+    if layout.directory_state(disk, root) not in (layout.DirectoryState.NOTHING, layout.DirectoryState.EMPTY):
+        raise InvalidInput("the directory is not empty", hint="restore into a new directory", path=root)
+    return root
 
 
 def _empty(disk: Disk, root: str) -> None:

@@ -502,8 +502,7 @@ class Standby:
         return StoreFenced(what, hint=hint, path=self.path)
 
     def _seal(self) -> None:
-        state = self._state
-        epoch = state.owner_epoch
+        state, epoch = self._state, self._state.owner_epoch
         if not claim_epoch(self._bucket, self._disk, self.path, state.store_id, epoch, self._clock.now_ms()):
             self._save(replace(state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
             raise self._overtaken_by(epoch)
