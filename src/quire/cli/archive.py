@@ -50,7 +50,6 @@ from quire.durable import names
 from quire.durable.files import OsDisk
 from quire.durable.locks import holder, is_held
 from quire.jobs.audit.table import write_report
-from quire.service.local_owner import find_owner
 from quire.store.config_edit import change_config
 from quire.store.info import StoreReader
 from quire.store.layout import DirectoryState, directory_state, objects_url
@@ -209,7 +208,7 @@ def status(
 
 def _known_status(cli: Cli) -> ArchiveStatus | None:
     """Return the status from the owner if it serves, otherwise from the directory; `None` if archiving is off."""
-    owner = find_owner(cli.path)
+    owner = cli.listening_owner()
     if owner is not None:
         with owner:
             return owner.info().archive

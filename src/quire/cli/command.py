@@ -102,7 +102,7 @@ class Cli(msgspec.Struct, frozen=True):
         except StoreFenced:
             return self.open_read_only()
         except StoreLocked:
-            client = self._listening_owner()
+            client = self.listening_owner()
             if client is None:
                 return self.open_read_only()
             client.close()
@@ -117,12 +117,13 @@ class Cli(msgspec.Struct, frozen=True):
         try:
             return self.owner()
         except StoreLocked:
-            client = self._listening_owner()
+            client = self.listening_owner()
             if client is None:
                 raise
             return client
 
-    def _listening_owner(self) -> Client | None:
+    def listening_owner(self) -> Client | None:
+        """Return a client of the process that owns the store, or `None` if there is none, or it does not listen."""
         from quire.service.local_owner import (
             find_owner,  # here: loads sockets, which commands on a store without an owner do not need
         )

@@ -33,7 +33,6 @@ from quire.cli.prompts import REMOTE_ANSWER, Question, agreed, on_terminal
 from quire.cli.stream import LINES_PER_APPEND, appended
 from quire.core.errors import Conflict, InvalidInput, StoreLocked, Unavailable
 from quire.service.commands import CommandResult, RemoteCommand
-from quire.service.local_owner import find_owner
 from quire.store.mirrors import absolute_target
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def run_at_owner(body: Callable[..., Any], cli: Cli, arguments: dict[str, Any], 
             raise Unavailable(locked.what, hint=INSTEAD[function], **locked.where) from locked
         raise locked
 
-    owner = find_owner(cli.path)
+    owner = cli.listening_owner()
     if owner is None:
         raise locked
     with owner:

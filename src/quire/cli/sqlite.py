@@ -23,7 +23,6 @@ from quire.cli.prompts import REMOTE_ANSWER
 from quire.core.errors import AlreadyExists, InvalidInput, StoreFenced, StoreLocked, UnknownDatabase
 from quire.core.json_values import plain
 from quire.manifest.records import DbKind
-from quire.service.local_owner import find_owner
 from quire.sqlite.exporting import export_file
 from quire.sqlite.follow import Followed, Follower
 from quire.sqlite.importing import import_file, name_for
@@ -237,7 +236,7 @@ def shell(
 
 def _served(cli: Cli, database: str, closing: ExitStack) -> Driver | None:
     """Open a connection at the server that owns the store. Return `None` if the owner does not serve it."""
-    client = find_owner(cli.path)
+    client = cli.listening_owner()
     if client is None:
         return None
     closing.enter_context(client)

@@ -43,7 +43,6 @@ from quire.core.json_values import plain
 from quire.core.reader_info import reader_text
 from quire.core.timeline import RANGE_BITS
 from quire.manifest.records import DbStatus
-from quire.service.local_owner import find_owner
 from quire.store.info import StoreReader
 
 if TYPE_CHECKING:
@@ -164,7 +163,7 @@ def _summary(cli: Cli) -> StoreInfo:
     """Read the summary from the directory. The owner of an archived store is asked about its archive, if it serves."""
     with StoreReader(cli.path) as store:
         summary = store.info()
-    if summary.archive is None or summary.archive.state != "owned" or (owner := find_owner(cli.path)) is None:
+    if summary.archive is None or summary.archive.state != "owned" or (owner := cli.listening_owner()) is None:
         return summary
     with owner:
         return replace(summary, archive=owner.info().archive)
