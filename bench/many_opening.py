@@ -11,6 +11,8 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import quire
@@ -19,6 +21,8 @@ from bench.report import Report, alternate, drop_page_cache
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checked_point import SUFFIX
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import SetDbOptions
 from quire.manifest.store import ManifestStore
 
 
@@ -44,13 +48,49 @@ def opening(report: Report, directory: Path, quick: bool) -> None:
     report.figure("check_all_ms", full * 1e3)
 
 
-def filled(directory: Path, changes: int) -> str:
-    """Create a manifest with `changes` chunks, each added by its own change; close it cleanly and return its path."""
-    with ManifestStore.open(fresh(directory, f"many-{changes}")) as manifest:
-        manifest.register_db("bench", quire.DbKind.PAGES)
-        for guard in [manifest.submit((chunk_op(number),)) for number in range(changes)]:
-            guard.result()
+def cold_opening(report: Report, directory: Path, quick: bool) -> None:
+    """Compare opening a manifest with a feed of 1 GiB, the page cache dropped, with reading its rows, in wall time."""
+    changes, feed_bytes = (50_000, 32 << 20) if quick else (1_000_000, 1 << 30)
+    path = filled(directory, changes, feed_bytes)
+    if why := drop_page_cache():
+        report.ratio("open_cold_vs_reading_rows", None, 0.2, "lower", why)
+        return
+    opened, read = alternate(3, lambda: cold_seconds(path, ManifestStore.open), lambda: cold_seconds(path, read_rows))
+    detail = f"{opened * 1e3:.1f} ms with {changes:,} chunks and a feed of {feed_bytes >> 20:,} MiB, {read:.1f} s to read them"
+    report.ratio("open_cold_vs_reading_rows", opened / read, 0.2, "lower", detail)
+
+
+def cold_seconds(path: str, act: Callable[[str], ManifestStore | None]) -> float:
+    """Return the wall time of `act` on a manifest none of whose pages are in memory."""
+    drop_page_cache()
+    started = time.perf_counter()
+    manifest = act(path)
+    taken = time.perf_counter() - started
+    if manifest is not None:
+        manifest.close()
+    return taken
+
+
+def filled(directory: Path, changes: int, feed_bytes: int = 0) -> str:
+    """Create a manifest with `changes` chunks, each added by its own change, and then more changes until the feed has
+    `feed_bytes`; close it cleanly and return its path."""
+    with ManifestStore.open(fresh(directory, f"many-{changes}-{feed_bytes}")) as manifest:
+        db_id = manifest.register_db("bench", quire.DbKind.PAGES)
+        operations: Iterator[Op] = chain(
+            (chunk_op(number) for number in range(changes)),
+            (SetDbOptions(db_id, {"note": f"{number:1000}"}) for number in range(feed_bytes // 1000)),
+        )
+        while some := [manifest.submit((operation,)) for operation in islice(operations, 100_000)]:
+            for guard in some:
+                guard.result()
+        if feed_bytes:
+            assert feed_size(manifest) >= feed_bytes
         return manifest.env.path
+
+
+def feed_size(manifest: ManifestStore) -> int:
+    with manifest.read() as txn:
+        return sum(len(row) for _, row in txn.raw_scan(CHANGE_LOG))
 
 
 def open_seconds(path: str, *, whole: bool = False) -> float:
@@ -66,13 +106,18 @@ def open_seconds(path: str, *, whole: bool = False) -> float:
 
 def read_seconds(path: str) -> float:
     """Return the processor time of reading and decoding every row of the log and of the chunks."""
+    started = time.process_time()
+    read_rows(path)
+    return time.process_time() - started
+
+
+def read_rows(path: str) -> None:
+    """Read and decode every row of the log and of the chunks."""
     with ManifestStore.open(path, mode="r") as manifest, manifest.read() as txn:
-        started = time.process_time()
         for _ in txn.scan(CHANGE_LOG):
             pass
         for _ in txn.scan(t.CHUNK_CATALOG):
             pass
-        return time.process_time() - started
 
 
 def after_kill(report: Report, directory: Path, quick: bool) -> None:
@@ -126,4 +171,4 @@ def open_copy(path: Path, *, whole: bool = False, cold: bool = False) -> float:
     return taken
 
 
-PARTS = (opening, after_kill)
+PARTS = (opening, cold_opening, after_kill)

@@ -9,7 +9,8 @@ from uuid import uuid4
 import pytest
 
 from quire.archive.clones import CloneRegistration, register
-from quire.archive.window import AbandonedEpoch, abandoned_epochs
+from quire.archive.log_reader import owner_log
+from quire.archive.window import AbandonedEpoch, abandoned_epochs, reach
 from quire.core.errors import ForeignObject, NotFound, StillReferenced
 from quire.durable.object_names import epoch_prefix
 from quire.objects.api import ObjectStore, list_objects
@@ -113,3 +114,18 @@ def test_an_edited_configuration_is_archived_when_the_store_is_opened(tmp_path: 
     archived.restored_contents("edited")
     assert "# by hand" in (archived.home / "edited" / "quire.toml").read_text()
     archived.close()
+
+
+def test_an_owner_that_was_sealed_before_it_archived_anything_is_not_listed(tmp_path: Path) -> None:
+    """Its log is a single seal. The list suggested a restore of it, which has nothing to restore."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    archived.restore("claimed", takeover=True)
+    successor = archived.restore("successor", takeover=True)
+    with closing(open_store(str(archived.bucket))) as bucket:
+        assert owner_log(bucket, archived.store_id, 2).seal is not None
+        assert abandoned_epochs(bucket, archived.store_id) == []
+        assert reach(bucket, archived.store_id).abandoned == ()
+    with archived.open(successor) as store:
+        assert store.heavy.audit_archive(runner="threads").is_sound

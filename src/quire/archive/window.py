@@ -191,13 +191,22 @@ class Line:
                 return self._whole(epoch, numbers, base)
         return None
 
-    def abandoned(self) -> tuple[int, ...]:
+    def off_line(self) -> tuple[int, ...]:
         """Return the owner epochs that have a log and are not on the line. A log without object 0 was trimmed, and does not
         count."""
         named = dict(self.epochs)
         return tuple(
             sorted(epoch for epoch, objects in self._listing.epochs.items() if 0 in objects.logs and epoch not in named)
         )
+
+    def abandoned(self) -> tuple[int, ...]:
+        """Return the epochs that are not on the line and whose owners have archived anything: not those that were sealed before
+        they did."""
+        return tuple(epoch for epoch in self.off_line() if self._has_archived(epoch))
+
+    def _has_archived(self, epoch: int) -> bool:
+        objects = self._listing.epochs[epoch]
+        return bool(objects.parts or objects.files or self._owners_run(epoch, NONE))
 
     def newest(self) -> Header | None:
         """Return the header of the newest log object, or `None`."""
@@ -328,7 +337,9 @@ class AbandonedEpoch(msgspec.Struct, frozen=True, kw_only=True):
     """Objects of its archive and, of a whole epoch, of its databases."""
     size_bytes: int
     ended_at_ms: int
-    """Time of its owner's last log object."""
+    """Time of its owner's last log object; 0 if it wrote none."""
+    is_restorable: bool = True
+    """Whether its owner completed a base; without one, only the state that it continued from can be restored."""
 
 
 def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
@@ -336,16 +347,21 @@ def abandoned_epochs(store: ObjectStore, store_id: str) -> list[AbandonedEpoch]:
     listing = list_archive(store, store_id)
     line = Line(store, listing)
     abandoned = [_abandoned_end(store, store_id, listing, epoch, numbers) for epoch, numbers in line.epochs[1:]]
-    for epoch in line.abandoned():
+    archived = line.abandoned()
+    for epoch in line.off_line():
         objects = listing.epochs[epoch]
         put = list(list_objects(store, epoch_prefix(store_id, epoch)))
+        if epoch not in archived and not put:
+            continue  # only a seal
         headers = (line.header(epoch, number) for number in sorted(objects.logs, reverse=True))
+        last = next((header for header in headers if header.kind is not Kind.SEAL), None)
         abandoned.append(
             AbandonedEpoch(
                 owner_epoch=epoch,
                 objects=objects.objects() + len(put),
                 size_bytes=objects.size_bytes() + sum(info.size_bytes for info in put),
-                ended_at_ms=next((header.at_ms for header in headers if header.kind is not Kind.SEAL), 0),
+                ended_at_ms=last.at_ms if last is not None else 0,
+                is_restorable=last is not None and last.restorable != NONE,
             )
         )
     return sorted((epoch for epoch in abandoned if epoch is not None), key=lambda epoch: epoch.owner_epoch)

@@ -290,7 +290,7 @@ def abandoned(
                     str(left.objects),
                     size(left.size_bytes),
                     moment(left.ended_at_ms),
-                    f"quire restore-store {url} DIR --epoch {left.owner_epoch}",
+                    f"quire restore-store {url} DIR --epoch {left.owner_epoch}" if left.is_restorable else "",
                 ],
                 left,
             )

@@ -71,7 +71,7 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
         named = [row for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.url and not row.owner_epoch]
     listing = list_archive(store, store_id)
     line = Line(store, listing)
-    if owner_epoch not in line.abandoned():
+    if owner_epoch not in line.off_line():
         hint = "`quire archive abandoned` lists them"
         raise NotFound("no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
     _refuse_cloned(store, store_id, line)
