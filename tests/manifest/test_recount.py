@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 
 from quire.core.errors import ManifestDamaged, StoreUnusable
 from quire.manifest import check as check_module
+from quire.manifest import ownership
 from quire.manifest import tables as t
 from quire.manifest.change import CHANGE_LOG
 from quire.manifest.checked_point import SUFFIX, point_of, write_point
@@ -229,6 +230,29 @@ def test_nothing_is_deleted_while_a_recount_closes_what_it_found_broken(path: st
         manifest.recount.finish()
         assert states == [False, False]
         assert manifest.recount.is_done
+        assert ("database", db_id) in manifest.env.refused
+
+
+def test_closed_databases_accept_no_write_while_a_recount_checks_everything_again(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the check emptied the list of what is closed, and filled it again when it had ended."""
+    db_id = create_filled(path)
+    damage(path, delete_row(t.WAL_STATE, db_id, 0))
+    with ManifestStore.open(path) as manifest:
+        manifest.recount.finish()
+        refusals: list[str] = []
+
+        def check_and_write(*args: Any, **options: Any) -> Iterator[check_module.Problem]:
+            yield from check_module.check(*args, **options)
+            with pytest.raises(ManifestDamaged) as refusal:
+                commit(manifest, chunk(200, db_id=db_id))
+            refusals.append(refusal.value.what)
+
+        monkeypatch.setattr(ownership, "check", check_and_write)
+        ownership.close_broken(manifest.env, manifest.writer)
+        assert len(refusals) == 1
+        assert "no WAL state" in refusals[0]
         assert ("database", db_id) in manifest.env.refused
 
 

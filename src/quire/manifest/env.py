@@ -147,6 +147,10 @@ def _is_full(error: Exception) -> bool:
     return _mentions(error, *FULL_ERRNOS)
 
 
+Refusals = dict[tuple[str, int], tuple[str, str]]
+"""What is closed because it breaks a rule: ("database" or "counter", id) → what is wrong, and a hint."""
+
+
 class ManifestEnv:
     """The open environment, with one handle per table."""
 
@@ -159,8 +163,8 @@ class ManifestEnv:
         """Why no transaction can begin any more, and a hint; None while open."""
         self._is_over = False
         """Whether nothing is left to close."""
-        self.refused: dict[tuple[str, int], tuple[str, str]] = {}
-        """Closed because they break a rule: ("database" or "counter", id) → what is wrong, and a hint."""
+        self.refused: Refusals = {}
+        """Closed because they break a rule. Replaced whole, so that every thread sees what is closed at any time."""
         self.checked_sequence: int | None = None
         """The last change before the checked point on disk (checked_point.py); `None` if there is no point."""
         self.reported: set[int] = set()
@@ -347,9 +351,10 @@ class ManifestEnv:
     def _refusal(self, closed: tuple[str, str]) -> StoreClosed:
         return StoreClosed(closed[0], hint=closed[1], path=self.path)
 
-    def require_not_refused(self, kind: str, number: int) -> None:
-        """Raise if this database or counter is closed because it breaks a rule of the manifest."""
-        if (refusal := self.refused.get((kind, number))) is not None:
+    def require_not_refused(self, kind: str, number: int, refused: Refusals | None = None) -> None:
+        """Raise if this database or counter is closed because it breaks a rule of the manifest. `refused`: what is closed
+        for the caller, if that differs from what this process has closed."""
+        if (refusal := (self.refused if refused is None else refused).get((kind, number))) is not None:
             raise ManifestDamaged(refusal[0], hint=refusal[1], path=self.path, **{f"{kind}_id": number})
 
     # ── the map ───────────────────────────────────────────────────────────────────────────────────────────────────────

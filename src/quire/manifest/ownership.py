@@ -24,12 +24,11 @@ from quire.manifest.check import (
     FEED_CHECK_NAMES,
     STORE_CHECK_NAMES,
     Problem,
-    Subject,
     check,
     closed_subjects,
 )
 from quire.manifest.checked_point import CheckedPoint, forget_point, point_of, read_point, transaction_of, write_point
-from quire.manifest.env import ManifestEnv
+from quire.manifest.env import ManifestEnv, Refusals
 from quire.manifest.migrations import migrate
 from quire.manifest.ops.base import Counter
 from quire.manifest.reads import ReadTxn
@@ -49,6 +48,17 @@ REPAIR_OPS = 4_096
 
 REPAIR_ROUNDS = 2
 """Rounds of repair: restored rows reveal further problems, which are repaired too."""
+
+
+class _UnfilteredTxn(ReadTxn):
+    """A snapshot that also shows the rows of closed databases, because a check must find again what is broken. The process
+    keeps its own list meanwhile: without it, closed databases would accept writes for as long as a recount checks."""
+
+    __slots__ = ("refused",)
+
+    def __init__(self, env: ManifestEnv) -> None:
+        super().__init__(env)
+        self.refused: Refusals = {}
 
 
 def take_ownership(
@@ -82,7 +92,7 @@ def take_ownership(
     _refuse(problems, env.path)
     if cursors:
         _repair(env, clock, cursors)
-    env.refused.update(_refusals(problems))
+    env.refused = _refusals(problems)
     with ReadTxn(env) as txn:
         for problem in problems:
             closed = ", ".join(_title(txn, *subject) for subject in closed_subjects(problem)) or "nothing"
@@ -122,7 +132,7 @@ def close_broken(env: ManifestEnv, writer: ManifestWriter) -> None:
     except ManifestDamaged as error:
         writer.stop_for(error)
         raise
-    env.refused.update(_refusals(problems))
+    env.refused = _refusals(problems)  # in one step: what was closed before is in it, and accepts no write in between
     writer.watch_refused()
     for problem in problems:
         emit("error", "manifest.row_damaged", **problem.where, what=problem.what, hint=_NO_REPAIR)
@@ -155,19 +165,18 @@ def _refuse(problems: Iterable[Problem], path: str) -> None:
 
 def _problems(env: ManifestEnv, since: CheckedPoint | None = None) -> list[Problem]:
     """Check everything, except the change log up to `since`, and return the problems that are not leaks."""
-    env.refused.clear()
-    with ReadTxn(env) as txn:
+    with _UnfilteredTxn(env) as txn:
         problems = propose(txn, [problem for problem in check(txn, since=since) if not problem.leak])
         if any(problem.rule == "K1" and closed_subjects(problem) for problem in problems):
             # A damaged row hides what its rules would report about other rows, so they are checked again without it.
             # Their reports are then no reason to change anything, because the row may be what they miss.
-            env.refused.update(_refusals([problem for problem in problems if problem.rule == "K1"]))
+            txn.refused = _refusals([problem for problem in problems if problem.rule == "K1"])
             # Problems of a database that the row closes follow from the row: its own fix is the repair.
             reported = {str(problem) for problem in problems}
             others = [
                 problem
                 for problem in check(txn)
-                if problem.rule != "K1" and str(problem) not in reported and not _is_closed(env, problem)
+                if problem.rule != "K1" and str(problem) not in reported and not _is_closed(txn, problem)
             ]
             problems += [msgspec.structs.replace(problem, fix=None) for problem in others if not problem.leak]
     return problems
@@ -178,15 +187,15 @@ def _title(txn: ReadTxn, kind: str, number: int) -> str:
     return f"{kind} {number}" + (f" ({name})" if name else "")
 
 
-def _is_closed(env: ManifestEnv, problem: Problem) -> bool:
+def _is_closed(txn: _UnfilteredTxn, problem: Problem) -> bool:
     """Return whether everything that a problem concerns is closed already."""
     subjects = closed_subjects(problem)
-    return bool(subjects) and all(subject in env.refused for subject in subjects)
+    return bool(subjects) and all(subject in txn.refused for subject in subjects)
 
 
-def _refusals(problems: list[Problem]) -> dict[Subject, tuple[str, str]]:
+def _refusals(problems: list[Problem]) -> Refusals:
     """Return what is closed, with the reason and a hint."""
-    refusals: dict[Subject, tuple[str, str]] = {}
+    refusals: Refusals = {}
     for problem in problems:
         for subject in closed_subjects(problem):
             hint = _REPAIR if problem.fix is not None else _NO_REPAIR

@@ -38,7 +38,7 @@ from quire.durable.checksums import crc32
 from quire.durable.object_names import epoch_prefix
 from quire.manifest import tables as t
 from quire.manifest.codec import R
-from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
+from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv, Refusals
 from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
 from quire.manifest.ops.base import LOCAL_COUNTERS
@@ -163,18 +163,23 @@ class ReadTxn:
                     record = decode(key, raw)
                 yield unpack(key), record
 
+    @property
+    def refused(self) -> Refusals:
+        """The databases and counters that are closed for breaking a rule."""
+        return self._env.refused
+
     def is_refused(self, table: t.Table[Any], key: bytes) -> bool:
         """Return whether a row belongs to a database that is closed for breaking a rule."""
-        refused = self._env.refused
+        refused = self.refused
         return bool(refused) and table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in refused
 
     def refused_databases(self) -> set[int]:
         """Return the databases closed for breaking a rule. What they own is unknown, so nothing of theirs is garbage."""
-        return {number for kind, number in self._env.refused if kind == "database"}
+        return {number for kind, number in self.refused if kind == "database"}
 
     def require_not_refused(self, db_id: int) -> None:
         """Raise `ManifestDamaged` if the database is closed for breaking a rule."""
-        self._env.require_not_refused("database", db_id)
+        self._env.require_not_refused("database", db_id, self.refused)
 
     def raw_scan(
         self, table: t.Table[Any], *prefix: Any, start: tuple[Any, ...] | None = None
