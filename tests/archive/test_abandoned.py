@@ -98,6 +98,20 @@ def test_a_clone_of_an_abandoned_moment_keeps_it(tmp_path: Path) -> None:
         store.heavy.remove_abandoned(2)
 
 
+def test_a_clone_of_the_history_does_not_protect_abandoned_epochs_when_its_log_is_trimmed(tmp_path: Path) -> None:
+    """Hazard: the history was taken from the log in the bucket, from which trimmed epochs are missing."""
+    archived, third = branched(tmp_path)
+    assert archived.clock is not None
+    with closing(open_store(str(archived.bucket))) as bucket, archived.open(third) as store:
+        now = archived.clock.now_ms()
+        clone = CloneRegistration(clone_id=str(uuid4()), position="1.1", at_ms=now, registered_at_ms=now)
+        register(bucket, archived.store_id, clone)
+        for key in [info.key for info in list_objects(bucket, f"{archived.store_id}/archive/00000001")]:
+            (archived.bucket / key).unlink()
+        (abandoned,) = whole_epochs(bucket, archived.store_id)
+        assert store.heavy.remove_abandoned(2) == abandoned.objects
+
+
 def test_an_edited_configuration_is_archived_when_the_store_is_opened(tmp_path: Path) -> None:
     archived = ArchivedStore(tmp_path)
     fill(archived.store, 0)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.archive.archiver import Archiver
-from quire.archive.clones import clone_keys
-from quire.core.errors import ArchiveAhead, InvalidInput, StoreFenced
+from quire.archive.clones import TAKEOVER_SECONDS, clone_keys
+from quire.archive.window import require_in_window
+from quire.core.errors import ArchiveAhead, InvalidInput, StoreFenced, Unavailable
 from quire.objects.open import open_store
+from quire.store import archiving
 from quire.store.restoring import restore
 from quire.store.standby import Standby
 from quire.store.store import Store
@@ -82,6 +85,58 @@ def test_the_owner_keeps_the_moment_while_it_is_taken_over(
     with closing(open_store(windowed.bucket)) as bucket:
         assert set(names) <= {info.key for page in bucket.list_pages("") for info in page}
     assert value_of(quire.open(then, "r", clock=windowed.clock)) == 1
+
+
+def test_what_is_kept_for_a_takeover_that_died_is_deleted_when_it_is_given_up(
+    windowed: WindowedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the registration of a killed takeover kept objects forever, as that of a clone does."""
+    then = windowed.path / "then"
+    with windowed.open() as store:
+        moment = write_and_replace(windowed, store)
+        restore(windowed.bucket, then, at_ms=moment, clock=windowed.clock)
+        leave_window(windowed, store)
+        names = retired_names(store)
+        with monkeypatch.context() as killed:
+            killed.setattr("quire.archive.clones.release", lambda *_: None)
+            killed.setattr("quire.store.archiving._claim", fail)
+            with pytest.raises(InterruptedError):
+                take_over(windowed, then)
+        registered = clone_keys(store.objects, store.feed.store_id())
+        assert len(registered) == 1
+        window = store._parts.window
+        assert not window.look(now=True).deleted
+        windowed.clock.advance(TAKEOVER_SECONDS - 1)
+        assert not window.look(now=True).deleted
+        assert clone_keys(store.objects, store.feed.store_id()) == registered
+        windowed.clock.advance(1)
+        assert window.look(now=True).deleted == len(names)
+        assert clone_keys(store.objects, store.feed.store_id()) == []
+
+
+def test_a_takeover_that_was_given_up_meanwhile_claims_nothing(
+    windowed: WindowedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    then = windowed.path / "then"
+    with windowed.open() as store:
+        moment = write_and_replace(windowed, store)
+        restore(windowed.bucket, then, at_ms=moment, clock=windowed.clock)
+
+        def check_slowly(*args: Any) -> None:
+            require_in_window(*args)
+            windowed.clock.advance(TAKEOVER_SECONDS / 2)
+
+        monkeypatch.setattr(archiving, "require_in_window", check_slowly)
+        with pytest.raises(Unavailable, match="took too long"):
+            take_over(windowed, then)
+        assert clone_keys(store.objects, store.feed.store_id()) == []
+        store.kv("ticks", create=True).put(b"key", b"value")
+        assert store.archive is not None
+        store.archive.wait(10)
+
+
+def fail(_: Store) -> None:
+    raise InterruptedError
 
 
 def standby_behind_a_break(archived: ArchivedStore, monkeypatch: pytest.MonkeyPatch) -> Standby:

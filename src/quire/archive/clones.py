@@ -14,19 +14,23 @@ If the clone finds its moment in the log, the collector has not deleted it there
 the registration. If the collector does not see the registration, the log was deleted before the clone registered: the clone
 does not find its moment. So the list is read again in each round (`jobs/archive_window.py`), after the log was trimmed.
 
+A takeover registers, too, until it has claimed the store. If it dies before that, an owner removes the registration once it has
+seen it for `TAKEOVER_SECONDS`. A takeover that has taken half as long does not claim the store any more.
+
 Threads: any. Raises the object store's errors: without the list of clones nothing is deleted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Self
 
 import msgspec
 
 from quire.archive.log_reader import STORE_ID
-from quire.core.errors import Corruption, ObjectNotFound, QuireError
+from quire.core.clock import Clock
+from quire.core.errors import Corruption, ObjectNotFound, QuireError, Unavailable
 from quire.core.events import emit
 from quire.durable.object_names import clone_key, clones_prefix
 from quire.objects.api import DeletableStore, ObjectStore, list_objects
@@ -36,6 +40,8 @@ CLOCK_MS = 3_600_000
 """Largest difference between the clocks of an owner and of its object store."""
 SETTLED_MS = 60_000
 """Tolerance for retirements: they carry the time at which their commit began, and may take effect after a later moment."""
+TAKEOVER_SECONDS = 3_600.0
+"""How long an owner keeps objects for a takeover after it first saw the registration. Each side uses its own clock."""
 
 
 class CloneRegistration(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +56,8 @@ class CloneRegistration(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     path: str = ""
     """Where the clone was created; informational."""
+    is_takeover: bool = False
+    """Whether a takeover has registered, for as long as it takes."""
 
 
 def register(store: ObjectStore, store_id: str, registration: CloneRegistration) -> None:
@@ -83,14 +91,46 @@ def registrations(store: ObjectStore, store_id: str) -> list[CloneRegistration]:
 
 
 @contextmanager
-def kept_for_takeover(store: DeletableStore, store_id: str, registration: CloneRegistration) -> Iterator[None]:
-    """Register for the duration of a block, like a clone: the owner keeps what a directory reads while that takes over."""
+def kept_for_takeover(
+    store: DeletableStore, store_id: str, registration: CloneRegistration, clock: Clock
+) -> Iterator[Callable[[], None]]:
+    """Register for the duration of a block, like a clone: the owner keeps what a directory reads while that takes over.
+
+    Yields a function to call immediately before the claim, which raises if the owner may have stopped keeping it.
+    """
+    deadline = clock.monotonic() + TAKEOVER_SECONDS / 2  # before the registration, so earlier than any owner can see it
     register(store, store_id, registration)
+
+    def require_kept() -> None:
+        if clock.monotonic() >= deadline:
+            what = "the takeover took too long: the owner may have deleted objects that this directory reads"
+            raise Unavailable(what, hint="nothing was claimed; try again", position=registration.position)
+
     try:
-        yield
+        yield require_kept
     finally:
         with suppress(QuireError):  # `quire clones forget` removes it
             release(store, store_id, registration.clone_id)
+
+
+class SeenTakeovers:
+    """Since when an owner has seen the registrations of takeovers; `forget` removes one that nobody will remove."""
+
+    def __init__(self, clock: Clock, forget: Callable[[CloneRegistration], None]) -> None:
+        self._clock = clock
+        self._forget = forget
+        self._first_seen: dict[str, float] = {}
+
+    def without_dead(self, clones: list[CloneRegistration]) -> list[CloneRegistration]:
+        """Return the registrations without those of takeovers that have died, which are removed."""
+        now = self._clock.monotonic()
+        takeovers = {clone.clone_id for clone in clones if clone.is_takeover}
+        self._first_seen = {clone_id: self._first_seen.get(clone_id, now) for clone_id in takeovers}
+        dead = {clone_id for clone_id, since in self._first_seen.items() if now - since >= TAKEOVER_SECONDS}
+        for clone in clones:
+            if clone.clone_id in dead:
+                self._forget(clone)
+        return [clone for clone in clones if clone.clone_id not in dead]
 
 
 class ClonedMoments(msgspec.Struct, frozen=True):
@@ -101,10 +141,10 @@ class ClonedMoments(msgspec.Struct, frozen=True):
     """Whether every registration could be read; otherwise a clone may need any object."""
 
     @classmethod
-    def listed(cls, store: ObjectStore, store_id: str) -> Self:
+    def listed(cls, store: ObjectStore, store_id: str, takeovers: SeenTakeovers) -> Self:
         """List the clones of a store. A damaged registration is reported, and keeps every object."""
         try:
-            return cls(tuple(clone.at_ms for clone in registrations(store, store_id)))
+            return cls(tuple(clone.at_ms for clone in takeovers.without_dead(registrations(store, store_id))))
         except Corruption as error:
             emit("error", "archive.clone_damaged", error=str(error))
             return cls(is_complete=False)

@@ -164,8 +164,12 @@ def list_clones(cli: Cli) -> Listing:
     root = os.path.abspath(cli.path)
     with cli.reader() as manifest, manifest.read() as txn, closing(open_place(txn, root, cli.settings())) as bucket:
         entries = registered.registrations(bucket, txn.store_id())
-    rows = [ListingRow([entry.clone_id, moment(entry.at_ms), f"{entry.host}:{entry.path}"], entry) for entry in entries]
+    rows = [ListingRow([entry.clone_id, moment(entry.at_ms), _created_at(entry)], entry) for entry in entries]
     return Listing(columns=["clone", "as of", "created at"], rows=rows, empty="no clones")
+
+
+def _created_at(entry: registered.CloneRegistration) -> str:
+    return f"{entry.host}:{entry.path}" + (" (takeover in progress)" if entry.is_takeover else "")
 
 
 @command("release", clones, example="quire clones release --store ./copy")

@@ -22,16 +22,17 @@ Threads: one. Raises what manifest and object store raise.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from quire.archive.clones import ClonedMoments, registrations
+from quire.archive.clones import ClonedMoments, CloneRegistration, SeenTakeovers, registrations
 from quire.archive.window import Line, keys_in_order, list_archive, plan_trim
 from quire.core.errors import NotFound, StillReferenced
 from quire.core.events import emit
 from quire.durable.failpoints import hit
-from quire.durable.object_names import archive_epoch_prefix, epoch_prefix
+from quire.durable.object_names import archive_epoch_prefix, clone_key, epoch_prefix
 from quire.jobs.context import JobContext
 from quire.manifest import tables as t
 from quire.manifest.namespaces import retired_objects
@@ -67,18 +68,18 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
     """
     store = ctx.open_store(ctx.objects_url)
     with ctx.manifest.read() as txn:
-        store_id = txn.store_id()
+        store_id, history = txn.store_id(), {*txn.current_namespace()[1].ancestors, txn.owner_epoch()}
         named = [row for _, row in txn.scan(t.REMOTE_NAMESPACE) if row.url and not row.owner_epoch]
     listing = list_archive(store, store_id)
     line = Line(store, listing)
     if owner_epoch not in line.off_line():
         hint = "`quire archive abandoned` lists them"
         raise NotFound("no such abandoned owner epoch", hint=hint, owner_epoch=owner_epoch)
-    _refuse_cloned(store, store_id, line)
+    _refuse_cloned(store, store_id, history)
     archived = archive_epoch_prefix(store_id, owner_epoch)
     hit("archive.abandoned.before")
     ctx.collector.delete_abandoned(ctx.objects_url, archived, listing.epochs[owner_epoch].parts)
-    _refuse_cloned(store, store_id, line)
+    _refuse_cloned(store, store_id, history)
     below = epoch_prefix(store_id, owner_epoch)
     places = {(ctx.objects_url, below)}
     places |= {(row.url, f"{row.prefix.removesuffix('/')}/{below}" if row.prefix else below) for row in named}
@@ -95,9 +96,12 @@ def remove_abandoned(ctx: JobContext, owner_epoch: int) -> int:
     return deleted + len(keys)
 
 
-def _refuse_cloned(store: ObjectStore, store_id: str, line: Line) -> None:
-    """Raise `StillReferenced` if a clone was made of a moment that is not on the line: it may read any abandoned epoch."""
-    current = {str(epoch) for epoch, _ in line.epochs}
+def _refuse_cloned(store: ObjectStore, store_id: str, history: Collection[int]) -> None:
+    """Raise `StillReferenced` if a clone was made of a moment that is not in the history: it may read any abandoned epoch.
+
+    `history` is that of the manifest: an epoch whose log was trimmed is on no line that the bucket still has.
+    """
+    current = {str(epoch) for epoch in history}
     for clone in registrations(store, store_id):
         if clone.position.partition(".")[0] not in current:
             hint = "`quire clones release` in the clone releases them; if the clone no longer exists, use `quire clones forget`"
@@ -116,6 +120,7 @@ class ArchiveWindow:
         self._ctx = ctx
         self._settings = settings
         self._next_look = 0.0
+        self._takeovers = SeenTakeovers(ctx.clock, self._forget_takeover)
 
     def look(self, *, now: bool = False) -> WindowRound:
         """Trim the archive and delete retired objects, if an inspection is due or `now` is set."""
@@ -155,7 +160,7 @@ class ArchiveWindow:
         hit("archive.trim.parts")
         ctx.collector.delete_now(ctx.objects_url, plan.logs)
         hit("archive.trim.logs")
-        clones = ClonedMoments.listed(store, store_id)  # after the log objects are gone, see rule 3
+        clones = ClonedMoments.listed(store, store_id, self._takeovers)  # after the log objects are gone, see rule 3
         files = [key for key in plan.files if not clones.need(store, key, kept.at_ms)]
         ctx.collector.delete_now(ctx.objects_url, files)
         hit("archive.trim.files")
@@ -163,6 +168,15 @@ class ArchiveWindow:
         if done.trimmed:
             emit("info", "archive.trimmed", objects=done.trimmed, size_bytes=plan.size_bytes, oldest=str(kept.position))
         return kept.at_ms
+
+    def _forget_takeover(self, takeover: CloneRegistration) -> None:
+        ctx = self._ctx
+        with ctx.manifest.read() as txn:
+            store_id = txn.store_id()
+        ctx.collector.delete_registration(ctx.objects_url, clone_key(store_id, takeover.clone_id))
+        emit(
+            "warning", "archive.takeover_forgotten", host=takeover.host, path=takeover.path, position=takeover.position
+        )
 
     # ── retired objects ───────────────────────────────────────────────────────────────────────────────────────────────
     def _delete(self, before_ms: int | None) -> tuple[int, int]:
@@ -175,7 +189,8 @@ class ArchiveWindow:
             store_id = txn.store_id()
         if not due:
             return 0, 0
-        clones = ClonedMoments.listed(ctx.open_store(ctx.objects_url), store_id)  # after the trim, see rule 3
+        # after the trim, see rule 3
+        clones = ClonedMoments.listed(ctx.open_store(ctx.objects_url), store_id, self._takeovers)
         by_url: dict[str, list[tuple[bytes, str]]] = {}
         for digest, row in due:  # outside the transaction: this reads from the bucket
             url = row.url or ctx.objects_url

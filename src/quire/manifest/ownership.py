@@ -50,17 +50,6 @@ REPAIR_ROUNDS = 2
 """Rounds of repair: restored rows reveal further problems, which are repaired too."""
 
 
-class _UnfilteredTxn(ReadTxn):
-    """A snapshot that also shows the rows of closed databases, because a check must find again what is broken. The process
-    keeps its own list meanwhile: without it, closed databases would accept writes for as long as a recount checks."""
-
-    __slots__ = ("refused",)
-
-    def __init__(self, env: ManifestEnv) -> None:
-        super().__init__(env)
-        self.refused: Refusals = {}
-
-
 def take_ownership(
     env: ManifestEnv, clock: Clock, *, repair: bool
 ) -> tuple[ManifestWriter, dict[Counter, int], Sequence[str]]:
@@ -165,7 +154,10 @@ def _refuse(problems: Iterable[Problem], path: str) -> None:
 
 def _problems(env: ManifestEnv, since: CheckedPoint | None = None) -> list[Problem]:
     """Check everything, except the change log up to `since`, and return the problems that are not leaks."""
-    with _UnfilteredTxn(env) as txn:
+    with ReadTxn(env) as txn:
+        # Closed databases must be found broken again. Only for this snapshot: a list that the process empties meanwhile would
+        # let them accept writes for as long as the check takes.
+        txn.refused = {}
         problems = propose(txn, [problem for problem in check(txn, since=since) if not problem.leak])
         if any(problem.rule == "K1" and closed_subjects(problem) for problem in problems):
             # A damaged row hides what its rules would report about other rows, so they are checked again without it.
@@ -187,7 +179,7 @@ def _title(txn: ReadTxn, kind: str, number: int) -> str:
     return f"{kind} {number}" + (f" ({name})" if name else "")
 
 
-def _is_closed(txn: _UnfilteredTxn, problem: Problem) -> bool:
+def _is_closed(txn: ReadTxn, problem: Problem) -> bool:
     """Return whether everything that a problem concerns is closed already."""
     subjects = closed_subjects(problem)
     return bool(subjects) and all(subject in txn.refused for subject in subjects)

@@ -38,7 +38,7 @@ from quire.durable.checksums import crc32
 from quire.durable.object_names import epoch_prefix
 from quire.manifest import tables as t
 from quire.manifest.codec import R
-from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv, Refusals
+from quire.manifest.env import CHANGE_LOG_NAME, ManifestEnv
 from quire.manifest.env_gate import Ticket
 from quire.manifest.keys import KeyCodec, prefix_end
 from quire.manifest.ops.base import LOCAL_COUNTERS
@@ -88,7 +88,7 @@ _SEQUENCE = KeyCodec(("sequence", "u64"))
 class ReadTxn:
     """One snapshot of the manifest. Use as a context manager."""
 
-    __slots__ = ("__weakref__", "_damage", "_env", "_get", "_handles", "_ticket", "_txn")
+    __slots__ = ("__weakref__", "_damage", "_env", "_get", "_handles", "_ticket", "_txn", "refused")
 
     def __init__(self, env: ManifestEnv) -> None:
         self._env = env
@@ -97,6 +97,7 @@ class ReadTxn:
         self._txn, self._ticket = env.begin_read(self)
         self._handles = env.handles
         self._get: Any = self._txn.get
+        self.refused = env.refused
         self._damage: lmdb.Error | None = None
         """The error of a page that LMDB found damaged; from then on LMDB refuses every call of the transaction."""
 
@@ -163,15 +164,9 @@ class ReadTxn:
                     record = decode(key, raw)
                 yield unpack(key), record
 
-    @property
-    def refused(self) -> Refusals:
-        """The databases and counters that are closed for breaking a rule."""
-        return self._env.refused
-
     def is_refused(self, table: t.Table[Any], key: bytes) -> bool:
         """Return whether a row belongs to a database that is closed for breaking a rule."""
-        refused = self.refused
-        return bool(refused) and table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in refused
+        return table in t.OWNED and ("database", int.from_bytes(key[:4], "big")) in self.refused
 
     def refused_databases(self) -> set[int]:
         """Return the databases closed for breaking a rule. What they own is unknown, so nothing of theirs is garbage."""

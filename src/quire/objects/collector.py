@@ -98,6 +98,11 @@ class Collector:
             raise ForeignObject("it is not yet confirmed that this process owns the store", store=url, key=names[0])
         self._remove(url, names)
 
+    def delete_registration(self, url: str, key: str) -> None:
+        """Delete the registration of a takeover that has died."""
+        _require_registration(url, key)
+        self._remove(url, [key])
+
     def _checked(self, url: str, keys: Iterable[str]) -> list[str]:
         """Return the names to delete, without those of parents; raise if one may not be deleted."""
         names = list(keys)
@@ -162,6 +167,10 @@ def _is_former(url: str, key: str, spaces: frozenset[tuple[str, str]]) -> bool:
 
 def withdraw(store: DeletableStore, key: str) -> None:
     """Delete the registration of a standby or a clone. A missing registration is not an error."""
-    if not _REGISTRATION.fullmatch(key):
-        raise ForeignObject("this is not the registration of a standby or a clone", store=store.url, key=key)
+    _require_registration(store.url, key)
     store.delete(key)
+
+
+def _require_registration(url: str, key: str) -> None:
+    if not _REGISTRATION.fullmatch(key):
+        raise ForeignObject("this is not the registration of a standby or a clone", store=url, key=key)

@@ -177,11 +177,13 @@ def take_over(store: Store, *, discard: bool) -> None:
         registered_at_ms=clock.now_ms(),
         host=os.uname().nodename,
         path=store.path,
+        is_takeover=True,
     )
     with store.manifest.read() as txn:
         bucket = open_place(txn, store.path, store.settings)
-    with closing(bucket), kept_for_takeover(bucket, origin.store_id, registration):
+    with closing(bucket), kept_for_takeover(bucket, origin.store_id, registration, clock) as require_kept:
         require_in_window(bucket, origin.store_id, origin.position)
+        require_kept()
         _claim(store)
 
 
