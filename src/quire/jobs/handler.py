@@ -122,6 +122,8 @@ def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
         lease = txn.get(t.JOB_LEASES, job.job_id)
     if lease is None or job.lease is None or lease.worker != job.lease.worker:
         raise IllegalTransition("the job is no longer this worker's", hint="stop working on it", job_id=job.job_id)
+    # The check above is only a read: a job that is cancelled or taken before the commit must fail the batch, which
+    # this operation does. Expiry and progress stay as they are; the keeper alone extends leases.
     renewal = RenewJobLease(job.job_id, lease.worker, lease.expires_at_ms, lease.done, lease.total)
     ctx.manifest.submit([renewal, *ops]).result()
 
@@ -135,6 +137,8 @@ def fail_attempt(manifest: ManifestStore, job: Job, error: Exception) -> None:
     """End a failed attempt. The job is retried, unless it has a limit on attempts and the error is one of
     `PERMANENT_ERRORS`."""
     emit("warning", "job.attempt_failed", job_id=job.job_id, kind=job.kind.name, error=str(error))
+    # Without the second condition a delete job could fail permanently, and every round of maintenance would enqueue
+    # another one.
     permanent = isinstance(error, PERMANENT_ERRORS) and job.record.max_attempts > 0
     try:
         manifest.jobs.fail(job, f"{type(error).__name__}: {error}", permanent=permanent)

@@ -133,6 +133,7 @@ class Holdings:
             holding = self._all.get(holding_id)
             if holding is None or holding.client != client:
                 return
+            # Before its lock is taken: a call in progress ends first, and no later call finds the holding.
             del self._all[holding_id]
         with holding.lock:
             holding.end()

@@ -187,6 +187,8 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
     rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
     taken: list[tuple[int, WalRecord]] = []
     for segment_id, row in sorted(rows, key=lambda item: item[1].first_lsn):
+        # Stop at the first segment that cannot be taken: `checkpointed_lsn` states that chunks contain everything up
+        # to it, so a later segment must not be absorbed before an earlier one.
         if row.state is not WalState.INDEXED or row.last_lsn > floor_lsn:
             break
         if row.last_lsn > after:
@@ -364,6 +366,7 @@ def plan_merge(
                 due.append((slot, chain, places))
     if not due:
         return None
+    # A total order: a retry must choose the same slots, and list them in the same order, for its digest to match.
     due.sort(key=lambda item: (-len(item[1]), item[0]))
     chosen = sorted(due[:MERGE_SLOTS_MAX], key=lambda item: item[0])
     tasks = [_merge_task(db_id, slot, chain, places, shape) for slot, chain, places in chosen]
@@ -484,6 +487,8 @@ def select_segments(
     `frames_max` returns how many frames one plan takes, given the bytes of WAL that wait.
     """
     pages = engine_of(ctx)
+    # Before anything is chosen: after a crash, a stored plan is published by a later attempt, and by then a snapshot
+    # must keep the versions that it passes (P14).
     keep_versions(ctx, db_id)
     with span(SPAN, db_id=db_id) as trace:
         floor = pages.floor(db_id)  # after the job's lease was taken; from now on it never falls (M10)

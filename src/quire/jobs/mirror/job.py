@@ -181,6 +181,8 @@ class _PlannedRun:
         if not plan.views and not plan.differ.gone and not (is_full and state.files):
             commit_step(self._ctx, self._job, [MarkMirror(self._mirror_id, is_synced=True)])
             return {**done, "batch_id": self._mirror.batch_id, "copied": 0, **_sizes((), ())}
+        # Above both: a target refuses a number that it has reached, and one that any run has recorded in the manifest
+        # may already stand for other contents.
         batch_id = max(self._mirror.last_batch_id, state.batch_id) + 1
         self._write(plan, batch_id, state.columns)
         removed = set(state.files) if is_full else plan.replaced
@@ -251,6 +253,8 @@ class _PlannedRun:
         """Record in the manifest that the target holds a batch."""
         while True:
             try:
+                # An operation moves a bounded number of rows, and the last one advances the mirror. A run that dies
+                # in between leaves a batch that the next run adopts again.
                 commit_step(self._ctx, self._job, [AdoptMirrorBatch(self._mirror_id, batch_id)])
             except StalePlan:
                 return  # another run has adopted a later batch

@@ -128,6 +128,8 @@ def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wav
     mark: RangeStart | None = RangeStart()
     while mark is not None:
         with ctx.manifest.read() as txn:
+            # These rows are read before the listing, so a difference from them proves nothing. It is decided by the
+            # manifest as it is after the listing (O3).
             wave = _Wave(list(islice(ranges(txn, namespaces, space, mark), WAVE_RANGES)), space, namespaces, mark)
         yield wave
         mark = wave.next

@@ -80,6 +80,8 @@ def keyed_pipeline(
             f"an idempotency key must have 1 to {KEY_CHARACTERS_MAX} characters", "IDEMPOTENCY_KEY_INVALID"
         )
     digest = hashlib.sha256(p.encode(requests)).digest()
+    # Immediate: the key is looked up with the write lock held, so of two equal pipelines the second finds the key of
+    # the first.
     yield from session.execute("begin immediate")
     if (kept := _kept(session, key, now_ms())) is not None:
         session.runner.rollback()

@@ -190,6 +190,7 @@ class SqlService:
                 wait = None
                 yield lines
         finally:
+            # In a thread, like all calls of SQLite: closing the work ends its statement.
             await self._threads.call(work.close)
             self._used(stream, queue)
 
@@ -244,6 +245,7 @@ class SqlService:
     async def close(self) -> None:
         """Roll back all transactions, and stop the threads."""
         self._sweeper.cancel()
+        # Before the lanes: a transaction that a stream holds open would keep a lane waiting for the lock.
         await self.streams.close_all()
         for lane in self._lanes.values():
             await lane.finish()
