@@ -195,6 +195,7 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
     if merge_is_due:
         rule = {"chain_min": ctx.settings.merge_chain, "ratio": ctx.settings.merge_ratio}
         after.append(_ensure(ctx, JobKind.MERGE, db_id, rule))
+    # In `after`, because a job of the same kind can be enqueued only when the gate of this one is open again.
     if plan.more:
         after.append(_ensure(ctx, job.kind, db_id, _payload_after(job)))
     events = tuple(

@@ -175,6 +175,7 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
     if stored is None:
         generation, namespace_id = record.next_generation, txn.current_namespace(record.namespace_id)[0]
     else:
+        # Of the stored plan, not the current namespace: its objects were put there, and are adopted or deleted there.
         generation, namespace_id = stored[0], stored[1].namespace_id
     url, prefix = space_of(txn, namespace_id, objects_url)
     return PlanSettings(page_size, per_chunk, generation, objects_url, record.compression, namespace_id, url, prefix)

@@ -84,6 +84,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     given = options(job, mirror="", runner="", full=False)
     with ctx.manifest.read() as txn:
         mirror_id, _ = find_mirror(txn, given["mirror"])
+    # Before the run: schedules count from its start, so a run that fails is not due again at once.
     commit_step(ctx, job, [MarkMirror(mirror_id)])
     for plans_left in reversed(range(PLANS_MAX)):
         run = _PlannedRun(ctx, job, progress, mirror_id, given["runner"])

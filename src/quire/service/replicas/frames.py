@@ -147,6 +147,8 @@ class FrameAnswers:
             return FramesPlan(reader, pages, ends=True)
         with self._lock:
             cut = (frame + FRAMES_MAX) // STEP * STEP
+            # A replica that returns names only this number: two answers that are cut at the same one must have the
+            # same rest.
             while (unsent := self._unsent_transfers.get((store.db_id, generation, cut))) is not None:
                 if (unsent.lsn, unsent.pages) == (transfer.lsn, pages[cut - frame :]):
                     break
