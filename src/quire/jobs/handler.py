@@ -97,6 +97,7 @@ def options(job: Job, **defaults: Any) -> dict[str, Any]:
     hint = f"pass a mapping with some of: {', '.join(defaults) or 'nothing'}"
     if not isinstance(given, dict) or not given.keys() <= defaults.keys():
         raise InvalidInput("the job does not support this payload", hint=hint, job_id=job.job_id, payload=given)
+    # Exact types: a payload comes from another process, and `isinstance` would accept `True` as a number.
     wrong = [name for name, value in given.items() if type(value) is not type(defaults[name])]
     if wrong:
         raise InvalidInput("a field of the job's payload has the wrong type", hint=hint, job_id=job.job_id, wrong=wrong)

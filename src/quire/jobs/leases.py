@@ -92,6 +92,7 @@ class LeaseKeeper:
                     leased.lost = True
                     emit("warning", "job.lease_taken", job_id=leased.job.job_id, worker=leased.holder)
             else:
+                # The lease stays due, so the next beat tries again.
                 emit("warning", "worker.cannot_renew", job_id=leased.job.job_id, error=str(error))
 
     def _has_ended(self, leased: LeasedJob) -> bool:

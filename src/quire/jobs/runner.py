@@ -233,6 +233,8 @@ class ThreadRunner:
             tick(0, len(tasks or ()))
         for owner, error in failed_databases.items():
             yield TaskResult((owner, -1), error=error)
+        # Nothing of a failed database is joined: with an input missing, an older version of a page would pass for the
+        # newest.
         intact = [(key, (key, parts)) for key, parts in sorted(values.items()) if key[0] not in failed_databases]
 
         def run(item: tuple[Key, list[V]]) -> R:

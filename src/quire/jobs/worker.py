@@ -125,6 +125,7 @@ class Worker:
             self._stopping.set()
             threads, keeper = self._threads, self._keeper
             self._threads, self._keeper = [], None
+        # Wakes idle slots, which would otherwise notice the end only after `POLL_SECONDS`.
         self._ctx.manifest.jobs.work_available.set()
         deadline = time.monotonic() + timeout
         for thread in threads:

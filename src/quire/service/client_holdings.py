@@ -156,6 +156,7 @@ class Holdings:
                 del self._all[holding.holding_id]
         self._end(gone)
         for holding in holdings:
+            # Never waits: a call that uses the holding may take as long as its statement.
             if isinstance(holding.value, Idling) and holding.lock.acquire(blocking=False):
                 try:
                     if not holding.is_closed:

@@ -114,6 +114,7 @@ def chooser(ctx: JobContext, runner_name: str) -> Choose:
 
 def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> Outcome:
     with span("Checkpoint.plan", db_id=job.db_id):
+        # A stored plan comes first: a database has at most one, and its objects may already exist.
         plan = _resume(ctx, job, runner_for)
         if plan is None:
             if _is_taken(ctx, job.db_id):
@@ -195,7 +196,7 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
     if merge_is_due:
         rule = {"chain_min": ctx.settings.merge_chain, "ratio": ctx.settings.merge_ratio}
         after.append(_ensure(ctx, JobKind.MERGE, db_id, rule))
-    # In `after`, because a job of the same kind can be enqueued only when the gate of this one is open again.
+    # In `after`: while this job holds its gate, `EnsureJob` would find it outstanding and enqueue nothing.
     if plan.more:
         after.append(_ensure(ctx, job.kind, db_id, _payload_after(job)))
     events = tuple(

@@ -440,6 +440,7 @@ def review_set_aside(ctx: JobContext, db_ids: Iterable[int]) -> int:
     dropped, now = 0, ctx.clock.now_ms()
     for db_id, snapshot_id, row in kept:
         if any(is_kept(lease.lsn, [kept_range(row)]) for lease in ctx.pages.readers(db_id)):
+            # Not in every round: each extension is a commit, and a change in the feed.
             if row.expires_at_ms < now + ASIDE_MS // 2:
                 ctx.manifest.submit([ExtendSnapshot(db_id, snapshot_id, now + ASIDE_MS)]).result()
         else:
@@ -457,6 +458,7 @@ def keep_versions(ctx: JobContext, db_id: int) -> int:
     with ctx.manifest.read() as txn:
         mark = newest_sealed(txn, Regions(ctx.pages.sources), db_id, ctx.objects_url)
         if mark is None or mark.commit_ms + window_ms <= ctx.clock.now_ms():
+            # Already out of the window: the snapshot would expire at once.
             return 0
         kept = (row for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id) if row.tags.get(WINDOW_TAG) == "window")
         if any(row.anchor_lsn >= mark.lsn for row in kept):
@@ -498,6 +500,7 @@ def select_segments(
             indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         waiting = len(indexed) - len(absorbable)
         if waiting and pages.quota.is_half_full(db_id) and set_readers_aside(ctx, db_id, floor):
+            # Readers that were set aside no longer hold it.
             floor = pages.floor(db_id)
             with ctx.manifest.read() as txn:
                 absorbable = candidates(txn, db_id, floor)

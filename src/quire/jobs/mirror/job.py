@@ -223,6 +223,7 @@ class _PlannedRun:
         """Return (`held` with its current files, whether everything is written again): files may have been compacted."""
         recorded_files = {path for row in held.values() for path in row.files}
         strange = [path for path in state.files if path not in recorded_files]
+        # Compaction by another program keeps the rows. If their number differs, it has changed more than files.
         if sum(file.rows for file in state.files.values()) != sum(row.rows for row in held.values()):
             emit(
                 "warning",

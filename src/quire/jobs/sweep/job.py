@@ -211,6 +211,7 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
     gone: set[str] = set()
     if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
+            # `delete` refuses a whole call that contains one foreign name, and a listing may contain foreign names.
             may_go = ctx.collector.deletable(url, [stray.key for stray, _ in orphans if stray.url == url])
             ctx.collector.delete(url, may_go)
             gone |= {f"{url} {key}" for key in may_go}

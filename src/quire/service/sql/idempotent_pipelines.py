@@ -112,6 +112,7 @@ _CLOSED = p.StreamOk(p.PlainResponse("close"))
 def _kept(session: SqlSession, key: str, now_ms: int) -> tuple[bytes, bytes] | None:
     """Return (digest, answer) of an executed pipeline; `None` if there is none."""
     runner = session.runner
+    # The table is created with the first key that is kept: looking up a key must not change the database.
     there = runner.run("select 1 from sqlite_schema where type = 'table' and name = ?", (TABLE,)).rows(1)
     if not there:
         return None

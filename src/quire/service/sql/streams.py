@@ -166,6 +166,7 @@ class StreamRegistry:
             raise StreamRefused(f"{which} has too many open streams: close some, or try again later", TOO_MANY)
         self.expired += 1
         self._forget(stream)
+        # Not awaited, so that `open` stays synchronous. No request finds the stream any more.
         task = asyncio.ensure_future(self._close_stream(stream))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -184,6 +184,7 @@ class SqlThreads:
         with self._lock:
             self._closed = True
             self._wake_thread()  # jobs may wait although no thread has been started
+            # Each of them counts itself out when it finds no job.
             self._working += self._idle
             for _ in range(self._idle):
                 self._wakes.put(None)
