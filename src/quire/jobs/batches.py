@@ -75,6 +75,8 @@ class BatchRun(Generic[H]):
 
         for db_id, error in self.commit((db_id, batch(db_id)) for db_id in dict.fromkeys(db_ids)):
             if error is None:
+                # Not the id that was allocated: an outstanding job keeps its own, and `claim` skips 0, a job that has
+                # ended meanwhile.
                 job_ids.append(jobs.outstanding(db_id, self._kind))
             else:
                 emit("warning", "job.cannot_enqueue", db_id=db_id, kind=self._kind.name, error=str(error))

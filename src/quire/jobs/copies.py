@@ -179,6 +179,7 @@ def _copy(place: ArtifactLocation, disk: Disk, store: ObjectStore, tick: Tick) -
     size = store.head(place.object_key).size_bytes
     file = disk.open(place.staged, create=True)
     try:
+        # An attempt that died may have left a longer file under this name.
         file.truncate(0)
         hit("jobs.hydrate.begun")
         copy = _digest(size, _written(file, _of_object(store, place.object_key, min(size, place.size_bytes))), tick)

@@ -97,6 +97,7 @@ def options(job: Job, **defaults: Any) -> dict[str, Any]:
     hint = f"pass a mapping with some of: {', '.join(defaults) or 'nothing'}"
     if not isinstance(given, dict) or not given.keys() <= defaults.keys():
         raise InvalidInput("the job does not support this payload", hint=hint, job_id=job.job_id, payload=given)
+    # Exact types: a payload comes from another process, and `isinstance` would accept `True` as a number.
     wrong = [name for name, value in given.items() if type(value) is not type(defaults[name])]
     if wrong:
         raise InvalidInput("a field of the job's payload has the wrong type", hint=hint, job_id=job.job_id, wrong=wrong)
@@ -122,6 +123,8 @@ def commit_step(ctx: JobContext, job: Job, ops: Iterable[Op]) -> None:
         lease = txn.get(t.JOB_LEASES, job.job_id)
     if lease is None or job.lease is None or lease.worker != job.lease.worker:
         raise IllegalTransition("the job is no longer this worker's", hint="stop working on it", job_id=job.job_id)
+    # The check above is only a read: a job that is cancelled or taken before the commit must fail the batch, which
+    # this operation does. Expiry and progress stay as they are; the keeper alone extends leases.
     renewal = RenewJobLease(job.job_id, lease.worker, lease.expires_at_ms, lease.done, lease.total)
     ctx.manifest.submit([renewal, *ops]).result()
 
@@ -135,6 +138,8 @@ def fail_attempt(manifest: ManifestStore, job: Job, error: Exception) -> None:
     """End a failed attempt. The job is retried, unless it has a limit on attempts and the error is one of
     `PERMANENT_ERRORS`."""
     emit("warning", "job.attempt_failed", job_id=job.job_id, kind=job.kind.name, error=str(error))
+    # Without the second condition a delete job could fail permanently, and every round of maintenance would enqueue
+    # another one.
     permanent = isinstance(error, PERMANENT_ERRORS) and job.record.max_attempts > 0
     try:
         manifest.jobs.fail(job, f"{type(error).__name__}: {error}", permanent=permanent)

@@ -82,6 +82,7 @@ class LeaseKeeper:
     def beat(self) -> None:
         """Renew the leases that are due."""
         due = [leased for leased in self._held() if leased.is_due(self._lease_seconds)]
+        # Built once: the working thread moves `done` and `total` meanwhile, and `written` must be what was committed.
         renewals = {leased: self.renewal(leased) for leased in due}
         for leased, error in commit_each(self._manifest, ((leased, [op]) for leased, op in renewals.items())):
             if error is None:
@@ -91,6 +92,7 @@ class LeaseKeeper:
                     leased.lost = True
                     emit("warning", "job.lease_taken", job_id=leased.job.job_id, worker=leased.holder)
             else:
+                # The lease stays due, so the next beat tries again.
                 emit("warning", "worker.cannot_renew", job_id=leased.job.job_id, error=str(error))
 
     def _has_ended(self, leased: LeasedJob) -> bool:
@@ -103,6 +105,8 @@ class LeaseKeeper:
         return job.state in (JobState.SUCCEEDED, JobState.FAILED_PERMANENT) and job.record.attempt == record.attempt
 
     def _run(self) -> None:
+        # At most a sixth of a lease between two looks: a renewal that is due after a third is sent before half has
+        # passed.
         while not self._over.wait(min(self._lease_seconds / 6, PROGRESS_SECONDS)):
             try:
                 self.beat()

@@ -180,6 +180,7 @@ class Upkeep:
             self._next_slow = self._ctx.clock.monotonic() + SLOW_SECONDS
             steps += [
                 self._set_aside,
+                # Retention before the second look for deletions: it releases references.
                 self._retention,
                 self._deletions,
                 self._tombstones,

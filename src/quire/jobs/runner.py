@@ -233,6 +233,8 @@ class ThreadRunner:
             tick(0, len(tasks or ()))
         for owner, error in failed_databases.items():
             yield TaskResult((owner, -1), error=error)
+        # Nothing of a failed database is joined: with an input missing, an older version of a page would pass for the
+        # newest.
         intact = [(key, (key, parts)) for key, parts in sorted(values.items()) if key[0] not in failed_databases]
 
         def run(item: tuple[Key, list[V]]) -> R:
@@ -250,11 +252,14 @@ class ThreadRunner:
         def run(task: T) -> list[tuple[int | None, V]]:
             unknown, pairs = list[tuple[int | None, V]](), iter(tell(task, self._tools))
             while block := list(islice(pairs, BLOCK)):
+                # 0 stands for `None` only until the last mask below: 0 itself may be an expected number.
                 numbers = np.array([number or 0 for number, _ in block], np.uint64)
                 places = np.searchsorted(expected, numbers)
                 matches = places < len(expected)
                 matches[matches] = expected[places[matches]] == numbers[matches]
                 matches &= np.array([number is not None for number, _ in block], np.bool_)
+                # All threads write to this array without a lock: elements only become True, and it is read after the
+                # last task.
                 seen[places[matches]] = True
                 unknown += [pair for pair, known in zip(block, matches.tolist()) if not known]
             return unknown

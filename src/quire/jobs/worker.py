@@ -125,6 +125,7 @@ class Worker:
             self._stopping.set()
             threads, keeper = self._threads, self._keeper
             self._threads, self._keeper = [], None
+        # Wakes idle slots, which would otherwise notice the end only after `POLL_SECONDS`.
         self._ctx.manifest.jobs.work_available.set()
         deadline = time.monotonic() + timeout
         for thread in threads:
@@ -132,6 +133,8 @@ class Worker:
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if stuck:
             emit("warning", "worker.slow_stop", threads=stuck, hint="their leases expire on their own")
+        # After the slots: a handler in a long step keeps its lease until it ends, so that no other worker runs the
+        # job beside it.
         if keeper is not None:
             keeper.stop()
 
@@ -157,6 +160,8 @@ class Worker:
         `handler` replaces the registered handler, and `watch` also receives the progress. With `reraise`, a failed attempt is
         the last one: the job is cancelled, and its error is raised here.
         """
+        # A name per claim, not per worker: renewals and `commit_step` compare it, so a slot that has lost its job
+        # cannot act for another slot of this worker that has the job now.
         jobs, holder = self._ctx.manifest.jobs, f"{self.name}:{next(_claims)}"
         job = jobs.claim_job(job_id, holder, lease_seconds=self._lease_seconds)
         if job is None:
@@ -193,6 +198,8 @@ class Worker:
             try:
                 if not self._take_one(stopping):
                     work_available.wait(POLL_SECONDS)
+                    # Cleared before the next look at the queue: a job that arrives from here on either is found by
+                    # that look or sets the event again.
                     work_available.clear()
             except (StoreClosed, StoreUnusable):
                 return
@@ -235,6 +242,8 @@ class Worker:
             self._put_back(job)
             raise
         except (StoreClosed, StoreUnusable):
+            # Nothing can be recorded about this attempt. The job is requeued when its lease expires, or by the next
+            # owner's `recover`.
             raise
         except Exception as error:
             running.error = error

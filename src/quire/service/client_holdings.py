@@ -133,6 +133,7 @@ class Holdings:
             holding = self._all.get(holding_id)
             if holding is None or holding.client != client:
                 return
+            # Before its lock is taken: a call in progress ends first, and no later call finds the holding.
             del self._all[holding_id]
         with holding.lock:
             holding.end()
@@ -155,6 +156,7 @@ class Holdings:
                 del self._all[holding.holding_id]
         self._end(gone)
         for holding in holdings:
+            # Never waits: a call that uses the holding may take as long as its statement.
             if isinstance(holding.value, Idling) and holding.lock.acquire(blocking=False):
                 try:
                     if not holding.is_closed:

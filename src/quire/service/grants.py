@@ -71,6 +71,8 @@ class Grant:
 
     def may_attach(self, database: str) -> bool:
         """Return whether SQL on another database may attach this one, for reading."""
+        # By identity: a signed token for every database, or a caller on loopback, has the same `everywhere` and must
+        # not attach.
         return self.may(database) and (self is Grant.ADMIN or self is Grant.READ or database in self.attachable)
 
     def check(self, database: str, *, write: bool = False) -> None:

@@ -55,9 +55,12 @@ def run_once(
         try:
             answer = do()
         except QuireError:
+            # An equal call may have committed since the first lookup. This one then fails because of what that one
+            # did (the name is taken, say) and must return the same answer.
             if (kept := _kept_answer(manifest, key, action)) is None:
                 raise
             return replay(kept.value)
+    # The writer found the key of an equal call: `answer` describes an effect that was not committed.
     if call.guard is not None and call.guard.repeated and (kept := _kept_answer(manifest, key, action)) is not None:
         return replay(kept.value)
     return answer

@@ -108,6 +108,8 @@ class Loads:
                     raise InvalidInput(
                         "a part has a gap", hint="send the bytes in order", offset=request.offset, size=file.size()
                     )
+                # Not synced: the owner clears `scratch/` when it starts, and a load that has not ended by then is run
+                # again.
                 file.write_at(request.body, request.offset)
         if is_new:
             self._drop_idle(request.load)
@@ -131,6 +133,8 @@ class Loads:
                 connection,
                 request.load,
                 write,
+                # A generator, so that a repeated call is answered from the record of the load: its parts are gone by
+                # then.
                 self._rows(request.load, request.parts, len(request.columns)),
                 now_ms=self._clock.now_ms(),
                 query=request.query,

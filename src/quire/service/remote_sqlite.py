@@ -194,6 +194,7 @@ class RemoteDriver:
         """Abandon the connection, so that the next statement opens another one."""
         left, self._state = self.connection, SqlAnswer(True, 0, 0, 0)
         self._renewing.forget(left)
+        # No holding has this id: the next call gets `LeaseExpired`, and opens another connection.
         self.connection = "left"
 
 

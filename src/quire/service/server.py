@@ -156,6 +156,7 @@ class Server:
         emit("info", "service.closed", address=self.address)
 
     def _shut(self) -> None:
+        # First: long polls and streams end by themselves, so that the transports have little to wait for (rule 5).
         self._stopping.set()
         if self._frames is not None:
             self._frames.close()

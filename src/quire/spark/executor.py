@@ -163,6 +163,8 @@ def _split(
                 place = places[key] if places is not None else 0
                 yield place, *key, VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except QuireError as error:
+            # Values that this input has already yielded are on their way. Their slots then have fewer parts than
+            # planned, and are refused instead of being written incompletely (decision 007).
             yield 0, owner_of(given), -1, ERROR, _packed(error)
 
 

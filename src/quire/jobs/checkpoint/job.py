@@ -114,6 +114,7 @@ def chooser(ctx: JobContext, runner_name: str) -> Choose:
 
 def _run(ctx: JobContext, job: Job, progress: Progress, runner_for: Choose) -> Outcome:
     with span("Checkpoint.plan", db_id=job.db_id):
+        # A stored plan comes first: a database has at most one, and its objects may already exist.
         plan = _resume(ctx, job, runner_for)
         if plan is None:
             if _is_taken(ctx, job.db_id):
@@ -195,6 +196,7 @@ def publish(ctx: JobContext, job: Job, plan: CheckpointPlan, results: Sequence[S
     if merge_is_due:
         rule = {"chain_min": ctx.settings.merge_chain, "ratio": ctx.settings.merge_ratio}
         after.append(_ensure(ctx, JobKind.MERGE, db_id, rule))
+    # In `after`: while this job holds its gate, `EnsureJob` would find it outstanding and enqueue nothing.
     if plan.more:
         after.append(_ensure(ctx, job.kind, db_id, _payload_after(job)))
     events = tuple(
@@ -242,6 +244,7 @@ def _ensure(ctx: JobContext, kind: JobKind, db_id: int, payload: Any = None) -> 
 def _begin(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | None:
     """Plan, and store the plan before anything is written under it (P10)."""
     db_id = job.db_id
+    # Before the plan is made: the names of its objects begin with the prefix of the current owner epoch (A1).
     ctx.manifest.ensure_owner_epoch()
     if is_merge(job):
         with ctx.manifest.read() as txn:
@@ -253,6 +256,8 @@ def _begin(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | No
         plan = replace(_planned(ctx, db_id, segments, runner_for), more=more)
     if plan is None:
         return None
+    # Before the first put: the row is the only record of the names that may exist from now on, and it uses up the
+    # generation, so that no other plan gives these names to other bytes.
     commit_step(ctx, job, [begin_op(ctx, job, plan)])
     hit("jobs.checkpoint.begun")
     emit_begun(plan)
@@ -313,6 +318,8 @@ def _resume(ctx: JobContext, job: Job, runner_for: Choose) -> CheckpointPlan | N
             if (plan := _rebuild(ctx, job, generation, record, runner_for)) is not None:
                 return plan
         elif not has_ended(ctx, record.job_id):
+            # That job will run its plan again and adopt what it has written; abandoning the plan would have these
+            # objects deleted.
             continue
         abandon(ctx, job, generation)
     return None
@@ -428,6 +435,7 @@ def _row(txn: ReadTxn, task: SlotTask, result: SlotResult, before: Chain, now_ms
         changes = history_after(rows_of(txn, key.id, before), task.covered_lsn, result.fresh, now_ms)
         record = ChunkRecord(remote, size, now_ms, changes=changes, **common)
         return PutChunk(key.origin_db_id, key.id, key.generation, record)
+    # A delta has only changed pages. On any other base the remaining pages would be of a different version.
     if not before or before[0].generation != task.base_generation:
         raise StalePlan("the base of a delta no longer exists", hint="plan again", artifact=key)
     base = before[0]

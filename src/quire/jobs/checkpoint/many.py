@@ -190,6 +190,7 @@ class _CheckpointRun(BatchRun[Held]):
 
         def batch(held: Held) -> list[Op]:
             assert held.plan is not None
+            # The renewal is what `commit_step` does for a single job: it fails the batch if the job was taken away.
             return [self.leases.renewal(held), one.begin_op(ctx, held.job, held.plan)]
 
         for held, error in self.commit((held, batch(held)) for held in new):

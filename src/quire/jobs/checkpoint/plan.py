@@ -175,6 +175,7 @@ def shape_of(txn: ReadTxn, db_id: int, objects_url: str, stored: tuple[int, Plan
     if stored is None:
         generation, namespace_id = record.next_generation, txn.current_namespace(record.namespace_id)[0]
     else:
+        # Of the stored plan, not the current namespace: its objects were put there, and are adopted or deleted there.
         generation, namespace_id = stored[0], stored[1].namespace_id
     url, prefix = space_of(txn, namespace_id, objects_url)
     return PlanSettings(page_size, per_chunk, generation, objects_url, record.compression, namespace_id, url, prefix)
@@ -187,6 +188,8 @@ def candidates(txn: ReadTxn, db_id: int, floor_lsn: int) -> list[tuple[int, WalR
     rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.state < WalState.CHECKPOINTED]
     taken: list[tuple[int, WalRecord]] = []
     for segment_id, row in sorted(rows, key=lambda item: item[1].first_lsn):
+        # Stop at the first segment that cannot be taken: `checkpointed_lsn` states that chunks contain everything up
+        # to it, so a later segment must not be absorbed before an earlier one.
         if row.state is not WalState.INDEXED or row.last_lsn > floor_lsn:
             break
         if row.last_lsn > after:
@@ -364,6 +367,7 @@ def plan_merge(
                 due.append((slot, chain, places))
     if not due:
         return None
+    # A total order: a retry must choose the same slots, and list them in the same order, for its digest to match.
     due.sort(key=lambda item: (-len(item[1]), item[0]))
     chosen = sorted(due[:MERGE_SLOTS_MAX], key=lambda item: item[0])
     tasks = [_merge_task(db_id, slot, chain, places, shape) for slot, chain, places in chosen]
@@ -436,6 +440,7 @@ def review_set_aside(ctx: JobContext, db_ids: Iterable[int]) -> int:
     dropped, now = 0, ctx.clock.now_ms()
     for db_id, snapshot_id, row in kept:
         if any(is_kept(lease.lsn, [kept_range(row)]) for lease in ctx.pages.readers(db_id)):
+            # Not in every round: each extension is a commit, and a change in the feed.
             if row.expires_at_ms < now + ASIDE_MS // 2:
                 ctx.manifest.submit([ExtendSnapshot(db_id, snapshot_id, now + ASIDE_MS)]).result()
         else:
@@ -453,6 +458,7 @@ def keep_versions(ctx: JobContext, db_id: int) -> int:
     with ctx.manifest.read() as txn:
         mark = newest_sealed(txn, Regions(ctx.pages.sources), db_id, ctx.objects_url)
         if mark is None or mark.commit_ms + window_ms <= ctx.clock.now_ms():
+            # Already out of the window: the snapshot would expire at once.
             return 0
         kept = (row for _, row in txn.scan(t.SNAPSHOT_INDEX, db_id) if row.tags.get(WINDOW_TAG) == "window")
         if any(row.anchor_lsn >= mark.lsn for row in kept):
@@ -484,6 +490,8 @@ def select_segments(
     `frames_max` returns how many frames one plan takes, given the bytes of WAL that wait.
     """
     pages = engine_of(ctx)
+    # Before anything is chosen: after a crash, a stored plan is published by a later attempt, and by then a snapshot
+    # must keep the versions that it passes (P14).
     keep_versions(ctx, db_id)
     with span(SPAN, db_id=db_id) as trace:
         floor = pages.floor(db_id)  # after the job's lease was taken; from now on it never falls (M10)
@@ -492,6 +500,7 @@ def select_segments(
             indexed = [row.last_lsn for _, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.INDEXED]
         waiting = len(indexed) - len(absorbable)
         if waiting and pages.quota.is_half_full(db_id) and set_readers_aside(ctx, db_id, floor):
+            # Readers that were set aside no longer hold it.
             floor = pages.floor(db_id)
             with ctx.manifest.read() as txn:
                 absorbable = candidates(txn, db_id, floor)

@@ -213,6 +213,7 @@ def _owned(
     taken = BitMap(packed(fresh))
     taken.add_range(pages_below, chain[0].identity.pages_per_chunk)
     owned = []
+    # Newest part first: a page is copied from the newest part that has it, and `taken` hides it in older ones.
     for chunk in reversed(chain):
         pages = BitMap(chunk.pages) - taken
         if pages:
@@ -355,6 +356,7 @@ def _by_slot(given: SegmentInput, tools: Tools) -> Iterator[tuple[int, NDArray[n
     count = given.last_lsn - file.header.first_lsn + 1
     entries = sealed_entries(file.header, file.read_index(count), count, path=file.path)
     newest = page_map(entries, given.covered_lsn)
+    # Pages that a later commit of this plan has cut off: their slots are cleared, or end before them (P15).
     newest = newest[newest["page"] < np.uint32(given.size_pages)]
     slots = newest["page"] // np.uint32(given.pages_per_chunk)
     starts = [0, *(np.flatnonzero(np.diff(slots)) + 1).tolist()] if len(slots) else []

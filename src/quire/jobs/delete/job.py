@@ -83,6 +83,8 @@ def delete_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         for place, error in done.failed:
             trouble.add(place, error)
         if ops := deletion_ops(plan, done.gone, db_id):
+            # One batch: collecting a leaf may release artifacts of other databases, whose delete jobs would otherwise
+            # wait for maintenance to find them.
             commit_step(ctx, job, [*ops, *manifest.jobs.deletions(origins - {db_id})])
             hit("jobs.delete.published")
         artifacts += len(done.gone)
@@ -139,6 +141,8 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
     rowless: list[ArtifactKey] = []
     due_at = 0
     damaged: ManifestDamaged | None = None
+    # After the transaction has begun. A lease that is taken later needs only what is referenced at that time, and
+    # what is at zero in this transaction never gets a reference again (decision 014).
     kept = ctx.manifest.leases.kept_since(db_id)
     for raw, value in txn.raw_scan(t.GC_ZERO, db_id):
         try:
@@ -172,6 +176,8 @@ def plan_deletion(ctx: JobContext, txn: ReadTxn, db_id: int, trouble: AttemptFai
     if not (leaves or places or rowless or due_at) and _is_dropped(txn, db_id):
         orphans = list(islice(_orphans(txn, db_id), STEP_ARTIFACTS))
         stale_pages = _any(txn, t.PAGE_VERSION_INDEX, db_id) or _any(txn, t.PAGE_VERSION_HEAD, db_id)
+        # A checkpoint that has not ended may still put objects of its plan. If the plan were abandoned now, they
+        # could appear after the collector has deleted that name.
         if not has_other_jobs(txn, db_id):
             plans = [key[1] for key, _ in txn.scan(t.CHECKPOINT_PLAN, db_id)]
     return DeletePlan(

@@ -84,6 +84,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     given = options(job, mirror="", runner="", full=False)
     with ctx.manifest.read() as txn:
         mirror_id, _ = find_mirror(txn, given["mirror"])
+    # Before the run: schedules count from its start, so a run that fails is not due again at once.
     commit_step(ctx, job, [MarkMirror(mirror_id)])
     for plans_left in reversed(range(PLANS_MAX)):
         run = _PlannedRun(ctx, job, progress, mirror_id, given["runner"])
@@ -181,6 +182,8 @@ class _PlannedRun:
         if not plan.views and not plan.differ.gone and not (is_full and state.files):
             commit_step(self._ctx, self._job, [MarkMirror(self._mirror_id, is_synced=True)])
             return {**done, "batch_id": self._mirror.batch_id, "copied": 0, **_sizes((), ())}
+        # Above both: a target refuses a number that it has reached, and one that any run has recorded in the manifest
+        # may already stand for other contents.
         batch_id = max(self._mirror.last_batch_id, state.batch_id) + 1
         self._write(plan, batch_id, state.columns)
         removed = set(state.files) if is_full else plan.replaced
@@ -220,6 +223,7 @@ class _PlannedRun:
         """Return (`held` with its current files, whether everything is written again): files may have been compacted."""
         recorded_files = {path for row in held.values() for path in row.files}
         strange = [path for path in state.files if path not in recorded_files]
+        # Compaction by another program keeps the rows. If their number differs, it has changed more than files.
         if sum(file.rows for file in state.files.values()) != sum(row.rows for row in held.values()):
             emit(
                 "warning",
@@ -251,6 +255,8 @@ class _PlannedRun:
         """Record in the manifest that the target holds a batch."""
         while True:
             try:
+                # An operation moves a bounded number of rows, and the last one advances the mirror. A run that dies
+                # in between leaves a batch that the next run adopts again.
                 commit_step(self._ctx, self._job, [AdoptMirrorBatch(self._mirror_id, batch_id)])
             except StalePlan:
                 return  # another run has adopted a later batch

@@ -166,6 +166,7 @@ class ParquetTarget:
         )
         self._put(after)
         with closing(open_store(self.location)) as store:
+            # Only after this commit has won: what a losing plan would delete may be part of the winner's version.
             self._tidy(store, after)
 
     def _before(self) -> TableManifest:
@@ -180,6 +181,7 @@ class ParquetTarget:
             except AlreadyExists as error:
                 raise StalePlan("another commit came first", hint="plan it again", target=self.location) from error
             hit("jobs.mirror.version_created")
+            # After the version, which is the commit: this copy may be behind the table, never ahead of it.
             store.put(NEWEST, data)
         self._manifest = manifest
 

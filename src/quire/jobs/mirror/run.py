@@ -257,6 +257,7 @@ class _Writer:
         batches = self._copied(source) if source.view is None else self._from_sqlite(source, source.view)
         for batch in batches:
             if batch.num_rows:
+                # Before the write, which may end the file and record these counts for it.
                 self._rows[source.db_id] = self._rows.get(source.db_id, 0) + batch.num_rows
                 self._write(batch)
 

@@ -77,6 +77,7 @@ def restore(
             need_no_file(disk, target)
         disk.remove(draft)
     else:
+        # Each task has synced its part, so the name is given to a complete and durable file.
         disk.rename(draft, target)
     disk.sync_dir(os.path.dirname(target))
     return {"path": target, "pages": view.size_pages, "bytes": size, "parts": len(tasks), "lsn": view.lsn}

@@ -128,6 +128,8 @@ def _waves(ctx: JobContext, space: Space, namespaces: set[int]) -> Iterator[_Wav
     mark: RangeStart | None = RangeStart()
     while mark is not None:
         with ctx.manifest.read() as txn:
+            # These rows are read before the listing, so a difference from them proves nothing. It is decided by the
+            # manifest as it is after the listing (O3).
             wave = _Wave(list(islice(ranges(txn, namespaces, space, mark), WAVE_RANGES)), space, namespaces, mark)
         yield wave
         mark = wave.next
@@ -209,6 +211,7 @@ def _settle(sweep: _Sweep, strays: Iterable[Stray], wave: _Wave) -> None:
     gone: set[str] = set()
     if sweep.delete and orphans:
         for url in {stray.url for stray, _ in orphans}:
+            # `delete` refuses a whole call that contains one foreign name, and a listing may contain foreign names.
             may_go = ctx.collector.deletable(url, [stray.key for stray, _ in orphans if stray.url == url])
             ctx.collector.delete(url, may_go)
             gone |= {f"{url} {key}" for key in may_go}

@@ -108,6 +108,8 @@ def _alone(ctx: JobContext, key: ArtifactKey) -> Iterator[bool]:
     """Yield whether no other thread of this process moves the artifact; if so, keep others out for the block."""
     name = (ctx.root, key)
     with _lock:
+        # Only the owner moves copies, so a set in memory is enough. Two moves of one artifact at a time would share
+        # `<file>.tmp`, or one would remove the file that the other has just fetched.
         is_free = name not in _moving
         if is_free:
             _moving.add(name)
@@ -275,6 +277,8 @@ def plan_upload(ctx: JobContext, txn: ReadTxn, key: ArtifactKey) -> MovePlan:
             hint="restore the object from a backup",
             artifact=key,
         )
+    # Announced or uploaded before: the name stays the same, so that an object whose put was not acknowledged is
+    # adopted (P11).
     if task.place.may_have_remote:
         return MovePlan(task)
     database = txn.database(key.origin_db_id)

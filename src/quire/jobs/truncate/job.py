@@ -40,6 +40,7 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
             hit("jobs.truncate.dropped")
             dropped += len(names)
     with manifest.read() as txn:
+        # After the rows: a row of the page index promises that the segment it names can be read.
         done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
         wal = txn.wal_state(db_id)
     if ctx.settings.time_travel_seconds and wal is not None:

@@ -123,6 +123,8 @@ class FrameAnswers:
         self, store: PageStore, history: HistoryId, generation: int, frame: int, reader: Snapshot, pages: BitMap
     ) -> FramesPlan:
         order = pages.to_array()
+        # Committed before any frame is sent: a replica that has received the last one must find its number, even if
+        # the server is killed right after that (decision 053).
         end = self._positions.reach(history, generation, frame + len(order), reader.lsn)
         hit("replicas.position")
         order.extend([order[-1]] * (end - frame - len(order)))  # up to a free number (`positions.py`, rule 1)
@@ -145,6 +147,8 @@ class FrameAnswers:
             return FramesPlan(reader, pages, ends=True)
         with self._lock:
             cut = (frame + FRAMES_MAX) // STEP * STEP
+            # A replica that returns names only this number: two answers that are cut at the same one must have the
+            # same rest.
             while (unsent := self._unsent_transfers.get((store.db_id, generation, cut))) is not None:
                 if (unsent.lsn, unsent.pages) == (transfer.lsn, pages[cut - frame :]):
                     break

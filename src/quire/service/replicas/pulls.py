@@ -130,6 +130,7 @@ def _plan_at(store: PageStore, held: HeldVersions, history: HistoryId, request: 
     wanted = request.pages
     try:
         reader = held.at(store, revision.lsn)
+        # An lsn that is not a commit's opens the version that was current then, which is not the one that was named.
         if reader.lsn == revision.lsn:
             pages = BitMap(range(reader.size_pages))
             if request.since:

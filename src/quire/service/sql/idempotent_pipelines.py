@@ -80,6 +80,8 @@ def keyed_pipeline(
             f"an idempotency key must have 1 to {KEY_CHARACTERS_MAX} characters", "IDEMPOTENCY_KEY_INVALID"
         )
     digest = hashlib.sha256(p.encode(requests)).digest()
+    # Immediate: the key is looked up with the write lock held, so of two equal pipelines the second finds the key of
+    # the first.
     yield from session.execute("begin immediate")
     if (kept := _kept(session, key, now_ms())) is not None:
         session.runner.rollback()
@@ -110,6 +112,7 @@ _CLOSED = p.StreamOk(p.PlainResponse("close"))
 def _kept(session: SqlSession, key: str, now_ms: int) -> tuple[bytes, bytes] | None:
     """Return (digest, answer) of an executed pipeline; `None` if there is none."""
     runner = session.runner
+    # The table is created with the first key that is kept: looking up a key must not change the database.
     there = runner.run("select 1 from sqlite_schema where type = 'table' and name = ?", (TABLE,)).rows(1)
     if not there:
         return None

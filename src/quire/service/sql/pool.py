@@ -69,6 +69,7 @@ class SqlConnection:
     def lend(self, target: SqlTarget, may_attach: Callable[[str], bool]) -> Self:
         """Hand the connection out for a target."""
         self.target = target
+        # The rights of this caller: the connection may have been opened for another one.
         self._policy.may_attach = may_attach
         return self
 
@@ -114,6 +115,7 @@ class ConnectionPool:
         """Return a connection for a stream: an idle one that is clean, or a new one."""
         db_id = self.find(target)
         while (waiting := self._take_idle((db_id, target.version, target.writable))) is not None:
+            # Checked again: its database may have been closed or dropped while the connection was idle.
             if waiting.is_clean:
                 return waiting.lend(target, attachable(self._store, target.may_attach))
             waiting.close()

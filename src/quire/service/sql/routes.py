@@ -137,6 +137,8 @@ class SqlPart:
             try:
                 answer = await self._run_pipeline(stream, body)
             except BaseException:
+                # Also if the client has disconnected: the baton for the next request was not sent, so nobody can
+                # continue the stream.
                 await self.service.streams.close(stream)
                 raise
         return Response(answer, media_type=JSON)

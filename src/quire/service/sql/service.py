@@ -64,6 +64,8 @@ class SqlService:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._threads = SqlThreads(settings.sql_threads)
+        # One thread less than there are: some SQL cannot be interrupted, and other databases must still find a
+        # thread.
         self._database_threads = max(min(settings.sql_database_threads, settings.sql_threads - 1), 1)
         limits = AnswerLimits(rows_max=settings.sql_answer_rows_max, bytes_max=settings.sql_answer_bytes_max)
         self.pool = ConnectionPool(
@@ -154,6 +156,7 @@ class SqlService:
 
     def _used(self, stream: SqlStream, queue: LockQueue) -> None:
         self.streams.touch(stream)
+        # Otherwise it may still hold the lock, and the waiter would only be refused again.
         if not stream.is_in_transaction:
             queue.wake()
 
@@ -190,6 +193,7 @@ class SqlService:
                 wait = None
                 yield lines
         finally:
+            # In a thread, like all calls of SQLite: closing the work ends its statement.
             await self._threads.call(work.close)
             self._used(stream, queue)
 
@@ -244,6 +248,7 @@ class SqlService:
     async def close(self) -> None:
         """Roll back all transactions, and stop the threads."""
         self._sweeper.cancel()
+        # Before the lanes: a transaction that a stream holds open would keep a lane waiting for the lock.
         await self.streams.close_all()
         for lane in self._lanes.values():
             await lane.finish()

@@ -106,6 +106,8 @@ class HranaSocket:
         if isinstance(message, p.HelloMessage):
             await self._hello(message)
             return
+        # Here, in the task that reads the socket: a client with too many requests in progress is not read from until
+        # one of them is answered.
         await self._places.acquire()
         number = message.request_id
         try:

@@ -166,6 +166,7 @@ class StreamRegistry:
             raise StreamRefused(f"{which} has too many open streams: close some, or try again later", TOO_MANY)
         self.expired += 1
         self._forget(stream)
+        # Not awaited, so that `open` stays synchronous. No request finds the stream any more.
         task = asyncio.ensure_future(self._close_stream(stream))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -174,6 +175,8 @@ class StreamRegistry:
         """Roll back, and return the connection to the pool. REQUIRES the stream's lock."""
         if stream.is_closed:
             return
+        # Before the rollback, which runs in a thread: a request that arrives meanwhile finds no stream, instead of
+        # one whose connection is about to be given to another client.
         self._forget(stream)
         await self._close_stream(stream)
 
@@ -210,6 +213,8 @@ class StreamRegistry:
         if stream.target != target or stream.caller != caller:
             self.refused += 1
             raise StreamRefused("the baton belongs to another database or caller", INVALID)
+        # After the checks: a refused request does not use up the baton. Before the request runs: a repeat is refused
+        # meanwhile.
         stream.turn = 0
         return stream
 

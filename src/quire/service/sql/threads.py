@@ -117,6 +117,8 @@ class SqlThreads:
         if self._closed:
             raise Unavailable("the server is closing", hint="connect again")
         job = _Job(function, self._loop.create_future(), share, waits)
+        # A wait for the disk goes first: the answers of a whole group depend on it, and it leaves the interpreter to
+        # others (decision 077).
         if waits:
             self._jobs.appendleft(job)
             self._is_urgent = True
@@ -182,6 +184,7 @@ class SqlThreads:
         with self._lock:
             self._closed = True
             self._wake_thread()  # jobs may wait although no thread has been started
+            # Each of them counts itself out when it finds no job.
             self._working += self._idle
             for _ in range(self._idle):
                 self._wakes.put(None)
@@ -210,6 +213,7 @@ class SqlThreads:
         """Return the next job of a thread that has run `last`; `None`: the thread is now idle."""
         with self._lock:
             if last is not None:
+                # A thread that only waited was not counted; it works again from here on.
                 self._working += last.waits
                 if last.share is not None:
                     last.share.running -= 1
@@ -219,6 +223,8 @@ class SqlThreads:
                 job = self._jobs.popleft()
                 if (share := job.share) is not None:
                     if share.running >= share.threads_max:
+                        # Not back into the queue, where this loop would find it again. The thread that ends a job of
+                        # the share brings it back.
                         share.held.append(job)
                         continue
                     share.running += 1
@@ -230,6 +236,8 @@ class SqlThreads:
                 else:
                     self._begun_at = time.perf_counter()
                 return job
+            # `close` has woken every thread that was idle. One that counted itself as idle after that would never be
+            # woken.
             self._idle += not self._closed
             self._working -= 1
             return None

@@ -129,6 +129,8 @@ class WriterLane:
                 self._queue.wake()
             if done < len(group) and wait is None:
                 wait = LockWait(self._queue, group[done].deadline)
+        # The guard of the commit, not a handle of the database: one that was opened anew after a failed sync would
+        # report lost commits as durable (decision 048).
         guard, self._guard = self._guard, None
         task = asyncio.get_running_loop().create_task(self._sync_and_answer(group, guard))
         self._syncs.add(task)
@@ -175,6 +177,8 @@ class WriterLane:
                 job.error = error
                 connection.is_broken = True
             self._work, step = None, advance
+            # Also after an error, and before the connection is closed: an earlier statement of the pipeline may have
+            # committed.
             self._guard = take_unsynced(connection.runner.connection) or self._guard
             if not connection.is_clean:
                 self._connection = None

@@ -89,6 +89,7 @@ class OpenVersions:
         idle = self._make_room()
         for version in idle:
             self._close(version)
+        # Outside the lock, because it reads from the disk: another thread may open the same version meanwhile.
         version = self._opened(key, wanted)
         with self._lock:
             if self._closed:

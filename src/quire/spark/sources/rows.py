@@ -471,6 +471,7 @@ class RowsQueryReader(HeldQueryReader):
         """Release versions that newer ones have replaced: Spark has processed everything up to `end`."""
         position = self.position(end)
         reached = [version for version in self.owner.held(self.holder) if version.lease_id <= position]
+        # The versions at `end` stay: the next batch is compared with them, and Spark may plan it more than once.
         newest = {version.label: version for version in reached}
         self._release(
             [

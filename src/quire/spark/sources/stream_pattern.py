@@ -179,6 +179,7 @@ class StreamsQueryReader(HeldQueryReader):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         self.need_own(start)
         self.need_own(end)
+        # `start` overrides: `begun` is for streams that `start` does not have.
         firsts, stops = {**_numbered(end, "begun"), **_numbered(start, self.POSITION)}, _numbered(end, self.POSITION)
         if unknown := stops.keys() - firsts.keys():
             raise _damaged(f"stream {min(unknown)} ends, but does not begin")
