@@ -96,8 +96,11 @@ class SegmentMaker:
                 frames -= segment.room
                 first_lsn += segment.room
             hit("pages.wal.made")
+            # An uncertain segment starts at the same lsn as its replacement. While its row is open, sealing the
+            # replacement would be refused (`AppendWalChunk`), so it is discarded in the same batch.
             ops = [*self._discards(), *map(self._row, segments)]
             self._next_id = first + len(segments)
+            # Before the submit: if its answer is lost, the next call looks up which rows exist.
             self._uncertain_ids += range(first, self._next_id)
             guard = self._manifest.submit(ops)
         except BaseException:
@@ -122,6 +125,7 @@ class SegmentMaker:
     def ended(self, segment: SegmentFile) -> None:
         """Derive the next segment's size from one that gets no more frames, full or not."""
         if segment.room:
+            # Minus one, because `next_file_bytes` returns the smallest size above this.
             self._file_bytes = segment.header.geometry.frame_offset(segment.used) - 1
 
     def _row(self, segment: SegmentFile) -> Op:
@@ -163,6 +167,7 @@ class SegmentMaker:
         """Return one segment: from the spare, from the file of a truncated segment, or new."""
         with self._preparing:  # `prepare` must not reuse the spare's name while it is being recycled
             if self._has_spare and file_bytes == FILE_BYTES_MAX:
+                # First: if recycling fails, the file under the spare's name is garbage, and `prepare` replaces it.
                 self._has_spare = False
                 segment = self._recycle(self.path(SPARE), segment_id, first_lsn)
                 if segment is not None:
@@ -208,6 +213,8 @@ class SegmentMaker:
 
     def _find_recyclable(self, file_bytes: int) -> str | None:
         """Return the path of a truncated segment's file that nothing needs and that is about `file_bytes` long."""
+        # Before the rows are read: a version that is lent later refers only to artifacts that have references then
+        # (decision 014).
         kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
