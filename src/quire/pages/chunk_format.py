@@ -246,6 +246,7 @@ def decode_trailer(data: Bytes, size_bytes: int, name: str) -> tuple[int, int, i
     if crc64(memoryview(data)[:TRAILER_SIGNED_BYTES]) != own_crc:
         raise mismatch("the trailer of the chunk fails its checksum", name, part="trailer", size_bytes=size_bytes)
     check_version(version, name)
+    # The lengths are bounded before they are used: they decide how much is read next.
     fits = offset >= HEADER_BYTES and FOOTER_HEAD_BYTES <= length <= FOOTER_BYTES_MAX
     if not fits or offset + length + TRAILER_BYTES != size_bytes:
         what = "the trailer points to an impossible footer"

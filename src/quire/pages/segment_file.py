@@ -141,6 +141,7 @@ class SegmentFile:
 
         REQUIRES that the former segment is no longer needed. If this fails, the file under either name is garbage.
         """
+        # `rename` would replace an existing file without a trace, and it may have frames.
         if disk.exists(path):
             raise AlreadyExists("a segment file already exists", hint="remove it first", path=path)
         file = disk.open(former)
@@ -332,6 +333,7 @@ class SegmentFile:
         """Close a segment in which everything is durable. Waits for running syncs; later syncs do nothing."""
         for handle, turn in self._lanes:
             with turn:
+                # Set in turn, so that no sync is running on the handle that is closed; a later one returns at once.
                 self._is_retired = True
                 handle.close()
 

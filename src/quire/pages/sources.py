@@ -74,6 +74,7 @@ class Handles(Generic[H]):
         handle = self.get(key)
         if handle is not None:
             return handle
+        # Outside the lock, since it may read an object store. If two threads open the same one, the first is kept.
         opened = opener()
         given_up: list[H] = []  # released outside the lock, because closing is a system call
         with self._lock:
@@ -192,6 +193,7 @@ class Throttle:
             wait = -self._left / rate
             if wait > 0:
                 self.waited_seconds += wait
+        # Sleeps without the lock: the debt in `_left` makes later callers wait longer.
         if wait > 0:
             self._sleep(wait)
 

@@ -213,8 +213,6 @@ class SegmentMaker:
 
     def _find_recyclable(self, file_bytes: int) -> str | None:
         """Return the path of a truncated segment's file that nothing needs and that is about `file_bytes` long."""
-        # Before the rows are read: a version that is lent later refers only to artifacts that have references then
-        # (decision 014).
         kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
@@ -225,6 +223,7 @@ class SegmentMaker:
                 if not file_bytes // 2 < row.file_bytes <= min(file_bytes, row.used_bytes):
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
+                # An upload reads the file: its bytes must not change under it.
                 if count is None or count.in_use or count.pending_upload:
                     continue
                 if kept is not None and count.zero_since_ms >= kept[0]:  # a version that was lent may need it

@@ -58,6 +58,7 @@ class WriterSlot:
         """Release the slot and wake one waiter. Does nothing if another connection holds the slot."""
         if self._holder is who:
             self._holder = None
+            # The holder is cleared first: after the release another connection may already be the holder.
             self._lock.release()
             self._waiters.wake_first()
 

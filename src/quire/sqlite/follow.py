@@ -114,6 +114,7 @@ def position_of(
     """
     place = end if end is not None else _end_of(source)
     seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
+    # A log that is still being written may get another commit within the same tick of the file system's clock.
     quiet = began_ns - wal_mtime_ns > RACY_NS
     return FollowPosition(
         path=source.path,

@@ -204,6 +204,8 @@ def _in_trees(
     overflow = others - before.accounted() - after.accounted() if others else set[int]()
     same = {page for page in trees[0].leaves.keys() & trees[1].leaves.keys() if page not in changed}
     if overflow and new.rowid:
+        # The new version alone is asked: if a page has moved from one row's chain to another's, the leaf or an overflow
+        # page before it in the old chain differs too.
         same -= after.owners(new.name, overflow)
     leaves = [tree.leaves.keys() - same for tree in trees]
     share = sum(map(len, leaves)) / max(sum(len(tree.leaves) for tree in trees), 1)
