@@ -288,6 +288,7 @@ def unpack_frame(stored: Bytes, place: FramePlace, name: str, **where: Any) -> B
     where |= {"frame": place.number, "offset": place.offset, "length": place.length}
     if len(stored) != place.length or crc64(stored) != place.crc64:
         raise mismatch("a frame fails its checksum", name, **where)
+    # A frame that compression did not make smaller is stored plain, so the length alone tells the two forms apart.
     if place.length == place.plain_bytes:
         return stored
     try:
@@ -445,6 +446,7 @@ def _check_frames(footer: ChunkFooter, name: str) -> None:
     packs = footer.compression is not Compression.NONE
     for number, (offset, length, _) in enumerate(FRAME.iter_unpack(footer.frame_table)):
         plain = plain_frame_bytes(number, count, page_size)
+        # Without gaps every byte between header and footer belongs to a frame, and so to a checksum.
         if offset != end or not 0 < length <= plain or (length < plain and not packs):
             what = "a frame has an impossible offset or length"
             raise damaged(what, name, frame=number, offset=offset, length=length, plain_bytes=plain, expected=end)

@@ -279,6 +279,7 @@ class Sources:
     # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def version(self, origin: int, segment_id: int, lsn: int, page: int, *, place: SegmentPlace | None = None) -> bytes:
         """Return the page in the frame of this lsn, through the cache."""
+        # An lsn is never used twice (P5), so it identifies the bytes without the segment.
         cache, location = self.cache, (origin, lsn)
         image = cache.get(location)
         if image is None:
@@ -356,6 +357,7 @@ class Sources:
     def chunk(self, place: ChunkPlace, *, cold: bool = False) -> ChunkReader:
         """Return a chunk's reader, whose footer is loaded once."""
         if cold:
+            # A scan uses a footer that is in memory but adds none: it would push out those of other readers.
             kept = self._chunks.get(place.key)
             return kept if kept is not None else self._open_chunk(place, cold=True)
         return self._chunks.keep(place.key, lambda: self._open_chunk(place, cold=False))

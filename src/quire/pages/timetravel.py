@@ -148,6 +148,7 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
 
 def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment) -> Mark | None:
     """Return the last commit at or below a moment in these segments, which are ordered by first lsn."""
+    # Newest first: the first segment with a commit at or below the moment has the last such commit.
     for pin in reversed(pins):
         region = regions.of(pin)
         frames = np.flatnonzero(region.entries["db_size"]).tolist()

@@ -86,6 +86,7 @@ class Spill:
         if place is None:
             return None
         image = self._file.read_at(self._size, place[0])
+        # The commit computes new checksums, so a byte that changed in the scratch file would become valid data.
         if crc64(image) != place[1]:
             raise ChecksumMismatch(
                 "a page of a large transaction was altered in its scratch file",

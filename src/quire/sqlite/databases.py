@@ -248,6 +248,7 @@ class ReadPin(Snapshot):
         """Move forward to a newer version."""
         self._lease.lsn = mark.lsn
         self._set(mark)
+        # `_use_kept` may have replaced it by the snapshot of the former version.
         self._source = self._versions
 
     def read_page(self, page: int) -> bytes:

@@ -171,6 +171,7 @@ class ReadLock:
                 held = self._connect(flags)
                 held.execute("BEGIN")
                 held.execute("PRAGMA schema_version").fetchall()
+                # A second connection: SQLite refuses every checkpoint inside a transaction, even one that does nothing.
                 self._probe = self._connect(flags)
                 self._probe.execute("PRAGMA schema_version").fetchall()
                 self._closing = self._closing.pop_all()

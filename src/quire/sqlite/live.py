@@ -337,6 +337,7 @@ class LiveFile(DatabaseFile[ReadPin]):
         try:
             for page, image in images.items():
                 txn.write_page(page, image)
+            # Before the commit: an error of this read after it would be reported as an unknown outcome.
             version = (images.get(0) or txn.read_page(0))[STAMP]
             self._txn, self._overlay = None, {}
             guard = txn.commit()

@@ -201,6 +201,7 @@ def _in_trees(
     trees = before.tree(old.root), after.tree(new.root)
     own = trees[0].pages() | trees[1].pages()
     others = set(changed) - own
+    # Walking every tree is needed only if a page outside this table has changed.
     overflow = others - before.accounted() - after.accounted() if others else set[int]()
     same = {page for page in trees[0].leaves.keys() & trees[1].leaves.keys() if page not in changed}
     if overflow and new.rowid:
