@@ -80,6 +80,7 @@ def anchored(
 ) -> R:
     """Call `publish` with an anchor of the current version, written but not yet durable transactions included; return its
     result."""
+    # Before the flush: a checkpoint between the seal and the snapshot's commit could pass the anchor (P13).
     hold = _hold(store, "snapshot")
     try:
         return publish_at(manifest, store.db_id, flush(store), publish)
@@ -145,10 +146,13 @@ def lend(
         marks.update(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
         called = dict(zip(db_ids, labels))
         parts = [LentVersion(db_id, marks[db_id].lsn, label=called.get(db_id, "")) for db_id in db_ids]
+        # Committed before any view is read: from here on, artifacts that a view may name are kept when they reach zero
+        # (decision 014).
         lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
         opened = {store.db_id for store in stores}
         for db_id in db_ids:
             with manifest.read() as txn:
+                # No lease in memory protects a closed database. If it was opened meanwhile, it is lent again below.
                 if db_id in opened or _mark_at_rest(engine, txn, db_id) == marks[db_id]:
                     views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
     try:

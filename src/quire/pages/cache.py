@@ -63,6 +63,7 @@ class PageCache:
         size = len(page)
         if self._young_bytes + size > self._half:
             self._turn(size)
+        # Not under a lock: a lost update only makes this generation somewhat larger or smaller.
         if location not in self._young:
             self._young_bytes += size
         self._young[location] = page

@@ -140,11 +140,13 @@ def history_after(
 def _bounded(after: int, entries: list[Entry], now_ms: int) -> History:
     """Return the history without entries that are too old, the oldest ones united until it is small enough."""
     kept = list(entries)
+    # `after` rises with each dropped entry, so a version older than the history gets the whole slot.
     while kept and kept[0][1] < now_ms - KEPT_MS:
         after = kept.pop(0)[0]
     while len(kept) > 1 and (
         len(kept) > HISTORY_ENTRIES_MAX or sum(len(bitmap) for _, _, bitmap in kept) > HISTORY_BYTES_MAX
     ):
+        # The union gets the later lsn: for a version between the two it names too many pages, never too few.
         (_, _, first), (lsn, at_ms, second) = kept[:2]
         kept[:2] = [(lsn, at_ms, (BitMap.deserialize(first) | BitMap.deserialize(second)).serialize())]
     return after, kept

@@ -246,6 +246,7 @@ def decode_trailer(data: Bytes, size_bytes: int, name: str) -> tuple[int, int, i
     if crc64(memoryview(data)[:TRAILER_SIGNED_BYTES]) != own_crc:
         raise mismatch("the trailer of the chunk fails its checksum", name, part="trailer", size_bytes=size_bytes)
     check_version(version, name)
+    # The lengths are bounded before they are used: they decide how much is read next.
     fits = offset >= HEADER_BYTES and FOOTER_HEAD_BYTES <= length <= FOOTER_BYTES_MAX
     if not fits or offset + length + TRAILER_BYTES != size_bytes:
         what = "the trailer points to an impossible footer"
@@ -287,6 +288,7 @@ def unpack_frame(stored: Bytes, place: FramePlace, name: str, **where: Any) -> B
     where |= {"frame": place.number, "offset": place.offset, "length": place.length}
     if len(stored) != place.length or crc64(stored) != place.crc64:
         raise mismatch("a frame fails its checksum", name, **where)
+    # A frame that compression did not make smaller is stored plain, so the length alone tells the two forms apart.
     if place.length == place.plain_bytes:
         return stored
     try:
@@ -444,6 +446,7 @@ def _check_frames(footer: ChunkFooter, name: str) -> None:
     packs = footer.compression is not Compression.NONE
     for number, (offset, length, _) in enumerate(FRAME.iter_unpack(footer.frame_table)):
         plain = plain_frame_bytes(number, count, page_size)
+        # Without gaps every byte between header and footer belongs to a frame, and so to a checksum.
         if offset != end or not 0 < length <= plain or (length < plain and not packs):
             what = "a frame has an impossible offset or length"
             raise damaged(what, name, frame=number, offset=offset, length=length, plain_bytes=plain, expected=end)

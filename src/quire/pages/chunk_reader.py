@@ -161,6 +161,7 @@ class ChunkReader:
         try:
             return unpack_frame(stored, place, self.name, page=page)
         except Corruption:
+            # Past the tail: the bytes fetched with the footer may be the damaged ones.
             again = read_exactly(self._read_range, place.offset, place.length, self.name)
             return unpack_frame(again, place, self.name, page=page)
 

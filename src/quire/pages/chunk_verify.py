@@ -156,6 +156,7 @@ class _Pass:
             self.sha256.update(read_twice(checked))
         except (Corruption, Incompatible) as error:
             yield _problem("C2", error)
+            # The hash covers what is there, damaged or not: C6 is a rule of its own.
             self._hash(0, HEADER_BYTES)
 
     def _frame(self, footer: ChunkFooter, place: FramePlace, stored: Bytes) -> Iterator[ChunkProblem]:

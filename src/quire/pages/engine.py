@@ -163,10 +163,12 @@ class PageEngine:
         """Recover and open a database that is not open, or unusable. REQUIRES the database's gate."""
         if former is not None:
             # It has become unusable (M12). Existing handles stay unusable, but its readers stay protected and can continue.
+            # Ends its publisher and its syncs: recovery must not see the segments change.
             former.wal.abandon(StoreClosed("the database was reopened", db_id=db_id))
         start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
         core = self._make(db_id, shape, start, former.readers if former is not None else None)
         with self._lock:
+            # Under the lock, so that `close` either finds the database or this thread closes it.
             if not self._closed:
                 store = self._open.add(db_id, core)
                 self._start_ticker()
@@ -174,6 +176,7 @@ class PageEngine:
         if closed:  # in the meantime, so `close` did not include this database
             core.wal.close()
             raise StoreClosed("the store is closed", hint="open it again")
+        # A new WAL counts its appended bytes from zero.
         self.quota.forget(db_id)
         if former is not None:
             former.wal.unpublished = {}  # recovery has published these versions: its readers now find them in the index
@@ -189,6 +192,8 @@ class PageEngine:
         """Close a database unless it is held, read, written or being opened; return whether it was closed."""
         with self._lock:
             gate = self._gates.setdefault(db_id, threading.Lock())
+        # Never waits: a gate is held for as long as a recovery takes, and the caller is the ticker or the opener of
+        # another database.
         if not gate.acquire(blocking=False):
             return False
         try:
@@ -282,6 +287,7 @@ class PageEngine:
     def _forget(self, store: PageStore) -> None:
         with self._lock:
             opened = self._open.peek(store.db_id)
+            # If the database was reopened meanwhile, the new one stays.
             if opened is not None and opened.wal is store.wal:
                 self._open.pop(store.db_id)
             self._published_at.pop(store.db_id, None)
@@ -307,6 +313,7 @@ class PageEngine:
             self._flush(store)
 
     def _flush(self, store: PageStore) -> Mark:
+        # Only up to the seal: under load, syncing everything written would wait for later commits too.
         store.wal.sync((mark := store.wal.seal()).lsn)
         store.wal.publish()
         return mark
@@ -437,6 +444,7 @@ class PageEngine:
         ticks = 0
         while not self._stopping.is_set():
             self._wake.wait(TICK_SECONDS)
+            # Before the work: a request that arrives during it starts the next tick at once.
             self._wake.clear()
             ticks += 1
             self.quota.tick()
@@ -491,6 +499,7 @@ class PageEngine:
             self._forget(store)
             return
         due = now - self._published_at.get(store.db_id, 0.0) >= self._settings.publish_seconds
+        # Commits with `synchronous` below FULL have no thread that waits for them (Q2).
         if wal.written.lsn > wal.durable.lsn and due:
             wal.sync()
         if now - wal.opened_at >= self._settings.seal_seconds:
@@ -509,6 +518,7 @@ class PageEngine:
             self._closed = True
         self._stopping.set()
         self._wake.set()
+        # The ticker also publishes and closes databases, so it ends first.
         if self._ticker is not None:
             self._ticker.join()
         self._published.close()

@@ -50,6 +50,7 @@ class Floors:
         self._started_at = clock.monotonic()
         self._started_ms = clock.now_ms()
         with manifest.read() as txn:
+            # Before this run writes any row: the newest heartbeat tells when the former owner was last alive.
             rows = [row for _, row in reader_rows(txn) if row is not None]
         self._former_ms = max((row.heartbeat_at_ms for row in rows), default=0)
         """When an earlier run of the owner last wrote a reader's row."""
@@ -111,6 +112,8 @@ class Floors:
             highest = self._raise_floor_row(db_id, store)
         hit("pages.floor.announced")
         # Reads the lease files again, now that the row is committed (see `leasefiles.py`).
+        # A reader may have taken its lease after the first look and before the commit of the row, which it then did not
+        # see.
         floor = store.readers.floor(highest) if store is not None else self._lowest(db_id, None, highest)
         self._note(db_id, floor)
         return floor
@@ -122,6 +125,7 @@ class Floors:
         high = wal.last_applied_lsn if wal is not None else 0
         highest = self._lowest(db_id, store, high)
         if row is None or highest > row.min_snapshot_lsn or high != row.writer_high_lsn:
+            # Never lowered: work that an earlier floor allowed may still be running.
             raised = max(highest, row.min_snapshot_lsn if row is not None else 0)
             self._manifest.submit([SetFloor(db_id, raised, high)]).result()
         return highest

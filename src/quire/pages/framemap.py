@@ -54,6 +54,7 @@ class Regions:
 
     def of(self, pin: PinnedSegment) -> Region:
         """Return the region of a pinned segment."""
+        # The lsn is part of the key, because the region of an open segment grows.
         key = (pin.origin_db_id, pin.segment_id, pin.upto_lsn)
         return self._kept.keep(key, lambda: self._read(pin))
 

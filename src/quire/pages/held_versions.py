@@ -70,6 +70,7 @@ def lend_snapshots(
         if views:
             leases.keep_views(lease_id, {db_id: _encode(view) for db_id, view in views.items()})
     finally:
+        # Also after an error: a version that no caller can fetch must not keep artifacts.
         leases.release_versions([(lease_id, db_id) for db_id in db_ids if db_id not in views])
     missing = tuple(name for db_id, name in db_ids.items() if db_id not in views)
     return lease_id if views else before, list(views.values()), missing

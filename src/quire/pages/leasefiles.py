@@ -293,6 +293,7 @@ class FileLease:
         if self._file is None:
             return
         file, self._file = self._file, None
+        # Removed while it is still locked: the owner would take a name with a free lock for a dead process.
         with suppress(FileNotFoundError, StorageFault):  # already retired; or left for the owner to remove
             self._disk.remove(self.path)
         file.close()
@@ -403,6 +404,8 @@ class LeaseFiles:
                 emit("warning", "reader.lease_unreadable", path=path, error=str(error))
         stamp = data[HEAD_BYTES:TAGS_OFFSET]
         seen, since = self._stamps.get(name, (b"", now))
+        # The owner's clock, from when it first saw the stamp. The reader's time in the stamp is not compared with
+        # anything: its clock may differ.
         if seen != stamp or name not in self._stamps:
             since = now
             self._stamps[name] = (stamp, now)

@@ -97,6 +97,7 @@ class PageSource:
             version_lsn, chain = where
             in_chain = sources.chain_page(chain, page % self.pages_per_chunk)
             image = in_chain if in_chain is not None else sources.cache.zeros(self.page_size)
+        # No version of the page lies between the one found and `lsn`: the image is right for all snapshots between them.
         sources.cache.remember(self.resolved, page, (version_lsn, lsn, image))
         return version_lsn, image
 

@@ -119,6 +119,7 @@ class PageStore:
             self._writable.require()
             if wal.failure is not None:
                 wal.require()
+            # Here and not in `commit` (P7). It bounds the versions in memory, and what recovery would have to verify.
             if wal.unpublished_bytes > UNPUBLISHED_MAX:
                 wal.sync()
                 wal.publish()
@@ -231,6 +232,7 @@ class PageStore:
         return self._find_and_open(at, tags, ttl_seconds)
 
     def _find_and_open(self, at: At, tags: dict[str, str] | None, ttl_seconds: float | None) -> Snapshot:
+        # Before publication: the index regions are then complete up to this version.
         durable = self.wal.durable
         self._have_indexed()
         with self._manifest.read() as txn:

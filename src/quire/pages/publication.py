@@ -153,12 +153,14 @@ class Publication:
             for start in range(0, len(packed), PUBLISH_ROWS * ROW.size)
         ]
         upto = pieces[-1].last_lsn
+        # Only the end of a transaction moves the applied mark and the size: other processes open at that mark.
         mark = next((piece.mark for piece in reversed(pieces) if piece.mark is not None), None)
         applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
         ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
         hit("pages.wal.publishing")
         guard = self._manifest.submit(ops)
         yield len(packed) // ROW.size
+        # Counted and forgotten only after the commit: until then readers find these versions in memory (P8).
         guard.result()
         hit("pages.wal.published")
         for piece in pieces:
@@ -212,6 +214,7 @@ class Publication:
             guard.result()
             hit("pages.wal.sealed")
             emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
+            # Only after the commit: a batch that was refused is submitted again by the next call.
             self.ended.popleft()
             file.retire()
 

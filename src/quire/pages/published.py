@@ -214,6 +214,7 @@ class PublishedReaders:
         if rows is not None:
             versions = versions.as_of(rows)
         with self._lock:
+            # Under the lock: `close` finds this lease, or it is refused here.
             if self._stopping.is_set():
                 raise StoreClosed("the store is closed", hint="open it again")
             self._open.add(file)

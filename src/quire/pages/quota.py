@@ -136,6 +136,7 @@ class StorageQuota:
         if not self._next_measurement:
             self._measure_all()
         with self._lock:
+            # Before the files are measured: bytes appended meanwhile count twice rather than not at all.
             appended = store.wal.appended_bytes if store is not None else 0
             with self._manifest.read() as txn:
                 used = sum(

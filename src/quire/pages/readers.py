@@ -300,6 +300,8 @@ class Readers:
     # ── the floor ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def floor(self, high_lsn: int) -> int:
         """Return the current floor. The caller may act on it: no lease is taken below it from here on."""
+        # Read before the lock is taken, since both read files or the manifest. A process that opens a version
+        # afterwards finds the floor's row, which is committed by now (`floors.py`).
         outside, kept = self._outside(), self._kept()
         with self._lock:
             self._given_floor = self._lowest(high_lsn, outside, kept)
@@ -322,6 +324,7 @@ class Readers:
                     continue
             floor = min(floor, lease.lsn)
         floor = min(floor, high_lsn, high_lsn if outside is None else outside)
+        # Never below a floor that was given out: a checkpoint may already have acted on it.
         return max(self._given_floor, floor)
 
     @property

@@ -89,6 +89,7 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     scanned = _scan(disk, root, db_id, [item for item in own if item[1].state is WalState.OPEN], state, salvage=salvage)
     if scanned:
         _decide_kept(db_id, scanned)
+        # Entries before rows: at or below `indexed_upto_lsn` the region is trusted without its frames (decision 008).
         for segment in scanned:
             _write_index(disk, root, db_id, segment.scan.header, segment.entries, state.indexed_upto_lsn)
         _apply_verdict(manifest, disk, root, db_id, scanned, state)
@@ -98,6 +99,8 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
     with manifest.read() as txn:
         # After a takeover, lsns continue in its range: lower ones may belong to commits that were lost.
+        # From the reservation, not from the last commit: frames above that may have been written before the crash and
+        # cut just now (P5).
         next_lsn = max(state.lsn_reserved + 1, txn.first_number())
     return WalStart(next_lsn, state.next_segment_id, mark)
 
@@ -146,9 +149,11 @@ def _contents(disk: Disk, root: str, name: WalSegmentFile) -> str:
     path = os.path.join(root, name.path)
     try:
         with SegmentFile.open(disk, path, db_id=name.db_id, segment_id=name.segment_id) as file:
+            # Without a row nothing is known to be published, so frames alone decide.
             scan = recover_segment(file, indexed_upto_lsn=0)
     except (Corruption, FormatTooNew) as error:
         return "" if _is_zero(disk, path) else f"it cannot be read: {error.what}"
+    # Damaged positions count if their lsn is of this life: they may be what is left of acknowledged commits.
     shown = scan.cut + scan.cut_frames
     if not shown:
         return ""
@@ -201,6 +206,7 @@ def _open(disk: Disk, root: str, db_id: int, segment_id: int, row: WalRecord) ->
             db_id=db_id,
             segment_id=segment_id,
         ) from error
+    # The name and ids of a file restored from another copy match; only the salt shows another life.
     if row.salt and file.header.salt.to_bytes(8, "little") != row.salt:
         file.close()
         raise Corruption(
@@ -225,10 +231,13 @@ def _scan(
         with _open(disk, root, db_id, segment_id, row) as file:
             header = file.header
             if following is None:
+                # No later segment limits this one, so no lsn beyond its capacity may be given as synced: the missing
+                # frames would look like corruption (rule 5 of `segment_scan`).
                 limit = None
                 last = header.lsn(header.geometry.capacity - 1)
                 indexed, known = min(state.indexed_upto_lsn, last), 0
             else:
+                # The next segment begins where this one ended: lsns are consecutive while a database is open.
                 limit = min(max(following - header.first_lsn, 0), header.geometry.capacity)
                 indexed, known = state.indexed_upto_lsn, proven
             scan = _scan_one(file, indexed, known, limit, salvage=salvage)
@@ -245,6 +254,7 @@ def _scan_one(file: SegmentFile, indexed: int, proven: int, limit: int | None, *
         if not salvage or "frame" not in damage.where:
             raise
         emit("error", "wal.salvaged", error=str(damage), lost="everything from this frame on")
+        # Up to the damage and without the proof that made it damage: everything from there on is given up.
         return recover_segment(file, indexed_upto_lsn=indexed, limit=damage.where["frame"])
 
 
@@ -254,6 +264,7 @@ def _decide_kept(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
     for number, segment in enumerate(scanned):
         scan, limit = segment.scan, segment.limit
         if is_unbroken:
+            # A tail without a commit is kept only if later segments complete it; otherwise it never happened.
             goes_on = limit is not None and scan.good == limit and _is_finished_by(scanned[number + 1 :])
             segment.kept = scan.good if goes_on else scan.cut
         if scan.cut_reason is not CutReason.NOTHING and segment.kept < scan.cut + scan.cut_frames:
@@ -266,6 +277,7 @@ def _decide_kept(db_id: int, scanned: Sequence[ScannedSegment]) -> None:
                 forgotten=scan.cut + scan.cut_frames - segment.kept,
                 why=scan.cut_reason.value,
             )
+        # After a cut nothing later is kept: later transactions build on the lost one.
         is_unbroken = is_unbroken and (limit is None or segment.kept == limit)
 
 
@@ -387,6 +399,7 @@ def _write_index(
     fresh = entries[entries["lsn"] > np.uint64(indexed_upto_lsn)]
     if len(fresh):
         with IndexWriter(disk, _path(root, db_id, header.segment_id), header) as index:
+            # Entries begin with frame 0 and are in frame order, so this is the number of the first fresh frame.
             index.write(len(entries) - len(fresh), fresh.tobytes())
         hit("pages.recovery.entries")
 

@@ -112,6 +112,7 @@ class RemoteReaders:
     def _hold(self, store: PageStore, reader_id: int, lease: Lease, mark: Mark, ttl: float) -> _Held:
         snapshot = Snapshot(store.versions, mark, lease)
         held = _Held(store, snapshot, lease, ttl, 0)
+        # The row is written while the lease in memory protects the version: there is no moment without either.
         self._persist(store.db_id, reader_id, held)
         with self._lock:
             self._held[store.db_id, reader_id] = held
@@ -151,6 +152,7 @@ class RemoteReaders:
             held = self._held.pop(key, None)
             if held is None and key not in self._retired and self._row(*key) is None:
                 raise self._unknown(*key)
+            # The row first: the lease in memory still holds the version if this fails.
             self._manifest.submit([DropReader(*key)]).result()
             self._looked_at.pop(store.db_id, None)
         if held is not None:

@@ -182,6 +182,7 @@ def decode_header(data: Bytes, path: str, *, db_id: int | None = None, segment_i
     magic, version, _, page_size, found_db, found_segment, capacity, _, first_lsn, salt, created_at_ms, crc = fields
     if magic != MAGIC:
         raise _no_header("the file does not start like a WAL segment", path)
+    # Before the version is looked at: a damaged version number must not read as a newer format.
     if crc64(memoryview(data)[:HEADER_CHECKED_BYTES]) != crc:
         raise _no_header("the segment's header fails its checksum", path)
     if version > VERSION:
@@ -272,6 +273,7 @@ def encode(
                 parts += (head, zeros)
                 frame_no += 1
                 if gaps:
+                    # The body is skipped: the file keeps what it has there, and readers never look at it.
                     pieces.append((offset, b"".join(parts)))
                     parts.clear()
                     offset = geometry.frame_offset(frame_no)

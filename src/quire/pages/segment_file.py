@@ -141,6 +141,7 @@ class SegmentFile:
 
         REQUIRES that the former segment is no longer needed. If this fails, the file under either name is garbage.
         """
+        # `rename` would replace an existing file without a trace, and it may have frames.
         if disk.exists(path):
             raise AlreadyExists("a segment file already exists", hint="remove it first", path=path)
         file = disk.open(former)
@@ -148,6 +149,8 @@ class SegmentFile:
             old = read_header(file)
             if old.db_id != db_id:
                 raise InvalidInput("a segment can only be recycled within its database", path=former, db_id=old.db_id)
+            # Rising lsns keep the entries and heads of the former life from looking as if they were written in this
+            # one: the scan counts positions by their lsns.
             if first_lsn <= old.first_lsn or file.size() < old.geometry.file_bytes:
                 raise InvalidInput(
                     "the file cannot be recycled: its lsns would decrease, or it is incomplete",
@@ -169,6 +172,8 @@ class SegmentFile:
             hit("pages.segment.recycled")
         finally:
             file.close()
+        # A crash before the rename leaves the header of another segment under the old name. Nothing reads it: the former
+        # segment is no longer needed.
         disk.rename(former, path)  # after the sync of the header: the new name never has an old header
         disk.sync_dir(os.path.dirname(path) or ".")
         file = disk.open(path)  # reopened, so that errors and `path` show the new name
@@ -239,6 +244,7 @@ class SegmentFile:
         except BaseException as error:
             self._mark_unusable("an append", error)
             raise
+        # After the writes: readers and syncs take frames below `used` as completely written.
         self.used = first + count
         self.room -= count
         return heads
@@ -270,6 +276,8 @@ class SegmentFile:
         lsn = self.header.first_lsn + self.used - 1
         handle, turn = self._lanes[lane if lane < len(self._lanes) else 0]
         with turn:
+            # Checked in turn: if the lanes share a handle, a failed sync has consumed the write-back error, and this
+            # one would succeed without covering its frames.
             if self._failure is not None or not self._writable:
                 self._check()
             if self._is_retired:
@@ -290,6 +298,7 @@ class SegmentFile:
             raise OutOfRange("the segment has no such frame", frame=frame_no, capacity=geometry.capacity)
         data = self._file.read_at(geometry.stride, geometry.frame_offset(frame_no))
         head = self.checked(frame_no, data, page)
+        # The body of a zero frame may not have been written (`GAP_BYTES`): the file has old bytes there.
         return bytes(geometry.page_size) if head.flags & ZERO else data[FRAME_HEAD_BYTES:]
 
     def read_head(self, frame_no: int) -> FrameHead:
@@ -324,6 +333,7 @@ class SegmentFile:
         """Close a segment in which everything is durable. Waits for running syncs; later syncs do nothing."""
         for handle, turn in self._lanes:
             with turn:
+                # Set in turn, so that no sync is running on the handle that is closed; a later one returns at once.
                 self._is_retired = True
                 handle.close()
 
@@ -380,6 +390,7 @@ class SegmentFile:
 def read_header(file: File, *, db_id: int | None = None, segment_id: int | None = None) -> SegmentHeader:
     """Return the header of an open segment file, after checking that its region of entries is complete."""
     header = decode_header(file.read_at(HEADER_BYTES, 0), file.path, db_id=db_id, segment_id=segment_id)
+    # Not compared with the full size: a sealed segment is cut after its last frame (decision 023).
     if (size := file.size()) < header.geometry.frames_offset:
         raise Corruption(
             "the segment ends within its index", hint=HINT, path=file.path, size=size, min=header.geometry.frames_offset

@@ -165,6 +165,7 @@ def scan_segment(
     frames.read(read_frames)
     good, entries = frames.good(), frames.entries
     proven = max(indexed_upto_lsn, proven_lsn, frames.durable_upto_lsn)
+    # At `limit` nothing is missing: the segment never had more frames (rule 5).
     if good < limit and header.lsn(good) <= proven:
         what = "a frame's index entry" if good < start else "a frame"
         raise _corruption(header, path, good, f"{what} that had been synced is missing or damaged", frames.page(good))
@@ -268,6 +269,7 @@ class _Frames:
     def __init__(self, header: SegmentHeader, region: Entries, start: int) -> None:
         self._header = header
         self._start = start
+        # A copy, because the region is a read-only view of the bytes that were read.
         self.entries = region.copy()
         """Up to `start` from the region; from there on built from valid frames, and undefined for others."""
         self._valid = np.zeros(len(region), np.bool_)
@@ -321,6 +323,7 @@ class _Frames:
         heads, numbers = heads[places], numbers[places]
         commits = heads["db_size"] != 0
         self.commit_ms[numbers[commits]] = heads["commit_ms"][commits]
+        # Commits after a bad frame count too: an intact later one may prove that the bad one had been synced (rule 1).
         self.durable_upto_lsn = max(self.durable_upto_lsn, int(np.max(heads["durable_upto_lsn"][commits], initial=0)))
         return heads, numbers
 
@@ -415,6 +418,8 @@ def _damage(read: ReadAt, header: SegmentHeader, frames: int, path: str) -> str:
     if len(index) < frames * ENTRY_BYTES:
         return "the file ends within its index"
     region = parse_entries(index)
+    # The whole range is given as proven, so that any bad frame is damage and not a torn tail. `indexed_upto_lsn` stays
+    # 0: frames are to be read, not trusted.
     scanned = scan_segment(header, index, read_frames, path=path, proven_lsn=header.lsn(frames - 1), limit=frames)
     expected = b"".join((scanned.entries.tobytes(), scanned.unfinished.tobytes()))
     if expected != region.tobytes():

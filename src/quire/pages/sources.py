@@ -74,6 +74,7 @@ class Handles(Generic[H]):
         handle = self.get(key)
         if handle is not None:
             return handle
+        # Outside the lock, since it may read an object store. If two threads open the same one, the first is kept.
         opened = opener()
         given_up: list[H] = []  # released outside the lock, because closing is a system call
         with self._lock:
@@ -192,6 +193,7 @@ class Throttle:
             wait = -self._left / rate
             if wait > 0:
                 self.waited_seconds += wait
+        # Sleeps without the lock: the debt in `_left` makes later callers wait longer.
         if wait > 0:
             self._sleep(wait)
 
@@ -277,6 +279,7 @@ class Sources:
     # ── frames ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def version(self, origin: int, segment_id: int, lsn: int, page: int, *, place: SegmentPlace | None = None) -> bytes:
         """Return the page in the frame of this lsn, through the cache."""
+        # An lsn is never used twice (P5), so it identifies the bytes without the segment.
         cache, location = self.cache, (origin, lsn)
         image = cache.get(location)
         if image is None:
@@ -354,6 +357,7 @@ class Sources:
     def chunk(self, place: ChunkPlace, *, cold: bool = False) -> ChunkReader:
         """Return a chunk's reader, whose footer is loaded once."""
         if cold:
+            # A scan uses a footer that is in memory but adds none: it would push out those of other readers.
             kept = self._chunks.get(place.key)
             return kept if kept is not None else self._open_chunk(place, cold=True)
         return self._chunks.keep(place.key, lambda: self._open_chunk(place, cold=False))

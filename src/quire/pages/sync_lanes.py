@@ -96,19 +96,26 @@ class SyncLanes:
                 with self._lock:
                     flying = self._flying
                     before = flying[-1] if flying else None
+                    # If the newest flight covers this lsn, it is enough to wait for it: another sync would add nothing.
                     if before is None or (len(flying) < LANES and lsn > before.mark.lsn):
                         leads = True
                         flight.sync_completed = flight.is_invalidated = False
+                        # Never the lane of the running flight: two syncs through one handle could share one write-back
+                        # error, and the second would report lost frames as durable (decision 011).
                         flight.lane = 0 if before is None else 1 - before.lane
                         flight.mark, flight.segments = _NOTHING, []
                         flying.append(flight)  # before it takes segments, so that `_abort_flight` finds it
                         self._begin(flight, before)
+                    # Tested again under the lock: if the flight was settled since the loop's test, nothing would wake
+                    # this thread.
                     elif self.durable_lsn < lsn:
                         self._go_to_sleep(flight, lsn)
                     else:
                         return
                 if leads:
                     self._sync(flight)
+                    # Before the lock is taken: after an interrupt here `_abort_flight` settles the flight instead of
+                    # failing it.
                     flight.sync_completed = True
                     with self._lock:
                         if len(flying) > 1 or self._sleepers or flight.is_invalidated:
@@ -133,6 +140,7 @@ class SyncLanes:
                 with self._lock:
                     if not self._flying:
                         return
+                    # At lsn 0, every settled flight wakes it.
                     self._go_to_sleep(waiter, 0)
                 waiter.ring.sleep()
             finally:
@@ -170,6 +178,7 @@ class SyncLanes:
             if lsn <= durable:
                 sleeper.ring.wake()
             elif has_lane and lsn > covered:
+                # One is enough: its flight covers everything written by then, and its end wakes the next.
                 has_lane = False
                 sleeper.ring.wake()
 
@@ -180,6 +189,7 @@ class SyncLanes:
             if flight is not None:
                 self._sleepers.pop(flight, None)
                 if flight in self._flying and not flight.sync_completed:
+                    # Before any sleeper is woken: the one that leads next must find the database failed.
                     self._on_failure(error)
                     for later in self._flying[self._flying.index(flight) + 1 :]:
                         later.is_invalidated = True

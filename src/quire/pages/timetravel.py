@@ -79,6 +79,7 @@ def find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: Ma
     REQUIRES that everything up to `durable` is published, because index regions are searched.
     """
     lsn = Moment.of(at).lsn
+    # Lsns of one takeover's range and the next are not consecutive, so a requested lsn may lie in the gap between them.
     begins = [first for first, _ in txn.timelines() if lsn is not None and first > lsn]
     if lsn is None or not begins:
         return _find_version(txn, regions, db_id, at, durable, objects_url)
@@ -147,6 +148,7 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
 
 def last_commit(regions: Regions, pins: Sequence[PinnedSegment], moment: Moment) -> Mark | None:
     """Return the last commit at or below a moment in these segments, which are ordered by first lsn."""
+    # Newest first: the first segment with a commit at or below the moment has the last such commit.
     for pin in reversed(pins):
         region = regions.of(pin)
         frames = np.flatnonzero(region.entries["db_size"]).tolist()
@@ -211,6 +213,7 @@ def _find_in_snapshots(
             continue
         pins = pinned(txn, record.pins, objects_url, upto_lsn=record.anchor_lsn)
         mark, covered = last_commit(regions, pins, moment), _covered(txn, record)
+        # Leaves that cover more than the version would mix later pages into it.
         if mark is not None and covered <= mark.lsn:
             return FoundVersion(mark, snapshot_id, record)
         # Chunks that a checkpoint added to this snapshot while it was published may contain more than this version; those of

@@ -67,6 +67,7 @@ class Spill:
         """Write these images to the scratch file."""
         moved = sorted(images.items())
         self._file.write_at(b"".join([image for _, image in moved]), self._end)
+        # After the write: if it fails, the images are still in memory, and the earlier places are unchanged.
         for page, image in moved:
             self._places[page] = (self._end, crc64(image))
             self._end += self._size
@@ -85,6 +86,7 @@ class Spill:
         if place is None:
             return None
         image = self._file.read_at(self._size, place[0])
+        # The commit computes new checksums, so a byte that changed in the scratch file would become valid data.
         if crc64(image) != place[1]:
             raise ChecksumMismatch(
                 "a page of a large transaction was altered in its scratch file",
@@ -225,6 +227,7 @@ class WriteTxn:
 
     def _spill_over(self, *written: int) -> None:
         """Drop spilled images of pages just written, and spill all images if too many are in memory."""
+        # A page may be in memory or in the spill, not in both: `Wal.append` would write a frame for each.
         if self._spill is not None:
             for page in written:
                 self._spill.drop(page)
@@ -243,6 +246,7 @@ class WriteTxn:
             self._images = {page: image for page, image in self._images.items() if page < size_pages}
             if self._spill is not None:
                 self._spill.drop_from(size_pages)
+            # If the database grows again in this transaction, these pages are zeros, whatever the base has (P15).
             self._base_pages_end = min(self._base_pages_end, size_pages)
         self.size_pages = size_pages
 
@@ -258,6 +262,7 @@ class WriteTxn:
     def _commit(self) -> PageGuard:
         wal, size = self._wal, self.size_pages
         try:
+            # Checked again, because the database may have been dropped or made read-only since `begin`.
             self._require()
             if not self._images and not self._spill and self._base_pages_end >= size:
                 base = self._base
@@ -278,6 +283,7 @@ class WriteTxn:
         self._images = {}
         if self._spill is not None:
             self._spill.close()
+        # Last, because the next writer may begin at once.
         self._release()
 
     def _check(self) -> None:

@@ -97,6 +97,7 @@ class Versions(PageSource):
         """Return the location of the page as of version `lsn`."""
         version = self._unpublished(page, lsn)
         if version is None:
+            # Begun after the look into memory: a version that is published in between is in the index by now (P8).
             with self._begin_read() as txn:
                 return self._look_up(txn, page, lsn, again=again)
         if again:
@@ -120,6 +121,8 @@ class Versions(PageSource):
 
     def _look_up(self, txn: ReadTxn, page: int, lsn: int, *, again: bool = False) -> Location | InChain:
         """Return the location of a published version."""
+        # After a failed read the head alone is not enough: rows of absorbed versions are deleted late, so its segment
+        # may be gone while the chain has the page.
         if not again:
             head = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
             # Nothing is newer than a head at or below the snapshot, whatever the chain covers.
@@ -170,6 +173,7 @@ class Versions(PageSource):
         if held is None:
             return EMPTY
         key = (held.origin_db_id, leaf, held.generation)
+        # A leaf of one generation never changes, so a cached one is never stale. This transaction has the generation.
         chains = self._leaves.get(key)
         if chains is None:
             row = txn.get(t.SLOT_LEAF, held.origin_db_id, leaf, held.generation)

@@ -182,6 +182,7 @@ class ViewSource(PageSource):
             if len(self._chains) >= CHAINS_KEPT:
                 self._chains.clear()
             rows = self._links[bisect_left(self._slots, slot) : bisect_right(self._slots, slot)]
+            # The last artifact of a chain covers the most: deltas are in the order in which they were written.
             covered = int(rows["covered_lsn"][-1]) if len(rows) else 0
             if covered > self._view.lsn:
                 what = "the chunks of this view hold more than its version"

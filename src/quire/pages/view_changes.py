@@ -55,6 +55,7 @@ def doubtful_pages(before: ViewReader, after: ViewReader, start: int, stop: int)
     wanted = BitMap(range(start, stop))
     if before.view.pages_per_chunk != per_chunk:
         return wanted
+    # Pages that only one version has always differ.
     doubtful = BitMap(range(min(sizes), max(sizes)))
     old, new = _PageLocations(before), _PageLocations(after)
     for slot in range(start // per_chunk, -(-stop // per_chunk)):

@@ -122,6 +122,7 @@ class Wal:
         self._ahead: deque[SegmentFile] = deque()
         """Segments created for the rest of the transaction being written."""
         self._next_lsn = start.next_lsn
+        # The manifest has reserved nothing above this: the first append reserves a block before it uses an lsn.
         self._reserved_lsn = start.next_lsn - 1
         self._heads: dict[int, tuple[int, int]] = {}
         # written under _append, read by all
@@ -172,6 +173,7 @@ class Wal:
                 self._ahead.extend(self._maker.make(count - room, self._next_lsn + room))
             try:
                 return self._write(order, images, spill, db_size)
+            # From the first frame on the outcome is unknown: recovery may find the commit frame and keep it.
             except BaseException as error:
                 self._poison(error)
                 raise
@@ -191,6 +193,8 @@ class Wal:
                 size_pages=zeros_from,
                 new_size_pages=db_size,
             )
+        # Without frames of their own, pages that an earlier transaction cut off would come back with their old contents
+        # when the database grows again.
         there = set(written)
         order += [page for page in range(zeros_from, db_size) if page not in there]
         order.sort()
@@ -198,6 +202,7 @@ class Wal:
     def _reserve(self, frames: int) -> None:
         """Reserve a block of lsns in the manifest, before they are used (P5)."""
         upto = self._next_lsn + frames + LSN_BLOCK
+        # Awaited: if an lsn reached the disk before its reservation is durable, the next open would use it again.
         self._manifest.submit([AdvanceWal(self.db_id, 0, lsn_reserved=upto)]).result()
         self._reserved_lsn = upto
 
@@ -209,6 +214,7 @@ class Wal:
         before, unpublished, heads, publication = self.written, self.unpublished, self._heads, self._publication
         now, done, count, lsn = self._clock.now_ms(), 0, len(order), self._next_lsn
         image_of, former = images.get, unpublished.get
+        # Times of commits never fall, even if the clock is set back: time travel finds them by bisection (P14).
         if now < before.commit_ms:
             now = before.commit_ms
         mark: Mark | None = None
@@ -231,6 +237,8 @@ class Wal:
                 ]
             size, file = db_size if done == count else 0, segment.file
             first = file.used
+            # Recovery takes `durable_upto_lsn` for proof that everything up to it was synced, so it must be `durable`,
+            # never `written` (P3).
             frame_heads = file.append(writes, db_size=size, durable_upto_lsn=self.durable.lsn, commit_ms=now)
             if not segment.is_dirty:  # after the frames are written: the flight that takes the segment syncs them
                 segment.is_dirty = True
@@ -251,6 +259,8 @@ class Wal:
             publication.added_bytes += written_bytes
             publication.pieces.append(UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark))
             self.appended_bytes += written_bytes
+        # Last: a flight reads `written` first and collects dirty segments afterwards, so every frame of the version
+        # must be written and its segment flagged by now.
         self.written = mark
         self.newest_lsn[0] = mark.lsn
         return mark
@@ -265,6 +275,7 @@ class Wal:
             if version is None and page < size_before:
                 missing.append(page)
         if missing:
+            # After the look into memory: a version that is published in between is found in the index (P8).
             with self._manifest.read() as txn:
                 for page in missing:
                     row = txn.get(t.PAGE_VERSION_HEAD, self.db_id, page)
@@ -311,6 +322,8 @@ class Wal:
 
     def _sync(self, flight: Flight) -> None:
         """Sync the segments of one flight. At most two run concurrently."""
+        # `abandon` sets `failure` and waits for running flights before it closes files; a flight that begins later must
+        # not touch them.
         if self.failure is not None:
             self.require()
         for segment in flight.segments:
@@ -335,6 +348,7 @@ class Wal:
 
     def publishing(self) -> Iterator[int]:
         """Do the same in steps, each of which waits for the commit that the previous one submitted; yield the rows of each."""
+        # Cleared before the publisher reads `durable`: what becomes durable after that is requested again.
         self._publish_requested = False
         return self._publication.publish(lambda: self.durable)
 
@@ -346,6 +360,7 @@ class Wal:
         """
         unpublished = self.unpublished
         for start in range(0, len(pages), FORGET_PAGES):
+            # A version that a writer prepends between `get` and the assignment would be lost without the lock.
             with self._append:
                 for page in pages[start : start + FORGET_PAGES]:
                     version = unpublished.get(page)
@@ -383,6 +398,7 @@ class Wal:
 
     def prepare(self) -> bool:
         """Prepare the next file if the open segment is large and half full; return whether one was created."""
+        # Without the append lock: if the segment ends meanwhile, the spare is created too early, or at the next tick.
         segment = self._segment
         if segment is None:
             self._maker.drop_spare()  # nothing was written since the last seal: do not keep 16 MiB of zeros
@@ -403,6 +419,7 @@ class Wal:
         """Sync, seal and publish everything, so that the next open has nothing to recover; then refuse all further writes."""
         try:
             if self.failure is None:
+                # In this order: publication takes only what is durable, and seals only segments that have ended.
                 self.seal()
                 self.sync()
                 self.publish()
@@ -415,6 +432,7 @@ class Wal:
         if self.failure is None:
             self.failure = why
         self.newest_lsn[0] = -1
+        # Before the append lock is taken: a batch in progress needs that lock to forget its pages.
         self._publication.stop()
         with self._append:
             self._lanes.drain()  # `failure` is set: syncs that begin from now on raise before they touch a file
@@ -424,6 +442,7 @@ class Wal:
             self._segment, self._ahead = None, deque()
             for file in files:
                 file.close()
+        # Sleepers that no flight serves any more: each tries to lead, and gets the failure.
         self._lanes.wake()
 
     def forked(self) -> None:

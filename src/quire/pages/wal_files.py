@@ -96,8 +96,11 @@ class SegmentMaker:
                 frames -= segment.room
                 first_lsn += segment.room
             hit("pages.wal.made")
+            # An uncertain segment starts at the same lsn as its replacement. While its row is open, sealing the
+            # replacement would be refused (`AppendWalChunk`), so it is discarded in the same batch.
             ops = [*self._discards(), *map(self._row, segments)]
             self._next_id = first + len(segments)
+            # Before the submit: if its answer is lost, the next call looks up which rows exist.
             self._uncertain_ids += range(first, self._next_id)
             guard = self._manifest.submit(ops)
         except BaseException:
@@ -122,6 +125,7 @@ class SegmentMaker:
     def ended(self, segment: SegmentFile) -> None:
         """Derive the next segment's size from one that gets no more frames, full or not."""
         if segment.room:
+            # Minus one, because `next_file_bytes` returns the smallest size above this.
             self._file_bytes = segment.header.geometry.frame_offset(segment.used) - 1
 
     def _row(self, segment: SegmentFile) -> Op:
@@ -163,6 +167,7 @@ class SegmentMaker:
         """Return one segment: from the spare, from the file of a truncated segment, or new."""
         with self._preparing:  # `prepare` must not reuse the spare's name while it is being recycled
             if self._has_spare and file_bytes == FILE_BYTES_MAX:
+                # First: if recycling fails, the file under the spare's name is garbage, and `prepare` replaces it.
                 self._has_spare = False
                 segment = self._recycle(self.path(SPARE), segment_id, first_lsn)
                 if segment is not None:
@@ -218,6 +223,7 @@ class SegmentMaker:
                 if not file_bytes // 2 < row.file_bytes <= min(file_bytes, row.used_bytes):
                     continue
                 count = txn.refcount(ArtifactKey(self._db_id, ArtifactKind.WAL, segment_id, 0))
+                # An upload reads the file: its bytes must not change under it.
                 if count is None or count.in_use or count.pending_upload:
                     continue
                 if kept is not None and count.zero_since_ms >= kept[0]:  # a version that was lent may need it

@@ -58,6 +58,7 @@ class WriterSlot:
         """Release the slot and wake one waiter. Does nothing if another connection holds the slot."""
         if self._holder is who:
             self._holder = None
+            # The holder is cleared first: after the release another connection may already be the holder.
             self._lock.release()
             self._waiters.wake_first()
 
@@ -247,6 +248,7 @@ class ReadPin(Snapshot):
         """Move forward to a newer version."""
         self._lease.lsn = mark.lsn
         self._set(mark)
+        # `_use_kept` may have replaced it by the snapshot of the former version.
         self._source = self._versions
 
     def read_page(self, page: int) -> bytes:

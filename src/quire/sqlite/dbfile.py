@@ -171,6 +171,7 @@ class ReadLock:
                 held = self._connect(flags)
                 held.execute("BEGIN")
                 held.execute("PRAGMA schema_version").fetchall()
+                # A second connection: SQLite refuses every checkpoint inside a transaction, even one that does nothing.
                 self._probe = self._connect(flags)
                 self._probe.execute("PRAGMA schema_version").fetchall()
                 self._closing = self._closing.pop_all()
@@ -234,6 +235,7 @@ class FileSource:
         self.signature = file.signature()
         self.file_header = parse_db_header(file.read_at(HEADER_SIZE, 0), file.path)
         self.page_size = self.file_header.page_size
+        # Before the frames are counted: a commit that comes later changes size or time, and the next look notices it.
         self.wal_seen = size_and_time(wal)
         self.committed, copied = lock.frames() if lock is not None else (-1, -1)
         self.settled = lock is not None and self.committed == copied

@@ -126,6 +126,7 @@ def _write(disk: Disk, path: str, reader: Snapshot, name: str, check: bool, prog
         with suppress(FileNotFoundError):
             disk.remove(temporary)
         raise
+    # Only now: under its name the file is always complete, synced and verified.
     disk.rename(temporary, path)
     disk.sync_dir(os.path.dirname(path))
     return digest

@@ -114,6 +114,7 @@ def position_of(
     """
     place = end if end is not None else _end_of(source)
     seen, (wal_bytes, wal_mtime_ns) = source.signature, source.wal_seen
+    # A log that is still being written may get another commit within the same tick of the file system's clock.
     quiet = began_ns - wal_mtime_ns > RACY_NS
     return FollowPosition(
         path=source.path,
@@ -302,6 +303,7 @@ class Follower:
                 return False
             header, place = position.header, position.place
             if wal is not None and header is not None and place is not None:
+                # A frame with other salts is left over from an earlier use of the log; one with these salts is new.
                 following = frame_at(wal.read_at, header, place.frame + 1)
                 return position_is_intact(wal.read_at, position) and (following is None or following[0] != header.salts)
             if raw and size_and_time(wal) != (position.wal_bytes, position.wal_mtime_ns):

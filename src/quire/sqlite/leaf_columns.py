@@ -182,6 +182,7 @@ class LeafDecoder:
         UTF-8."""
         counts = row_counts(images)
         rows = int(counts.sum())
+        # The counts come from the pages: checked before anything is allocated for them.
         if counts.max() > self.usable // CELL_BYTES_MIN or rows * len(self.columns) > PAGE_VALUES_MAX:
             raise Unreadable(0)
         images = np.ascontiguousarray(images)

@@ -130,6 +130,8 @@ class LiveFile(DatabaseFile[ReadPin]):
         except IndexError:
             pin = ReadPin(store, self._database.newest)
         else:
+            # Move first, check the mark afterwards: `Readers._lowest` does it in the opposite order, so at least one of
+            # the two notices the other.
             if pin.is_open:
                 pin.move(store.wal.written)
             if not pin.is_open or pin.is_set_aside:
@@ -143,6 +145,7 @@ class LiveFile(DatabaseFile[ReadPin]):
         pin = self._idle[-1]
         pin.is_old = cell.state == OLD
         cell.take_over()
+        # The shim does not see that the store was closed: it may have begun to read the parked version before.
         if self._database.closed is not None:
             raise self._database.closed
         self._pin, self._read = pin, pin.read_page
@@ -159,6 +162,7 @@ class LiveFile(DatabaseFile[ReadPin]):
         # Idle before it is parked: the shim may read it at once, and `_take_over` finds it there.
         self._idle.append(pin)
         lsn, stamp = self._seen
+        # Without the stamp of exactly this version SQLite would keep cached pages of another one.
         if self._cell is not None and stamp and lsn == pin.lsn:
             self._cell.park(lsn, pin.size_pages * self._page_size, stamp)
             if not self._idle:  # the keeper closed the pin in between
@@ -182,6 +186,7 @@ class LiveFile(DatabaseFile[ReadPin]):
     def _reserve(self) -> None:
         """Begin to write: acquire the writer slot, and require that this connection has read the newest version."""
         store, slot, here = self._store, self._database.writer_slot, self._pinned_lsn()
+        # Before the slot: a connection with an old snapshot needs a new one and would wait for nothing.
         if store is not None and store.wal.written.lsn != here:
             raise self._stale()
         if not slot.try_acquire(self):
@@ -193,6 +198,7 @@ class LiveFile(DatabaseFile[ReadPin]):
                     raise self._stale()  # created by another connection in the meantime
                 return
             txn = self._begin(store)
+            # Compared again under the engine's write lock: writers that bypass SQLite do not take the slot.
             if txn.base_lsn != here:
                 txn.rollback()
                 raise self._stale()
@@ -207,6 +213,7 @@ class LiveFile(DatabaseFile[ReadPin]):
 
     def _begin(self, store: PageStore) -> WriteTxn:
         try:
+            # Without waiting: SQLite's busy handler decides how long a connection waits.
             return store.begin(0)
         except TimedOut as error:
             raise apsw_error(apsw.SQLITE_BUSY, str(error)) from error  # a writer that bypasses SQLite
@@ -277,6 +284,7 @@ class LiveFile(DatabaseFile[ReadPin]):
     def _flush_overlay(self, more: Mapping[int, bytes]) -> None:
         """Pass the overlay, and then `more` pages, to the engine's transaction."""
         assert self._txn is not None, "somebody writes"
+        # From here on, reads must go through the engine's transaction, which has the pages that leave the overlay.
         self._overlay_is_complete = False
         self._txn.write_pages(self._overlay)
         self._overlay = {}
@@ -329,10 +337,12 @@ class LiveFile(DatabaseFile[ReadPin]):
         try:
             for page, image in images.items():
                 txn.write_page(page, image)
+            # Before the commit: an error of this read after it would be reported as an unknown outcome.
             version = (images.get(0) or txn.read_page(0))[STAMP]
             self._txn, self._overlay = None, {}
             guard = txn.commit()
             appended = True
+            # While the slot is held: the next commit must find the run at the version it builds on.
             database.newest.record_commit(
                 pin.lsn, guard.lsn, images if self._overlay_is_complete else None, self._page_size
             )

@@ -78,6 +78,7 @@ def roll_back(manifest: ManifestStore, engine: PageEngine, name: str, to: str | 
             if not changed:
                 txn_.rollback()
                 return done
+            # Before the commit: a snapshot is of the version that is newest when it is taken.
             created = _keep(manifest, engine, db_id, done.snapshot)
         hit("sqlite.rollback.kept")
         try:

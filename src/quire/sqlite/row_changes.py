@@ -201,9 +201,12 @@ def _in_trees(
     trees = before.tree(old.root), after.tree(new.root)
     own = trees[0].pages() | trees[1].pages()
     others = set(changed) - own
+    # Walking every tree is needed only if a page outside this table has changed.
     overflow = others - before.accounted() - after.accounted() if others else set[int]()
     same = {page for page in trees[0].leaves.keys() & trees[1].leaves.keys() if page not in changed}
     if overflow and new.rowid:
+        # The new version alone is asked: if a page has moved from one row's chain to another's, the leaf or an overflow
+        # page before it in the old chain differs too.
         same -= after.owners(new.name, overflow)
     leaves = [tree.leaves.keys() - same for tree in trees]
     share = sum(map(len, leaves)) / max(sum(len(tree.leaves) for tree in trees), 1)

@@ -87,6 +87,7 @@ class ServedConnection:
             self._runner.raise_if_abandoned()
             answer = run()
         except Exception as error:
+            # An error is an answer too: a repeated call must not run the statement a second time.
             answer = self._state(error=_error_of(error))
         self._number, self._answer = number, answer
         hit("sql.served")

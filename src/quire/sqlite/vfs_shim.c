@@ -62,6 +62,7 @@ static int is_fast(const File *f) {
 /* Let Python know what it has not seen, before it is called. */
 static int settle(File *f) {
   if (is_fast(f)) return INNER(f)->xLock(f->inner, SQLITE_LOCK_SHARED);
+  /* Python may move or close the parked version from here on. */
   if (f->cell) swap(f->cell, PARKED, PLAIN);
   return SQLITE_OK;
 }
@@ -112,6 +113,8 @@ static int xLock(sqlite3_file *file, int level) {
   File *f = (File *)file;
   Cell *cell = f->cell;
   int rc;
+  /* If a commit lands between the comparison and the swap, this transaction reads the version before it, as if it had
+     begun a moment earlier. Only the keeper can interfere, and then the swap fails. */
   if (level == SQLITE_LOCK_SHARED && cell && __atomic_load_n(&cell->state, __ATOMIC_ACQUIRE) == PARKED
       && __atomic_load_n(cell->newest, __ATOMIC_ACQUIRE) == cell->lsn && swap(cell, PARKED, READING)) {
     f->level = level;
@@ -134,6 +137,7 @@ static int xLock(sqlite3_file *file, int level) {
 static int xUnlock(sqlite3_file *file, int level) {
   File *f = (File *)file;
   f->level = level;
+  /* The swap fails if the keeper has marked the version OLD: then Python must close it. */
   if (level == SQLITE_LOCK_NONE && f->cell && swap(f->cell, READING, PARKED)) return SQLITE_OK;
   if (!is_fast(f)) settle(f);
   return INNER(f)->xUnlock(f->inner, level); /* if the version is OLD, Python closes it */

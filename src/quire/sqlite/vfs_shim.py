@@ -88,6 +88,7 @@ class Cell:
     def park(self, lsn: int, size_bytes: int, stamp: bytes) -> bool:
         """Offer this version to the next read transaction; return whether the shim accepted it."""
         words = self._words
+        # Before the swap, which publishes them to the shim.
         words[_LSN], words[_SIZE] = lsn, size_bytes
         words[_STAMP:_STAMP_END] = array("q", stamp)
         return bool(self._library.swap(self.address, PLAIN, PARKED))

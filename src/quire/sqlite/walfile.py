@@ -159,6 +159,8 @@ def verified(data: bytes, header: WalHeader, after: VerifiedFrame) -> FrameBlock
     stored = heads[:, 4:6].astype(np.uint32)
     before = np.empty_like(stored)
     before[:1] = after.checksum
+    # Each frame is checked against the stored checksum of the one before it. If that one is wrong, it fails itself, and
+    # the log ends there.
     before[1:] = stored[:-1]
     good = (_sums(rows, header, before) == stored).all(axis=1)
     good &= (heads[:, 2:4] == np.frombuffer(header.salts, ">u4")).all(axis=1)
@@ -225,5 +227,6 @@ def newest_pages(read_at: ReadAt, header: WalHeader, upto: int | None = None) ->
             waiting.clear()
             size_pages, end = int(block.sizes[cut - 1]), block.place(cut - 1)
         waiting.update(zip(pages[cut:], numbers[cut:]))
+    # Pages beyond the size were cut off by a later commit of the log.
     kept = {page: frame for page, frame in frames.items() if page <= size_pages}
     return WalMap(header, kept, size_pages, end)
