@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.archive import base_writer
-from quire.archive.format import Position
+from quire.archive.format import BaseEvent, Position
 from quire.core.errors import AccessDenied, NotArchived
 from quire.core.limits import MIB
 from quire.testing.clock import ManualClock
@@ -364,3 +365,28 @@ def test_a_base_does_not_wait_for_a_file_that_was_removed(tmp_path: Path, monkey
         monkeypatch.setattr(archived.archiver._uploader, "put_artifact", remove_then_put)
         with pytest.raises(FileNotFoundError):
             archived.archiver.artifact(Position(1, 0), str(path), "lsm/table.sst")
+
+
+def test_a_base_on_request_begins_again_if_the_backlog_overflows_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the call failed with "the base was not uploaded (error='')", although the archiver tried again by itself."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        archiver, attempts = archived.archiver, []
+
+        def write_base(*args: Any) -> BaseEvent:
+            attempts.append(1)
+            base = base_writer.write_base(*args)
+            if len(attempts) == 1:
+                with archiver._cutting:
+                    archiver._break_chain("the backlog exceeds archive.backlog_bytes")
+            return base
+
+        monkeypatch.setattr("quire.archive.archiver.write_base", write_base)
+        archiver.base()
+        assert len(attempts) >= 2
+        assert archived.headers()[-1].restorable == archived.headers()[-1].position.number
+        expected = contents(archived.store)
+    assert read(archived.restore()) == expected

@@ -324,6 +324,17 @@ class Archiver:
 
     def base(self) -> None:
         """Upload the whole store again, under new names, and return when it can be restored from that alone."""
+        deadline = time.monotonic() + BASE_WAIT_SECONDS
+        while not self._write_base_now():
+            # The log broke while the base was read, and that base is useless without the dropped part: begin again.
+            if time.monotonic() >= deadline:
+                hint = "raise archive.backlog_bytes, or try again when the store is less busy"
+                raise NotArchived("the backlog overflowed while the base was uploaded", hint=hint)
+        self.wait(BASE_WAIT_SECONDS)
+
+    def _write_base_now(self) -> bool:
+        """Upload the parts of a base. Return `False` if the log broke meanwhile."""
+        breaks = self._outbox.breaks
         with self._cutting:
             if not self._ensure_end():
                 raise NotArchived("the bucket does not answer", hint="try again when it does", error=self.last_error)
@@ -333,10 +344,12 @@ class Archiver:
             thread = self._base_thread
         if thread is not None:
             thread.join()
-        if self._base_first is None:
-            hint = "it is tried again; `quire archive status` shows when it succeeds"
-            raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
-        self.wait(BASE_WAIT_SECONDS)
+        if self._base_first is not None:
+            return True
+        if self._outbox.breaks != breaks:
+            return False
+        hint = "it is tried again; `quire archive status` shows when it succeeds"
+        raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
