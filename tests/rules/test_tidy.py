@@ -19,8 +19,8 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 668,  # one state shared by three threads: cutting, uploading, bases
-    "src/quire/store/store.py": 652,  # the class that is the product: it delegates
+    "src/quire/archive/archiver.py": 669,  # one state shared by three threads: cutting, uploading, bases
+    "src/quire/store/store.py": 642,  # the class that is the product: it delegates
 }
 DECLARATIONS = {
     "src/quire/core/settings.py",  # one struct for each section of quire.toml, and the example of all of them
@@ -83,7 +83,8 @@ def words(pattern: str) -> Callable[[Source], Iterator[int]]:
 
 
 def module_lines(source: Source) -> int:
-    return source.text.count("\n")
+    """Lines of a module without those of comments: a limit of length must not be a reason to leave out reasons."""
+    return sum(not line.lstrip().startswith("#") for line in source.text.splitlines())
 
 
 def function_lines(source: Source) -> Iterator[tuple[str, int, int]]:
@@ -158,7 +159,7 @@ RULES = [
         reason=f"a module has one job; above {MODULE_LINES_MAX} lines it has two",
         instead="split it by verb, or list it in LONGER_MODULES with the reason in the change",
         find=long_module,
-        example="#\n" * (MODULE_LINES_MAX + 1),
+        example="x\n" * (MODULE_LINES_MAX + 1),
     ),
     Rule(
         name="function length",
