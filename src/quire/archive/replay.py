@@ -133,6 +133,7 @@ class Replay:
             for name in disk.names(replay._files)
             if name != STAGED
         }
+        # Those that get no name below lost it in the last object, and the process ended before `sweep`.
         replay._nameless.update(numbers.values())
         for path in _walk(replay._root):
             number = numbers.get(os.stat(path).st_ino)
@@ -279,6 +280,7 @@ class Replay:
         with suppress(FileNotFoundError):
             self._disk.remove(self._content(number))
         hit("archive.replay.replaced")
+        # A new file, not a truncated one: `.kept/` may hold a link to the old one.
         self._disk.open(self._content(number), create=True).close()
         self._folders.add(self._files)
         self._swept.discard(number)
