@@ -545,6 +545,7 @@ class Archiver:
             return
         since = time.monotonic() - self._base_began
         outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
+        # Without a change since the last base, another one would have the same contents.
         is_old = since >= self.settings.base_seconds and self._log_bytes > 0
         is_due = since >= RETRY_SECONDS[2] if self._needs_base else outweighs or is_old
         if self._next is not None and is_due:
@@ -625,6 +626,7 @@ class Archiver:
     def _cut_for_waiters(self) -> None:
         """Cut again at once if calls wait for more. This precedes waking those that were served: they would compete with the
         cut for the interpreter, while nothing is on its way to the bucket."""
+        # Without waiting for the lock: its holder may wait for the bucket, or read a large file (decision 081).
         if self._arrivals.has_waiters() and self._cutting.acquire(blocking=False):
             try:
                 if self._next is not None and not self._outbox:

@@ -161,6 +161,7 @@ class Artifacts:
 
     def _name(self, store_id: str, position: Position, identity: Identity, path: str) -> tuple[str, bytes]:
         inode, size, changed = identity
+        # The name begins with the position because trimming goes by it (`window.plan_trim`).
         return file_key(store_id, position, f"{inode:x}-{size:x}-{changed:x}"), sha256_of(path)
 
 

@@ -172,6 +172,7 @@ class Replay:
             if (file := self._open.get(number)) is not None:
                 file.sync()
         self._dirty.clear()
+        # A restore syncs its directories once, in `settle`: until then its directory is refused as incomplete.
         if self._kept is not None:
             for folder in sorted(self._folders):
                 with suppress(FileNotFoundError):
@@ -263,6 +264,7 @@ class Replay:
 
     def _close_one(self) -> None:
         number, file = next(iter(self._open.items()))
+        # Synced before it leaves `_open`: `_flush` syncs only files that are open.
         file.sync()
         file.close()
         del self._open[number]
@@ -409,6 +411,7 @@ class Replay:
         self.close()
         for name in self._disk.names(self._files):
             self._disk.remove(os.path.join(self._files, name))
+        # Last: while it exists, a directory without restored.json is refused as incomplete (layout.py).
         self._disk.remove_dir(self._files)
         self._disk.sync_dir(self._root)
 

@@ -139,6 +139,7 @@ class Line:
         self.epochs: list[tuple[int, range]] = []
         """(epoch, gapless range of its log numbers), newest first."""
         epoch, bound = self._newest(), NONE
+        # Parents come from a bucket: a forged one must not make this loop endless.
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = self._owners_run(epoch, bound)
             self.epochs.append((epoch, numbers))

@@ -142,6 +142,7 @@ def restore(
             correct_rows(replay, root, home, is_backup=index is not None)
             write_config(disk, root, home, options if index is None else None)
             replay.settle()
+            # With restored.json the directory counts as complete (layout.py), so it follows everything else.
             origin = _origin(point, bucket.url, digest) if index is None else None
             if origin:
                 write_origin(disk, root, origin)
@@ -277,6 +278,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
     the directory, unless it is a restored backup."""
     _adopt(root, disk, clock, origin)
     with open_owner(root, quiet_settings(disk, root), clock, disk) as store:
+        # Before a database is opened: its recovery must not put objects into a bucket that belongs to an owner.
         store.rights.refuse("a restored directory has no owner until it is taken over")
         if origin is not None:
             owner = OwnerFile(
