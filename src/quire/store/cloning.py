@@ -143,8 +143,6 @@ def clone(
             hit("clone.made")
             owner_epoch = _begin(root, clock, disk)
         except BaseException:
-            # Also a registration whose put failed: the response may have been lost, and the parent would keep its
-            # objects for nobody.
             for parent_id in registered:
                 with suppress(QuireError):
                     release(bucket, parent_id, clone_id)

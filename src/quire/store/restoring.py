@@ -142,7 +142,6 @@ def restore(
             correct_rows(replay, root, home, is_backup=index is not None)
             write_config(disk, root, home, options if index is None else None)
             replay.settle()
-            # With restored.json the directory counts as complete (layout.py), so it follows everything else.
             origin = _origin(point, bucket.url, digest) if index is None else None
             if origin:
                 write_origin(disk, root, origin)
