@@ -181,6 +181,8 @@ class Archiver:
                 # the settings were edited while the store was closed, and no base will read them for an hour
                 for event in whole_file(self._disk, os.path.join(self._root, names.CONFIG), names.CONFIG):
                     self.queue.append(event)
+        # No commit may come between the comparison above and this line: it would be in no log object, and no base would
+        # follow. Changes of files are recorded since the constructor.
         self._manifest.writer.archive = self
         self._manifest.writer.record_rows()
         for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
@@ -200,6 +202,8 @@ class Archiver:
         if self._base_thread is not None:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
         is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
+        # Only if the log in the bucket leads to exactly this state. Without archive.json, the next life begins with a
+        # base.
         if is_done and self._arrivals.failure is None and self._next is not None and not self._needs_base:
             state = ArchiveState(
                 store_id=self._store_id,
@@ -209,6 +213,7 @@ class Archiver:
                 base=self._base,
                 base_bytes=self._base_bytes,
                 log_bytes=self._log_bytes,
+                # Final: `Store.close` ends the manifest's writer before the archive.
                 transaction=self._manifest.env.last_txn_id(),
                 at_ms=self._at_ms,
                 base_at_ms=self._base_at_ms,
@@ -255,6 +260,8 @@ class Archiver:
     def wait(self, timeout: float | None = None) -> None:
         """Block until everything that was changed before this call is in the bucket."""
         seconds = self.settings.sync_seconds if timeout is None else timeout
+        # The recorder and the manifest's writer hand a change over before the call that made it returns, so the end of
+        # the queue covers what the caller has changed.
         if not self._arrivals.wait(self.queue.end, seconds, self._request_cut):
             raise NotArchived(
                 "committed on this disk but not yet in the bucket, which did not answer in time",
@@ -339,6 +346,7 @@ class Archiver:
             if not self._ensure_end():
                 raise NotArchived("the bucket does not answer", hint="try again when it does", error=self.last_error)
             if not self._is_base_pending():
+                # A put under the old name would adopt the object that is there, which may be the damaged one.
                 self._artifacts.forget_all()
                 self._begin_base()
             thread = self._base_thread
@@ -370,6 +378,7 @@ class Archiver:
             self._fail(error)
         finally:
             with self._lock:
+                # Last: the uploading thread ends when this is set and the outbox is empty.
                 self._is_drained = True
                 self._changed.notify_all()
 
@@ -388,6 +397,7 @@ class Archiver:
                 left = deadline - time.monotonic()
                 if left <= 0 or self._is_end_unknown or self.queue.size_bytes > self.queue.crowded_bytes:
                     return
+                # `archived < end`: a call that waits only for a base would make this loop spin.
                 if self._arrivals.has_waiters() and not self._outbox and self.archived < self.queue.end:
                     if self._is_blocked:
                         self._changed.wait(min(left, BLOCKED_SECONDS))
@@ -415,6 +425,7 @@ class Archiver:
         self._parent, self._digest = end.parent, end.digest
         self._restorable, self._base = end.restorable, end.base
         self._at_ms, self._last_cut_ms = max(self._at_ms, end.at_ms), end.at_ms or self._last_cut_ms
+        # Before `_next` is set, for which `require_end` waits: a retirement after it must not carry an earlier time.
         self._manifest.writer.commit_not_before(self._at_ms)
         with self._lock:  # from here on no event is dropped (`_cut_early`)
             self._next = end.next
@@ -427,6 +438,7 @@ class Archiver:
 
     def _cut(self) -> None:
         """Encode the events that are in the queue now as objects. Later events wait for the next cut."""
+        # Fixed at the beginning: writers may add events as fast as they are taken, and the loop would not end.
         wanted = self.queue.end
         while True:
             since = self.queue.since or time.monotonic()
@@ -435,6 +447,7 @@ class Archiver:
             self._is_blocked = not events
             if not events:
                 with self._lock:  # at most cancelled slots were taken
+                    # Objects in the outbox have events before `end`.
                     if not self._outbox and end > self._arrivals.archived:
                         self._arrivals.archived = end
                 self._arrivals.wake()
@@ -459,6 +472,8 @@ class Archiver:
                 self._needs_base = False
         broken = self._needs_base
         self._at_ms = max(self._at_ms, self._clock.now_ms())  # restoring a moment is a binary search for it
+        # Before this moment can be restored: an object that is retired later and carries an earlier time would be
+        # deleted while the moment needs it (decision 040).
         self._manifest.writer.commit_not_before(self._at_ms)
         header = Header(
             kind=Kind.LOG,
@@ -483,6 +498,7 @@ class Archiver:
             self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
             return  # the log continues at the position that `_break_chain` has set
         self._log_bytes += len(data)
+        # Only now: an object that the outbox refuses must not use up a number. The log has no gaps.
         self._next, self._digest = Position(position.epoch, position.number + 1), outgoing.digest
         self._restorable = header.restorable
         hit("archive.cut.encoded")
@@ -497,7 +513,9 @@ class Archiver:
                 self._digest, self._restorable, self._base = first.digest, first.header.restorable, first.header.base
             self._arrivals.is_restorable = False
         self._outbox.discard(dropped)
+        # Their uploads are dropped too: the next base must not assume that the bucket has them.
         self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
+        # After `breaks` has risen: a base that began before does not count, because it may lack the dropped changes.
         self._remove_kept(self.queue.drop())
         self._needs_base, self._base_first = True, None
         self._base_began = float("-inf")
@@ -540,6 +558,7 @@ class Archiver:
             return
         since = time.monotonic() - self._base_began
         outweighs = self._log_bytes > max(self._base_bytes, FIRST_LOG_BYTES) and since >= BASE_PAUSE_SECONDS
+        # Without a change since the last base, another one would have the same contents.
         is_old = since >= self.settings.base_seconds and self._log_bytes > 0
         is_due = since >= RETRY_SECONDS[2] if self._needs_base else outweighs or is_old
         if self._next is not None and is_due:
@@ -570,6 +589,8 @@ class Archiver:
 
     def _write_base(self) -> None:
         """Write a base while the store is in use. The log from `first` on corrects what changed while it was read."""
+        # Both before anything is read: a break from here on voids the base, and a change that the base does not see is
+        # in an object from `first` on.
         breaks = self._outbox.breaks
         if (first := self._next) is not None:
             self._base_first = first
@@ -604,6 +625,7 @@ class Archiver:
                 with self._lock:
                     if self._outbox.remove_first(outgoing):
                         is_whole = outgoing.header.restorable == outgoing.header.position.number
+                        # An object that was encoded before a break may arrive after it; what followed it was dropped.
                         is_restorable = is_whole and outgoing.breaks == self._outbox.breaks
                         self._arrivals.advance(outgoing.end, is_restorable=is_restorable)
                         self._last_cut_ms = outgoing.header.at_ms
@@ -617,6 +639,7 @@ class Archiver:
     def _cut_for_waiters(self) -> None:
         """Cut again at once if calls wait for more. This precedes waking those that were served: they would compete with the
         cut for the interpreter, while nothing is on its way to the bucket."""
+        # Without waiting for the lock: its holder may wait for the bucket, or read a large file (decision 081).
         if self._arrivals.has_waiters() and self._cutting.acquire(blocking=False):
             try:
                 if self._next is not None and not self._outbox:

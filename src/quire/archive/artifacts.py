@@ -101,6 +101,7 @@ class Artifacts:
             self._used.add(identity)
         if target is None:
             named = self._name(store_id, first, identity, path)
+            # Uploaded before it is remembered: a cut that finds an object here names it without an upload.
             upload(named[0], path)
             self._has_renamed |= not is_unnamed
             with self._lock:  # a cut may have named it meanwhile
@@ -110,6 +111,8 @@ class Artifacts:
     def end_base(self) -> bool:
         """Forget files that no longer exist. Return whether the base gave new objects to files that the log may have named."""
         with self._lock:
+            # Trimming keeps the files that a base, or the log beside it, names (decision 040). An object that neither
+            # names must not be named again.
             used = {identity: target for identity, target in self._object_of.items() if identity in self._used}
             self._object_of = used
         return self._has_renamed
@@ -158,6 +161,7 @@ class Artifacts:
 
     def _name(self, store_id: str, position: Position, identity: Identity, path: str) -> tuple[str, bytes]:
         inode, size, changed = identity
+        # The name begins with the position because trimming goes by it (`window.plan_trim`).
         return file_key(store_id, position, f"{inode:x}-{size:x}-{changed:x}"), sha256_of(path)
 
 

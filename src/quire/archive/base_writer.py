@@ -78,6 +78,7 @@ def base_records(
     """Yield the manifest's rows, then directories and files, as events."""
     with manifest.read() as txn:
         oldest, head = txn.feed_bounds()
+        # Cursors are restored, too, and must find the changes that they have not read.
         unread = [row.acked_sequence for _, row in txn.scan(t.CHANGE_CURSORS)]
     for block in image(manifest.read, max(min([head, *unread]), oldest)):
         yield CommitEvent((block,))

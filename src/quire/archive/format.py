@@ -289,6 +289,7 @@ def decode_object(data: bytes, key: str) -> tuple[Header, list[AnyEvent]]:
     body = memoryview(data)[HEADER_BYTES:]
     if len(body) != header.body_bytes or hashlib.sha256(body).digest() != header.body_digest:
         raise _damaged(key, "its events do not match its header")
+    # Before the decompression, which allocates this much.
     if header.raw_bytes > RAW_BYTES_MAX:
         raise _damaged(key, f"it claims to hold {header.raw_bytes:,} bytes")
     try:

@@ -64,6 +64,7 @@ class KeptFiles:
         with suppress(FileNotFoundError):
             if copied:
                 write_new(self._disk, target + names.TEMPORARY, read_all(self._disk, source), overwrite=True)
+                # Readers look in `.kept/` first, and must not find half a copy.
                 self._disk.rename(target + names.TEMPORARY, target)
             else:
                 self._disk.link(source, target)

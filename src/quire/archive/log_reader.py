@@ -173,12 +173,15 @@ def find(
             index, damaged = _newest_not_after(store, store_id, usable, at_ms)
             if index is not None:
                 header = header_of(store, store_id, usable[index])
+                # Trimming removes the beginning of a log: both the object that names the base and the one with which
+                # its replay begins must still be there.
                 if header.restorable != NONE and header.base >= usable[0].number:
                     point = _point(store, store_id, Position(current, header.restorable), usable[-1], damaged)
                     if point.base.first_log >= usable[0].number:
                         return point
             if usable[0].number:
                 break  # trimmed: earlier objects are out of the window
+            # What the owner before has put after this object is not part of the history.
             parent = bound = header_of(store, store_id, usable[0]).parent
         current = (
             parent.epoch
@@ -256,6 +259,7 @@ def _point(
     header = header_of(store, store_id, position)
     key = log_key(store_id, Position(position.epoch, header.base))
     _, events = decode_object(store.get(key), key)
+    # A base that began earlier may be named in the same object; the last one counts.
     bases = [event for event in events if isinstance(event, BaseEvent)]
     if not bases:
         raise Corruption("the log object does not name a base", key=key)

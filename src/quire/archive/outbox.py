@@ -93,6 +93,7 @@ class Outbox:
             outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
             hit("archive.spool.before")
             self._disk.make_dirs(self._spool)
+            # The name is not synced: after a crash the file has no use, because a base follows.
             write_new(self._disk, outgoing.path, data, overwrite=True)
             hit("archive.spool.written")
         with self._lock:

@@ -68,6 +68,7 @@ class Slot:
 
     def fill(self, event: AnyEvent) -> None:
         """Set the event of this slot."""
+        # Before `settled`: `take` reads the event without the lock once the slot is settled.
         self.event = event
         self._queue.settled(self, event.size_bytes())
 
@@ -132,9 +133,11 @@ class EventQueue:
             before = self._bytes
             self._bytes = before + size
         if before + size > self.crowded_bytes:
+            # Without the lock: `crowded` may call `drop`, which takes it.
             self._make_room(before)
 
     def _make_room(self, before: int) -> None:
+        # Up to `full_bytes`, only the append that crosses the limit signals: the signal takes the archiver's lock.
         if before <= self.crowded_bytes or self._bytes > self._full_bytes:
             self._crowded()
         with self._room:
@@ -157,6 +160,7 @@ class EventQueue:
     def settled(self, slot: Slot, size_bytes: int) -> None:
         """Mark a slot as settled. Called by `Slot`."""
         with self._lock:
+            # In this order: `_take_front` reads both without the lock.
             slot.size_bytes = size_bytes
             slot.is_settled = True
             if slot.is_queued and self.is_open:
@@ -184,6 +188,8 @@ class EventQueue:
             waiting = len(self._front) + len(self._events)
             self.since = time.monotonic() if waiting else None
             self._room.notify_all()
+            # Dropped events count as taken: the base has them, and callers that wait for an ordinal wait for the base
+            # too (`Arrivals.is_restorable`).
             return events, self._end - waiting
 
     def _has_front(self) -> bool:
@@ -219,6 +225,7 @@ class EventQueue:
             for event in (*self._front, *self._events):
                 if not isinstance(event, Slot):
                     dropped.append(event)
+                # The base may read the rows before this commit is visible, so its event is still needed.
                 elif not event.is_settled:
                     kept.append(event)
             self._front, self._events, self._bytes = deque(), kept, 0

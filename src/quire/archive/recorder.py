@@ -123,6 +123,8 @@ class Recorder(DiskLayer):
         if kind is Shipping.WHOLE:
             return ArtifactFile(file, self)
         recorded = RecordedFile(file, self)
+        # If the queue was opened during this call, a base may or may not have seen the file. It is empty, so creating
+        # it twice loses nothing.
         if self.queue.is_open and (is_new or (create and not was_open and not file.size())):
             self.queue.append(CreateEvent(recorded.number, self._relative(path)))
         return recorded
@@ -139,6 +141,7 @@ class Recorder(DiskLayer):
             return
         number = self._inode_at(source)
         with self.naming:
+            # Before the rename: afterwards no path leads to the file that is replaced.
             replaced = _last_name_of(target)
             self._inner.rename(source, target)
             self._lose_name(replaced)
@@ -154,6 +157,7 @@ class Recorder(DiskLayer):
         elif after is Shipping.BYTES:
             for event in whole_file(self._inner, target, self._relative(target)):
                 self.queue.append(event)
+        # After the new name: in between the file has both names, never none.
         if before is not Shipping.NOT:
             self.queue.append(RemoveEvent(number, self._relative(source)))
 
@@ -181,6 +185,7 @@ class Recorder(DiskLayer):
             self.queue.append(RemoveEvent(number, self._relative(path)))
 
     def _lose_name(self, number: int) -> None:
+        # Without a handle nobody can write to the file, and the system may give its number to another one.
         if number in self._handles:
             self.nameless.add(number)
 
@@ -261,6 +266,7 @@ class RecordedFile(FileLayer, DirectFile):
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         self._inner.write_at(data, offset)
+        # After the write: one that ended before the queue was opened is on disk when the base is read (rule 4).
         if self._queue.is_open:
             self._hand_over(write_event(self.number, offset, data))
 
@@ -367,6 +373,7 @@ def whole_file(disk: Disk, path: str, relative: str, seen: set[int] | None = Non
         number, size = inode(file), file.size()
         if seen is not None:
             if number in seen:
+                # A second `CreateEvent` would take the first name away from the file (decision 038).
                 return [LinkEvent(number, relative)]
             seen.add(number)
         events: list[AnyEvent] = [CreateEvent(number, relative)]

@@ -133,6 +133,7 @@ class Replay:
             for name in disk.names(replay._files)
             if name != STAGED
         }
+        # Those that get no name below lost it in the last object, and the process ended before `sweep`.
         replay._nameless.update(numbers.values())
         for path in _walk(replay._root):
             number = numbers.get(os.stat(path).st_ino)
@@ -171,6 +172,7 @@ class Replay:
             if (file := self._open.get(number)) is not None:
                 file.sync()
         self._dirty.clear()
+        # A restore syncs its directories once, in `settle`: until then its directory is refused as incomplete.
         if self._kept is not None:
             for folder in sorted(self._folders):
                 with suppress(FileNotFoundError):
@@ -262,6 +264,7 @@ class Replay:
 
     def _close_one(self) -> None:
         number, file = next(iter(self._open.items()))
+        # Synced before it leaves `_open`: `_flush` syncs only files that are open.
         file.sync()
         file.close()
         del self._open[number]
@@ -279,6 +282,7 @@ class Replay:
         with suppress(FileNotFoundError):
             self._disk.remove(self._content(number))
         hit("archive.replay.replaced")
+        # A new file, not a truncated one: `.kept/` may hold a link to the old one.
         self._disk.open(self._content(number), create=True).close()
         self._folders.add(self._files)
         self._swept.discard(number)
@@ -407,6 +411,7 @@ class Replay:
         self.close()
         for name in self._disk.names(self._files):
             self._disk.remove(os.path.join(self._files, name))
+        # Last: while it exists, a directory without restored.json is refused as incomplete (layout.py).
         self._disk.remove_dir(self._files)
         self._disk.sync_dir(self._root)
 

@@ -118,6 +118,7 @@ def seal(
         # the owner, or another takeover, was faster
         following, following_digest, events = read_object(store, store_id, ending.position)
         if following.kind is Kind.SEAL:
+            # Of two takeovers the higher epoch wins. A lower one has ended the log at the same place.
             if following.successor > successor:
                 raise _taken_over_by(following)
             break
@@ -163,6 +164,7 @@ def _put_seal(store: ObjectStore, store_id: str, ending: Header) -> bool:
 
     def is_ours(existing: ExistingObject) -> bool:
         present = decode_header(existing.read_all(), existing.info.key)
+        # Also a seal that this takeover has put ahead: the owner may have used all numbers before it.
         return present.kind is Kind.SEAL and present.successor == ending.successor
 
     try:

@@ -109,6 +109,7 @@ class StandbyWatch:
         except (QuireError, OSError):
             return  # the standbys already known still get heartbeats
         for key, info in present.items():
+            # By changes of the object, not by its age: the clocks of the bucket and of this machine may differ.
             mark = (info.etag, info.modified_ms, info.size_bytes)
             if self._seen.get(key, (None,))[0] != mark:
                 self._seen[key] = (mark, now)

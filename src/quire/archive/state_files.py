@@ -89,6 +89,8 @@ def take_archive_state(disk: Disk, root: str) -> ArchiveState | None:
     if not disk.exists(path):
         return None
     state = read_archive_state(disk, root)
+    # Durably, before the first change: most changes of files commit nothing to the manifest, so the number of its last
+    # transaction would not reveal them after a crash.
     disk.remove(path)
     disk.sync_dir(root)
     return state

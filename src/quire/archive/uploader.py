@@ -50,10 +50,13 @@ class Uploader:
         while outgoing.artifacts:
             key, path = outgoing.artifacts[0]
             self.put_artifact(key, path)
+            # One by one: a retry continues with the first file that is not in the bucket.
             outgoing.artifacts.pop(0)
             self._artifacts.discard(path)
         data = outgoing.data if outgoing.data is not None else read_all(self._disk, outgoing.path)
         key = log_key(store_id, outgoing.header.position)
+        # Once in a life: archive.json may name an object that the bucket has lost, and what follows a gap cannot be
+        # restored.
         if not self._is_continued and outgoing.header.position.number:
             before = Position(outgoing.header.position.epoch, outgoing.header.position.number - 1)
             try:
@@ -63,11 +66,13 @@ class Uploader:
         self._is_continued = True
         hit("archive.log.before")
         try:
+            # If a response was lost, the name holds exactly these bytes.
             self._objects().put(key, data, create_only=True, identity=lambda existing: existing.read_all() == data)
         except AlreadyExists:
             header = decode_header(self._objects().get(key), key)
             if header.kind is Kind.SEAL:
                 raise fenced_by(header, key) from None
+            # Not a seal, so it is an object of our own former life, unless another owner has claimed the store.
             self._confirm()
             return False
         hit("archive.log.put")
@@ -79,6 +84,8 @@ class Uploader:
         size = self._disk.size(path)
 
         def is_same(existing: ExistingObject) -> bool:
+            # The name contains inode, size and time of change: an object of that size is the one whose response was
+            # lost.
             return existing.info.size_bytes == size
 
         hit("archive.artifact.before")

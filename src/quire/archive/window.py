@@ -139,6 +139,7 @@ class Line:
         self.epochs: list[tuple[int, range]] = []
         """(epoch, gapless range of its log numbers), newest first."""
         epoch, bound = self._newest(), NONE
+        # Parents come from a bucket: a forged one must not make this loop endless.
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
             numbers = self._owners_run(epoch, bound)
             self.epochs.append((epoch, numbers))
@@ -295,6 +296,7 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
         old_parts = [(key, taken) for key, (number, taken) in objects.parts.items() if Position(epoch, number) < first]
         # Without its seals, an owner that was suspended for longer than the window would continue to acknowledge writes.
         seals = _seals(store, listing.store_id, epoch, objects.logs) if epoch < first.epoch else ()
+        # Oldest first: an interrupted deletion leaves gaps only at the beginning of a log, which `_last_run` skips.
         old_logs = sorted(number for number in objects.logs if Position(epoch, number) < first and number not in seals)
         files += [(key, taken) for key, (number, taken) in objects.files.items() if Position(epoch, number) < first]
         parts += [key for key, _ in old_parts]

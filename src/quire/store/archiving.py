@@ -189,6 +189,7 @@ def take_over(store: Store, *, discard: bool) -> None:
 
 def _claim(store: Store) -> None:
     with store.manifest.read() as txn:
+        # `own` is the epoch before the takeover, which begins another one in the manifest.
         store_id, own = txn.store_id(), txn.owner_epoch()
     epoch = store.rights.take_over(parent_of(store)).epoch
     if former_epoch(store.objects, store_id, epoch):

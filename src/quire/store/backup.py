@@ -124,6 +124,8 @@ def back_up(
     with closing(open_backup(target, options=options, write=True)) as place:
         copies = _Copies(store, place, skippable)
         log = _Log(store, place, store_id, epoch)
+        # From before the cut until the last object is copied: rows of the cut may name objects that the owner deletes
+        # meanwhile.
         with _copying_before_delete(store, copies):
             with store.backup_recorder.recording() as queue:
                 _copy_state(store, queue, log, copies, progress or no_progress)
@@ -133,6 +135,7 @@ def back_up(
         reference = since if not since or "://" in since else _relative(since, target)
         put_index(place, store_id, log.next, Index(reference, sorted({*objects, *copies.listed})))
         hit("backup.index.put")
+        # Everything that it needs is there: this object makes the backup restorable.
         header = log.put_last()
         if isinstance(place, TarStore):
             place.finish()

@@ -93,6 +93,7 @@ def open_owner(
         if store.archive is not None:
             store.rights.remember_place()  # now: the archive still puts objects after the manifest's writer has ended
             store.archive.start()  # after a takeover: it writes in the new owner epoch
+        # After `start`, which sets itself as the receiver of commits: the backup's recorder passes them on to it.
         store.backup_recorder.attach(manifest.writer)
         if takeover:
             manifest.jobs.requeue_all()

@@ -277,6 +277,7 @@ def _recover(root: str, disk: Disk, clock: Clock, origin: Origin | None) -> None
     the directory, unless it is a restored backup."""
     _adopt(root, disk, clock, origin)
     with open_owner(root, quiet_settings(disk, root), clock, disk) as store:
+        # Before a database is opened: its recovery must not put objects into a bucket that belongs to an owner.
         store.rights.refuse("a restored directory has no owner until it is taken over")
         if origin is not None:
             owner = OwnerFile(

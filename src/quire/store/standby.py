@@ -327,6 +327,7 @@ class Standby:
         """Apply one object: files, names, rows, then the position. After a kill in between, it is applied again."""
         replay = self._following()
         replay.apply(events, again=self._is_first)
+        # Before the position is saved: after a kill in between, the object is applied again, and this is done again.
         if names.CONFIG in replay.touched:
             write_config(self._disk, self.path, self.url, self._options)
         hit("standby.applied")
@@ -385,6 +386,8 @@ class Standby:
             for part in PARTS:
                 self._disk.make_dirs(os.path.join(staged, part))
             replay.settle()
+        # From the next step on, a killed standby swaps `.next/` in without looking at it again: it must be complete and
+        # durable.
         hit("standby.staged")
         self._save(
             replace(
@@ -417,6 +420,7 @@ class Standby:
                 hit("standby.part_swapped")
         if self._disk.exists(remote := os.path.join(staged, REMOTE_FILES)):
             self._disk.rename(remote, os.path.join(self.path, REMOTE_FILES))
+        # Before the rows are replaced: rows that survive a power loss must find their files.
         self._disk.sync_dir(self.path)
         if self._disk.exists(config := os.path.join(staged, names.CONFIG)):
             # A copy, not a rename: the staged file is linked to `.files/`, where the owner's next change of it is applied.
@@ -424,6 +428,8 @@ class Standby:
         write_config(self._disk, self.path, self.url, self._options)
         self._swap_rows(os.path.join(staged, names.MANIFEST), os.path.join(self.path, names.MANIFEST))
         hit("standby.rows_swapped")
+        # A promotion that finds a newer base after its claim goes on as a promotion: its epoch may have fenced the
+        # owner.
         is_promotion = self._state.owner_epoch > 0
         self._save(replace(self._state, phase=StandbyPhase.PROMOTING if is_promotion else StandbyPhase.FOLLOWING))
         self._remove(STAGED)
@@ -493,6 +499,8 @@ class Standby:
         highest = max(newest[0] if newest is not None else 0, *epochs(self._bucket, state.store_id))
         if highest > state.position.epoch and not discard:
             raise self._overtaken_by(highest)
+        # Before the claim: a standby that is killed after it must not go on following, because the owner may be fenced
+        # already.
         self._save(replace(state, phase=StandbyPhase.PROMOTING, owner_epoch=highest + 1))
         hit("standby.promoting")
 
@@ -538,6 +546,7 @@ class Standby:
 
     def _take_over(self) -> None:
         state = self._state
+        # Before the store is opened: its links would keep the blocks of every file that the engines remove.
         self._remove(names.REPLAYED)
         self._remove(names.KEPT)
         origin = Origin(
@@ -561,6 +570,7 @@ class Standby:
         ) as store:
             hit("standby.taken_over")
             open_written(store)  # publishes the tail of the WAL: readers see only what is published
+        # Last: until then a kill is followed by another promotion, which finds the epoch begun.
         self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)
         self.close()

@@ -373,6 +373,7 @@ class Wiring:
         The object stores stay open until `close_stores`.
         """
         with self._create_lock:
+            # Under the lock: a part that is created meanwhile is in `parts`, or its creation is refused.
             self._closed = True
             parts = dict(self._created)
         with ExitStack() as closing:  # callbacks run in reverse order

@@ -322,6 +322,7 @@ class _Crash:
         if id(inode) not in self._contents:
             _notice_mapped(inode)
             data = bytearray(inode.durable)
+            # In the order of the writes: a later write that is kept lies over an earlier one, whatever became of that.
             for op in inode.pending:
                 _play(data, op, self._choose)
             self._contents[id(inode)] = bytes(data)

@@ -119,6 +119,7 @@ class Death:
             self._hits += 1
             if self._hits != self._fate.hits:
                 return
+            # Before the crash is written: from now on, `stop` keeps other threads from reporting what they observe.
             self.is_dying = True
         try:
             if self._machine is not None:
