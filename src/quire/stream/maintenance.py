@@ -86,6 +86,8 @@ class StreamMaintenance:
                 return done
             self._ledger.project()
             self._reconcile(done)
+            # Retirement first, so that no work is done for a segment that goes; eviction last, because it needs the
+            # copies that the other moves make.
             self._retire(done)
             self._compress(done)
             self._move_remote(done)
