@@ -155,6 +155,7 @@ class StreamMaintenance:
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
         consumers = list(self._state.stored.consumers.values())
+        # These first, whatever retention says now: for readers they are gone already.
         being_removed = [segment for segment in view if segment.is_being_removed]
         segments = being_removed + [
             segment
