@@ -88,6 +88,7 @@ def back_up(kv: Kv, store: ObjectStore, label: str, home: str = FORMER_HOME) -> 
         lsn = kv.last_lsn
         kv.flush()
         with kv.upkeep.paused():
+            # Both of one moment. The view keeps the files of its tables until they are uploaded.
             view, state = kv.view, kv.manifest.state()
         tables = tuple(_send(kv.disk, store, f"{home}/{label}", table) for table in view.levels)
         lsn = max(lsn, view.levels.lsn_max)

@@ -92,6 +92,7 @@ class BlockCache:
         if block.charge * 4 > self.bytes_max:
             return block
         with self._lock:
+            # Two threads may have decoded the same block; counting both would leak bytes of the limit.
             if (present := slots[number]) is not None:
                 return present
             while self.used_bytes + block.charge > self.bytes_max:

@@ -93,6 +93,7 @@ class Load:
         try:
             kv.upkeep.add_tables(tables, self.lsn, record)
         except BaseException:
+            # Given back to `close` only if the event was certainly not logged.
             if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
                 self._ids.update(chosen)
             raise
@@ -223,6 +224,7 @@ class BulkWriter:
         finally:
             for table in tables:
                 table.close()
+        # All rows have one lsn, so the merge keeps one row of a key that occurs twice: fewer rows show it.
         if sum(meta.rows for _, meta in outputs) != self.rows:
             raise duplicate_key_error()
         for table in tables:

@@ -87,6 +87,7 @@ def clusters(tables: Sequence[SSTable]) -> list[list[SSTable]]:
     groups: list[list[SSTable]] = []
     reach = b""
     for table in sorted(tables, key=lambda table: table.meta.key_min):
+        # `<=`: ranges include both ends, and two tables with one common key overlap.
         if groups and table.meta.key_min <= reach:
             groups[-1].append(table)
             reach = max(reach, table.meta.key_max)
@@ -101,6 +102,7 @@ def job(levels: Levels, chosen: Sequence[SSTable], level: int) -> MergeJob:
     low, high = min(t.meta.key_min for t in chosen), max(t.meta.key_max for t in chosen)
     below = [t for t in levels.level(level) if t.meta.key_max >= low and t.meta.key_min <= high]
     inputs = (*chosen, *below)
+    # Again, over all inputs: the tables below may reach beyond the chosen ones, and have tombstones there too.
     low, high = min(t.meta.key_min for t in inputs), max(t.meta.key_max for t in inputs)
     taken = {id(table) for table in inputs}
     others = [t for t in levels if id(t) not in taken and t.meta.key_max >= low and t.meta.key_min <= high]

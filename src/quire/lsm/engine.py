@@ -188,6 +188,7 @@ class KvEngine:
             kv.first_lsn = txn.first_number()
         self._manifest.cover(kv)
         kv.fold()
+        # After the files exist: with this mark, missing files are damage and not a new database.
         if not files_created and record.status is DbStatus.ACTIVE:
             self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
         return kv
@@ -309,6 +310,7 @@ class KvEngine:
         kv = self.open(db)
         with self._manifest.read() as txn:
             db_id, _ = txn.live(db, DbKind.LSM)
+        # By directories, not by rows: the copy of a failed or dropped snapshot may still be there.
         number = 1 + max(self._snapshot_numbers(db_id), default=0)
         target = self._path(lsm_snapshot_dir(db_id, number))
         try:

@@ -227,6 +227,7 @@ class Kv(KvRanges):
             failed, self.failure = self.failure, StoreClosed("the database is closed", hint="open it again")
             try:
                 if failed is None:
+                    # Logs first, LMDB second: a recorded end that is not durable in the file would be taken for damage.
                     self._wal.close()
                     self.manifest.close()
                     self._durable_lsn = self._lsn
@@ -300,6 +301,8 @@ class Kv(KvRanges):
                 self.require()
             if self.view.memtable.bytes >= self.settings.memtable_bytes:
                 self._stall_and_freeze()
+            # After a possible stall, which releases the lock: the same call may have been written meanwhile. It may not
+            # have been synced, so this log is synced to its end; earlier logs were when they were frozen.
             if call and (done := self._calls.get(call)) is not None:
                 wal, end, lsn = self._wal, self._wal.end, done
             else:
@@ -317,6 +320,8 @@ class Kv(KvRanges):
         except BaseException as error:
             self._mark_unusable(error)
             raise
+        # Together: a snapshot with this lsn must find the whole batch, and one without it must hold the versions that
+        # the batch replaces.
         with self._visibility:
             self._lsn = lsn
             self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
@@ -363,6 +368,7 @@ class Kv(KvRanges):
         """Switch to a new memtable and a new WAL. REQUIRES the write lock."""
         old, number = self._wal, self._wal.number + 1
         path = self.home.wal(number)
+        # First, because it can fail without consequences: on a full disk the old log stays in use.
         new = KvWal.create(self.disk, path, number, self.owner)
         hit("lsm.freeze.created")
         try:
@@ -373,6 +379,7 @@ class Kv(KvRanges):
             self.manifest.rotate_wal(old.number, number, self._lsn)
         except Exception as error:
             new.abandon()
+            # Then the manifest may name the new log, and its file must stay.
             if isinstance(error, StoreUnusable):
                 self._mark_unusable(error)
             else:
@@ -427,6 +434,7 @@ class Kv(KvRanges):
     def fold(self) -> None:
         """Notify the projection, if there is one, that the tables or the logs have changed."""
         if self.projection is not None:
+            # Before the fold: a checkpoint meanwhile starts a log that the recorded end does not name.
             log_salt = self.manifest.log_salt
             self.is_fold_committed = self.projection.fold(lambda: self.view.levels, self.ends)
             if self.is_fold_committed:
@@ -454,9 +462,11 @@ class Kv(KvRanges):
         self.require_writable()
         with self._writing:
             self.require()
+            # Earlier writes get a memtable of their own, which is flushed before the load is published (`add_tables`).
             if self.view.memtable.entries:
                 self._freeze()
             lsn = self._next_lsn()
+            # Durable before it is used: the lsn is in no WAL, and after a crash no batch may get that of a load.
             self.manifest.update_lsn(lsn)
             with self._visibility:
                 self._lsn = lsn
@@ -505,6 +515,8 @@ class Kv(KvRanges):
         with self._visibility:
             self.require_open()
             lsn, hidden = self._lsn, frozenset(self._loading)
+            # For a hidden load also the versions just below it: a compaction after its publication would keep only its
+            # rows, which this snapshot does not see.
             held = self.snapshots.hold((lsn, *(load - 1 for load in hidden)))
         return KvSnapshot(self, lsn, hidden, held)
 

@@ -230,12 +230,14 @@ class KvMaintenance:
             if not kv.view.frozen:
                 return False
             kv.fold()  # record the WAL rotation, or a manifest that has lost it would pass for one from before it
+            # No other thread removes it: only flushes do, and they hold the flush lock.
             oldest = kv.view.frozen[-1]
             added = [self._write_memtable(oldest.memtable)] if oldest.memtable.entries else []
             hit("lsm.flush.written")
             with self._discard_unless_logged(added):
                 kv.manifest.flushed(_entry(added[0].meta.sst_id) if added else None, oldest.wal)
             hit("lsm.flush.recorded")
+            # One new view: a reader finds the rows in the memtable or in the table, never in neither.
             kv.install(flushed=oldest, added=added)
             self.flushes += 1
             kv.fold()
@@ -252,6 +254,7 @@ class KvMaintenance:
         from quire.lsm.sst_writer import TableWriter  # loads Arrow, which is not needed before the first flush
 
         kv = self._kv
+        # Logged before the file exists: a table whose id was never allocated proves a manifest outdated (recovery.py).
         sst_id = kv.manifest.allocate_sst_id()
         writer = TableWriter(sst_id, 0, self._options)
         for batch in memtable.rows_between(b"", None):
@@ -275,7 +278,7 @@ class KvMaintenance:
             kv.fold()  # the log was abandoned, and its successor is not recorded in LMDB yet
             raise
         except StoreUnusable as error:
-            kv.fail(error)
+            kv.fail(error)  # the event may be on disk, so its tables stay
             raise
 
     def _checkpoint_manifest(self) -> None:
@@ -290,6 +293,8 @@ class KvMaintenance:
     def add_tables(self, loaded: Sequence[SSTable], lsn: int, record: LoadRecord | None) -> None:
         """Publish a load's tables, after all memtables older than `lsn` have been flushed, and write the load's `record`."""
         kv = self._kv
+        # Recovery takes a WAL batch at or below the highest lsn of the tables as flushed: with the load's lsn among
+        # them, older batches must be in tables.
         while any(frozen.memtable.lsn_max < lsn for frozen in kv.view.frozen):
             self.flush_one()
         hit("lsm.load.flushed")
@@ -450,6 +455,7 @@ class KvMaintenance:
         """Remove the files of dead tables without readers. Return how many were removed."""
         removed = 0
         self._remove_abandoned()
+        # Not before LMDB has the compaction: if the manifest lost that event, its inputs would be live again.
         while self._garbage and self._kv.is_fold_committed:
             path = self._garbage.popleft()
             with suppress(StorageFault, FileNotFoundError):

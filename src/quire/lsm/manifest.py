@@ -351,6 +351,7 @@ class Manifest:
                 hit("lsm.checkpoint.renamed")
                 disk.sync_dir(os.path.dirname(target))  # step 7
                 hit("lsm.checkpoint.named")
+                # Without a closing mark: the snapshot covers this log, and nothing may be appended to it any more.
                 self._log.abandon()
                 self._log = _new_log(disk, self._home.manifest_log, LOG_NEXT, self._owner)  # step 8
                 self._snapshot_crc32 = snapshot_crc32(final)
@@ -369,6 +370,7 @@ class Manifest:
         Always raises."""
         cause = error.__cause__ if isinstance(error, StoreUnusable) else error
         try:
+            # A second checkpoint since the last record would leave LMDB two lives behind: an open refuses that.
             if not self.is_log_recorded:
                 raise StoreUnusable("the log's life is not recorded", hint="open the database again")
             self._checkpoint()

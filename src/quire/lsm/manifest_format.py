@@ -155,6 +155,7 @@ def replay(data: ManifestData, records: list[bytes], offsets: list[int], path: s
                 continue
         elif size > ADD_BYTES:
             tag, number, length = unpack_add(record)
+            # ASCII only: `_settle` decodes the path later, where an error could no longer name the record.
             if tag == _ADD and length == size - ADD_BYTES and record.isascii():
                 if number not in live:
                     waiting.setdefault(number, record)

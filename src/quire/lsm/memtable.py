@@ -56,6 +56,7 @@ class Memtable:
                     former = former[2]  # no snapshot reads this version; an older snapshot may read the one below it
                 entries[key] = (lsn, value, former)
         else:
+            # No snapshot is open: older versions go, also those that were kept for snapshots closed since.
             self.entries.update(zip(items, zip(repeat(lsn), items.values(), repeat(None))))
         self.bytes += payload_bytes + ENTRY_BYTES * len(items)
         self.lsn_max = lsn

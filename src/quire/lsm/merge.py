@@ -106,6 +106,7 @@ def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatc
     begins = _begins(rows.column(0))
     keep = begins
     if retention.snapshots and not begins.all():
+        # `left`: a version at a snapshot's own lsn is visible to it, so it belongs to the stripe that ends there.
         stripes = np.searchsorted(np.array(retention.snapshots, np.uint64), rows.column(2).to_numpy(), side="left")
         keep = begins | np.concatenate(([True], stripes[1:] != stripes[:-1]))
     rows = rows if keep.all() else rows.filter(pa.array(keep))
@@ -114,6 +115,7 @@ def retained(rows: pa.RecordBatch, retention: VersionRetention) -> pa.RecordBatc
         return rows
     ends = np.concatenate((key_changes(rows.column(0)), [True]))  # whether the row is the oldest of its key
     young = rows.column(2).to_numpy() >= np.uint64(retention.drop_tombstones_below)
+    # A tombstone above a kept version stays: that version is there for a snapshot, and hidden from all other reads.
     stays = ~dead.to_numpy(zero_copy_only=False) | ~ends | young
     return rows.filter(pa.array(stays))
 

@@ -50,6 +50,7 @@ class KvProjection:
         with self._lock:
             try:
                 known = self._known if self._known is not None else self.rows()
+                # Unknown until the commit is answered: after a failure the next fold reads the rows again.
                 self._known = None
                 reached = ends()  # before the tables: rows may be ahead of the recorded end, never behind it
                 wanted = {table.meta.sst_id: record_of(table) for table in tables()}

@@ -171,6 +171,7 @@ class ReadOnlyKv(Kv):
         }
         levels = Levels(tables.values())
         frozen, memtable, tail = self._replayed(state, levels.lsn_max)
+        # Checked last: if nothing was logged meanwhile, tables and logs belong to the manifest that was read.
         if not manifest.is_current(self.disk, self.home):
             raise Corruption(
                 "the manifest was written while the tables were read", hint="try again", path=self.home.path

@@ -97,6 +97,7 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         raise
     frozen = []
     for memtable, wal in zip(memtables, wals):
+        # Nothing is appended to a frozen WAL any more: close it with a mark, and keep its final end for LMDB.
         memtable.freeze()
         wal.close()
         frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
@@ -130,6 +131,7 @@ def refuse_stale_manifest(disk: Disk, home: LsmHome, state: ManifestData, facts:
         number = lsm_number(name, ".log")
         if number is None or number <= state.active_wal or _is_foreign(disk, home, number, facts):
             continue
+        # An empty one just above is what a rotation leaves if the process dies before the manifest names the log.
         if number > state.active_wal + 1 or not _is_empty(disk, home.wal(number)):
             text = "the manifest is outdated: there is a write-ahead log that it does not list"
             raise Corruption(text, hint=REPAIR, path=home.wal(number), active=state.active_wal)

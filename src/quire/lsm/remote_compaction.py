@@ -131,6 +131,7 @@ def _tasks(kv: Kv, job: compaction.MergeJob, count: int) -> Iterator[MergeRange]
     share = max(1, total // max(1, count))
     ranges = parts(job.inputs, b"", None, first_bytes=share, bytes_max=share)
     ids_each = 2 * share // kv.settings.table_bytes + SPARE_IDS
+    # Durable before a task leaves the process: a task may still write a file after this process has died.
     ids = iter(kv.manifest.allocate_sst_ids(ids_each * len(ranges)))
     retention = kv.upkeep.retention(job)
     for low, high in ranges:

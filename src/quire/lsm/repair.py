@@ -463,6 +463,7 @@ def _add(live: dict[int, ManifestSstEntry], sst_id: int) -> None:
 
 def _replace_manifest(survey: KvSurvey, live: dict[int, ManifestSstEntry]) -> None:
     disk, home, facts = survey.disk, survey.home, survey.facts
+    # The log first: in every state from here to the new log, the database has no log and is refused.
     for path in (home.manifest_log, home.manifest_snapshot):
         if disk.exists(path):
             set_aside(disk, home, path, "the database was repaired", facts)

@@ -45,6 +45,7 @@ def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) 
     kv, db_id = engine.open(name), target.db_id
     with engine.open_snapshot(db_id, target.snapshot_id) as then, begin_load(kv) as load:
         writer, changed = BulkWriter.of(kv, load), 0
+        # After the load has its lsn: a write between the two would be older than the rollback and not be undone by it.
         with kv.snapshot() as now:
             for keys, values in _steps(differing(now.scan(), then.scan())):
                 writer.add(pa.array(keys, pa.binary()), pa.array(values, pa.binary()))

@@ -68,6 +68,7 @@ def link_tables(disk: Disk, source: str, target: str, state: ManifestData) -> No
         except FileNotFoundError:
             raise Corruption("a table is missing", hint=REPAIR, path=f"{source}/{entry.path}") from None
     hit("lsm.copy.linked")
+    # The links are durable before a manifest names them.
     disk.sync_dir(f"{target}/sst")
 
 
@@ -81,6 +82,7 @@ def write_manifest(
     identity = (owner or Owner()).identity(number)
     LogWriter.create(disk, home.manifest_log, kind=LOG_NEXT, identity=identity, replace=True).close()
     hit("lsm.copy.logged")
+    # Last: a log of this kind without a snapshot is refused, so an incomplete copy never opens as an empty database.
     write_atomic(disk, home.manifest_snapshot, encode_snapshot(data, 0))
 
 

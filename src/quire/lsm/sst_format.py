@@ -143,6 +143,7 @@ def set_level(file: File, path: str, level: int) -> None:
     """Change the level of a table that no manifest names yet. Synced on return."""
     old = _find_section(file, path)
     section = encode_section(msgspec.structs.replace(old.meta, level=level), old.bloom, old.offset)
+    # The size does not change: msgpack needs one byte for any level up to LEVEL_MAX.
     if len(section) != old.size:
         raise InternalError("a table's index would move", path=path, level=level)
     file.write_at(section, old.offset)

@@ -132,6 +132,7 @@ class TableWriter:
             compression=self._options.compression,
             keys=self._keys,
         )
+        # Before `close`, which writes Arrow's end: a reader finds the section by counting back from there.
         self._sink.write(encode_section(meta, bloom, self._sink.size))
         self._arrow.close()
         return self._sink.pieces, meta

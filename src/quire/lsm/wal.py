@@ -173,6 +173,7 @@ class AheadFile(FileLayer):
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         end = offset + len(data)
         if end > self._filled:
+            # Before the data: it may begin below `_filled` and end above it, and the zeros overlap that part.
             if len(data) <= SMALL_BYTES:
                 with suppress(StorageFault):  # only an optimisation: on a full disk the write proceeds without it
                     self._inner.write_at(_ZEROS, self._filled)
@@ -192,6 +193,7 @@ class AheadFile(FileLayer):
         if self._open:
             self._open = False
             try:
+                # So that the file ends with the closing mark: zeros after it would look like a torn tail.
                 if self._filled > self._end:
                     with suppress(StorageFault):
                         self._inner.truncate(self._end)
@@ -204,6 +206,7 @@ class AheadDisk(DiskLayer):
 
     def open(self, path: str, *, create: bool = False, exclusive: bool = False, write: bool = True) -> File:
         file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
+        # Not for a file that is being created: a log gets its header, is renamed, and only then opened for appending.
         return AheadFile(file) if write and not create and not exclusive else file
 
 
@@ -218,6 +221,7 @@ class KvWal:
     def create(cls, disk: Disk, path: str, number: int, owner: Owner) -> KvWal:
         """Create an empty log."""
         identity = owner.identity(number)
+        # `replace`: a rotation that failed or crashed may have left an empty log with this number.
         return cls(number, LogWriter.create(AheadDisk(disk), path, kind=LOG_KIND, identity=identity, replace=True))
 
     @classmethod

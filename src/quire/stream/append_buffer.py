@@ -194,6 +194,7 @@ class Pending:
         if type(records) is bytes and not key and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run
+                # A failed log is not checked for here: `stop` leaves a run without room, and `_reserve` raises.
                 if (room := run.room - size) >= 0:
                     run.room = room
                     run.payloads.append(records)
@@ -227,6 +228,8 @@ class Pending:
             raise OutOfRange("a record exceeds the stream's size limit", hint=hint, bytes=largest, max=limit)
         count = given.records
         with self._lock:
+            # Under the lock that also adds the key, so that two concurrent calls with one key append once. The current
+            # round fits the earlier append: keys of refused appends are removed (`refuse`).
             if call and (done := self._calls.get(call)) is not None:
                 return Appended(self._log, self._round, done, count)
             first = self._reserve(count)
@@ -286,6 +289,7 @@ class Pending:
             first = self._runs[0].first
             for run in self._runs:
                 self._calls.discard(run.call)
+            # All later records go too, whichever thread appended them: ids have no gaps (decision 020).
             count, self.next_record = self.next_record - first, first
             self._runs, self._run, self._bytes = [], FULL_RUN, 0
             self._unreported += count

@@ -286,6 +286,7 @@ class StreamEngine:
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
             stream.sync()
             stream.seal()
+            # A snapshot pins rows of LMDB: the segment that was just sealed needs one.
             stream.ledger.project_now()
             return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
@@ -421,6 +422,7 @@ class StreamEngine:
         if stream is not None:
             stream.abandon()
         try:
+            # Objects first: if this fails half-way, the directory is how the next sweep finds the stream.
             for url, prefixes in self._log_places(stream_id):
                 store = self._open_store(url)
                 logs = [f"{prefix}/{log_prefix(stream_id)}".lstrip("/") for prefix in prefixes]
@@ -455,6 +457,7 @@ class StreamEngine:
         """Close every stream, then raise the first failure. Closing twice is allowed."""
         self._stopping.set()
         mover = self._mover
+        # Joined without the lock, which the mover takes.
         if mover is not None:
             mover.join()
         with self._lock:

@@ -244,6 +244,7 @@ class Spares:
         if self.has_one or self._closed or not disk.exists(path) or not size * 3 // 4 <= disk.size(path) <= size:
             return False
         target = self._files.spare(next(self._numbers))
+        # Renamed before a byte is overwritten: a crash then leaves a file to sweep, not a damaged segment.
         disk.rename(path, target)
         disk.sync_dir(self._files.folder(Tier.HOT))
         hit("stream.hot.recycled")
@@ -253,7 +254,7 @@ class Spares:
         except StorageFault as fault:
             emit("info", "stream.not_recycled", path=target, error=str(fault))
             self._drop(file)
-            return True
+            return True  # the segment's file no longer exists
         self.recycled += 1
         self._keep(file, size)
         return True

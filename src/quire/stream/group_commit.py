@@ -123,6 +123,7 @@ class GroupCommit:
             if self._waiting:
                 self._serve_further_groups()
         finally:
+            # Before `_waiting` is looked at: a sleeper that registers later finds no leader, and leads itself.
             self._leader.release()
             if self._waiting:
                 self._hand_over()  # the first sleeper leads, unless another thread does by then

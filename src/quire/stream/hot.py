@@ -211,6 +211,7 @@ class HotLog:
 
     def _sync_written(self) -> None:
         segment = self.segment
+        # Only the open segment can have unsynced blocks: `_end` syncs a segment before the next one gets a block.
         if segment is None or segment.written <= self.durable:
             return
         try:
@@ -241,6 +242,7 @@ class HotLog:
                 return self._group.wait_durable(upto, append_round)
             except DiskFull as full:
                 self._refuse(append_round, upto, full)
+                # Otherwise another thread has written these records since the write failed: wait for them again.
                 if append_round.refused_from < upto:
                     raise
 
@@ -254,6 +256,8 @@ class HotLog:
         segment = self.segment
         if segment is None or segment.offset + need > segment.capacity:
             segment = self._next_open(run.first, need)
+        # After `_next_open`: it syncs the former segment, and so raises the mark that the blocks carry and `sync`
+        # depends on.
         stamp, first, offset, durable = self._clock.now_ms(), run.first, segment.offset, self.durable
         out, seed, last, crc = self._buffer(need), segment.header.crc64, len(bodies), segment.crc
         marks = []
@@ -263,6 +267,8 @@ class HotLog:
             crc = encode_into(here, seed, place, body, is_commit=number == last, running=crc)
             marks.append((first, offset))
             offset, first = offset + body.block_bytes, first + body.records
+        # A synced write covers its own bytes only. Unsynced blocks before it would be acknowledged with it, and power
+        # loss could keep it without them; `_sync_written` syncs the whole file instead.
         sync = sync and segment.written == durable
         try:
             if sync:
@@ -277,6 +283,7 @@ class HotLog:
             segment.firsts.append(mark[0])
             segment.offsets.append(mark[1])
             segment.stamps.append(stamp)
+        # After the marks: a reader takes `offset` as the end only if no mark is at or above the durable id (reader.py).
         segment.crc, segment.offset, segment.written = crc, offset, first
         self.last_append_ms = stamp
         if sync:
@@ -366,12 +373,14 @@ class HotLog:
         before = self.segment
         if before is not None:
             self._used_bytes = before.capacity
+        # An append is never split over two segments, so one that is larger than `segment_bytes` gets a larger file.
         size = max(next_bytes(self._used_bytes, self._settings.segment_bytes), aligned(HEADER_BYTES + need, ALIGN))
         self._reserve()
         file, size = self.spares.take(size)  # both lines may raise `DiskFull`: nothing has changed yet
         segment_id = self._next_segment
         salt = int.from_bytes(os.urandom(8), "little") or 1  # not `secrets`: it would load OpenSSL
         header = StreamSegmentHeader(self._files.stream_id, segment_id, first, self._clock.now_ms(), salt)
+        # Decoded again for its crc64, the seed of every block.
         header = StreamSegmentHeader.decode(header.encode())
         try:
             file.write_at(header.encode(), 0)
@@ -446,6 +455,7 @@ class HotLog:
 
     def abandon(self, why: QuireError) -> None:
         """Accept no more records and close the files; records that are not durable are left to recovery."""
+        # Also after a failure: `Stream.close` does nothing more once it finds `StoreClosed`.
         if self.failure is None or isinstance(why, StoreClosed):
             self.failure = why
         self._pending.stop()

@@ -86,6 +86,8 @@ class StreamMaintenance:
                 return done
             self._ledger.project()
             self._reconcile(done)
+            # Retirement first, so that no work is done for a segment that goes; eviction last, because it needs the
+            # copies that the other moves make.
             self._retire(done)
             self._compress(done)
             self._move_remote(done)
@@ -153,6 +155,7 @@ class StreamMaintenance:
     def _retire(self, done: Moved, *, now: bool = False) -> None:
         view = self._ledger.view
         consumers = list(self._state.stored.consumers.values())
+        # These first, whatever retention says now: for readers they are gone already.
         being_removed = [segment for segment in view if segment.is_being_removed]
         segments = being_removed + [
             segment

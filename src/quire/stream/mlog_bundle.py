@@ -66,6 +66,7 @@ def plan(objects: LogObjects, *, now_ms: int, period_seconds: float) -> list[Bun
     last_period = None
     for index in sorted(index for index in listing.chunks if index < before and listing.bundle_of(index) is None):
         period = listing.chunks[index].modified_ms // period_ms
+        # The current period may get further chunks, and the name of a bundle contains its last one.
         if period >= now_ms // period_ms:
             break
         if runs and runs[-1][-1] == index - 1 and period == last_period:

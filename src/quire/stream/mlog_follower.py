@@ -81,6 +81,7 @@ class LogFollower:
         before = self.index.records
         while (chunk := self._next(listing, polled)) is not None:
             self._keep(chunk)
+            # Folds nothing for a bundle, which `_keep` has folded: records are skipped by their ordinals.
             self.index.fold_chunk(chunk)
             self.next_chunk = chunk.last_index + 1
             polled.chunks += 1

@@ -158,6 +158,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
         first = self.records
         for kind, segment, begin, end in zip(types, segments, offsets, ends, strict=True):
             raw = data[begin:end]
+            # The common cases of `_fold`, without a call. While forward records wait, an opening is not one of them.
             entry = get(segment)
             if entry is not None:
                 code = table[kind][entry[0]] if kind < SLOTS else -1
@@ -169,6 +170,7 @@ class ManifestIndex(msgspec.Struct, eq=False):
                 self.opened_max = segment
                 entries[segment] = [_OPENED, raw, *_NO_RECORDS]
                 continue
+            # For `_reject`, which notes the ordinal.
             self.records = first + bisect_left(offsets, begin)
             self._fold(kind, segment, raw)
         self.records = first + len(offsets)

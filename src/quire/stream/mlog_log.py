@@ -168,6 +168,7 @@ class ManifestLog(AbandonedOnError):
     def snapshot(self) -> int:
         """Write a snapshot of the state and its marker, and return its id."""
         with self._lock:
+            # A snapshot may not be ahead of the log: after power loss, recovery would refuse a log that ends before it.
             position = self._writer.commit()
             snapshot_id = max([self.index.snapshot_id, *self.files.snapshots()]) + 1
             write_snapshot(self.files, snapshot_id, position, self.index, self._uploaded_upto())
@@ -224,6 +225,8 @@ class ManifestLog(AbandonedOnError):
         assert self.objects is not None
         with self._lock:
             keys = sorted(self.index.own_deletes)
+        # Without the lock: this may take seconds. Recorded afterwards, so that a crash in between repeats the deletion,
+        # which is no error.
         self._collect(keys)
         hit("stream.mlog.own_deleted")
         with self._lock:
@@ -290,6 +293,7 @@ class ManifestLog(AbandonedOnError):
             chunk = reader.chunk(index)
             objects.put_chunk(chunk)
             hit("stream.mlog.uploaded")
+            # Only now: `_retain` removes chunks that have this mark.
             mark_uploaded(self.files, index)
             done.uploaded.append(index)
             self._announce("chunk_uploaded", "upload", index, chunk.header.committed_len)
@@ -340,6 +344,7 @@ class ManifestLog(AbandonedOnError):
         kept = max(self._settings.sealed_kept, 0)
         removed = []
         for index in sealed[: len(sealed) - kept] if kept else sealed:
+            # Recovery reads from this chunk on, and must not depend on tier 2.
             if index >= self._snapshot_position.chunk_index:
                 break
             header = local_facts(self.files.disk, self.files, index).header

@@ -97,6 +97,7 @@ def _replay_from(files: LogFiles, fetch: Fetch | None, index: ManifestIndex, bas
         last = chunk
     if last is not None:
         return LogPosition(last.index + 1, CHUNK_BYTES) if last.header.sealed else last.end
+    # A snapshot at the beginning of a chunk may be all there is: a chunk's file is created with its first record.
     if start.offset != CHUNK_BYTES:
         raise damaged("the log ends before its newest snapshot", chunk=start.chunk_index, offset=start.offset)
     return start

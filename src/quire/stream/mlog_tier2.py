@@ -104,6 +104,7 @@ class LogObjects(msgspec.Struct, frozen=True):
         for later, prefix in zip(self.prefixes, self.prefixes[1:]):
             if (begin := begins.get(_epoch_of(later))) is not None:
                 first, newest = min(first, begin.chunk), min(newest, begin.snapshot)
+            # The first object of a later epoch also marks where it began, if `stream.json` does not say.
             first = min([first, *listing.chunks, *(span[0] for span in listing.bundles)])
             earlier = self._listed(prefix)
             for index, info in earlier.chunks.items():

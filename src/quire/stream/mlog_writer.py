@@ -260,6 +260,8 @@ class ManifestLogWriter(AbandonedOnError):
             self._file = preallocate(self._files.disk, path, first)
             self._resized(first)
             hit("stream.mlog.created")
+        # The commit copy belongs at the end of the file, so it is invalid from here to the next commit. The header is
+        # not: it is written only after the next copy is durable.
         if self._tail + size > self._room:
             steps = -(-(self._tail + size - self._room) // GROWTH_BYTES)
             self._file.allocate(self._size + steps * GROWTH_BYTES)
@@ -277,6 +279,7 @@ class ManifestLogWriter(AbandonedOnError):
         if self._pending:
             self._file.write_at(self._pending, self._committed)
         write_header(self._file, self._size, self._facts(crc, flags))
+        # Named after the commit: a chunk that can be found has a valid header. One without a name is swept.
         if not self._named:
             path = self._files.chunk(self._index)
             self._files.disk.rename(self._file.path, path)
@@ -394,6 +397,7 @@ def write_header(file: File, size: int, facts: ChunkFacts) -> None:
     """Write commit copy and header in the order that always leaves one of them intact. `size` is the size of the file."""
     file.write_at(facts.encode(), size - COPY_BYTES)
     hit("stream.mlog.copied")
+    # Records and copy are durable before the header is touched: if that write is torn, `settle` takes the copy.
     file.sync()
     hit("stream.mlog.synced")
     file.write_at(facts.header.encode(), 0)

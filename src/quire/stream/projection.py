@@ -153,6 +153,7 @@ class StreamProjection:
         """Return whether a holder other than the stream refers to a segment."""
         with self._manifest.read() as txn:
             counts = txn.refcount(ArtifactKey(self._stream_id, ArtifactKind.WAL, segment_id, 0))
+        # One reference is the stream's own.
         return counts is not None and counts.in_use > 1
 
     # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────

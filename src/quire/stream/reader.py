@@ -202,6 +202,7 @@ class StreamReader:
     def _lost(self, position: int, segment: StreamSegment, tier: int, lost: Lost, search: _Search) -> None:
         """Handle a copy that could not be read: look it up again if it moved; otherwise try another copy, or raise."""
         search.races += 1
+        # A segment whose copies moved is a different value: this was a race, not damage.
         if self._view().holding(position) != segment and search.races < RACES_MAX:
             return
         search.bad.add((segment, tier))
@@ -254,6 +255,8 @@ class StreamReader:
         live, durable = self._hot.segment, self._hot.durable
         if live is None or live.segment_id != segment.segment_id:
             raise Lost(StoreClosed("the stream was closed", hint="open it again"))  # or the segment was just sealed
+        # Blocks are durable in order, so the first one at or above the mark ends what may be read. The writer only
+        # appends to the arrays.
         place = bisect_left(live.firsts, durable)
         end = live.offsets[place] if place < len(live.offsets) else live.offset
         return Marks(live.firsts, live.offsets, live.stamps), end

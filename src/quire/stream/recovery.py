@@ -75,6 +75,7 @@ def recover_stream(
     reopen: Callable[[], ManifestLog],
 ) -> RecoveredStream:
     """Recover a stream from its log, its projection and its files; a new stream is empty."""
+    # Timestamps never decrease, also if the wall clock was set back while the stream was closed.
     clock.raise_to(log.index.last_ms)
     ledger = _open_ledger(files, log, projection, state, clock, mode, reopen)
     torn = sum(
@@ -83,11 +84,13 @@ def recover_stream(
     _sweep(files, ledger, clock)
     ledger.fold_all()
     segments = ledger.view.segments
+    # LMDB's mark, too: a retired segment leaves nothing in the view, and its ids are never reused (M5).
     own_end = max([projection.next_record(), *(segment.end_record for segment in segments)])
     gaps = state.persist_gaps(segments, own_end, projection.range_starts())
     return RecoveredStream(
         ledger=ledger,
         dictionaries=_dictionaries(files, segments),
+        # LMDB has rows of sealed segments only; `log_segment` stands in for a log that is not read because it is off.
         next_segment=max(ledger.index.opened_max, state.stored.log_segment, projection.last_segment()) + 1,
         next_record=skip_gap(gaps, own_end),
         gaps=gaps,
@@ -271,6 +274,7 @@ def _seal_open_segment(
     clock.raise_to(max(blocks.last_ms, header.created_at_ms))
     state.persist_calls((*state.stored.calls, *blocks.calls.items()))  # before sealing: it is not scanned again
     sealed = SealSegment(blocks.cut, crc64(memoryview(raw)[: blocks.cut]))
+    # Retired in the same commit: a view relies on an empty segment having no successor (segments.py).
     if blocks.end_record == segment.base_record:
         gone = CustomEvent(Schema.SEGMENT_RETIRED)
         ledger.record_steps((sealed, segment_id, blocks.end_record), (gone, segment_id))
@@ -337,6 +341,7 @@ def _not_garbage(files: StreamFiles, ledger: Ledger, tier: Tier, segment_id: int
     if held.base_record == held.end_record:
         return None  # created and never recorded in the log, or discarded by an earlier recovery
     first = min((segment.base_record for segment in ledger.view), default=ledger.projection.next_record())
+    # Retention removes from the beginning: an opened segment below the first retained record is a retired one.
     if segment_id <= ledger.index.opened_max and held.base_record < first:
         return None  # the log has retired it
     return f"records {held.base_record} to {held.end_record - 1} of a segment that the state does not know"

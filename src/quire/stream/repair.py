@@ -438,6 +438,7 @@ class Repair:
             records = log.index.records
         state = StreamState(files, self._clock)
         state.persist_mode("on")
+        # Only a repair may lower this number: the log has fewer records than at the last close.
         state.persist_log_records(records)
 
     def _truth(self, survey: StreamSurvey) -> ManifestIndex:

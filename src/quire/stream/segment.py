@@ -342,6 +342,8 @@ def scan(raw: Bytes, *, durable_upto: int = 0, path: str = "") -> Scan:
         if block.is_commit:
             committed = len(blocks)
     kept = blocks[:committed]
+    # Only blocks after the bad one are asked: a block vouches for records before itself, and all of those were found
+    # valid in front of the bad one.
     promised = max([durable_upto, *(block.durable_upto for block in _behind(raw, header, offset))])
     if promised > expected:
         raise Corruption(
@@ -390,6 +392,8 @@ def _behind(raw: Bytes, header: StreamSegmentHeader, offset: int) -> Iterator[Re
         window = view[start : start + WINDOW_BYTES].tobytes()
         place = -1 if _is_blank(window) else window.find(_MARK)
         while place >= 0:
+            # A payload may contain the mark; a head is at a multiple of ALIGN only. `offset` and the window's size are
+            # such multiples, so a position in the window is aligned as in the file.
             if place % ALIGN == 0 and (block := decode_head(raw, start + place, header.crc64)) is not None:
                 yield block
             place = window.find(_MARK, (place // ALIGN + 1) * ALIGN)

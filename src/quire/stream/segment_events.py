@@ -115,11 +115,13 @@ class Ledger:
                 self._persist_mode(self._mode_to_persist(), self.being_removed())
             if listening():
                 self._announce(steps, places)
+            # After the commit: whoever sees a step in the view may act on it, for example remove a file.
             changed = frozenset(step[1] for step in steps)
             self.view = view_of(self.index, self.view, changed)
             self._behind |= changed
             if self.mode is not Mode.ON:
                 self._project()
+        # Without the lock: it takes that of the background threads.
         self.on_recorded()
 
     def rotate_when_due(self) -> float | None:
@@ -253,6 +255,7 @@ class Ledger:
                 left = compare(self.log.index, facts_of_index(self._memory_index))
                 self._memory_index = None
                 self.view = view_of(self.index)
+                # Last: until here a crash must find LMDB authoritative, because the log may not have caught up.
                 self._persist_mode(mode, ())
                 for step in left:
                     emit("error", "stream.mlog.divergence", stream=self.log.files.stream_id, segment_id=step.segment_id)

@@ -92,6 +92,7 @@ class HotSource:
         except QuireError as error:
             raise Lost(error) from error
         expected = (files.stream_id, self._segment.segment_id, self._segment.base_record)
+        # The file may have been recycled since the view was read: it then has the header of another segment.
         if (header.stream_id, header.segment_id, header.base_record) != expected:
             raise Lost(self._damaged("the file belongs to another segment", 0))
         return header

@@ -186,6 +186,7 @@ def _walk(raw: memoryview, at: int, stop: int | None) -> tuple[list[int], list[i
     record: int | None = None
     while at <= last:
         place = at >> 2
+        # Sizes of unverified heads decide only where to look: every head is verified before its records are returned.
         if words[place] != MARK:
             return starts, bodies, at, 0, at
         body = words[place + 2]

@@ -168,6 +168,7 @@ class StreamState:
         text = msgspec.json.format(msgspec.json.encode(stored))
         before, _, after = text.rpartition(b'""')  # the checksum is the last field
         write_atomic(self._files.disk, self._files.state, before + b'"%016x"' % crc64(text) + after)
+        # After the write: retention must not remove records because of a position that a crash would undo.
         self.stored = stored
 
     def persist_mode(
@@ -308,6 +309,7 @@ def due(
     total = sum(segment.durable_bytes for segment in segments if segment.is_sealed)
     gone: list[StreamSegment] = []
     for segment in segments:
+        # Ends at the first segment that stays: records are removed from the beginning only, without holes.
         if not segment.is_sealed or (held_from is not None and segment.end_record > held_from):
             break
         aged = bool(retention.seconds) and segment.sealed_ms <= now_ms - retention.seconds * 1000

@@ -231,6 +231,7 @@ class Stream:
             files.make()
             files.sweep()
             recovered = recover_stream(files, log, projection, state, ticking, mode, reopen)
+            # After recovery, which adds the keys of the segment that was open.
             state.settle_batches({call for call, at in state.stored.calls if at < recovered.next_record})
             parts = (files, recovered, state, store, collect, cache or ByteCache(settings.cache_bytes))
             return cls(*parts, settings, ticking, background=background, check_owner=manifest.writer.check_owner)
@@ -517,6 +518,7 @@ class Stream:
             closing.callback(self.ledger.project)
             closing.callback(self.hot.close)
         if not isinstance(self.ledger.log, AbsentLog):
+            # Not reached if closing raised: a count above what the log has makes the next opening refuse it.
             self._state.persist_log_records(self.ledger.log.index.records)
 
     def abandon(self) -> None:

@@ -165,6 +165,7 @@ class Tiers:
         source = self._files.segment(Tier.HOT, segment.segment_id)
         target = self._files.segment(Tier.WARM, segment.segment_id)
         try:
+            # The file may be longer than the segment: trimming it after the seal is best effort.
             raw = memoryview(read_all(self._files.disk, source))[: segment.durable_bytes]
         except FileNotFoundError:
             raise Corruption(
@@ -188,6 +189,7 @@ class Tiers:
         disk, temporary = self._files.disk, target + TEMPORARY
         file = disk.open(temporary, create=True)
         try:
+            # An attempt that failed may have left a longer file under this name.
             file.truncate(0)
             at = 0
             for part in parts:
@@ -293,6 +295,7 @@ class Tiers:
                 key=key,
             ) from error
         hit("stream.upload.sent")
+        # Read back before the log counts it as a copy: from then on the local copies may be evicted.
         if put.size_bytes != size or store.get_range(key, size - FOOTER_BYTES, FOOTER_BYTES) != footer:
             raise Corruption(
                 "the object differs from what was uploaded", hint="try again", segment=segment.segment_id, key=key
@@ -309,6 +312,8 @@ class Tiers:
             segment = self._need(segment_id)
             if self._pins[segment_id] > 0 or not (segment.is_warm if warm else segment.is_hot):
                 return False
+            # The log first: it refuses to evict the last copy, and a file that it has evicted is swept at the next
+            # opening.
             if warm:
                 self._ledger.record_steps((CustomEvent(Schema.WARM_EVICTED), segment_id))
             else:
@@ -371,6 +376,7 @@ class Tiers:
     def hydrate_if_room(self, segment_id: int) -> bool:
         """Hydrate a segment for a reader that wants most of it, if the hot budget has room. A failure is not raised."""
         with self._moving:
+            # Under the lock, so that readers that hydrate at the same time do not exceed the budget together.
             view = self._ledger.view
             segment = view.get(segment_id)
             taken = sum(segment.durable_bytes for segment in view if segment.is_hot)
@@ -395,6 +401,8 @@ class Tiers:
                 return False
             self._end_moves(segment)
             segment = self._need(segment_id)
+            # A failed upload may have left an object. Logged before the deletion: otherwise a crash in between would
+            # leave a log that promises an object that is gone.
             if segment.state.remote in (Remote.DONE, Remote.FAILED):
                 self._ledger.record_steps((Tier2DeleteQueued(segment.key), segment_id))
                 hit("stream.retire.queued")

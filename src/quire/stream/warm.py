@@ -176,6 +176,7 @@ class WarmReader:
             _,
         ) = footer
         table_bytes = frames * ROW_BYTES
+        # Before the table is read: `frames` is untrusted, and would decide how much is allocated.
         if self._table_at + table_bytes + FOOTER_BYTES != size:
             raise self._damaged("its parts do not fit its size")
         inside = self._table_at - start
@@ -323,6 +324,7 @@ def reader_of(data: Bytes, path: str, raw_bytes: int | None = None) -> WarmReade
 def bounded(store: ObjectStore, key: str, raw_bytes: int) -> bytes:
     """Read a segment's object; raise `Corruption` if it is larger than a compressed segment of this raw size can be."""
     size = store.head(key).size_bytes
+    # zstd expands incompressible bytes by less than 1/32; dictionary and table fit into the rest.
     if size > raw_bytes + raw_bytes // 32 + MIB:
         raise Corruption("an object exceeds its segment's maximum size", key=key, bytes=size, raw_bytes=raw_bytes)
     return store.get(key)

@@ -115,6 +115,7 @@ def missing_from_log(
     for row in witness.segments:
         info = index.get(row.segment_id)
         if info is None:
+            # A segment at or below it was retired: the log is ahead of LMDB, as after every crash.
             if row.segment_id > index.opened_max:
                 yield f"LMDB has segment {row.segment_id}, the log does not know it"
         elif (what := _differs(info, row)) is not None:
