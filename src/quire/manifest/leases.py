@@ -185,6 +185,7 @@ class VersionLeases:
         with self._lock:
             existing = self._leases.get(lease_id)
         given = existing or _Lease(ttl_ms, 0.0, 0, dict(tags or {}))
+        # Twice the length, so that renewals during the first length need no commit.
         horizon = self._clock.now_ms() + 2 * given.ttl_ms
         guard = self._manifest.submit(self._rows(lease_id, given, parts.values(), horizon))
         guard.result()
@@ -337,6 +338,7 @@ class VersionLeases:
             ]
             if self._doubt_until > now:
                 needed.append((0, now_ms + int((self._doubt_until - now) * 1000) + 1))
+        # The earliest opening and the latest end, also of different leases: more is kept than needed, never less.
         return (min(needed)[0], max(until for _, until in needed)) if needed else None
 
     def copies(self, db_id: int) -> set[int]:

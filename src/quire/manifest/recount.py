@@ -64,6 +64,7 @@ class Recount:
                     self._close_broken()  # checks everything; raises if the whole store is broken
                     self._left.clear()  # not before: `finish` asks without the lock, and its caller deletes
                     return
+                # Only when it has passed: a check that raised is left, and `finish` does not let its caller delete.
                 self._left.popleft()
                 if not self._left:
                     write_point(self._env, point_of(self._env))

@@ -83,6 +83,7 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
         overlay.discard()  # left by an attempt that found the map full
         overlay.head = position
         overlay.begin(txn)
+        # Inserts look keys up: nothing here repeats the step after `KeysTaken`, as the writer does.
         overlay.switch(strict=True)
         _refuse_moved(overlay, env)
         for record in records:

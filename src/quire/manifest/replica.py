@@ -180,6 +180,7 @@ class Replica:
             position = self.apply(page.changes)
             if position > acked:
                 with suppress(ReadOnly):
+                    # After the replica's own commit: the source may trim what is acknowledged.
                     feed.acknowledge(name, position)
                 acked = position
             if page.at_head:

@@ -179,6 +179,7 @@ def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: in
     zones = {schedule.every: schedule.zone for schedule in map(parse_schedule, policy.schedules)}
     for schedule in BUCKETS:
         buckets = _by_bucket(newest_first, schedule, zones.get(schedule, UTC))
+        # Buckets are in the order in which they were entered, newest first.
         for place, members in islice(buckets.items(), getattr(policy, schedule)):
             own = [info for info in members if info.tags.get(SCHEDULE_TAG) == schedule]
             yield (own or members)[0].snapshot_id, f"{schedule}: the newest of {place}"
@@ -222,6 +223,7 @@ def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, since_ms: int) -> boo
     snapshot_id = U32_MAX
     while (row := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
         (_, snapshot_id), record = row
+        # Ids and commit times rise together, so no earlier snapshot is of this period.
         if record.created_at_ms < since_ms:
             return False
         if record.tags.get(SCHEDULE_TAG) == schedule:

@@ -59,6 +59,7 @@ def retain(tables: Overlay, key: bytes, count: int = 1) -> None:
     """Add references."""
     row = tables.gc_refcounts.get(key)
     if row is None:
+        # No row: nothing has held it yet. An artifact at zero still has its row, and is refused below.
         tables.gc_refcounts.put(key, FIRST if count == 1 else RefcountRecord(in_use=count))
         return
     _refuse_doomed(row, key)
