@@ -289,6 +289,7 @@ class Ownership:
         if self._record is None:
             self._record = self._record_next_session()
             hit("objects.ownership.recorded")
+        # After a failure the next put repeats this with the same record: the object is recognised by its nonce.
         self._create(self._record)
         if self._legacy:
             self._claim_legacy()
@@ -305,6 +306,8 @@ class Ownership:
         if recorded is not None and (recorded.store_id, recorded.epoch) != (self._store_id, self._epoch):
             recorded = None  # its epoch was ended by a takeover
         confirmed = recorded.confirmed if recorded is not None else 0
+        # From the last session seen in the bucket as this directory's own: whatever follows it is the recorded one, if
+        # its object was created, or belongs to another owner.
         newest = self._newest(after=confirmed)
         if newest is not None:
             epoch, session, owner = newest
