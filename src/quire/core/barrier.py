@@ -104,6 +104,7 @@ class Barrier:
             raise
         finally:
             current.depth -= 1
+        # Not in the `finally`: a call that raises does not wait.
         self.settle()
 
     def note(self) -> None:

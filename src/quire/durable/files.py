@@ -490,6 +490,7 @@ def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) ->
     """Create a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
     file = disk.open(path, create=True, exclusive=not overwrite)
     try:
+        # A file left by a crash may be longer than the new contents.
         file.truncate(0)
         file.write_at(data, 0)
         file.sync()
@@ -530,6 +531,7 @@ def preallocate(disk: Disk, path: str, size: int) -> File:
     """
     file = disk.open(path, exclusive=True)
     try:
+        # Before anything is written: a full disk is found at once.
         file.allocate(size)
         zeros = bytes(min(ZERO_FILL_STEP, size))
         for offset in range(0, size, ZERO_FILL_STEP):

@@ -206,6 +206,7 @@ class ChangeFeed:
         """Register a cursor. `start` is clamped to the retained range; a policy of 0 is off."""
         if isinstance(start, int) and start < 0:
             raise InvalidInput("a sequence must not be negative", start=start)
+        # The operation clamps these to the retained range: bounds read here could be outdated when it is applied.
         acked = {Start.OLDEST: 0, Start.LATEST: 2**63}[start] if isinstance(start, Start) else start
         cursor_id = self._manifest.allocate(Counter.CURSOR)
         op = RegisterCursor(cursor_id, acked, name, int(ttl_seconds * 1000), max_lag)

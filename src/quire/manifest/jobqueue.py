@@ -163,6 +163,7 @@ class JobQueue:
         batch = [*ops, EnqueueJob(job_id, record)]
         if not token:
             self._manifest.submit(batch).result()
+            # After the commit: a worker that is woken earlier finds nothing, and sleeps until its next poll.
             self.work_available.set()
             return job_id
         receipt = self._manifest.submit(batch, key=token, result=job_id.to_bytes(8, "big")).result()

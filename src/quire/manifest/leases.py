@@ -188,6 +188,7 @@ class VersionLeases:
         # Twice the length, so that renewals during the first length need no commit.
         horizon = self._clock.now_ms() + 2 * given.ttl_ms
         guard = self._manifest.submit(self._rows(lease_id, given, parts.values(), horizon))
+        # Durable before the caller looks up the version: what is referenced then reaches zero later than this commit.
         guard.result()
         hit("manifest.lease.held")
         with self._lock:
@@ -272,6 +273,7 @@ class VersionLeases:
             rows: list[Op] = []
             now, now_ms = self._clock.monotonic(), self._clock.now_ms()
             for key, also in self._leases_of_holder(lease_id, lease):
+                # The same for all leases of a holder, so that none is missing alone (decision 072).
                 also.deadline = now + lease.ttl_ms / 1000
                 if now_ms + lease.ttl_ms > also.horizon_ms:
                     also.horizon_ms = now_ms + 2 * lease.ttl_ms

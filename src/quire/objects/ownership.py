@@ -358,6 +358,7 @@ class Ownership:
                 store=store.url,
                 key=key,
             )
+        # Last: an owner that appeared since the first listing is found before this session counts as confirmed.
         self._refuse_successor(record.session)
 
     def _claim_legacy(self) -> None:
