@@ -438,6 +438,7 @@ class ManifestEnv:
             _inherited.add(os.path.realpath(self.path))
         self._closed = ("the manifest belongs to the parent of this fork()", _NO_FORK)
         self._is_over = True
+        # A thread that the child does not have may hold the lock of the old one.
         self.gate = MapGate()
         for visitor in visitors:
             visitor.abandon()

@@ -314,6 +314,7 @@ class TableView(Generic[R]):
         ((key, record),) = (self.pending or self.inserted).items()
         assert record is not None, "deletions go the other way"
         ((key, row),) = self.table.rows.encode_all([(key, record)])
+        # A pending row may replace one; an inserted row must be new.
         if not self._overlay.txn.put(key, row, db=self._handle, overwrite=bool(self.pending)):
             raise KeysTaken
         self._note_written([(key, row)], [])

@@ -144,6 +144,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
     why |= {info.snapshot_id: LENT for info in snapshots if is_lent(info)}
     why |= {info.snapshot_id: DROPPED for info in snapshots if is_dropped(info)}
+    # These count for no rule: snapshots for time travel alone would use up `keep_last`.
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
@@ -284,6 +285,7 @@ class SnapshotRetention:
             return []
 
         ops: list[Op] = [DropSnapshot(plan.db_id, snapshot.snapshot_id) for snapshot in dropped]
+        # Read now: the drops remove the rows that name them.
         origins = self._manifest.snapshots.origins(plan.db_id, [snapshot.snapshot_id for snapshot in dropped])
         return [*ops, *self._manifest.jobs.deletions(origins)]
 

@@ -132,6 +132,7 @@ class ManifestStore:
             writer, next_ids, left = take_ownership(env, clock, repair=repair)
             try:
                 manifest = cls(env, clock, writer, next_ids, left=left)
+                # Before any job can run: readers that were lent versions by the last owner still read them.
                 manifest.leases.load()
                 manifest.feed.trim_behind()
             except BaseException:

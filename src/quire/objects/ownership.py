@@ -437,6 +437,7 @@ class Ownership:
                 where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
                 raise Corruption(what, hint=hint, **where)
             claimed = self._claimed(newest)
+            # The manifest first: after a kill here the directory opens in the new epoch and claims a session as usual.
             self._epoch = begin_epoch(claimed.epoch if claimed is not None else highest + 1)
             hit("objects.ownership.epoch_begun")
             nonce = claimed.nonce if claimed is not None else secrets.token_hex(NONCE_CHARACTERS // 2)
