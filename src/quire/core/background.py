@@ -125,6 +125,7 @@ class Background:
             self._queue.clear()
             self._changed.notify_all()
             threads = list(self._threads)
+        # Without the lock, which the threads need to end.
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
@@ -145,6 +146,7 @@ class Background:
                     again = self._run(task)
                 finally:
                     self._changed.acquire()
+                # `runner` is cleared before `_enter`, which leaves a running task to its thread.
                 asked, task.due, task.runner = task.due, None, 0
                 for due in (asked, again):
                     if due is not None:

@@ -104,6 +104,7 @@ class Barrier:
             raise
         finally:
             current.depth -= 1
+        # Not in the `finally`: a call that raises does not wait.
         self.settle()
 
     def note(self) -> None:
@@ -115,6 +116,7 @@ class Barrier:
         current = self._current
         if not current.is_changed or current.depth:
             return
+        # Before the wait: if that raises, the next call must not wait for this change again.
         current.is_changed = False
         if not threading.current_thread().name.startswith(THREAD_PREFIX):
             self._wait()

@@ -293,6 +293,7 @@ class OsFile(DirectFile):
 
     def sync(self) -> None:
         try:
+            # Includes the size of the file; only times are left out.
             os.fdatasync(self._fd)
         except OSError as error:
             raise translate(error, self._path, "syncing") from error
@@ -340,6 +341,7 @@ class OsFile(DirectFile):
 
     def close(self) -> None:
         if self._fd >= 0:
+            # Before the call: a second `close` could hit a descriptor that another thread was just given.
             fd, self._fd = self._fd, -1
             os.close(fd)
 
@@ -387,6 +389,7 @@ class OsDisk:
                 except FileExistsError:
                     if not os.path.isdir(folder):
                         raise
+            # For each level: a directory survives power loss only if every name above it is durable.
             self.sync_dir(os.path.dirname(folder))
 
     def rename(self, source: str, target: str) -> None:
@@ -477,6 +480,7 @@ def write_atomic(disk: Disk, path: str, data: bytes) -> None:
     Before: `<path>.tmp` is absent or garbage (swept by its owner) · during: the tmp file, synced · after: the new file.
     """
     temporary = path + ".tmp"
+    # Synced under the temporary name: a rename that becomes durable before the contents would leave an empty file.
     write_new(disk, temporary, data, overwrite=True)
     disk.rename(temporary, path)
     disk.sync_dir(os.path.dirname(path) or ".")
@@ -486,6 +490,7 @@ def write_new(disk: Disk, path: str, data: bytes, *, overwrite: bool = False) ->
     """Create a file with synced contents. Its *name* is durable only after the caller syncs the directory."""
     file = disk.open(path, create=True, exclusive=not overwrite)
     try:
+        # A file left by a crash may be longer than the new contents.
         file.truncate(0)
         file.write_at(data, 0)
         file.sync()
@@ -526,6 +531,7 @@ def preallocate(disk: Disk, path: str, size: int) -> File:
     """
     file = disk.open(path, exclusive=True)
     try:
+        # Before anything is written: a full disk is found at once.
         file.allocate(size)
         zeros = bytes(min(ZERO_FILL_STEP, size))
         for offset in range(0, size, ZERO_FILL_STEP):

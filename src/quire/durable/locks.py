@@ -153,6 +153,7 @@ def is_held(path: str) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Shared: two probes at the same time must not take each other for the holder.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

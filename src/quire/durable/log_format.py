@@ -122,6 +122,7 @@ def decode_header(data: Bytes, path: str, kind: bytes | None = None) -> LogHeade
     magic, version, _, stored_kind, salt, link = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise _no_header("the file does not start like a log", path, len(data))
+    # Before the version: a damaged version must not look like a newer format.
     if crc64(memoryview(data)[: HEADER_BYTES - LINK_BYTES]) != link:
         raise _no_header("the log's header fails its checksum", path, len(data))
     if version > VERSION:
@@ -148,6 +149,7 @@ def encode_frames(payloads: Iterable[Bytes], *, tag: int, link: int, synced: int
     parts: list[Bytes] = []
     for payload in payloads:
         length = len(payload)
+        # Length 0 is taken: it makes a frame a mark.
         if not 0 < length <= PAYLOAD_BYTES_MAX:
             raise OutOfRange(
                 "a log record must have at least 1 byte and at most the limit", size=length, max=PAYLOAD_BYTES_MAX

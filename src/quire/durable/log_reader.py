@@ -115,6 +115,7 @@ def scan(
     if vouched is not None:
         proven = max(proven, vouched.end)
     if cut < len(data):
+        # Every valid frame after the cut counts, although none is delivered: its `synced` was true when it was written.
         for frame in find_frames(data, header, cut + 1):
             proven = max(proven, frame.synced)
             if proven > cut:
@@ -145,6 +146,7 @@ def read_on(file: File, header: LogHeader, end: int) -> tuple[list[bytes], list[
     head = file.read_at(HEAD_BYTES, end)
     if len(head) < HEAD_BYTES or HEAD.unpack(head)[1] != header.tag:
         return [], [], end
+    # The link before `end` seeds the checksum of the first new frame.
     start = end - LINK_BYTES
     payloads: list[bytes] = []
     offsets: list[int] = []
@@ -197,6 +199,7 @@ def _walk(
         (found_link,) = unpack_link(data, end)
         if crc(view[offset:end], link) != found_link or not HEADER_BYTES <= claimed <= offset + base:
             break
+        # Not the maximum: along a chain `synced` only rises.
         synced = claimed
         link = found_link
         if length:

@@ -125,6 +125,7 @@ class LogWriter(AbandonedOnError):
         """Write records in one step and return the `end` after them. A crash may keep only the first few."""
         with self._append_lock:
             self._check()
+            # `_durable` is read without the sync lock: an older value proves less, never something false.
             data, link = encode_frames(payloads, tag=self._tag, link=self._link, synced=self._durable)
             if data:
                 self._guard("an append", lambda: self._file.write_at(data, self._end))
@@ -168,6 +169,7 @@ class LogWriter(AbandonedOnError):
             if not self._marked and self._failure is None:
                 mark, link = encode_mark(tag=self._tag, link=self._link, synced=self._durable)
                 self._guard("the closing mark", lambda: self._file.write_at(mark, self._end))
+                # The mark proves that everything before it was synced; unsynced, power loss could take the proof.
                 self._guard("the closing mark", self._file.sync)
                 self._end += len(mark)
                 self._link, self._marked = link, True

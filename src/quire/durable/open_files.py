@@ -99,6 +99,7 @@ class OpenFiles(DiskLayer):
 
     def _pooled(self, path: str, *, create: bool, exclusive: bool, write: bool) -> PooledFile:
         with self._naming:
+            # Before the file is opened: at the limit of the process, opening it would fail.
             self._make_room(None)
             file = self._inner.open(path, create=create, exclusive=exclusive, write=write)
             try:

@@ -96,6 +96,7 @@ class Applier:
         self, kind: type[Op], group: list[ManifestGuard], state: Applied, in_time: Callable[[], bool]
     ) -> None:
         operations = batches = 0
+        # The first slice ignores the clock: a group that decides nothing would be taken again and again.
         while batches < len(group) and (not (batches or state.batches) or in_time()):
             ops = [op for guard in group[batches : batches + SLICE] for op in guard.ops]
             kind.apply_all(ops, self._overlay, state.at_ms)
@@ -135,6 +136,7 @@ class Applier:
                 updates = tuple([(component, state.generations.get(component, 0) + 1) for component in touched])
                 sequence = _sequence(state.head, logged) if logged else 0
                 change = ChangeRecord(sequence, at_ms, logged, updates, guard.trace_id)
+                # Encoded here and not at `flush`: a record that cannot be encoded fails its own batch, not the group.
                 row = CHANGE_LOG.codec.encode(change) if logged else b""
                 _require_decodable(guard.ops, row if len(logged) == len(guard.ops) else None)
                 if overlay.notes:
@@ -165,6 +167,7 @@ class Applier:
         overlay.discard()
         overlay.switch(tracking=True, strict=strict)
         overlay.head = head
+        # Sequences and generations in the guards stay valid: ops are pure, so the second pass gives the same rows.
         for guard in before:
             if guard.error is None and not guard.repeated:
                 for op in guard.ops:
@@ -179,6 +182,7 @@ class Applier:
         """Return whether the key was used before; if so, the guard gets the stored answer."""
         assert guard.key is not None
         row = self._overlay.idempotency.get(t.IDEMPOTENCY.key.pack(guard.key))
+        # An expired answer counts as absent, whether or not its row has been pruned yet.
         if row is None or row.expires_at_ms <= at_ms:
             return False
         guard.sequence, guard.generations, guard.committed_at_ms = row.sequence, row.generations, at_ms

@@ -85,6 +85,7 @@ def read_point(env: ManifestEnv) -> CheckedPoint | None:
     with ReadTxn(env) as txn:
         if point is None or not point.is_of(txn, transaction_of(txn)):
             return None
+    # From now on trimming keeps the changes after it.
     env.checked_sequence = point.sequence
     return point
 
@@ -104,6 +105,7 @@ def write_point(env: ManifestEnv, point: CheckedPoint) -> None:
 
 def forget_point(env: ManifestEnv) -> None:
     """Delete the point, because something is wrong or rows change that the log does not name: the next open checks all."""
+    # Trimming may go on before the file is gone: a point whose changes the log lacks is not believed.
     env.checked_sequence = None
     with suppress(FileNotFoundError):
         OsDisk().remove(env.path + SUFFIX)

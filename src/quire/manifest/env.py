@@ -176,7 +176,9 @@ class ManifestEnv:
         self._env = self._open()
         _LIVE.add(self)
         try:
+            # Before the first read of a table: in a truncated file that may be SIGBUS, which no caller can handle.
             self._refuse_truncated()
+            # Slots of readers that were killed would keep LMDB from reusing pages, and the file would grow.
             self._env.reader_check()
             self.page_bytes = int(self._env.stat()["psize"])
             self.handles = self._open_tables()
@@ -414,6 +416,7 @@ class ManifestEnv:
         """Close the environment; further use raises `StoreClosed`. If the call is interrupted, call it again."""
         if self._is_over:
             return
+        # Before the gate: readers that wait there must find it when they are let in, and not begin a transaction.
         self._closed = ("the manifest is closed", "open the store again")
         try:
             self.gate.exclusive(CLOSE_WAIT_SECONDS, self._env.close)
@@ -440,6 +443,7 @@ class ManifestEnv:
             _inherited.add(os.path.realpath(self.path))
         self._closed = ("the manifest belongs to the parent of this fork()", _NO_FORK)
         self._is_over = True
+        # A thread that the child does not have may hold the lock of the old one.
         self.gate = MapGate()
         for visitor in visitors:
             visitor.abandon()

@@ -89,6 +89,7 @@ class MapGate:
         """Make a call while no visitor is inside. `TimedOut` names the threads that did not leave."""
         with self._exclusive_lock:
             try:
+                # Inside the `try`: a flag that a signal handler's exception left set would keep out every later reader.
                 self._exclusive_wanted = True
                 self._wait_for_others(time.monotonic() + timeout)
                 call()
@@ -99,6 +100,7 @@ class MapGate:
         me = threading.current_thread()
         while stayed := [*self._inside]:
             rest = deadline - time.monotonic()
+            # This thread's own visitors cannot leave while it waits here.
             if rest <= 0 or all(ticket.thread is me for ticket in stayed):
                 raise TimedOut(
                     "open read transactions keep the manifest's map from growing",

@@ -168,6 +168,7 @@ class ChangeFeed:
         if not self._manifest.read_only:
             return self._manifest.writer.when_change(after).result(timeout)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
+        # Watching begins before the first look: a commit in between would otherwise be noticed a second later.
         with FileWatch(self._manifest.env.path) as written:
             pause = LOOK_SECONDS
             while (head := self.head()) <= after:
@@ -205,6 +206,7 @@ class ChangeFeed:
         """Register a cursor. `start` is clamped to the retained range; a policy of 0 is off."""
         if isinstance(start, int) and start < 0:
             raise InvalidInput("a sequence must not be negative", start=start)
+        # The operation clamps these to the retained range: bounds read here could be outdated when it is applied.
         acked = {Start.OLDEST: 0, Start.LATEST: 2**63}[start] if isinstance(start, Start) else start
         cursor_id = self._manifest.allocate(Counter.CURSOR)
         op = RegisterCursor(cursor_id, acked, name, int(ttl_seconds * 1000), max_lag)
@@ -300,6 +302,7 @@ class ChangeFeed:
         except ManifestDamaged:
             return  # the position of a cursor is unknown: keep everything until it is repaired
         if keep_from > oldest:
+            # Only a proposal: the operation looks at the cursors again, so one registered meanwhile is safe.
             self._manifest.submit([RetainChanges(keep_from)]).result()
         self.trim_behind()
 
@@ -336,6 +339,8 @@ class ChangeFeed:
         used = (pages["branch_pages"] + pages["leaf_pages"] + pages["overflow_pages"]) * pages["psize"]
         gaps = txn.gaps()
         kept = distance(gaps, oldest - 1, head)
+        # The pages only show whether summing is worth while: they include the tail. It reads the whole log, and is
+        # repeated after a 64th more changes.
         if used <= self.settings.retain_bytes or distance(gaps, self._measured, head) < (kept - 1) // 64:
             return oldest
         self._measured, used, keep = head, 0, head + 1
@@ -361,6 +366,7 @@ class ChangeFeed:
         with self._trim_lock:
             self._tail = rows
             if self._trimmer is None:
+                # Under the lock in which the trimmer ends: it sees the new number, or has cleared `_trimmer`.
                 self._trimmer = threading.Thread(target=self._trim, name="quire-feed-trimmer", daemon=True)
                 self._trimmer.start()
 
@@ -372,6 +378,7 @@ class ChangeFeed:
                     if self._tail <= 0:
                         self._trimmer = None
                         return
+                    # Before the commit, during which `trim_behind` may set a new number.
                     self._tail -= TRIM_ROWS
                 self._manifest.submit([TrimChanges()]).result()
         except QuireError as error:
@@ -398,6 +405,7 @@ def read_page(txn: ReadTxn, cursor: int | str, limit: int, after: int | None, on
     position = row.acked_sequence if after is None else after
     check_position(txn, position, cursor)
     changes, reached = _read(txn, position, limit, only)
+    # The head lies beyond the position, but no row follows it.
     if reached == position < bounds[1]:
         raise _gap(position + 1, None)
     return ChangePage(tuple(changes), reached + 1, *bounds)
@@ -442,6 +450,7 @@ def _read(txn: ReadTxn, position: int, limit: int, only: ChangeFilter | None) ->
             break
         records = decode_changes(CHANGE_LOG.rows.opened_all(keys, raws))
         looked += len(records)
+        # One comparison per portion finds every gap: sequences rise, so a missing row makes the last one too high.
         reached = step(gaps, reached, len(records))
         if records[-1].sequence != reached:
             raise _gap(reached, records[-1].sequence)
@@ -510,6 +519,7 @@ def followed(
             page = fetch(done)
             for change in page.changes:
                 yield change
+                # After the `yield`: a change whose body raised is not done, and is delivered again.
                 done = change.sequence
             done, now = page.next_sequence - 1, time.monotonic()
             if page.changes:

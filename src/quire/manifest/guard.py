@@ -151,6 +151,7 @@ class CommitNotifier:
 
     def _notify_loops(self) -> None:
         ready: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        # A copy, made in one step of C: event loops add and remove entries meanwhile.
         for future, (happened, loop) in self._loops.copy().items():
             if happened():
                 self._loops.pop(future, None)
@@ -194,6 +195,7 @@ class CommitNotifier:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         try:
+            # Before the check: a commit after the check finds the entry and wakes the loop.
             self._loops[future] = (happened, loop)
             if not happened():
                 await future
@@ -270,6 +272,7 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self.done:
             rest = None if deadline is None else deadline - time.monotonic()
+            # A longer sleep was cut short by `ThreadWakeup.sleep`; its end is not the caller's timeout.
             if not wakeup.sleep(rest) and not self.done and rest is not None and rest <= SLEEP_SECONDS_MAX:
                 raise TimedOut(
                     "timed out waiting for a manifest commit", hint="it may still be committed", seconds=timeout

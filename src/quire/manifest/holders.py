@@ -60,6 +60,7 @@ Codes = npt.NDArray[np.uint64]
 def encode(origin: Any, kind: Any, delta: Any, number: Any, generation: Any) -> Codes:
     """Return the codes of many artifacts at once."""
     owner, sort, layer = (np.asarray(part, np.uint64) for part in (origin, kind, delta))
+    # Kind and delta have 8 and 16 bits in the key too, so two artifacts never have the same code.
     first = (owner << np.uint64(24)) | (sort << np.uint64(16)) | layer
     second = (np.asarray(number, np.uint64) << np.uint64(32)) | np.asarray(generation, np.uint64)
     return np.stack(np.broadcast_arrays(first, second), axis=-1).reshape(-1, 2)
@@ -86,6 +87,7 @@ def count_holders(txn: ReadTxn) -> Iterator[Finding]:
     references: dict[str, list[Codes]] = {sort: [np.zeros((0, 2), np.uint64)] for sort in ("held", "row")}
     for sort, codes in _references(txn, findings):
         references[sort].append(codes)
+    # `pop` frees the parts before the next large array is made.
     held, counts = tally(np.concatenate(references.pop("held")))
     yield from findings
 

@@ -163,6 +163,7 @@ class JobQueue:
         batch = [*ops, EnqueueJob(job_id, record)]
         if not token:
             self._manifest.submit(batch).result()
+            # After the commit: a worker that is woken earlier finds nothing, and sleeps until its next poll.
             self.work_available.set()
             return job_id
         receipt = self._manifest.submit(batch, key=token, result=job_id.to_bytes(8, "big")).result()
@@ -258,6 +259,7 @@ class JobQueue:
         """End a successful attempt, in one batch with its effects; `after` are operations that need the gate to be open."""
         packed = b"" if result is None else msgspec.msgpack.encode(result)
         done = CompleteJob(job.job_id, JobState.SUCCEEDED, job.record.attempt, result=packed)
+        # `ops` first: publishing a plan requires that the attempt is still running (P10).
         self._manifest.submit([*ops, done, *after]).result()
 
     @changes
@@ -270,6 +272,7 @@ class JobQueue:
             self._manifest.submit([op]).result()
             emit("error", "job.failed", job_id=job.job_id, kind=record.kind.name, error=text)
             return JobState.FAILED_PERMANENT
+        # The exponent is bounded because delete jobs are retried forever: a thousand failures would overflow a float.
         wait = min(BACKOFF_SECONDS * 2 ** min(failures - 1, 20), BACKOFF_SECONDS_MAX)
         not_before = self._manifest.clock.now_ms() + int(wait * 1000)
         self._manifest.submit([RequeueJob(job.job_id, record.attempt, not_before, text)]).result()

@@ -185,8 +185,10 @@ class VersionLeases:
         with self._lock:
             existing = self._leases.get(lease_id)
         given = existing or _Lease(ttl_ms, 0.0, 0, dict(tags or {}))
+        # Twice the length, so that renewals during the first length need no commit.
         horizon = self._clock.now_ms() + 2 * given.ttl_ms
         guard = self._manifest.submit(self._rows(lease_id, given, parts.values(), horizon))
+        # Durable before the caller looks up the version: what is referenced then reaches zero later than this commit.
         guard.result()
         hit("manifest.lease.held")
         with self._lock:
@@ -271,6 +273,7 @@ class VersionLeases:
             rows: list[Op] = []
             now, now_ms = self._clock.monotonic(), self._clock.now_ms()
             for key, also in self._leases_of_holder(lease_id, lease):
+                # The same for all leases of a holder, so that none is missing alone (decision 072).
                 also.deadline = now + lease.ttl_ms / 1000
                 if now_ms + lease.ttl_ms > also.horizon_ms:
                     also.horizon_ms = now_ms + 2 * lease.ttl_ms
@@ -337,6 +340,7 @@ class VersionLeases:
             ]
             if self._doubt_until > now:
                 needed.append((0, now_ms + int((self._doubt_until - now) * 1000) + 1))
+        # The earliest opening and the latest end, also of different leases: more is kept than needed, never less.
         return (min(needed)[0], max(until for _, until in needed)) if needed else None
 
     def copies(self, db_id: int) -> set[int]:

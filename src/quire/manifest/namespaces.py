@@ -102,6 +102,7 @@ def _begin(manifest: ManifestStore, at_least: int, parent: Parent | None) -> int
     # A former epoch's namespace may be empty, and what abandoned plans wrote is garbage: delete jobs handle both (M8).
     deletions = manifest.jobs.deletions(origins) if line or len(origins) > 1 else []
     abandons = [AbandonPlan(*key) for key in plans]
+    # Plans before the epoch, which refuses to begin while one is stored; delete jobs last, when the counts have fallen.
     manifest.submit([*timeline, *abandons, BeginOwnerEpoch(epoch, namespaces), *deletions]).result()
     if timeline:
         manifest.skip_ids()

@@ -129,6 +129,7 @@ class TableView(Generic[R]):
         if kept is not None:
             if len(kept) >= KEPT_ROWS_MAX:
                 kept.clear()
+            # Safe even if the group is undone: LMDB has no row of this group before `flush`, so this one is committed.
             kept[key] = record
         return record
 
@@ -159,6 +160,7 @@ class TableView(Generic[R]):
         present = [key for key, _ in stored]
         rows = dict(zip(present, self.table.rows.opened_all(present, [raw for _, raw in stored]), strict=True))
         encode = self.table.codec.encode
+        # `pending` last: it overrides `inserted`, as in `get`.
         for waiting in (self.inserted, self.pending):
             for key in keys if waiting else ():
                 record: Any = waiting.get(key, _ABSENT)
@@ -169,6 +171,7 @@ class TableView(Generic[R]):
         return rows
 
     def _insert_optimistic(self, key: bytes, record: R) -> R | None:
+        # It may be a deletion, after which the key is free again.
         if key in self.pending:
             return self._insert_careful(key, record)
         before = self.inserted.setdefault(key, record)
@@ -311,6 +314,7 @@ class TableView(Generic[R]):
         ((key, record),) = (self.pending or self.inserted).items()
         assert record is not None, "deletions go the other way"
         ((key, row),) = self.table.rows.encode_all([(key, record)])
+        # A pending row may replace one; an inserted row must be new.
         if not self._overlay.txn.put(key, row, db=self._handle, overwrite=bool(self.pending)):
             raise KeysTaken
         self._note_written([(key, row)], [])
@@ -433,6 +437,7 @@ class Overlay:
 
     def rollback(self) -> None:
         """Undo what the current batch wrote. REQUIRES `tracking`."""
+        # Newest first: a key that the batch wrote twice must get back the value from before its first write.
         for pending, key, before in reversed(self.undo):
             if before is _ABSENT:
                 del pending[key]

@@ -59,6 +59,7 @@ def take_ownership(
     """
     if repair:
         forget_point(env)  # repairs of indexes are not in the change log
+    # Before the point is read: a migration step deletes it.
     migrate(env, clock)
     point = read_point(env)
     is_sound = _is_sound_since(env, point)

@@ -41,10 +41,14 @@ class BatchQueue:
         deadline: float | None = None
         while True:
             with self.lock:
+                # Room for one operation admits any batch: one larger than the bound would never enter otherwise.
                 if self.refusal is None and self._operations < self._operations_max:
                     if self._wake_at and len(self._batches) + 1 >= self._wake_at:
                         self._wake_at = 0
                         self._wake.wake()  # before the append: the taker waits for `lock`, then finds the batch
+                    # The batch before its count: a count without a batch, left by a signal handler's exception, could
+                    # make the queue look full while the taker finds nothing to take, and no thread would wake the
+                    # other. `take` resets the count.
                     self._batches.append(guard)
                     self._operations += operations
                     return
@@ -116,6 +120,7 @@ class BatchQueue:
     def refuse(self, refusal: QuireError, *, drain: bool) -> list[ManifestGuard]:
         """Accept nothing more. With `drain`, also return what is queued instead of leaving it to `take`."""
         with self.lock:
+            # Closing keeps an earlier reason. A drain replaces it: that the store is fenced or in doubt matters more.
             self.refusal = self.refusal if self.refusal is not None and not drain else refusal
             left: list[ManifestGuard] = []
             if drain:

@@ -60,10 +60,12 @@ class Recount:
                 problems = self._run_check(self._left[0])
                 if problems:
                     emit("error", "manifest.recount_failed", problems=len(problems), first=str(problems[0]))
+                    # First: if the process dies during the check below, the next open must not believe the point.
                     forget_point(self._env)
                     self._close_broken()  # checks everything; raises if the whole store is broken
                     self._left.clear()  # not before: `finish` asks without the lock, and its caller deletes
                     return
+                # Only when it has passed: a check that raised is left, and `finish` does not let its caller delete.
                 self._left.popleft()
                 if not self._left:
                     write_point(self._env, point_of(self._env))

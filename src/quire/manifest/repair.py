@@ -133,6 +133,7 @@ def _is_readable(txn: ReadTxn) -> bool:
 def _replayed(txn: ReadTxn, wanted: list[tuple[t.Table[Any], bytes]]) -> dict[tuple[str, bytes], bytes | None]:
     """Return what replaying the whole change log makes of these rows; empty if the log is no longer complete."""
     try:
+        # The changes of a trimmed log apply to rows that it does not contain.
         if txn.feed_bounds()[0] != 1:
             return {}
         with tempfile.TemporaryDirectory(prefix="quire-replay-") as directory:

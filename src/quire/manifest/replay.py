@@ -83,7 +83,9 @@ def _apply(overlay: Overlay, env: ManifestEnv, records: list[ChangeRecord]) -> N
         overlay.discard()  # left by an attempt that found the map full
         overlay.head = position
         overlay.begin(txn)
+        # Inserts look keys up: nothing here repeats the step after `KeysTaken`, as the writer does.
         overlay.switch(strict=True)
+        # Inside the write transaction, which excludes other writers until the commit.
         _refuse_moved(overlay, env)
         for record in records:
             _apply_one(overlay, record)

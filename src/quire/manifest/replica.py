@@ -118,6 +118,7 @@ class Replica:
         """
         if os.path.exists(path):
             raise AlreadyExists("the target already exists", hint="remove it, or copy to another path", path=path)
+        # Before the copy: changes after the cursor are kept, and those that the copy already has are skipped.
         is_registered = bool(name) and _register(manifest.feed, name)
         disk, staging = OsDisk(), path + STAGING
         try:
@@ -129,6 +130,7 @@ class Replica:
             finally:
                 env.close()
             disk.rename(staging, path)
+            # The lock file that opening the copy has left under its staging name.
             _discard(disk, staging)
             disk.sync_dir(os.path.dirname(os.path.abspath(path)))
             return cls.open(path, settings=settings)
@@ -180,6 +182,7 @@ class Replica:
             position = self.apply(page.changes)
             if position > acked:
                 with suppress(ReadOnly):
+                    # After the replica's own commit: the source may trim what is acknowledged.
                     feed.acknowledge(name, position)
                 acked = position
             if page.at_head:

@@ -144,6 +144,7 @@ def decide(snapshots: Iterable[SnapshotInfo], policy: RetentionRecord | None, *,
     why = {info.snapshot_id: WINDOW for info in snapshots if is_window(info)}
     why |= {info.snapshot_id: LENT for info in snapshots if is_lent(info)}
     why |= {info.snapshot_id: DROPPED for info in snapshots if is_dropped(info)}
+    # These count for no rule: snapshots for time travel alone would use up `keep_last`.
     out = expired | why.keys()
     living = sorted((s for s in snapshots if s.snapshot_id not in out), key=_age, reverse=True)
     if policy is None or not has_rules(policy):
@@ -179,6 +180,7 @@ def _rules(newest_first: list[SnapshotInfo], policy: RetentionRecord, now_ms: in
     zones = {schedule.every: schedule.zone for schedule in map(parse_schedule, policy.schedules)}
     for schedule in BUCKETS:
         buckets = _by_bucket(newest_first, schedule, zones.get(schedule, UTC))
+        # Buckets are in the order in which they were entered, newest first.
         for place, members in islice(buckets.items(), getattr(policy, schedule)):
             own = [info for info in members if info.tags.get(SCHEDULE_TAG) == schedule]
             yield (own or members)[0].snapshot_id, f"{schedule}: the newest of {place}"
@@ -222,6 +224,7 @@ def has_scheduled(txn: ReadTxn, db_id: int, schedule: str, since_ms: int) -> boo
     snapshot_id = U32_MAX
     while (row := txn.at_or_below(t.SNAPSHOT_INDEX, db_id, snapshot_id)) is not None:
         (_, snapshot_id), record = row
+        # Ids and commit times rise together, so no earlier snapshot is of this period.
         if record.created_at_ms < since_ms:
             return False
         if record.tags.get(SCHEDULE_TAG) == schedule:
@@ -282,6 +285,7 @@ class SnapshotRetention:
             return []
 
         ops: list[Op] = [DropSnapshot(plan.db_id, snapshot.snapshot_id) for snapshot in dropped]
+        # Read now: the drops remove the rows that name them.
         origins = self._manifest.snapshots.origins(plan.db_id, [snapshot.snapshot_id for snapshot in dropped])
         return [*ops, *self._manifest.jobs.deletions(origins)]
 

@@ -40,6 +40,7 @@ def image(read: Callable[[], ReadTxn], first_change: int) -> Iterator[TableRows]
             if not keys:
                 break
             yield name, list(zip(keys, values)), []
+            # The smallest key above the last one.
             start = keys[-1] + b"\0"
 
 

@@ -230,6 +230,7 @@ class Snapshots:
     def drop(self, db: int | str, snapshot: int | str) -> SnapshotInfo:
         """Drop a snapshot, and have what only it held deleted; return the snapshot as it was."""
         info = self.get(db, snapshot)
+        # Before the drop, which removes the row that names them.
         origins = self.origins(info.db_id, [info.snapshot_id])
         self._manifest.submit(
             [DropSnapshot(info.db_id, info.snapshot_id), *self._manifest.jobs.deletions(origins)]

@@ -132,6 +132,7 @@ class ManifestStore:
             writer, next_ids, left = take_ownership(env, clock, repair=repair)
             try:
                 manifest = cls(env, clock, writer, next_ids, left=left)
+                # Before any job can run: readers that were lent versions by the last owner still read them.
                 manifest.leases.load()
                 manifest.feed.trim_behind()
             except BaseException:
@@ -150,6 +151,7 @@ class ManifestStore:
     def close(self) -> None:
         """Commit the queued batches, stop the writer, close the environment."""
         if self._writer is not None:
+            # Read first: `close` sets a refusal of its own.
             was_sound = self._writer.failure is None
             self._writer.close()
             if was_sound:
@@ -260,6 +262,7 @@ class ManifestStore:
         with self._ids_lock:
             generation = max(record.next_generation, self._next_generations.get(db_id, 0))
             self._next_generations[db_id] = generation + 1
+            # Under the lock: generations must rise in the order of the queue, or the later one would be refused.
             guard = self.submit([ReserveGeneration(db_id, generation)])
         guard.result()
         return generation

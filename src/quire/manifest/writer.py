@@ -125,7 +125,9 @@ class ManifestWriter:
             self.oldest, self.head = txn.feed_bounds()
             for (component,), row in txn.scan(t.GENERATION_WATERMARKS):
                 self.generations[component] = row.generation
+                # Times in the change log must not fall after the clock was set back: retention bisects them.
                 self._last_ms = max(self._last_ms, row.updated_at_ms)
+        # If a watermark is behind the log (G1), continue from the log: a generation is never assigned twice.
         for component, generation in (reached or {}).items():
             self.generations[component] = max(self.generations.get(component, 0), generation)
         self._thread.start()
@@ -198,6 +200,7 @@ class ManifestWriter:
         """Commit nothing more, not even queued batches: the store has another owner."""
         if isinstance(self._queue.refusal, StoreFenced):
             return  # the first reason stays
+        # The group in progress is not drained: it meets the refusal in `check_owner`, inside its transaction.
         queued = self._queue.refuse(error, drain=True)
         self.notifier.failure = error
         self._fail(queued, error)
@@ -208,6 +211,7 @@ class ManifestWriter:
         self._queue.refuse(StoreClosed("the manifest is closed", hint="open the store again"), drain=False)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
+        # After the join: queued batches are still committed, and their waiters must get receipts, not this refusal.
         self.notifier.failure = self.notifier.failure or self._queue.refusal
         self.notifier.notify()
 
@@ -248,6 +252,7 @@ class ManifestWriter:
         if count > 1 and sum([len(guard.ops) for guard in taken[: budget + 1]]) > budget:
             for index, guard in enumerate(taken):
                 budget -= len(guard.ops)
+                # `index`: a first batch above the budget is a group of its own, because batches are not divided.
                 if budget < 0 and index:
                     count = index
                     break
@@ -256,6 +261,7 @@ class ManifestWriter:
 
     def _commit(self, group: list[ManifestGuard]) -> None:
         started = self._clock.monotonic()
+        # Read before the transaction begins: if it fails and the id is still the same, nothing was committed.
         committed, before = self._env.last_txn_id(), self.generations
         try:
             with span("Manifest.commit", batches=len(group)) if TRACE_API in sys.modules else nullcontext():
@@ -287,6 +293,7 @@ class ManifestWriter:
         """Run the transaction, again if the map was full or a key that was assumed to be new exists: ops are pure."""
         strict = False
         while True:
+            # Between transactions: LMDB cannot replace the map under an open one.
             if self._env.is_nearly_full():
                 self._grow_early(started)
             try:
@@ -321,6 +328,8 @@ class ManifestWriter:
         overlay = self._overlay
         blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_oublock
         deadline = started + self._settings.group_seconds_max
+        # Never earlier than the commit before, even if the clock is set back: a lease compares its own time with the
+        # one at which an artifact reached zero (decision 014).
         self._last_ms = at_ms = max(self._last_ms, self._archived_ms, self._clock.now_ms())
         txn = self._env.begin_write()
         try:
@@ -346,8 +355,10 @@ class ManifestWriter:
         # Durable from here on: only now may other threads see the new marks.
         self.generations, self.head, self.oldest = applied.generations, applied.head, oldest
         if applied.batches < len(group):
+            # In front of the rest: batches are committed in the order of `submit`.
             self._carry = group[applied.batches :] + self._carry
             del group[applied.batches :]
+        # After the marks: a caller that has its receipt must find its generation and sequence reached.
         self._resolve(group)
         written = (resource.getrusage(resource.RUSAGE_THREAD).ru_oublock - blocks) * _BLOCK_BYTES
         return applied, rows, written // self._env.page_bytes
@@ -358,6 +369,7 @@ class ManifestWriter:
             txn.commit()
             return
         written = self._overlay.written or []
+        # `_flush` writes these rows itself, so the overlay has not noted them.
         if changes:
             written.append((CHANGE_LOG.name, changes, []))
         slot = self.archive.reserve()
@@ -389,7 +401,9 @@ class ManifestWriter:
     def _resolve(self, group: list[ManifestGuard]) -> None:
         answered = 0
         for guard in group:
+            # Released here, because callers keep guards: a pipeline holds a million of them.
             guard.ops = ()
+            # Before `waiter` is read: a thread that leaves its wakeup later checks `done` next, and does not sleep.
             guard.done = True
             if (waiter := guard.waiter) is not None:  # read once: the waiting thread may give up at this moment
                 answered += 1
@@ -413,6 +427,7 @@ class ManifestWriter:
         failure = error if isinstance(error, QuireError) else translate(error, self._env.path)
         if isinstance(error, lmdb.Error) and type(failure) is StorageFault and self._env.cannot_grow_file():
             failure = translate(OSError(errno.ENOSPC, str(error)), self._env.path)
+        # Both conditions: the error alone does not show whether LMDB had already written the meta page.
         if isinstance(failure, (DiskFull, Unavailable)) and self._env.last_txn_id() == committed:
             emit_safely("error", "manifest.commit_failed", error=str(failure), batches=len(group))
             self._fail(group, failure)

@@ -109,6 +109,7 @@ class Collector:
         if not names:
             return names
         owned = self._owned()
+        # Skipped, not refused: a clone's rows also name objects of its parents, which it never deletes (A12).
         names = [key for key in names if not _is_below(url, key, owned.foreign)]
         for key in names:
             if (refusal := self._refusal(url, key, owned)) is not None:

@@ -209,6 +209,7 @@ class LocalStore:
             try:
                 self._name(key, staged, create_only)
             finally:
+                # After a link it is a second name of the object; after a rename it is gone.
                 self._discard(staged)
             return PutResult(key=key, size_bytes=size, etag=None, adopted=False)
 

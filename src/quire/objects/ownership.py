@@ -289,6 +289,7 @@ class Ownership:
         if self._record is None:
             self._record = self._record_next_session()
             hit("objects.ownership.recorded")
+        # After a failure the next put repeats this with the same record: the object is recognised by its nonce.
         self._create(self._record)
         if self._legacy:
             self._claim_legacy()
@@ -305,6 +306,8 @@ class Ownership:
         if recorded is not None and (recorded.store_id, recorded.epoch) != (self._store_id, self._epoch):
             recorded = None  # its epoch was ended by a takeover
         confirmed = recorded.confirmed if recorded is not None else 0
+        # From the last session seen in the bucket as this directory's own: whatever follows it is the recorded one, if
+        # its object was created, or belongs to another owner.
         newest = self._newest(after=confirmed)
         if newest is not None:
             epoch, session, owner = newest
@@ -355,6 +358,7 @@ class Ownership:
                 store=store.url,
                 key=key,
             )
+        # Last: an owner that appeared since the first listing is found before this session counts as confirmed.
         self._refuse_successor(record.session)
 
     def _claim_legacy(self) -> None:
@@ -433,6 +437,7 @@ class Ownership:
                 where = {"epoch": self._epoch, "found": highest, "store": self._place().url}
                 raise Corruption(what, hint=hint, **where)
             claimed = self._claimed(newest)
+            # The manifest first: after a kill here the directory opens in the new epoch and claims a session as usual.
             self._epoch = begin_epoch(claimed.epoch if claimed is not None else highest + 1)
             hit("objects.ownership.epoch_begun")
             nonce = claimed.nonce if claimed is not None else secrets.token_hex(NONCE_CHARACTERS // 2)

@@ -115,6 +115,8 @@ class TarStore:
             with self._lock, translated(self._path, "writing the backup"):
                 self._tar.addfile(info, content)
                 end = self._file.tell()
+                # `addfile` pads the body to whole blocks, and the headers before it vary in length: count back from the
+                # end.
                 blocks = -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 self._members[key] = (end - blocks, size)
             return PutResult(key=key, size_bytes=size, etag=None, adopted=False)

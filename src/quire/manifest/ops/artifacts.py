@@ -90,6 +90,7 @@ class PutChunk(Op, frozen=True, tag=20):
         The comparison refuses values that are negative or not numbers: these rows are not decoded again before the commit.
         """
         active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
+        # Retained once per namespace and call, not once per chunk (decision 015).
         spaces: Tally[int] = Tally()
         for op in ops:
             origin, record = op.origin_db_id, op.record

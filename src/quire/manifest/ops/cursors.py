@@ -79,6 +79,7 @@ def settle_oldest(tables: Overlay, requested: int = 0) -> None:
         needed = [row.acked_sequence + 1 for _, row in tables.change_cursors.scan() if row.state is CursorState.LIVE]
     except ManifestDamaged:
         return  # the position of that cursor is unknown: keep everything until it is repaired
+    # `requested` counts only without live cursors: otherwise acknowledgements alone decide (M9).
     target = min(min(needed) if needed else requested, following)
     if target > oldest:
         tables.meta.put(OLDEST_SEQUENCE, MetaRecord(target))

@@ -292,6 +292,7 @@ class DropDb(Op, frozen=True, tag=15):
             _, segment_id = t.WAL_CATALOG.key.unpack(key)
             if segment.state is not WalState.TRUNCATED:
                 release(tables, wal_count_key(segment.origin_db_id, segment_id), at_ms)
+            # Its own row stays until the file is deleted: it names it. An inherited one only tracked the segment.
             if segment.origin_db_id == self.db_id:
                 tables.wal_catalog.put(key, replace(segment, state=WalState.TRUNCATED))
             else:
@@ -330,6 +331,7 @@ class RemoveDb(Op, frozen=True, tag=16):
             raise IllegalTransition(
                 "the database has not been dropped", hint="drop it first", db_id=self.db_id, name=record.name
             )
+        # These rows name bytes, or a job that may still write some; nothing would find them without the database.
         for view in (
             tables.gc_refcounts,
             tables.slot_leaf,

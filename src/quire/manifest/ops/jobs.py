@@ -267,6 +267,7 @@ def _move_gate(
     state = tables.wal_state.get(key)
     if state is None:
         return
+    # The first failure since the last success stays, not the latest one.
     errored = 0 if succeeded_at_ms else (state.errored_since_ms or errored_at_ms)
     tables.wal_state.put(
         key,

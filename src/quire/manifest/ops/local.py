@@ -53,6 +53,7 @@ class PutReader(Op, frozen=True, tag=95):
         tables.database(self.db_id)
         key = t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id)
         before = tables.snapshot_readers.get(key)
+        # A renewal keeps the first time: what reached zero since then is kept for this reader (decision 014).
         opened = before.opened_at_ms if before else at_ms
         view = self.view or (before.view if before else b"")
         record = ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags, view)

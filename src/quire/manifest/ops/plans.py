@@ -124,6 +124,7 @@ class AbandonPlan(Op, frozen=True, tag=48):
         for segment_id in record.segments:
             row_key = t.WAL_CATALOG.key.pack(self.db_id, segment_id)
             row = tables.wal_catalog.get(row_key)
+            # Not `_move_segments`, which raises: segments of a dropped database are TRUNCATED or gone.
             if row is not None and row.state is WalState.CHECKPOINT_READY:
                 tables.wal_catalog.put(row_key, replace(row, state=WalState.INDEXED))
         for slot, delta_id, is_delta in record.artifacts:

@@ -59,6 +59,7 @@ def retain(tables: Overlay, key: bytes, count: int = 1) -> None:
     """Add references."""
     row = tables.gc_refcounts.get(key)
     if row is None:
+        # No row: nothing has held it yet. An artifact at zero still has its row, and is refused below.
         tables.gc_refcounts.put(key, FIRST if count == 1 else RefcountRecord(in_use=count))
         return
     _refuse_doomed(row, key)
@@ -127,6 +128,7 @@ def _put_count(tables: Overlay, key: bytes, in_use: int, pending_upload: int, at
         tables.gc_refcounts.put(key, RefcountRecord(in_use, pending_upload))
     else:
         tables.gc_refcounts.put(key, RefcountRecord(0, 0, at_ms))
+        # In the transaction of the count: delete jobs find their work by this index alone.
         tables.gc_zero.put(key, IndexRecord(at_ms))
 
 
@@ -151,6 +153,7 @@ class RemoveArtifact(Op, frozen=True, tag=60):
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         key = t.GC_REFCOUNTS.key.pack(self.origin_db_id, self.kind, self.id, self.generation, self.delta_id)
+        # The object is gone by now, which was safe only because zero is final (M8); anything else is refused.
         require_doomed(tables, key)
         if self.kind is ArtifactKind.LEAF:
             raise StillReferenced("a leaf holds references of its own", hint="use CollectLeaf", leaf=self.id)

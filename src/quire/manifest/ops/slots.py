@@ -43,6 +43,7 @@ class SetSlots(Op, frozen=True, tag=30):
     def apply(self, tables: Overlay, at_ms: int) -> None:
         u32("last slot of the leaf", (self.leaf + 1) * SLOTS_PER_LEAF - 1)
         db = tables.writable(self.db_id, even="read_only")
+        # A generation that was not used up beforehand could become the name of a second body (P10).
         if not 0 < self.generation < db.next_generation:
             raise StalePlan(
                 "the generation was not reserved", hint="call reserve_generation first", generation=self.generation

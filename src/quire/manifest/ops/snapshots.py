@@ -380,6 +380,8 @@ class ForkDb(Op, frozen=True, tag=52):
                 last_sealed_segment=newest,
                 last_applied_lsn=view.anchor_lsn,
                 indexed_upto_lsn=view.anchor_lsn,
+                # With pins, 0: the fork's first checkpoint takes the segments above this mark, inherited ones included
+                # (P9, P12).
                 checkpointed_lsn=0 if view.pins else view.anchor_lsn,
                 last_checkpoint_generation=view.generation,
                 size_pages=view.size_pages,

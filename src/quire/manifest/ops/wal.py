@@ -112,6 +112,8 @@ class AppendWalChunk(Op, frozen=True, tag=41):
             raise IllegalTransition(
                 "the segment is already sealed", db_id=self.db_id, segment_id=self.segment_id, state=row.state.name
             )
+        # Sealed segments end at or below `last_applied_lsn`, so a stream's next one cannot overlap them; a page
+        # database also has open segments to compare with.
         if self.format is WalFormat.PAGER or self.first_lsn <= state.last_applied_lsn:
             self._refuse_overlap(tables)
         sealed = replace(
@@ -209,6 +211,7 @@ class MoveWalState(Op, frozen=True, tag=42):
         if self.state is WalState.TRUNCATED:
             release(tables, wal_count_key(row.origin_db_id, self.segment_id), at_ms)
             self._forget_order(tables)
+            # An inherited row only tracks the segment; the row at the origin describes the bytes and stays (M6).
             if row.origin_db_id != self.db_id:
                 tables.wal_catalog.delete(key)
                 return
