@@ -3,18 +3,21 @@ store."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import quire
 from quire.archive import base_writer
-from quire.archive.format import BaseEvent, Position
-from quire.core.errors import AccessDenied, NotArchived
+from quire.archive.archiver import Archiver
+from quire.archive.format import BaseEvent, Position, encode_object
+from quire.core.errors import AccessDenied, DiskFull, NotArchived
 from quire.core.limits import MIB
 from quire.testing.clock import ManualClock
 from tests.archive.archived_store import (
@@ -189,9 +192,9 @@ def test_changes_dropped_by_a_break_are_not_reported_as_archived(tmp_path: Path)
         base_may_begin = threading.Event()
         write_base = archived.archiver._write_base
 
-        def write_base_later() -> None:
+        def write_base_later(first: Position, breaks: int) -> None:
             assert base_may_begin.wait(WAIT)
-            write_base()
+            write_base(first, breaks)
 
         archived.archiver._write_base = write_base_later  # type: ignore[method-assign]
         breaks = archived.archiver._outbox.breaks
@@ -390,3 +393,208 @@ def test_a_base_on_request_begins_again_if_the_backlog_overflows_meanwhile(
         assert archived.headers()[-1].restorable == archived.headers()[-1].position.number
         expected = contents(archived.store)
     assert read(archived.restore()) == expected
+
+
+def test_a_close_that_finds_an_object_of_a_former_life_does_not_claim_to_be_complete_without_a_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a killed process had an object on its way, which arrived while the next one closed. That one reported its own
+    objects as uploaded, and the log of the third could not be restored."""
+    archived = ArchivedStore(tmp_path, interval_seconds=5.0)
+    fill(archived.store, 0)
+    archived.archiver.base()
+    kill(archived.store)
+    last = archived.headers()[-1]
+    digest = hashlib.sha256(archived.log_path(last.position).read_bytes()).digest()
+    late = msgspec.structs.replace(
+        last,
+        position=Position(last.position.epoch, last.position.number + 1),
+        parent=last.position,
+        parent_digest=digest,
+        restorable=last.position.number + 1,
+    )
+    start = Archiver.start
+
+    def start_with_a_late_object(self: Archiver) -> None:
+        start(self)
+
+        def arrive(key: str) -> None:
+            if "/log/" in key and not archived.log_path(late.position).exists():
+                archived.log_path(late.position).write_bytes(encode_object(late, []))
+
+        Gate(self).before_put = arrive
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Archiver, "start", start_with_a_late_object)
+        archived.store = archived.open()
+        archived.close()
+    assert archived.log_path(late.position).exists()
+    archived.store = archived.open()
+    archived.store.kv("pairs").put(b"after", b"the late object")
+    archived.wait_archived()
+    assert archived.restored_contents()["pairs"][b"after"] == b"the late object"
+    archived.close()
+
+
+def test_a_close_whose_bucket_has_lost_the_last_object_uploads_a_base(tmp_path: Path) -> None:
+    """Hazard: it reported everything as uploaded, and had uploaded nothing."""
+    archived = ArchivedStore(tmp_path, interval_seconds=20.0)
+    fill(archived.store, 0)
+    archived.archiver.base()
+    archived.close()
+    archived.log_path(archived.headers()[-1].position).unlink()
+    archived.store = archived.open()
+    archived.store.kv("pairs").put(b"after", b"the loss")
+    archived.close()
+    assert archived.restored_contents()["pairs"][b"after"] == b"the loss"
+
+
+def test_a_close_is_not_complete_while_the_bucket_does_not_answer(tmp_path: Path) -> None:
+    archived = ArchivedStore(tmp_path, close_seconds=0.5)
+    Gate(archived.archiver).is_down = True
+    archived.store.kv("pairs", create=True).put(b"key", b"value")
+    assert not archived.archiver.close()
+    archived.close()
+
+
+def test_the_archive_continues_after_its_backlog_has_met_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: it stopped until the store was opened again, also when there was space and the bucket answered."""
+    with archived_store(tmp_path, memory_bytes=MIB) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        with monkeypatch.context() as patch:
+            patch.setattr("quire.archive.outbox.write_new", raise_disk_full)
+            breaks = archived.archiver._outbox.breaks
+            while archived.archiver._outbox.breaks == breaks:
+                archived.store.stream("events").append([os.urandom(200_000)]).result()
+        gate.is_down = False
+        fill(archived.store, 500)
+        archived.wait_archived()
+        expected = contents(archived.store)
+        assert archived.restored_contents() == expected
+
+
+def raise_disk_full(*_: Any, **__: Any) -> None:
+    raise DiskFull("no space is left")
+
+
+def test_files_that_only_the_archive_needs_count_as_its_backlog(tmp_path: Path) -> None:
+    """Hazard: compactions during an outage left all tables in between on disk, without a limit."""
+    with archived_store(tmp_path, memory_bytes=MIB, backlog_bytes=2 * MIB) as archived:
+        pairs = archived.store.kv("pairs", create=True)
+        archived.wait_archived()
+        gate = Gate(archived.archiver)
+        gate.is_down = True
+        spool, waiting = archived.root / "archive", 0
+        for _ in range(40):
+            for number in range(600):
+                pairs.put(b"%06d" % number, os.urandom(400), sync=False)
+            pairs.flush()
+            pairs.compact()
+            waiting = max(waiting, sum(file.stat().st_size for file in spool.glob("*.file")))
+        assert archived.archiver._outbox.breaks
+        assert waiting < 8 * MIB  # 40 rounds write 10 MiB, and each table of them is compacted away
+        gate.is_down = False
+        archived.wait_archived()
+        assert archived.restored_contents()["pairs"] == contents(archived.store)["pairs"]
+
+
+def test_a_base_is_not_begun_again_while_the_log_does_not_name_it_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a base that took longer than an interval was uploaded twice."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        archiver, bases = archived.archiver, []
+
+        def write_base(*args: Any) -> BaseEvent:
+            bases.append(1)
+            fill(archived.store, 100)
+            number = archived.headers()[-1].position.number
+            until(lambda: archived.headers()[-1].position.number > number)
+            return base_writer.write_base(*args)
+
+        monkeypatch.setattr("quire.archive.archiver.write_base", write_base)
+        with archiver._cutting:
+            archiver._needs_base = True
+            archiver._base_began = float("-inf")
+            archiver._begin_base_if_due()
+            thread = archiver._base_thread
+            assert thread is not None
+        thread.join()
+        with archiver._cutting:
+            assert not bases or not archiver._needs_base or archiver._is_base_pending()
+            archiver._base_began = float("-inf")
+            archiver._begin_base_if_due()
+        archived.wait_archived()
+        assert len(bases) == 1
+
+
+def test_an_append_that_is_larger_than_an_object_can_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: it became one event, and readers refuse an object above their limit."""
+    monkeypatch.setattr("quire.archive.format.RAW_BYTES_MAX", 24 * MIB)
+    monkeypatch.setattr("quire.archive.recorder.PIECE_BYTES", MIB)
+    with archived_store(tmp_path, memory_bytes=16 * MIB) as archived:
+        fill(archived.store, 0)
+        records = [os.urandom(MIB - 1) for _ in range(30)]
+        archived.store.stream("events").append(records).result()
+        archived.wait_archived()
+        expected = contents(archived.store)
+        assert archived.restored_contents() == expected
+
+
+def test_standbys_start_again_from_a_base_on_request_even_if_a_cut_has_named_its_files_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a fork during the base gave its tables their new objects, so the base seemed to change no name. The standby kept
+    the former objects, which are deleted after the window."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.store.kv("pairs").flush()
+        archived.wait_archived()
+        with quire.Standby(str(archived.bucket), tmp_path / "standby") as standby:
+            standby.poll()
+            rebuilds = standby.status.rebuilds
+
+            def fork_and_write_base(*args: Any) -> BaseEvent:
+                archived.store.fork("pairs", "twin")
+                end = archived.archiver.queue.end
+                until(lambda: archived.archiver.archived >= end)
+                return base_writer.write_base(*args)
+
+            monkeypatch.setattr("quire.archive.archiver.write_base", fork_and_write_base)
+            archived.archiver.base()
+            standby.poll()
+            assert standby.status.rebuilds == rebuilds + 1
+
+
+def test_a_base_on_request_follows_one_that_is_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: it waited for the one in progress, which keeps the objects that the request is to replace."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.store.kv("pairs").flush()
+        archived.wait_archived()
+        files = set((archived.bucket / archived.store_id / "archive").rglob("file/*"))
+        may_continue, bases = threading.Event(), []
+
+        def write_base(*args: Any) -> BaseEvent:
+            bases.append(1)
+            assert may_continue.wait(WAIT)
+            return base_writer.write_base(*args)
+
+        monkeypatch.setattr("quire.archive.archiver.write_base", write_base)
+        with archived.archiver._cutting:
+            archived.archiver._begin_base()
+        requested = threading.Thread(target=archived.archiver.base)
+        requested.start()
+        may_continue.set()
+        requested.join()
+        assert len(bases) == 2
+        assert set((archived.bucket / archived.store_id / "archive").rglob("file/*")) > files

@@ -31,7 +31,7 @@ def outgoing(number: int) -> Outgoing:
 
 def held(outbox: Outbox, count: int) -> list[Outgoing]:
     objects = [outgoing(number) for number in range(count)]
-    assert all(outbox.hold(item, DATA, queued_bytes=0) for item in objects)
+    assert not any(outbox.hold(item, DATA, queued_bytes=0) for item in objects)
     return objects
 
 
@@ -44,14 +44,14 @@ def test_objects_wait_in_memory_then_on_disk_then_are_refused(outbox: Outbox, tm
     assert [item.data is not None for item in objects] == [True, True, False, False]
     assert outbox.sizes() == (2 * len(DATA), 2 * len(DATA))
     assert spooled(tmp_path) == ["0000000000000002.log", "0000000000000003.log"]
-    assert not outbox.hold(outgoing(4), DATA, queued_bytes=0)
+    assert "archive.backlog_bytes" in outbox.hold(outgoing(4), DATA, queued_bytes=0)
     assert len(outbox) == 4
 
 
 def test_the_queue_shares_the_memory_but_the_first_object_needs_no_file(outbox: Outbox, tmp_path: Path) -> None:
-    assert outbox.hold(outgoing(0), DATA, queued_bytes=9 * len(DATA))
+    assert not outbox.hold(outgoing(0), DATA, queued_bytes=9 * len(DATA))
     assert spooled(tmp_path) == []
-    assert outbox.hold(outgoing(1), DATA, queued_bytes=len(DATA))
+    assert not outbox.hold(outgoing(1), DATA, queued_bytes=len(DATA))
     assert spooled(tmp_path) == ["0000000000000001.log"]
 
 

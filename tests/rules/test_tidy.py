@@ -19,7 +19,7 @@ MODULE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
-    "src/quire/archive/archiver.py": 669,  # one state shared by three threads: cutting, uploading, bases
+    "src/quire/archive/archiver.py": 702,  # one state shared by three threads: cutting, uploading, bases
     "src/quire/store/store.py": 642,  # the class that is the product: it delegates
 }
 DECLARATIONS = {

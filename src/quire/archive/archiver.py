@@ -152,8 +152,10 @@ class Archiver:
         self._at_ms = 0
         """Time in the last header. It never decreases, even if the clock does."""
         self._base_thread: threading.Thread | None = None
-        self._base_first: Position | None = None
-        """Where the last base begins. Another base there would overwrite parts that the log is about to name."""
+        self._is_base_unnamed = False
+        """Whether a base has begun that the log does not name yet. Another one would upload everything twice, and could
+        overwrite parts that the log is about to name."""
+        self._has_base_failed = False
         self._base_began = float("-inf")
         self._base_bytes = self._log_bytes = self._base_at_ms = self._last_cut_ms = self._restorable_ms = 0
         self._threads: list[threading.Thread] = []
@@ -201,10 +203,10 @@ class Archiver:
             thread.join(max(deadline - time.monotonic(), 0.1))
         if self._base_thread is not None:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
-        is_done = self._is_drained and not any(thread.is_alive() for thread in self._threads)
         # Only if the log in the bucket leads to exactly this state. Without archive.json, the next life begins with a
         # base.
-        if is_done and self._arrivals.failure is None and self._next is not None and not self._needs_base:
+        if is_complete := self._is_complete():
+            assert self._next is not None
             state = ArchiveState(
                 store_id=self._store_id,
                 position=Position(self._next.epoch, self._next.number - 1),
@@ -224,7 +226,20 @@ class Archiver:
         elif self._arrivals.failure is None and self._threads:  # without threads the opening was refused
             emit_safely("warning", "archive.incomplete", lag_seconds=self.lag_seconds(), error=self.last_error)
         self.queue.close()
-        return is_done
+        return is_complete
+
+    def _is_complete(self) -> bool:
+        """Return whether the threads have ended, and left nothing that is not in the bucket."""
+        with self._lock:
+            return (
+                not any(thread.is_alive() for thread in self._threads)
+                and self._arrivals.failure is None
+                and self._next is not None
+                and not self._needs_base
+                and not self._outbox
+                and not self._is_end_unknown
+                and self._arrivals.archived >= self.queue.end
+            )
 
     # ── for threads that change the store ─────────────────────────────────────────────────────────────────────────────
     def reserve(self) -> Slot:
@@ -333,31 +348,29 @@ class Archiver:
         """Upload the whole store again, under new names, and return when it can be restored from that alone."""
         deadline = time.monotonic() + BASE_WAIT_SECONDS
         while not self._write_base_now():
-            # The log broke while the base was read, and that base is useless without the dropped part: begin again.
             if time.monotonic() >= deadline:
                 hint = "raise archive.backlog_bytes, or try again when the store is less busy"
                 raise NotArchived("the backlog overflowed while the base was uploaded", hint=hint)
-        self.wait(BASE_WAIT_SECONDS)
 
     def _write_base_now(self) -> bool:
-        """Upload the parts of a base. Return `False` if the log broke meanwhile."""
-        breaks = self._outbox.breaks
+        """Write a base, after the one in progress if there is one, which may keep names. Return whether it was written, and the
+        log did not break meanwhile: then it is useless, because it lacks the dropped part."""
         with self._cutting:
             if not self._ensure_end():
                 raise NotArchived("the bucket does not answer", hint="try again when it does", error=self.last_error)
-            if not self._is_base_pending():
+            is_ours, breaks = not self._is_base_pending(), self._outbox.breaks
+            if is_ours:
                 # A put under the old name would adopt the object that is there, which may be the damaged one.
                 self._artifacts.forget_all()
                 self._begin_base()
             thread = self._base_thread
         if thread is not None:
             thread.join()
-        if self._base_first is not None:
-            return True
-        if self._outbox.breaks != breaks:
-            return False
-        hint = "it is tried again; `quire archive status` shows when it succeeds"
-        raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
+        if self._outbox.breaks == breaks and self._has_base_failed:
+            hint = "it is tried again; `quire archive status` shows when it succeeds"
+            raise NotArchived("the base was not uploaded", hint=hint, error=self.last_error)
+        self.wait(BASE_WAIT_SECONDS)
+        return is_ours and self._outbox.breaks == breaks
 
     # ── the cutting thread ────────────────────────────────────────────────────────────────────────────────────────────
     def _run_cuts(self) -> None:
@@ -370,10 +383,8 @@ class Archiver:
                         self._cut()
                 if is_end_known:
                     self._pause()
-            with self._cutting:
-                if self._arrivals.failure is None and self._ensure_end():
-                    self._cut()
-                    self._end_with_a_base()
+            while self._cut_the_rest():
+                pass
         except BaseException as error:  # reported to every waiting call
             self._fail(error)
         finally:
@@ -381,6 +392,23 @@ class Archiver:
                 # Last: the uploading thread ends when this is set and the outbox is empty.
                 self._is_drained = True
                 self._changed.notify_all()
+
+    def _cut_the_rest(self) -> bool:
+        """Cut what is left at close, and wait until it is uploaded. Return whether that must be repeated, because the log does
+        not end where it should: the objects that waited have the wrong numbers, and a base must take their place."""
+        with self._cutting:
+            if self._arrivals.failure is not None or not self._ensure_end():
+                return False
+            self._cut()
+            self._end_with_a_base()
+        with self._lock:
+            while self._outbox and not self._is_end_unknown and self._arrivals.failure is None:
+                self._changed.wait(0.5)
+            if self._is_end_unknown:
+                return True
+        with self._cutting:
+            self._cut()  # slots that were cancelled last count as archived only when the outbox is empty
+        return False
 
     def _ensure_end(self) -> bool:
         """Find where the log in the bucket ends, if that is not known. Return whether it is."""
@@ -433,7 +461,8 @@ class Archiver:
         return True
 
     def _bound_queue(self) -> None:
-        if self.queue.size_bytes > self.settings.memory_bytes:
+        is_large = self.queue.size_bytes > self.settings.memory_bytes
+        if is_large or self._artifacts.only_kept_bytes() > self.settings.backlog_bytes:
             self._break_chain("the bucket has not answered since the store was opened")
 
     def _cut(self) -> None:
@@ -462,6 +491,8 @@ class Archiver:
         position = self._next
         artifacts: list[tuple[str, str]] = []
         shipped = [event for entry in events if (event := self._resolved(entry, position, artifacts)) is not None]
+        if any(isinstance(entry, PendingBase) for entry in events):
+            self._is_base_unnamed = False
         if self._needs_base or any(isinstance(entry, PendingBase) and self._is_new_chain(entry) for entry in events):
             # In the object that names the base too: a standby must not continue from the one before.
             shipped.insert(0, BreakEvent())
@@ -494,8 +525,8 @@ class Archiver:
             artifacts=artifacts,
             size_bytes=len(data),
         )
-        if not self._outbox.hold(outgoing, data, queued_bytes=self.queue.size_bytes):
-            self._break_chain("the backlog exceeds archive.backlog_bytes", outgoing)
+        if refusal := self._outbox.hold(outgoing, data, queued_bytes=self.queue.size_bytes):
+            self._break_chain(refusal, outgoing)
             return  # the log continues at the position that `_break_chain` has set
         self._log_bytes += len(data)
         # Only now: an object that the outbox refuses must not use up a number. The log has no gaps.
@@ -517,7 +548,7 @@ class Archiver:
         self._artifacts.forget(key for outgoing in dropped for key, _ in outgoing.artifacts)
         # After `breaks` has risen: a base that began before does not count, because it may lack the dropped changes.
         self._remove_kept(self.queue.drop())
-        self._needs_base, self._base_first = True, None
+        self._needs_base, self._is_base_unnamed = True, False
         self._base_began = float("-inf")
         emit_safely("error", "archive.broken", reason=why, objects=len(dropped))
 
@@ -551,7 +582,7 @@ class Archiver:
 
     def _is_base_pending(self) -> bool:
         """Return whether a base is being read, or was read and is not named in the log yet."""
-        return self._next == self._base_first or (self._base_thread is not None and self._base_thread.is_alive())
+        return self._is_base_unnamed or (self._base_thread is not None and self._base_thread.is_alive())
 
     def _begin_base_if_due(self) -> None:
         if self._is_base_pending():
@@ -565,8 +596,14 @@ class Archiver:
             self._begin_base()
 
     def _begin_base(self) -> None:
+        """Begin a base in a thread of its own. REQUIRES `_cutting`, and that the end of the log is known."""
+        assert self._next is not None
         self._base_began, self._base_at_ms = time.monotonic(), self._clock.now_ms()
-        self._base_thread = threading.Thread(target=self._run_base, name="quire-archive-base", daemon=True)
+        self._is_base_unnamed, self._has_base_failed = True, False
+        # Both before anything is read: a break from here on voids the base, and a change that the base does not see is
+        # in an object from `first` on.
+        args = (self._next, self._outbox.breaks)
+        self._base_thread = threading.Thread(target=self._run_base, args=args, name="quire-archive-base", daemon=True)
         self._base_thread.start()
 
     def _end_with_a_base(self) -> None:
@@ -574,31 +611,26 @@ class Archiver:
         if self._base_thread is not None:
             self._base_thread.join(self.settings.close_seconds)
             self._cut()
-        if self._needs_base:
-            self._write_base()
+        if self._needs_base and self._next is not None:
+            self._write_base(self._next, self._outbox.breaks)
             self._cut()
 
-    def _run_base(self) -> None:
+    def _run_base(self, first: Position, breaks: int) -> None:
         try:
-            self._write_base()
+            self._write_base(first, breaks)
         except StoreFenced as error:
             self._fail(error)
         except Exception as error:  # the base is retried; the log continues meanwhile
-            self._base_first = None
             self._note(error)
+            self._is_base_unnamed, self._has_base_failed = False, True
 
-    def _write_base(self) -> None:
+    def _write_base(self, first: Position, breaks: int) -> None:
         """Write a base while the store is in use. The log from `first` on corrects what changed while it was read."""
-        # Both before anything is read: a break from here on voids the base, and a change that the base does not see is
-        # in an object from `first` on.
-        breaks = self._outbox.breaks
-        if (first := self._next) is not None:
-            self._base_first = first
-            self._artifacts.begin_base()
-            base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
-            self.queue.append(PendingBase(base, breaks, self._artifacts.end_base()))
-            with self._lock:  # calls that wait in mode `sync` also wait for this base
-                self._changed.notify_all()
+        self._artifacts.begin_base()
+        base = write_base(self, first, self._store_id, self._manifest, self._disk, self._root)
+        self.queue.append(PendingBase(base, breaks, self._artifacts.end_base()))
+        with self._lock:  # calls that wait in mode `sync` also wait for this base
+            self._changed.notify_all()
 
     def put_part(self, key: str, events: list[AnyEvent], first: Position) -> tuple[str, int, bytes]:
         """Upload a part of a base, with retries. Return its name, size and digest (`base_writer.BaseSink`)."""
@@ -654,7 +686,7 @@ class Archiver:
         """Wait for the next object to upload and return it; `None` when all are uploaded and no more will follow."""
         with self._lock:
             while (first := self._outbox.first) is None or self._is_end_unknown:
-                if self._is_drained or self._arrivals.failure is not None:
+                if (self._is_drained and first is None) or self._arrivals.failure is not None:
                     return None
                 self._changed.wait(0.5)
             return first

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
@@ -47,8 +48,11 @@ class Artifacts:
         """Files that the log has not named yet."""
         self._used: set[Identity] = set()
         """Files that were named since the last base began."""
-        # of the thread of a base
+        self._kept: dict[str, Identity] = {}
+        """Links below archive/."""
         self._has_renamed = False
+        """Whether a file has been given another object since the last base was completed. A base that fails does not reset it:
+        the next attempt finds the new objects, and standbys still know the former ones."""
 
     def sweep(self) -> None:
         """Remove the files that a former life left below archive/."""
@@ -60,6 +64,20 @@ class Artifacts:
         """Remove a file below archive/ that is no longer needed."""
         with suppress(FileNotFoundError):
             self._disk.remove(path)
+        with self._lock:
+            self._kept.pop(path, None)
+
+    def only_kept_bytes(self) -> int:
+        """Return the size of the files that have no names left but those below archive/: the space that uploads still need."""
+        with self._lock:
+            links = Counter(self._kept.values())
+            path_of = {identity: path for path, identity in self._kept.items()}
+        size = 0
+        for identity, path in path_of.items():
+            with suppress(FileNotFoundError):  # uploaded meanwhile
+                if os.stat(path).st_nlink <= links[identity]:
+                    size += identity[1]
+        return size
 
     def keep(self, path: str, relative: str) -> PendingArtifact | ArtifactEvent:
         """Keep a file that is complete and has its name. Return the entry to hand over."""
@@ -71,6 +89,7 @@ class Artifacts:
         entry = PendingArtifact(relative, kept, _identity(path))
         with self._lock:
             self._handed_over.add(entry.identity)
+            self._kept[kept] = entry.identity
         return entry
 
     def taken(self, entry: PendingArtifact, store_id: str, position: Position) -> tuple[ArtifactEvent, Upload | None]:
@@ -87,7 +106,6 @@ class Artifacts:
         """Begin a base, which names every file that exists."""
         with self._lock:
             self._used = set()
-        self._has_renamed = False
 
     def in_base(
         self, path: str, relative: str, store_id: str, first: Position, upload: Callable[[str, str], None]
@@ -103,8 +121,8 @@ class Artifacts:
             named = self._name(store_id, first, identity, path)
             # Uploaded before it is remembered: a cut that finds an object here names it without an upload.
             upload(named[0], path)
-            self._has_renamed |= not is_unnamed
             with self._lock:  # a cut may have named it meanwhile
+                self._has_renamed |= not is_unnamed
                 target = self._object_of.setdefault(identity, named)
         return ArtifactEvent(identity[0], relative, target[0], identity[1], target[1])
 
@@ -115,7 +133,8 @@ class Artifacts:
             # names must not be named again.
             used = {identity: target for identity, target in self._object_of.items() if identity in self._used}
             self._object_of = used
-        return self._has_renamed
+            has_renamed, self._has_renamed = self._has_renamed, False
+        return has_renamed
 
     def known(self) -> list[KnownFile]:
         """Return all files with their objects, for the next life (`resume`)."""
@@ -138,6 +157,7 @@ class Artifacts:
         """Forget every object, so that the next base uploads every file again, under a new name."""
         with self._lock:
             self._object_of = {}
+            self._has_renamed = True  # also if a cut, and not the base, gives a file its new object
 
     def _object(
         self, identity: Identity, store_id: str, position: Position, path: str

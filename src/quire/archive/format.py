@@ -233,6 +233,7 @@ def encode_object(header: Header, events: list[AnyEvent]) -> bytes:
     """Encode an object, and fill in the sizes and digest of its header. Compression releases the interpreter lock."""
     raw = _encoder.encode(events)
     raw_bytes = len(raw)
+    assert raw_bytes <= RAW_BYTES_MAX, "no reader would accept the object"
     body = zstandard.ZstdCompressor(level=COMPRESSION_LEVEL).compress(raw)
     del raw  # as large as the events, and the result below is one more copy
     fields = HEADER.pack(

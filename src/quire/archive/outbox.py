@@ -1,7 +1,8 @@
 """The outbox: log objects that are encoded and not in the bucket yet, in the order of the log (A4).
 
-Objects wait in memory, and beyond `archive.memory_bytes` in files of the spool. If those exceed `archive.backlog_bytes`, an
-object is refused; the archiver then breaks the chain.
+Objects wait in memory, and beyond `archive.memory_bytes` in files of the spool. An object is refused if these files, and the
+tables and segments that only the archive still needs, exceed `archive.backlog_bytes`, or if the disk is full; the archiver then
+breaks the chain.
 
 States of an object
   held       in memory or in a file of the spool, with the files of its artifacts                  `hold`
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 
 from quire.archive.artifacts import Artifacts
 from quire.archive.format import Header
+from quire.core.errors import StorageFault
 from quire.core.settings import ArchiveSettings
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, write_new
@@ -77,29 +79,36 @@ class Outbox:
 
     def sizes(self) -> tuple[int, int]:
         """Return how many bytes are in memory, and how many on disk. REQUIRES the lock."""
-        on_disk = sum(outgoing.size_bytes for outgoing in self._waiting if outgoing.data is None)
-        return sum(outgoing.size_bytes for outgoing in self._waiting) - on_disk, on_disk
+        spooled = sum(outgoing.size_bytes for outgoing in self._waiting if outgoing.data is None)
+        in_memory = sum(outgoing.size_bytes for outgoing in self._waiting) - spooled
+        return in_memory, spooled + self._artifacts.only_kept_bytes()
 
-    def hold(self, outgoing: Outgoing, data: bytes, *, queued_bytes: int) -> bool:
-        """Add an object, in memory or else on disk; return `False` if both are full. The queue, with `queued_bytes`, shares the
-        memory. An empty outbox takes any object in memory."""
+    def hold(self, outgoing: Outgoing, data: bytes, *, queued_bytes: int) -> str:
+        """Add an object, in memory or else on disk. Return why it cannot be added, or "". The queue shares the memory, with
+        `queued_bytes`. An empty outbox takes any object in memory."""
         with self._lock:
-            in_memory, on_disk = self.sizes()
-        if in_memory + queued_bytes + len(data) <= self._settings.memory_bytes or not self._waiting:
+            is_empty = not self._waiting
+            in_memory, on_disk = (0, 0) if is_empty else self.sizes()
+        is_in_memory = is_empty or in_memory + queued_bytes + len(data) <= self._settings.memory_bytes
+        if on_disk + (0 if is_in_memory else len(data)) > self._settings.backlog_bytes:
+            return "the backlog exceeds archive.backlog_bytes"
+        if is_in_memory:
             outgoing.data = data
-        elif on_disk + len(data) > self._settings.backlog_bytes:
-            return False
         else:
             outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
             hit("archive.spool.before")
-            self._disk.make_dirs(self._spool)
-            # The name is not synced: after a crash the file has no use, because a base follows.
-            write_new(self._disk, outgoing.path, data, overwrite=True)
+            try:
+                self._disk.make_dirs(self._spool)
+                # The name is not synced: after a crash the file has no use, because a base follows.
+                write_new(self._disk, outgoing.path, data, overwrite=True)
+            except (StorageFault, OSError) as error:
+                # Not the end of the archive: breaking the chain frees the spool, and the base follows when there is space.
+                return f"the backlog cannot be written: {error}"
             hit("archive.spool.written")
         with self._lock:
             self._waiting.append(outgoing)
             self._lock.notify_all()
-        return True
+        return ""
 
     def remove_first(self, outgoing: Outgoing) -> bool:
         """Remove an object that was uploaded; return `False` if it was dropped meanwhile. REQUIRES the lock."""

@@ -126,7 +126,7 @@ class Recorder(DiskLayer):
         # If the queue was opened during this call, a base may or may not have seen the file. It is empty, so creating
         # it twice loses nothing.
         if self.queue.is_open and (is_new or (create and not was_open and not file.size())):
-            self.queue.append(CreateEvent(recorded.number, self._relative(path)))
+            recorded.hand_over(CreateEvent(recorded.number, self._relative(path)))
         return recorded
 
     def completed(self, path: str) -> None:
@@ -268,12 +268,12 @@ class RecordedFile(FileLayer, DirectFile):
         self._inner.write_at(data, offset)
         # After the write: one that ended before the queue was opened is on disk when the base is read (rule 4).
         if self._queue.is_open:
-            self._hand_over(write_event(self.number, offset, data))
+            self._hand_over_write(data, offset)
 
     def write_synced_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         write_synced(self._inner, data, offset)
         if self._queue.is_open:
-            self._hand_over(write_event(self.number, offset, data))
+            self._hand_over_write(data, offset)
 
     def begin_write_back(self, size: int, offset: int) -> None:
         begin_write_back(self._inner, size, offset)
@@ -281,12 +281,12 @@ class RecordedFile(FileLayer, DirectFile):
     def truncate(self, size: int) -> None:
         self._inner.truncate(size)
         if self._queue.is_open:
-            self._hand_over(TruncateEvent(self.number, size))
+            self.hand_over(TruncateEvent(self.number, size))
 
     def allocate(self, size: int) -> None:
         self._inner.allocate(size)
         if self._queue.is_open:
-            self._hand_over(ReserveEvent(self.number, size))
+            self.hand_over(ReserveEvent(self.number, size))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -295,10 +295,20 @@ class RecordedFile(FileLayer, DirectFile):
             self._recorder.closed(self.number)  # before the close: until then the number cannot be reused
         self._inner.close()
 
-    def _hand_over(self, event: AnyEvent) -> None:
+    def _hand_over_write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        if len(data) <= PIECE_BYTES:
+            self.hand_over(write_event(self.number, offset, data))
+            return
+        # An object has whole events, and a bound that readers enforce. A cut between two pieces is a torn write.
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), PIECE_BYTES):
+            self.hand_over(write_event(self.number, offset + start, view[start : start + PIECE_BYTES]))
+
+    def hand_over(self, event: AnyEvent) -> None:
+        """Hand over a change of this file, unless the file has lost its last name (rule 6)."""
         recorder = self._recorder
         with recorder.naming:
-            if self.number not in recorder.nameless:  # rule 6
+            if self.number not in recorder.nameless:
                 self._queue.append(event)
 
 
