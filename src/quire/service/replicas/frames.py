@@ -114,18 +114,27 @@ class FrameAnswers:
                 return EndOfFrames(generation)
             if is_resync:
                 emit("info", "replica.resync", db_id=store.db_id, had=generation, lsn=reader.lsn, pages=len(pages))
-            return self._begin(store, history, generation, frame, reader, pages)
+            plan = self._begin(store, history, generation, frame, reader, pages)
+            if plan is None:
+                reader.close()
+                return EndOfFrames(next_generation(history, generation))
+            return plan
         except BaseException:
             reader.close()
             raise
 
     def _begin(
         self, store: PageStore, history: HistoryId, generation: int, frame: int, reader: Snapshot, pages: BitMap
-    ) -> FramesPlan:
+    ) -> FramesPlan | None:
+        """Return the first answer of a transaction; `None` if entering the next generation is cheaper than reaching a free
+        frame number."""
         order = pages.to_array()
+        frame_max = min(frame + len(order) + reader.size_pages, NUMBER_MAX - 1)
         # Committed before any frame is sent: a replica that has received the last one must find its number, even if
         # the server is killed right after that (decision 053).
-        end = self._positions.reach(history, generation, frame + len(order), reader.lsn)
+        end = self._positions.reach(history, generation, frame + len(order), frame_max, reader.lsn)
+        if end is None:
+            return None
         hit("replicas.position")
         order.extend([order[-1]] * (end - frame - len(order)))  # up to a free number (`positions.py`, rule 1)
         return self._cut(store, _Transfer(history, reader.lsn, order), generation, frame, reader)
