@@ -198,6 +198,19 @@ def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monke
     assert all((20,) < cut < (40,) for cut in client.table_cuts("change_log", 4, start=(20,), stop=(40,)))
 
 
+def test_a_call_cannot_ask_for_any_number_of_parts(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a call with a billion parts kept a thread and a read transaction for hours."""
+    monkeypatch.setattr(tables, "CUT_ROWS_MIN", 10)
+    monkeypatch.setattr(tables, "CUT_PARTS_MAX", 1_000)
+    for number in range(50):
+        store.manifest.submit(reserve(1_000 + number)).result()
+    assert len(client.table_cuts("change_log", 1_000)) < 50
+    with pytest.raises(InvalidInput, match="so many parts"):
+        client.table_cuts("change_log", 1_001)
+
+
 def test_raw_rows_are_the_bytes_on_disk_without_their_checksums(client: Client, store: Store) -> None:
     for number in range(5):
         store.create(f"db{number}", "stream")
