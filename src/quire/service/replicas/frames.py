@@ -35,7 +35,7 @@ from quire.durable.failpoints import hit
 from quire.manifest.store import ManifestStore
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from quire.service.replicas.held_versions import HeldVersions
+from quire.service.replicas.held_versions import HeldVersions, closed_on_failure
 from quire.service.replicas.positions import GENERATION_MAX, STEP, Positions, next_generation
 from quire.service.replicas.pulls import history_of, pages_since, require_pages
 from quire.service.replicas.revisions import HistoryId
@@ -100,8 +100,7 @@ class FrameAnswers:
         since = self._positions.find(history, generation, frame)
         if since is None:
             return EndOfFrames(next_generation(history, generation))
-        reader = self._held.newest(store, hold=False)
-        try:
+        with closed_on_failure(self._held.newest(store, hold=False)) as reader:
             pages = pages_since(store, since, reader)
             if pages is None:
                 reader.close()
@@ -119,9 +118,6 @@ class FrameAnswers:
                 reader.close()
                 return EndOfFrames(next_generation(history, generation))
             return plan
-        except BaseException:
-            reader.close()
-            raise
 
     def _begin(
         self, store: PageStore, history: HistoryId, generation: int, frame: int, reader: Snapshot, pages: BitMap
@@ -143,9 +139,9 @@ class FrameAnswers:
         with self._lock:
             unsent = self._unsent_transfers.get((store.db_id, generation, frame))
         if unsent is not None and unsent.history == history:
-            reader = self._held.at(store, unsent.lsn)
-            if reader.lsn == unsent.lsn:
-                return self._cut(store, unsent, generation, frame, reader)
+            with closed_on_failure(self._held.at(store, unsent.lsn)) as reader:
+                if reader.lsn == unsent.lsn:
+                    return self._cut(store, unsent, generation, frame, reader)
             reader.close()
         raise Conflict("the sync was interrupted", hint="sync again", generation=generation, frame=frame)
 
