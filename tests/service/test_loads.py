@@ -364,3 +364,19 @@ def test_a_batch_that_would_fill_the_memory_is_refused(
     put(client, "0-1", columns(payload=["much too long"]))
     with pytest.raises(OutOfRange, match="too large"):
         records(client, LOAD, 0)
+
+
+def test_an_overwrite_that_would_fill_the_memory_with_keys_to_delete_is_refused(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: all keys of the set were gathered, however many it has."""
+    kept, old = b"k" * 150, [b"%0100d" % number for number in range(3)]
+    store.kv("cart", create=True).write({kept: b"1", **dict.fromkeys(old, b"1")})
+    monkeypatch.setattr(loads, "BATCH_BYTES_MAX", 299)
+    put(client, "0-1", columns(key=[kept], value=[b"2"]), 1)
+    with pytest.raises(OutOfRange, match="drop the set first"):
+        pairs(client, 1, 0, overwrite=True)
+    assert store.kv("cart").get(kept) == b"1"
+    monkeypatch.setattr(loads, "BATCH_BYTES_MAX", 300)
+    pairs(client, 1, 0, overwrite=True)
+    assert list(store.kv("cart").scan(low=b"0")) == [(kept, b"2")], "keys that stay do not count"
