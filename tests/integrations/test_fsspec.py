@@ -73,6 +73,17 @@ def test_an_open_file_keeps_its_version(shop: Path, files: QuireFileSystem, tmp_
         assert files.ukey(f"{shop}/shop.sqlite") != before
 
 
+def test_closing_a_file_twice_leaves_other_files_open(shop: Path, files: QuireFileSystem) -> None:
+    """Hazard: the second `close` gave up the store a second time, and it was closed although another file was open."""
+    path = f"{shop}/shop.sqlite"
+    whole = files.cat_file(path)
+    with files.open(path, "rb", cache_type="none") as other:
+        file = files.open(path, "rb")
+        file.close()
+        file.close()
+        assert other.read() == whole
+
+
 def test_duckdb_reads_it(shop: Path) -> None:
     code = (
         "import duckdb; from quire.integrations.fsspec import QuireFileSystem\n"

@@ -198,6 +198,19 @@ def test_cuts_are_keys_of_the_table_in_order(client: Client, store: Store, monke
     assert all((20,) < cut < (40,) for cut in client.table_cuts("change_log", 4, start=(20,), stop=(40,)))
 
 
+def test_a_call_cannot_ask_for_any_number_of_parts(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a call with a billion parts kept a thread and a read transaction for hours."""
+    monkeypatch.setattr(tables, "CUT_ROWS_MIN", 10)
+    monkeypatch.setattr(tables, "CUT_PARTS_MAX", 1_000)
+    for number in range(50):
+        store.manifest.submit(reserve(1_000 + number)).result()
+    assert len(client.table_cuts("change_log", 1_000)) < 50
+    with pytest.raises(InvalidInput, match="so many parts"):
+        client.table_cuts("change_log", 1_001)
+
+
 def test_raw_rows_are_the_bytes_on_disk_without_their_checksums(client: Client, store: Store) -> None:
     for number in range(5):
         store.create(f"db{number}", "stream")
@@ -351,3 +364,19 @@ def test_a_batch_that_would_fill_the_memory_is_refused(
     put(client, "0-1", columns(payload=["much too long"]))
     with pytest.raises(OutOfRange, match="too large"):
         records(client, LOAD, 0)
+
+
+def test_an_overwrite_that_would_fill_the_memory_with_keys_to_delete_is_refused(
+    client: Client, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: all keys of the set were gathered, however many it has."""
+    kept, old = b"k" * 150, [b"%0100d" % number for number in range(3)]
+    store.kv("cart", create=True).write({kept: b"1", **dict.fromkeys(old, b"1")})
+    monkeypatch.setattr(loads, "BATCH_BYTES_MAX", 299)
+    put(client, "0-1", columns(key=[kept], value=[b"2"]), 1)
+    with pytest.raises(OutOfRange, match="drop the set first"):
+        pairs(client, 1, 0, overwrite=True)
+    assert store.kv("cart").get(kept) == b"1"
+    monkeypatch.setattr(loads, "BATCH_BYTES_MAX", 300)
+    pairs(client, 1, 0, overwrite=True)
+    assert list(store.kv("cart").scan(low=b"0")) == [(kept, b"2")], "keys that stay do not count"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from datetime import UTC, datetime
 from typing import Any
 
@@ -125,7 +126,8 @@ class _VersionReader:
         root, name = os.path.split(path)
         if not name.endswith(SUFFIX):
             raise FileNotFoundError(f"{path}: files of a store are called NAME{SUFFIX} or NAME@VERSION{SUFFIX}")
-        store, self._release = _open(root or ".")
+        store, release = _open(root or ".")
+        self._release = weakref.finalize(self, release)  # releases once, however often the file is closed
         self._lock = threading.Lock()  # a reader belongs to one thread at a time
         try:
             self._pages = open_version(store, parse_version(store.manifest, name.removesuffix(SUFFIX)))

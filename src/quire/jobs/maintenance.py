@@ -37,6 +37,7 @@ from quire.jobs.context import JobContext
 from quire.jobs.database_walk import DatabaseWalk
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.mirror.change_detection import due_mirrors
+from quire.jobs.replica_positions import prune_positions
 from quire.jobs.residency import apply_policy
 from quire.jobs.stream_checkpoint.job import unpublished
 from quire.jobs.worker import Worker
@@ -57,8 +58,9 @@ LOOK_SECONDS = 0.008
 SLOW_LOOK_SECONDS = 0.02
 """How long one step of a round, and of a slow round, visits databases before it leaves the rest to the next round."""
 
-LEFTOVERS_SECONDS = 3600.0
-"""Time between two sweeps for leftovers of killed processes: a sweep lists the directories of all databases."""
+HOURLY_SECONDS = 3600.0
+"""Time between two sweeps for leftovers of killed processes, which list the directories of all databases, and for old positions
+of replicas, which read all of them."""
 
 PLANNED_PER_ROUND = 200
 """Databases whose retention is planned in one round."""
@@ -122,7 +124,7 @@ class Upkeep:
         self._made: dict[tuple[int, str], str] = {}
         """(database, schedule) → name of the last snapshot, so that a scheduled snapshot that was dropped is not made again."""
         self._next_slow = 0.0
-        self._next_leftovers = 0.0
+        self._next_hourly = 0.0
         # the position of each step in its walk over the databases
         clock = ctx.clock
         self._scheduling = DatabaseWalk(t.RETENTION, clock, LOOK_SECONDS)
@@ -190,9 +192,9 @@ class Upkeep:
             steps += [self._old_jobs, self._old_answers, self._old_audit, self._bundles, self._versions]
             steps += [self._evictions] if self._ctx.settings.evict_seconds else []
             steps.append(self._archive)
-            if everything or self._ctx.clock.monotonic() >= self._next_leftovers:
-                self._next_leftovers = self._ctx.clock.monotonic() + LEFTOVERS_SECONDS
-                steps.append(self._leftovers)
+            if everything or self._ctx.clock.monotonic() >= self._next_hourly:
+                self._next_hourly = self._ctx.clock.monotonic() + HOURLY_SECONDS
+                steps += [self._leftovers, self._replica_positions]
         for step in steps:
             try:
                 step(done, everything)
@@ -427,6 +429,9 @@ class Upkeep:
 
     def _leftovers(self, done: Round, _everything: bool) -> None:
         done.leftovers += sweep_leftovers(self._ctx)
+
+    def _replica_positions(self, _: Round, _everything: bool) -> None:
+        prune_positions(self._ctx.manifest)
 
     def _feed(self, _: Round, _everything: bool) -> None:
         if self._ctx.manifest.recount.is_done:

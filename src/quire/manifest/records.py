@@ -600,11 +600,13 @@ class TimelineRecord(Record, frozen=True):
 
 
 class ReplicaPositionRecord(Record, frozen=True):
-    """The version that a frame number of an embedded replica stands for, in a range of the timeline (W6)."""
+    """The version that a frame number of an embedded replica stands for, in a range of the timeline (W6). `used_below`, of
+    frame 0 only: lower numbers of the generation are not assigned any more, because one of them was a removed position."""
 
     lsn: UInt
     range_start: UInt
     at_ms: UInt
+    used_below: UInt = 0
 
 
 class IdempotencyRecord(Record, frozen=True):

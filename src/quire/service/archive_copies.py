@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, suppress
 from hashlib import blake2b
@@ -134,7 +135,8 @@ def _start(request: CopyRequest) -> str:
             asked.write(msgspec.json.encode(request))
         answer = answers.read(ANSWER_BYTES_MAX)
     if answer.startswith(READY):
-        process.returncode = 0  # the process keeps running and is not waited for
+        # The process keeps running; when it ends, somebody must wait for it, or it stays in the process table.
+        threading.Thread(target=process.wait, name="quire-copy-wait", daemon=True).start()
         return os.fsdecode(answer.removeprefix(READY))
     process.wait()
     if answer:

@@ -154,10 +154,10 @@ class Loads:
             last = kv.get(record)
             if last is None or int(last) < request.batch:
                 pairs: dict[bytes, bytes | None] = {}
-                if request.overwrite:
-                    pairs = {key: None for key, _ in kv.scan() if not key.startswith(QUERY_KEYS)}
                 for key, value in self._pairs(request):
                     pairs[key], rows = value, rows + 1
+                if request.overwrite:
+                    _delete_others(kv, pairs)
                 pairs[record] = b"%d" % request.batch
                 hit("kv.batch.gathered")
                 kv.write(pairs)
@@ -252,10 +252,20 @@ class Loads:
         return os.path.join(self._directory(load), part)
 
 
-def _bounded(size: int) -> int:
+def _delete_others(kv: Kv, pairs: dict[bytes, bytes | None]) -> None:
+    """Add the deletion of every other key of a set to a batch."""
+    size = 0
+    for key, _ in kv.scan():
+        if key not in pairs and not key.startswith(QUERY_KEYS):
+            size = _bounded(size + len(key), hint="drop the set first")
+            pairs[key] = None
+
+
+def _bounded(
+    size: int, *, hint: str = "limit batches where the query reads (maxFilesPerTrigger, max_records), or use df.write"
+) -> int:
     """Return a size in bytes; raise if it is too large to be written at once."""
     if size > BATCH_BYTES_MAX:
-        hint = "limit batches where the query reads (maxFilesPerTrigger, max_records), or use df.write"
         raise OutOfRange("the batch is too large to be written in one step", hint=hint, bytes=size, max=BATCH_BYTES_MAX)
     return size
 

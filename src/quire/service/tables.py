@@ -41,6 +41,9 @@ STEP_ROWS_MAX = 8_192
 CUT_ROWS_MIN = 20_000
 """Tables with fewer rows are read in one part."""
 
+CUT_PARTS_MAX = 65_536
+"""Each part costs a search in one transaction: so many take about a second."""
+
 _RAW = pa.schema([("key", pa.binary()), ("value", pa.binary())])
 
 
@@ -136,6 +139,8 @@ def cuts(manifest: ManifestStore, request: TableCuts) -> list[tuple[Any, ...]]:
     They are spread evenly between the first and the last key. The number of rows between them is unknown without counting, so a
     window with few rows is not split at all.
     """
+    if request.parts > CUT_PARTS_MAX:
+        raise InvalidInput("a table cannot be split into so many parts", parts=request.parts, max=CUT_PARTS_MAX)
     table = table_named(request.table)
     start, stop = _window(table, TableTicket(request.table, request.prefix, request.start, request.stop))
     with manifest.read() as txn:

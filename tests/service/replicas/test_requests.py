@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import given
@@ -329,6 +329,26 @@ def test_a_long_answer_is_split_and_its_version_held_until_the_rest_is_fetched(
         pages |= more
         at += len(response.body) // FRAME
     assert {**wanted, **pages} == _as_log(_pages(store))
+
+
+def test_a_request_that_fails_holds_no_version(
+    store: Store, admin: HttpClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an error after the version was opened, such as an invalid revision, left its reader open."""
+    monkeypatch.setattr(frames, "FRAMES_MAX", STEP)
+    generation, db_id = _generation(admin), store.database("shop").db_id
+    _fill(store, 200)
+    assert admin.request("GET", f"/db/shop/sync/{generation}/1/129").status == 200
+    first = Pulled(_ask(admin, pages=[0]))
+
+    def refuse(*_: object) -> NoReturn:
+        raise Unavailable("as if")
+
+    before = len(store.pages.readers(db_id))
+    assert _ask(admin, at=first.revision, since="nonsense", pages=[0]).status == 400
+    monkeypatch.setattr(frames.FrameAnswers, "_cut", refuse)
+    assert admin.request("GET", f"/db/shop/sync/{generation}/{STEP + 1}/{STEP + 129}").status == 503
+    assert len(store.pages.readers(db_id)) == before
 
 
 def test_two_replicas_with_long_answers_do_not_mix_their_parts(

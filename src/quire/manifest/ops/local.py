@@ -7,6 +7,7 @@ None of them enters the feed.
 import math
 
 import msgspec
+from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, InvalidInput, WrongKind
 from quire.manifest import tables as t
@@ -112,21 +113,38 @@ class PutReplicaPosition(Op, frozen=True, tag=190):
         tables.database(self.db_id)
         key = t.REPLICA_POSITIONS.key.pack(self.db_id, self.generation, self.frame)
         before = tables.replica_positions.get(key)
-        if before is not None and (before.lsn, before.range_start) != (self.lsn, self.range_start):
+        first = tables.replica_positions.get(t.REPLICA_POSITIONS.key.pack(self.db_id, self.generation, 0))
+        was_used = before is not None or (first is not None and self.frame < first.used_below)
+        known = None if before is None else (before.lsn, before.range_start, before.used_below)
+        if was_used and known != (self.lsn, self.range_start, 0):
             raise AlreadyExists("this frame number belongs to another version", db_id=self.db_id, frame=self.frame)
         tables.replica_positions.put(key, ReplicaPositionRecord(self.lsn, self.range_start, at_ms))
 
 
 class DropReplicaPositions(Op, frozen=True, tag=191):
-    """Remove frame numbers that no replica is expected to present again: (generation, frame) of each."""
+    """Remove frame numbers that no replica is expected to present again: (generation, frame) of each.
+
+    A replica may present one in spite of that, and must not be taken for one that has another version. So the row of frame 0
+    stays, and keeps numbers that may have been assigned from being assigned again.
+    """
 
     logged = False
     db_id: UInt
     positions: list[tuple[int, int]]
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
+        used_below: dict[int, int] = {}
         for generation, frame in self.positions:
-            tables.replica_positions.delete(t.REPLICA_POSITIONS.key.pack(self.db_id, generation, frame))
+            key = t.REPLICA_POSITIONS.key.pack(self.db_id, generation, frame)
+            if tables.replica_positions.get(key) is None:  # removed with its database
+                continue
+            used_below[generation] = max(used_below.get(generation, 0), frame + 1)
+            if frame:
+                tables.replica_positions.delete(key)
+        for generation, below in used_below.items():
+            key = t.REPLICA_POSITIONS.key.pack(self.db_id, generation, 0)
+            first = tables.replica_positions.get(key) or ReplicaPositionRecord(0, 0, at_ms)
+            tables.replica_positions.put(key, replace(first, used_below=max(first.used_below, below)))
 
 
 class SetObjectPlace(Op, frozen=True, tag=120):

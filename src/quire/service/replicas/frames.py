@@ -35,7 +35,7 @@ from quire.durable.failpoints import hit
 from quire.manifest.store import ManifestStore
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from quire.service.replicas.held_versions import HeldVersions
+from quire.service.replicas.held_versions import HeldVersions, closed_on_failure
 from quire.service.replicas.positions import GENERATION_MAX, STEP, Positions, next_generation
 from quire.service.replicas.pulls import history_of, pages_since, require_pages
 from quire.service.replicas.revisions import HistoryId
@@ -100,8 +100,7 @@ class FrameAnswers:
         since = self._positions.find(history, generation, frame)
         if since is None:
             return EndOfFrames(next_generation(history, generation))
-        reader = self._held.newest(store, hold=False)
-        try:
+        with closed_on_failure(self._held.newest(store, hold=False)) as reader:
             pages = pages_since(store, since, reader)
             if pages is None:
                 reader.close()
@@ -114,18 +113,24 @@ class FrameAnswers:
                 return EndOfFrames(generation)
             if is_resync:
                 emit("info", "replica.resync", db_id=store.db_id, had=generation, lsn=reader.lsn, pages=len(pages))
-            return self._begin(store, history, generation, frame, reader, pages)
-        except BaseException:
-            reader.close()
-            raise
+            plan = self._begin(store, history, generation, frame, reader, pages)
+            if plan is None:
+                reader.close()
+                return EndOfFrames(next_generation(history, generation))
+            return plan
 
     def _begin(
         self, store: PageStore, history: HistoryId, generation: int, frame: int, reader: Snapshot, pages: BitMap
-    ) -> FramesPlan:
+    ) -> FramesPlan | None:
+        """Return the first answer of a transaction; `None` if entering the next generation is cheaper than reaching a free
+        frame number."""
         order = pages.to_array()
+        frame_max = min(frame + len(order) + reader.size_pages, NUMBER_MAX - 1)
         # Committed before any frame is sent: a replica that has received the last one must find its number, even if
         # the server is killed right after that (decision 053).
-        end = self._positions.reach(history, generation, frame + len(order), reader.lsn)
+        end = self._positions.reach(history, generation, frame + len(order), frame_max, reader.lsn)
+        if end is None:
+            return None
         hit("replicas.position")
         order.extend([order[-1]] * (end - frame - len(order)))  # up to a free number (`positions.py`, rule 1)
         return self._cut(store, _Transfer(history, reader.lsn, order), generation, frame, reader)
@@ -134,9 +139,9 @@ class FrameAnswers:
         with self._lock:
             unsent = self._unsent_transfers.get((store.db_id, generation, frame))
         if unsent is not None and unsent.history == history:
-            reader = self._held.at(store, unsent.lsn)
-            if reader.lsn == unsent.lsn:
-                return self._cut(store, unsent, generation, frame, reader)
+            with closed_on_failure(self._held.at(store, unsent.lsn)) as reader:
+                if reader.lsn == unsent.lsn:
+                    return self._cut(store, unsent, generation, frame, reader)
             reader.close()
         raise Conflict("the sync was interrupted", hint="sync again", generation=generation, frame=frame)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
@@ -19,6 +21,16 @@ from quire.pages.snapshot import Snapshot
 HOLD_SECONDS = 60.0
 HELD_MAX = 256
 TAGS = {"for": "replica"}
+
+
+@contextmanager
+def closed_on_failure(reader: Snapshot) -> Iterator[Snapshot]:
+    """Close the reader if the block raises: an answer that is not sent would hold its version until the lease expires."""
+    try:
+        yield reader
+    except BaseException:
+        reader.close()
+        raise
 
 
 class HeldVersions:
@@ -33,10 +45,10 @@ class HeldVersions:
 
     def newest(self, store: PageStore, *, hold: bool) -> Snapshot:
         """Return a reader of the newest durable version; with `hold` the version stays available to later requests."""
-        reader = store.open_snapshot(tags=TAGS)
-        if hold and reader.lsn:
-            self._hold(store, reader.mark)
-        return reader
+        with closed_on_failure(store.open_snapshot(tags=TAGS)) as reader:
+            if hold and reader.lsn:
+                self._hold(store, reader.mark)
+            return reader
 
     def at(self, store: PageStore, lsn: int) -> Snapshot:
         """Return a reader of a version that is held or can still be opened; it is held from now on."""
@@ -46,9 +58,10 @@ class HeldVersions:
             reader = store.open_mark(held.mark, tags=TAGS)
         else:
             reader = store.open_snapshot(at=lsn, tags=TAGS)
-        if reader.lsn == lsn:
-            self._hold(store, reader.mark)
-        return reader
+        with closed_on_failure(reader):
+            if reader.lsn == lsn:
+                self._hold(store, reader.mark)
+            return reader
 
     def _hold(self, store: PageStore, mark: Mark) -> None:
         key = (store.db_id, mark.lsn)

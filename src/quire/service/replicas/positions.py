@@ -4,7 +4,8 @@ Such a replica counts the frames that it gets, in 32 bits, and has no other name
 frame) and requests the frames after it. So the meaning of a pair is stored durably before the replica receives it:
 
   1. One pair never means two versions. Replicas that get different pages on their way to a version reach it under different
-     numbers; a number that is taken is avoided by sending the last page again.
+     numbers; a number that is taken, or may have been, is avoided by sending the last page again. A replica that would get
+     more pages for that than the database has goes on to the next generation.
   2. The low `TAG_BITS` bits of a generation are a hash of the history (`revisions.py`). A pair of another history is not known
      here, and its generation nearly always shows that.
   3. A generation begins with an export. Frame 0 means the version that was newest when the generation was created: every export
@@ -14,7 +15,8 @@ frame) and requests the frames after it. So the meaning of a pair is stored dura
   5. Frame numbers that are multiples of `STEP` are not positions: long answers are cut there (`frames.py`). A replica that
      returns with one was interrupted.
 
-Pairs are kept for `KEPT_MS`, and at most `POSITIONS_MAX` of a database. Table `replica_positions`, docs/formats/manifest.md.
+Maintenance removes old pairs (`jobs/replica_positions.py`); one that a replica uses is renewed. Table `replica_positions`,
+docs/formats/manifest.md.
 
 Threads: any; one lock. Blocks for commits of the manifest.
 """
@@ -27,7 +29,7 @@ from hashlib import blake2b
 
 from quire.core.clock import Clock
 from quire.manifest import tables as t
-from quire.manifest.ops.local import DropReplicaPositions, PutReplicaPosition
+from quire.manifest.ops.local import PutReplicaPosition
 from quire.manifest.store import ManifestStore
 from quire.service.replicas.revisions import HistoryId
 
@@ -35,11 +37,8 @@ TAG_BITS = 8
 GENERATION_MAX = (1 << 31) - 1
 STEP = 64
 EXPORT_SECONDS = 3_600.0
-KEPT_MS = 8 * 24 * 3600 * 1000
-POSITIONS_MAX = 1 << 18
-PRUNE_EVERY = 4_096
-"""Positions that are added before old ones are pruned."""
-DROPPED_AT_ONCE = 4_096
+RENEWED_MS = 24 * 3600 * 1000
+"""Age at which a pair is renewed when a replica uses it."""
 
 
 def tag_of(history: HistoryId) -> int:
@@ -68,7 +67,6 @@ class Positions:
         self._lock = threading.Lock()
         self._exports: dict[HistoryId, tuple[int, float]] = {}
         """The generation that is currently exported, and until when."""
-        self._added = 0
 
     def find(self, history: HistoryId, generation: int, frame: int) -> int | None:
         """Return the lsn that a replica has; 0 if it needs everything, `None` if its pair is not known (rules 2 to 5)."""
@@ -84,14 +82,19 @@ class Positions:
     def _known(self, history: HistoryId, generation: int, frame: int) -> int | None:
         with self._manifest.read() as txn:
             row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, frame)
-        return row.lsn if row is not None and row.range_start == history.range_start else None
+        if row is None or row.range_start != history.range_start or row.used_below:
+            return None
+        # A replica of a database that does not change gets no new pair, however often it asks.
+        if row.at_ms < self._clock.now_ms() - RENEWED_MS:
+            self._put(history, generation, frame, row.lsn)
+        return row.lsn
 
     def exported(self, history: HistoryId, newest_lsn: int) -> int:
         """Return the generation that a new replica begins with (rule 3)."""
         with self._lock:
             now = self._clock.monotonic()
             known = self._exports.get(history)
-            if known is not None and now < known[1]:
+            if known is not None and now < known[1] and self.is_export(history, known[0]):
                 return known[0]
             while True:
                 generation = secrets.randbelow(GENERATION_MAX >> TAG_BITS) + 1 << TAG_BITS | tag_of(history)
@@ -105,41 +108,25 @@ class Positions:
             self._exports[history] = (generation, now + EXPORT_SECONDS)
             return generation
 
-    def reach(self, history: HistoryId, generation: int, frame: int, lsn: int) -> int:
-        """Record that a replica will have a version at this frame number, or at the next free one; return the number."""
+    def reach(self, history: HistoryId, generation: int, frame: int, frame_max: int, lsn: int) -> int | None:
+        """Record that a replica will have a version at this frame number, or at the next free one; return the number, or `None`
+        if none is free up to `frame_max` (rule 1)."""
         with self._lock:
-            frame, is_known = self._free(history, generation, frame, lsn)
-            if not is_known:
-                self._put(history, generation, frame, lsn)
-            return frame
+            free = self._free(history, generation, frame, frame_max, lsn)
+            if free is not None and self._known(history, generation, free) is None:
+                self._put(history, generation, free, lsn)
+            return free
 
-    def _free(self, history: HistoryId, generation: int, frame: int, lsn: int) -> tuple[int, bool]:
-        """Return the first number from `frame` on that can mean this version, and whether it already does (rules 1 and 5)."""
+    def _free(self, history: HistoryId, generation: int, frame: int, frame_max: int, lsn: int) -> int | None:
+        """Return the first number from `frame` on that can mean this version, or already does (rules 1 and 5)."""
         with self._manifest.read() as txn:
-            while True:
-                row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, frame)
-                if frame % STEP and (row is None or (row.lsn, row.range_start) == (lsn, history.range_start)):
-                    return frame, row is not None
-                frame += 1
+            first = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, 0)
+            for number in range(max(frame, first.used_below if first is not None else 0), frame_max + 1):
+                row = txn.get(t.REPLICA_POSITIONS, history.db_id, generation, number)
+                if number % STEP and (row is None or (row.lsn, row.range_start) == (lsn, history.range_start)):
+                    return number
+        return None
 
     def _put(self, history: HistoryId, generation: int, frame: int, lsn: int) -> None:
         put = PutReplicaPosition(history.db_id, generation, frame, lsn, history.range_start)
         self._manifest.submit([put]).result()
-        self._added += 1
-        if self._added % PRUNE_EVERY == 0:
-            self._prune(history)
-
-    def _prune(self, history: HistoryId) -> None:
-        """Drop positions that are too old, of another history, or beyond `POSITIONS_MAX`."""
-        oldest = self._clock.now_ms() - KEPT_MS
-        with self._manifest.read() as txn:
-            rows = [(row.at_ms, key[1:], row) for key, row in txn.scan(t.REPLICA_POSITIONS, history.db_id)]
-        rows.sort(key=lambda item: item[0])
-        many = len(rows) - POSITIONS_MAX
-        old = [
-            position
-            for number, (at_ms, position, row) in enumerate(rows)
-            if number < many or at_ms < oldest or row.range_start != history.range_start
-        ]
-        for start in range(0, len(old), DROPPED_AT_ONCE):
-            self._manifest.submit([DropReplicaPositions(history.db_id, old[start : start + DROPPED_AT_ONCE])]).result()

@@ -24,7 +24,7 @@ from quire.manifest.store import ManifestStore
 from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
-from quire.service.replicas.held_versions import TAGS, HeldVersions
+from quire.service.replicas.held_versions import HeldVersions, closed_on_failure
 from quire.service.replicas.pull_messages import PullRequest
 from quire.service.replicas.revisions import HistoryId, Revision
 
@@ -82,17 +82,13 @@ def plan_pull(store: PageStore, manifest: ManifestStore, held: HeldVersions, req
     history = history_of(manifest, store.db_id)
     if request.at:
         return _plan_at(store, held, history, request)
-    reader = held.newest(store, hold=request.pages is not None or bool(request.query))
-    try:
+    with closed_on_failure(held.newest(store, hold=request.pages is not None or bool(request.query))) as reader:
         pages, is_resync = _since(store, history, request.since, reader)
         if request.query:
             pages &= BitMap(range(QUERY_PAGES))
         if request.pages is not None:
             pages &= request.pages
         return PullPlan(reader, str(Revision(history, reader.lsn)), pages, is_resync)
-    except BaseException:
-        reader.close()
-        raise
 
 
 def _since(store: PageStore, history: HistoryId, since: str, reader: Snapshot) -> tuple[BitMap, bool]:
@@ -129,23 +125,22 @@ def _plan_at(store: PageStore, held: HeldVersions, history: HistoryId, request: 
         )
     wanted = request.pages
     try:
-        reader = held.at(store, revision.lsn)
-        # An lsn that is not a commit's opens the version that was current then, which is not the one that was named.
-        if reader.lsn == revision.lsn:
-            pages = BitMap(range(reader.size_pages))
-            if request.since:
-                pages = _since(store, history, request.since, reader)[0]
-            return PullPlan(reader, request.at, pages if wanted is None else pages & wanted)
+        with closed_on_failure(held.at(store, revision.lsn)) as reader:
+            # An lsn that is not a commit's opens the version that was current then, which is not the one that was named.
+            if reader.lsn == revision.lsn:
+                pages = BitMap(range(reader.size_pages))
+                if request.since:
+                    pages = _since(store, history, request.since, reader)[0]
+                return PullPlan(reader, request.at, pages if wanted is None else pages & wanted)
         reader.close()
     except SnapshotGone:
         pass
-    reader = store.open_snapshot(tags=TAGS)
-    changed = pages_since(store, revision.lsn, reader)
-    if wanted is None or changed is None or wanted & changed:
-        reader.close()
-        raise SnapshotGone(
-            "this version is no longer kept, and the pages have changed since",
-            hint="pull again; set maintenance.time_travel_seconds to keep versions for partial replicas",
-            revision=request.at,
-        )
-    return PullPlan(reader, request.at, wanted & BitMap(range(reader.size_pages)))
+    with closed_on_failure(held.newest(store, hold=False)) as reader:
+        changed = pages_since(store, revision.lsn, reader)
+        if wanted is None or changed is None or wanted & changed:
+            raise SnapshotGone(
+                "this version is no longer kept, and the pages have changed since",
+                hint="pull again; set maintenance.time_travel_seconds to keep versions for partial replicas",
+                revision=request.at,
+            )
+        return PullPlan(reader, request.at, wanted & BitMap(range(reader.size_pages)))
