@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import quire
-from quire.core.errors import InvalidInput, ReadOnly, UnknownSnapshot
+from quire.core.errors import InvalidInput, ReadOnly, StoreUnusable, UnknownSnapshot
 from quire.durable.failpoints import armed
 from quire.manifest.records import AuditAction
 from quire.testing.manifest import assert_clean
@@ -110,6 +111,27 @@ def test_a_failed_rollback_leaves_nothing(store: quire.Store) -> None:
     anonymous = store.snapshot("cart")
     cart.put(b"ann", b"3")
     store.rollback("cart", to=anonymous.anchor_lsn)
+    assert content(store) == {b"ann": b"2"}
+
+
+def test_a_rollback_with_an_unknown_outcome_can_be_undone(store: quire.Store) -> None:
+    """Hazard: publishing fails after its event is written, the snapshot is dropped, and the next open finds the event."""
+    cart = store.kv("cart", create=True)
+    cart.put(b"ann", b"1")
+    store.snapshot("cart", "monday")
+    cart.put(b"ann", b"2")
+    with ExitStack() as failing:
+
+        def fail(_: str) -> None:
+            failing.enter_context(armed("lsm.manifest.appended", "raise:EIO"))
+            failing.enter_context(armed("lsm.checkpoint.begun", "raise:EIO"))
+
+        failing.enter_context(armed("lsm.load.flushed", fail))
+        with pytest.raises(StoreUnusable):
+            store.rollback("cart", to="monday")
+    assert content(store) == {b"ann": b"1"}, "the next open finds the event"
+    (snapshot,) = (info.name for info in store.manifest.snapshots.of("cart") if info.name != "monday")
+    store.rollback("cart", to=snapshot)
     assert content(store) == {b"ann": b"2"}
 
 

@@ -93,7 +93,7 @@ class Load:
         try:
             kv.upkeep.add_tables(tables, self.lsn, record)
         except BaseException:
-            if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
+            if is_unpublished(kv, chosen):
                 self._ids.update(chosen)
             raise
         self.close()
@@ -129,6 +129,11 @@ def published(kv: Kv, number: int) -> int | None:
     """Return the number of rows of the load with this number, or `None` if it was not published."""
     record = read_load_record(kv.disk, kv.home, number)
     return record.rows if record is not None and record.done else None
+
+
+def is_unpublished(kv: Kv, ids: Iterable[int]) -> bool:
+    """Return whether these tables are certainly not in the database. After `publish` has failed they may be."""
+    return kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(ids)
 
 
 def _refuse_duplicates(tables: list[SSTable]) -> None:

@@ -6,7 +6,8 @@
     3. The current state is kept as the snapshot `before-rollback-LSN`, with which the rollback can be undone.
     4. The load is published atomically, and recorded in the audit.
 
-A crash before step 4 leaves the set as it was, at most with the new snapshot; the next open removes the tables.
+A crash before step 4 leaves the set as it was, at most with the new snapshot; the next open removes the tables. A load that
+fails removes the snapshot, unless its outcome is unknown.
 
 Threads: any. Raises `UnknownSnapshot`, `InvalidInput` for a version that is not a snapshot, and the errors of loads.
 """
@@ -24,7 +25,7 @@ import pyarrow as pa
 from quire.core.errors import InvalidInput, UnknownSnapshot
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
-from quire.lsm.bulk import BulkWriter, begin_load
+from quire.lsm.bulk import BulkWriter, begin_load, is_unpublished
 from quire.manifest.ops.databases import RecordRollback
 from quire.manifest.snapshots import RolledBack, SnapshotInfo, before_rollback
 
@@ -68,8 +69,10 @@ def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) 
         try:
             load.publish(tables)
         except BaseException:
-            with suppress(UnknownSnapshot):
-                manifest.snapshots.drop(db_id, kept.snapshot_id)
+            # If the tables may be published, the snapshot is the only way back.
+            if is_unpublished(kv, tables):
+                with suppress(UnknownSnapshot):
+                    manifest.snapshots.drop(db_id, kept.snapshot_id)
             raise
     hit("lsm.rollback.published")
     manifest.submit([msgspec.convert(done, RecordRollback, from_attributes=True)]).result()

@@ -6,7 +6,7 @@
     4. The transaction is committed, made durable, and recorded in the audit.
 
 A crash before 4 leaves the database as it was, with the snapshot at most; another rollback uses the same one. A commit is one
-record of the log, so there is no intermediate state.
+record of the log, so there is no intermediate state. A commit that fails removes the snapshot, unless its outcome is unknown.
 
 Two numbers of SQLite's header are not set back: the change counter and the schema cookie grow. Otherwise a connection that
 was idle during the rollback and later commits would take cached pages or a cached schema for current ones.
@@ -84,7 +84,8 @@ def roll_back(manifest: ManifestStore, engine: PageEngine, name: str, to: str | 
         try:
             guard = txn_.commit()
         except BaseException:
-            if created is not None:
+            # If the database is unusable, recovery may find the commit: the snapshot is then the only way back.
+            if created is not None and store.wal.failure is None:
                 with suppress(UnknownSnapshot):
                     manifest.snapshots.drop(db_id, created.snapshot_id)
             raise
