@@ -252,7 +252,11 @@ class Follower:
 
     def look(self) -> bool:
         """Ship what is new and return whether there was anything."""
-        if not os.path.exists(self.path) or not os.path.getsize(self.path):
+        try:
+            is_empty = not os.path.getsize(self.path)
+        except OSError:  # it is missing, or a directory of its path is
+            is_empty = True
+        if is_empty:
             raise NotFound(
                 "the database file does not exist yet or is empty",
                 hint="start the program that creates it",
