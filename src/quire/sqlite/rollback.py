@@ -38,6 +38,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
 from quire.pages.transaction import WriteTxn
+from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.importing import STEP_BYTES, write_changed
 
 TAGS = {"hold": "rollback"}
@@ -45,7 +46,6 @@ SNAPSHOT_TAGS = {"by": "rollback"}
 TIMEOUT_SECONDS = 30.0
 """Seconds to wait for the current writer, and for space in the WAL budget."""
 
-MAGIC = b"SQLite format 3\0"
 CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(92, 96)
 """Big-endian 32-bit numbers of SQLite's header."""
 
