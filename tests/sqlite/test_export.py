@@ -25,7 +25,8 @@ from quire.core.errors import (
 from quire.core.ids import Epoch
 from quire.durable.files import OsDisk
 from quire.sqlite import exporting
-from quire.sqlite.exporting import Exported, export_file, without_log
+from quire.sqlite.exporting import Exported, export_file
+from quire.sqlite.files import with_legacy_header
 from quire.sqlite.importing import import_file
 from quire.store.store import Store
 from quire.testing.faults import Fault, PowerCut, each_fault
@@ -78,7 +79,7 @@ def test_a_database_in_wal_mode_is_exported_without_a_log(store: Store, tmp_path
     export_file(store.pages, "shop", tmp_path / "out.db")
     out = (tmp_path / "out.db").read_bytes()
     assert out[18:20] == b"\x01\x01"
-    assert out == without_log(file.read_bytes())
+    assert out == with_legacy_header(file.read_bytes())
     with closing(apsw.Connection(str(tmp_path / "out.db"))) as connection:
         assert connection.pragma("journal_mode") == "delete"
         connection.execute("INSERT INTO item (name) VALUES ('it is an ordinary file')")

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.core.errors import ConfigMismatch, Corruption, DatabaseTombstoned, NotFound
 from quire.durable.failpoints import armed
+from quire.sqlite.follow import Follower
 from quire.store.store import Store
 from tests.sqlite.follow_helpers import SqlProgram, content, follower, sqlite_content
 from tests.sqlite.sqlite_files import append_commit, make
@@ -302,6 +304,54 @@ def test_writes_of_others_to_the_copy_are_reverted(store: Store, app: SqlProgram
         txn.write_page(1, b"x" * 4096)
     assert file_follower.look(), "the database is not at the lsn of the position"
     assert content(store) == sqlite_content(app.path)
+
+
+@pytest.mark.parametrize("step", ["_start_of", "_commit", "_ship"])
+def test_a_write_of_another_during_a_look_is_reverted(
+    store: Store, app: SqlProgram, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Hazard: the position takes the lsn of another writer's commit, so its pages stay and later frames are laid over them."""
+    app.run_sql(WAL, TABLE, "CREATE TABLE untouched (x)", ROW)
+    file_follower = follower(store, app.path)
+    file_follower.look()
+    app.run_sql(ROW, ROW)
+    write_of_another_after(monkeypatch, step, store)
+    file_follower.look()
+    file_follower.look()
+    assert content(store) == sqlite_content(app.path)
+    assert file_follower.done.compares == 2
+    app.run_sql(ROW)
+    file_follower.look()
+    assert content(store) == sqlite_content(app.path)
+    assert file_follower.done.compares == 2, "transactions are shipped again"
+
+
+def test_a_write_of_another_before_a_patch_is_reverted(
+    store: Store, app: SqlProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: only the pages of the log are compared, with a version that another writer has changed elsewhere."""
+    app.run_sql(WAL, TABLE, "CREATE TABLE untouched (x)", *[ROW] * 40, "PRAGMA wal_checkpoint(RESTART)", *[ROW] * 10)
+    file_follower = follower(store, app.path)
+    file_follower.look()
+    app.run_sql(ROW, "PRAGMA wal_checkpoint(RESTART)", ROW)
+    write_of_another_after(monkeypatch, "_possibly_changed_pages", store)
+    file_follower.look()
+    assert (file_follower.done.compares, file_follower.done.patches) == (2, 0)
+    assert content(store) == sqlite_content(app.path)
+
+
+def write_of_another_after(monkeypatch: pytest.MonkeyPatch, step: str, store: Store) -> None:
+    """Replace the root of the table `untouched` once, after a step of a follower."""
+    method = getattr(Follower, step)
+
+    def then_write(*args: Any) -> Any:
+        result = method(*args)
+        monkeypatch.undo()
+        with store.pages.open("copy").begin() as txn:
+            txn.write_page(2, b"x" * 4096)
+        return result
+
+    monkeypatch.setattr(Follower, step, then_write)
 
 
 def test_a_program_killed_in_a_transaction_is_followed(store: Store, path: Path) -> None:

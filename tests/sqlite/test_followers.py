@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ import quire
 from quire.core.errors import Conflict, NotFound, WrongKind
 from quire.manifest import tables as t
 from quire.manifest.ops.local import FollowSqliteFile
+from quire.sqlite.dbfile import DbFile
 from quire.store.store import Store
 from tests.manifest.helpers import eventually
 from tests.programs import Program
@@ -86,6 +88,28 @@ def test_a_file_that_disappears_is_awaited_and_reported(path: Path, tmp_path: Pa
         assert eventually(lambda: "does not exist yet" in store.followers.file("app").trouble)
         os.rename(tmp_path / "aside.db", tmp_path / "app.db")
         assert eventually(lambda: not store.followers.file("app").trouble)
+        assert store.followers.file("app").running
+
+
+@pytest.mark.parametrize(("owner", "call"), [(os.path, "getsize"), (DbFile, "signature")])
+def test_a_file_that_disappears_during_a_look_is_awaited_and_reported(
+    path: Path, tmp_path: Path, app: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch, owner: Any, call: str
+) -> None:
+    """Hazard: the follower's thread ends, and nothing says why."""
+    file, aside, original = tmp_path / "app.db", tmp_path / "aside.db", getattr(owner, call)
+
+    def after_removal(of: Any) -> Any:
+        monkeypatch.undo()
+        file.rename(aside)
+        return original(of)
+
+    with quire.open(path) as store:
+        store.followers.follow(file, interval_seconds=0.01)
+        monkeypatch.setattr(owner, call, after_removal)
+        app.execute("insert into t values(2)")
+        assert eventually(lambda: "does not exist" in store.followers.file("app").trouble)
+        aside.rename(file)
+        assert eventually(partial(has, 2, partial(rows, store)))
         assert store.followers.file("app").running
 
 

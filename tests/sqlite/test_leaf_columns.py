@@ -392,6 +392,25 @@ def test_cyclic_interior_pages_are_left_to_sqlite() -> None:
         list(leaves_within(by_number(pages), read.table.root, EVERYTHING, pages.size_pages))
 
 
+@pytest.mark.parametrize("page_size", [512, 65_536])
+def test_leaves_are_read_some_mib_at_a_time(monkeypatch: pytest.MonkeyPatch, page_size: int) -> None:
+    """Hazard: all children of an interior page are read at once, up to 450 MB if pages have 64 KiB."""
+    pages, reads = plain(20_000, page_size), list[int]()
+    monkeypatch.setattr(leaf_columns, "READ_BYTES", 4 * 65_536)
+
+    def read_rows(numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
+        reads.append(len(numbers) * page_size)
+        return rows_of([pages.read_page(page) for page in numbers.tolist()])
+
+    monkeypatch.setattr(pages, "read_rows", read_rows)
+    read = TableReads(pages)
+    assert read.leaves() == read.rows()
+    assert len(reads) > 2
+    assert set(reads[:-1]) == {leaf_columns.READ_BYTES}, "the children of small interior pages are read together"
+    assert reads[-1] <= leaf_columns.READ_BYTES
+    assert read.left_to_sqlite == []
+
+
 def test_the_leaves_of_a_range_are_found() -> None:
     pages = plain(5_000, 512)
     root = TableReads(pages).table.root

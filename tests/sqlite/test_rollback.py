@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quire
-from quire.core.errors import Conflict, NotFound, ReadOnly, UnknownSnapshot, WrongKind
+from quire.core.errors import Conflict, NotFound, ReadOnly, StoreUnusable, UnknownSnapshot, WrongKind
+from quire.durable.failpoints import armed
 from quire.manifest.records import AuditAction
 from quire.testing.manifest import assert_clean
 from tests.sqlite.conftest import extended
@@ -190,6 +191,27 @@ def test_invalid_rollbacks_are_refused(store: quire.Store, tmp_path: Path) -> No
     store.followers.follow(file, "app")
     with pytest.raises(Conflict, match="follows a file"):
         store.rollback("app", to="1h")
+    assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
+
+
+def test_a_rollback_with_an_unknown_outcome_can_be_undone(store: quire.Store) -> None:
+    """Hazard: the commit fails after its frames are written, the snapshot is dropped, and recovery keeps the commit."""
+    migrated = rows(store)
+    with armed("pages.segment.frames", "raise:EIO"), pytest.raises(StoreUnusable):
+        store.rollback("shop", to="monday")
+    assert rows(store) == [(1, "pen")], "recovery keeps the commit"
+    (snapshot,) = (info.name for info in store.manifest.snapshots.of("shop") if info.name != "monday")
+    store.rollback("shop", to=snapshot)
+    assert rows(store) == migrated
+
+
+def test_a_rollback_that_was_not_written_leaves_no_snapshot(store: quire.Store) -> None:
+    """Hazard: after a full disk the snapshot of a rollback that did not happen holds space."""
+    migrated = rows(store)
+    store.pages.open("shop").wal.seal()
+    with armed("pages.segment.created", "raise:ENOSPC"), pytest.raises(OSError, match="failpoint"):
+        store.rollback("shop", to="monday")
+    assert rows(store) == migrated
     assert [info.name for info in store.manifest.snapshots.of("shop")] == ["monday"]
 
 

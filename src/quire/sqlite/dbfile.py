@@ -119,7 +119,7 @@ class DbFile:
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
         if not os.path.isfile(self.path):
-            raise NotFound("the file does not exist", hint="name the database file", path=path)
+            raise _missing(path)
         flags = [apsw.SQLITE_OPEN_MAIN_DB | apsw.SQLITE_OPEN_READONLY, 0]
         try:
             self._file = apsw.VFSFile("", self.path, flags)
@@ -141,7 +141,10 @@ class DbFile:
 
     def signature(self) -> Signature:
         """Return the current `Signature`."""
-        status = os.stat(self.path)
+        try:
+            status = os.stat(self.path)  # by path: another file under the name has another signature
+        except OSError as error:  # gone since it was opened
+            raise _missing(self.path) from error
         counter = self.read_at(4, 24)
         number = _U32.unpack(counter)[0] if len(counter) == 4 else 0
         return Signature(status.st_ino, status.st_size, status.st_mtime_ns, number)
@@ -155,6 +158,10 @@ class DbFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _missing(path: str) -> NotFound:
+    return NotFound("the file does not exist", hint="name the database file", path=path)
 
 
 class ReadLock:

@@ -23,10 +23,8 @@ from quire.pages.engine import PageEngine
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.sqlite.dbfile import MAGIC
+from quire.sqlite.files import with_legacy_header
 from quire.sqlite.importing import STEP_BYTES, Progress, no_progress
-
-VERSIONS = slice(18, 20)
-"""Write and read version in the header: 1 is a rollback journal, 2 a write-ahead log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,17 +142,13 @@ def _stream(file: File, reader: Snapshot, name: str, progress: Progress) -> str:
         stop = min(first + step, reader.size_pages)
         images = reader.read_pages(range(first, stop), cold=True)
         if first == 0:
-            images[0] = without_log(images[0])
+            # As SQLite sees it in the store: the file then opens without a log, also on a read-only disk.
+            images[0] = with_legacy_header(images[0])
         data = b"".join(images[page] for page in range(first, stop))
         file.write_at(data, first * reader.page_size)
         digest.update(data)
         progress("writing", stop * reader.page_size, reader.size_pages * reader.page_size)
     return digest.hexdigest()
-
-
-def without_log(page: bytes) -> bytes:
-    """Return the first page with WAL mode turned off: SQLite then opens the file without a log, also on a read-only disk."""
-    return page[: VERSIONS.start] + b"\x01\x01" + page[VERSIONS.stop :]
 
 
 def _read_back(file: File, expected: str, progress: Progress) -> None:

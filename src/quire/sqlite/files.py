@@ -34,6 +34,7 @@ PRAGMA = apsw.SQLITE_FCNTL_PRAGMA
 
 LEGACY = b"\x01\x01"
 _FORMATS = slice(18, 20)
+"""Write and read version in the header: 1 is a rollback journal, 2 a write-ahead log."""
 STAMP_OFFSET, STAMP_BYTES = 24, 16
 STAMP = slice(STAMP_OFFSET, STAMP_OFFSET + STAMP_BYTES)
 
@@ -66,8 +67,8 @@ R = TypeVar("R", bound=PageReader)
 
 
 def with_legacy_header(header: bytes) -> bytes:
-    """Return the first page as SQLite may see it (Q3)."""
-    return header if header[_FORMATS] == LEGACY else header[:18] + LEGACY + header[20:]
+    """Return the first page with WAL mode turned off, as SQLite may see it (Q3)."""
+    return header if header[_FORMATS] == LEGACY else header[: _FORMATS.start] + LEGACY + header[_FORMATS.stop :]
 
 
 def read_part(read: Callable[[int], bytes], page_size: int, size_pages: int, amount: int, offset: int) -> bytes:

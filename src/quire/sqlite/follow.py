@@ -11,7 +11,7 @@ best of three ways:
             part is shorter than what we knew, so the rest of its former contents is still there after it
   compare   all pages are compared and those that differ become one commit: in every other case, and always correct. This covers
             a database without a log, and one that is not at the lsn of the position (a crash before it was saved, or another
-            writer)
+            writer, also one that commits during a look)
 
 The *position* is the version of our database that equals the file at some moment, and the state of the file at that moment: a
 small JSON file of the store, written after the commit it belongs to.
@@ -252,7 +252,11 @@ class Follower:
 
     def look(self) -> bool:
         """Ship what is new and return whether there was anything."""
-        if not os.path.exists(self.path) or not os.path.getsize(self.path):
+        try:
+            is_empty = not os.path.getsize(self.path)
+        except OSError:  # it is missing, or a directory of its path is
+            is_empty = True
+        if is_empty:
             raise NotFound(
                 "the database file does not exist yet or is empty",
                 hint="start the program that creates it",
@@ -264,8 +268,8 @@ class Follower:
         with open_source(self.path, disk=self._disk) as source:
             target = self._open_target(source)
             before = target.durable_version()[0]
-            end = self._ship(target, source)
-            after = target.durable_version()[0]
+            # Our own commit, not the newest version: another writer's commit after it would become part of the position.
+            after, end = self._ship(target, source)
             hit("sqlite.follow.committed")
             now_ns = self._clock.now_ms() * 1_000_000
             # After the commit: if a crash comes in between, the stored position is not at the database's lsn, and pages are
@@ -321,28 +325,30 @@ class Follower:
         return position
 
     # ── shipping ──────────────────────────────────────────────────────────────────────────────────────────────────────
-    def _ship(self, target: PageStore, source: FileSource) -> VerifiedFrame | None:
-        """Make our database equal to the source. Return the last frame that is part of it, if known from reading."""
-        start = self._start_of(source)
-        if start is not None:
-            end = self._exact(target, source, start)
+    def _ship(self, target: PageStore, source: FileSource) -> tuple[int, VerifiedFrame | None]:
+        """Make our database equal to the source. Return the version that does, and the last frame that is part of it, if known
+        from reading."""
+        position = self._valid_position()
+        if position is not None and (start := self._start_of(position, source)) is not None:
+            lsn, end = self._exact(target, source, start, position.lsn)
             if end.frame == source.committed:
-                return end
-        elif (possibly_changed := self._possibly_changed_pages(source)) is not None:
-            written = import_pages(target, source, possibly_changed)
-            self.done.patches += 1
-            self.done.pages += written.changed_pages
-            return None
+                return lsn, end
+        elif position is not None and (pages := self._possibly_changed_pages(position, source)) is not None:
+            patched = import_pages(target, source, pages, position.lsn)
+            if patched is not None:
+                self.done.patches += 1
+                self.done.pages += patched.changed_pages
+                return patched.lsn, None
         written = import_source(target, source, self._progress)
         self.done.compares += 1
         self.done.pages += written.changed_pages
         emit("info", "sqlite.follow.compared", path=self.path, **asdict(written))
-        return None
+        return written.lsn, None
 
-    def _start_of(self, source: FileSource) -> VerifiedFrame | None:
+    def _start_of(self, position: FollowPosition, source: FileSource) -> VerifiedFrame | None:
         """Return where an exact look begins; `None` if it cannot be exact."""
-        position, header = self._valid_position(), source.wal_header
-        if position is None or header is None or source.wal is None or source.committed <= 0:
+        header = source.wal_header
+        if header is None or source.wal is None or source.committed <= 0:
             return None
         if header.page_size != source.page_size:
             return None
@@ -354,8 +360,11 @@ class Follower:
             return header.start
         return None
 
-    def _exact(self, target: PageStore, source: FileSource, start: VerifiedFrame) -> VerifiedFrame:
-        """Ship transactions from the log after a position and return the last commit found good."""
+    def _exact(
+        self, target: PageStore, source: FileSource, start: VerifiedFrame, lsn: int
+    ) -> tuple[int, VerifiedFrame]:
+        """Ship transactions from the log onto our version `lsn`, which is at `start`. Return the version and the last frame
+        reached."""
         assert source.wal is not None
         assert source.wal_header is not None
         txn: WriteTxn | None = None
@@ -367,8 +376,10 @@ class Follower:
                 for commit in np.flatnonzero(block.sizes).tolist():
                     source.check_size(int(block.sizes[commit]))
                     txn = txn or target.begin()
+                    if txn.base_lsn != lsn:
+                        return lsn, end  # another writer has committed: frames do not fit onto its pages
                     guard = self._commit(txn, block, first, commit)
-                    txn, first, end = None, commit + 1, block.place(commit)
+                    txn, first, end, lsn = None, commit + 1, block.place(commit), guard.lsn
                 if first < len(block):
                     txn = txn or target.begin()
                     self._write(txn, block, first, len(block))
@@ -377,7 +388,7 @@ class Follower:
                 txn.rollback()
             if guard is not None:
                 guard.result()  # the last commit: all before it are durable with it
-        return end
+        return lsn, end
 
     def _commit(self, txn: WriteTxn, block: FrameBlock, first: int, commit: int) -> PageGuard:
         self._write(txn, block, first, commit + 1)
@@ -393,10 +404,10 @@ class Follower:
         txn.write_pages({page: block.image(index) for page, index in images.items()})
         self.done.pages += len(images)
 
-    def _possibly_changed_pages(self, source: FileSource) -> set[int] | None:
+    def _possibly_changed_pages(self, position: FollowPosition, source: FileSource) -> set[int] | None:
         """Return all pages that can have changed if the log was restarted exactly once; else `None`."""
-        position, header = self._valid_position(), source.wal_header
-        if position is None or header is None or source.wal is None:
+        header = source.wal_header
+        if header is None or source.wal is None:
             return None
         former, place = position.header, position.place
         if (

@@ -93,12 +93,16 @@ def import_source(target: PageStore, source: ImportedPages, progress: Progress =
     return WrittenPages(guard.result(), source.size_pages, changed, digest.hexdigest())
 
 
-def import_pages(target: PageStore, source: ImportedPages, pages: Iterable[int]) -> WrittenPages:
-    """Do the same as `import_source`, where only some pages can have changed."""
+def import_pages(target: PageStore, source: ImportedPages, pages: Iterable[int], base_lsn: int) -> WrittenPages | None:
+    """Do the same as `import_source`, where only some pages can differ from our version `base_lsn`. Return `None` if the
+    database is at another version."""
     step = max(STEP_BYTES // source.page_size, 1)
     wanted = sorted(page for page in set(pages) if page < source.size_pages)
     changed = 0
     with target.begin() as txn:
+        if txn.base_lsn != base_lsn:
+            txn.rollback()
+            return None
         with target.open_snapshot(written=True, tags={"reader": "sqlite follow"}) as before:
             for start in range(0, len(wanted), step):
                 images = {page: source.read_page(page) for page in wanted[start : start + step]}

@@ -6,14 +6,15 @@ Terms
   record    the types of all values, then the values; columns of the primary key come first
 
 The format is SQLite's own (https://www.sqlite.org/fileformat2.html). Pages may come from a damaged file: anything malformed
-raises `Unreadable`, no page is read twice, and no length beyond the size of the database is accepted.
+raises `Unreadable`, no page is read twice, no more bytes are taken from a page than it has, and no length beyond the size of
+the database is accepted.
 
 Threads: any; nothing is shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from struct import error as StructError  # noqa: N812 - it is a class
 from struct import unpack_from
@@ -49,9 +50,24 @@ class IndexFormat:
             raise Unreadable(1) from error
 
 
-def payloads(read_page: ReadPage, page: int, form: IndexFormat) -> Iterator[bytes]:
-    """Yield the records in a page of an index B-tree."""
+def payloads(read_page: ReadPage, pages: Iterable[int], form: IndexFormat) -> Iterator[bytes]:
+    """Yield the records in these pages of an index B-tree."""
+    seen = set[int]()
+
+    def read_once(page: int) -> bytes:
+        # For all records together: the cells of a damaged database may all point to one long chain of overflow pages.
+        if page in seen:
+            raise Unreadable(page)
+        seen.add(page)
+        return read_page(page)
+
+    for page in pages:
+        yield from _payloads_of(read_once, page, form)
+
+
+def _payloads_of(read_page: ReadPage, page: int, form: IndexFormat) -> Iterator[bytes]:
     image = read_page(page)
+    left = len(image)
     at = FIRST_HEADER if page == 1 else 0
     kind = kind_of(image, page)
     if kind not in (INTERIOR_INDEX, LEAF_INDEX):
@@ -60,7 +76,11 @@ def payloads(read_page: ReadPage, page: int, form: IndexFormat) -> Iterator[byte
         (count,) = unpack_from(">H", image, at + 3)
         header = 12 if kind == INTERIOR_INDEX else 8
         for cell in unpack_from(f">{count}H", image, at + header):
-            yield _payload(read_page, image, cell + (4 if kind == INTERIOR_INDEX else 0), form, page)
+            payload = _payload(read_page, image, cell + (4 if kind == INTERIOR_INDEX else 0), form, page)
+            left -= _local_bytes(len(payload), form.usable)
+            if left < 0:
+                raise Unreadable(page)  # cells overlap
+            yield payload
     except (StructError, IndexError) as error:
         raise Unreadable(page) from error
 
@@ -73,11 +93,10 @@ def _payload(read_page: ReadPage, image: bytes, at: int, form: IndexFormat, page
     parts = [image[at : at + local]]
     if local < size:
         (following,) = unpack_from(">I", image, at + local)
-        missing, seen = size - local, set[int]()
+        missing = size - local
         while missing > 0:
-            if following in seen or not following:
+            if not following:
                 raise Unreadable(page)
-            seen.add(following)
             overflow = read_page(following)
             parts.append(overflow[4 : 4 + min(missing, form.usable - 4)])
             missing -= form.usable - 4

@@ -41,7 +41,7 @@ from quire.sqlite.tables import ROWID, SqliteTable, affinity
 from quire.sqlite.trees import Rowids, Unreadable, by_number
 
 READ_BYTES = 4 * MIB
-"""Bytes of leaves that are read together."""
+"""Bytes of leaves that are read together, at most; at least one leaf."""
 VALUES_MAX = 1 << 16
 """Values that are decoded together, unless a single page has more: they fit the processor's cache."""
 PAGE_VALUES_MAX = 1 << 22
@@ -278,13 +278,18 @@ def _steps(
 
 
 def _read_together(parts: Iterator[Leaves], page_size: int) -> Iterator[Leaves]:
-    waiting: list[Leaves] = []
+    """Yield the same leaves, `READ_BYTES` at a time. A part may be much smaller, or larger: an interior page of 64 KiB has up
+    to 450 MB of leaves."""
+    count, waiting = max(READ_BYTES // page_size, 1), list[Leaves]()
     for some in parts:
         waiting.append(some)
-        if sum(map(len, waiting)) * page_size >= READ_BYTES:
-            yield Leaves.joined(waiting)
-            waiting = []
-    if waiting:
+        if sum(map(len, waiting)) >= count:
+            leaves = Leaves.joined(waiting)
+            rest = len(leaves) - len(leaves) % count
+            for start in range(0, rest, count):
+                yield leaves.part(start, start + count)
+            waiting = [leaves.part(rest, len(leaves))]
+    if any(map(len, waiting)):
         yield Leaves.joined(waiting)
 
 

@@ -6,7 +6,7 @@
     4. The transaction is committed, made durable, and recorded in the audit.
 
 A crash before 4 leaves the database as it was, with the snapshot at most; another rollback uses the same one. A commit is one
-record of the log, so there is no intermediate state.
+record of the log, so there is no intermediate state. A commit that fails removes the snapshot, unless its outcome is unknown.
 
 Two numbers of SQLite's header are not set back: the change counter and the schema cookie grow. Otherwise a connection that
 was idle during the rollback and later commits would take cached pages or a cached schema for current ones.
@@ -38,6 +38,7 @@ from quire.pages.engine import PageEngine
 from quire.pages.pagestore import PageStore
 from quire.pages.snapshot import Snapshot
 from quire.pages.transaction import WriteTxn
+from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.importing import STEP_BYTES, write_changed
 
 TAGS = {"hold": "rollback"}
@@ -45,7 +46,6 @@ SNAPSHOT_TAGS = {"by": "rollback"}
 TIMEOUT_SECONDS = 30.0
 """Seconds to wait for the current writer, and for space in the WAL budget."""
 
-MAGIC = b"SQLite format 3\0"
 CHANGE_COUNTER, SCHEMA_COOKIE, VALID_FOR = slice(24, 28), slice(40, 44), slice(92, 96)
 """Big-endian 32-bit numbers of SQLite's header."""
 
@@ -84,7 +84,8 @@ def roll_back(manifest: ManifestStore, engine: PageEngine, name: str, to: str | 
         try:
             guard = txn_.commit()
         except BaseException:
-            if created is not None:
+            # If the database is unusable, recovery may find the commit: the snapshot is then the only way back.
+            if created is not None and store.wal.failure is None:
                 with suppress(UnknownSnapshot):
                     manifest.snapshots.drop(db_id, created.snapshot_id)
             raise

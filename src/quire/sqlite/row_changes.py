@@ -166,7 +166,7 @@ class ComparedVersion:
 
     def records(self, pages: Iterable[int], form: IndexFormat) -> set[bytes]:
         """Return the rows in these pages of a table WITHOUT ROWID, as they are stored."""
-        return {payload for page in pages for payload in payloads(self.read_page, page, form)}
+        return set(payloads(self.read_page, pages, form))
 
 
 # ── where rows may differ ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,6 +39,7 @@ from quire.durable import names
 from quire.durable.locks import is_held
 from quire.service.local_owner import find_owner
 from quire.sqlite import memory
+from quire.sqlite.dbfile import MAGIC
 from quire.sqlite.function_packs import define_functions
 from quire.sqlite.pep249.driver import Driver, LocalDriver
 from quire.sqlite.pep249.errors import error_of
@@ -53,7 +54,6 @@ SCHEME = "quire:"
 NETWORK_SCHEMES = ("http://", "https://", "grpc://", "grpc+tls://")
 SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
 RETRY_SECONDS = 0.05
-_HEADER = b"SQLite format 3\0"
 _holding = threading.Lock()
 _held: dict[str, Store] = {}
 _load, _ = lazy_names(__name__, {"connect": "quire.service.client"})
@@ -293,6 +293,6 @@ def _refuse(wanted: DatabasePath) -> None:
         raise InvalidInput("the path is a directory", hint="name the store and the database: dir/shop", path=path)
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            if file.read(len(_HEADER)) == _HEADER:
+            if file.read(len(MAGIC)) == MAGIC:
                 hint = "import it with `quire sqlite import`, or open it with the standard library's sqlite3"
                 raise InvalidInput("the path is an ordinary SQLite file", hint=hint, path=path)
