@@ -324,6 +324,10 @@ class KvMaintenance:
                 hit("lsm.load.remembered")
         self.wake()
 
+    def may_be_live(self, ids: Iterable[int]) -> bool:
+        """Return whether an event names one of these tables, or may do so: after a failure its outcome can be unknown."""
+        return self._kv.failure is not None or not self._kv.manifest.state().tables.keys().isdisjoint(ids)
+
     def _assign_level(self, loaded: Sequence[SSTable]) -> list[SSTable]:
         """Write the level of loaded tables into their files, and open them. REQUIRES the compaction lock."""
         from quire.lsm.sst_format import set_level
