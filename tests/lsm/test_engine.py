@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -200,6 +200,41 @@ def test_an_interrupted_fork_is_cleaned_up(tmp_path: Path, point: str) -> None:
         assert [database.name for database in store.databases()] == ["cart"]
         assert os.listdir(tmp_path / "store" / "lsm") == [f"{store.database('cart').db_id:08x}"]
         assert os.listdir(f"{store.kv('cart').home.path}/snapshots") == []
+
+
+@pytest.mark.parametrize("make", ["fork", "snapshot", "lend", "adopt"])
+def test_files_whose_row_may_exist_are_kept(tmp_path: Path, make: str) -> None:
+    """Hazard: after a commit with an unknown outcome the files were removed, and the row was there after reopening."""
+    with open_store_in(tmp_path) as store:
+        pairs = fill(store, "cart", 0, 20)
+        calls: dict[str, Callable[[], object]] = {
+            "fork": lambda: store.fork("cart", "copy"),
+            "snapshot": lambda: store.snapshot("cart", "copy"),
+            "lend": lambda: store.kvs.lend("cart", 60),
+            "adopt": lambda: store.kvs.adopt("copy", lambda target: shutil.copytree(forked, target)),
+        }
+        forked = store.kv(store.fork("cart", "source").name).home.path
+        store.kvs.close_database("source")
+        before = copies(store)
+        store.kv("cart").flush()  # so that nothing else is committed
+        # The id of a new database is reserved by a commit of its own.
+        script = "1*off->raise:EIO" if make in ("fork", "adopt") else "raise:EIO"
+        with armed("manifest.commit.durable", script), pytest.raises(StoreUnusable):
+            calls[make]()
+        assert store.kvs.sweep() == 0
+        assert len(copies(store) - before) == 1
+    with open_store_in(tmp_path) as store:
+        if make == "snapshot":
+            with store.kvs.open_snapshot("cart", "copy") as copy:
+                assert dict(copy.scan()) == pairs
+        elif make == "fork":
+            assert_same(store.kv("copy"), pairs)
+
+
+def copies(store: Store) -> set[Path]:
+    """The directories of databases and of copies."""
+    lsm = Path(store.path, "lsm")
+    return {*lsm.iterdir(), *lsm.glob("*/snapshots/*")}
 
 
 def cut(_name: str) -> None:
