@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.lsm.backup import back_up, backups, read_backup, restore
 from quire.lsm.bulk import begin_load
+from quire.lsm.maintenance import KvMaintenance
 from quire.lsm.remote_compaction import plan_major, run_task
 from quire.lsm.sst_writer import TableWriter
 from quire.store.store import Store
@@ -139,6 +141,26 @@ def test_a_snapshot_is_unchanged_while_the_database_is_written(store: Store) -> 
         store.snapshot("cart", "monday")
     with pytest.raises(UnknownSnapshot):
         store.kvs.open_snapshot("cart", "tuesday")
+
+
+def test_a_snapshot_has_the_lsn_of_its_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a flush just after the copy raised the lsn in the snapshot's row, and the snapshot could never be opened."""
+    before = fill(store, "cart", 0, 60)
+    paused = KvMaintenance.paused
+
+    @contextmanager
+    def paused_then_flushed(upkeep: KvMaintenance) -> Iterator[None]:
+        with paused(upkeep):
+            yield
+        fill(store, "cart", 30, 90, b"new")
+        store.kv("cart").flush()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvMaintenance, "paused", paused_then_flushed)
+        info = store.snapshot("cart", "monday")
+    assert info.anchor_lsn == 1
+    with store.kvs.open_snapshot("cart", "monday") as snapshot:
+        assert dict(snapshot.scan()) == before
 
 
 def test_a_fork_shares_files_and_then_diverges(store: Store) -> None:
