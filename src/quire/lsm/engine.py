@@ -214,7 +214,7 @@ class KvEngine:
         for each database that was written to, and none per write."""
         for kv in self.databases().values():
             if kv.failure is None and kv.projection is not None:
-                kv.projection.record(kv.ends())
+                kv.projection.record(kv.ends)
 
     @may_change
     def repair(self, db: int | str, *, apply: bool = False, objects: ObjectStore | None = None) -> RepairReport:

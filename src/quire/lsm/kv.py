@@ -233,7 +233,7 @@ class Kv(KvRanges):
                     self.manifest.close()
                     self._durable_lsn = self._lsn
                     if self.projection is not None:
-                        self.projection.record(self.ends())
+                        self.projection.record(self.ends)
             finally:
                 self._wal.abandon()
                 self.manifest.abandon()
