@@ -31,6 +31,7 @@ from quire.lsm.bulk import begin_load
 from quire.lsm.maintenance import KvMaintenance
 from quire.lsm.remote_compaction import plan_major, run_task
 from quire.lsm.sst_writer import TableWriter
+from quire.manifest.records import DbKind
 from quire.store.store import Store
 from quire.testing.manifest import assert_clean
 from tests.lsm.kv_helpers import TINY, assert_same, assert_sound, open_kv
@@ -115,6 +116,17 @@ def test_a_database_that_failed_is_reopened(store: Store) -> None:
     assert again is not kv
     assert dict(again.scan()).items() >= pairs.items()
     again.put(b"y", b"")
+
+
+def test_a_database_that_cannot_be_marked_as_created_is_not_left_open(tmp_path: Path) -> None:
+    """Hazard: its files stayed open outside the engine, and the next open of the database wrote to them as well."""
+    with open_store_in(tmp_path) as store:
+        store.kvs._manifest.register_db("cart", DbKind.LSM)
+        with armed("manifest.commit.durable", "raise:EIO"), pytest.raises(StoreUnusable):
+            store.kv("cart")
+        links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        targets = [os.readlink(link) for link in links if link.is_symlink()]
+        assert not [target for target in targets if target.startswith(f"{store.path}/lsm/")]
 
 
 def test_lost_files_are_an_error_and_not_a_new_database(tmp_path: Path) -> None:

@@ -181,16 +181,20 @@ class KvEngine:
         except Corruption as error:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise
-        kv.check_owner = self._manifest.writer.check_owner
-        kv.require_writable = Writability(self._manifest, db_id).require
-        kv.barrier = self._manifest.barrier
-        with self._manifest.read() as txn:
-            kv.first_lsn = txn.first_number()
-        self._manifest.cover(kv)
-        kv.fold()
-        # After the files exist: with this mark, missing files are damage and not a new database.
-        if not files_created and record.status is DbStatus.ACTIVE:
-            self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
+        try:
+            kv.check_owner = self._manifest.writer.check_owner
+            kv.require_writable = Writability(self._manifest, db_id).require
+            kv.barrier = self._manifest.barrier
+            with self._manifest.read() as txn:
+                kv.first_lsn = txn.first_number()
+            self._manifest.cover(kv)
+            kv.fold()
+            # After the files exist: with this mark, missing files are damage and not a new database.
+            if not files_created and record.status is DbStatus.ACTIVE:
+                self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
+        except BaseException:
+            kv.abandon()  # it is not registered as open: nothing else would close its files, and the next open writes to them
+            raise
         return kv
 
     def _facts(self, db_id: int, projection: KvProjection, *, files_created: bool) -> StoreFacts:
