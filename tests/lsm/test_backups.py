@@ -110,6 +110,16 @@ def test_an_interrupted_pruning_is_resumed_by_the_next_one(store: Store) -> None
     assert len(list(store.kv("again").scan())) == 3
 
 
+@pytest.mark.parametrize("name", ["manual-copy-0001.json", "0x00000000000001.json", "00000000000000AB.json", "notes"])
+def test_foreign_objects_beside_the_lists_are_ignored(store: Store, name: str) -> None:
+    """Hazard: an object with another name made every listing, restore and pruning of the label fail."""
+    filled(store, 2)
+    existing = backups(store.objects, "cart")
+    store.objects.put(f"kv/cart/backups/{name}", b"{}")
+    assert backups(store.objects, "cart") == existing
+    assert read_backup(store.objects, "cart").lsn == existing[-1]
+
+
 def test_invalid_arguments_are_refused(store: Store) -> None:
     with pytest.raises(InvalidInput):
         prune(store.objects, "cart", -1, now_ms=LATER, delete=open_store(store.objects_url).delete_many)

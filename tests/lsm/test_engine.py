@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,10 @@ from quire.core.settings import LsmSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
 from quire.lsm.backup import back_up, backups, read_backup, restore
 from quire.lsm.bulk import begin_load
+from quire.lsm.maintenance import KvMaintenance
 from quire.lsm.remote_compaction import plan_major, run_task
 from quire.lsm.sst_writer import TableWriter
+from quire.manifest.records import DbKind
 from quire.store.store import Store
 from quire.testing.manifest import assert_clean
 from tests.lsm.kv_helpers import TINY, assert_same, assert_sound, open_kv
@@ -115,6 +118,17 @@ def test_a_database_that_failed_is_reopened(store: Store) -> None:
     again.put(b"y", b"")
 
 
+def test_a_database_that_cannot_be_marked_as_created_is_not_left_open(tmp_path: Path) -> None:
+    """Hazard: its files stayed open outside the engine, and the next open of the database wrote to them as well."""
+    with open_store_in(tmp_path) as store:
+        store.kvs._manifest.register_db("cart", DbKind.LSM)
+        with armed("manifest.commit.durable", "raise:EIO"), pytest.raises(StoreUnusable):
+            store.kv("cart")
+        links = [Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        targets = [os.readlink(link) for link in links if link.is_symlink()]
+        assert not [target for target in targets if target.startswith(f"{store.path}/lsm/")]
+
+
 def test_lost_files_are_an_error_and_not_a_new_database(tmp_path: Path) -> None:
     with open_store_in(tmp_path) as store:
         fill(store, "cart", 0, 5)
@@ -139,6 +153,26 @@ def test_a_snapshot_is_unchanged_while_the_database_is_written(store: Store) -> 
         store.snapshot("cart", "monday")
     with pytest.raises(UnknownSnapshot):
         store.kvs.open_snapshot("cart", "tuesday")
+
+
+def test_a_snapshot_has_the_lsn_of_its_files(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a flush just after the copy raised the lsn in the snapshot's row, and the snapshot could never be opened."""
+    before = fill(store, "cart", 0, 60)
+    paused = KvMaintenance.paused
+
+    @contextmanager
+    def paused_then_flushed(upkeep: KvMaintenance) -> Iterator[None]:
+        with paused(upkeep):
+            yield
+        fill(store, "cart", 30, 90, b"new")
+        store.kv("cart").flush()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvMaintenance, "paused", paused_then_flushed)
+        info = store.snapshot("cart", "monday")
+    assert info.anchor_lsn == 1
+    with store.kvs.open_snapshot("cart", "monday") as snapshot:
+        assert dict(snapshot.scan()) == before
 
 
 def test_a_fork_shares_files_and_then_diverges(store: Store) -> None:
@@ -200,6 +234,41 @@ def test_an_interrupted_fork_is_cleaned_up(tmp_path: Path, point: str) -> None:
         assert [database.name for database in store.databases()] == ["cart"]
         assert os.listdir(tmp_path / "store" / "lsm") == [f"{store.database('cart').db_id:08x}"]
         assert os.listdir(f"{store.kv('cart').home.path}/snapshots") == []
+
+
+@pytest.mark.parametrize("make", ["fork", "snapshot", "lend", "adopt"])
+def test_files_whose_row_may_exist_are_kept(tmp_path: Path, make: str) -> None:
+    """Hazard: after a commit with an unknown outcome the files were removed, and the row was there after reopening."""
+    with open_store_in(tmp_path) as store:
+        pairs = fill(store, "cart", 0, 20)
+        calls: dict[str, Callable[[], object]] = {
+            "fork": lambda: store.fork("cart", "copy"),
+            "snapshot": lambda: store.snapshot("cart", "copy"),
+            "lend": lambda: store.kvs.lend("cart", 60),
+            "adopt": lambda: store.kvs.adopt("copy", lambda target: shutil.copytree(forked, target)),
+        }
+        forked = store.kv(store.fork("cart", "source").name).home.path
+        store.kvs.close_database("source")
+        before = copies(store)
+        store.kv("cart").flush()  # so that nothing else is committed
+        # The id of a new database is reserved by a commit of its own.
+        script = "1*off->raise:EIO" if make in ("fork", "adopt") else "raise:EIO"
+        with armed("manifest.commit.durable", script), pytest.raises(StoreUnusable):
+            calls[make]()
+        assert store.kvs.sweep() == 0
+        assert len(copies(store) - before) == 1
+    with open_store_in(tmp_path) as store:
+        if make == "snapshot":
+            with store.kvs.open_snapshot("cart", "copy") as copy:
+                assert dict(copy.scan()) == pairs
+        elif make == "fork":
+            assert_same(store.kv("copy"), pairs)
+
+
+def copies(store: Store) -> set[Path]:
+    """The directories of databases and of copies."""
+    lsm = Path(store.path, "lsm")
+    return {*lsm.iterdir(), *lsm.glob("*/snapshots/*")}
 
 
 def cut(_name: str) -> None:

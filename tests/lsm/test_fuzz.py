@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,15 +22,16 @@ from hypothesis import strategies as st
 import quire
 from quire.core.errors import Corruption, QuireError
 from quire.core.settings import MaintenanceSettings, StoreSettings
-from quire.durable.checksums import crc32
+from quire.durable.checksums import crc32, crc64
 from quire.lsm import manifest_format as mf
 from quire.lsm.backup import back_up, read_backup, restore
 from quire.lsm.load_records import LoadRecord
-from quire.lsm.sst_format import BLOCK_ROWS_MAX, check_message
+from quire.lsm.sst_format import BLOCK_ROWS_MAX, SCHEMA, BlockPlace, TableMeta, check_message, decode_blocks
 from quire.lsm.wal import decode_batch
 from quire.objects.api import list_objects
 from tests.lsm.crafted import assemble, parts_of, read_every_way
 from tests.lsm.kv_helpers import TINY
+from tests.lsm.tables import Row, batch_of
 from tests.programs import run_program
 from tests.rules.tree import ROOT
 
@@ -103,10 +105,42 @@ def test_a_buffer_that_would_inflate_beyond_its_declared_size_is_refused_before_
         parts.blocks[:] = was
 
 
-@given(st.binary(max_size=400), st.integers(-5, BLOCK_ROWS_MAX + 2), st.integers(0, 2**40), st.booleans())
-def test_any_bytes_are_refused_as_a_message(data: bytes, rows: int, raw_bytes: int, compressed: bool) -> None:
+@pytest.mark.parametrize("hidden", ["after a message", "between blocks", "in a table without compression"])
+def test_a_message_that_the_index_does_not_declare_is_not_decoded(hidden: str) -> None:
+    """Hazard: Arrow's stream continued with a hidden message, or decompressed one of a table that declares no compression."""
+    first, bomb, last = (message_of(row) for row in ((b"a", 1, b"1"), (b"b", 2, bytes(32 << 20)), (b"c", 3, b"3")))
+    assert len(bomb) < 64 << 10
+    blocks = [first + bomb, last] if hidden == "after a message" else [first, last]
+    gap = bomb if hidden == "between blocks" else b""
+    compression, raw_bytes = "zstd", 4
+    if hidden == "in a table without compression":
+        blocks, compression, raw_bytes = [bomb], "none", len(bomb)
+    places, offset = list[BlockPlace](), 0
+    for block in blocks:
+        places.append(BlockPlace(offset, len(block), 1, crc64(block), b""))
+        offset += len(block) + len(gap)
+    meta = TableMeta(1, 0, len(places), 0, b"a", b"c", 1, 3, raw_bytes, 64, places, compression)
+    if gap:
+        batches = decode_blocks(gap.join(blocks), places, meta, "table")
+        assert [batch.column(0)[0].as_py() for batch in batches] == [b"a", b"c"]
+    else:
+        with pytest.raises(Corruption, match="cannot be decoded"):
+            decode_blocks(b"".join(blocks), places, meta, "table")
+
+
+def message_of(row: Row) -> bytes:
+    """The message of a block with one row."""
+    options, sink = pa.ipc.IpcWriteOptions(compression="zstd"), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA, options=options) as writer:
+        writer.write_batch(batch_of([row]))
+    end_of_stream = 8
+    return bytes(sink.getvalue())[len(SCHEMA.serialize()) : -end_of_stream]
+
+
+@given(st.binary(max_size=400), st.integers(-5, BLOCK_ROWS_MAX + 2), st.integers(0, 2**40))
+def test_any_bytes_are_refused_as_a_message(data: bytes, rows: int, raw_bytes: int) -> None:
     with little_memory(), pytest.raises(ValueError, match=r"\w"):
-        check_message(memoryview(data), rows, raw_bytes, compressed=compressed)
+        check_message(memoryview(data), rows, raw_bytes)
 
 
 # ── logs and manifests ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from quire.core.settings import LsmSettings
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.durable.log_format import NAMED_HEADER_BYTES
+from quire.durable.open_files import OpenFiles
 from quire.durable.quarantine import entries
 from quire.lsm.kv import Kv
 from quire.lsm.wal import KEY_BYTES_MAX, VALUE_BYTES_MAX
@@ -318,6 +319,21 @@ def test_a_flush_interrupted_before_its_wal_is_released_resurrects_nothing(tmp_p
         kv.flush()
     with open_kv(tmp_path) as kv:
         assert dict(kv.scan()) == {b"other": b"x"}
+
+
+@pytest.mark.parametrize("step", ["manifest", "tables", "settled"])
+def test_an_open_that_fails_leaves_no_file_open(tmp_path: Path, step: str) -> None:
+    """Hazard: each failed open kept the newest log open, so repeated attempts used up descriptors."""
+    disk, path = OpenFiles(OsDisk(), 64, ticking=False), str(tmp_path)
+    with Kv.open(disk, path, TINY, background=False) as kv:
+        kv.put(b"a", b"1")
+        kv.flush()
+        kv.put(b"b", b"2")
+    with armed(f"lsm.recovery.{step}", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        Kv.open(disk, path, TINY, background=False)
+    assert not disk._entries
+    with Kv.open(disk, path, TINY, background=False) as kv:
+        assert dict(kv.scan()) == {b"a": b"1", b"b": b"2"}
 
 
 # ── background ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,6 +164,24 @@ def test_a_checkpoint_that_cannot_write_changes_nothing(tmp_path: Path) -> None:
     assert read_back(home) == known
 
 
+@pytest.mark.parametrize("point", ["lsm.manifest.appended", "lsm.manifest.synced"])
+def test_an_interrupted_change_makes_the_manifest_unusable(tmp_path: Path, point: str) -> None:
+    """Hazard: the event was durable and not in memory, so the next checkpoint dropped it."""
+
+    def interrupt(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    home = home_in(tmp_path)
+    with Manifest.open(OsDisk(), home) as manifest:
+        fill(manifest)
+        lsn = manifest.state().last_lsn + 1
+        with armed(point, interrupt), pytest.raises(KeyboardInterrupt):
+            manifest.update_lsn(lsn)
+        with pytest.raises(StoreUnusable):
+            manifest.checkpoint()
+    assert read_back(home).last_lsn == lsn
+
+
 # ── crashes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("times", [1, 2])

@@ -15,7 +15,7 @@ from quire.lsm.projection import KEY_BYTES, KvProjection, record_of
 from quire.lsm.verify import problems
 from quire.manifest import tables as t
 from quire.manifest.ops.databases import FoldLsm
-from quire.manifest.records import LsmTableRecord
+from quire.manifest.records import LsmEndsRecord, LsmTableRecord
 from quire.store.store import Store
 
 SETTINGS = StoreSettings(maintenance=MaintenanceSettings(enabled=False), lsm=LsmSettings(level0_tables=20))
@@ -57,6 +57,29 @@ def test_rows_follow_flushes_compactions_and_the_drop(store: Store) -> None:
     assert list(problems(kv)) == []
     store.drop("cart")
     assert rows(store, db_id) == {}
+
+
+def test_recorded_ends_never_go_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: ends from before a checkpoint replaced newer ones; after a crash at the next checkpoint the set was refused."""
+    kv, db_id = filled(store)
+    projection, ends = kv.projection, kv.ends
+    assert projection is not None
+
+    def ends_then_fold() -> LsmEndsRecord:
+        reached = ends()
+        if not projection._lock.locked():  # then a flush in another thread could fold at this moment
+            kv.put(b"more", b"1")
+            kv.flush()
+            kv.manifest.checkpoint()
+            kv.fold()
+        return reached
+
+    kv.put(b"other", b"1")
+    monkeypatch.setattr(kv, "ends", ends_then_fold)
+    store.kvs.record_ends()
+    monkeypatch.undo()
+    with store.manifest.read() as txn:
+        assert txn.get(t.LSM_ENDS, db_id) == kv.ends()
 
 
 def test_rows_that_lmdb_missed_are_folded_at_the_next_open(path: Path) -> None:

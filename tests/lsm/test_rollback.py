@@ -113,6 +113,38 @@ def test_a_failed_rollback_leaves_nothing(store: quire.Store) -> None:
     assert content(store) == {b"ann": b"2"}
 
 
+def test_a_rollback_that_is_interrupted_after_its_event_can_be_undone(tmp_path: Path) -> None:
+    """Hazard: the interruption dropped the snapshot although the rollback was durable, and the former values were lost."""
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        cart = store.kv("cart", create=True)
+        cart.put(b"ann", b"1")
+        store.snapshot("cart", "monday")
+        cart.put(b"ann", b"2")
+        with armed("lsm.load.recorded", interrupt), pytest.raises(KeyboardInterrupt):
+            store.rollback("cart", to="monday")
+    with quire.open(tmp_path / "store", settings=SETTINGS) as store:
+        assert content(store) == {b"ann": b"1"}
+        (kept,) = (info.name for info in store.manifest.snapshots.of("cart") if info.name != "monday")
+        store.rollback("cart", to=kept)
+        assert content(store) == {b"ann": b"2"}
+        assert_clean(store.manifest)
+
+
+def test_a_rollback_that_fails_before_its_event_leaves_no_snapshot(store: quire.Store) -> None:
+    cart = store.kv("cart", create=True)
+    cart.put(b"ann", b"1")
+    store.snapshot("cart", "monday")
+    cart.put(b"ann", b"2")
+    with armed("lsm.load.flushed", "raise:EIO"), pytest.raises(OSError, match="failpoint"):
+        store.rollback("cart", to="monday")
+    assert content(store) == {b"ann": b"2"}
+    assert [info.name for info in store.manifest.snapshots.of("cart")] == ["monday"]
+
+
 def test_killed_at_every_step(tmp_path: Path) -> None:
     root, killed = tmp_path / "store", set[str]()
     with quire.open(root, settings=SETTINGS) as store:

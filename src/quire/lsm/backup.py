@@ -11,6 +11,7 @@ Threads: any. Raises `ObjectNotFound`, `ChecksumMismatch`, `AlreadyExists`, `Cor
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,6 +53,7 @@ store's owner backs up and prunes."""
 
 _OTHER = "restore an earlier backup: `quire kv backups LABEL` lists them"
 NO_CRC = "0" * 16
+_LIST_NAME = re.compile(r"([0-9a-f]{16})\.json")
 FORMER_HOME = "kv"
 """Home of backups from before names contained the store's identity; they can still be restored."""
 
@@ -199,12 +201,8 @@ def prune(
 
 def backups(store: ObjectStore, label: str, home: str = FORMER_HOME) -> list[int]:
     """Return the lsns of the existing backups in ascending order."""
-    matches = []
-    for info in list_objects(store, f"{home}/{label}/backups"):
-        name = info.key.rpartition("/")[2].removesuffix(".json")
-        if len(name) == 16:
-            matches.append(int(name, 16))
-    return sorted(matches)
+    names = (info.key.rpartition("/")[2] for info in list_objects(store, f"{home}/{label}/backups"))
+    return sorted(int(match[1], 16) for name in names if (match := _LIST_NAME.fullmatch(name)))
 
 
 def labels(store: ObjectStore, home: str = FORMER_HOME) -> list[str]:

@@ -93,9 +93,8 @@ class Load:
         try:
             kv.upkeep.add_tables(tables, self.lsn, record)
         except BaseException:
-            # Given back to `close` only if the event was certainly not logged.
-            if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
-                self._ids.update(chosen)
+            if not kv.upkeep.may_be_live(chosen):
+                self._ids.update(chosen)  # `close` removes them
             raise
         self.close()
         return rows

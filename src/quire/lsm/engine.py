@@ -181,16 +181,20 @@ class KvEngine:
         except Corruption as error:
             error.hint = f"`quire kv repair {shlex.quote(record.name)}` shows what can be recovered"
             raise
-        kv.check_owner = self._manifest.writer.check_owner
-        kv.require_writable = Writability(self._manifest, db_id).require
-        kv.barrier = self._manifest.barrier
-        with self._manifest.read() as txn:
-            kv.first_lsn = txn.first_number()
-        self._manifest.cover(kv)
-        kv.fold()
-        # After the files exist: with this mark, missing files are damage and not a new database.
-        if not files_created and record.status is DbStatus.ACTIVE:
-            self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
+        try:
+            kv.check_owner = self._manifest.writer.check_owner
+            kv.require_writable = Writability(self._manifest, db_id).require
+            kv.barrier = self._manifest.barrier
+            with self._manifest.read() as txn:
+                kv.first_lsn = txn.first_number()
+            self._manifest.cover(kv)
+            kv.fold()
+            # After the files exist: with this mark, missing files are damage and not a new database.
+            if not files_created and record.status is DbStatus.ACTIVE:
+                self._manifest.submit([SetDbPageSize(db_id, 0, 0, FILES_CREATED)]).result()
+        except BaseException:
+            kv.abandon()  # it is not registered as open: nothing else would close its files, and the next open writes to them
+            raise
         return kv
 
     def _facts(self, db_id: int, projection: KvProjection, *, files_created: bool) -> StoreFacts:
@@ -214,7 +218,7 @@ class KvEngine:
         for each database that was written to, and none per write."""
         for kv in self.databases().values():
             if kv.failure is None and kv.projection is not None:
-                kv.projection.record(kv.ends())
+                kv.projection.record(kv.ends)
 
     @may_change
     def repair(self, db: int | str, *, apply: bool = False, objects: ObjectStore | None = None) -> RepairReport:
@@ -313,11 +317,19 @@ class KvEngine:
         # By directories, not by rows: the copy of a failed or dropped snapshot may still be there.
         number = 1 + max(self._snapshot_numbers(db_id), default=0)
         target = self._path(lsm_snapshot_dir(db_id, number))
-        try:
+        with self._removed_on_failure(target):
             lsn = copy_live(kv, target, self._owner(db_id), number)
             yield db_id, FrozenCopy(target, self._owner(db_id), number, lsn)
+
+    @contextmanager
+    def _removed_on_failure(self, target: str) -> Iterator[None]:
+        """Remove the directory `target` if the block, which makes it and commits its row, fails."""
+        try:
+            yield
         except Exception:
-            remove_home(self._disk, target)
+            # Not if the commit may have happened: a row without files is damage, files without a row are left to a sweep.
+            if self._manifest.writer.failure is None:
+                remove_home(self._disk, target)
             raise
 
     def open_snapshot(self, db: int | str, snapshot: int | str) -> FrozenKv:
@@ -358,7 +370,7 @@ class KvEngine:
                 source, record = txn.live(db, DbKind.LSM)
             new_id = self._manifest.reserve_db_id()
             target = self._path(lsm_home(new_id))
-            try:
+            with self._removed_on_failure(target):
                 snapshot_id, lsn = 0, 0
                 if at is None:
                     lsn = copy_live(self.open(source), target, self._owner(new_id))
@@ -372,9 +384,6 @@ class KvEngine:
                 }
                 row = self._registration(new_id, new_name, source, snapshot_id, lsn, **kept)
                 self._manifest.submit([row]).result()
-            except Exception:
-                remove_home(self._disk, target)
-                raise
         emit("info", "lsm.forked", source=record.name, name=new_name, db_id=new_id)
         return new_id
 
@@ -404,17 +413,17 @@ class KvEngine:
             self._require()
             db_id = self._manifest.reserve_db_id()
             target = self._path(lsm_home(db_id))
-            try:
+            with self._removed_on_failure(target):
                 make(target)
                 self._manifest.submit([self._registration(db_id, name, namespace_id=namespace_id)]).result()
-            except Exception:
-                remove_home(self._disk, target)
-                raise
             return db_id
 
     # ── dropped databases ─────────────────────────────────────────────────────────────────────────────────────────────
     def sweep(self) -> int:
         """Remove the directories of databases and snapshots that have no row. Return how many were removed."""
+        # A commit's outcome may be unknown then: a row that cannot be read now may be there after the next open.
+        if self._manifest.writer.failure is not None:
+            return 0
         removed = 0
         with self._lock:
             try:

@@ -11,7 +11,8 @@ What is on disk after each step, and what a crash leaves
   it is flushed           the table is synced before the manifest names it; the WAL is removed after that (maintenance.py)
 
 After a failed append or sync of the WAL, or a manifest write with an unknown outcome, the database refuses writes until it is
-opened again (M12); it can still be read. Reads take no lock, except `_visibility` to begin a scan or a snapshot, which is
+opened again (M12); it can still be read. So it does if a signal handler raises (Ctrl-C) after a change was logged and before
+it is complete in memory. Reads take no lock, except `_visibility` to begin a scan or a snapshot, which is
 never held during a write to disk or a wait.
 
     >>> import tempfile
@@ -232,7 +233,7 @@ class Kv(KvRanges):
                     self.manifest.close()
                     self._durable_lsn = self._lsn
                     if self.projection is not None:
-                        self.projection.record(self.ends())
+                        self.projection.record(self.ends)
             finally:
                 self._wal.abandon()
                 self.manifest.abandon()
@@ -317,16 +318,17 @@ class Kv(KvRanges):
         record = encode_batch(lsn, items, call)
         try:
             end = wal.append(record)
+            # Together: a snapshot with this lsn must find the whole batch, and one without it must hold the versions that
+            # the batch replaces.
+            with self._visibility:
+                self._lsn = lsn
+                self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
+            if call:
+                self._calls.add(call, lsn)
         except BaseException as error:
+            # Also if a signal interrupts the insertion: a flush would make half of the batch permanent.
             self._mark_unusable(error)
             raise
-        # Together: a snapshot with this lsn must find the whole batch, and one without it must hold the versions that
-        # the batch replaces.
-        with self._visibility:
-            self._lsn = lsn
-            self.view.memtable.put_all(lsn, items, len(record), self.snapshots.newest)
-        if call:
-            self._calls.add(call, lsn)
         return wal, end, lsn
 
     def _next_lsn(self) -> int:
@@ -377,29 +379,25 @@ class Kv(KvRanges):
             self._durable_lsn = self._lsn
             hit("lsm.freeze.synced")
             self.manifest.rotate_wal(old.number, number, self._lsn)
-        except Exception as error:
+            hit("lsm.freeze.rotated")
+            if self._calls:  # before the old WAL can be flushed and removed
+                new.sync(new.append(encode_carried(self._lsn, self._calls.newest())))
+            with self._viewing:
+                view = self.view
+                view.memtable.freeze()
+                self.view = KvView(
+                    Memtable(), (Frozen(view.memtable, old.number, old.durable_end()), *view.frozen), view.levels
+                )
+            self._wal = new
+        except BaseException as error:
             new.abandon()
-            # Then the manifest may name the new log, and its file must stay.
-            if isinstance(error, StoreUnusable):
-                self._mark_unusable(error)
-            else:
+            # Only a change of the manifest that was certainly not logged raises this: nothing names the new log.
+            if isinstance(error, StorageFault):
                 with suppress(StorageFault, FileNotFoundError):
                     self.disk.remove(path)
-            raise
-        hit("lsm.freeze.rotated")
-        if self._calls:  # before the old WAL can be flushed and removed
-            try:
-                new.sync(new.append(encode_carried(self._lsn, self._calls.newest())))
-            except BaseException as error:
+            else:
                 self._mark_unusable(error)
-                raise
-        with self._viewing:
-            view = self.view
-            view.memtable.freeze()
-            self.view = KvView(
-                Memtable(), (Frozen(view.memtable, old.number, old.durable_end()), *view.frozen), view.levels
-            )
-        self._wal = new
+            raise
         with suppress(StoreUnusable):  # it is already synced; the closing mark is optional
             old.close()
         self.upkeep.wake()

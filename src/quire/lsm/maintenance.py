@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.core.background import Background, Task
-from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed, StoreUnusable
+from quire.core.errors import InternalError, Overloaded, QuireError, StorageFault, StoreClosed
 from quire.core.events import emit
 from quire.durable.failpoints import hit
 from quire.durable.files import sync_file
@@ -236,9 +236,9 @@ class KvMaintenance:
             hit("lsm.flush.written")
             with self._discard_unless_logged(added):
                 kv.manifest.flushed(_entry(added[0].meta.sst_id) if added else None, oldest.wal)
-            hit("lsm.flush.recorded")
-            # One new view: a reader finds the rows in the memtable or in the table, never in neither.
-            kv.install(flushed=oldest, added=added)
+                hit("lsm.flush.recorded")
+                # One new view: a reader finds the rows in the memtable or in the table, never in neither.
+                kv.install(flushed=oldest, added=added)
             self.flushes += 1
             kv.fold()
             hit("lsm.flush.folded")
@@ -266,7 +266,10 @@ class KvMaintenance:
 
     @contextmanager
     def _discard_unless_logged(self, added: Sequence[SSTable]) -> Iterator[None]:
-        """Guard the logging of an event that names new tables: remove their files if the event was certainly not logged."""
+        """Guard an event that names new tables, from its logging to the new view.
+
+        If the event was certainly not logged, remove the tables' files. After any other failure refuse writes: the event may be
+        on disk without being in the view, so its tables stay."""
         kv = self._kv
         try:
             yield
@@ -277,8 +280,8 @@ class KvMaintenance:
                     kv.disk.remove(table.path)
             kv.fold()  # the log was abandoned, and its successor is not recorded in LMDB yet
             raise
-        except StoreUnusable as error:
-            kv.fail(error)  # the event may be on disk, so its tables stay
+        except BaseException as error:
+            kv.fail(error)
             raise
 
     def _checkpoint_manifest(self) -> None:
@@ -308,12 +311,12 @@ class KvMaintenance:
                 try:
                     with self._discard_unless_logged(tables):
                         kv.manifest.compaction([_entry(table.meta.sst_id) for table in tables], [])
+                        hit("lsm.load.recorded")
+                        kv.install(added=tables)
                 except StorageFault:
                     if record is not None:
                         remove_load_record(kv.disk, kv.home, record.number)
                     raise
-                hit("lsm.load.recorded")
-                kv.install(added=tables)
                 kv.fold()
             if record is not None:
                 try:
@@ -323,6 +326,10 @@ class KvMaintenance:
                     raise
                 hit("lsm.load.remembered")
         self.wake()
+
+    def may_be_live(self, ids: Iterable[int]) -> bool:
+        """Return whether an event names one of these tables, or may do so: after a failure its outcome can be unknown."""
+        return self._kv.failure is not None or not self._kv.manifest.state().tables.keys().isdisjoint(ids)
 
     def _assign_level(self, loaded: Sequence[SSTable]) -> list[SSTable]:
         """Write the level of loaded tables into their files, and open them. REQUIRES the compaction lock."""
@@ -419,8 +426,8 @@ class KvMaintenance:
             kv.manifest.compaction(
                 [_entry(table.meta.sst_id) for table in added], [table.meta.sst_id for table in job.inputs]
             )
-        hit("lsm.compaction.recorded")
-        kv.install(added=added, removed=job.inputs)
+            hit("lsm.compaction.recorded")
+            kv.install(added=added, removed=job.inputs)
         for table in job.inputs:
             self._dead.add(table.path)
             table.call_when_unreferenced(partial(self._garbage.append, table.path))  # a view or scan may still read it

@@ -12,9 +12,10 @@ What is on disk after each step, and what an open finds after a crash
   step 8, the new log         the new snapshot and an empty log
 
 After a failed append or sync the contents of the disk are unknown. The log is then abandoned: the state without the event is
-written as a snapshot that covers the log, so the event never reappears. If that fails too, the manifest is unusable until it
-is opened again. If LMDB has recorded an end of the log (witnesses.py), the log must reach it, or exactly one checkpoint must
-have followed; so no checkpoint covers a log whose life is not recorded yet.
+written as a snapshot that covers the log, so the event never reappears. If that fails too, or a signal handler
+raises during the change (Ctrl-C), the manifest is unusable until it is opened again. If LMDB has recorded an end of the log
+(witnesses.py), the log must reach it, or exactly one checkpoint must have followed; so no checkpoint covers a log whose life
+is not recorded yet.
 
 Threads: any; one lock for all changes. Format page: `docs/formats/lsm-manifest.md`. Errors carry the design document's `kind`
 (manifest_data.py). Raises `StoreUnusable`, `StoreClosed`, `StorageFault`, `Corruption`, `SnapshotChecksumMismatch`,
@@ -312,10 +313,14 @@ class Manifest:
                 self._log.append_many(records)
                 hit("lsm.manifest.appended")
                 self._log.sync()
+                hit("lsm.manifest.synced")
+                self._data.apply_all(events)
             except (StoreUnusable, OSError) as error:
                 self._abandon_log(error)
-            hit("lsm.manifest.synced")
-            self._data.apply_all(events)
+            except BaseException as error:
+                # A signal may interrupt any of these steps: the log may have events that the state does not have.
+                self._fail("a change of the manifest was interrupted; whether it reached the disk is unknown", error)
+                raise
 
     def _require(self) -> None:
         if (why := self._failure) is not None:

@@ -67,19 +67,20 @@ class KvProjection:
                 return False
             return True
 
-    def record(self, ends: LsmEndsRecord) -> None:
-        """Record how far the logs are durable, without folding rows. A failure is reported as an event."""
+    def record(self, ends: Callable[[], LsmEndsRecord]) -> None:
+        """Record `ends()`, without folding rows. A failure is reported as an event."""
         with self._lock:
-            if ends == self._recorded:
-                return
             try:
-                ops: list[Op] = [RecordLsmEnds(self._db_id, ends)]
-                if ends.last_lsn > (self._recorded.last_lsn if self._recorded is not None else 0):
-                    ops.append(
-                        FoldLsm(self._db_id, [])
-                    )  # ends are not in the feed: this tells it that rows were written
+                # Under the lock: a fold in between would record newer ends, and these would replace them.
+                reached = ends()
+                if reached == self._recorded:
+                    return
+                ops: list[Op] = [RecordLsmEnds(self._db_id, reached)]
+                if reached.last_lsn > (self._recorded.last_lsn if self._recorded is not None else 0):
+                    # Ends are not in the feed: this tells it that rows were written.
+                    ops.append(FoldLsm(self._db_id, []))
                 self._manifest.submit(ops).result()
-                self._recorded = ends
+                self._recorded = reached
             except QuireError as error:
                 emit("warning", "lsm.ends_not_recorded", db_id=self._db_id, error=str(error))
 

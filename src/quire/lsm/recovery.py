@@ -64,12 +64,12 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
     """Open the files of a database, or create an empty one unless `facts` state that it had files before."""
     facts = facts or StoreFacts()
     manifest = Manifest.open(disk, home, facts, examine=lambda state: refuse_stale_manifest(disk, home, state, facts))
-    for part in ("wal", "sst"):
-        disk.make_dirs(f"{home.path}/{part}")
     tables: list[SSTable] = []
     wals: list[KvWal] = []
     calls = RecentKeys()
     try:
+        for part in ("wal", "sst"):
+            disk.make_dirs(f"{home.path}/{part}")
         state = manifest.state()
         if not state.active_wal:
             state = _begin(disk, home, manifest, facts)
@@ -82,12 +82,18 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
         if facts.ends is not None and last < facts.ends.last_lsn:
             text = "acknowledged writes are missing from the database"
             raise Corruption(text, hint=REPAIR, path=home.path, last_lsn=last, acknowledged=facts.ends.last_lsn)
-        active = wals.pop()
-        if wals and calls:  # the frozen WALs with these keys are removed when they are flushed
+        *older, active = wals
+        if older and calls:  # the frozen WALs with these keys are removed when they are flushed
             active.sync(active.append(encode_carried(last, calls.newest())))
         resolve_load_records(disk, home, state.tables)
         hit("lsm.recovery.settled")
         _sweep(disk, home, state, facts)
+        frozen = []
+        for memtable, wal in zip(memtables, older):
+            # Nothing is appended to a frozen WAL any more: close it with a mark, and keep its final end for LMDB.
+            memtable.freeze()
+            wal.close()
+            frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
     except BaseException:
         for table in tables:
             table.close()
@@ -95,12 +101,6 @@ def open_files(disk: Disk, home: LsmHome, cache: BlockCache, facts: StoreFacts |
             wal.abandon()
         manifest.abandon()
         raise
-    frozen = []
-    for memtable, wal in zip(memtables, wals):
-        # Nothing is appended to a frozen WAL any more: close it with a mark, and keep its final end for LMDB.
-        memtable.freeze()
-        wal.close()
-        frozen.append(Frozen(memtable, wal.number, wal.durable_end()))
     return RecoveredKv(manifest, active, KvView(memtables[-1], tuple(reversed(frozen)), levels), last, calls)
 
 

@@ -101,7 +101,7 @@ class MajorCompaction:
             try:
                 kv.upkeep.publish(self._job, added)
             except BaseException:
-                if kv.failure is None and kv.manifest.state().tables.keys().isdisjoint(chosen):
+                if not kv.upkeep.may_be_live(chosen):
                     self._ids.update(chosen)
                 raise
             self._job = None

@@ -6,7 +6,8 @@
     3. The current state is kept as the snapshot `before-rollback-LSN`, with which the rollback can be undone.
     4. The load is published atomically, and recorded in the audit.
 
-A crash before step 4 leaves the set as it was, at most with the new snapshot; the next open removes the tables.
+A crash before step 4 leaves the set as it was, at most with the new snapshot; the next open removes the tables. If step 4
+fails, the new snapshot is dropped, unless the load may have been published.
 
 Threads: any. Raises `UnknownSnapshot`, `InvalidInput` for a version that is not a snapshot, and the errors of loads.
 """
@@ -69,8 +70,10 @@ def roll_back(manifest: ManifestStore, engine: KvEngine, name: str, to: object) 
         try:
             load.publish(tables)
         except BaseException:
-            with suppress(UnknownSnapshot):
-                manifest.snapshots.drop(db_id, kept.snapshot_id)
+            # If the rollback may have happened, only this snapshot can undo it.
+            if not kv.upkeep.may_be_live(tables):
+                with suppress(UnknownSnapshot):
+                    manifest.snapshots.drop(db_id, kept.snapshot_id)
             raise
     hit("lsm.rollback.published")
     manifest.submit([msgspec.convert(done, RecordRollback, from_attributes=True)]).result()

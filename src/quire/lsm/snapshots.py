@@ -46,9 +46,10 @@ def copy_live(kv: Kv, target: str, owner: Owner, number: int = 0) -> int:
     kv.flush()
     with kv.upkeep.paused():  # keeps the tables that the manifest names in place
         state = kv.manifest.state()
+        lsn = max(lsn, kv.view.levels.lsn_max)
         link_tables(kv.disk, kv.home.path, target, state)
-        write_manifest(kv.disk, target, state, max(lsn, kv.view.levels.lsn_max), owner, number)
-    return max(lsn, kv.view.levels.lsn_max)
+        write_manifest(kv.disk, target, state, lsn, owner, number)
+    return lsn
 
 
 def copy_frozen(disk: Disk, source: FrozenCopy, target: str, owner: Owner) -> None:

@@ -63,6 +63,8 @@ BLOCK_BYTES_MAX = (1 << 31) - 1
 """Most bytes of a column of a block: Arrow's offsets have 32 bits."""
 
 CONTINUATION = 0xFFFFFFFF
+METADATA_V5 = 4
+"""The version of messages since Arrow 1.0, in Arrow's numbering."""
 RECORD_BATCH = 3
 """The type of a record batch message in Arrow's numbering."""
 COLUMNS = 4
@@ -222,7 +224,7 @@ def _piece(file: File, end: bytes, size: int, offset: int, length: int) -> bytes
 
 def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, path: str) -> list[pa.RecordBatch]:
     """Decode adjacent blocks. Raises if their bytes fail a checksum or are not valid."""
-    start, view, compression = places[0].offset, memoryview(data), meta.compression
+    start, view, messages = places[0].offset, memoryview(data), list[memoryview]()
     for place in places:
         piece = view[place.offset - start : place.offset - start + place.size]
         actual = crc64(piece)
@@ -231,16 +233,18 @@ def decode_blocks(data: bytes, places: Sequence[BlockPlace], meta: TableMeta, pa
             where = {"path": path, "offset": place.offset, "expected": place.crc64, "actual": actual}
             raise ChecksumMismatch(text, hint=_HINT, **where)
         try:
-            check_message(piece, place.rows, meta.raw_bytes, compressed=compression != "none")
+            check_message(piece, place.rows, meta.raw_bytes)
         except ValueError as error:
             text = "a block of a table cannot be decoded"
             raise Corruption(text, hint=_HINT, path=path, offset=place.offset, cause=str(error)) from error
+        messages.append(piece)
     try:
-        if compression == "none":  # zero-copy: the columns then lie in `data` itself
-            pieces = (view[place.offset - start : place.offset - start + place.size] for place in places)
-            batches = [pa.ipc.read_record_batch(pa.py_buffer(piece), SCHEMA) for piece in pieces]
+        if meta.compression == "none":  # zero-copy: the columns then lie in `data` itself
+            batches = [pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA) for message in messages]
         else:  # as a stream, which accepts the option not to wake other threads for a few KiB
-            reader = pa.ipc.open_stream(pa.py_buffer(_SCHEMA_MESSAGE + data), options=_READ_OPTIONS)
+            # Of the messages, not of `data`: bytes between two blocks have not been checked.
+            stream = b"".join((_SCHEMA_MESSAGE, *messages))
+            reader = pa.ipc.open_stream(pa.py_buffer(stream), options=_READ_OPTIONS)
             batches = [reader.read_next_batch() for _ in places]
         for batch in batches:
             batch.validate(full=True)  # 2 µs of the 45 that a block costs; without it bad offsets crash the process
@@ -270,8 +274,9 @@ def _not_a_table(what: str, path: str, size: int) -> Corruption:
 
 
 # ── limits on decoding a block ────────────────────────────────────────────────────────────────────────────────────────
-def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed: bool) -> None:
-    """Raise `ValueError` if decoding the message would need more memory than its entry in the index declares."""
+def check_message(message: memoryview, rows: int, raw_bytes: int) -> None:
+    """Raise `ValueError` if the bytes are not one record batch message, or if decoding it would need more memory than its entry
+    in the index declares."""
     if not 0 < rows <= BLOCK_ROWS_MAX:
         raise ValueError(f"{rows} rows in a block")
     try:
@@ -280,8 +285,14 @@ def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed:
             raise ValueError("not an Arrow message")
         metadata, body = message[_HEAD.size : _HEAD.size + size], message[_HEAD.size + size :]
         root = _table(metadata, _number(metadata, "<I", 0))
+        # In older versions Arrow also looks for a compression elsewhere than `_check_buffers` does.
+        if _number(metadata, "<h", _field(metadata, root, 0)) != METADATA_V5:
+            raise ValueError("not a message of Arrow's current version")
         if _number(metadata, "<B", _field(metadata, root, 1)) != RECORD_BATCH:
             raise ValueError("not a record batch")
+        # Otherwise a stream would continue after the body, with a message that has not been checked.
+        if _number(metadata, "<q", _field(metadata, root, 3)) != len(body):
+            raise ValueError("the message is not as long as the block")
         place = _field(metadata, root, 2)
         batch = _table(metadata, place + _number(metadata, "<I", place))
         if _number(metadata, "<q", _field(metadata, batch, 0)) != rows:
@@ -289,6 +300,8 @@ def check_message(message: memoryview, rows: int, raw_bytes: int, *, compressed:
         nodes = _pairs(metadata, _field(metadata, batch, 1), COLUMNS)
         if any(length != rows for length, _ in nodes):
             raise ValueError("a column's number of rows differs from the index")
+        # As the message says, not the index: Arrow goes by the message.
+        compressed = _has_field(metadata, batch, 3)
         _check_buffers(body, _pairs(metadata, _field(metadata, batch, 2), BUFFERS), rows, raw_bytes, compressed)
     except struct.error as error:
         raise ValueError(f"the message is cut off: {error}") from error
@@ -331,15 +344,18 @@ def _table(data: memoryview, at: int) -> int:
     return at
 
 
+def _has_field(data: memoryview, table: int, number: int) -> bool:
+    """Return whether a FlatBuffers table has a field."""
+    fields = table - _number(data, "<i", table)
+    return 4 + 2 * number < _number(data, "<H", fields) and _number(data, "<H", fields + 4 + 2 * number) != 0
+
+
 def _field(data: memoryview, table: int, number: int) -> int:
     """Return the offset of a field of a FlatBuffers table."""
+    if not _has_field(data, table, number):
+        raise ValueError(f"the message has no field {number}")
     fields = table - _number(data, "<i", table)
-    if 4 + 2 * number >= _number(data, "<H", fields):
-        raise ValueError(f"the message has no field {number}")
-    offset = _number(data, "<H", fields + 4 + 2 * number)
-    if not offset:
-        raise ValueError(f"the message has no field {number}")
-    return table + offset
+    return table + _number(data, "<H", fields + 4 + 2 * number)
 
 
 def _pairs(data: memoryview, at: int, count: int) -> list[tuple[int, int]]:
