@@ -297,6 +297,36 @@ def test_a_token_may_name_databases_to_attach(path: Path) -> None:
         assert shop.once(attach)["error"]["code"] == "SQLITE_AUTH"  # without a token
 
 
+def test_a_write_has_only_the_attach_rights_of_its_own_caller(path: Path) -> None:
+    """Hazard: one-shot writes share a connection, which kept the rights of the caller for whom it was opened."""
+    with sql_served(path, http_anonymous_writes=False) as (store, hrana):
+        for name in ("shop", "secret"):
+            with closing(store.sqlite(name, create=True)) as connection:
+                connection.execute("create table t(a); insert into t values ('hidden')")
+        batch: dict[str, Any] = {
+            "type": "batch",
+            "batch": {
+                "steps": [
+                    {"stmt": statement("attach 'secret' as s")},
+                    {"stmt": statement("insert into t select a from s.t returning a")},
+                ]
+            },
+        }
+
+        def errors(token: str, request: dict[str, Any]) -> list[str | None]:
+            shop = HranaClient(hrana.address, prefix="/db/shop", headers={"authorization": f"Bearer {token}"})
+            result = shop.pipeline(request, CLOSE)[0]["response"]["result"]
+            return [error and error["code"] for error in result.get("step_errors", [])]
+
+        trusted, other = create_token(str(path), ["shop"], attach=["secret"]), create_token(str(path), ["shop"])
+        insert = execute("insert into t values (1)")
+        for _ in range(2):  # the lane's connection is opened for either caller first
+            errors(trusted, insert)
+            assert errors(other, batch) == ["SQLITE_AUTH", "SQLITE_ERROR"]
+            errors(other, insert)
+            assert errors(trusted, batch) == [None, None]
+
+
 # ── idempotency keys ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_pipeline_with_a_key_is_executed_once(hrana: HranaClient) -> None:
     hrana.once("create table t(a)")

@@ -124,10 +124,10 @@ class SqlService:
         lane = self._lanes.get(target.name)
         if lane is None:
             lane = self._lanes[target.name] = WriterLane(
-                self.pool, self._threads, self.queue(target.name), target, self._settings.sql_lock_seconds
+                self.pool, self._threads, self.queue(target.name), self._settings.sql_lock_seconds
             )
         self._lane_writes += 1
-        return await lane.run(pipeline)
+        return await lane.run(target, pipeline)
 
     async def _alone(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> T:
         queue = self.queue(target.name)

@@ -5,9 +5,9 @@ waits for its turn to write, and one more that waits for the disk. Here one thre
 after the other, without waiting for the disk in between; then one sync makes them all durable, and only then are they answered.
 The next group runs during that sync, as the page engine allows (P7).
 
-Each pipeline is independent: it has its own transactions and its own errors, and a transaction that it leaves open is rolled
-back before the next one. A pipeline that finds the database locked by another connection waits, with its group, in the
-database's queue, and gives up when its own time is over.
+Each pipeline is independent: it has the rights of its caller, its own transactions and its own errors, and a transaction that
+it leaves open is rolled back before the next one. A pipeline that finds the database locked by another connection waits, with
+its group, in the database's queue, and gives up when its own time is over.
 
 What is on disk
   group is run       appended to the WAL, not synced: a crash loses some or all of its last transactions, none was answered
@@ -44,9 +44,10 @@ Pipeline = Callable[[SqlSession], Work[bytes]]
 
 
 class _LaneJob:
-    __slots__ = ("answer", "deadline", "error", "future", "pipeline")
+    __slots__ = ("answer", "deadline", "error", "future", "pipeline", "target")
 
-    def __init__(self, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
+    def __init__(self, target: SqlTarget, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
+        self.target = target
         self.pipeline = pipeline
         self.future = future
         self.deadline = deadline
@@ -62,14 +63,12 @@ class WriterLane:
         pool: ConnectionPool,
         threads: SqlThreads,
         queue: LockQueue,
-        target: SqlTarget,
         wait_seconds: float,
     ) -> None:
         # constant after construction
         self._pool = pool
         self._threads = threads
         self._queue = queue
-        self._target = target
         self._wait_seconds = wait_seconds
         # used in the event loop only
         self._waiting: deque[_LaneJob] = deque()
@@ -86,14 +85,14 @@ class WriterLane:
         """Whether no pipeline waits or runs."""
         return self._runner is None and not self._waiting and not self._syncs
 
-    async def run(self, pipeline: Pipeline) -> bytes:
-        """Run a one-shot; return its answer when it is durable."""
+    async def run(self, target: SqlTarget, pipeline: Pipeline) -> bytes:
+        """Run a one-shot of a caller with the rights of `target`; return its answer when it is durable."""
         if len(self._waiting) >= WAITING_MAX:
             raise Overloaded(
                 "too many writes to this database are queued", hint="send fewer at once, or larger batches"
             )
         loop = asyncio.get_running_loop()
-        job = _LaneJob(pipeline, loop.create_future(), loop.time() + self._wait_seconds)
+        job = _LaneJob(target, pipeline, loop.create_future(), loop.time() + self._wait_seconds)
         self._waiting.append(job)
         if self._runner is None:
             self._runner = loop.create_task(self._serve())
@@ -160,12 +159,14 @@ class WriterLane:
         if (
             self._connection is not None
             and self._work is None
-            and self._pool.find(self._target) != self._connection.db_id
+            and self._pool.find(group[0].target) != self._connection.db_id
         ):
             self.close()  # the name now belongs to another database
         for number, job in enumerate(group):
-            connection = self._connection or self._open()
+            connection = self._connection or self._open(job.target)
             if self._work is None:
+                # The connection was opened for another caller, whose rights this one does not have.
+                self._pool.lend(connection, job.target)
                 self._work = job.pipeline(self._pool.session_on(connection))
             try:
                 is_done, value = step(self._work)
@@ -186,8 +187,8 @@ class WriterLane:
         hit("sql.lane.run")
         return len(group)
 
-    def _open(self) -> SqlConnection:
-        connection = self._connection = self._pool.take_unsynced(self._target)
+    def _open(self, target: SqlTarget) -> SqlConnection:
+        connection = self._connection = self._pool.take_unsynced(target)
         return connection
 
     async def finish(self) -> None:
