@@ -11,7 +11,8 @@ its group, in the database's queue, and gives up when its own time is over.
 
 What is on disk
   group is run       appended to the WAL, not synced: a crash loses some or all of its last transactions, none was answered
-  group is synced    every transaction of the group is durable
+  group is synced    every transaction of the group is durable, and every one that it has read: a pipeline that finds its key
+                     repeats one that may not be durable yet
   answers            are sent after the sync
 
 Threads: the event loop's, except for `_run_group` and `_sync`, which run one at a time in threads of the pool.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from quire.core.errors import Overloaded
@@ -30,7 +31,7 @@ from quire.pages.transaction import PageGuard
 from quire.service.sql.pool import ConnectionPool, SqlConnection, SqlTarget
 from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, give_up
-from quire.sqlite.connect import take_unsynced
+from quire.sqlite.connect import newest_commit
 
 GROUP_MAX = 64
 """The most pipelines in a group: later ones wait for all of them."""
@@ -44,7 +45,7 @@ Pipeline = Callable[[SqlSession], Work[bytes]]
 
 
 class _LaneJob:
-    __slots__ = ("answer", "deadline", "error", "future", "pipeline", "target")
+    __slots__ = ("answer", "deadline", "error", "future", "newest_commit", "pipeline", "target")
 
     def __init__(self, target: SqlTarget, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
         self.target = target
@@ -53,6 +54,8 @@ class _LaneJob:
         self.deadline = deadline
         self.answer = b""
         self.error: BaseException | None = None
+        self.newest_commit: PageGuard | None = None
+        """The newest commit of its database after it ran."""
 
 
 class WriterLane:
@@ -77,8 +80,6 @@ class WriterLane:
         # used by the thread that runs a group; between groups, by the event loop
         self._connection: SqlConnection | None = None
         self._work: Work[bytes] | None = None
-        self._guard: PageGuard | None = None
-        """The last commit of the group."""
 
     @property
     def is_idle(self) -> bool:
@@ -128,18 +129,17 @@ class WriterLane:
                 self._queue.wake()
             if done < len(group) and wait is None:
                 wait = LockWait(self._queue, group[done].deadline)
-        # The guard of the commit, not a handle of the database: one that was opened anew after a failed sync would
-        # report lost commits as durable (decision 048).
-        guard, self._guard = self._guard, None
-        task = asyncio.get_running_loop().create_task(self._sync_and_answer(group, guard))
+        task = asyncio.get_running_loop().create_task(self._sync_and_answer(group))
         self._syncs.add(task)
         task.add_done_callback(self._syncs.discard)
 
-    async def _sync_and_answer(self, group: list[_LaneJob], guard: PageGuard | None) -> None:
+    async def _sync_and_answer(self, group: list[_LaneJob]) -> None:
         failure: BaseException | None = None
+        # One for each handle of the database: it may have been opened anew between two pipelines, after a failed sync.
+        commits = {commit.wal: commit for job in group if (commit := job.newest_commit) is not None}
         try:
-            if guard is not None:
-                await self._threads.call(partial(_sync, guard), waits=True)
+            if commits:
+                await self._threads.call(partial(_sync, commits.values()), waits=True)
         except BaseException as error:
             failure = error
         for job in group:
@@ -178,9 +178,7 @@ class WriterLane:
                 job.error = error
                 connection.is_broken = True
             self._work, step = None, advance
-            # Also after an error, and before the connection is closed: an earlier statement of the pipeline may have
-            # committed.
-            self._guard = take_unsynced(connection.runner.connection) or self._guard
+            job.newest_commit = newest_commit(connection.runner.connection)
             if not connection.is_clean:
                 self._connection = None
                 connection.close()
@@ -203,7 +201,8 @@ class WriterLane:
             connection.close()
 
 
-def _sync(guard: PageGuard) -> None:
-    """Wait until a commit, and those before it, are durable here and, where the mode requires it, in the archive."""
-    guard.result()
+def _sync(commits: Iterable[PageGuard]) -> None:
+    """Wait until commits, and those before them, are durable here and, where the mode requires it, in the archive."""
+    for commit in commits:
+        commit.result()
     hit("sql.lane.synced")
