@@ -56,8 +56,8 @@ ROW_BYTES_MAX = 256 << 20
 """Bytes of a row that a remote program reads, at most. SQLite limits a value and a row of a table, but not the row that a
 SELECT assembles: 2,000 values of the largest size would be 128 GB. So values of wide rows have a lower limit."""
 
-_BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""Text that may follow a statement without being another one."""
+_BLANK = re.compile(r"(?:[\s;\ufeff]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
+"""Text around a statement that is no part of it. SQLite takes a byte order mark for a space."""
 _FIRST = re.compile(r"[A-Za-z]+")
 _PREFIXES = ":@$?"
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
