@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import quire
+from quire.core.errors import Unavailable
 from quire.service.sql import protocol as p
-from quire.service.sql.pool import SqlTarget
+from quire.service.sql.pool import SqlConnection, SqlTarget
 from quire.service.sql.service import SqlService
 from quire.store.store import Store
 from tests.service.sql.hrana_client import settings
@@ -60,3 +61,35 @@ def test_a_write_that_finds_itself_done_is_answered_when_that_is_durable(store: 
         await service.close()
 
     asyncio.run(play())
+
+
+def test_a_write_that_finds_no_connection_fails_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: the first pipeline of a group leaves a temporary table, so its connection is closed; opening the next one fails.
+    The whole group got the error, although the first pipeline had committed."""
+
+    async def play() -> None:
+        service = SqlService(store)
+        take, opened = service.pool.take_unsynced, 0
+
+        def second_fails(target: SqlTarget) -> SqlConnection:
+            nonlocal opened
+            opened += 1
+            if opened == 2:
+                raise Unavailable("no reader slot is free")
+            return take(target)
+
+        monkeypatch.setattr(service.pool, "take_unsynced", second_fails)
+        texts = ["insert into t values (1)", "create temp table x(a)"]
+        steps = [p.BatchStep(p.WireStatement(sql=text)) for text in texts]
+        answers = await asyncio.gather(
+            service.one_shot(SHOP, [p.BatchRequest(p.WireBatch(steps)), p.CloseRequest()]),
+            service.one_shot(SHOP, one_shot("insert into t values (2)")),
+            service.one_shot(SHOP, one_shot("insert into t values (3)")),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [bytes, Unavailable, bytes]
+        await service.close()
+
+    asyncio.run(play())
+    with closing(store.sqlite("shop")) as connection:
+        assert list(connection.execute("select a from t")) == [(1,), (3,)]

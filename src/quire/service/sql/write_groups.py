@@ -120,7 +120,7 @@ class WriterLane:
             try:
                 run = partial(self._run_group, group[done:], is_over)
                 count = await self._threads.call(run, self._queue.share)
-            except BaseException as error:  # no connection: none of these was run
+            except BaseException as error:  # the name has no database any more: none of these was run
                 for job in group[done:]:
                     job.error = error
                 break
@@ -163,7 +163,11 @@ class WriterLane:
         ):
             self.close()  # the name now belongs to another database
         for number, job in enumerate(group):
-            connection = self._connection or self._open(job.target)
+            try:
+                connection = self._connection or self._open(job.target)
+            except Exception as error:  # not raised: earlier pipelines of the group may have committed
+                job.error = error
+                continue
             if self._work is None:
                 # The connection was opened for another caller, whose rights this one does not have.
                 self._pool.lend(connection, job.target)
