@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from itertools import chain, pairwise
 from pathlib import Path
@@ -11,7 +11,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import AlreadyExists, Conflict, InvalidInput, LeaseExpired, NotFound, OutOfRange, UnknownDatabase
+from quire.core.errors import (
+    AlreadyExists,
+    Conflict,
+    DiskFull,
+    InvalidInput,
+    LeaseExpired,
+    NotFound,
+    OutOfRange,
+    UnknownDatabase,
+)
 from quire.service import loads, tables
 from quire.service.client import Client
 from quire.service.loads import Loads, values_of
@@ -27,6 +36,7 @@ from quire.service.tickets import (
 )
 from quire.store.store import Store
 from tests.service.owners import losing_answers, reserve
+from tests.syncs import HeldSyncs
 
 COLUMNS = [("a", "INTEGER"), ("b", "TEXT")]
 LOAD = 4711
@@ -87,6 +97,26 @@ def test_a_load_is_inserted_once_however_often_it_is_requested(client: Client, s
     assert client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, overwrite=True) == 1
     assert rows_of(shop) == [(1, "x")]
     assert rows_of(shop, "SELECT load, rows FROM quire_loads") == [(LOAD, 1)]
+
+
+@pytest.mark.parametrize("query", ["", "q"])
+def test_a_repeated_load_is_answered_when_the_first_call_is_durable(client: Client, shop: Store, query: str) -> None:
+    """Hazard: the first call waits for the disk. The repeat finds it recorded, writes nothing and has nothing to wait for."""
+    put(client, "0-1", arrow((1, "x")))
+    once: dict[str, Any] = {"query": query, "batch": 7} if query else {}
+
+    def load() -> int:
+        return client.load_rows(LOAD, "shop", "t", ["0-1"], columns=COLUMNS, **once)
+
+    with ThreadPoolExecutor(3) as pool:
+        with HeldSyncs(shop.pages.open("shop").wal) as syncs:
+            first = pool.submit(load)
+            syncs.wait_for_one()
+            repeat = pool.submit(load)
+            either: list[Future[Any]] = [repeat, pool.submit(syncs.wait_for_one)]
+            wait(either, return_when=FIRST_COMPLETED)
+            assert not repeat.done()
+        assert (first.result(), repeat.result()) == (1, 1)
 
 
 def test_repeated_bytes_change_nothing_and_a_gap_is_refused(client: Client, shop: Store) -> None:
@@ -343,6 +373,27 @@ def test_a_batch_is_written_to_a_set_once_in_one_batch(client: Client, store: St
 
 def records(client: Client, load: int, batch: int, query: str = QUERY) -> int:
     return client.take_parts(LOAD_RECORDS, LoadRecords(load, "log", ("0-1",), query, batch, True))
+
+
+def test_a_load_whose_append_a_full_disk_refuses_is_appended_by_the_repeat(client: Client, store: Store) -> None:
+    """Hazard: the repeat found the pending append of the first call, dropped the parts and reported success; then the disk was
+    full, and the records were in no stream."""
+    stream = store.stream("log", create=True)
+    put(client, "0-1", columns(payload=["a", "b"]), LOAD)
+    key = LOAD.to_bytes(16, "little")
+    pending = stream.append([b"a", b"b"], key=key)  # as by the first call, which has not waited for the disk yet
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DiskFull("no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream.hot, "_write_out", full)
+        with pytest.raises(DiskFull):
+            records(client, LOAD, 0, "")
+    with pytest.raises(DiskFull):
+        pending.result()
+    assert records(client, LOAD, 0, "") == 2
+    assert [record.payload for record in stream.read()] == [b"a", b"b"]
 
 
 def test_a_batch_is_appended_to_a_stream_once(client: Client, store: Store) -> None:

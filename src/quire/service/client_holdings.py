@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from quire.core.clock import Clock
 from quire.core.closing import Closable
-from quire.core.errors import LeaseExpired, Overloaded, QuireError
+from quire.core.errors import LeaseExpired, Overloaded
 from quire.core.events import emit
 
 GRACE_SECONDS = 10.0
@@ -64,7 +64,7 @@ class Holding:
             self.is_closed = True
             try:
                 self.value.close()
-            except QuireError as error:
+            except Exception as error:  # whatever its kind raises: it has ended, and so must the holdings after it
                 emit("warning", "service.holding_not_closed", kind=self.kind, error=str(error))
 
 
@@ -161,6 +161,8 @@ class Holdings:
                 try:
                     if not holding.is_closed:
                         holding.value.on_idle(now - holding.used_at)
+                except Exception as error:  # of this holding: the next ones are still told
+                    _emit_bug(error)
                 finally:
                     holding.lock.release()
         return len(gone)
@@ -180,7 +182,10 @@ class Holdings:
 
     def _sweep(self) -> None:
         while not self._stopping.wait(SWEEP_SECONDS):
-            self.sweep()
+            try:
+                self.sweep()
+            except Exception as error:  # if the loop ended, holdings of dead clients would stay open
+                _emit_bug(error)
 
     def close(self) -> None:
         """End all holdings and the sweeper: the server stops."""
@@ -192,6 +197,10 @@ class Holdings:
         for holding in holdings:
             with holding.lock:
                 holding.end()
+
+
+def _emit_bug(error: Exception) -> None:
+    emit("error", "service.bug", action="holdings.sweep", error=f"{type(error).__name__}: {error}")
 
 
 def _ended(kind: str) -> LeaseExpired:

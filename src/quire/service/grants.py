@@ -71,9 +71,17 @@ class Grant:
 
     def may_attach(self, database: str) -> bool:
         """Return whether SQL on another database may attach this one, for reading."""
+        return self.may(database) and (self._attaches_all or database in self.attachable)
+
+    def may_attach_all_of(self, other: Grant) -> bool:
+        """Return whether SQL may attach every database that it may attach with another grant."""
+        return self._attaches_all or (not other._attaches_all and other.attachable <= self.attachable)
+
+    @property
+    def _attaches_all(self) -> bool:
         # By identity: a signed token for every database, or a caller on loopback, has the same `everywhere` and must
         # not attach.
-        return self.may(database) and (self is Grant.ADMIN or self is Grant.READ or database in self.attachable)
+        return self is Grant.ADMIN or self is Grant.READ
 
     def check(self, database: str, *, write: bool = False) -> None:
         """Raise unless a database may be read, or written. `NAME@VERSION` is checked as `NAME`, for reading."""

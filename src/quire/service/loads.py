@@ -170,7 +170,7 @@ class Loads:
         stream: Stream = self._store.stream(request.stream, create=request.create)
         key = request.load.to_bytes(IDEMPOTENCY_KEY_BYTES, "little")
         # Checked before the parts are read: a call is repeated when its response was lost, and then the parts are gone.
-        if stream.has_batch(request.query, request.batch) if request.query else stream.hot.has_call(key):
+        if stream.has_batch(request.query, request.batch) if request.query else _is_appended(stream, key):
             self.drop(request.load)
             return 0
         payloads: list[pa.Array] = []
@@ -250,6 +250,14 @@ class Loads:
         if not _PART.fullmatch(part):
             raise InvalidInput("invalid name of a part", part=part[:40])
         return os.path.join(self._directory(load), part)
+
+
+def _is_appended(stream: Stream, key: bytes) -> bool:
+    """Return whether records with this idempotency key are durable. Waits if they are being appended."""
+    if not stream.hot.has_call(key):
+        return False
+    stream.sync()
+    return stream.hot.has_call(key)  # not if a full disk has refused them
 
 
 def _delete_others(kv: Kv, pairs: dict[bytes, bytes | None]) -> None:

@@ -3,7 +3,7 @@ a *batch* of a streaming query, identified by the query's id and a number that o
 
 All rows are written, or none. The same transaction records what was done, in a table of the same database:
 
-- loads in `quire_loads`, for `KEPT_MS`: a repeat is answered from there, and nothing is written;
+- loads in `quire_loads`, for `KEPT_MS`: a repeat is answered from there when the record is durable, and nothing is written;
 - the last batch of each query in `quire_sinks`, permanently: a query may be restarted after months and then repeats its last
   batch. A batch that is not newer than the recorded one is not written.
 
@@ -27,6 +27,7 @@ import apsw
 
 from quire.core.errors import AlreadyExists, Conflict, InvalidInput, NotFound, Overloaded, QuireError
 from quire.durable.failpoints import hit
+from quire.sqlite.connect import newest_commit
 from quire.sqlite.where_clause import quoted
 
 LOADS, SINKS = "quire_loads", "quire_sinks"
@@ -209,6 +210,9 @@ def _transaction(connection: apsw.Connection) -> Iterator[None]:
     try:
         yield
         connection.execute("COMMIT")
+        # A repeat commits nothing. The call that it found recorded may still be waiting for the disk.
+        if (commit := newest_commit(connection)) is not None:
+            commit.result()
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")

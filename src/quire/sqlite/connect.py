@@ -71,14 +71,11 @@ def is_usable(connection: Connection) -> bool:
     return file is None or file.is_usable
 
 
-def take_unsynced(connection: Connection) -> PageGuard | None:
-    """Return the last commit of a connection that did not wait for the disk (`PRAGMA synchronous` below FULL), or None if
-    there was none since the last call. Waiting for it once covers all commits before it."""
+def newest_commit(connection: Connection) -> PageGuard | None:
+    """Return the newest commit of a connection's database, which may not be durable yet. Waiting for it covers everything that
+    the connection has written or read: the log has one order. None if nothing was ever committed, or for a version."""
     file = _live_files.get(connection)
-    if file is None:
-        return None
-    guard, file.unsynced = file.unsynced, None
-    return guard
+    return None if file is None else file.newest_commit()
 
 
 class SqliteDatabases:

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import apsw
 
 from quire.core.errors import QuireError, QuotaExceeded, TimedOut
+from quire.pages.transaction import PageGuard
 from quire.sqlite import pragmas
 from quire.sqlite.databases import KEPT_BYTES, BusyWaiter, ReadPin, SharedDatabase
 from quire.sqlite.files import SHARED, STAMP, DatabaseFile, no_pages
@@ -41,7 +42,7 @@ from quire.sqlite.vfs_shim import FCNTL_CELL, OLD, READING, Cell, ShimLibrary
 
 if TYPE_CHECKING:
     from quire.pages.pagestore import PageStore
-    from quire.pages.transaction import PageGuard, WriteTxn
+    from quire.pages.transaction import WriteTxn
     from quire.sqlite.vfs import QuireVfs
 
 ROOM_SECONDS = 10.0
@@ -71,8 +72,6 @@ class LiveFile(DatabaseFile[ReadPin]):
         self._size_pages = 0
         """Size of the database in the transaction, in pages; valid while there is one."""
         self.synchronous = pragmas.FULL
-        self.unsynced: PageGuard | None = None
-        """The last commit that did not wait for the disk. Earlier commits are durable with it: the log has one order."""
         self.connection: Callable[[], apsw.Connection | None] = _unknown
         """Returns the connection whose main database this is; set by the caller that opened it."""
         self._use_current_store()
@@ -81,6 +80,14 @@ class LiveFile(DatabaseFile[ReadPin]):
     def is_usable(self) -> bool:
         """Whether the database has not failed since this file was opened."""
         return self._store is None or self._store.wal.failure is None
+
+    def newest_commit(self) -> PageGuard | None:
+        """Return the newest commit of the database, as the handle that this file uses has it; None while it is unborn.
+
+        Of this handle, not of the database: one that was opened anew after a failed sync would report lost commits as durable
+        (decision 048)."""
+        wal = self._store.wal if self._store is not None else None
+        return None if wal is None else PageGuard(wal, wal.written)
 
     # ── locks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
     def xLock(self, level: int) -> None:
@@ -356,8 +363,6 @@ class LiveFile(DatabaseFile[ReadPin]):
                 if wal.barrier is not None:
                     # The wait is at the end of the statement: SQLite would take an error here for a rollback.
                     wal.barrier.note()
-            else:
-                self.unsynced = guard
         except BaseException as error:  # interrupts too: SQLite must see only commit errors here
             txn.rollback()
             self._drop()

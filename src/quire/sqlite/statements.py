@@ -56,8 +56,11 @@ ROW_BYTES_MAX = 256 << 20
 """Bytes of a row that a remote program reads, at most. SQLite limits a value and a row of a table, but not the row that a
 SELECT assembles: 2,000 values of the largest size would be 128 GB. So values of wide rows have a lower limit."""
 
-_BLANK = re.compile(r"(?:[\s;]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""Text that may follow a statement without being another one."""
+MESSAGE_CHARACTERS_MAX = 1_000
+"""Characters of an error's text, at most: SQLite quotes names and values in it, which may have megabytes."""
+
+_BLANK = re.compile(r"(?:[\s;\ufeff]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
+"""Text around a statement that is no part of it. SQLite takes a byte order mark for a space."""
 _FIRST = re.compile(r"[A-Za-z]+")
 _PREFIXES = ":@$?"
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
@@ -67,7 +70,8 @@ class StatementFailed(Exception):
     """A statement that was refused or failed: SQLite's own text, its base code and its extended code."""
 
     def __init__(self, message: str, code: str, extended_code: str = "") -> None:
-        super().__init__(message)
+        is_long = len(message) > MESSAGE_CHARACTERS_MAX
+        super().__init__(message[:MESSAGE_CHARACTERS_MAX] + "…" if is_long else message)
         self.code = code
         self.extended_code = extended_code or code
 

@@ -297,6 +297,36 @@ def test_a_token_may_name_databases_to_attach(path: Path) -> None:
         assert shop.once(attach)["error"]["code"] == "SQLITE_AUTH"  # without a token
 
 
+def test_a_write_has_only_the_attach_rights_of_its_own_caller(path: Path) -> None:
+    """Hazard: one-shot writes share a connection, which kept the rights of the caller for whom it was opened."""
+    with sql_served(path, http_anonymous_writes=False) as (store, hrana):
+        for name in ("shop", "secret"):
+            with closing(store.sqlite(name, create=True)) as connection:
+                connection.execute("create table t(a); insert into t values ('hidden')")
+        batch: dict[str, Any] = {
+            "type": "batch",
+            "batch": {
+                "steps": [
+                    {"stmt": statement("attach 'secret' as s")},
+                    {"stmt": statement("insert into t select a from s.t returning a")},
+                ]
+            },
+        }
+
+        def errors(token: str, request: dict[str, Any]) -> list[str | None]:
+            shop = HranaClient(hrana.address, prefix="/db/shop", headers={"authorization": f"Bearer {token}"})
+            result = shop.pipeline(request, CLOSE)[0]["response"]["result"]
+            return [error and error["code"] for error in result.get("step_errors", [])]
+
+        trusted, other = create_token(str(path), ["shop"], attach=["secret"]), create_token(str(path), ["shop"])
+        insert = execute("insert into t values (1)")
+        for _ in range(2):  # the lane's connection is opened for either caller first
+            errors(trusted, insert)
+            assert errors(other, batch) == ["SQLITE_AUTH", "SQLITE_ERROR"]
+            errors(other, insert)
+            assert errors(trusted, batch) == [None, None]
+
+
 # ── idempotency keys ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_pipeline_with_a_key_is_executed_once(hrana: HranaClient) -> None:
     hrana.once("create table t(a)")
@@ -336,6 +366,56 @@ def test_a_failed_pipeline_with_a_key_can_be_repeated(hrana: HranaClient) -> Non
     hrana.once("create table t(a)")
     assert hrana.once("insert into t values (1)", Idempotency_Key="k")["type"] == "ok"
     assert hrana.rows("select count(*) from t") == [(1,)]
+
+
+@pytest.mark.parametrize("as_batch", [False, True])
+@pytest.mark.parametrize("rolls_back", ["insert or rollback into t values (1)", "insert into t values (-1)"])
+def test_a_pipeline_with_a_key_that_sqlite_rolls_back_does_nothing(
+    hrana: HranaClient, rolls_back: str, as_batch: bool
+) -> None:
+    """Hazard: the error ends the transaction of the whole pipeline. Later requests were committed one by one, without the key,
+    and once more by each repeat."""
+    hrana.once("create table t(a unique)")
+    hrana.once("insert into t values (1)")
+    hrana.once("create trigger r before insert on t when new.a < 0 begin select raise(rollback, 'no'); end")
+    texts = ["begin", "insert into t values (2)", rolls_back, "insert into t values (3)", "commit", "create table u(a)"]
+    for _ in range(2):
+        if as_batch:
+            steps = [{"stmt": statement(text)} for text in texts]
+            (result, _) = hrana.pipeline({"type": "batch", "batch": {"steps": steps}}, CLOSE, Idempotency_Key="k")
+            errors = result["response"]["result"]["step_errors"]
+        else:
+            results = hrana.pipeline(*map(execute, texts), CLOSE, Idempotency_Key="k")
+            errors = [result.get("error") for result in results[:-1]]
+        codes = [error and error["code"] for error in errors]
+        assert codes == [None, None, "SQLITE_CONSTRAINT", "SQLITE_ABORT", "SQLITE_ABORT", "SQLITE_ABORT"]
+        assert hrana.rows("select a from t") == [(1,)]
+        assert hrana.rows("select count(*) from sqlite_schema where name = 'u'") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("end", "kept"),
+    [
+        ("ROLLBACK -- go back to the start", [3]),
+        ("rollback /* to */ transaction", [3]),
+        ('rollback transaction "to"', [3]),
+        ("/* undo */ rollback -- x\n to savepoint s", [1, 3]),
+        ("rollback transaction to s", [1, 3]),
+        ("\ufeffrollback to s", [1, 3]),
+        ("\ufeffcommit", [1, 2, 3]),
+    ],
+)
+def test_no_statement_of_a_pipeline_with_a_key_ends_its_transaction(
+    hrana: HranaClient, end: str, kept: list[int]
+) -> None:
+    """Hazard: a ROLLBACK whose comment contains TO, or a COMMIT after a byte order mark, ended the server's transaction."""
+    hrana.once("create table t(a)")
+    texts = ["begin", "insert into t values (1)", "savepoint s", "insert into t values (2)", end]
+    texts += ["insert into t values (3)", *(["commit"] if kept == [1, 3] else [])]  # the transaction is still open
+    for _ in range(2):
+        results = hrana.pipeline(*map(execute, texts), CLOSE, Idempotency_Key="k")
+        assert [result["type"] for result in results] == ["ok"] * (len(texts) + 1)
+        assert hrana.rows("select a from t") == [(a,) for a in kept]
 
 
 # ── one-shot requests ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -69,6 +69,18 @@ def test_deeply_nested_conditions_are_refused_early() -> None:
         p.read_batch(b'{"batch":{"steps":[{"stmt":{"sql":"select 1"},"condition":' + deep + b"}]}}")
 
 
+@pytest.mark.parametrize("count", [p.ENTRIES_MAX // 2, p.ENTRIES_MAX // 2 + 1])
+def test_requests_and_steps_of_a_body_are_limited(count: int) -> None:
+    """Hazard: each has an entry in the answer, and a step takes a dozen bytes of the body."""
+    batch = b'{"type":"batch","batch":{"steps":[' + b",".join([b'{"stmt":{}}'] * (count - 1)) + b"]}}"
+    body = b'{"requests":[' + b",".join([batch, batch]) + b"]}"
+    if 2 * count <= p.ENTRIES_MAX:
+        assert len(p.read_pipeline(body).requests) == 2
+        return
+    with pytest.raises(InvalidInput, match="too many statements"):
+        p.read_pipeline(body)
+
+
 def test_optional_fields_may_be_null() -> None:
     body = p.read_pipeline(
         b'{"baton":null,"requests":[{"type":"execute","stmt":'

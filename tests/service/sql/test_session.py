@@ -141,6 +141,35 @@ def test_an_answer_is_bounded_in_rows_and_bytes(session: SqlSession) -> None:
     assert result_of(session.execute(series.format(5_000, "i"), want_rows=False)).row_count == 5_000
 
 
+def test_columns_and_errors_count_as_bytes_of_an_answer(pool: ConnectionPool) -> None:
+    """Hazard: a stored text with long column names, executed by many short steps, gave an answer far above the limit; and so
+    did one whose error quotes a long name."""
+    columns = ", ".join(f"{number} as c{'x' * 500}{number}" for number in range(20))
+    texts = [f"select {columns} limit 0", f"select {columns} where ?", f"select a from {'y' * 5_000}"]
+    for text in texts:
+        for request in (p.BatchRequest(p.WireBatch([p.BatchStep(p.WireStatement(sql_id=1))] * 1_000)), None):
+            with session_of(pool, TARGET) as session:
+                session.sqls.store(1, text)
+                requests = [request] if request is not None else [p.DescribeRequest(sql_id=1)] * 1_000
+                size = sum(len(p.encode(result_of(session.answer(one)))) for one in requests)
+                assert size < session.limits.bytes_max + 1_000 * 200
+                assert result_of(session.execute("insert into t(b) values ('x')")).affected_rows == 1
+
+
+def test_a_failed_statement_frees_its_part_of_the_answer(session: SqlSession) -> None:
+    wide = f"select 1 as {'x' * 60_000}"
+    run(session, wide)
+    with pytest.raises(StatementFailed, match="more than"):
+        run(session, wide)
+    assert run(session, f"select 1 as {'x' * 30_000}").rows_read == 1
+
+
+def test_the_text_of_an_error_is_bounded(session: SqlSession) -> None:
+    with pytest.raises(StatementFailed) as caught:
+        run(session, f"select a from {'y' * 5_000}")
+    assert len(str(caught.value)) == 1_001
+
+
 def test_conditions_of_a_batch(session: SqlSession) -> None:
     batch = p.WireBatch(
         [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +338,22 @@ def test_another_hello_revokes_the_rights_of_open_streams(path: Path) -> None:
         assert message["error"]["code"] == "AUTH_FAILED"
         socket.done(type="open_stream", stream_id=1)
         assert socket.run(1, "select * from t") == []
+
+
+def test_another_hello_revokes_the_attach_rights_of_open_streams(path: Path) -> None:
+    """Hazard: the connection of an open stream kept the right to attach of the token with which it was opened."""
+    with sql_served(path) as (store, hrana):
+        for name in ("shop", "secret"):
+            store.sqlite(name, create=True).close()
+        with closing(store.sqlite("secret")) as connection:
+            connection.execute("create table t(a)")
+        trusted, other = create_token(str(path), ["shop"], attach=["secret"]), create_token(str(path), ["shop"])
+        with socket_to(hrana, path="/db/shop/", jwt=trusted) as socket:
+            socket.done(type="open_stream", stream_id=0)
+            for token, code in ((trusted, None), (other, "AUTH_FAILED"), (trusted, None)):
+                socket.connection.send(json.dumps({"type": "hello", "jwt": token}))
+                assert socket.receive() == {"type": "hello_ok"}
+                message = socket.request(type="execute", stream_id=0, stmt=statement("attach 'secret' as s"))
+                if code is None:
+                    socket.run(0, "detach s")
+                assert message.get("error", {}).get("code") == code

@@ -9,6 +9,7 @@ import pytest
 
 from quire.service.sql.pool import SqlTarget
 from quire.service.sql.streams import SqlStream, StreamLimits, StreamRefused, StreamRegistry
+from quire.sqlite.statements import StatementFailed
 
 SHOP = SqlTarget("shop")
 
@@ -21,6 +22,7 @@ class RegistryHarness:
         self.closed: list[SqlStream] = []
         self.rolled_back: list[SqlStream] = []
         self.released: list[SqlStream] = []
+        self.fails: SqlStream | None = None
         self.streams = StreamRegistry(
             StreamLimits(**limits),  # type: ignore[arg-type]  # int and float limits
             close_stream=self._close,
@@ -33,6 +35,8 @@ class RegistryHarness:
         self.closed.append(stream)
 
     async def _roll_back(self, stream: SqlStream) -> None:
+        if stream is self.fails:
+            raise StatementFailed("disk I/O error", "SQLITE_IOERR")
         stream.is_in_transaction = False
         self.rolled_back.append(stream)
 
@@ -108,6 +112,22 @@ def test_an_idle_transaction_has_half_the_timeout() -> None:
         assert harness.streams.rolled_back == 1
 
     within(test)
+
+
+def test_a_stream_that_cannot_be_closed_does_not_keep_others_open(capfd: pytest.CaptureFixture[str]) -> None:
+    """Hazard: the error ended the sweep, so later streams kept their transactions and locks."""
+
+    async def test(harness: RegistryHarness) -> None:
+        streams = [harness.streams.open(SHOP, "me", is_lasting=True) for _ in range(2)]
+        for stream in streams:
+            stream.is_in_transaction = True
+        harness.fails = streams[0]
+        harness.now += 5.1
+        await harness.streams.sweep()
+        assert harness.rolled_back == [streams[1]]
+
+    within(test)
+    assert "service.bug" in capfd.readouterr().err
 
 
 def test_a_lasting_stream_loses_only_its_transaction() -> None:

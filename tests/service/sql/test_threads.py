@@ -13,6 +13,7 @@ import pytest
 
 import quire
 from quire.core.errors import Unavailable
+from quire.service.sql import service as service_module
 from quire.service.sql.pool import SqlTarget
 from quire.service.sql.service import SqlService
 from quire.service.sql.session import SqlSession, Work
@@ -179,6 +180,30 @@ def test_closing_runs_queued_jobs_and_ends_the_threads() -> None:
 
     asyncio.run(play())
     assert sorted(ran) == [*range(8)]
+
+
+def test_sweeping_continues_after_an_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Hazard: the sweeper ended with its first error, and idle transactions were never rolled back again."""
+    monkeypatch.setattr(service_module, "SWEEP_SECONDS", 0.001)
+
+    async def play(store: quire.Store) -> None:
+        service, swept = SqlService(store), asyncio.Event()
+        rounds = iter([True])
+
+        async def sweep() -> None:
+            if next(rounds, False):
+                raise RuntimeError("unexpected")
+            swept.set()
+
+        monkeypatch.setattr(service.streams, "sweep", sweep)
+        await asyncio.wait_for(swept.wait(), 60)
+        await service.close()
+
+    with quire.open(path, settings=settings()) as store:
+        asyncio.run(play(store))
+    assert "service.bug" in capfd.readouterr().err
 
 
 def test_a_name_refers_to_the_database_that_has_it_now(path: Path) -> None:

@@ -6,7 +6,8 @@ with the first (decision 049). A repeated pipeline finds the key and gets the fi
 another one it is refused. Keys are kept for a day.
 
 BEGIN, COMMIT and ROLLBACK of the client are savepoints of that transaction. A pipeline in which every request failed leaves
-neither effects nor a key, and may be sent again.
+neither effects nor a key, and may be sent again. So does one whose transaction SQLite has rolled back (`OR ROLLBACK`,
+`RAISE(ROLLBACK)`, an interrupted write, a full disk): the requests after it fail.
 
 Threads: as a session.
 """
@@ -37,7 +38,8 @@ _INDEX = f"create index if not exists {TABLE}_at_ms on {TABLE}(at_ms)"
 _FORGET = (
     f"delete from {TABLE} where key in (select key from {TABLE} where at_ms < ? order by at_ms limit {FORGET_ROWS})"
 )
-_TO_SAVEPOINT = re.compile(r"\s*rollback\b.*\bto\b", re.IGNORECASE | re.DOTALL)
+_COMMENT = re.compile(r"--[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_TO_SAVEPOINT = re.compile(r"[\s;\ufeff]*rollback(?:\s+transaction\b.*)?\s+to\b", re.IGNORECASE | re.DOTALL)
 _NESTED = "quire_client"
 
 
@@ -49,15 +51,20 @@ class NestedSession(SqlSession):
     @property
     def is_autocommit(self) -> bool:
         """Whether the client is outside a transaction."""
-        return not self._is_nested
+        return not self._is_nested or self.runner.is_autocommit()
 
     def _begin(self, sql: str, bindings: Sequence[SqlValue]) -> Work[RunningStatement]:
+        # SQLite has rolled back the transaction of the pipeline: from here on each statement would be committed by itself,
+        # without the key.
+        if self.runner.is_autocommit():
+            what = "an earlier statement has rolled back the whole pipeline, which is one transaction: nothing was done"
+            raise StatementFailed(what, "SQLITE_ABORT", "SQLITE_ABORT_ROLLBACK")
         word = first_word(sql)
         if word == "begin":
             if self._is_nested:
                 raise StatementFailed("cannot start a transaction within a transaction", "SQLITE_ERROR")
             sql, self._is_nested = f"savepoint {_NESTED}", True
-        elif word in ("commit", "end", "rollback") and not _TO_SAVEPOINT.match(sql):
+        elif word in ("commit", "end", "rollback") and not _TO_SAVEPOINT.match(_COMMENT.sub(" ", sql)):
             if not self._is_nested:
                 raise StatementFailed(f"cannot {word} - no transaction is active", "SQLITE_ERROR")
             if word == "rollback":

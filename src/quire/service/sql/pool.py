@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from quire.core.errors import InvalidInput
 from quire.service.api import StoreApi
@@ -66,12 +66,10 @@ class SqlConnection:
         self.is_broken = False
         """Whether an unexpected error occurred on it."""
 
-    def lend(self, target: SqlTarget, may_attach: Callable[[str], bool]) -> Self:
-        """Hand the connection out for a target."""
+    def lend(self, target: SqlTarget, may_attach: Callable[[str], bool]) -> None:
+        """Give the connection the rights of a target."""
         self.target = target
-        # The rights of this caller: the connection may have been opened for another one.
         self._policy.may_attach = may_attach
-        return self
 
     @property
     def is_clean(self) -> bool:
@@ -117,7 +115,7 @@ class ConnectionPool:
         while (waiting := self._take_idle((db_id, target.version, target.writable))) is not None:
             # Checked again: its database may have been closed or dropped while the connection was idle.
             if waiting.is_clean:
-                return waiting.lend(target, attachable(self._store, target.may_attach))
+                return self.lend(waiting, target)
             waiting.close()
         return self._open(target, db_id)
 
@@ -131,6 +129,11 @@ class ConnectionPool:
     def take_unsynced(self, target: SqlTarget) -> SqlConnection:
         """Open a connection whose commits do not wait for the disk: the caller waits for them before it answers."""
         return self._open(target, self.find(target), synchronous="NORMAL")
+
+    def lend(self, connection: SqlConnection, target: SqlTarget) -> SqlConnection:
+        """Hand out an open connection with the rights of a target: it may have been opened for another caller."""
+        connection.lend(target, attachable(self._store, target.may_attach))
+        return connection
 
     def give(self, connection: SqlConnection) -> None:
         """Take a connection back from a stream."""

@@ -20,6 +20,9 @@ from quire.sqlite.statements import SqlValue, StatementFailed
 
 CONDITION_DEPTH_MAX = 64
 """The deepest nesting of a batch step's conditions."""
+ENTRIES_MAX = 100_000
+"""The most requests and steps of one body or message: each has an entry in the answer, of up to about 200 bytes without its
+columns, rows and error."""
 
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -453,6 +456,7 @@ def _read(decoder: msgspec.json.Decoder[Any], body: bytes | str) -> Any:
 def read_pipeline(body: bytes) -> PipelineBody:
     """Decode a body. Raises `InvalidInput`, as the other readers do."""
     value: PipelineBody = _read(_pipeline, body)
+    _check_entries(value.requests)
     return value
 
 
@@ -471,13 +475,24 @@ def read_execute(body: bytes) -> ExecuteBody:
 def read_batch(body: bytes) -> BatchBody:
     """Decode a body; see `read_pipeline`."""
     value: BatchBody = _read(_batch, body)
+    _check_entries([value])
     return value
 
 
 def read_message(text: bytes | str) -> ClientMessage:
     """Decode a message; see `read_pipeline`."""
     value: ClientMessage = _read(_message, text)
+    if isinstance(value, RequestMessage):
+        _check_entries([value.request])
     return value
+
+
+def _check_entries(requests: Sequence[object]) -> None:
+    """Refuse more requests and steps than an answer can have."""
+    steps = (len(request.batch.steps) for request in requests if isinstance(request, BatchRequest | BatchBody))
+    if (count := len(requests) + sum(steps)) > ENTRIES_MAX:
+        hint = "send several requests, or a script as `sequence`"
+        raise InvalidInput("too many statements in one request", hint=hint, count=count, max=ENTRIES_MAX)
 
 
 def json_rows(rows: Sequence[Sequence[SqlValue]]) -> bytes:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from quire.core.events import emit
 from quire.core.settings import ServiceSettings
 from quire.durable.failpoints import hit
 from quire.service.api import StoreApi
@@ -124,10 +125,10 @@ class SqlService:
         lane = self._lanes.get(target.name)
         if lane is None:
             lane = self._lanes[target.name] = WriterLane(
-                self.pool, self._threads, self.queue(target.name), target, self._settings.sql_lock_seconds
+                self.pool, self._threads, self.queue(target.name), self._settings.sql_lock_seconds
             )
         self._lane_writes += 1
-        return await lane.run(pipeline)
+        return await lane.run(target, pipeline)
 
     async def _alone(self, target: SqlTarget, function: Callable[[SqlSession], Work[T]]) -> T:
         queue = self.queue(target.name)
@@ -237,13 +238,19 @@ class SqlService:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            await self.streams.sweep()
-            await self._threads.call(self.pool.sweep)
-            self._recent_queues.clear()
-            for name, lane in [*self._lanes.items()]:
-                if lane.is_idle:
-                    del self._lanes[name]
-                    await self._threads.call(lane.close)
+            try:
+                await self._sweep_once()
+            except Exception as error:  # if the loop ended, idle transactions would keep their locks
+                emit("error", "service.bug", action="sql.sweep", error=f"{type(error).__name__}: {error}")
+
+    async def _sweep_once(self) -> None:
+        await self.streams.sweep()
+        await self._threads.call(self.pool.sweep)
+        self._recent_queues.clear()
+        for name, lane in [*self._lanes.items()]:
+            if lane.is_idle:
+                del self._lanes[name]
+                await self._threads.call(lane.close)
 
     async def close(self) -> None:
         """Roll back all transactions, and stop the threads."""

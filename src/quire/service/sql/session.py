@@ -8,8 +8,9 @@ Terms
 
 Rules
   1. No thread waits for a lock (W1): a statement that finds it taken has not begun, and the work is suspended.
-  2. An answer, to all requests of a pipeline together, is bounded in rows and bytes, counted while it is produced; a cursor has
-     one fetch in memory at a time.
+  2. An answer, to all requests of a pipeline together, is bounded in rows and in bytes of columns, rows and errors, counted
+     while it is produced. What an entry has besides is bounded by the number of entries (`protocol.py`). A cursor has one fetch
+     in memory at a time.
   3. A failed statement is an error of its request, or of its step of a batch; the work continues with the next one.
   4. For a skipped step the condition `error` holds, as for a failed one (W3).
 
@@ -61,7 +62,7 @@ class AnswerLimits:
 class StatementOutcome:
     """The result of a statement."""
 
-    columns: Columns
+    columns: list[p.WireColumn]
     row_batches: list[bytes] = field(default_factory=list)
     row_count: int = 0
     affected_rows: int = 0
@@ -71,7 +72,7 @@ class StatementOutcome:
     def wire(self) -> p.StatementResult:
         """Return the outcome as JSON clients read it; its rows were encoded by `json_rows`."""
         return p.StatementResult(
-            cols=wire_columns(self.columns),
+            cols=self.columns,
             rows=msgspec.Raw(b"[" + b",".join(self.row_batches) + b"]"),
             affected_row_count=self.affected_rows,
             last_insert_rowid=str(self.last_insert_rowid),
@@ -150,28 +151,46 @@ class SqlSession:
         """Run one statement to its end."""
         began, changed = time.perf_counter(), self.runner.total_changes()
         statement = yield from self._begin(sql, bindings)
-        outcome = StatementOutcome(columns=statement.columns)
-        if want_rows:
-            self._collect(statement, outcome)
-        else:
-            outcome.row_count = statement.drain()
+        outcome = StatementOutcome(columns=wire_columns(statement.columns))
+        counted = self._answer_rows, self._answer_bytes
+        try:
+            if outcome.columns:
+                self._count(0, len(p.encode(outcome.columns)))
+            if want_rows:
+                self._collect(statement, outcome)
+            else:
+                outcome.row_count = statement.drain()
+        except StatementFailed:
+            statement.close()
+            self._answer_rows, self._answer_bytes = counted  # what is not sent does not count
+            raise
         self._finish(outcome, changed, began)
         hit("sql.executed")
         return outcome
 
     def _collect(self, statement: RunningStatement, outcome: StatementOutcome) -> None:
-        limits = self.limits
         for rows, encoded in _encoded_batches(statement, p.json_rows):
+            self._count(rows, len(encoded))
             outcome.row_batches.append(encoded)
             outcome.row_count += rows
-            self._answer_rows += rows
-            self._answer_bytes += len(encoded)
-            if self._answer_rows > limits.rows_max or self._answer_bytes > limits.bytes_max:
-                statement.close()
-                self._answer_rows -= outcome.row_count  # rows that are not sent do not count
-                self._answer_bytes -= sum(map(len, outcome.row_batches))
-                what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
-                raise self.runner.too_large(f"{what}: use LIMIT, or a cursor")
+
+    def _count(self, rows: int, size: int) -> None:
+        """Count rows and bytes of the answer; raise if they are too many for it."""
+        limits = self.limits
+        if self._answer_rows + rows > limits.rows_max or self._answer_bytes + size > limits.bytes_max:
+            what = f"the answer has more than {limits.rows_max:,} rows or {limits.bytes_max:,} bytes"
+            raise self.runner.too_large(f"{what}: use LIMIT, or a cursor")
+        self._answer_rows += rows
+        self._answer_bytes += size
+
+    def _counted_error(self, failed: StatementFailed) -> p.WireError:
+        """Return an error of the answer, without its text if that is too much for the answer."""
+        error = p.WireError.of(failed)
+        size = len(p.encode(error))
+        if self._answer_bytes + size > self.limits.bytes_max:
+            return p.WireError("the answer is too large for the text of this error", error.code, error.extended_code)
+        self._answer_bytes += size
+        return error
 
     def _finish(self, outcome: StatementOutcome, changed_before: int, began: float) -> None:
         runner = self.runner
@@ -223,12 +242,14 @@ class SqlSession:
         description = self.runner.describe(sql)
         if description.is_empty:
             raise StatementFailed("SQL string does not contain any statement", "SQL_NO_STATEMENT")
-        return p.DescribeResult(
+        result = p.DescribeResult(
             params=[p.DescribedParameter(name) for name in self.runner.parameter_names(description)],
             cols=wire_columns(description.columns),
             is_explain=description.is_explain,
             is_readonly=description.is_readonly,
         )
+        self._count(0, len(p.encode(result)))
+        return result
 
     # ── batches ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def batch(self, batch: p.WireBatch) -> Work[p.BatchResult]:
@@ -242,7 +263,7 @@ class SqlSession:
                 try:
                     result = (yield from self.run_statement(step.stmt)).wire()
                 except StatementFailed as failed:
-                    error = p.WireError.of(failed)
+                    error = self._counted_error(failed)
                 hit("sql.batch_step")
             results.append(result)
             errors.append(error)
@@ -287,9 +308,9 @@ class SqlSession:
         began, changed = time.perf_counter(), self.runner.total_changes()
         sql = self.sql_of(stmt.sql, stmt.sql_id)
         statement = yield from self._begin(sql, self.bindings(sql, stmt))
-        outcome = StatementOutcome(columns=statement.columns)
+        outcome = StatementOutcome(columns=wire_columns(statement.columns))
         try:
-            ready = p.encode_lines([p.StepBegin(number, wire_columns(statement.columns))])
+            ready = p.encode_lines([p.StepBegin(number, outcome.columns)])
             if stmt.want_rows is False:
                 statement.drain()
             else:
@@ -316,7 +337,7 @@ class SqlSession:
         try:
             return p.StreamOk((yield from self.respond(request)))
         except StatementFailed as failed:
-            return p.StreamError(p.WireError.of(failed))
+            return p.StreamError(self._counted_error(failed))
 
     def respond(self, request: p.StreamRequest) -> Work[p.WireResponse]:
         """Run a request and return its response; raise `StatementFailed`."""

@@ -205,7 +205,12 @@ class HranaSocket:
         stream = self._streams.get(stream_id)
         if stream is None:
             raise StatementFailed(f"stream {stream_id} is not open", "STREAM_NOT_FOUND")
-        if not self._grant.may(stream.target.name, write=stream.target.writable):
+        assert isinstance(stream.caller, Grant), "see `_open_stream`"
+        # The stream's connection keeps the rights of the hello before it was opened, and what it has attached.
+        if not (
+            self._grant.may(stream.target.name, write=stream.target.writable)
+            and self._grant.may_attach_all_of(stream.caller)
+        ):
             raise StatementFailed("the token of the last hello does not allow this stream: open another", "AUTH_FAILED")
         return stream
 

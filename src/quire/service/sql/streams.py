@@ -240,21 +240,27 @@ class StreamRegistry:
 
     async def sweep(self) -> None:
         """Close idle streams, roll back idle transactions, and release cached pages."""
-        limits, now = self.limits, self._clock()
+        now = self._clock()
         for stream in [*self._streams.values()]:
             if stream.lock.locked():
                 continue
-            idle = now - stream.used_at
-            if stream.is_in_transaction and idle >= limits.transaction_seconds:
-                await self._end_transaction(stream)
-            elif idle >= limits.idle_seconds and not stream.is_lasting:
-                self.expired += 1
-                async with stream.lock:
-                    await self.close(stream)
-            elif idle >= RELEASE_SECONDS and stream.has_pages:
-                async with stream.lock:
-                    stream.has_pages = False
-                    await self._release(stream)
+            try:
+                await self._sweep_stream(stream, now - stream.used_at)
+            except Exception as error:  # of this stream: the transactions of the next ones are still rolled back
+                emit("error", "service.bug", action="sql.sweep", error=f"{type(error).__name__}: {error}")
+
+    async def _sweep_stream(self, stream: SqlStream, idle_seconds: float) -> None:
+        limits = self.limits
+        if stream.is_in_transaction and idle_seconds >= limits.transaction_seconds:
+            await self._end_transaction(stream)
+        elif idle_seconds >= limits.idle_seconds and not stream.is_lasting:
+            self.expired += 1
+            async with stream.lock:
+                await self.close(stream)
+        elif idle_seconds >= RELEASE_SECONDS and stream.has_pages:
+            async with stream.lock:
+                stream.has_pages = False
+                await self._release(stream)
 
     async def _end_transaction(self, stream: SqlStream) -> None:
         """Roll back a transaction whose client does nothing. Over HTTP the stream ends with it."""

@@ -5,13 +5,14 @@ waits for its turn to write, and one more that waits for the disk. Here one thre
 after the other, without waiting for the disk in between; then one sync makes them all durable, and only then are they answered.
 The next group runs during that sync, as the page engine allows (P7).
 
-Each pipeline is independent: it has its own transactions and its own errors, and a transaction that it leaves open is rolled
-back before the next one. A pipeline that finds the database locked by another connection waits, with its group, in the
-database's queue, and gives up when its own time is over.
+Each pipeline is independent: it has the rights of its caller, its own transactions and its own errors, and a transaction that
+it leaves open is rolled back before the next one. A pipeline that finds the database locked by another connection waits, with
+its group, in the database's queue, and gives up when its own time is over.
 
 What is on disk
   group is run       appended to the WAL, not synced: a crash loses some or all of its last transactions, none was answered
-  group is synced    every transaction of the group is durable
+  group is synced    every transaction of the group is durable, and every one that it has read: a pipeline that finds its key
+                     repeats one that may not be durable yet
   answers            are sent after the sync
 
 Threads: the event loop's, except for `_run_group` and `_sync`, which run one at a time in threads of the pool.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from quire.core.errors import Overloaded
@@ -30,7 +31,7 @@ from quire.pages.transaction import PageGuard
 from quire.service.sql.pool import ConnectionPool, SqlConnection, SqlTarget
 from quire.service.sql.session import SqlSession, Work
 from quire.service.sql.threads import LockQueue, LockWait, SqlThreads, advance, give_up
-from quire.sqlite.connect import take_unsynced
+from quire.sqlite.connect import newest_commit
 
 GROUP_MAX = 64
 """The most pipelines in a group: later ones wait for all of them."""
@@ -44,14 +45,17 @@ Pipeline = Callable[[SqlSession], Work[bytes]]
 
 
 class _LaneJob:
-    __slots__ = ("answer", "deadline", "error", "future", "pipeline")
+    __slots__ = ("answer", "deadline", "error", "future", "newest_commit", "pipeline", "target")
 
-    def __init__(self, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
+    def __init__(self, target: SqlTarget, pipeline: Pipeline, future: asyncio.Future[bytes], deadline: float) -> None:
+        self.target = target
         self.pipeline = pipeline
         self.future = future
         self.deadline = deadline
         self.answer = b""
         self.error: BaseException | None = None
+        self.newest_commit: PageGuard | None = None
+        """The newest commit of its database after it ran."""
 
 
 class WriterLane:
@@ -62,14 +66,12 @@ class WriterLane:
         pool: ConnectionPool,
         threads: SqlThreads,
         queue: LockQueue,
-        target: SqlTarget,
         wait_seconds: float,
     ) -> None:
         # constant after construction
         self._pool = pool
         self._threads = threads
         self._queue = queue
-        self._target = target
         self._wait_seconds = wait_seconds
         # used in the event loop only
         self._waiting: deque[_LaneJob] = deque()
@@ -78,22 +80,20 @@ class WriterLane:
         # used by the thread that runs a group; between groups, by the event loop
         self._connection: SqlConnection | None = None
         self._work: Work[bytes] | None = None
-        self._guard: PageGuard | None = None
-        """The last commit of the group."""
 
     @property
     def is_idle(self) -> bool:
         """Whether no pipeline waits or runs."""
         return self._runner is None and not self._waiting and not self._syncs
 
-    async def run(self, pipeline: Pipeline) -> bytes:
-        """Run a one-shot; return its answer when it is durable."""
+    async def run(self, target: SqlTarget, pipeline: Pipeline) -> bytes:
+        """Run a one-shot of a caller with the rights of `target`; return its answer when it is durable."""
         if len(self._waiting) >= WAITING_MAX:
             raise Overloaded(
                 "too many writes to this database are queued", hint="send fewer at once, or larger batches"
             )
         loop = asyncio.get_running_loop()
-        job = _LaneJob(pipeline, loop.create_future(), loop.time() + self._wait_seconds)
+        job = _LaneJob(target, pipeline, loop.create_future(), loop.time() + self._wait_seconds)
         self._waiting.append(job)
         if self._runner is None:
             self._runner = loop.create_task(self._serve())
@@ -120,7 +120,7 @@ class WriterLane:
             try:
                 run = partial(self._run_group, group[done:], is_over)
                 count = await self._threads.call(run, self._queue.share)
-            except BaseException as error:  # no connection: none of these was run
+            except BaseException as error:  # the name has no database any more: none of these was run
                 for job in group[done:]:
                     job.error = error
                 break
@@ -129,18 +129,17 @@ class WriterLane:
                 self._queue.wake()
             if done < len(group) and wait is None:
                 wait = LockWait(self._queue, group[done].deadline)
-        # The guard of the commit, not a handle of the database: one that was opened anew after a failed sync would
-        # report lost commits as durable (decision 048).
-        guard, self._guard = self._guard, None
-        task = asyncio.get_running_loop().create_task(self._sync_and_answer(group, guard))
+        task = asyncio.get_running_loop().create_task(self._sync_and_answer(group))
         self._syncs.add(task)
         task.add_done_callback(self._syncs.discard)
 
-    async def _sync_and_answer(self, group: list[_LaneJob], guard: PageGuard | None) -> None:
+    async def _sync_and_answer(self, group: list[_LaneJob]) -> None:
         failure: BaseException | None = None
+        # One for each handle of the database: it may have been opened anew between two pipelines, after a failed sync.
+        commits = {commit.wal: commit for job in group if (commit := job.newest_commit) is not None}
         try:
-            if guard is not None:
-                await self._threads.call(partial(_sync, guard), waits=True)
+            if commits:
+                await self._threads.call(partial(_sync, commits.values()), waits=True)
         except BaseException as error:
             failure = error
         for job in group:
@@ -160,12 +159,18 @@ class WriterLane:
         if (
             self._connection is not None
             and self._work is None
-            and self._pool.find(self._target) != self._connection.db_id
+            and self._pool.find(group[0].target) != self._connection.db_id
         ):
             self.close()  # the name now belongs to another database
         for number, job in enumerate(group):
-            connection = self._connection or self._open()
+            try:
+                connection = self._connection or self._open(job.target)
+            except Exception as error:  # not raised: earlier pipelines of the group may have committed
+                job.error = error
+                continue
             if self._work is None:
+                # The connection was opened for another caller, whose rights this one does not have.
+                self._pool.lend(connection, job.target)
                 self._work = job.pipeline(self._pool.session_on(connection))
             try:
                 is_done, value = step(self._work)
@@ -177,17 +182,15 @@ class WriterLane:
                 job.error = error
                 connection.is_broken = True
             self._work, step = None, advance
-            # Also after an error, and before the connection is closed: an earlier statement of the pipeline may have
-            # committed.
-            self._guard = take_unsynced(connection.runner.connection) or self._guard
+            job.newest_commit = newest_commit(connection.runner.connection)
             if not connection.is_clean:
                 self._connection = None
                 connection.close()
         hit("sql.lane.run")
         return len(group)
 
-    def _open(self) -> SqlConnection:
-        connection = self._connection = self._pool.take_unsynced(self._target)
+    def _open(self, target: SqlTarget) -> SqlConnection:
+        connection = self._connection = self._pool.take_unsynced(target)
         return connection
 
     async def finish(self) -> None:
@@ -202,7 +205,8 @@ class WriterLane:
             connection.close()
 
 
-def _sync(guard: PageGuard) -> None:
-    """Wait until a commit, and those before it, are durable here and, where the mode requires it, in the archive."""
-    guard.result()
+def _sync(commits: Iterable[PageGuard]) -> None:
+    """Wait until commits, and those before them, are durable here and, where the mode requires it, in the archive."""
+    for commit in commits:
+        commit.result()
     hit("sql.lane.synced")

@@ -229,6 +229,8 @@ class WebServer:
                 watched.sample()
             except QuireError as error:
                 emit("info", "web.sample_failed", error=error.what)
+            except Exception as error:  # if the loop ended, the history would stand still
+                emit("error", "web.bug", where="history", error=f"{type(error).__name__}: {error}")
             stopping.wait(self._settings.http_sample_seconds)
 
     # ── closing ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.core.errors import OutOfRange
+from quire.core.events import emit
 from quire.service.version_address import DatabaseVersion, base_name, parse_version
 from quire.service.web.answers import error_answer
 from quire.service.web.context import WebContext
@@ -64,8 +65,11 @@ class VersionFiles:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            if self.versions.now:
-                await self._context.call(self.versions.close_idle)
+            try:
+                if self.versions.now:
+                    await self._context.call(self.versions.close_idle)
+            except Exception as error:  # if the loop ended, versions would stay open
+                emit("error", "web.bug", where="versions", error=f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """Close every version."""
