@@ -32,6 +32,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from quire.core.clock import Clock
 from quire.core.errors import (
     DatabaseTombstoned,
     InternalError,
@@ -114,7 +115,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
     """Raise `InvalidInput` if the target has data of another program or mirror."""
     with ctx.manifest.read() as txn:
-        state = target_of(txn, mirror_id, mirror, ctx.clock.now_ms()).read()
+        state = target_of(txn, mirror_id, mirror, ctx.clock).read()
     if state is not None and (state.files or state.batch_id):
         raise _not_ours(mirror)
 
@@ -124,10 +125,10 @@ def _not_ours(mirror: MirrorRecord) -> InvalidInput:
     return InvalidInput("the target belongs to something else", hint=hint, target=mirror.target, mirror=mirror.name)
 
 
-def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, now_ms: int) -> Target:
+def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, clock: Clock) -> Target:
     """Return the target of a mirror. Its log identifies a mirror by store and number: that of a clone is a different one."""
     own = {name: value for name, value in mirror.options.items() if name not in OWN_OPTIONS}
-    return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, now_ms)
+    return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, clock)
 
 
 @dataclass(slots=True)
@@ -157,7 +158,7 @@ class _PlannedRun:
             if record is None:
                 raise NotFound("the mirror was dropped", hint="`quire mirror ls` lists them", mirror_id=mirror_id)
             self._mirror = record
-            self._target = target_of(txn, mirror_id, record, ctx.clock.now_ms())
+            self._target = target_of(txn, mirror_id, record, ctx.clock)
 
     def release(self) -> None:
         """Release the lease on the versions that were read."""
