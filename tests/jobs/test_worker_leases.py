@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import structlog
 
+from quire.core.errors import IllegalTransition
 from quire.jobs import handler
 from quire.jobs import leases as leases_module
 from quire.jobs.context import JobContext
@@ -112,6 +113,37 @@ def test_a_lost_lease_interrupts_the_handler(local_store: JobStore, cause: str) 
                 local_store.manifest.jobs.expire()
         assert blocking.interrupted.wait(60)
     assert state(local_store, job_id) is (JobState.CANCELLED if cause == "cancelled" else JobState.PENDING)
+
+
+@pytest.mark.parametrize("noticed_by", ["renewal", "commit"])
+def test_a_caller_that_has_lost_its_job_does_not_cancel_the_attempt_of_another_worker(
+    local_store: JobStore, noticed_by: str
+) -> None:
+    """Hazard: a call that waits for its job cancelled the job after its own attempt had failed, although another worker had
+    taken the job, and raised an internal exception without a message."""
+    jobs, job_id = local_store.manifest.jobs, enqueue(local_store)
+
+    def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        while state(local_store, job_id) is JobState.IN_FLIGHT:  # a heartbeat may renew in between
+            local_store.clock.advance(LEASE_SECONDS)
+            jobs.expire()
+        assert jobs.claim_job(job_id, "another worker") is not None
+        if noticed_by == "commit":
+            commit_step(ctx, job, [])
+
+        def never() -> bool:
+            progress(1, 2)  # raises when the keeper has noticed
+            return False
+
+        eventually(never)
+        return Completed()
+
+    with pytest.raises(IllegalTransition):
+        worker_with(local_store, work, lease_seconds=0.2).run(job_id, reraise=True)
+    assert state(local_store, job_id) is JobState.IN_FLIGHT
+    lease = local_store.job(job_id).lease
+    assert lease is not None
+    assert lease.worker == "another worker"
 
 
 def test_a_slot_does_not_act_for_another_slot_of_its_worker(local_store: JobStore) -> None:
