@@ -10,13 +10,14 @@ import structlog
 from quire.core.errors import IllegalTransition
 from quire.jobs import handler
 from quire.jobs import leases as leases_module
+from quire.jobs.batches import BatchRun
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import BACKOFF_SECONDS, LEASE_SECONDS, Job
 from quire.manifest.ops.jobs import RenewJobLease
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.records import JobState
+from quire.manifest.records import JobKind, JobState
 from tests.jobs.handlers import BlockingHandler, enqueue, running, state, worker_with
 from tests.jobs.job_store import JobStore
 from tests.manifest.helpers import eventually
@@ -98,6 +99,33 @@ def test_a_renewal_that_comes_after_the_result_is_not_reported_as_a_lost_lease(l
     structlog.reset_defaults()
     assert [leased.lost for leased in held] == [False, True]
     assert [entry["job_id"] for entry in logs if entry["event"] == "job.lease_taken"] == [held[1].job.job_id]
+
+
+def test_leases_of_many_jobs_are_counted_from_their_own_commits(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: all claims of a run, and all renewals of a beat, had the same expiry. If committing them took most of a lease,
+    the last ones expired before they were renewed, and other workers took the jobs."""
+    manifest, submit = local_store.manifest, local_store.manifest.submit
+    monkeypatch.setattr(handler, "PIPELINE", 1)
+    run: BatchRun[leases_module.LeasedJob] = BatchRun(manifest, JobKind.RETENTION, leases_module.LeasedJob)
+    job_ids = run.enqueue([local_store.database(f"db-{number}") for number in range(3)])
+
+    def slow(ops: Any) -> Any:
+        local_store.clock.advance(20)
+        return submit(ops)
+
+    def remaining_seconds() -> list[float]:
+        leases = [local_store.job(job_id).lease for job_id in job_ids]
+        return [(lease.expires_at_ms - lease.heartbeat_at_ms) / 1000 for lease in leases if lease is not None]
+
+    monkeypatch.setattr(manifest, "submit", slow)
+    assert run.claim(job_ids) == job_ids
+    assert remaining_seconds() == [LEASE_SECONDS - 20] * 3
+    for leased in run.held.values():
+        leased.renewed_at -= LEASE_SECONDS
+    run.leases.beat()
+    assert remaining_seconds() == [LEASE_SECONDS - 20] * 3
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "expired"])
