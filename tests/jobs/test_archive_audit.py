@@ -6,16 +6,21 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
+from quire.archive import base_writer
+from quire.archive.format import CommitEvent, decode_object
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
+from quire.jobs.archive_audit import audit as audit_module
 from quire.jobs.archive_audit.audit import GRACE_MS, ArchiveAudit
 from quire.manifest import tables as t
 from quire.manifest.ops.plans import AbandonPlan
 from quire.manifest.records import JobKind
+from quire.manifest.row_image import RowImage
 from quire.store.heavy import audit_bucket
 from quire.store.store import Store
 from quire.testing.clock import ManualClock
@@ -226,6 +231,36 @@ def test_objects_written_after_a_takeover_are_read_and_their_epoch_is_not_abando
     missing = bucket.files("/e/00000002/")[0]
     missing.unlink()
     assert [row["state"] for row in bucket.audit().problems] == ["MISSING"], missing
+
+
+def test_the_parts_of_a_base_are_applied_one_at_a_time(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the audit held all rows of a base that follows a takeover in memory, as many as the manifest has."""
+    quire.restore(bucket.url, tmp_path / "restored", takeover=True, clock=bucket.clock)
+    monkeypatch.setattr(base_writer, "OBJECT_BYTES", 1)
+    with bucket.open(tmp_path / "restored") as store:
+        _insert_rows(store, 3)
+    unapplied, most = 0, 0
+    apply = RowImage.apply
+
+    def count_decoded(data: bytes, key: str) -> Any:
+        nonlocal unapplied, most
+        header, events = decode_object(data, key)
+        unapplied += any(isinstance(event, CommitEvent) for event in events)
+        most = max(most, unapplied)
+        return header, events
+
+    def count_applied(self: RowImage, *arguments: Any, **options: Any) -> None:
+        nonlocal unapplied
+        unapplied = 0
+        apply(self, *arguments, **options)
+
+    monkeypatch.setattr(audit_module, "decode_object", count_decoded)
+    monkeypatch.setattr(RowImage, "apply", count_applied)
+    assert bucket.audit().is_sound
+    assert len(bucket.files("/base/")) > 3
+    assert most == 1
 
 
 def test_objects_written_before_an_owner_was_killed_are_not_orphans(bucket: Bucket, tmp_path: Path) -> None:

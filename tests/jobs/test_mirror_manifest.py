@@ -1,14 +1,20 @@
-"""The manifest of a Parquet mirror: its documentation page, its round trip, and the detection of damage."""
+"""The manifest of a Parquet mirror: its documentation page, its round trip, the detection of damage, and how long it keeps
+files that were replaced."""
 
 from __future__ import annotations
 
+import os
 import re
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quire
 from quire.core.errors import Corruption, FormatTooNew, QuireError
+from quire.durable.failpoints import armed
 from quire.jobs.mirror.parquet_target import (
     FORMAT,
     ManifestFile,
@@ -19,6 +25,8 @@ from quire.jobs.mirror.parquet_target import (
     encode_digest,
 )
 from quire.jobs.mirror.run import TYPES
+from quire.testing.clock import ManualClock
+from tests.jobs.mirrored_store import MirroredStore, fill, quiet_settings
 from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "mirror-manifest.md").read_text("utf-8")
@@ -77,3 +85,33 @@ def test_newer_fields_are_ignored_and_newer_formats_refused() -> None:
         decode(encode_digest(data % (FORMAT + 1)), "newer")
     with pytest.raises(Corruption):
         decode(encode_digest(b'{"digest":""}'), "empty")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "delta"])
+def test_replaced_files_are_kept_from_the_commit_on_however_long_the_run_took(tmp_path: Path, kind: str) -> None:
+    """Hazard: the removal of a file was dated at the start of its run. After a run as long as `keep_seconds`, the next one
+    deleted files that queries had begun to read moments before."""
+    mirror, clock = MirroredStore(tmp_path, kind), ManualClock()
+    if kind == "parquet":
+        mirror.options = {"keep_seconds": "3600"}
+    with quire.open(tmp_path / "store", settings=quiet_settings(), clock=clock) as store:
+        fill(store, "tenant-1")
+        mirror.define(store)
+        mirror.run(store)
+        with closing(store.sqlite("tenant-1")) as connection:
+            connection.execute("DELETE FROM orders WHERE id = 1")
+        with armed("jobs.mirror.written", lambda _: clock.advance(7_200)):
+            mirror.run(store)
+        removed_at = clock.now_ms()
+        if kind == "delta":
+            log = "".join(path.read_text() for path in (tmp_path / "lake" / "_delta_log").glob("*.json"))
+            assert re.findall(r'"deletionTimestamp":(\d+)', log) == [str(removed_at)]
+            return
+        data = tmp_path / "lake" / "data"
+        for path in data.iterdir():
+            os.utime(path, (1, 1))
+        for seconds, kept in ((60, 3), (3_600, 3)):
+            clock.advance(seconds)
+            fill(store, f"tenant-after-{seconds}")
+            mirror.run(store)
+            assert len(list(data.iterdir())) == kept, "the replaced file is deleted an hour after the commit"

@@ -271,9 +271,9 @@ def test_a_verdict_on_an_artifact_moved_during_the_second_check_does_not_count(l
     local_store.ctx = replace(local_store.ctx, disk=EventDisk(hide_file, evict))
     local_store.worker_of().drain()
     assert local_store.row(key).residency is EVICTED
-    assert states(local_store, key) == [VerifyState.UNVERIFIED], "the verdict that it is missing does not count"
-    assert local_store.job(job_id).result["missing"] == 0
-    assert local_store.succeed(request_verification(local_store))["verified"] == 1
+    assert states(local_store, key) == [VERIFIED], "only the verdict on its present place counts"
+    result = local_store.job(job_id).result
+    assert (result["verified"], result["missing"], result["complete"]) == (1, 0, True)
     local_store.assert_settled()
 
 

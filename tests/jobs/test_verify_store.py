@@ -10,6 +10,7 @@ import pytest
 from quire.core.errors import ObjectStoreUnavailable
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import GIB, MIB
+from quire.durable.failpoints import armed
 from quire.jobs.locations import ArtifactLocation
 from quire.jobs.runner import Runners, ThreadRunner
 from quire.jobs.verify import job as verify_module
@@ -87,6 +88,40 @@ def test_after_its_time_limit_the_next_job_continues_with_the_oldest(
     job_store.succeed(request_verification(job_store, max_age_seconds=1e6, max_duration_seconds=15.0))
     assert len([key for key in keys if job_store.row(key).verified_at_ms]) == 4
     assert len(verified_first) == 2
+
+
+def test_an_artifact_deleted_during_the_run_leaves_the_verification_complete(
+    job_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an artifact that was deleted between the plan and its wave counted as not verified, so that neither the manifest
+    nor logs nor key-value tables were read, in every verification of a busy store."""
+    monkeypatch.setattr(verify_module, "WAVE_ARTIFACTS", 1)
+    db_id = job_store.database()
+    job_store.chunks(db_id, 1, 2, 3)
+    job_id = request_verification(job_store)
+    first_call = iter([True])
+
+    def replace_chunk(_: str) -> None:
+        if next(first_call, False):
+            job_store.clock.advance(1)
+            job_store.chunks(db_id, 3)  # the old chunk is about to be deleted
+
+    with armed("jobs.verify.looked", replace_chunk):
+        result = job_store.succeed(job_id)
+    assert (result["verified"], result["left"], result["complete"]) == (2, 0, True)
+    assert result["kinds"]["manifest"]["files"] == 1
+
+
+def test_more_artifacts_than_one_plan_holds_are_verified_in_one_job(
+    job_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a verification without a time limit ended after the artifacts of its first plan, and never read the manifest,
+    logs and key-value tables of a large store."""
+    monkeypatch.setattr(verify_module, "PLANNED_MAX", 3)
+    keys = fill(job_store)
+    result = job_store.succeed(request_verification(job_store))
+    assert (result["verified"], result["left"], result["complete"]) == (len(keys), 0, True)
+    assert result["kinds"]["manifest"]["files"] == 1
 
 
 def test_an_unavailable_object_store_fails_the_attempt_and_nothing_is_reported_missing(

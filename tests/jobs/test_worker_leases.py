@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import structlog
 
+from quire.core.errors import IllegalTransition
 from quire.jobs import handler
 from quire.jobs import leases as leases_module
+from quire.jobs.batches import BatchRun
 from quire.jobs.context import JobContext
 from quire.jobs.handler import Completed, Outcome, Progress, commit_step
 from quire.manifest import tables as t
 from quire.manifest.jobqueue import BACKOFF_SECONDS, LEASE_SECONDS, Job
 from quire.manifest.ops.jobs import RenewJobLease
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.records import JobState
+from quire.manifest.records import JobKind, JobState
 from tests.jobs.handlers import BlockingHandler, enqueue, running, state, worker_with
 from tests.jobs.job_store import JobStore
 from tests.manifest.helpers import eventually
@@ -99,6 +101,33 @@ def test_a_renewal_that_comes_after_the_result_is_not_reported_as_a_lost_lease(l
     assert [entry["job_id"] for entry in logs if entry["event"] == "job.lease_taken"] == [held[1].job.job_id]
 
 
+def test_leases_of_many_jobs_are_counted_from_their_own_commits(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: all claims of a run, and all renewals of a beat, had the same expiry. If committing them took most of a lease,
+    the last ones expired before they were renewed, and other workers took the jobs."""
+    manifest, submit = local_store.manifest, local_store.manifest.submit
+    monkeypatch.setattr(handler, "PIPELINE", 1)
+    run: BatchRun[leases_module.LeasedJob] = BatchRun(manifest, JobKind.RETENTION, leases_module.LeasedJob)
+    job_ids = run.enqueue([local_store.database(f"db-{number}") for number in range(3)])
+
+    def slow(ops: Any) -> Any:
+        local_store.clock.advance(20)
+        return submit(ops)
+
+    def remaining_seconds() -> list[float]:
+        leases = [local_store.job(job_id).lease for job_id in job_ids]
+        return [(lease.expires_at_ms - lease.heartbeat_at_ms) / 1000 for lease in leases if lease is not None]
+
+    monkeypatch.setattr(manifest, "submit", slow)
+    assert run.claim(job_ids) == job_ids
+    assert remaining_seconds() == [LEASE_SECONDS - 20] * 3
+    for leased in run.held.values():
+        leased.renewed_at -= LEASE_SECONDS
+    run.leases.beat()
+    assert remaining_seconds() == [LEASE_SECONDS - 20] * 3
+
+
 @pytest.mark.parametrize("cause", ["cancelled", "expired"])
 def test_a_lost_lease_interrupts_the_handler(local_store: JobStore, cause: str) -> None:
     blocking, job_id = BlockingHandler(), enqueue(local_store)
@@ -112,6 +141,37 @@ def test_a_lost_lease_interrupts_the_handler(local_store: JobStore, cause: str) 
                 local_store.manifest.jobs.expire()
         assert blocking.interrupted.wait(60)
     assert state(local_store, job_id) is (JobState.CANCELLED if cause == "cancelled" else JobState.PENDING)
+
+
+@pytest.mark.parametrize("noticed_by", ["renewal", "commit"])
+def test_a_caller_that_has_lost_its_job_does_not_cancel_the_attempt_of_another_worker(
+    local_store: JobStore, noticed_by: str
+) -> None:
+    """Hazard: a call that waits for its job cancelled the job after its own attempt had failed, although another worker had
+    taken the job, and raised an internal exception without a message."""
+    jobs, job_id = local_store.manifest.jobs, enqueue(local_store)
+
+    def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
+        while state(local_store, job_id) is JobState.IN_FLIGHT:  # a heartbeat may renew in between
+            local_store.clock.advance(LEASE_SECONDS)
+            jobs.expire()
+        assert jobs.claim_job(job_id, "another worker") is not None
+        if noticed_by == "commit":
+            commit_step(ctx, job, [])
+
+        def never() -> bool:
+            progress(1, 2)  # raises when the keeper has noticed
+            return False
+
+        eventually(never)
+        return Completed()
+
+    with pytest.raises(IllegalTransition):
+        worker_with(local_store, work, lease_seconds=0.2).run(job_id, reraise=True)
+    assert state(local_store, job_id) is JobState.IN_FLIGHT
+    lease = local_store.job(job_id).lease
+    assert lease is not None
+    assert lease.worker == "another worker"
 
 
 def test_a_slot_does_not_act_for_another_slot_of_its_worker(local_store: JobStore) -> None:

@@ -4,7 +4,7 @@ Rules
   1. Artifacts not verified for the longest time come first, and the manifest records when each was verified: a nightly run with
      `--max-duration` covers everything over several days.
   2. The exit code is 1 if something is missing or altered now, no matter when that was found; with `--audit` also if a count, a
-     head or a floor differs from what rows add up to.
+     head or a floor differs from what rows add up to. A run that `--max-duration` ends is no problem: it did what was asked.
   3. `--report` writes a table of all damage (and, with `--orphans`, of objects that no row refers to) as Parquet.
 """
 
@@ -48,7 +48,8 @@ def verify(
     """Read every stored byte and compare it with the manifest.
 
     This covers chunks, deltas, WAL segments, streams and their logs, key-value tables, logs, snapshots and backups, and the
-    manifest itself, on disk and in the object store. The exit code is 1 if data is missing or altered.
+    manifest itself, on disk and in the object store. The exit code is 1 if data is missing or altered, and 0 if
+    --max-duration ended the run before it found any.
     """
     need_runner(runner)
     age = parse_duration(max_age, "--max-age") if max_age else 0
@@ -97,7 +98,7 @@ def _verdict(
 
     files = file_problems(result)
     if not result["complete"]:
-        facts["not read"] = "manifest, logs and key-value sets: the time limit was reached"
+        facts["not read"] = "manifest, logs and key-value sets: `--max-duration` was reached"
     if swept:
         facts["orphaned objects"] = f"{swept['orphaned']:,} ({size(swept['bytes'])}), {swept['deleted']:,} deleted"
         data |= {"orphaned": swept["orphaned"], "deleted": swept["deleted"], "orphans": strays}

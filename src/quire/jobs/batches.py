@@ -84,9 +84,13 @@ class BatchRun(Generic[H]):
 
     def claim(self, job_ids: Sequence[int]) -> list[int]:
         """Claim the jobs that no worker holds; return their ids."""
-        expires, taken = self.leases.expires_at_ms(), []
-        batches = ((job_id, [StartJob(job_id, self._holder, expires)]) for job_id in job_ids if job_id)
-        for job_id, error in self.commit(batches):
+        taken: list[int] = []
+
+        def start(job_id: int) -> StartJob:
+            # When the batch is submitted: the first of very many leases may expire before the last one is taken.
+            return StartJob(job_id, self._holder, self.leases.expires_at_ms())
+
+        for job_id, error in self.commit((job_id, [start(job_id)]) for job_id in job_ids if job_id):
             if error is None:
                 job = self._manifest.jobs.get(job_id)
                 self.held[job.db_id] = leased = self._hold(job)

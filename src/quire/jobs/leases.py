@@ -82,9 +82,15 @@ class LeaseKeeper:
     def beat(self) -> None:
         """Renew the leases that are due."""
         due = [leased for leased in self._held() if leased.is_due(self._lease_seconds)]
-        # Built once: the working thread moves `done` and `total` meanwhile, and `written` must be what was committed.
-        renewals = {leased: self.renewal(leased) for leased in due}
-        for leased, error in commit_each(self._manifest, ((leased, [op]) for leased, op in renewals.items())):
+        renewals: dict[LeasedJob, RenewJobLease] = {}
+
+        def renew(leased: LeasedJob) -> RenewJobLease:
+            # Built once: the working thread moves `done` and `total` meanwhile, and `written` must be what was committed.
+            # Not before it is submitted: with very many jobs, the time at the start of the beat may be long ago.
+            renewals[leased] = self.renewal(leased)
+            return renewals[leased]
+
+        for leased, error in commit_each(self._manifest, ((leased, [renew(leased)]) for leased in due)):
             if error is None:
                 leased.renewed_at, leased.written = time.monotonic(), (renewals[leased].done, renewals[leased].total)
             elif isinstance(error, (IllegalTransition, UnknownJob)):

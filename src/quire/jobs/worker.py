@@ -158,7 +158,7 @@ class Worker:
         """Run one job in this thread, unless another worker has it; return whether it was run.
 
         `handler` replaces the registered handler, and `watch` also receives the progress. With `reraise`, a failed attempt is
-        the last one: the job is cancelled, and its error is raised here.
+        the last one: the job is cancelled, unless another worker has taken it, and its error is raised here.
         """
         # A name per claim, not per worker: renewals and `commit_step` compare it, so a slot that has lost its job
         # cannot act for another slot of this worker that has the job now.
@@ -172,8 +172,10 @@ class Worker:
             )
             self._run_leased(running)
         if reraise and running.error is not None:
-            with suppress(IllegalTransition):  # it has already failed permanently
-                jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
+            # Another worker that has taken the job meanwhile has begun the next attempt, which goes on.
+            with suppress(IllegalTransition, UnknownJob):  # it has already failed permanently, or was cancelled
+                if jobs.get(job_id).record.attempt == job.record.attempt:
+                    jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
             raise running.error
         return True
 
@@ -234,8 +236,12 @@ class Worker:
             hit("jobs.worker.claimed")
             with span("Job.run", job_id=job.job_id, kind=job.kind.name.lower(), db_id=job.db_id):
                 self._attempt(running)
-        except Interrupted as error:
-            running.error = error
+        except Interrupted:
+            running.error = IllegalTransition(
+                "the job was interrupted: it was cancelled or taken by another worker, or this worker was stopped",
+                hint=f"`quire jobs show {job.job_id}` shows its state",
+                job_id=job.job_id,
+            )
             if not running.lost:
                 self._put_back(job)
         except (KeyboardInterrupt, SystemExit):  # the user ends a `drain`: the job has not failed

@@ -205,13 +205,7 @@ def _read_log(log_pass: _LogPass, line: Line, oldest: Oldest, rows: RowImage, pr
         for epoch, numbers in epochs
     ]
     total, done = sum(len(numbers) for _, numbers in spans), 0
-    for key, _, _ in oldest.base.parts:
-        try:
-            events = decode_object(log_pass.store.get(key), key)[1]
-        except (Corruption, ObjectNotFound):  # reported later, when its digest is compared
-            log_pass.is_whole = False
-            continue
-        _take(log_pass, events, rows)
+    _take_objects(log_pass, (key for key, _, _ in oldest.base.parts), rows)
     _take_base(log_pass, oldest.base)
     for epoch, numbers in spans:
         digest: bytes | None = None
@@ -280,19 +274,24 @@ def _take(log_pass: _LogPass, events: Iterable[Any], rows: RowImage) -> list[Art
     return changed
 
 
+def _take_objects(log_pass: _LogPass, keys: Iterable[str], rows: RowImage) -> None:
+    """Take the events of these objects. One object is in memory at a time: a base is as large as the manifest."""
+    for key in keys:
+        try:
+            events = decode_object(log_pass.store.get(key), key)[1]
+        except (Corruption, ObjectNotFound):  # reported when its digest is compared, or when it is read as a log object
+            log_pass.is_whole = False
+            continue
+        _take(log_pass, events, rows)
+
+
 def _begin_again(log_pass: _LogPass, base: BaseEvent, named_by: Position, rows: RowImage) -> None:
     """Replace the rows with those of a base and of the log from its first object on, as a restore does. Changes before the base
     may be missing from the log: those of a takeover, and of an owner that died or had to drop its backlog."""
     log_pass.is_broken = False
     logs = (log_key(log_pass.store_id, Position(named_by.epoch, n)) for n in range(base.first_log, named_by.number + 1))
-    events: list[Any] = []
-    for key in (*(part for part, _, _ in base.parts), *logs):
-        try:
-            events += decode_object(log_pass.store.get(key), key)[1]
-        except (Corruption, ObjectNotFound):  # reported when it is read as a part or as a log object
-            log_pass.is_whole = False
     rows.replace(())
-    _take(log_pass, events, rows)
+    _take_objects(log_pass, (*(part for part, _, _ in base.parts), *logs), rows)
     with rows.read() as txn:
         _take_retired(log_pass, txn)
         for artifact, row in artifacts(txn):

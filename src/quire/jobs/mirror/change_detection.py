@@ -43,6 +43,8 @@ class Differences:
     gone: dict[int, MirrorDatabaseRecord]
     followed: int
     """Number of databases that the mirror follows."""
+    damaged: Collection[int]
+    """Those of them that are closed because their rows are damaged, or that may be: their rows cannot be read."""
 
 
 def differences(
@@ -53,18 +55,28 @@ def differences(
 
     A database that is closed because its rows are damaged stays unchanged in the target.
     """
-    refused, changed, same = txn.refused_databases(), list[LiveDatabase](), set[int]()
+    unreadable, damaged = txn.damaged_databases(), set[int]()
+    changed, same = list[LiveDatabase](), set[int]()
     for db_id, record in txn.databases():
+        is_damaged = unreadable.pop(db_id, None) is not None
         is_followed = record.kind is DbKind.PAGES and not record.is_dropped
         if not is_followed or not _matches(record.name, mirror.databases):
             continue
-        row, lsn = held.get(db_id), None if db_id in refused else newest_version(txn, db_id, newest)
-        if db_id in refused or (row is not None and (row.name, row.lsn) == (record.name, lsn)):
+        if is_damaged:
+            damaged.add(db_id)
+            continue
+        row, lsn = held.get(db_id), newest_version(txn, db_id, newest)
+        if row is not None and (row.name, row.lsn) == (record.name, lsn):
             same.add(db_id)
         else:
             changed.append(LiveDatabase(db_id, record.name, lsn))
-    kept = same | {database.db_id for database in changed}
-    return Differences(changed, {db_id: row for db_id, row in held.items() if db_id not in kept}, len(kept))
+    # The rows of the others cannot be decoded. Only the index of names says whose they are, unless it is damaged too.
+    damaged.update(
+        db_id for db_id, name in unreadable.items() if db_id in held or not name or _matches(name, mirror.databases)
+    )
+    kept = same | damaged | {database.db_id for database in changed}
+    gone = {db_id: row for db_id, row in held.items() if db_id not in kept}
+    return Differences(changed, gone, len(kept), damaged)
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:

@@ -16,6 +16,7 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.schema import PrimitiveType
 from deltalake.transaction import AddAction, RemoveAction
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, StalePlan
 from quire.jobs.mirror.run import Column, WrittenFile, arrow_schema
 from quire.jobs.mirror.target import FileSize, TargetState, require_same
@@ -26,18 +27,18 @@ _MAPPED = frozenset(" ,;{}()\n\t=")
 FROM_DELTA = {delta: name for name, delta in TO_DELTA.items()}
 
 
-def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> DeltaTarget:
+def open_table(where: str, app_id: str, options: Mapping[str, str], clock: Clock) -> DeltaTarget:
     """Open the table in this directory."""
-    return DeltaTarget(where, app_id, options, now_ms)
+    return DeltaTarget(where, app_id, options, clock)
 
 
 class DeltaTarget:
     """A target that is a Delta table."""
 
-    def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
+    def __init__(self, location: str, app_id: str, options: Mapping[str, str], clock: Clock) -> None:
         self.location = location
         self._app_id = app_id
-        self._now_ms = now_ms
+        self._clock = clock
         self._storage = dict(options) or None
         self._table: DeltaTable | None = None
         self._state: TargetState | None = None
@@ -103,10 +104,12 @@ class DeltaTarget:
         assert state is not None, "the table was read"
         if batch_id <= (table.transaction_version(self._app_id) or 0) or not state.files.keys() >= set(remove):
             raise StalePlan("the target holds a different batch", hint="plan it again", target=self.location)
+        # Not the start of the run: `VACUUM` counts its retention from here.
+        at_ms = self._clock.now_ms()
         actions: list[AddAction | RemoveAction] = [
-            AddAction(file.path, file.size_bytes, {}, self._now_ms, True, file.stats) for file in add
+            AddAction(file.path, file.size_bytes, {}, at_ms, True, file.stats) for file in add
         ]
-        actions += [RemoveAction(path, True, self._now_ms, state.files[path].size_bytes, {}) for path in remove]
+        actions += [RemoveAction(path, True, at_ms, state.files[path].size_bytes, {}) for path in remove]
         properties = CommitProperties(
             custom_metadata={"quire.mirror": self._app_id, "quire.batch": str(batch_id)},
             max_commit_retries=0,

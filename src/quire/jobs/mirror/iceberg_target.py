@@ -34,6 +34,7 @@ from pyiceberg.types import (
     StringType,
 )
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidInput, StalePlan, Unavailable
 from quire.jobs.mirror.run import Column, WrittenFile
 from quire.jobs.mirror.target import FileSize, TargetState, require_same
@@ -56,7 +57,7 @@ def open_table(
     where: str,
     app_id: str,
     options: Mapping[str, str],
-    now_ms: int,  # noqa: ARG001 - all targets are opened with the same arguments
+    clock: Clock,  # noqa: ARG001 - all targets are opened with the same arguments
 ) -> IcebergTarget:
     """Open the table with this name: CATALOG.NAMESPACE.TABLE."""
     return IcebergTarget(where, app_id, options)

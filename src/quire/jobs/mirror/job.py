@@ -16,7 +16,11 @@ Files contain whole databases. A database that changed is written again complete
 from there. If another program rewrites the target's files and keeps their rows (compaction), the mirror follows: it counts the
 rows, and reads which databases the unknown files contain.
 
-Threads: any. Raises what targets raise; `InvalidInput` for a table that another program, or another mirror, has made.
+A database whose rows in the manifest are damaged keeps its rows in the target. While the mirror follows such a database, a run
+that would have to write everything again fails, because it would remove them.
+
+Threads: any. Raises what targets raise; `InvalidInput` for a table that another program, or another mirror, has made;
+`ManifestDamaged` as above.
 """
 
 from __future__ import annotations
@@ -28,7 +32,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.core.errors import DatabaseTombstoned, InternalError, InvalidConfig, InvalidInput, NotFound, StalePlan
+from quire.core.clock import Clock
+from quire.core.errors import (
+    DatabaseTombstoned,
+    InternalError,
+    InvalidConfig,
+    InvalidInput,
+    ManifestDamaged,
+    NotFound,
+    StalePlan,
+)
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable.failpoints import hit
@@ -102,7 +115,7 @@ def mirror_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
 def check_target(ctx: JobContext, mirror_id: int, mirror: MirrorRecord) -> None:
     """Raise `InvalidInput` if the target has data of another program or mirror."""
     with ctx.manifest.read() as txn:
-        state = target_of(txn, mirror_id, mirror, ctx.clock.now_ms()).read()
+        state = target_of(txn, mirror_id, mirror, ctx.clock).read()
     if state is not None and (state.files or state.batch_id):
         raise _not_ours(mirror)
 
@@ -112,10 +125,10 @@ def _not_ours(mirror: MirrorRecord) -> InvalidInput:
     return InvalidInput("the target belongs to something else", hint=hint, target=mirror.target, mirror=mirror.name)
 
 
-def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, now_ms: int) -> Target:
+def target_of(txn: ReadTxn, mirror_id: int, mirror: MirrorRecord, clock: Clock) -> Target:
     """Return the target of a mirror. Its log identifies a mirror by store and number: that of a clone is a different one."""
     own = {name: value for name, value in mirror.options.items() if name not in OWN_OPTIONS}
-    return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, now_ms)
+    return open_target(mirror.target, f"quire-mirror/{txn.store_id()}/{mirror_id:016x}", own, clock)
 
 
 @dataclass(slots=True)
@@ -145,7 +158,7 @@ class _PlannedRun:
             if record is None:
                 raise NotFound("the mirror was dropped", hint="`quire mirror ls` lists them", mirror_id=mirror_id)
             self._mirror = record
-            self._target = target_of(txn, mirror_id, record, ctx.clock.now_ms())
+            self._target = target_of(txn, mirror_id, record, ctx.clock)
 
     def release(self) -> None:
         """Release the lease on the versions that were read."""
@@ -175,6 +188,8 @@ class _PlannedRun:
         }
         # A full load replaces all files, whoever wrote them, and records the databases that are gone.
         if is_full:
+            if state.files and plan.differ.damaged:
+                raise self._would_remove(plan.differ.damaged)
             with self._ctx.manifest.read() as txn:
                 before = held_databases(txn, self._mirror_id)
             gone = {db_id: row for db_id, row in before.items() if db_id not in plan.views}
@@ -196,6 +211,17 @@ class _PlannedRun:
         hit("jobs.mirror.committed")
         self._adopt(batch_id)
         return {**done, "batch_id": batch_id, "copied": plan.copied, **_sizes(plan.files, removed)}
+
+    def _would_remove(self, damaged: Iterable[int]) -> ManifestDamaged:
+        """Return the error of a full load that cannot read these databases: the target may have the last copy of their rows."""
+        with self._ctx.manifest.read() as txn:
+            names = [txn.indexed_name(db_id) or f"#{db_id}" for db_id in sorted(damaged)]
+        return ManifestDamaged(
+            "the target must be written again as a whole, which would remove the rows of databases that are damaged",
+            hint="repair or drop these databases first; `quire manifest check` shows what to do",
+            mirror=self._mirror.name,
+            databases=some_names(names, len(names)),
+        )
 
     # ── state of the target ───────────────────────────────────────────────────────────────────────────────────────────
     def _agree(self, state: TargetState, *, full: bool) -> tuple[Held, bool]:

@@ -17,6 +17,7 @@ from contextlib import closing
 
 import msgspec
 
+from quire.core.clock import Clock
 from quire.core.errors import AlreadyExists, Corruption, FormatTooNew, InvalidInput, ObjectNotFound, StalePlan
 from quire.durable.failpoints import hit
 from quire.jobs.mirror.run import Column, WrittenFile
@@ -97,18 +98,18 @@ _END = b'"}'
 _HINT = "remove the damaged version: the next run continues from the one before it"
 
 
-def open_table(where: str, app_id: str, options: Mapping[str, str], now_ms: int) -> ParquetTarget:
+def open_table(where: str, app_id: str, options: Mapping[str, str], clock: Clock) -> ParquetTarget:
     """Open the table in this directory."""
-    return ParquetTarget(where, app_id, options, now_ms)
+    return ParquetTarget(where, app_id, options, clock)
 
 
 class ParquetTarget:
     """A target that is a directory of Parquet files."""
 
-    def __init__(self, location: str, app_id: str, options: Mapping[str, str], now_ms: int) -> None:
+    def __init__(self, location: str, app_id: str, options: Mapping[str, str], clock: Clock) -> None:
         self.location = location if "://" in location else os.path.abspath(location)
         self._app_id = app_id
-        self._now_ms = now_ms
+        self._clock = clock
         keep = options.get("keep_seconds", str(KEEP_SECONDS))
         if unknown := set(options) - {"keep_seconds"}:
             raise InvalidInput("a Parquet target has no such option", hint="options: keep_seconds", options=unknown)
@@ -137,7 +138,7 @@ class ParquetTarget:
                 version=1,
                 app_id=self._app_id,
                 batch_id=0,
-                committed_at_ms=self._now_ms,
+                committed_at_ms=self._clock.now_ms(),
                 columns=[],
                 files=[],
             )
@@ -153,21 +154,23 @@ class ParquetTarget:
         before, gone = self._before(), set(remove)
         if batch_id <= before.batch_id or not gone <= {file.path for file in before.files}:
             raise StalePlan("the target holds a different batch", hint="plan it again", target=self.location)
-        horizon = self._now_ms - self._keep_ms
+        # Not the start of the run: queries read the replaced files until now, and have `keep_seconds` to finish.
+        at_ms = self._clock.now_ms()
+        horizon = at_ms - self._keep_ms
         kept = [file for file in before.files if file.path not in gone]
         removed = [file for file in before.removed if file.at_ms > horizon]
         after = msgspec.structs.replace(
             before,
             version=before.version + 1,
             batch_id=batch_id,
-            committed_at_ms=self._now_ms,
+            committed_at_ms=at_ms,
             files=[*kept, *(ManifestFile(file.path, file.size_bytes, file.rows) for file in add)],
-            removed=[*removed, *(RemovedFile(path, self._now_ms) for path in sorted(gone))],
+            removed=[*removed, *(RemovedFile(path, at_ms) for path in sorted(gone))],
         )
         self._put(after)
         with closing(open_store(self.location)) as store:
             # Only after this commit has won: what a losing plan would delete may be part of the winner's version.
-            self._tidy(store, after)
+            self._tidy(store, after, horizon)
 
     def _before(self) -> TableManifest:
         assert self._manifest is not None, "the table was read"
@@ -185,9 +188,8 @@ class ParquetTarget:
             store.put(NEWEST, data)
         self._manifest = manifest
 
-    def _tidy(self, store: DeletableStore, manifest: TableManifest) -> None:
+    def _tidy(self, store: DeletableStore, manifest: TableManifest, horizon: int) -> None:
         """Delete files unneeded for `keep_seconds`: replaced files, files of killed runs, old versions."""
-        horizon = self._now_ms - self._keep_ms
         needed = {file.path for file in manifest.files} | {file.path for file in manifest.removed}
         old = [
             file.key

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
+from quire.core.clock import Clock
 from quire.core.errors import InvalidConfig, InvalidInput, StalePlan
 from quire.core.packages import install_command
 from quire.jobs.mirror.run import Column, WrittenFile
@@ -82,7 +83,7 @@ def split_target(target: str) -> tuple[str, str]:
     return kind, where
 
 
-def open_target(target: str, app_id: str, options: Mapping[str, str], now_ms: int) -> Target:
+def open_target(target: str, app_id: str, options: Mapping[str, str], clock: Clock) -> Target:
     """Open the target with this URL; `app_id` identifies the mirror in the target's log."""
     kind, where = split_target(target)
     try:
@@ -93,5 +94,5 @@ def open_target(target: str, app_id: str, options: Mapping[str, str], now_ms: in
         raise InvalidConfig(
             f"{kind} needs the package {error.name}", hint=install_command("lakehouse"), target=target
         ) from error
-    opened: Target = module.open_table(where, app_id, options, now_ms)
+    opened: Target = module.open_table(where, app_id, options, clock)
     return opened

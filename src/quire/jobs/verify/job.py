@@ -6,19 +6,19 @@ Terms
   loose file   a file without a row that could keep a verdict: segments that are being written, key-value databases, backups,
                the manifest itself. It is read in every complete verification, and its problems are in the job's result
 
-The artifacts whose last verification is oldest come first. A verification ends when no artifact older than the horizon is left,
-or when its time (`max_duration_seconds`) is over. The result then has the number of artifacts left, and the next verification
-continues with them, because rows record when each artifact was verified. A crash anywhere leaves the verdicts that were
-committed.
+The artifacts whose last verification is oldest come first. A verification plans and reads until no artifact older than the
+horizon is left, or its time (`max_duration_seconds`) is over. The result then has the number of artifacts left, and the next
+verification continues with them, because rows record when each artifact was verified. A crash anywhere leaves the verdicts that
+were committed.
 
 A bad verdict needs a second check, against the current row, with the same outcome; it counts only if the artifact is still
 where its bytes were read, and is not about to be deleted. Artifacts about to be deleted and segments that are still written are
 skipped. Chunks of streams have no bytes of their own; their segments have a different form on each tier
 (`jobs/stream_verify`).
 
-An artifact that cannot be read does not prevent the verification of others, and gets no verdict; the attempt fails at its end,
-unless its time is over. An executor that does not see the store's files reads objects only; this process then verifies
-artifacts with files, and loose files.
+An artifact that cannot be read does not prevent the verification of others, and gets no verdict; the attempt fails at the end
+of the plan, unless its time is over. An executor that does not see the store's files reads objects only; this process then
+verifies artifacts with files, and loose files.
 
 Threads: the caller's, and the runner's. Raises what disk and object store raise.
 """
@@ -69,7 +69,7 @@ from quire.manifest.verification import artifacts, file_problems, shares_bytes
 from quire.stream.projection import witness_in
 
 PLANNED_MAX = 65_536
-"""Artifacts planned for one attempt: 4 TiB of full chunks. The next attempt finds the rest."""
+"""Artifacts in one plan: 4 TiB of full chunks. The job plans again until no artifact is left."""
 
 LISTED_MAX = 100
 """Damaged artifacts that a job's result lists; the rows have all of them."""
@@ -95,23 +95,34 @@ def verify_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         raise InvalidInput("a verification always covers the whole store", job_id=job.job_id, scope=given["scope"])
     max_age, max_duration = given["max_age_seconds"], given["max_duration_seconds"]
     began = ctx.clock.monotonic()
-    with ctx.manifest.read() as txn:
-        due = plan_aged(txn, job.record.created_at_ms, max_age)
+
+    def plan() -> Aged:
+        with ctx.manifest.read() as txn:
+            return plan_aged(txn, job.record.created_at_ms, max_age)
+
+    def is_over() -> bool:
+        return bool(max_duration) and ctx.clock.monotonic() - began >= max_duration
+
+    due = plan()
     runner = ctx.choose_runner(given["runner"], due.size_bytes, label="quire-verify")
     seen, done = Seen(), 0
-    for wave in waves(ctx, due.keys):
-        progress(done, due.left)
-        if max_duration and ctx.clock.monotonic() - began >= max_duration:
-            break
-        findings = _second_look(ctx, describe_artifacts(ctx, runner, wave, partial(progress, done, due.left)))
-        _count(seen, _publish(ctx, job, findings))
-        done += len(wave)
-    else:
-        if seen.first is not None:
-            raise seen.first
-    progress(done, due.left)
-    result = {**summary(seen), "left": due.left - done, "complete": done == due.left}
-    if not result["complete"]:
+    while due.left and not is_over():
+        total = done + due.left
+        for wave in waves(ctx, due.keys):
+            progress(done, total)
+            if is_over():
+                break
+            findings = _second_look(ctx, describe_artifacts(ctx, runner, wave, partial(progress, done, total)))
+            _count(seen, _publish(ctx, job, findings))
+            done += len(wave)
+        else:
+            if seen.first is not None:
+                raise seen.first
+        # Rows say what is left, not a count of what was read: artifacts are deleted and moved during the run.
+        due = plan()
+    progress(done, done + due.left)
+    result = {**summary(seen), "left": due.left, "complete": not due.left}
+    if due.left:
         return Completed(result)
     logs, looked = _verify_logs(ctx, progress, runner, deep=not max_age)
     counts = verify_files(ctx, runner, progress)
@@ -308,7 +319,7 @@ def _publish(ctx: JobContext, job: Job, findings: Sequence[ArtifactFinding]) -> 
     """Commit the verdicts, report the bad ones, and return the findings that count in the job's result.
 
     Verdicts on an artifact that has moved, or is about to be deleted, are dropped: a file that was evicted in the meantime is
-    not missing.
+    not missing. An artifact that has moved stays due, and is in the next plan.
     """
     # Never before the request, whatever the clock does: otherwise the artifact would stay due for ever.
     at_ms = max(ctx.clock.now_ms(), job.record.created_at_ms)
@@ -327,8 +338,8 @@ def _publish(ctx: JobContext, job: Job, findings: Sequence[ArtifactFinding]) -> 
             commit_step(ctx, job, ops)
             hit("jobs.verify.published")
         except UnknownArtifact:
-            pass  # one was deleted in between: the wave's verdicts are not recorded, and its artifacts stay due
-    return [finding for finding in findings if not (finding.is_bad and finding.place.key in moved)]
+            return []  # one was deleted in between: the wave's verdicts are not recorded, and its artifacts stay due
+    return [finding for finding in findings if finding.place.key not in moved]
 
 
 # ── manifest logs of streams ──────────────────────────────────────────────────────────────────────────────────────────
