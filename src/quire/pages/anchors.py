@@ -35,7 +35,7 @@ from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import HOLD_TAG, Lease
-from quire.pages.recovery import mark_of
+from quire.pages.recovery import published_mark
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, without_object
@@ -175,9 +175,11 @@ def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
     database, state = txn.database(db_id), txn.wal_state(db_id)
     if engine._open.peek(db_id) is not None or database is None or not database.page_size or state is None:
         return None
-    rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
-    is_known = all(row.origin_db_id != db_id or row.state not in (WalState.OPEN, WalState.SEALED) for _, row in rows)
-    return mark_of(engine._disk, engine._root, state, rows) if is_known and state.last_applied_lsn else None
+    rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id)]
+    is_known = all(row.origin_db_id != db_id or row.state not in (WalState.OPEN, WalState.SEALED) for row in rows)
+    if not is_known or not state.last_applied_lsn:
+        return None
+    return published_mark(txn, engine._disk, engine._root, db_id)
 
 
 def lend_reader(

@@ -264,8 +264,8 @@ class PageEngine:
         """Open a database whose WAL cannot be recovered, as of its published state: read-only, changing nothing."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
+            mark = published_mark(txn, self._disk, self._root, db_id)
         shape = fix_shape(self._manifest, db_id, record, 0, self._settings.page_size)
-        mark = published_mark(self._manifest, self._disk, self._root, db_id)
         store = self._make(db_id, shape, WalStart(mark.lsn + 1, 1, mark), None)
         hint = "open it with salvage=True to write to it again"
         store.wal.abandon(ReadOnly("the database was opened for reading", hint=hint, db_id=db_id))

@@ -155,8 +155,8 @@ class Publication:
         upto = pieces[-1].last_lsn
         # Only the end of a transaction moves the applied mark and the size: other processes open at that mark.
         mark = next((piece.mark for piece in reversed(pieces) if piece.mark is not None), None)
-        applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
-        ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
+        applied, size, time = (mark.lsn, mark.size_pages, mark.commit_ms) if mark is not None else (0, None, 0)
+        ops.append(AdvanceWal(self._db_id, 0, 0, upto, applied, size, time))
         hit("pages.wal.publishing")
         guard = self._manifest.submit(ops)
         yield len(packed) // ROW.size
