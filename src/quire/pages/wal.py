@@ -255,9 +255,9 @@ class Wal:
                 mark = Mark(lsn - 1, db_size, segment_id, now)
             segment.size_pages = size or max(before.size_pages, db_size)
             written_bytes = len(part) * segment.stride
-            segment.added += 1
-            publication.added_bytes += written_bytes
-            publication.pieces.append(UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark))
+            added_bytes = publication.added_bytes = publication.added_bytes + written_bytes
+            piece = UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark, added_bytes)
+            publication.pieces.append(piece)
             self.appended_bytes += written_bytes
         # Last: a flight reads `written` first and collects dirty segments afterwards, so every frame of the version
         # must be written and its segment flagged by now.
