@@ -162,7 +162,8 @@ class PageEngine:
     def _open_anew(self, db_id: int, shape: PageShape, former: PageStore | None, *, salvage: bool) -> PageStore:
         """Recover and open a database that is not open, or unusable. REQUIRES the database's gate."""
         if former is not None:
-            # It has become unusable (M12). Existing handles stay unusable, but its readers stay protected and can continue.
+            # It has become unusable (M12). Existing handles stay unusable, but readers of versions that recovery keeps stay
+            # protected and can continue.
             # Ends its publisher and its syncs: recovery must not see the segments change.
             former.wal.abandon(StoreClosed("the database was reopened", db_id=db_id))
         start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
@@ -179,7 +180,11 @@ class PageEngine:
         # A new WAL counts its appended bytes from zero.
         self.quota.forget(db_id)
         if former is not None:
-            former.wal.unpublished = {}  # recovery has published these versions: its readers now find them in the index
+            # Readers of a version that recovery has cut would read some of its pages and some of the version before.
+            former.readers.retire_above(start.durable.lsn)
+            # Recovery has published the others: their readers now find them in the index. Those above stay, so that a read that
+            # has just begun finds its own version or none.
+            former.wal.forget(list(former.wal.unpublished), start.durable.lsn)
         return store
 
     def close_idle(self) -> int:

@@ -149,7 +149,7 @@ class Wal:
         self._dirty: deque[Segment] = deque()
         """Segments to sync: the writer appends one after writing its frames; a flight removes it before its sync."""
         self._publication = Publication(
-            db_id=db_id, disk=disk, manifest=manifest, forget=self._forget, poison=self._poison
+            db_id=db_id, disk=disk, manifest=manifest, forget=self.forget, poison=self._poison
         )
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,10 +352,10 @@ class Wal:
         self._publish_requested = False
         return self._publication.publish(lambda: self.durable)
 
-    def _forget(self, pages: list[int], upto: int) -> None:
+    def forget(self, pages: list[int], upto: int) -> None:
         """Remove the versions of these pages up to an lsn from `unpublished`.
 
-        Called only after the batch that publishes them has committed: a reader that checks `unpublished` first and begins its
+        REQUIRES that the batch that publishes them has committed: a reader that checks `unpublished` first and begins its
         manifest transaction afterwards misses nothing (P8).
         """
         unpublished = self.unpublished
