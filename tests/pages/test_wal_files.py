@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.core.errors import StoreUnusable
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import JobKind, WalState
 from quire.testing.faults import Fault, FaultyDisk
 from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
@@ -204,3 +206,33 @@ def test_a_commit_whose_frames_cannot_be_written_leaves_no_new_segment(small_pag
         txn.write_page(0, image())
     assert _files(pages) == before
     pages.die()
+
+
+def test_an_interrupt_after_new_segments_are_queued_leaves_their_files(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the files were deleted while the batch with their rows was in the queue. It committed, and if the process ended
+    then, the database could not be opened any more, not even with `salvage`."""
+    pages, model, store = small_pages, Model(), small_pages.database()
+    write(store, model, {0: image()})
+    submit = pages.manifest.submit
+
+    def interrupted(ops: Any) -> Any:
+        guard = submit(ops)
+        if any(isinstance(op, OpenSegment) for op in ops):
+            raise KeyboardInterrupt
+        return guard
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.manifest, "submit", interrupted)
+        txn = store.begin()
+        for page in range(12):
+            txn.write_page(page, image())
+        with pytest.raises(KeyboardInterrupt):
+            txn.commit()
+    pages.crash()
+    store = pages.database()
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    write(store, model, {page: image() for page in range(12)})
+    pages.stop()

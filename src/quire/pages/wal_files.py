@@ -99,17 +99,17 @@ class SegmentMaker:
             # An uncertain segment starts at the same lsn as its replacement. While its row is open, sealing the
             # replacement would be refused (`AppendWalChunk`), so it is discarded in the same batch.
             ops = [*self._discards(), *map(self._row, segments)]
-            self._next_id = first + len(segments)
-            # Before the submit: if its answer is lost, the next call looks up which rows exist.
-            self._uncertain_ids += range(first, self._next_id)
-            guard = self._manifest.submit(ops)
         except BaseException:
             # Skip these ids: a file that cannot be removed must not block the next attempt.
             self._next_id = first + len(segments) + 1
             self._give_up(segments)
             raise
+        self._next_id = first + len(segments)
+        # Before the submit: if its answer is lost, the next call looks up which rows exist.
+        self._uncertain_ids += range(first, self._next_id)
         try:
-            guard.result()
+            # An interrupt within `submit` may come after the batch was queued, so it is as uncertain as one in `result`.
+            self._manifest.submit(ops).result()
         except (Conflict, InvalidInput, NotFound, DiskFull):
             self._give_up(segments)  # the batch was refused: there are no rows, and never will be
             raise
