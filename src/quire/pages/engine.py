@@ -208,7 +208,7 @@ class PageEngine:
                 return False
             try:
                 store.close()
-            except QuireError as error:  # the next open recovers it
+            except Exception as error:  # the next open recovers it, and the ticker and other databases go on (M12)
                 emit("error", "pages.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
             self._forget(store)
             return True
@@ -446,16 +446,22 @@ class PageEngine:
             self._ticker.start()
 
     def _run(self) -> None:
-        ticks = 0
+        ticks, reported = 0, ""
         while not self._stopping.is_set():
             self._wake.wait(TICK_SECONDS)
             # Before the work: a request that arrives during it starts the next tick at once.
             self._wake.clear()
             ticks += 1
-            self.quota.tick()
-            self._files.tick()
-            self.sources.drop_unused()
-            self.tick_all(include_quiescent=ticks % QUIESCENT_TICKS == 0)
+            try:
+                self.quota.tick()
+                self._files.tick()
+                self.sources.drop_unused()
+                self.tick_all(include_quiescent=ticks % QUIESCENT_TICKS == 0)
+            except Exception as error:  # if the ticker ended, nothing would be published or expire in any database
+                complaint = f"{type(error).__name__}: {error}"
+                if complaint != reported:  # once, not four times a second
+                    reported = complaint
+                    emit("error", "pages.ticker_failed", error=complaint)
 
     def tick_all(self, *, include_quiescent: bool = True) -> None:
         """Do everything that is due for open databases; `include_quiescent`: also for quiescent ones."""
