@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
+from quire.core.errors import Corruption, SnapshotGone, StoreClosed
 from quire.core.events import emit
 from quire.durable import names
 from quire.durable.failpoints import hit
@@ -245,10 +245,10 @@ class PublishedReaders:
         for lease in self._leases():
             where = {"db_id": lease.record.db_id, "lsn": lease.record.lsn}
             try:
-                if lease.open and not lease.beat():
+                if lease.open and not lease.beat() and lease.was_lost:  # and not just closed by its holder
                     emit("warning", "reader.lease_lost", **where, tags=lease.tags)
-            except QuireError as error:
-                emit("warning", "reader.heartbeat_failed", **where, error=str(error))
+            except Exception as error:  # if the thread ended, all leases of the process would expire
+                emit("warning", "reader.heartbeat_failed", **where, error=f"{type(error).__name__}: {error}")
 
     def _beat_on(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):
