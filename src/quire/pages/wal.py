@@ -263,6 +263,10 @@ class Wal:
         # must be written and its segment flagged by now.
         self.written = mark
         self.newest_lsn[0] = mark.lsn
+        # A sync may have failed, or `abandon` run, in another thread during this append: the -1 must not be overwritten. Each
+        # of them sets `failure` first.
+        if self.failure is not None:
+            self.newest_lsn[0] = -1
         return mark
 
     def _load_heads(self, pages: list[int], size_before: int) -> None:
