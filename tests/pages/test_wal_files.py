@@ -14,8 +14,18 @@ from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import JobKind, WalState
+from quire.pages.view import ViewReader
 from quire.testing.faults import Fault, FaultyDisk
-from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import (
+    GRACE_SECONDS,
+    Model,
+    Pages,
+    assert_reads,
+    image,
+    segment_bytes,
+    small_segments,
+    write,
+)
 from tests.pages.test_wal import rows
 
 
@@ -235,4 +245,29 @@ def test_an_interrupt_after_new_segments_are_queued_leaves_their_files(
     with store.open_snapshot() as reader:
         assert_reads(reader, model.newest)
     write(store, model, {page: image() for page in range(12)})
+    pages.stop()
+
+
+def test_a_file_of_a_version_that_is_lent_during_the_search_is_not_recycled(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: leases were read before the rows. If a version was lent and checkpointed in between, the rows showed that its
+    file was not needed, and its lease was not known: the file was overwritten under its reader."""
+    pages, model, store = small_pages, Model(), small_pages.database()
+    version = write(store, model, {page: image() for page in range(12)})
+    leases, lent = pages.manifest.leases, list[ViewReader]()
+    kept_since = leases.kept_since
+
+    def lend_and_checkpoint(db_id: int) -> tuple[int, int] | None:
+        known = kept_since(db_id)
+        if not lent:
+            _, (view,) = pages.engine.lend(["shop"], 600)
+            lent.append(view.open(pages.engine.sources))
+            pages.checkpoint(store)
+        return known
+
+    monkeypatch.setattr(leases, "kept_since", lend_and_checkpoint)
+    assert store.wal._maker._find_recyclable(segment_bytes(6)) is None
+    assert {row.state for row in rows(pages).values()} == {WalState.TRUNCATED}
+    assert_reads(lent[0], version)
     pages.stop()

@@ -213,8 +213,10 @@ class SegmentMaker:
 
     def _find_recyclable(self, file_bytes: int) -> str | None:
         """Return the path of a truncated segment's file that nothing needs and that is about `file_bytes` long."""
-        kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
+            # After the transaction has begun. A lease that is taken later needs only what is referenced at that time, and
+            # what is at zero in this transaction never gets a reference again (decision 014).
+            kept = self._manifest.leases.kept_since(self._db_id)
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
                     continue
