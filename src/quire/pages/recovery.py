@@ -335,10 +335,7 @@ def _apply_verdict(
         ops.append(AdvanceWal(db_id, 0, 0, last, last, sizes[-1], time))
     for segment, size in zip(kept, sizes):
         header, used = segment.scan.header, segment.scan.header.geometry.frame_offset(segment.kept)
-        path, pages = (
-            os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment.segment_id).path),
-            segment.entries["page"],
-        )
+        path, pages = _path(root, db_id, segment.segment_id), segment.entries["page"]
         ops += [
             AppendWalChunk(
                 db_id,
