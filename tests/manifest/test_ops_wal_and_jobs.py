@@ -172,6 +172,23 @@ def test_marks_only_rise(manifest: ManifestStore) -> None:
     assert_rejected(manifest, OutOfRange, AdvanceWal(1, 0, -1))
 
 
+def test_the_time_of_the_last_commit_belongs_to_the_applied_mark(manifest: ManifestStore) -> None:
+    commit(manifest, register(1), AdvanceWal(1, 0, 10, 8, 8, 4, 500))
+
+    def last_commit_ms(op: AdvanceWal) -> int:
+        commit(manifest, op)
+        with manifest.read() as txn:
+            wal = txn.wal_state(1)
+        assert wal is not None
+        return wal.last_commit_ms
+
+    assert last_commit_ms(AdvanceWal(1, 0, 20)) == 500
+    assert last_commit_ms(AdvanceWal(1, 0, 0, 7, 7, None, 400)) == 500
+    assert last_commit_ms(AdvanceWal(1, 0, 0, 8, 8, None, 500)) == 500
+    assert last_commit_ms(AdvanceWal(1, 0, 0, 9, 9, None, 600)) == 600
+    assert last_commit_ms(AdvanceWal(1, 0, 0, 10, 10)) == 0, "the time of another commit"
+
+
 def test_a_checkpoint_never_moves_back_or_beyond_the_wal(manifest: ManifestStore) -> None:
     commit(manifest, register(1), AdvanceWal(1, 0, 9, 9, 9), AdvanceCheckpoint(1, 2, 5))
     for generation, lsn in ((2, 6), (1, 6), (3, 4), (3, 10)):

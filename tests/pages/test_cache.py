@@ -41,6 +41,23 @@ def test_a_rotation_forgets_resolved_entries() -> None:
     assert not resolved
 
 
+def test_a_rotation_forgets_the_resolved_entries_of_views_of_a_closed_database() -> None:
+    """Hazard: closing a database only took its entries off the list. Views of it filled them again, and nothing cleared them
+    any more: up to 131,072 images beyond the budget."""
+    cache = PageCache(8 * 1024)
+    used_by_view = cache.resolved(1)
+    cache.remember(used_by_view, 7, (1, 2, bytes(1024)))
+    cache.forget(1)
+    assert not used_by_view
+    assert cache.resolved(1) is used_by_view
+    cache.remember(used_by_view, 7, (1, 2, bytes(1024)))
+    for number in range(8):
+        cache.put(number, bytes(1024))
+    assert not used_by_view
+    del used_by_view
+    assert not cache._resolved, "a database that nobody reads leaves nothing"
+
+
 def test_resolved_entries_are_bounded_in_number() -> None:
     """Pages of zeros use no bytes, so no other limit would evict them."""
     cache = PageCache(1 << 30)

@@ -12,6 +12,7 @@ from pyroaring import BitMap
 
 from quire.core.errors import EpochLost, OutOfRange
 from quire.core.ids import ArtifactKind
+from quire.durable.failpoints import armed
 from quire.manifest.ops.timeline import Timeline
 from quire.manifest.records import ChunkRecord, DeltaRecord, JobKind, Residency
 from quire.pages import changes
@@ -215,3 +216,17 @@ def test_a_history_is_small_and_never_omits_a_changed_page(
                         *(BitMap.deserialize(bitmap) for lsn, _, bitmap in entries if lsn > since)
                     )
                     assert changed_pages >= set().union(*(changed for lsn, changed in expected if lsn > since))
+
+
+def test_changes_are_found_between_the_publication_of_a_segment_and_its_seal(pages: Pages) -> None:
+    """Hazard: a segment that had ended with room left was read up to the last published lsn, beyond its frames, and reported as
+    damaged until its seal was committed."""
+    store, model = pages.database(), Model()
+    since = write(store, model, {0: image(), 1: image()}).lsn
+    write(store, model, {0: image()})
+    store.wal.seal()
+    write(store, model, {1: image()})
+    found: list[set[int]] = []
+    with armed("pages.wal.published", lambda _: found.append(_changed(store, since))):
+        store.wal.publish()
+    assert found == [{0, 1}]

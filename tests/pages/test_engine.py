@@ -163,6 +163,36 @@ def test_the_ticker_works_by_itself_and_survives_a_database_that_fails(
     pages.stop()
 
 
+def test_the_ticker_survives_a_database_that_cannot_be_closed_and_a_failure_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an idle database whose segment file was missing raised `FileNotFoundError` when it was closed, and the ticker of
+    the whole store ended."""
+    pages = Pages(tmp_path, settings=PagesSettings(page_size=PAGE, idle_seconds=60))
+    write(pages.database("bad"), Model(), {0: image()})
+    pages.database("bad").wal.publish()
+    pages.database("good")
+    (path,) = Path(pages.root).rglob("*.seg")
+    path.unlink()
+    pages.clock.advance(61)
+    assert pages.engine.close_idle() == 2
+    assert "pages.close_failed" in capsys.readouterr().err
+
+    calls: list[int] = []
+
+    def fail_once() -> None:
+        calls.append(1)
+        if len(calls) < 3:
+            raise ZeroDivisionError("a bug")
+        pages.engine._stopping.set()
+
+    monkeypatch.setattr(pages.engine.quota, "tick", fail_once)
+    pages.engine._run()
+    assert len(calls) == 3
+    assert capsys.readouterr().err.count("pages.ticker_failed") == 1, "the failure is logged once"
+    pages.die()
+
+
 def test_dropping_a_database_during_publication_is_not_a_failure(
     pages: Pages, capsys: pytest.CaptureFixture[str]
 ) -> None:

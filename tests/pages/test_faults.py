@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from quire.core.errors import DiskFull, QuireError, StorageFault, StoreUnusable
+from quire.core.errors import DiskFull, LeaseExpired, QuireError, StorageFault, StoreUnusable
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.pages.pagestore import PageStore
+from quire.pages.segment_file import SegmentFile
 from quire.testing.faults import Fault, FaultyDisk, each_fault
 from quire.testing.manifest import assert_clean
 from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
@@ -185,4 +187,42 @@ def test_a_publication_of_the_failed_engine_does_not_interfere_with_recovery(tmp
         again = pages.engine.open("first")
     assert set(published) == {0}, "only recovery publishes"
     write(again, model, {1: image("after")})
+    pages.stop()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_reader_of_a_written_version_never_reads_another_one_after_a_failed_sync(
+    tmp_path: Path, is_lost: bool
+) -> None:
+    """Hazard: the frames of a written version were lost when its sync failed, and recovery cut it. Its reader went on with the
+    version before: some of its pages were of one version, some of the other."""
+    disk = FaultyDisk(OsDisk(), Fault.EIO, operation="sync", path=WAL_OF_FIRST)
+    pages, model = Pages(tmp_path, disk=disk), Model()
+    store = pages.database("first")
+    durable = write(store, model, {0: image(), 1: image()})
+    at_durable = store.open_snapshot()
+    txn, images = store.begin(), {0: image(), 1: image()}
+    for page, data in images.items():
+        txn.write_page(page, data)
+    guard = txn.commit()
+    written = model.commit(guard.lsn, 2, images)
+    at_written = store.open_snapshot(written=True)
+    assert at_written.read_page(0) == images[0]
+    disk._fail_at = len(disk.calls) + 1
+    with pytest.raises(StoreUnusable):
+        guard.result()
+    disk._fail_at = 0
+    if is_lost:
+        (path,) = Path(pages.root).rglob("*.seg")
+        with SegmentFile.open(OsDisk(), str(path)) as file:
+            lost_from = file.header.geometry.frame_offset(2)
+        os.truncate(path, lost_from)
+    pages.engine.open("first")
+    assert_reads(at_durable, durable)
+    if is_lost:
+        for page in range(2):
+            with pytest.raises(LeaseExpired):
+                at_written.read_page(page)
+    else:
+        assert_reads(at_written, written)
     pages.stop()

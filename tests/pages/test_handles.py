@@ -40,6 +40,18 @@ def test_an_evicted_handle_is_closed_when_its_reader_is_done(tmp_path: Path) -> 
     assert _descriptors() == before
 
 
+def test_keys_of_released_handles_are_forgotten() -> None:
+    """Hazard: chunks and regions of segments are never checked for use, and every key that they ever had was kept."""
+    handles: Handles[int] = Handles(4)
+    for number in range(100):
+        handles.keep(number, lambda: 1)
+    assert len(handles._used) == 4
+    handles.drop(99)
+    assert len(handles._used) == 3
+    handles.clear()
+    assert not handles._used
+
+
 def test_two_threads_that_open_at_once_leave_one_handle(tmp_path: Path) -> None:
     write_new(OsDisk(), str(tmp_path / "a"), b"a")
     before, handles, barrier = _descriptors(), Handles[ReadFile](4), threading.Barrier(8)

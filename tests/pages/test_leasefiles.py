@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import signal
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -208,6 +209,29 @@ def test_a_lease_whose_file_was_moved_is_not_held(tmp_path: Path, clock: ManualC
     assert not lease.is_held
     assert not lease.beat()
     lease.close()
+
+
+def test_a_lease_that_is_closed_during_a_heartbeat_is_closed_after_it(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the heartbeat used the file that the holder had just closed. Its thread ended with an `AttributeError`, and all
+    leases of the process expired 30 seconds later."""
+    lease, stat = take(tmp_path, clock), os.stat
+    closing = threading.Thread(target=lease.close)
+
+    def close_meanwhile(path: str) -> os.stat_result:
+        if not closing.ident:
+            closing.start()
+            closing.join(0.2)
+        return stat(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", close_meanwhile)
+        lease.beat()
+    closing.join()
+    assert not lease.beat()
+    assert not lease.was_lost
+    assert names(tmp_path) == []
 
 
 def test_a_stamp_changes_even_if_the_clock_stands_still_or_goes_back(tmp_path: Path, clock: ManualClock) -> None:

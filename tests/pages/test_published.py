@@ -415,3 +415,27 @@ def test_the_next_owner_sees_the_leases_of_running_readers(pages: Pages) -> None
     assert pages.engine.floor(store.db_id) == reader.lsn
     reader.close()
     assert pages.engine.floor(store.db_id) == model.newest.lsn
+
+
+def test_a_heartbeat_that_fails_leaves_the_other_leases_alive(
+    pages: Pages, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an unexpected error in one heartbeat ended the thread that writes them all."""
+    write(pages.database(), Model(), {0: image()})
+    pages.database().wal.publish()
+    readers = [pages.engine.open_published("shop") for _ in range(3)]
+    beat, beats = FileLease.beat, list[FileLease]()
+
+    def fail_first(lease: FileLease) -> bool:
+        beats.append(lease)
+        if len(beats) == 1:
+            raise ZeroDivisionError("a bug")
+        return beat(lease)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileLease, "beat", fail_first)
+        pages.engine._published.beat()
+    assert len(beats) == 3
+    assert capsys.readouterr().err.count("reader.heartbeat_failed") == 1
+    for reader in readers:
+        reader.close()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.core.errors import Corruption, InvalidInput, LeaseExpired, NotFound, StorageFault
+from quire.core.errors import Corruption, InvalidInput, LeaseExpired, ManifestDamaged, NotFound, StorageFault
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import ManifestGuard
@@ -19,6 +19,7 @@ from quire.manifest.leases import LentVersion
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.local import DropReader
 from quire.manifest.records import JobKind
+from quire.pages import anchors
 from quire.pages.anchors import lend
 from quire.pages.cache import PageCache
 from quire.pages.sources import Sources
@@ -375,3 +376,22 @@ def test_a_live_lease_reads_its_version_after_any_steps(
     pages.worker().drain()
     assert lease_row_count(pages) == 0
     pages.stop()
+
+
+@pytest.mark.parametrize("step", ["_view", "origins_of"])
+def test_a_lend_that_fails_holds_nothing(pages: Pages, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Hazard: if a view could not be read after its lease was taken, the lease kept artifacts for a reader that did not exist,
+    until it expired."""
+    store = pages.database()
+    write(store, Model(), {0: image()})
+
+    def fail(*_: object) -> None:
+        raise ManifestDamaged("a row is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(anchors, step, fail)
+        with pytest.raises(ManifestDamaged):
+            pages.engine.lend(["shop"], 600)
+    assert pages.manifest.leases.kept_since(store.db_id) is None
+    pages.engine.lend(["shop"], 600)
+    assert pages.manifest.leases.kept_since(store.db_id) is not None

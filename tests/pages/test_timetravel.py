@@ -11,8 +11,11 @@ import pytest
 
 from quire.core.errors import InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
-from quire.manifest.records import JobKind
-from tests.pages.engine_harness import Model, Pages, assert_reads, image, small_segments, write
+from quire.manifest import tables as t
+from quire.manifest.ops.wal import AdvanceWal
+from quire.manifest.records import JobKind, WalState
+from quire.pages.snapshot import Snapshot
+from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
 
 
 @pytest.fixture
@@ -161,4 +164,110 @@ def test_an_earlier_version_is_a_lease_like_any_other(small_pages: Pages) -> Non
     assert pages.engine.floor(store.db_id) == model.newest.lsn
     with pytest.raises(SnapshotGone):
         store.open_snapshot(at=first.lsn)
+    pages.stop()
+
+
+def _checkpointed_and_deleted(pages: Pages) -> tuple[Model, list[datetime], int]:
+    """Commit twice, an hour apart, with no segment left; return the model, a time before, between and after, and the id."""
+    model, store, times = Model(), pages.database(), [_now(pages) - timedelta(minutes=30)]
+    for _ in range(2):
+        write(store, model, {page: image() for page in range(4)})
+        times.append(_now(pages) + timedelta(minutes=30))
+        pages.clock.advance(3600)
+    pages.engine.flush(store.db_id)
+    pages.checkpoint(store)
+    pages.clock.advance(2 * GRACE_SECONDS)
+    pages.worker().drain()
+    with pages.manifest.read() as txn:
+        assert not [row for _, row in txn.scan(t.WAL_CATALOG, store.db_id) if row.state is not WalState.TRUNCATED]
+    return model, times, store.db_id
+
+
+def _assert_only_the_newest_is_kept(pages: Pages, model: Model, times: list[datetime]) -> None:
+    store = pages.database()
+
+    def in_owner(at: datetime) -> Snapshot:
+        return store.open_snapshot(at=at)
+
+    def published(at: datetime) -> Snapshot:
+        return pages.engine.open_published_at("shop", at)
+
+    for open_at in (in_owner, published):
+        for at in times[:2]:
+            with pytest.raises(SnapshotGone):
+                open_at(at)
+        with open_at(times[2]) as reader:
+            assert_reads(reader, model.newest)
+
+
+def test_a_time_before_the_newest_commit_never_opens_it_after_its_segment_is_gone_and_the_database_reopened(
+    small_pages: Pages,
+) -> None:
+    """Hazard: the time of a commit was only in its segment. Once that was deleted and the database reopened, every time
+    opened the newest version: a rollback to a time did nothing, and a fork at a time was of the wrong version."""
+    pages = small_pages
+    model, times, _ = _checkpointed_and_deleted(pages)
+    _assert_only_the_newest_is_kept(pages, model, times)
+    pages.reopen()
+    _assert_only_the_newest_is_kept(pages, model, times)
+    pages.stop()
+
+
+def test_a_commit_is_never_earlier_than_one_whose_segment_is_gone(small_pages: Pages) -> None:
+    """Hazard: a clock that was set back gave later commits earlier times, and bisection by time needs them in order (P14)."""
+    pages = small_pages
+    _checkpointed_and_deleted(pages)
+    before = pages.database().wal.durable.commit_ms
+    pages.reopen()
+    pages.clock.jump(-7200)
+    write(pages.database(), Model(), {0: image()})
+    assert pages.database().wal.durable.commit_ms >= before > pages.clock.now_ms()
+    pages.stop()
+
+
+def test_a_fork_knows_the_time_of_its_fork_point_without_a_segment(small_pages: Pages) -> None:
+    """Hazard: a fork of chunks alone has no segment that tells the time, so every time opened it."""
+    pages = small_pages
+    model, times, _ = _checkpointed_and_deleted(pages)
+    pages.engine.snapshot("shop", "kept")
+    pages.engine.fork("shop", "live")
+    pages.engine.fork("shop", "from-snapshot", at="kept")
+    for name in ("live", "from-snapshot"):
+        fork = pages.engine.open(name)
+        with pytest.raises(SnapshotGone):
+            fork.open_snapshot(at=times[1])
+        with fork.open_snapshot(at=times[2]) as reader:
+            assert_reads(reader, model.newest)
+    pages.stop()
+
+
+@pytest.mark.parametrize("segment", ["kept", "open", "deleted"])
+def test_in_rows_without_the_time_of_the_last_commit_it_is_never_guessed_too_early(
+    small_pages: Pages, segment: str
+) -> None:
+    """Hazard: rows of earlier versions have no time, and 0 would mean that the newest version existed at every time."""
+    pages = small_pages
+    if segment == "deleted":
+        model, times, db_id = _checkpointed_and_deleted(pages)
+        times[2] = _now(pages)
+    else:
+        model, store, times = Model(), pages.database(), [_now(pages) - timedelta(minutes=30)]
+        write(store, model, {0: image()})
+        db_id, times = store.db_id, [*times, _now(pages) - timedelta(milliseconds=1), _now(pages)]
+        store.wal.publish()
+        if segment == "kept":
+            pages.engine.flush(db_id)
+    with pages.manifest.read() as txn:
+        wal = txn.wal_state(db_id)
+    assert wal is not None
+    assert wal.last_commit_ms
+    pages.manifest.submit([AdvanceWal(db_id, 0, last_applied_lsn=wal.last_applied_lsn, commit_ms=0)]).result()
+    if segment != "open":
+        pages.reopen()
+    published = pages.engine.open_published_at
+    for at in times[:2]:
+        with pytest.raises(SnapshotGone):
+            published("shop", at)
+    with published("shop", times[2]) as reader:
+        assert_reads(reader, model.newest)
     pages.stop()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.core.errors import InvalidInput, OutOfRange, StoreClosed, StoreUnusable
+from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClosed, StoreUnusable
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
 from quire.manifest import tables as t
@@ -403,3 +403,13 @@ def test_bad_pages_are_refused_before_anything_happens(pages: Pages) -> None:
         txn.write_page(1, memoryview(image("b")))
     with store.open_snapshot() as reader:
         assert reader.read_pages([0, 1]) == {0: image("a"), 1: image("b")}
+
+
+def test_the_newest_lsn_stays_negative_if_the_log_fails_during_an_append(pages: Pages) -> None:
+    """Hazard: the append overwrote the -1, and readers that look only at this number did not notice that the log had failed."""
+    store, model = pages.database(), Model()
+    write(store, model, {0: image()})
+    with armed("pages.segment.frames", lambda _: store.wal._poison(StorageFault("the sync of another thread failed"))):
+        store.wal.append({0: image()}, 1, 1)
+    assert store.wal.failure is not None
+    assert store.wal.newest_lsn[0] == -1

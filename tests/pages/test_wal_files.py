@@ -5,15 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.core.errors import StoreUnusable
 from quire.durable.failpoints import armed
 from quire.durable.files import OsDisk
+from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import JobKind, WalState
+from quire.pages.view import ViewReader
 from quire.testing.faults import Fault, FaultyDisk
-from tests.pages.engine_harness import GRACE_SECONDS, Model, Pages, assert_reads, image, small_segments, write
+from tests.pages.engine_harness import (
+    GRACE_SECONDS,
+    Model,
+    Pages,
+    assert_reads,
+    image,
+    segment_bytes,
+    small_segments,
+    write,
+)
 from tests.pages.test_wal import rows
 
 
@@ -204,3 +216,58 @@ def test_a_commit_whose_frames_cannot_be_written_leaves_no_new_segment(small_pag
         txn.write_page(0, image())
     assert _files(pages) == before
     pages.die()
+
+
+def test_an_interrupt_after_new_segments_are_queued_leaves_their_files(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the files were deleted while the batch with their rows was in the queue. It committed, and if the process ended
+    then, the database could not be opened any more, not even with `salvage`."""
+    pages, model, store = small_pages, Model(), small_pages.database()
+    write(store, model, {0: image()})
+    submit = pages.manifest.submit
+
+    def interrupted(ops: Any) -> Any:
+        guard = submit(ops)
+        if any(isinstance(op, OpenSegment) for op in ops):
+            raise KeyboardInterrupt
+        return guard
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.manifest, "submit", interrupted)
+        txn = store.begin()
+        for page in range(12):
+            txn.write_page(page, image())
+        with pytest.raises(KeyboardInterrupt):
+            txn.commit()
+    pages.crash()
+    store = pages.database()
+    with store.open_snapshot() as reader:
+        assert_reads(reader, model.newest)
+    write(store, model, {page: image() for page in range(12)})
+    pages.stop()
+
+
+def test_a_file_of_a_version_that_is_lent_during_the_search_is_not_recycled(
+    small_pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: leases were read before the rows. If a version was lent and checkpointed in between, the rows showed that its
+    file was not needed, and its lease was not known: the file was overwritten under its reader."""
+    pages, model, store = small_pages, Model(), small_pages.database()
+    version = write(store, model, {page: image() for page in range(12)})
+    leases, lent = pages.manifest.leases, list[ViewReader]()
+    kept_since = leases.kept_since
+
+    def lend_and_checkpoint(db_id: int) -> tuple[int, int] | None:
+        known = kept_since(db_id)
+        if not lent:
+            _, (view,) = pages.engine.lend(["shop"], 600)
+            lent.append(view.open(pages.engine.sources))
+            pages.checkpoint(store)
+        return known
+
+    monkeypatch.setattr(leases, "kept_since", lend_and_checkpoint)
+    assert store.wal._maker._find_recyclable(segment_bytes(6)) is None
+    assert {row.state for row in rows(pages).values()} == {WalState.TRUNCATED}
+    assert_reads(lent[0], version)
+    pages.stop()

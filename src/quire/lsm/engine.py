@@ -26,7 +26,7 @@ import msgspec
 from quire.core.barrier import changes, may_change
 from quire.core.clock import Clock
 from quire.core.closing import close_all
-from quire.core.errors import Corruption, QuireError, StoreClosed
+from quire.core.errors import Corruption, StoreClosed
 from quire.core.events import emit
 from quire.core.open_databases import OpenSet
 from quire.core.read_only import refuse
@@ -139,8 +139,8 @@ class KvEngine:
             count += 1
             try:
                 kv.close()
-            except QuireError as error:  # the next `open` recovers it
-                emit("error", "lsm.close_failed", db_id=db_id, error=str(error))
+            except Exception as error:  # the next `open` recovers it, and the other databases are closed
+                emit("error", "lsm.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
         return count
 
     def _open_to_read(self, db_id: int, record: DbRecord) -> Kv:

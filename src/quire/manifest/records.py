@@ -195,6 +195,8 @@ class WalStateRecord(Record, frozen=True):
     active_job_id: UInt = 0
     last_success_at_ms: UInt = 0
     errored_since_ms: UInt = 0
+    last_commit_ms: UInt = 0
+    """Time of the commit at `last_applied_lsn`, which must be known when its segment is gone; 0: unknown."""
 
 
 class WalRecord(Record, frozen=True):

@@ -309,6 +309,7 @@ class Snapshots:
                 taken.segment_id,
                 taken.size_pages,
                 list(taken.pins),
+                taken.time_ms,
             )
             is_plain = not tags and options.compression is None
             own = [] if is_plain else [SetDbOptions(db_id, tags or None, options.compression)]
@@ -455,7 +456,8 @@ def published_anchor(txn: ReadTxn, db_id: int) -> Anchor:
     size_pages = max(rows, key=lambda item: item[1].last_lsn)[1].size_pages if rows else 0
     # Without pins the newest segment is absorbed in chunks; a fork's numbering continues after it all the same (P12).
     segment_id = max((pin.segment_id for pin in pins), default=wal.last_sealed_segment)
-    return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins)
+    time_ms = wal.last_commit_ms if lsn == wal.last_applied_lsn else 0
+    return Anchor(lsn, segment_id, size_pages or wal.size_pages, pins, time_ms)
 
 
 def snapshots_of(txn: ReadTxn, db_id: int) -> list[SnapshotInfo]:

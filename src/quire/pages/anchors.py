@@ -35,7 +35,7 @@ from quire.pages.framemap import FrameMap, PinnedSegment, Regions
 from quire.pages.page_source import Mark
 from quire.pages.pagestore import PageStore
 from quire.pages.readers import HOLD_TAG, Lease
-from quire.pages.recovery import mark_of
+from quire.pages.recovery import published_mark
 from quire.pages.snapshot import Snapshot
 from quire.pages.timetravel import At
 from quire.pages.view import LINK_DTYPE, SnapshotView, ViewReader, without_object
@@ -139,23 +139,26 @@ def lend(
         db_ids = [find_database(txn, db)[0] for db in databases]
         marks = {db_id: mark for db_id in db_ids if (mark := _mark_at_rest(engine, txn, db_id)) is not None}
     views: dict[int, SnapshotView] = {}
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="quire-lend") as pool, ExitStack() as holds:
-        stores = list(pool.map(engine.open, [db_id for db_id in db_ids if db_id not in marks]))
-        for store in stores:
-            holds.callback(_hold(store, "lend").close)
-        marks.update(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
-        called = dict(zip(db_ids, labels))
-        parts = [LentVersion(db_id, marks[db_id].lsn, label=called.get(db_id, "")) for db_id in db_ids]
-        # Committed before any view is read: from here on, artifacts that a view may name are kept when they reach zero
-        # (decision 014).
-        lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
-        opened = {store.db_id for store in stores}
-        for db_id in db_ids:
-            with manifest.read() as txn:
-                # No lease in memory protects a closed database. If it was opened meanwhile, it is lent again below.
-                if db_id in opened or _mark_at_rest(engine, txn, db_id) == marks[db_id]:
-                    views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
-    try:
+    with ExitStack() as undo:
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="quire-lend") as pool, ExitStack() as holds:
+            stores = list(pool.map(engine.open, [db_id for db_id in db_ids if db_id not in marks]))
+            for store in stores:
+                holds.callback(_hold(store, "lend").close)
+            marks.update(zip((store.db_id for store in stores), pool.map(engine._flush, stores)))
+            called = dict(zip(db_ids, labels))
+            parts = [LentVersion(db_id, marks[db_id].lsn, label=called.get(db_id, "")) for db_id in db_ids]
+            # Committed before any view is read: from here on, artifacts that a view may name are kept when they reach zero
+            # (decision 014).
+            lease_id = leases.hold(parts, seconds, lease_id=lease_id, tags=tags)
+            # After a failure (a database was dropped in the meantime, for example) no caller has these versions, so the lease
+            # must not list them.
+            undo.callback(leases.release_versions, [(lease_id, db_id) for db_id in db_ids])
+            opened = {store.db_id for store in stores}
+            for db_id in db_ids:
+                with manifest.read() as txn:
+                    # No lease in memory protects a closed database. If it was opened meanwhile, it is lent again below.
+                    if db_id in opened or _mark_at_rest(engine, txn, db_id) == marks[db_id]:
+                        views[db_id] = _view(txn, db_id, marks[db_id], objects_url)
         for db_id, view in views.items():
             leases.record_origins(lease_id, db_id, origins_of(view))
         if woken := [db_id for db_id in db_ids if db_id not in views]:  # opened by another thread in the meantime
@@ -163,11 +166,10 @@ def lend(
             _, late = lend(engine, woken, seconds, lease_id=lease_id, tags=tags, labels=names)
             views.update(zip(woken, late))
         ordered = [views[db_id] for db_id in db_ids]
-        return lease_id, [_uploaded(engine, manifest, view, objects_url) for view in ordered] if upload else ordered
-    except BaseException:
-        # A database was dropped in the meantime, for example. No caller has these versions, so the lease must not list them.
-        leases.release_versions([(lease_id, db_id) for db_id in db_ids])
-        raise
+        if upload:
+            ordered = [_uploaded(engine, manifest, view, objects_url) for view in ordered]
+        undo.pop_all()
+        return lease_id, ordered
 
 
 def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
@@ -175,9 +177,11 @@ def _mark_at_rest(engine: PageEngine, txn: ReadTxn, db_id: int) -> Mark | None:
     database, state = txn.database(db_id), txn.wal_state(db_id)
     if engine._open.peek(db_id) is not None or database is None or not database.page_size or state is None:
         return None
-    rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
-    is_known = all(row.origin_db_id != db_id or row.state not in (WalState.OPEN, WalState.SEALED) for _, row in rows)
-    return mark_of(engine._disk, engine._root, state, rows) if is_known and state.last_applied_lsn else None
+    rows = [row for _, row in txn.scan(t.WAL_CATALOG, db_id)]
+    is_known = all(row.origin_db_id != db_id or row.state not in (WalState.OPEN, WalState.SEALED) for row in rows)
+    if not is_known or not state.last_applied_lsn:
+        return None
+    return published_mark(txn, engine._disk, engine._root, db_id)
 
 
 def lend_reader(

@@ -18,12 +18,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from weakref import WeakValueDictionary
 
 Resolved = tuple[int, int, bytes]
 """(lsn, upto, page)."""
 
 RESOLVED_MAX = 131_072
 """Resolved entries per database: at most about 20 MB of tuples and ints, not counting the bytes of the pages."""
+
+
+class ResolvedPages(dict[int, Resolved]):
+    """Page → resolved entry of one database. A class only because a plain dict cannot be referenced weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 class PageCache:
@@ -41,7 +48,8 @@ class PageCache:
         self._young_bytes = 0
         self._old_bytes = 0
         self._turning = threading.Lock()
-        self._resolved: dict[int, dict[int, Resolved]] = {}
+        self._resolved: WeakValueDictionary[int, ResolvedPages] = WeakValueDictionary()
+        """Weak: each is kept by those who read through it, and `_turn` clears it as long as it exists."""
         self._zeros: dict[int, bytes] = {}
 
     # ── by location ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,11 +91,12 @@ class PageCache:
         return self._zeros.get(page_size) or self._zeros.setdefault(page_size, bytes(page_size))
 
     # ── by page ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def resolved(self, db_id: int) -> dict[int, Resolved]:
+    def resolved(self, db_id: int) -> ResolvedPages:
         """Return page → resolved entry of one database; the caller keeps the dict and reads it directly."""
-        return self._resolved.setdefault(db_id, {})
+        with self._turning:  # two dicts of one database would not both be cleared
+            return self._resolved.setdefault(db_id, ResolvedPages())
 
-    def remember(self, resolved: dict[int, Resolved], page: int, entry: Resolved) -> None:
+    def remember(self, resolved: ResolvedPages, page: int, entry: Resolved) -> None:
         """Add the result of a look-up."""
         if len(resolved) >= RESOLVED_MAX:  # zero pages are shared, so the byte budget does not bound their number
             resolved.clear()
@@ -95,7 +104,9 @@ class PageCache:
 
     def forget(self, db_id: int) -> None:
         """Drop the resolved entries of a database that was closed or dropped."""
-        self._resolved.pop(db_id, None)
+        # It stays registered: views and readers of published versions continue to use it, and `_turn` must clear it.
+        if (pages := self._resolved.get(db_id)) is not None:
+            pages.clear()
 
     # ── figures ───────────────────────────────────────────────────────────────────────────────────────────────────────
     @property

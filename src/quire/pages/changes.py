@@ -36,6 +36,7 @@ from quire.manifest.slots import ENTRY_FIELDS, Chain
 from quire.pages.catalog import chunk_row, segment_place
 from quire.pages.framemap import PinnedSegment, Regions
 from quire.pages.page_source import Mark
+from quire.pages.timetravel import live_segments
 
 KEPT_MS = 7 * 24 * 3600 * 1000
 """Seven days: a replica that was offline for a week gets only the changed pages, whatever was merged in the meantime."""
@@ -78,13 +79,9 @@ def _unabsorbed(txn: ReadTxn, db_id: int, objects_url: str, since: int, upto_lsn
     """Yield the segments that no checkpoint has absorbed, as far as their regions are written and within (since, upto]."""
     wal = txn.wal_state(db_id)
     end = min(upto_lsn, wal.indexed_upto_lsn if wal is not None else 0)
-    for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
-        if row.state >= WalState.CHECKPOINTED or row.first_lsn > end:
-            continue
-        last = end if row.state is WalState.OPEN else min(row.last_lsn, end)
-        if last > since:
-            place = segment_place(txn, row.origin_db_id, segment_id, objects_url)
-            yield PinnedSegment(row.origin_db_id, segment_id, last, place)
+    for pin in live_segments(txn, db_id, end, lambda row: row.state < WalState.CHECKPOINTED):
+        if pin.upto_lsn > since:
+            yield pin._replace(place=segment_place(txn, pin.origin_db_id, pin.segment_id, objects_url))
 
 
 def _artifacts_above(txn: ReadTxn, db_id: int, since: int) -> Iterator[tuple[ArtifactKey, int]]:

@@ -162,7 +162,8 @@ class PageEngine:
     def _open_anew(self, db_id: int, shape: PageShape, former: PageStore | None, *, salvage: bool) -> PageStore:
         """Recover and open a database that is not open, or unusable. REQUIRES the database's gate."""
         if former is not None:
-            # It has become unusable (M12). Existing handles stay unusable, but its readers stay protected and can continue.
+            # It has become unusable (M12). Existing handles stay unusable, but readers of versions that recovery keeps stay
+            # protected and can continue.
             # Ends its publisher and its syncs: recovery must not see the segments change.
             former.wal.abandon(StoreClosed("the database was reopened", db_id=db_id))
         start = recover(self._manifest, self._disk, self._root, db_id, salvage=salvage)
@@ -179,7 +180,11 @@ class PageEngine:
         # A new WAL counts its appended bytes from zero.
         self.quota.forget(db_id)
         if former is not None:
-            former.wal.unpublished = {}  # recovery has published these versions: its readers now find them in the index
+            # Readers of a version that recovery has cut would read some of its pages and some of the version before.
+            former.readers.retire_above(start.durable.lsn)
+            # Recovery has published the others: their readers now find them in the index. Those above stay, so that a read that
+            # has just begun finds its own version or none.
+            former.wal.forget(list(former.wal.unpublished), start.durable.lsn)
         return store
 
     def close_idle(self) -> int:
@@ -203,7 +208,7 @@ class PageEngine:
                 return False
             try:
                 store.close()
-            except QuireError as error:  # the next open recovers it
+            except Exception as error:  # the next open recovers it, and the ticker and other databases go on (M12)
                 emit("error", "pages.close_failed", db_id=db_id, error=f"{type(error).__name__}: {error}")
             self._forget(store)
             return True
@@ -264,8 +269,8 @@ class PageEngine:
         """Open a database whose WAL cannot be recovered, as of its published state: read-only, changing nothing."""
         with self._manifest.read() as txn:
             db_id, record = find_database(txn, db)
+            mark = published_mark(txn, self._disk, self._root, db_id)
         shape = fix_shape(self._manifest, db_id, record, 0, self._settings.page_size)
-        mark = published_mark(self._manifest, self._disk, self._root, db_id)
         store = self._make(db_id, shape, WalStart(mark.lsn + 1, 1, mark), None)
         hint = "open it with salvage=True to write to it again"
         store.wal.abandon(ReadOnly("the database was opened for reading", hint=hint, db_id=db_id))
@@ -441,16 +446,22 @@ class PageEngine:
             self._ticker.start()
 
     def _run(self) -> None:
-        ticks = 0
+        ticks, reported = 0, ""
         while not self._stopping.is_set():
             self._wake.wait(TICK_SECONDS)
             # Before the work: a request that arrives during it starts the next tick at once.
             self._wake.clear()
             ticks += 1
-            self.quota.tick()
-            self._files.tick()
-            self.sources.drop_unused()
-            self.tick_all(include_quiescent=ticks % QUIESCENT_TICKS == 0)
+            try:
+                self.quota.tick()
+                self._files.tick()
+                self.sources.drop_unused()
+                self.tick_all(include_quiescent=ticks % QUIESCENT_TICKS == 0)
+            except Exception as error:  # if the ticker ended, nothing would be published or expire in any database
+                complaint = f"{type(error).__name__}: {error}"
+                if complaint != reported:  # once, not four times a second
+                    reported = complaint
+                    emit("error", "pages.ticker_failed", error=complaint)
 
     def tick_all(self, *, include_quiescent: bool = True) -> None:
         """Do everything that is due for open databases; `include_quiescent`: also for quiescent ones."""

@@ -180,6 +180,7 @@ class FileLease:
         "_clock",
         "_disk",
         "_file",
+        "_lock",
         "_on_close",
         "_renewed_ms",
         "_was_lost",
@@ -198,9 +199,11 @@ class FileLease:
         self.record = record
         self.reader_id = next(_ids)
         self.tags = record.shown_tags
-        # used by the holder's thread
+        # guarded by _lock: another thread writes heartbeats while the holder reads, and must not use a file that is closed
+        self._lock = threading.Lock()
         self._file: File | None = file
         self._renewed_ms = record.opened_ms
+        # used by the holder's thread
         self._on_close: Callable[[], None] | None = None
         # `open` only becomes false, `_was_lost` only true
         self.open = True
@@ -243,6 +246,10 @@ class FileLease:
     @property
     def is_held(self) -> bool:
         """Whether it still protects its version: not closed, not retired, and under the name that owners read."""
+        with self._lock:
+            return self._is_held()
+
+    def _is_held(self) -> bool:
         if self._file is None:
             return False
         try:
@@ -263,14 +270,20 @@ class FileLease:
 
     def beat(self) -> bool:
         """Write a heartbeat; return whether the lease is still held. The stamp changes even if the clock does not advance."""
-        if not self.open:
-            return False
-        if self._file is None or not self.is_held:
-            self._lose()
-            return False
-        self._renewed_ms = max(self._renewed_ms + 1, self._clock.now_ms())
-        self._file.write_at(self.record.stamp(self._renewed_ms), HEAD_BYTES)
-        return True
+        with self._lock:
+            if not self.open:
+                return False
+            if self._file is None or not self._is_held():
+                self._lose()
+                return False
+            self._renewed_ms = max(self._renewed_ms + 1, self._clock.now_ms())
+            self._file.write_at(self.record.stamp(self._renewed_ms), HEAD_BYTES)
+            return True
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the owner has retired it."""
+        return self._was_lost
 
     def renew(self) -> None:
         """Renew the lease now; `PublishedReaders` does so every few seconds."""
@@ -290,15 +303,17 @@ class FileLease:
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             on_close()
-        if self._file is None:
+        with self._lock:
+            file, self._file = self._file, None
+        if file is None:
             return
-        file, self._file = self._file, None
         # Removed while it is still locked: the owner would take a name with a free lock for a dead process.
         with suppress(FileNotFoundError, StorageFault):  # already retired; or left for the owner to remove
             self._disk.remove(self.path)
         file.close()
 
     def _forget(self) -> None:
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         if self.open:
             self._lose()
         if self._file is not None:

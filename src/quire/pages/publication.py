@@ -8,7 +8,7 @@ crash between two steps recovery repeats it. A segment becomes Sealed and Indexe
 nor an earlier one has anything left to publish (P6). If entries cannot be written or synced, the state on disk is unknown, and
 the database accepts nothing more (M12).
 
-Threads: the writer updates `pieces`, `added` and `added_bytes` and calls `end`, under its append lock; `publish` by any, one at
+Threads: the writer updates `pieces` and `added_bytes` and calls `end`, under its append lock; `publish` by any, one at
 a time. The two share no lock: each side has its own counters, and operations on the ends of a deque are atomic.
 """
 
@@ -25,10 +25,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from quire.core.errors import IllegalTransition
 from quire.core.events import emit
 from quire.core.ids import U32_MAX
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk
+from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.pageindex import ROW, PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, MoveWalState
@@ -53,10 +55,6 @@ class Segment:
     after it, so that no checkpoint drops pages that the rest of the transaction keeps (P15)."""
     is_dirty: bool = False
     """Whether it waits for a sync; see `Wal`."""
-    added: int = 0
-    """Pieces added, counted by the writer."""
-    published: int = 0
-    """Pieces published, counted by the publisher."""
     segment_id: int = field(init=False)
     first_page: int = U32_MAX
     last_page: int = 0
@@ -66,6 +64,10 @@ class Segment:
 
     def __post_init__(self) -> None:
         self.segment_id, self.stride = self.file.header.segment_id, self.file.header.geometry.stride
+
+    @property
+    def used_bytes(self) -> int:
+        return self.file.header.geometry.frame_offset(self.file.used)
 
 
 class UnpublishedFrames(NamedTuple):
@@ -79,6 +81,8 @@ class UnpublishedFrames(NamedTuple):
     """The heads of its frames, from which entries and rows are built."""
     mark: Mark | None
     """`None` if the transaction continues in the next segment."""
+    added_bytes: int
+    """`Publication.added_bytes` with this append."""
 
 
 _segment_of = attrgetter("segment")
@@ -110,9 +114,8 @@ class Publication:
         self.added_bytes = 0
         # guarded by _publishing
         self._publishing = threading.Lock()
-        self._taken: list[UnpublishedFrames] = []
-        """The batch in progress, or one that failed and will be retried."""
         self.published_bytes = 0
+        self._published_lsn = 0
         self._stopped = False
 
     def end(self, segment: Segment) -> None:
@@ -124,25 +127,26 @@ class Publication:
 
         Each step submits a commit and the next step waits for it, so that many databases share commits. Frames that become
         durable in the meantime are left to the next call: otherwise busy writers would keep this one running forever, with a
-        few rows in each batch.
+        few rows in each batch. A call that fails or is interrupted anywhere is completed by the next one.
         """
         with self._publishing:
             if self._stopped:
                 return
             upto = durable().lsn
-            while self._take_batch(upto):
-                yield from self._publish(self._taken)
-                self._taken = []
+            while batch := self._next_batch(upto):
+                yield from self._publish(batch)
             yield from self._seal_rows()
 
-    def _take_batch(self, durable_lsn: int) -> bool:
-        """Take about one batch of pieces, those of a failed attempt first; return whether there are any."""
-        pieces, taken = self.pieces, self._taken
-        rows = sum(piece.frame_count for piece in taken)
-        while pieces and rows < PUBLISH_ROWS and pieces[0].last_lsn <= durable_lsn:
-            rows += pieces[0].frame_count
-            taken.append(pieces.popleft())
-        return bool(taken)
+    def _next_batch(self, durable_lsn: int) -> list[UnpublishedFrames]:
+        """Return about one batch of pieces. They stay in `pieces` until they are published."""
+        pieces, batch, rows = self.pieces, list[UnpublishedFrames](), 0
+        for number in range(len(pieces)):  # by number: the writer appends, which would end an iteration
+            piece = pieces[number]
+            if rows >= PUBLISH_ROWS or piece.last_lsn > durable_lsn:
+                break
+            rows += piece.frame_count
+            batch.append(piece)
+        return batch
 
     def _publish(self, pieces: list[UnpublishedFrames]) -> Iterator[int]:
         # By segment, not by piece: 20 µs of numpy for each small commit would be most of the work.
@@ -155,18 +159,19 @@ class Publication:
         upto = pieces[-1].last_lsn
         # Only the end of a transaction moves the applied mark and the size: other processes open at that mark.
         mark = next((piece.mark for piece in reversed(pieces) if piece.mark is not None), None)
-        applied, size = (mark.lsn, mark.size_pages) if mark is not None else (0, None)
-        ops.append(AdvanceWal(self._db_id, 0, indexed_upto_lsn=upto, last_applied_lsn=applied, size_pages=size))
+        applied, size, time = (mark.lsn, mark.size_pages, mark.commit_ms) if mark is not None else (0, None, 0)
+        ops.append(AdvanceWal(self._db_id, 0, 0, upto, applied, size, time))
         hit("pages.wal.publishing")
         guard = self._manifest.submit(ops)
         yield len(packed) // ROW.size
         # Counted and forgotten only after the commit: until then readers find these versions in memory (P8).
         guard.result()
         hit("pages.wal.published")
-        for piece in pieces:
-            piece.segment.published += 1
-            self.published_bytes += piece.frame_count * piece.segment.file.header.geometry.stride
+        # An interrupt between these steps repeats the batch, so they only set what does not depend on earlier calls.
         self._forget(np.unique(np.concatenate([part["page"] for part in parts])).tolist(), upto)
+        self.published_bytes, self._published_lsn = pieces[-1].added_bytes, upto
+        while self.pieces and self.pieces[0].last_lsn <= upto:
+            self.pieces.popleft()
 
     def _index(self, segment: Segment, pieces: list[UnpublishedFrames]) -> NDArray[np.void]:
         """Write the entries of consecutive pieces of one segment and return their rows."""
@@ -184,39 +189,53 @@ class Publication:
 
     def _seal_rows(self) -> Iterator[int]:
         """Make ended segments Sealed and Indexed, in order, once everything in them is published."""
-        while self.ended and self.ended[0].published == self.ended[0].added:
+        while self.ended and self.ended[0].file.last_lsn <= self._published_lsn:
             segment = self.ended[0]
-            file, header = segment.file, segment.file.header
-            used = header.geometry.frame_offset(file.used)
-            # Trim while the row is still Open: the segment gets no more frames, and an open one is never recycled. A crash
-            # before the seal leaves an open segment whose file ends after its last frame.
-            if file.room:
-                trim(self._disk, file.path, used)
-                hit("pages.wal.trimmed")
-            with self._manifest.read() as txn:
-                wal = txn.wal_state(self._db_id)
-            sealed = AppendWalChunk(
-                self._db_id,
-                0,
-                header.segment_id,
-                wal.last_checkpoint_generation if wal is not None else 0,
-                header.first_lsn,
-                file.last_lsn,
-                used,
-                file.used,
-                segment.size_pages,
-                crc64=segment_crc(self._disk, file.path, used),
-                first_page=segment.first_page,
-                last_page=segment.last_page,
-            )
-            guard = self._manifest.submit([sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)])
-            yield 0
-            guard.result()
-            hit("pages.wal.sealed")
-            emit("info", "wal.indexed", db_id=self._db_id, segment_id=header.segment_id, bytes=used)
+            if self._is_open(segment):
+                guard = self._manifest.submit(self._seal(segment))
+                yield 0
+                try:
+                    guard.result()
+                except IllegalTransition:
+                    # A call that was interrupted may have submitted the same batch, which commits all the same.
+                    if self._is_open(segment):
+                        raise
+                hit("pages.wal.sealed")
+                emit("info", "wal.indexed", db_id=self._db_id, segment_id=segment.segment_id, bytes=segment.used_bytes)
             # Only after the commit: a batch that was refused is submitted again by the next call.
+            segment.file.retire()
             self.ended.popleft()
-            file.retire()
+
+    def _is_open(self, segment: Segment) -> bool:
+        with self._manifest.read() as txn:
+            row = txn.get(t.WAL_CATALOG, self._db_id, segment.segment_id)
+        return row is not None and row.state is WalState.OPEN
+
+    def _seal(self, segment: Segment) -> list[Op]:
+        """Return the operations that seal a segment. REQUIRES that its row is Open."""
+        file, header, used = segment.file, segment.file.header, segment.used_bytes
+        # Trim while the row is still Open: the segment gets no more frames, and an open one is never recycled. A crash
+        # before the seal leaves an open segment whose file ends after its last frame.
+        if file.room:
+            trim(self._disk, file.path, used)
+            hit("pages.wal.trimmed")
+        with self._manifest.read() as txn:
+            wal = txn.wal_state(self._db_id)
+        sealed = AppendWalChunk(
+            self._db_id,
+            0,
+            header.segment_id,
+            wal.last_checkpoint_generation if wal is not None else 0,
+            header.first_lsn,
+            file.last_lsn,
+            used,
+            file.used,
+            segment.size_pages,
+            crc64=segment_crc(self._disk, file.path, used),
+            first_page=segment.first_page,
+            last_page=segment.last_page,
+        )
+        return [sealed, MoveWalState(self._db_id, header.segment_id, WalState.INDEXED)]
 
     def stop(self) -> None:
         """Stop publishing, after finishing a batch in progress. Called before recovery of a reopened database reads, so that

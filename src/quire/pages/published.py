@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 
 from quire.core.clock import Clock
-from quire.core.errors import Corruption, QuireError, SnapshotGone, StoreClosed
+from quire.core.errors import Corruption, SnapshotGone, StoreClosed
 from quire.core.events import emit
 from quire.durable import names
 from quire.durable.failpoints import hit
@@ -34,6 +34,7 @@ from quire.pages.framemap import Regions
 from quire.pages.leasefiles import FileLease
 from quire.pages.page_source import Mark
 from quire.pages.readers import HEARTBEAT_SECONDS
+from quire.pages.recovery import published_mark
 from quire.pages.snapshot import Snapshot
 from quire.pages.sources import Sources
 from quire.pages.timetravel import At, find_version
@@ -190,22 +191,7 @@ class PublishedReaders:
         return open_kept(self._manifest, version, self._sources, self._regions)
 
     def _newest(self, txn: ReadTxn, db_id: int) -> Mark:
-        """Return the newest published version; its commit time is 0 if its segment is gone."""
-        wal = txn.wal_state(db_id)
-        if wal is None or not wal.last_applied_lsn:
-            return Mark(0, wal.size_pages if wal is not None else 0)
-        lsn = wal.last_applied_lsn
-        holding = [
-            key[1] for key, row in txn.scan(t.WAL_CATALOG, db_id) if row.first_lsn <= lsn and row.origin_db_id == db_id
-        ]
-        segment_id, commit_ms = max(holding, default=0), 0
-        try:
-            if segment_id:
-                segment = self._sources.segment(db_id, segment_id)
-                commit_ms = segment.read_head(lsn - segment.header.first_lsn).commit_ms
-        except QuireError:
-            self._sources.forget_segment(db_id, segment_id)  # truncated in the meantime: only the time is unknown
-        return Mark(lsn, wal.size_pages, segment_id, commit_ms)
+        return published_mark(txn, self._disk, self._root, db_id)
 
     def _make(
         self, db_id: int, shape: PageShape, file: FileLease, mark: Mark, rows: HeldRows | None = None
@@ -259,10 +245,10 @@ class PublishedReaders:
         for lease in self._leases():
             where = {"db_id": lease.record.db_id, "lsn": lease.record.lsn}
             try:
-                if lease.open and not lease.beat():
+                if lease.open and not lease.beat() and lease.was_lost:  # and not just closed by its holder
                     emit("warning", "reader.lease_lost", **where, tags=lease.tags)
-            except QuireError as error:
-                emit("warning", "reader.heartbeat_failed", **where, error=str(error))
+            except Exception as error:  # if the thread ended, all leases of the process would expire
+                emit("warning", "reader.heartbeat_failed", **where, error=f"{type(error).__name__}: {error}")
 
     def _beat_on(self) -> None:
         while not self._stopping.wait(HEARTBEAT_SECONDS):

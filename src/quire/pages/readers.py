@@ -289,6 +289,11 @@ class Readers:
         with self._lock:
             self._retire(list(self._leases.values()))
 
+    def retire_above(self, lsn: int) -> None:
+        """Retire the leases on versions above an lsn, because recovery has cut them."""
+        with self._lock:
+            self._retire([lease for lease in self._leases.values() if lease.lsn > lsn])
+
     def _retire(self, leases: list[Lease]) -> None:
         for lease in leases:
             lease.open, lease.retired = False, True

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.core.errors import Corruption, FormatTooNew, UnknownDatabase
+from quire.core.errors import Corruption, FormatTooNew, QuireError, UnknownDatabase
 from quire.core.events import emit
 from quire.core.limits import MIB
 from quire.durable import quarantine
@@ -41,6 +41,7 @@ from quire.manifest import tables as t
 from quire.manifest.ops.base import Op
 from quire.manifest.ops.pageindex import PublishPages
 from quire.manifest.ops.wal import AdvanceWal, AppendWalChunk, DiscardSegment, MoveWalState
+from quire.manifest.reads import ReadTxn
 from quire.manifest.records import Residency, WalRecord, WalState, WalStateRecord
 from quire.manifest.store import ManifestStore
 from quire.pages.page_source import Mark
@@ -95,9 +96,8 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
         _apply_verdict(manifest, disk, root, db_id, scanned, state)
     state, rows = _read(manifest, db_id)
     _trim(disk, root, db_id, rows)
-    at = state.last_applied_lsn
-    mark = Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, scanned))
     with manifest.read() as txn:
+        mark = published_mark(txn, disk, root, db_id)
         # After a takeover, lsns continue in its range: lower ones may belong to commits that were lost.
         # From the reservation, not from the last commit: frames above that may have been written before the crash and
         # cut just now (P5).
@@ -105,25 +105,50 @@ def recover(manifest: ManifestStore, disk: Disk, root: str, db_id: int, *, salva
     return WalStart(next_lsn, state.next_segment_id, mark)
 
 
-def published_mark(manifest: ManifestStore, disk: Disk, root: str, db_id: int) -> Mark:
+def published_mark(txn: ReadTxn, disk: Disk, root: str, db_id: int) -> Mark:
     """Return the newest published version, changing nothing."""
-    state, rows = _read(manifest, db_id)
-    return mark_of(disk, root, state, rows)
+    state, rows = _rows(txn, db_id)
+    lsn = state.last_applied_lsn
+    # An open segment's row has no last lsn yet.
+    begun = [item for item in rows if item[1].first_lsn <= lsn]
+    segment_id, row = next(
+        (item for item in reversed(begun) if item[1].state is WalState.OPEN or lsn <= item[1].last_lsn), (0, None)
+    )
+    commit_ms = state.last_commit_ms
+    if lsn and not commit_ms:
+        commit_ms = _estimated_commit_ms(txn, disk, root, db_id, state, segment_id, row)
+    return Mark(lsn, state.size_pages, segment_id, commit_ms)
 
 
-def mark_of(disk: Disk, root: str, state: WalStateRecord, rows: Rows) -> Mark:
-    """Return the newest version that these rows of the manifest describe."""
-    at = state.last_applied_lsn
-    return Mark(at, state.size_pages, _segment_of(rows, at), _commit_ms(disk, root, rows, at, []))
+def _estimated_commit_ms(
+    txn: ReadTxn, disk: Disk, root: str, db_id: int, state: WalStateRecord, segment_id: int, row: WalRecord | None
+) -> int:
+    """Return the time of the newest commit, or a later one, if the row in `wal_state` is older than its field for it.
+
+    Never an earlier one: time travel would return this version for times at which it did not exist, and the next commit could
+    get an earlier time (P14).
+    """
+    if row is not None:
+        try:
+            with _open(disk, root, row.origin_db_id, segment_id, row) as file:
+                return file.read_head(state.last_applied_lsn - file.header.first_lsn).commit_ms
+        except QuireError:
+            return row.sealed_at_ms  # reading the page will raise the error
+    # Its segment is gone: a checkpoint absorbed it, of this database or, before a fork, of its parent.
+    database = txn.database(db_id)
+    return max(state.last_success_at_ms, database.created_at_ms if database is not None else 0)
 
 
 def _read(manifest: ManifestStore, db_id: int) -> tuple[WalStateRecord, Rows]:
     with manifest.read() as txn:
-        state = txn.wal_state(db_id)
-        rows = [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
+        return _rows(txn, db_id)
+
+
+def _rows(txn: ReadTxn, db_id: int) -> tuple[WalStateRecord, Rows]:
+    state = txn.wal_state(db_id)
     if state is None:
         raise UnknownDatabase("no database has this id", hint="`quire ls` lists the databases", db_id=db_id)
-    return state, rows
+    return state, [(key[1], row) for key, row in txn.scan(t.WAL_CATALOG, db_id)]
 
 
 def _sweep(disk: Disk, root: str, db_id: int, with_row: set[int], now_ms: int) -> None:
@@ -291,25 +316,6 @@ def _is_finished_by(later: Sequence[ScannedSegment]) -> bool:
     return False
 
 
-def _segment_of(rows: Rows, lsn: int) -> int:
-    return next((segment_id for segment_id, row in rows if row.first_lsn <= lsn <= row.last_lsn), 0)
-
-
-def _commit_ms(disk: Disk, root: str, rows: Rows, lsn: int, scanned: Sequence[ScannedSegment]) -> int:
-    """Return the time of the newest commit; later commits are never earlier than it, whatever the clock shows (P14)."""
-    latest = max((segment.scan.last_commit_ms for segment in scanned if segment.kept), default=0)
-    if latest:
-        return latest
-    for segment_id, row in rows:
-        if row.first_lsn <= lsn <= row.last_lsn:
-            try:
-                with _open(disk, root, row.origin_db_id, segment_id, row) as file:
-                    return file.read_head(lsn - file.header.first_lsn).commit_ms
-            except Corruption:
-                return row.sealed_at_ms  # reading the page will raise the error
-    return 0
-
-
 # ── applying the verdict ──────────────────────────────────────────────────────────────────────────────────────────────
 def _apply_verdict(
     manifest: ManifestStore, disk: Disk, root: str, db_id: int, scanned: Sequence[ScannedSegment], state: WalStateRecord
@@ -325,14 +331,11 @@ def _apply_verdict(
     ops: list[Op] = []
     sizes = _sizes(kept, state.size_pages)
     if kept:
-        last = kept[-1].last_lsn
-        ops.append(AdvanceWal(db_id, 0, indexed_upto_lsn=last, last_applied_lsn=last, size_pages=sizes[-1]))
+        last, time = kept[-1].last_lsn, max(segment.scan.last_commit_ms for segment in kept)
+        ops.append(AdvanceWal(db_id, 0, 0, last, last, sizes[-1], time))
     for segment, size in zip(kept, sizes):
         header, used = segment.scan.header, segment.scan.header.geometry.frame_offset(segment.kept)
-        path, pages = (
-            os.path.join(root, WalSegmentFile(db_id=db_id, segment_id=segment.segment_id).path),
-            segment.entries["page"],
-        )
+        path, pages = _path(root, db_id, segment.segment_id), segment.entries["page"]
         ops += [
             AppendWalChunk(
                 db_id,
@@ -387,7 +390,7 @@ def _index(
     commits = np.flatnonzero(entries["db_size"])
     size = int(entries["db_size"][commits[-1]]) if len(commits) else None
     applied = int(entries["lsn"][commits[-1]]) if len(commits) else 0
-    mark = AdvanceWal(db_id, 0, indexed_upto_lsn=row.last_lsn, last_applied_lsn=applied, size_pages=size)
+    mark = AdvanceWal(db_id, 0, 0, row.last_lsn, applied, size, scan.last_commit_ms)
     manifest.submit([mark, MoveWalState(db_id, segment_id, WalState.INDEXED)]).result()
     hit("pages.recovery.indexed")
 

@@ -51,7 +51,7 @@ class Handles(Generic[H]):
         self._lock = threading.Lock()
         self._kept: OrderedDict[Hashable, H] = OrderedDict()
         self._used: set[Hashable] = set()
-        """Keys that were used since the last `drop_unused`."""
+        """Keys of `_kept` that were used since the last `drop_unused`."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -81,13 +81,16 @@ class Handles(Generic[H]):
             handle = self._kept.setdefault(key, opened)
             self._used.add(key)
             while len(self._kept) > self._limit:
-                given_up.append(self._kept.popitem(last=False)[1])
+                oldest, given = self._kept.popitem(last=False)
+                self._used.discard(oldest)
+                given_up.append(given)
         return handle
 
     def drop(self, key: Hashable) -> None:
         """Release a handle."""
         with self._lock:
             self._kept.pop(key, None)
+            self._used.discard(key)
 
     def drop_unused(self) -> None:
         """Release handles that were not used since the last call; one that is only peeked at is reopened now and then."""
@@ -100,6 +103,7 @@ class Handles(Generic[H]):
         """Release all handles."""
         with self._lock:
             kept, self._kept = self._kept, OrderedDict()
+            self._used.clear()
         kept.clear()
 
 

@@ -16,7 +16,7 @@ without a zone.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ from quire.core.errors import EpochLost, InvalidInput, OutOfRange, SnapshotGone
 from quire.core.ids import Epoch
 from quire.manifest import tables as t
 from quire.manifest.reads import ReadTxn
-from quire.manifest.records import WINDOW_TAG, SnapshotRecord, WalState
+from quire.manifest.records import WINDOW_TAG, SnapshotRecord, WalRecord, WalState
 from quire.manifest.slots import unpack_leaf
 from quire.pages.catalog import segment_place
 from quire.pages.framemap import PinnedSegment, Regions
@@ -117,7 +117,10 @@ def _find_version(txn: ReadTxn, regions: Regions, db_id: int, at: At, durable: M
     checkpointed = wal.checkpointed_lsn if wal is not None else 0
     # A fork has only the newest inherited version of each page: its own history begins at the fork point.
     begins = max(checkpointed, record.parent_lsn if record is not None else 0)
-    live = _live_segments(txn, db_id, durable.lsn, checkpointed)
+    # The last absorbed segment is included while it exists, because it has the size of the version in the chunks.
+    live = live_segments(
+        txn, db_id, durable.lsn, lambda row: row.state is not WalState.CHECKPOINTED or row.last_lsn >= checkpointed
+    )
     mark = last_commit(regions, live, moment)
     snapshots = sorted(
         ((key[1], record) for key, record in txn.scan(t.SNAPSHOT_INDEX, db_id)), key=lambda item: item[1].anchor_lsn
@@ -178,22 +181,19 @@ def newest_sealed(txn: ReadTxn, regions: Regions, db_id: int, objects_url: str) 
     return mark if mark is not None and mark.lsn > after else None
 
 
-def _live_segments(txn: ReadTxn, db_id: int, durable_lsn: int, checkpointed_lsn: int) -> list[PinnedSegment]:
-    """Return the segments with versions of the live database, open ones up to the durable lsn.
-
-    The last absorbed segment is included while it exists, because it has the size of the version in the chunks.
-    """
+def live_segments(
+    txn: ReadTxn, db_id: int, upto_lsn: int, is_needed: Callable[[WalRecord], bool]
+) -> list[PinnedSegment]:
+    """Return the segments of the live database that have versions up to an lsn, oldest first, as far as they have them."""
     segments: list[tuple[int, PinnedSegment]] = []
     for (_, segment_id), row in txn.scan(t.WAL_CATALOG, db_id):
-        if row.state is WalState.TRUNCATED or row.first_lsn > durable_lsn:
+        if row.state is WalState.TRUNCATED or row.first_lsn > upto_lsn or not is_needed(row):
             continue
-        if row.state is WalState.CHECKPOINTED and row.last_lsn < checkpointed_lsn:
-            continue
-        upto = durable_lsn if row.state is WalState.OPEN else min(row.last_lsn, durable_lsn)
-        segments.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, upto)))
+        last = upto_lsn if row.state is WalState.OPEN else min(row.last_lsn, upto_lsn)
+        segments.append((row.first_lsn, PinnedSegment(row.origin_db_id, segment_id, last)))
     segments.sort(key=lambda item: item[0])
-    # An open segment ends where the next one begins.
-    ends = [first - 1 for first, _ in segments[1:]] + [durable_lsn]
+    # An open segment ends where the next one begins: it may have ended with room left, and not be sealed yet.
+    ends = [first - 1 for first, _ in segments[1:]] + [upto_lsn]
     return [pin._replace(upto_lsn=min(pin.upto_lsn, end)) for (_, pin), end in zip(segments, ends)]
 
 

@@ -149,7 +149,7 @@ class Wal:
         self._dirty: deque[Segment] = deque()
         """Segments to sync: the writer appends one after writing its frames; a flight removes it before its sync."""
         self._publication = Publication(
-            db_id=db_id, disk=disk, manifest=manifest, forget=self._forget, poison=self._poison
+            db_id=db_id, disk=disk, manifest=manifest, forget=self.forget, poison=self._poison
         )
 
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,14 +255,18 @@ class Wal:
                 mark = Mark(lsn - 1, db_size, segment_id, now)
             segment.size_pages = size or max(before.size_pages, db_size)
             written_bytes = len(part) * segment.stride
-            segment.added += 1
-            publication.added_bytes += written_bytes
-            publication.pieces.append(UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark))
+            added_bytes = publication.added_bytes = publication.added_bytes + written_bytes
+            piece = UnpublishedFrames(segment, first, len(part), lsn - 1, frame_heads, mark, added_bytes)
+            publication.pieces.append(piece)
             self.appended_bytes += written_bytes
         # Last: a flight reads `written` first and collects dirty segments afterwards, so every frame of the version
         # must be written and its segment flagged by now.
         self.written = mark
         self.newest_lsn[0] = mark.lsn
+        # A sync may have failed, or `abandon` run, in another thread during this append: the -1 must not be overwritten. Each
+        # of them sets `failure` first.
+        if self.failure is not None:
+            self.newest_lsn[0] = -1
         return mark
 
     def _load_heads(self, pages: list[int], size_before: int) -> None:
@@ -352,10 +356,10 @@ class Wal:
         self._publish_requested = False
         return self._publication.publish(lambda: self.durable)
 
-    def _forget(self, pages: list[int], upto: int) -> None:
+    def forget(self, pages: list[int], upto: int) -> None:
         """Remove the versions of these pages up to an lsn from `unpublished`.
 
-        Called only after the batch that publishes them has committed: a reader that checks `unpublished` first and begins its
+        REQUIRES that the batch that publishes them has committed: a reader that checks `unpublished` first and begins its
         manifest transaction afterwards misses nothing (P8).
         """
         unpublished = self.unpublished

@@ -99,17 +99,17 @@ class SegmentMaker:
             # An uncertain segment starts at the same lsn as its replacement. While its row is open, sealing the
             # replacement would be refused (`AppendWalChunk`), so it is discarded in the same batch.
             ops = [*self._discards(), *map(self._row, segments)]
-            self._next_id = first + len(segments)
-            # Before the submit: if its answer is lost, the next call looks up which rows exist.
-            self._uncertain_ids += range(first, self._next_id)
-            guard = self._manifest.submit(ops)
         except BaseException:
             # Skip these ids: a file that cannot be removed must not block the next attempt.
             self._next_id = first + len(segments) + 1
             self._give_up(segments)
             raise
+        self._next_id = first + len(segments)
+        # Before the submit: if its answer is lost, the next call looks up which rows exist.
+        self._uncertain_ids += range(first, self._next_id)
         try:
-            guard.result()
+            # An interrupt within `submit` may come after the batch was queued, so it is as uncertain as one in `result`.
+            self._manifest.submit(ops).result()
         except (Conflict, InvalidInput, NotFound, DiskFull):
             self._give_up(segments)  # the batch was refused: there are no rows, and never will be
             raise
@@ -213,8 +213,10 @@ class SegmentMaker:
 
     def _find_recyclable(self, file_bytes: int) -> str | None:
         """Return the path of a truncated segment's file that nothing needs and that is about `file_bytes` long."""
-        kept = self._manifest.leases.kept_since(self._db_id)
         with self._manifest.read() as txn:
+            # After the transaction has begun. A lease that is taken later needs only what is referenced at that time, and
+            # what is at zero in this transaction never gets a reference again (decision 014).
+            kept = self._manifest.leases.kept_since(self._db_id)
             for (_, segment_id), row in txn.scan(t.WAL_CATALOG, self._db_id):
                 if row.state is not WalState.TRUNCATED or row.origin_db_id != self._db_id:
                     continue

@@ -283,6 +283,7 @@ class ForkDb(Op, frozen=True, tag=52):
     anchor_segment_id: UInt = 0
     size_pages: UInt = 0
     pins: list[Pin] = []
+    anchor_time_ms: UInt = 0
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         source = tables.writable(self.source_db_id, even="read_only")
@@ -303,7 +304,7 @@ class ForkDb(Op, frozen=True, tag=52):
         live_key = t.LIVE_LEAF.key.fast
         for leaf, origin, generation in view.leaves:
             tables.live_leaf.put(live_key(self.db_id, leaf), LeafRef(origin, generation))
-        self._inherit_wal(tables, view)
+        self._inherit_wal(tables, view, at_ms)
         if source.namespace_id:
             retain_namespace(tables, source.namespace_id)
         tables.put_db(
@@ -351,9 +352,10 @@ class ForkDb(Op, frozen=True, tag=52):
             page_size=source.page_size,
             leaves=live_leaves(tables, self.source_db_id),
             pins=self.pins,
+            anchor_time_ms=self.anchor_time_ms,
         )
 
-    def _inherit_wal(self, tables: Overlay, view: SnapshotRecord) -> None:
+    def _inherit_wal(self, tables: Overlay, view: SnapshotRecord, at_ms: int) -> None:
         newest = view.anchor_segment_id
         for pin in view.pins:
             origin = tables.wal_catalog.get(t.WAL_CATALOG.key.pack(pin.origin_db_id, pin.segment_id))
@@ -385,5 +387,7 @@ class ForkDb(Op, frozen=True, tag=52):
                 checkpointed_lsn=0 if view.pins else view.anchor_lsn,
                 last_checkpoint_generation=view.generation,
                 size_pages=view.size_pages,
+                # If unknown, the time of the fork: a time too late hides a version, one too early gives a wrong version.
+                last_commit_ms=view.anchor_time_ms or at_ms,
             ),
         )

@@ -234,6 +234,8 @@ class AdvanceWal(Op, frozen=True, tag=43):
     indexed_upto_lsn: UInt = 0
     last_applied_lsn: UInt = 0
     size_pages: UInt | None = None
+    commit_ms: UInt = 0
+    """Time of the commit at `last_applied_lsn`."""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
         tables.writable(self.db_id, even="read_only")
@@ -248,6 +250,7 @@ class AdvanceWal(Op, frozen=True, tag=43):
                 indexed_upto_lsn=self.indexed_upto_lsn,
                 last_applied_lsn=self.last_applied_lsn,
             )
+        is_newest = self.last_applied_lsn >= state.last_applied_lsn
         tables.wal_state.put(
             key,
             replace(
@@ -256,6 +259,8 @@ class AdvanceWal(Op, frozen=True, tag=43):
                 indexed_upto_lsn=max(state.indexed_upto_lsn, u64("indexed_upto_lsn", self.indexed_upto_lsn)),
                 last_applied_lsn=max(state.last_applied_lsn, u64("last_applied_lsn", self.last_applied_lsn)),
                 size_pages=state.size_pages if self.size_pages is None else self.size_pages,
+                # Also if it is 0: the time of an earlier commit would be wrong for this one.
+                last_commit_ms=self.commit_ms if is_newest else state.last_commit_ms,
             ),
         )
 
