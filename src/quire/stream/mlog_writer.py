@@ -223,9 +223,10 @@ class ManifestLogWriter(AbandonedOnError):
         return sealed
 
     def close(self) -> None:
-        """Commit and close. Closing twice, or after a failure, is allowed."""
+        """Commit and close; after a failure, close and raise it. Closing twice is allowed."""
         try:
-            if self._trouble is None:
+            if not isinstance(self._trouble, StoreClosed):
+                # Also after a failure, which it raises: a caller that hears nothing counts records that are not in the log.
                 self.commit()
         finally:
             self.abandon()
