@@ -44,6 +44,25 @@ def test_a_store_opens_a_stream_once(tmp_path: Path) -> None:
         assert [record.payload for record in store.stream("clicks").read()] == [b"a"]
 
 
+def test_a_stream_that_cannot_be_maintained_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hazard: an unexpected error in one stream ended the thread that maintains all of them."""
+
+    def broken() -> None:
+        raise RuntimeError("unexpected")
+
+    with quire.open(tmp_path, settings=QUICK) as store:
+        monkeypatch.setattr(store.stream("a", create=True).upkeep, "tick", broken)
+        stream = store.stream("b", create=True)
+        stream.append(b"b").result()
+        deadline = time.monotonic() + 60
+        while not stream.info().remote_segments:
+            assert time.monotonic() < deadline, stream.info()
+            time.sleep(0.02)
+    assert "RuntimeError: unexpected" in capsys.readouterr().err
+
+
 def test_segments_move_in_the_background(tmp_path: Path) -> None:
     with quire.open(tmp_path, settings=QUICK) as store:
         stream = store.stream("clicks", create=True)

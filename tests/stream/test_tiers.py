@@ -348,6 +348,26 @@ def test_files_that_the_log_does_not_mention_are_swept(harness: StreamHarness) -
     assert (harness.on_disk(Tier.HOT), harness.on_disk(Tier.WARM)) == ([2], [1, 2])
 
 
+@pytest.mark.parametrize("move", ["hydrate", "upload"])
+def test_a_move_whose_file_is_missing_fails_as_damaged(tmp_path: Path, move: str) -> None:
+    """Hazard: `FileNotFoundError` left the move unfinished for ever, and ended the thread that maintains all streams."""
+    harness = StreamHarness(tmp_path)
+    harness.fill(1)
+    stream = harness.stream
+    stream.compress()
+    stream.evict()
+    Path(harness.files.segment(Tier.WARM, 1)).unlink()
+    with pytest.raises(Corruption, match="file is missing"):
+        getattr(stream, move)()
+    state = harness.segments()[0].state
+    expected = (Hydration.IDLE, Remote.FAILED) if move == "upload" else (Hydration.FAILED, Remote.NONE)
+    assert (state.hydration, state.remote) == expected
+    stream.tick()
+    stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()
+
+
 def test_a_missing_local_copy_is_logged_as_evicted(harness: StreamHarness, capsys: pytest.CaptureFixture[str]) -> None:
     payloads = harness.fill(2)
     harness.stream.upload()

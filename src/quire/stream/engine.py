@@ -363,8 +363,8 @@ class StreamEngine:
                 pass
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
-            except QuireError as error:
-                emit("error", "stream.tick_failed", stream=stream.stream_id, error=str(error))
+            except Exception as error:  # whatever it is, it must not stop the upkeep of the other streams
+                emit("error", "stream.tick_failed", stream=stream.stream_id, error=f"{type(error).__name__}: {error}")
         return done
 
     def _rests(self, stream: Stream) -> bool:
@@ -387,8 +387,8 @@ class StreamEngine:
                 try:
                     stream.close()
                     self._closed_extents[stream_id] = StreamExtent.of(stream)  # closing makes its last records durable
-                except QuireError as error:  # the next `open` recovers it
-                    emit("error", "stream.close_failed", stream=stream_id, error=str(error))
+                except Exception as error:  # the next `open` recovers it, and the thread that closes goes on
+                    emit("error", "stream.close_failed", stream=stream_id, error=f"{type(error).__name__}: {error}")
         return count
 
     # ── dropped streams ───────────────────────────────────────────────────────────────────────────────────────────────
