@@ -286,9 +286,12 @@ class StreamEngine:
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
             stream.sync()
             stream.seal()
-            # A snapshot pins rows of LMDB: the segment that was just sealed needs one.
-            stream.ledger.project_now()
-            return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
+            # Retention ends a removal that has begun, then removes nothing until the snapshot has its own references:
+            # otherwise the snapshot could refer to a segment whose object is just being deleted.
+            with stream.pin():
+                # A snapshot pins rows of LMDB: the segment that was just sealed needs one.
+                stream.ledger.project_now()
+                return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
     @changes
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
