@@ -12,7 +12,15 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClosed, StoreLocked, StoreUnusable
+from quire.core.errors import (
+    InvalidInput,
+    OutOfRange,
+    StorageFault,
+    StoreClosed,
+    StoreFenced,
+    StoreLocked,
+    StoreUnusable,
+)
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
@@ -292,6 +300,27 @@ def test_an_append_above_the_pending_limit_is_written_at_once(tmp_path: Path) ->
     assert harness.stream.end_record == 1, "written, but not yet durable"
     harness.stream.sync()
     harness.close()
+
+
+def test_a_fenced_owner_acknowledges_nothing_when_a_segment_ends(tmp_path: Path) -> None:
+    """Hazard: only the sync of a group asked whether the store has another owner, not the sync that ends a segment."""
+    harness = StreamHarness(tmp_path, settings=msgspec.structs.replace(SMALL, pending_bytes_max=100))
+    hot = harness.stream.hot
+    guard = harness.stream.append(record(1, 8_100))
+
+    def check_owner() -> None:
+        raise StoreFenced("the store has another owner")
+
+    hot._check_owner = check_owner
+    assert (hot.segment is not None and hot.segment.written, hot.durable) == (2, 1), "written, not yet durable"
+    with pytest.raises(StoreFenced):
+        harness.stream.append(record(2, 8_100))
+    assert (hot.durable, guard.done) == (1, False)
+    with pytest.raises(StoreFenced):
+        guard.result()
+    harness.stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()
 
 
 @pytest.mark.parametrize("operation", ["write_at", "sync"])

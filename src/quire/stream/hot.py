@@ -417,7 +417,7 @@ class HotLog:
         try:
             if before is not None and before.written > self.durable:
                 before.file.sync()  # before the next one gets a block: no record may survive without its predecessors
-                self.durable = before.written
+                self._synced(before)
             sealed = None if before is None else before.sealed()
             self._roll(sealed, None if opened is None else SegmentStart(opened.segment_id, opened.header.base_record))
             hit("stream.hot.rolled")
