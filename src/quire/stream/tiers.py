@@ -216,10 +216,12 @@ class Tiers:
                     given_up = UploadFailed(segment.key, Reason.GIVEN_UP)
                     self._ledger.record_steps((given_up, segment_id, segment.base_record))
                 self._ledger.record_steps((UploadStarted(key), segment_id, segment.base_record))
-                self._ledger.project()  # LMDB has the key before a byte is sent
                 hit("stream.upload.started")
             elif segment.state.remote is Remote.FAILED:
                 self._ledger.guarded(self._ledger.log.count_retry)
+            # LMDB has the key before a byte is sent, also if an earlier attempt failed here: a sweep removes objects that
+            # it does not know.
+            self._ledger.project_now()
             try:
                 etag = self._put(segment, key)
             except QuireError as error:
