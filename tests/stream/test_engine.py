@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import quire
 from quire.core.errors import DatabaseTombstoned, ReadOnly, StoreClosed, UnknownDatabase, WrongKind
 from quire.core.settings import MaintenanceSettings, ManifestLogSettings, StoreSettings, StreamSettings
+from quire.durable.failpoints import armed
 from quire.manifest.records import RetentionRecord
 from quire.stream.state import Retention
 from tests.stream.streams import record
@@ -42,6 +45,76 @@ def test_a_store_opens_a_stream_once(tmp_path: Path) -> None:
         reader.stream("clicks").append(b"b")
     with quire.open(tmp_path) as store:
         assert [record.payload for record in store.stream("clicks").read()] == [b"a"]
+
+
+def test_a_stream_that_cannot_be_maintained_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hazard: an unexpected error in one stream ended the thread that maintains all of them."""
+
+    def broken() -> None:
+        raise RuntimeError("unexpected")
+
+    with quire.open(tmp_path, settings=QUICK) as store:
+        monkeypatch.setattr(store.stream("a", create=True).upkeep, "tick", broken)
+        stream = store.stream("b", create=True)
+        stream.append(b"b").result()
+        deadline = time.monotonic() + 60
+        while not stream.info().remote_segments:
+            assert time.monotonic() < deadline, stream.info()
+            time.sleep(0.02)
+    assert "RuntimeError: unexpected" in capsys.readouterr().err
+
+
+def test_a_snapshot_refers_to_no_segment_that_is_being_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a snapshot published while retention deleted an object pinned a segment of which nothing was left."""
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        for _ in range(2):
+            stream.append(b"x").result()
+            stream.seal()
+        stream.upload()
+        waits, pin = threading.Event(), stream.tiers.pin
+
+        def pin_later(segment_ids: Iterable[int]) -> AbstractContextManager[None]:
+            waits.set()
+            return pin(segment_ids)
+
+        monkeypatch.setattr(stream.tiers, "pin", pin_later)
+        snapshot = threading.Thread(target=store.streams.snapshot, args=("clicks", "keep"))
+
+        def begin_snapshot(_: str) -> None:
+            snapshot.start()
+            while snapshot.is_alive() and not waits.wait(0.01):
+                pass
+
+        with armed("stream.retire.deleted", begin_snapshot):
+            assert stream.tiers.retire(1)
+        snapshot.join()
+        [info] = store.manifest.snapshots.of("clicks")
+        assert info.pins == 1
+
+
+def test_retention_removes_no_segment_while_a_snapshot_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: retention looked for holders of a segment before the snapshot had its references, and removed it after."""
+    with quire.open(tmp_path) as store:
+        stream = store.stream("clicks", create=True)
+        stream.append(b"x").result()
+        snapshots, removed = store.manifest.snapshots, list[bool]()
+        publish = snapshots.publish
+
+        def publish_during_retention(*args: Any, **named: Any) -> Any:
+            thread = threading.Thread(target=lambda: removed.append(stream.tiers.retire(1)))
+            thread.start()
+            thread.join()
+            return publish(*args, **named)
+
+        monkeypatch.setattr(snapshots, "publish", publish_during_retention)
+        assert store.streams.snapshot("clicks", "keep").pins == 1
+        assert removed == [False]
+        assert [record.payload for record in stream.read()] == [b"x"]
 
 
 def test_segments_move_in_the_background(tmp_path: Path) -> None:

@@ -5,10 +5,14 @@ forgotten.
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -198,7 +202,7 @@ def test_an_interrupted_waiter_hands_over_its_leadership(monkeypatch: pytest.Mon
     """
     log = Log()
     group = log.group
-    group._leader.acquire()
+    group._leader = object()
     interrupted, last = group_commit._Sleeper(2), group_commit._Sleeper(2)
     group._waiting.extend([interrupted, last])
     interrupted.is_gone = True
@@ -230,20 +234,66 @@ def test_an_interrupted_waiter_hands_over_its_leadership(monkeypatch: pytest.Mon
     assert behind.ring.sleep(30)
 
 
+def test_an_interrupt_at_any_line_of_the_leader_leaves_no_waiter_asleep() -> None:
+    """Hazard: an interrupt right after a thread had become the leader left all other threads waiting for it."""
+    line_count, was_interrupted = 0, True
+    while was_interrupted:
+        line_count += 1
+        log = Log()
+        upto = log.append()
+        sys.settrace(_interrupting(line_count))
+        try:
+            log.group.wait_durable(upto)
+            was_interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        join(start(2, partial(log.group.wait_durable, log.append())))
+        assert log.group._leader is None
+    assert line_count > 8, "the thread was never interrupted"
+
+
+def _interrupting(line_count: int) -> Callable[[FrameType, str, Any], Any]:
+    """A trace function that interrupts the module under test at the n-th line it reaches."""
+    lines = 0
+    source = Path(group_commit.__file__).read_text().splitlines()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != group_commit.__file__:
+            return None
+        text = source[frame.f_lineno - 1].strip()
+        # Signal handlers run after calls: not between a block and the release of its lock, nor before the last line.
+        if event == "line" and not text.startswith(("with ", "if self._leader is me", "self._leader = None")):
+            lines += 1
+            if lines == line_count:
+                raise KeyboardInterrupt
+        return trace
+
+    return trace
+
+
 def test_a_leader_that_ends_during_the_last_check_of_a_waiter_wakes_it() -> None:
     """Rule 4: the waiter has registered itself by then."""
     log = Log()
     upto, group = log.append(), log.group
 
     class Ending:
-        """A leader's lock that is released just after it was seen to be held."""
+        """A log that is synced just after its end was looked at."""
 
-        def locked(self) -> bool:
-            log.durable = upto
-            group._wake_served()
-            return True
+        reads = 0
 
-    group._leader = Ending()  # type: ignore[assignment]
+        @property
+        def durable(self) -> int:
+            self.reads += 1
+            if self.reads == 1:
+                group._wake_served()
+                return upto - 1
+            return upto
+
+    group._log = Ending()  # type: ignore[assignment]
+    group._leader = object()
     join(start(1, lambda: group._sleep(upto)))
     assert not group._waiting
     assert not group._served
@@ -251,7 +301,7 @@ def test_a_leader_that_ends_during_the_last_check_of_a_waiter_wakes_it() -> None
 
 def test_all_waiters_check_again_when_notified() -> None:
     log = Log()
-    log.group._leader.acquire()
+    log.group._leader = object()
     threads = start(4, lambda: log.group.wait_durable(log.append()))
     eventually(lambda: log.is_sleeping(4))
     log.durable = 5

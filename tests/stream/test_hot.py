@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,15 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from quire.core.errors import InvalidInput, OutOfRange, StorageFault, StoreClosed, StoreLocked, StoreUnusable
+from quire.core.errors import (
+    InvalidInput,
+    OutOfRange,
+    StorageFault,
+    StoreClosed,
+    StoreFenced,
+    StoreLocked,
+    StoreUnusable,
+)
 from quire.core.settings import StreamSettings
 from quire.durable.files import OsDisk
 from quire.durable.names import Tier
@@ -294,6 +302,27 @@ def test_an_append_above_the_pending_limit_is_written_at_once(tmp_path: Path) ->
     harness.close()
 
 
+def test_a_fenced_owner_acknowledges_nothing_when_a_segment_ends(tmp_path: Path) -> None:
+    """Hazard: only the sync of a group asked whether the store has another owner, not the sync that ends a segment."""
+    harness = StreamHarness(tmp_path, settings=msgspec.structs.replace(SMALL, pending_bytes_max=100))
+    hot = harness.stream.hot
+    guard = harness.stream.append(record(1, 8_100))
+
+    def check_owner() -> None:
+        raise StoreFenced("the store has another owner")
+
+    hot._check_owner = check_owner
+    assert (hot.segment is not None and hot.segment.written, hot.durable) == (2, 1), "written, not yet durable"
+    with pytest.raises(StoreFenced):
+        harness.stream.append(record(2, 8_100))
+    assert (hot.durable, guard.done) == (1, False)
+    with pytest.raises(StoreFenced):
+        guard.result()
+    harness.stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()
+
+
 @pytest.mark.parametrize("operation", ["write_at", "sync"])
 def test_after_a_failed_write_the_stream_refuses_appends_until_it_is_reopened(tmp_path: Path, operation: str) -> None:
     harness = StreamHarness(tmp_path)
@@ -323,6 +352,94 @@ def test_after_a_failed_write_the_stream_refuses_appends_until_it_is_reopened(tm
     harness.stream.append(b"d").result()
     harness.check()
     harness.close()
+
+
+def _interrupt_after(work: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, interrupted when it has done its work: Python runs signal handlers after calls."""
+
+    def interrupted(*args: Any, **named: Any) -> None:
+        work(*args, **named)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+@pytest.mark.parametrize("step", ["_pending.take", "_write", "_synced", "_sync_written", "_buffer", "_next_open"])
+def test_a_stream_that_is_interrupted_while_it_writes_accepts_nothing_until_it_is_reopened(
+    tmp_path: Path, step: str
+) -> None:
+    """Hazard: records that had left the buffer were lost, and later ones were acknowledged and unreadable; or they were
+    written, and every later append failed."""
+    harness = StreamHarness(tmp_path)
+    harness.stream.append(record(1, 8_100)).result()
+    hot = harness.stream.hot
+    guard = harness.stream.append(record(2, 8_100))
+    owner, name = (hot._pending, "take") if step == "_pending.take" else (hot, step)
+    setattr(owner, name, _interrupt_after(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        guard.result()
+    with pytest.raises(StoreUnusable, match="KeyboardInterrupt"):
+        harness.stream.append(b"x")
+    harness.crash()
+    assert harness.payloads() in ([record(1, 8_100)], [record(1, 8_100), record(2, 8_100)])
+    harness.stream.append(b"y").result()
+    assert harness.payloads()[-1] == b"y"
+    harness.check()
+    harness.close()
+
+
+def test_a_segment_whose_sealing_is_interrupted_gets_no_more_records(harness: StreamHarness) -> None:
+    """Hazard: the log had the segment's end, and the writer went on in it."""
+    harness.stream.append(b"a").result()
+    harness.stream.hot._roll = _interrupt_after(harness.stream.hot._roll)
+    with pytest.raises(KeyboardInterrupt):
+        harness.stream.seal()
+    with pytest.raises(StoreUnusable):
+        harness.stream.append(b"b")
+    harness.crash()
+    harness.stream.append(b"c").result()
+    assert harness.payloads() == [b"a", b"c"]
+
+
+class _InterruptedList(list[Any]):
+    """A list whose changes are interrupted when they are made."""
+
+    append = _interrupt_after(list.append)
+    extend = _interrupt_after(list.extend)
+
+
+@pytest.mark.parametrize("records", [b"b", [b"b", b"c"]])
+@pytest.mark.parametrize("joins", [True, False], ids=["joins a run", "begins a run"])
+@pytest.mark.parametrize("key", [b"", bytes(range(16))], ids=["no key", "key"])
+def test_an_interrupted_append_has_its_records_and_their_ids_or_neither(
+    harness: StreamHarness, records: bytes | list[bytes], joins: bool, key: bytes
+) -> None:
+    """Hazard: a record without an id of its own gave the next append the same id, and broke the stream at its next block."""
+    pending = harness.stream.hot._pending
+    if joins:
+        harness.stream.append(b"a")
+    run = pending._run
+    run.payloads = _InterruptedList(run.payloads)
+    pending._runs = _InterruptedList(pending._runs)
+    with pytest.raises(KeyboardInterrupt):
+        harness.stream.append(records, key=key)
+    run.payloads, pending._runs = list(run.payloads), list(pending._runs)
+    expected = [b"a"] * joins + ([records] if isinstance(records, bytes) else records)
+    assert harness.stream.append(b"z").result() == len(expected) + 1
+    assert harness.payloads() == [*expected, b"z"]
+    if key:
+        assert harness.stream.append(records, key=key).result() == 1 + joins, "the repeated call appends nothing"
+
+
+@pytest.mark.parametrize("key", [b"", bytes(range(16))], ids=["no key", "key"])
+def test_an_append_that_is_interrupted_before_it_is_added_leaves_nothing(harness: StreamHarness, key: bytes) -> None:
+    pending = harness.stream.hot._pending
+    request_sync, pending._request_sync = pending._request_sync, _interrupt_after(pending._request_sync)
+    with pytest.raises(KeyboardInterrupt):
+        harness.stream.append(b"a", key=key)
+    pending._request_sync = request_sync
+    assert harness.stream.append(b"a", key=key).result() == 1
+    assert harness.payloads() == [b"a"]
 
 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])

@@ -243,6 +243,8 @@ def test_a_doubtful_commit_stops_the_writer(tmp_path: Path, fault: Fault) -> Non
     for step in (lambda: writer.append(opened(3), 1), writer.commit, writer.rotate):
         with pytest.raises(StoreUnusable):
             step()
+    with pytest.raises(StoreUnusable):
+        writer.close()
     writer.close()
     with open_writer(files_at(tmp_path)) as again:
         assert all_values(files)[:1] == [opened(1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import pyarrow as pa
@@ -21,11 +22,11 @@ from tests.stream.blocks import encode_block
 HEADER = StreamSegmentHeader.decode(StreamSegmentHeader(3, 9, 100, 1_000, 77).encode())
 
 
-def written(blocks: Sequence[tuple[int, list[bytes]]]) -> bytes:
-    """A segment with these blocks: (timestamp, records)."""
+def written(blocks: Sequence[tuple[int, list[bytes]]], calls: Sequence[int] = (0,)) -> bytes:
+    """A segment with these blocks: (timestamp, records). They have these idempotency keys, in turn; 0 is none."""
     raw, record = HEADER.encode(), HEADER.base_record
-    for stamp, payloads in blocks:
-        next_block = NextBlock(len(raw), record, stamp, record)
+    for (stamp, payloads), call in zip(blocks, cycle(calls), strict=False):
+        next_block = NextBlock(len(raw), record, stamp, record, call)
         raw += encode_block(HEADER.crc64, next_block, body_of(payloads), is_commit=True)
         record += len(payloads)
     return raw
@@ -91,11 +92,15 @@ def pretend_arrow_is_loaded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(spans_module, "_early_records", spans_module.EARLY_RECORDS + 1)
 
 
-@given(blocks=BLOCKS, small=st.booleans(), first=st.integers(0, 40), count=st.integers(1, 60))
+CALLS = st.lists(st.sampled_from([0, 1, 1 << 63, (1 << 64) - 1]), min_size=1, max_size=5)
+
+
+@given(blocks=BLOCKS, calls=CALLS, small=st.booleans(), first=st.integers(0, 40), count=st.integers(1, 60))
 def test_spans_have_the_records_of_the_blocks(
-    blocks: list[tuple[int, list[bytes]]], small: bool, first: int, count: int
+    blocks: list[tuple[int, list[bytes]]], calls: list[int], small: bool, first: int, count: int
 ) -> None:
-    raw, rows = written(blocks), expected(blocks)
+    """Hazard: blocks with an idempotency key counted as damaged when many were decoded at once."""
+    raw, rows = written(blocks, calls), expected(blocks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans_module, "SMALL_BYTES", 1 << 30 if small else 0)
         patch.setattr(spans_module, "FEW_BLOCKS", 0)
@@ -167,12 +172,12 @@ def test_blocks_that_do_not_follow_each_other_are_damage() -> None:
         assert result.bad_at == HEADER_BYTES + 128
 
 
-@given(blocks=BLOCKS, first=st.integers(0, 40), count=st.integers(1, 60), early=st.integers(0, 200))
+@given(blocks=BLOCKS, calls=CALLS, first=st.integers(0, 40), count=st.integers(1, 60), early=st.integers(0, 200))
 def test_plain_columns_have_the_same_records(
-    blocks: list[tuple[int, list[bytes]]], first: int, count: int, early: int
+    blocks: list[tuple[int, list[bytes]]], calls: list[int], first: int, count: int, early: int
 ) -> None:
     """However many records are decoded before Arrow is used, none is missing and none is repeated."""
-    raw, rows = written(blocks), expected(blocks)
+    raw, rows = written(blocks, calls), expected(blocks)
     start, stop = 100 + first, 100 + first + count
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans_module, "EARLY_RECORDS", early)

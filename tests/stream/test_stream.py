@@ -57,6 +57,23 @@ def test_a_read_is_the_same_on_every_tier(harness: StreamHarness) -> None:
         assert [record.payload for record in records] == payloads[start - 1 : stop - 1]
 
 
+def test_appends_with_a_key_are_read_on_every_tier_once_arrow_is_loaded(harness: StreamHarness) -> None:
+    """Hazard: many small blocks with an idempotency key were reported as damaged after the first read of batches."""
+    payloads = [record(number) for number in range(1, 41)]
+    stream = harness.stream
+    for number, payload in enumerate(payloads, 1):
+        stream.append(payload, key=number.to_bytes(8, "big") * 2).result()
+    assert sum(batch.num_rows for batch in stream.read_batches()) == 40
+    assert harness.payloads() == payloads
+    stream.seal()
+    stream.compress()
+    stream.evict()
+    assert harness.payloads() == payloads
+    stream.upload()
+    stream.evict(warm=True)
+    assert harness.payloads() == payloads
+
+
 def test_batches_have_ids_timestamps_and_payloads(harness: StreamHarness) -> None:
     payloads = spread(harness)
     table = pa.Table.from_batches(harness.stream.read_batches(5, 85), schema=SCHEMA)

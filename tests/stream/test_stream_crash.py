@@ -8,15 +8,19 @@ and the object store are not on this disk: they keep everything.
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from quire.core.clock import SystemClock
+from quire.core.errors import StorageFault, StoreUnusable
+from quire.durable.files import DiskLayer, File, FileLayer, OsDisk, drop_cached_pages
 from quire.stream.mlog_recovery import recover
 from quire.stream.stream import Stream
 from quire.testing.crashdisk import Chooser, CrashDisk, CrashOutcome, drop_all, keep_all
@@ -173,3 +177,94 @@ def test_records_that_recovery_has_counted_survive_power_loss(tmp_path: Path) ->
     workload.harness.stream.abandon()
     workload.check(after)
     workload.harness.close()
+
+
+class StaleCacheDisk(DiskLayer):
+    """A disk with a sync that fails as on Linux: the cached pages stay readable and count as clean, and the disk lacks them."""
+
+    failing: str | None = None
+    """A sync of a file with this in its path fails: the next one, or that after `skip` others."""
+    skip = 0
+
+    def __init__(self, inner: OsDisk) -> None:
+        super().__init__(inner)
+        self.unsynced: dict[int, list[tuple[int, bytes]]] = {}
+        """What the disk has where the cache has something else: inode → (offset, bytes), oldest write first."""
+        self.lost: dict[int, list[tuple[int, bytes]]] = {}
+
+    def open(self, path: str, **how: Any) -> File:
+        return StaleCacheFile(self, self._inner.open(path, **how))
+
+    def evict(self, root: Path) -> None:
+        """Evict the pages that were never written, as memory pressure does."""
+        for path in root.rglob("*"):
+            if path.stat().st_ino in self.lost:
+                file = self.open(str(path))
+                drop_cached_pages(file)
+                file.close()
+
+
+class StaleCacheFile(FileLayer):
+    __slots__ = ("_disk", "_inode")
+
+    def __init__(self, disk: StaleCacheDisk, inner: File) -> None:
+        super().__init__(inner)
+        self._disk = disk
+        self._inode = os.fstat(inner.fileno()).st_ino
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        before = self._inner.read_at(len(data), offset)
+        self._disk.unsynced.setdefault(self._inode, []).append((offset, before))
+        self._inner.write_at(data, offset)
+
+    def sync(self) -> None:
+        unsynced = self._disk.unsynced.pop(self._inode, [])
+        if self._disk.failing is not None and self._disk.failing in self.path and self._disk.skip:
+            self._disk.skip -= 1
+        elif self._disk.failing is not None and self._disk.failing in self.path:
+            self._disk.failing, self._disk.lost[self._inode] = None, unsynced
+            raise StorageFault("the write-back failed", path=self.path)
+        self._inner.sync()
+
+    def drop_cached_pages(self) -> None:
+        for offset, before in reversed(self._disk.lost.pop(self._inode, [])):
+            self._inner.write_at(before, offset)
+
+
+def test_records_that_only_the_page_cache_has_are_not_recovered(tmp_path: Path) -> None:
+    """Hazard: after a failed sync, reopening sealed blocks that were not on disk; once they were evicted from the cache, the
+    segment was damaged."""
+    disk = StaleCacheDisk(OsDisk())
+    harness = StreamHarness(tmp_path, disk=disk)
+    harness.stream.append(b"a").result()
+    disk.failing = "/hot/"
+    with pytest.raises((StorageFault, StoreUnusable)):
+        harness.stream.append(b"b").result()
+    harness.crash()
+    disk.evict(tmp_path)
+    assert harness.payloads() == [b"a"]
+    harness.stream.append(b"c").result()
+    harness.stream.seal()
+    harness.stream.compress()
+    assert harness.payloads() == [b"a", b"c"]
+    harness.check()
+    harness.close()
+
+
+def test_steps_that_only_the_page_cache_has_are_not_recovered(tmp_path: Path) -> None:
+    """Hazard: after a failed sync, the manifest log counted a record that was not on disk, and the stream refused to open when
+    it was evicted from the cache."""
+    disk = StaleCacheDisk(OsDisk())
+    harness = StreamHarness(tmp_path, disk=disk)
+    payloads = harness.fill(1)
+    disk.failing, disk.skip = "/manifest/", 1  # the sync of the header
+    with pytest.raises(StoreUnusable):
+        harness.stream.compress()
+    harness.crash()
+    harness.stream.close()
+    disk.evict(tmp_path)
+    harness.stream = harness.open()
+    assert harness.payloads() == payloads
+    harness.stream.compress()
+    harness.check()
+    harness.close()

@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.core.errors import Corruption, IllegalTransition, InvalidInput, ObjectNotFound, ObjectStoreUnavailable
+from quire.core.errors import (
+    Corruption,
+    IllegalTransition,
+    InvalidInput,
+    ObjectNotFound,
+    ObjectStoreUnavailable,
+    StorageFault,
+)
 from quire.durable.failpoints import armed
 from quire.durable.names import Tier
 from quire.manifest.records import Residency, WalFormat, WalState
@@ -346,6 +353,43 @@ def test_files_that_the_log_does_not_mention_are_swept(harness: StreamHarness) -
     Path(harness.files.segment(Tier.WARM, 77)).write_bytes(b"?")
     harness.crash()
     assert (harness.on_disk(Tier.HOT), harness.on_disk(Tier.WARM)) == ([2], [1, 2])
+
+
+def test_nothing_is_uploaded_before_lmdb_has_its_key(harness: StreamHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: a failed update of LMDB was only reported, and a sweep could remove the object that LMDB did not know."""
+    harness.fill(1)
+
+    def fail(*_: object) -> int:
+        raise StorageFault("the manifest's disk is full")
+
+    for _ in range(2):  # also when the upload is continued
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.stream.ledger.projection, "fold", fail)
+            with pytest.raises(StorageFault):
+                harness.stream.upload()
+        assert [info for page in harness.objects.list_pages("") for info in page] == []
+    assert harness.stream.upload() == 1
+    assert harness.segments()[0].is_remote
+
+
+@pytest.mark.parametrize("move", ["hydrate", "upload"])
+def test_a_move_whose_file_is_missing_fails_as_damaged(tmp_path: Path, move: str) -> None:
+    """Hazard: `FileNotFoundError` left the move unfinished for ever, and ended the thread that maintains all streams."""
+    harness = StreamHarness(tmp_path)
+    harness.fill(1)
+    stream = harness.stream
+    stream.compress()
+    stream.evict()
+    Path(harness.files.segment(Tier.WARM, 1)).unlink()
+    with pytest.raises(Corruption, match="file is missing"):
+        getattr(stream, move)()
+    state = harness.segments()[0].state
+    expected = (Hydration.IDLE, Remote.FAILED) if move == "upload" else (Hydration.FAILED, Remote.NONE)
+    assert (state.hydration, state.remote) == expected
+    stream.tick()
+    stream.abandon()
+    harness.manifest.close()
+    harness.objects.close()
 
 
 def test_a_missing_local_copy_is_logged_as_evicted(harness: StreamHarness, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from quire.core.errors import Corruption, ManifestIntegrityError
+from quire.core.errors import Corruption, ManifestIntegrityError, StoreUnusable
 from quire.durable import quarantine
+from quire.durable.failpoints import armed
 from quire.durable.names import Tier
 from quire.stream.files import LogFiles
 from quire.stream.mlog_verify import verify
@@ -210,3 +211,19 @@ def test_a_copy_that_lacks_records_does_not_make_a_read_spin(harness: StreamHarn
     with pytest.raises(Corruption, match="lacks some of its records"):
         harness.payloads()
     harness.stream.abandon()
+
+
+def test_a_stream_whose_log_failed_can_be_opened_after_it_was_closed(tmp_path: Path) -> None:
+    """Hazard: closing recorded a count that included the record whose commit had failed, and the next opening refused the
+    log as incomplete."""
+    harness = StreamHarness(tmp_path)
+    payloads = harness.fill(1)
+    with armed("stream.mlog.copied", "raise:EIO"), pytest.raises(StoreUnusable):
+        harness.stream.compress()
+    with pytest.raises(StoreUnusable, match="manifest log failed"):
+        harness.stream.close()
+    harness.stream = harness.open()
+    assert harness.payloads() == payloads
+    harness.stream.compress()
+    harness.check()
+    harness.close()

@@ -194,12 +194,12 @@ class Pending:
         if type(records) is bytes and not key and (size := len(records) + 4) <= self._small_max:
             with self._lock:
                 run = self._run
-                # A failed log is not checked for here: `stop` leaves a run without room, and `_reserve` raises.
+                # A failed log is not checked for here: `stop` leaves a run without room, and `_next_ids` raises.
                 if (room := run.room - size) >= 0:
-                    run.room = room
-                    run.payloads.append(records)
                     first = self.next_record
-                    self.next_record = first + 1
+                    # The call last: signal handlers run after calls, so none can part a record from its id.
+                    run.room, self.next_record = room, first + 1
+                    run.payloads.append(records)
                     return Appended(self._log, self._round, first, 1)
             return self._append_first(records, size)
         return self._append_many(
@@ -209,12 +209,8 @@ class Pending:
     def _append_first(self, record: bytes, size: int) -> Appended:
         """Append one record that does not fit into the current run."""
         with self._lock:
-            first = self._reserve(1)
-            run = self._run
-            if size > run.room:  # another thread may have begun one
-                run = self._begin_run(Run(first, []))
-            run.room -= size
-            run.payloads.append(record)
+            first = self._next_ids(1)
+            self._add(first, [record], size)
             pending, append_round = self._bytes, self._round
         if pending > self._bytes_max:
             self._relieve(append_round, first, 1)
@@ -232,40 +228,54 @@ class Pending:
             # round fits the earlier append: keys of refused appends are removed (`refuse`).
             if call and (done := self._calls.get(call)) is not None:
                 return Appended(self._log, self._round, done, count)
-            first = self._reserve(count)
+            first = self._next_ids(count)
             if count and call:  # its blocks carry the key, so no other append may share them
-                self._begin_run(Run(first, given.payloads, max(given.size, 1), -1, call))
-                self._calls.add(call, first)
+                self._add_with_key(Run(first, given.payloads, max(given.size, 1), -1, call), count)
             elif count and given.is_small:
-                run = self._run
-                if given.size > run.room:
-                    run = self._begin_run(Run(first, []))
-                run.payloads.extend(given.payloads)
-                run.room -= given.size
+                self._add(first, given.payloads, given.size)
             elif count:
-                self._begin_run(Run(first, given.payloads, given.size, -1))
+                self._begin_run(Run(first, given.payloads, given.size, -1), count)
             pending, append_round = self._bytes, self._round
         if pending > self._bytes_max:
             self._relieve(append_round, first, count)
         return Appended(self._log, append_round, first, count)
 
-    def _reserve(self, count: int) -> int:
-        """Reserve `count` ids and return the first. REQUIRES the lock."""
+    def _next_ids(self, count: int) -> int:
+        """Return the first of the next `count` ids, which the caller assigns. REQUIRES the lock."""
         self._log.require()
         first = self.next_record
         if first + count > U64_MAX:
             raise OutOfRange("a stream holds at most 2**64 - 1 records", first_record=first)
-        self.next_record = first + count
         return first
 
-    def _begin_run(self, run: Run) -> Run:
-        """Add a run, to which later records may be appended. REQUIRES the lock."""
+    # In these three the last call adds the records, and nothing is called between it and the assignment of their ids:
+    # signal handlers run after calls, so an interrupted append is added with its ids, or not at all.
+    def _add(self, first: int, payloads: list[bytes], size: int) -> None:
+        """Add records to the last run, or to a new one if it has no room. REQUIRES the lock."""
+        run, end = self._run, first + len(payloads)
+        if size > run.room:
+            self._begin_run(Run(first, payloads, room=BLOCK_BYTES - size), len(payloads))
+        else:
+            run.room, self.next_record = run.room - size, end
+            run.payloads.extend(payloads)
+
+    def _add_with_key(self, run: Run, count: int) -> None:
+        """Add a run of `count` records with an idempotency key. REQUIRES the lock."""
+        try:
+            self._calls.add(run.call, run.first)
+            self._begin_run(run, count)
+        except BaseException:
+            if self.next_record == run.first:  # not added: a repeated call must append them
+                self._calls.discard(run.call)
+            raise
+
+    def _begin_run(self, run: Run, count: int) -> None:
+        """Add a run of `count` records, to which later ones may be appended. REQUIRES the lock."""
         if not self._runs:
             self._request_sync()  # the keeper syncs if no caller does
-        self._runs.append(run)
         self._bytes += run.size
-        self._run = run
-        return run
+        self._run, self.next_record = run, run.first + count
+        self._runs.append(run)
 
     # ── for the writer ────────────────────────────────────────────────────────────────────────────────────────────────
     def take(self) -> list[Run]:
@@ -286,14 +296,15 @@ class Pending:
         with self._lock:
             if append_round is not self._round or not self._runs or self._runs[0].first >= upto:
                 return 0  # refused or written meanwhile
-            first = self._runs[0].first
+            first, next_round = self._runs[0].first, AppendRound()
             for run in self._runs:
                 self._calls.discard(run.call)
+            # No calls from here on: a signal handler cannot part the records from their refusal.
             # All later records go too, whichever thread appended them: ids have no gaps (decision 020).
             count, self.next_record = self.next_record - first, first
             self._runs, self._run, self._bytes = [], FULL_RUN, 0
             self._unreported += count
-            self._round = AppendRound()
+            self._round = next_round
             append_round.why = why
             # Last: readers of it find `why` set, and no id has been reassigned before.
             append_round.refused_from = first

@@ -286,9 +286,12 @@ class StreamEngine:
         with self.borrowed(db) as (stream, _):  # a schedule over many streams must not leave them all open
             stream.sync()
             stream.seal()
-            # A snapshot pins rows of LMDB: the segment that was just sealed needs one.
-            stream.ledger.project_now()
-            return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
+            # Retention ends a removal that has begun, then removes nothing until the snapshot has its own references:
+            # otherwise the snapshot could refer to a segment whose object is just being deleted.
+            with stream.pin():
+                # A snapshot pins rows of LMDB: the segment that was just sealed needs one.
+                stream.ledger.project_now()
+                return self._manifest.snapshots.publish(stream.stream_id, name, tags=tags)
 
     @changes
     def fork(self, db: int | str, new_name: str, *, at: int | str | None = None, options: object = None) -> int:
@@ -363,8 +366,8 @@ class StreamEngine:
                 pass
             except (StoreClosed, StoreUnusable) as error:
                 emit("warning", "stream.tick_stopped", stream=stream.stream_id, error=str(error))
-            except QuireError as error:
-                emit("error", "stream.tick_failed", stream=stream.stream_id, error=str(error))
+            except Exception as error:  # whatever it is, it must not stop the upkeep of the other streams
+                emit("error", "stream.tick_failed", stream=stream.stream_id, error=f"{type(error).__name__}: {error}")
         return done
 
     def _rests(self, stream: Stream) -> bool:
@@ -387,8 +390,8 @@ class StreamEngine:
                 try:
                     stream.close()
                     self._closed_extents[stream_id] = StreamExtent.of(stream)  # closing makes its last records durable
-                except QuireError as error:  # the next `open` recovers it
-                    emit("error", "stream.close_failed", stream=stream_id, error=str(error))
+                except Exception as error:  # the next `open` recovers it, and the thread that closes goes on
+                    emit("error", "stream.close_failed", stream=stream_id, error=f"{type(error).__name__}: {error}")
         return count
 
     # ── dropped streams ───────────────────────────────────────────────────────────────────────────────────────────────

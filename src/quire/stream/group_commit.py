@@ -5,7 +5,7 @@ the next one, on its own ring. A single thread syncs with a direct call: no othe
 to wake the next sleeper that has been served. A *round* is the set of appends between two refusals: a full disk ends a round,
 and the records that are pending then are refused.
 
-No wake-up is lost. A sleeper registers before its last check, and a leader checks for sleepers after it has released its lock:
+No wake-up is lost. A sleeper registers before its last check, and a leader checks for sleepers after it has given up the lead:
 either the leader sees the sleeper, or the sleeper sees that there is no leader. A sleeper that leaves without having been woken
 sets `is_gone` first and then checks its ring; the thread that passes it the baton rings first and then checks `is_gone`: one of
 the two passes the baton on.
@@ -14,7 +14,7 @@ Why this is not `pages/sync_lanes.py`: there every thread has written its own fr
 also encodes and writes for all of them, so that each thread needs the interpreter only briefly, and waking the threads is the
 larger part of the work.
 
-Threads: any. Single steps of a deque are atomic; the only lock is the leader's. Raises: what the sync raises."""
+Threads: any. Single steps of a deque are atomic; the only lock is held just to take the lead. Raises: what the sync raises."""
 
 from __future__ import annotations
 
@@ -78,14 +78,17 @@ class Durable(Protocol):
 class GroupCommit:
     """Waits for ids to become durable. `sync` writes and syncs all records that are pending at its call, and may raise."""
 
-    __slots__ = ("_leader", "_log", "_served", "_sync", "_waiting")
+    __slots__ = ("_leader", "_lock", "_log", "_served", "_sync", "_waiting")
 
     def __init__(self, log: Durable, sync: Callable[[], None]) -> None:
         # constant after construction
         self._log = log
         self._sync = sync
+        # guarded by _lock; the leader itself clears it without
+        self._lock = threading.Lock()
+        self._leader: object | None = None
+        """Identifies the call that leads; `None` if none does."""
         # synchronised by themselves
-        self._leader = threading.Lock()
         self._waiting: deque[_Sleeper] = deque()
         self._served: deque[_Sleeper] = deque()
 
@@ -99,9 +102,7 @@ class GroupCommit:
             if self._log.durable >= upto:
                 if append_round.refused_from >= upto:
                     return
-            elif self._leader.acquire(False):
-                self._lead(upto)
-            else:
+            elif not self._lead(upto):
                 self._sleep(upto)
         raise append_round.error()
 
@@ -112,21 +113,28 @@ class GroupCommit:
 
     def forked(self) -> None:
         """Reset in the child of a fork(), where no thread holds the lock and none sleeps."""
-        self._leader = threading.Lock()
+        self._lock, self._leader = threading.Lock(), None
         self._waiting, self._served = deque(), deque()
 
-    def _lead(self, upto: int) -> None:
-        """Sync for this thread and the sleepers. REQUIRES the leader's lock, and releases it."""
-        try:
+    def _lead(self, upto: int) -> bool:
+        """Sync for this thread and the sleepers; return False if another thread leads."""
+        me = object()
+        try:  # around taking the lead: an interrupt right after it must not leave the others without a leader
+            with self._lock:
+                if self._leader is not None:
+                    return False
+                self._leader = me
             if self._log.durable < upto:
                 self._sync()
             if self._waiting:
                 self._serve_further_groups()
         finally:
-            # Before `_waiting` is looked at: a sleeper that registers later finds no leader, and leads itself.
-            self._leader.release()
-            if self._waiting:
-                self._hand_over()  # the first sleeper leads, unless another thread does by then
+            if self._leader is me:
+                # Before `_waiting` is looked at: a sleeper that registers later finds no leader, and leads itself.
+                self._leader = None
+                if self._waiting:
+                    self._hand_over()  # the first sleeper leads, unless another thread does by then
+        return True
 
     def _serve_further_groups(self) -> None:
         """Serve further groups after a sync. The disk stays busy while the served threads wake up; a new leader would first
@@ -142,7 +150,7 @@ class GroupCommit:
         self._wake_served()
 
     def _wake_served(self) -> None:
-        """Begin to wake the sleepers that are served. REQUIRES the leader's lock."""
+        """Begin to wake the sleepers that are served. REQUIRES to be the leader."""
         durable, waiting = self._log.durable, self._waiting
         try:
             for _ in range(len(waiting)):
@@ -178,7 +186,7 @@ class GroupCommit:
         self._waiting.append(sleeper)
         woken = False
         try:
-            while not woken and self._log.durable < upto and self._leader.locked():
+            while not woken and self._log.durable < upto and self._leader is not None:
                 woken = sleeper.ring.sleep(RECHECK_SECONDS)
         finally:
             if not woken:

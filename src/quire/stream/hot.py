@@ -5,7 +5,8 @@ returned `result()` covers durable records, and readers see only those. `append`
 append is durable as a whole or not at all: its records are in one block, or in blocks of one segment of which only the last is
 a commit. Nothing is appended after a cut (P4): a log starts without an open segment, and opens a new one for its first block.
 
-After a failed write or sync the contents of the disk are unknown: `StoreUnusable` until the stream is reopened (M12).
+After a failed write or sync, or an interrupt (Ctrl-C) from the moment records leave the buffer, the contents of the disk are
+unknown: `StoreUnusable` until the stream is reopened (M12).
 `DiskFull` means "not done, and never will be" (docs/decisions/020). If a segment cannot be created, the stream stays usable and
 the records stay pending until a caller must get an answer; then all pending records are refused, and their ids are assigned
 again (`AppendRound`). A caller that does not call `result()` gets the error from its next `sync`, `seal` or `close`. The
@@ -195,13 +196,23 @@ class HotLog:
     # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _write_out(self, *, sync: bool = False) -> None:
         """Write the pending records; with `sync`, make them durable. REQUIRES `_writing`."""
+        try:
+            self._write_runs(sync=sync)
+        except StorageFault:  # what could not be written is pending again, or the stream has failed
+            raise
+        except BaseException as error:
+            # An interrupt (Ctrl-C) may come at any line. Runs that were taken may be written, and may be lost.
+            self._poison(error)
+            raise
+
+    def _write_runs(self, *, sync: bool) -> None:
         runs = self._pending.take()
         done = 0
         try:
             for run in runs:
                 self._write(run, sync=sync and done + 1 == len(runs))
                 done += 1
-        except BaseException:
+        except StorageFault:
             self._pending.put_back(runs[done:])  # nothing of this run is written, or the stream has failed
             if sync and self.failure is None:
                 self._sync_written()  # a caller that gets `DiskFull` must know which of its records are durable
@@ -275,10 +286,10 @@ class HotLog:
                 write_synced(segment.file, out, segment.offset)
             else:
                 segment.file.write_at(out, segment.offset)
+            hit("stream.hot.written")
         except BaseException as error:
             self._poison(error)
             raise
-        hit("stream.hot.written")
         for mark in marks:  # only after the write: a run that was not written is written again
             segment.firsts.append(mark[0])
             segment.offsets.append(mark[1])
@@ -292,10 +303,10 @@ class HotLog:
                 self.last_synced = LastSynced(run.first, stamp, run.payloads)
 
     def _synced(self, segment: ActiveSegment) -> None:
-        hit("stream.hot.synced")
         try:
+            hit("stream.hot.synced")
             self._check_owner()  # acknowledge nothing that a second owner may already have cut off
-        except StoreFenced as error:
+        except BaseException as error:
             self._poison(error)
             raise
         self.syncs += 1
@@ -406,16 +417,16 @@ class HotLog:
         try:
             if before is not None and before.written > self.durable:
                 before.file.sync()  # before the next one gets a block: no record may survive without its predecessors
-                self.durable = before.written
+                self._synced(before)
             sealed = None if before is None else before.sealed()
             self._roll(sealed, None if opened is None else SegmentStart(opened.segment_id, opened.header.base_record))
             hit("stream.hot.rolled")
+            self.segment = opened  # before an interrupt can end this: nothing may be written to a sealed segment
         except BaseException as error:
             if opened is not None:
                 opened.file.close()
             self._poison(error)
             raise
-        self.segment = opened
         if before is not None:
             if opened is None:
                 self._used_bytes = min(before.offset, before.capacity)
@@ -483,7 +494,7 @@ class HotLog:
         """Accept no more records until the stream is reopened. `DiskFull` becomes `StoreUnusable` here: the contents of the
         disk are unknown, and `DiskFull` would mean "not done"."""
         if self.failure is None:
-            what = f"the stream's segment failed: {error}"
+            what = f"the stream's segment failed: {str(error) or type(error).__name__}"  # an interrupt has no text
             hint = "fix the cause, reopen the stream, and check what it holds before appending again"
             self.failure = poisoned_by(error, what, hint=hint, stream_id=self._files.stream_id)
             self._pending.stop()  # the next append finds no room in the run, and then raises the failure

@@ -42,7 +42,7 @@ from quire.stream.mlog_recovery import (
 )
 from quire.stream.mlog_snapshot import write_snapshot
 from quire.stream.mlog_tier2 import LogObjects
-from quire.stream.mlog_writer import ManifestLogWriter, lock_log
+from quire.stream.mlog_writer import ManifestLogWriter, begin_log, lock_log
 
 RESERVED_BYTES = 1024
 """Bytes in the log for ending a segment and beginning the next, with a margin."""
@@ -112,7 +112,7 @@ class ManifestLog(AbandonedOnError):
     ) -> ManifestLog:
         """Recover the state and open the log for appending. `collect` is for logs that have objects."""
         fetch = objects.fetch if objects is not None else None
-        lock = lock_log(files, clock)  # before anything is read: another writer may still be committing
+        lock = begin_log(files, clock)  # before anything is read: another writer may still be committing
         try:
             recovered = recover(files, clock, fetch)
             start = (recovered.end.chunk_index, recovered.index.records)

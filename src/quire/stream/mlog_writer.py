@@ -26,7 +26,7 @@ from quire.core.errors import OutOfRange, StorageFault, StoreClosed, StoreUnusab
 from quire.core.settings import ManifestLogSettings
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
-from quire.durable.files import File, preallocate
+from quire.durable.files import File, drop_cached_pages, preallocate
 from quire.durable.locks import FileLock, NoopLock
 from quire.stream.files import LogFiles
 from quire.stream.mlog_format import (
@@ -97,9 +97,9 @@ class ManifestLogWriter(AbandonedOnError):
     ) -> ManifestLogWriter:
         """Open a log for appending. `start` is (chunk_index, base_record) of the first chunk if none is on the disk.
 
-        `lock` is the log's lock if the caller has taken it already (`lock_log`); the writer takes it over.
+        `lock` is the log's lock if the caller has taken it already (`begin_log`); the writer takes it over.
         """
-        lock = lock or lock_log(files, clock)
+        lock = lock or begin_log(files, clock)
         try:
             files.sweep()
             writer = cls(files, lock, clock, settings, start)
@@ -223,9 +223,10 @@ class ManifestLogWriter(AbandonedOnError):
         return sealed
 
     def close(self) -> None:
-        """Commit and close. Closing twice, or after a failure, is allowed."""
+        """Commit and close; after a failure, close and raise it. Closing twice is allowed."""
         try:
-            if self._trouble is None:
+            if not isinstance(self._trouble, StoreClosed):
+                # Also after a failure, which it raises: a caller that hears nothing counts records that are not in the log.
                 self.commit()
         finally:
             self.abandon()
@@ -305,7 +306,6 @@ class ManifestLogWriter(AbandonedOnError):
         """Continue after the last chunk, or in it if it is not sealed."""
         file = self._files.disk.open(self._files.chunk(index))
         try:
-            file.sync()  # no decision may rest on bytes that could still be lost
             data = file.read_at(file.size(), 0)
             chunk = load_chunk(data, chunk_index=index, path=file.path, owner=self._identity)
         except BaseException:
@@ -379,6 +379,27 @@ def lock_log(files: LogFiles, clock: Clock) -> FileLock | NoopLock:
     if files.store_locked:
         return NoopLock()
     return FileLock.acquire(files.lock, clock)
+
+
+def begin_log(files: LogFiles, clock: Clock) -> FileLock | NoopLock:
+    """Take the lock of a log that will be read and continued, and have reads return what is on disk.
+
+    Before anything is read: no decision may rest on bytes that could still be lost, and after a failed sync the page cache may
+    have records of the last chunk that the disk does not.
+    """
+    lock = lock_log(files, clock)
+    try:
+        if here := files.chunks():
+            file = files.disk.open(files.chunk(here[-1]))
+            try:
+                file.sync()
+                drop_cached_pages(file)
+            finally:
+                file.close()
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def shrink(file: File, facts: ChunkFacts) -> None:

@@ -23,6 +23,7 @@ from quire.core.settings import ManifestLogSettings
 from quire.core.timeline import Gap, skip_gap
 from quire.durable.checksums import crc64
 from quire.durable.failpoints import hit
+from quire.durable.files import drop_cached_pages
 from quire.durable.names import StreamSegmentFile, Tier
 from quire.durable.quarantine import move
 from quire.stream.files import TRIM_BYTES_MIN, LogFiles, StreamClock, StreamFiles, trim
@@ -264,6 +265,7 @@ def _seal_open_segment(
         raise Corruption("the file of the open segment is missing", hint=REPAIR, path=path) from None
     try:
         file.sync()  # no decision may rest on bytes that could still be lost
+        drop_cached_pages(file)  # after a failed sync the page cache may have blocks that the disk does not
         raw = file.read_at(file.size(), 0)
     finally:
         file.close()

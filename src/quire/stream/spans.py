@@ -234,7 +234,7 @@ def _small(
     firsts = fields[:, 2]
     tables = (4 * counts + 4 + BODY_ALIGN - 1) & -BODY_ALIGN
     seeds = np.uint64(seed) ^ (at + offset).astype(np.uint64)
-    good = (crc64_rows(heads[:, :CHECKED_BYTES], seeds) == fields[:, 7]) & (fields[:, 6] == 0)
+    good = crc64_rows(heads[:, :CHECKED_BYTES], seeds) == fields[:, 7]
     good &= (counts > 0) & (tables <= body_bytes)
     good[1:] &= firsts[1:] == firsts[:-1] + counts[:-1].astype(np.uint64)
     begins = [start + BLOCK_HEAD_BYTES for start in starts]

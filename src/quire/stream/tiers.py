@@ -164,13 +164,9 @@ class Tiers:
     def _compress(self, segment: StreamSegment) -> tuple[int, int]:
         source = self._files.segment(Tier.HOT, segment.segment_id)
         target = self._files.segment(Tier.WARM, segment.segment_id)
-        try:
+        with _present(source, segment):
             # The file may be longer than the segment: trimming it after the seal is best effort.
             raw = memoryview(read_all(self._files.disk, source))[: segment.durable_bytes]
-        except FileNotFoundError:
-            raise Corruption(
-                "a segment's file is missing", hint=VERIFY, path=source, segment=segment.segment_id
-            ) from None
         blocks = sealed_blocks(raw, segment.durable_bytes, path=source)
         if crc64(raw) != segment.crc64:
             raise Corruption("a segment is not what was sealed", hint=VERIFY, path=source, segment=segment.segment_id)
@@ -220,10 +216,12 @@ class Tiers:
                     given_up = UploadFailed(segment.key, Reason.GIVEN_UP)
                     self._ledger.record_steps((given_up, segment_id, segment.base_record))
                 self._ledger.record_steps((UploadStarted(key), segment_id, segment.base_record))
-                self._ledger.project()  # LMDB has the key before a byte is sent
                 hit("stream.upload.started")
             elif segment.state.remote is Remote.FAILED:
                 self._ledger.guarded(self._ledger.log.count_retry)
+            # LMDB has the key before a byte is sent, also if an earlier attempt failed here: a sweep removes objects that
+            # it does not know.
+            self._ledger.project_now()
             try:
                 etag = self._put(segment, key)
             except QuireError as error:
@@ -273,7 +271,8 @@ class Tiers:
 
     def _put(self, segment: StreamSegment, key: str) -> str:
         path = self._files.segment(Tier.WARM, segment.segment_id)
-        file = self._files.disk.open(path, write=False)
+        with _present(path, segment):
+            file = self._files.disk.open(path, write=False)
         try:
             size = file.size()
             footer = file.read_at(FOOTER_BYTES, size - FOOTER_BYTES)
@@ -359,7 +358,8 @@ class Tiers:
         """Read the compressed copy of a segment into memory and verify every byte."""
         path = self._files.segment(Tier.WARM, segment.segment_id)
         if segment.is_warm:
-            data = read_all(self._files.disk, path)
+            with _present(path, segment):
+                data = read_all(self._files.disk, path)
         else:
             path = segment.key
             data = bounded(self._store(), segment.key, segment.durable_bytes)
@@ -441,6 +441,15 @@ class Tiers:
             tier_action=type(step[0]).__name__,
             error=str(error),
         )
+
+
+@contextmanager
+def _present(path: str, segment: StreamSegment) -> Iterator[None]:
+    """Raise `Corruption` if the file of a segment is missing: the log says that it exists."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise Corruption("a segment's file is missing", hint=VERIFY, path=path, segment=segment.segment_id) from None
 
 
 def _check(data: bytes, path: str) -> int:
