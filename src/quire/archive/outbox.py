@@ -96,8 +96,8 @@ class Outbox:
             outgoing.data = data
         else:
             outgoing.path = os.path.join(self._spool, f"{outgoing.header.position.number:016x}.log")
-            hit("archive.spool.before")
             try:
+                hit("archive.spool.before")
                 self._disk.make_dirs(self._spool)
                 # The name is not synced: after a crash the file has no use, because a base follows.
                 write_new(self._disk, outgoing.path, data, overwrite=True)

@@ -6,7 +6,7 @@ Each life is a process of its own that ends with a close or a kill, between two 
 archive that is drawn from the seed (`simulation_deaths`): before or after a cut, an upload, a file of the backlog, a base, a
 trim, a seal, or a replay; by SIGKILL, or by a loss of power that keeps some of what was not synced. In some lives every event
 is a log object of its own, so that a death cuts the queue at any event; in others the bucket does not answer for a while, and
-objects wait on disk or the backlog overflows.
+objects wait on disk, the backlog overflows, or the disk is full.
 
 Either the next life opens the directory, or the directory is lost. Then the bucket, as it was at that moment, is restored with
 a takeover, must match the model as of the last time `wait` returned, or a later one, and must pass `check`, `verify` and an
@@ -58,6 +58,8 @@ WAITS = 0.15
 MEMORY_BYTES = 16 << 10
 """Smaller than the settings allow, so that a few changes during an outage wait on disk."""
 BACKLOG_BYTES = (16 << 10, 4 << 30)
+FULL_SPOOLS = 0.3
+"""Probability that the disk has no space for objects that wait during an outage."""
 ABANDONED = 0.2
 """Probability that a life loses its disk, takes over and dies before its first base, and that the next one loses its disk, too:
 nothing of the epoch in between can be restored, so it is abandoned."""
@@ -136,8 +138,9 @@ class ArchivedSteps(Steps):
         if _archive_of(self.store).settings.mode == "sync":
             return
         answers = threading.Event()
+        spool = "raise:ENOSPC" if self._draw.random() < FULL_SPOOLS else "off"
         try:
-            with armed("archive.log.before", lambda _: _wait_for(answers)):
+            with armed("archive.log.before", lambda _: _wait_for(answers)), armed("archive.spool.before", spool):
                 self._is_out = True
                 for write in writes:
                     self._log.append(f"during an outage, {write.__name__}")
