@@ -4,7 +4,8 @@ Terms
   follow    apply the owner's log objects in the order of their numbers, each one completely
   rebuild   restore the newest base and the log after it into a staging directory, then swap it in: on first use, after a broken
             chain, after the log was trimmed past our position, and when another owner has taken over
-  silence   time in which the bucket answered but had no new object; counted only after the owner has named this standby
+  silence   time in which the bucket answered but had neither a new object nor a new heartbeat; counted only while the newest
+            heartbeat of the owner names this standby
 
 A standby runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner
 had published as of the last object applied. The next step after a kill: archive/state_files.py.
@@ -25,11 +26,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Self
-from uuid import uuid4
 
 from msgspec.structs import replace
 
-from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
+from quire.archive.format import AnyEvent, Header, Kind, Position, decode_object, log_key
 from quire.archive.kept_files import KeptFiles
 from quire.archive.log_reader import (
     RestorePoint,
@@ -45,11 +45,9 @@ from quire.archive.replay import Replay
 from quire.archive.sealing import positions_after, seal, seal_later
 from quire.archive.standbys import (
     HEARTBEAT_SECONDS,
-    REFRESH_SECONDS,
+    OwnerContact,
     Promoted,
-    Registration,
     StandbyStatus,
-    register,
 )
 from quire.archive.state_files import (
     Origin,
@@ -76,9 +74,7 @@ from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk, read_all, remove_tree, write_atomic
 from quire.durable.locks import FileLock
-from quire.durable.object_names import standby_key
 from quire.manifest.row_image import RowImage, image
-from quire.objects.collector import withdraw
 from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.ownership import claim_epoch, newest_owner
@@ -109,8 +105,6 @@ POLL_SECONDS = 0.25
 request itself."""
 GAP_SECONDS = 10.0
 """Interval between checks whether the log was trimmed past our position."""
-COUNTED_SECONDS_MAX = 2.0
-"""Most silence that one poll interval may add: a standby that was suspended did not observe any."""
 
 
 class Standby:
@@ -130,8 +124,6 @@ class Standby:
         # constant after construction
         self.path = os.path.abspath(os.fspath(directory))
         self.url = url if "://" in url else os.path.abspath(url)
-        self.standby_id = str(uuid4())
-        """Random for each process, so a heartbeat that contains it was written after this process registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
         self._progress = progress or no_progress
         self._options = options or recorded_options(self._disk, self.path)
@@ -142,9 +134,8 @@ class Standby:
         """Whether the next object may have been partly applied, by a process that was killed."""
         self._waits_for_base = False
         self._objects = self._rebuilds = 0
-        self._is_named = False
-        self._silence = 0.0
-        self._registered_at = self._gap_looked_at = float("-inf")
+        self._owner = OwnerContact(self._bucket)
+        self._gap_looked_at = float("-inf")
         try:
             if not self._disk.exists(os.path.join(self.path, names.STANDBY)):
                 store_id = choose_store(self._bucket, store_id)  # raises on a wrong URL, before anything is created
@@ -189,8 +180,7 @@ class Standby:
         """Stop following. The directory stays as it is; the next `Standby` on it continues."""
         self._close_replay()
         with suppress(QuireError):  # the owner ignores a registration that is no longer refreshed
-            if self._registered_at != float("-inf"):
-                withdraw(self._bucket, standby_key(self._state.store_id, self.standby_id))
+            self._owner.withdraw()
         self._bucket.close()
         if self._lock is not None:
             self._lock.close()
@@ -220,8 +210,8 @@ class Standby:
             at_ms=state.at_ms,
             objects=self._objects,
             rebuilds=self._rebuilds,
-            is_named=self._is_named,
-            silent_seconds=self._silence,
+            is_named=self._owner.is_named(state.position.epoch),
+            silent_seconds=self._owner.silent_seconds,
         )
 
     def _save(self, state: StandbyState) -> None:
@@ -245,44 +235,34 @@ class Standby:
         looked_at: float | None = None
         while not stop.is_set():
             try:
-                self._register_if_due()
+                self._owner.register_if_due(self._state.store_id, self._state.position, self._clock.now_ms())
                 applied = self.poll()
+                state = self._state
+                is_alive = applied > 0 or self._owner.has_new_heartbeat(state.store_id, state.position.epoch)
             except Unavailable as error:
                 emit("warning", "standby.delayed", path=self.path, error=str(error))
                 looked_at = None  # a bucket that does not answer proves nothing about the owner
                 time.sleep(1.0)
                 continue
             now = time.monotonic()
-            self._count_silence(applied, now - looked_at if looked_at is not None else 0.0)
+            self._count_silence(is_alive, now - looked_at if looked_at is not None else 0.0)
             looked_at = now
             if each is not None and applied:
                 each(self.status)
-            if promote_after is not None and self._silence >= promote_after:
+            if promote_after is not None and self._owner.silent_seconds >= promote_after:
                 try:
                     return self.promote()
                 except StoreFenced as error:
                     emit("warning", "standby.overtaken", path=self.path, error=str(error))
-                    self._silence = 0.0
+                    self._owner.silent_seconds = 0.0
             time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets `stop` runs in this thread
         return None
 
-    def _count_silence(self, applied: int, seconds: float) -> None:
-        if applied or not self._is_named or self._waits_for_base:
-            self._silence = 0.0
+    def _count_silence(self, is_alive: bool, seconds: float) -> None:
+        if is_alive or self._waits_for_base:
+            self._owner.silent_seconds = 0.0
         else:
-            self._silence += min(seconds, COUNTED_SECONDS_MAX)
-
-    def _register_if_due(self) -> None:
-        if time.monotonic() - self._registered_at >= REFRESH_SECONDS:
-            registration = Registration(
-                standby_id=self.standby_id,
-                host=os.uname().nodename,
-                pid=os.getpid(),
-                position=self._state.position,
-                at_ms=self._clock.now_ms(),
-            )
-            register(self._bucket, self._state.store_id, registration)
-            self._registered_at = time.monotonic()
+            self._owner.count_silence(seconds, self._state.position.epoch)
 
     def poll(self) -> int:
         """Apply all new log objects and return their number."""
@@ -336,8 +316,6 @@ class Standby:
         replay.sweep()
         self._is_first = False
         self._objects += 1
-        if any(isinstance(event, StandbyEvent) and self.standby_id in event.standbys for event in events):
-            self._is_named = True
 
     def _following(self) -> Replay:
         if self._replay is None:
