@@ -15,10 +15,12 @@ import pytest
 import quire
 from quire.archive import standbys
 from quire.archive.standbys import Heartbeat, read_heartbeat, registrations
-from quire.core.errors import InvalidInput, StoreFenced
+from quire.core.errors import InvalidInput, ObjectStoreUnavailable, StoreFenced
 from quire.durable import names
 from quire.durable.failpoints import armed
 from quire.durable.object_names import heartbeat_key
+from quire.objects import api
+from quire.objects.api import ObjectInfo, ObjectStore
 from quire.objects.open import open_store
 from quire.store.standby import Standby
 from tests.archive.archived_store import WAIT, ArchivedStore, archived_store, contents, fill, kill, quiet, until
@@ -141,6 +143,30 @@ def test_an_owner_that_uploads_while_it_is_closed_is_kept(tmp_path: Path) -> Non
     finally:
         uploaded.set()
         closing_thread.join(WAIT)
+
+
+def test_standbys_are_listed_again_soon_after_a_listing_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an owner that had just restarted listed its standbys again only after a minute, and put no heartbeat until then.
+    The standby, which the former process had named, took over."""
+    failures = iter([True, True])
+
+    def list_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+        if next(failures, False):
+            raise ObjectStoreUnavailable("away")
+        return api.list_objects(store, prefix)
+
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        archived.wait_archived()
+        with running_standby(archived) as running:
+            kill(archived.store)
+            monkeypatch.setattr(standbys, "LIST_SECONDS", 3_600.0)
+            monkeypatch.setattr(standbys, "list_objects", list_objects)
+            archived.store = archived.open()
+            running.wait_longer_than_it_waits()
+        assert next(failures, None) is None
 
 
 def test_a_deposed_owner_without_changes_learns_it_and_puts_no_more_heartbeats(tmp_path: Path) -> None:

@@ -35,7 +35,8 @@ HEARTBEAT_SECONDS = 5.0
 """Interval between two heartbeats of an owner that has standbys."""
 LIST_SECONDS = 60.0
 FIRST_LIST_SECONDS = 2.0
-"""Delay of the first listing, so that a command that opens the store for a second does not list standbys."""
+"""Delay of the first listing, so that a command that opens the store for a second does not list standbys; and of the next one
+after a listing that failed: a standby that an earlier process of this owner has named is already counting."""
 REFRESH_SECONDS = 20.0
 FORGET_SECONDS = 180.0
 TICK_SECONDS = 0.5
@@ -128,8 +129,7 @@ class StandbyWatch:
                 return
             now = time.monotonic()
             if now >= due:
-                self._list_standbys(store_id, now)
-                due = now + LIST_SECONDS
+                due = now + (LIST_SECONDS if self._list_standbys(store_id, now) else FIRST_LIST_SECONDS)
             # Also when the last standby is gone: it may only have lost the bucket for a while, and must not take the end
             # of the heartbeats for silence when it is back.
             if self.standby_ids != named or (named and now - put_at >= HEARTBEAT_SECONDS):
@@ -153,11 +153,12 @@ class StandbyWatch:
             return False
         return True
 
-    def _list_standbys(self, store_id: str, now: float) -> None:
+    def _list_standbys(self, store_id: str, now: float) -> bool:
+        """Update the known standbys. Return whether the bucket answered."""
         try:
             present = {info.key: info for info in list_objects(self._objects(), standby_prefix(store_id))}
         except (QuireError, OSError):
-            return  # the standbys already known still get heartbeats
+            return False  # the standbys already known still get heartbeats
         for key, info in present.items():
             # By changes of the object, not by its age: the clocks of the bucket and of this machine may differ.
             mark = (info.etag, info.modified_ms, info.size_bytes)
@@ -166,6 +167,7 @@ class StandbyWatch:
         self._seen = {key: seen for key, seen in self._seen.items() if key in present}
         fresh = [key for key, (_, at) in self._seen.items() if now - at < FORGET_SECONDS]
         self.standby_ids = tuple(sorted(filter(None, map(parse_standby_key, fresh))))
+        return True
 
 
 class OwnerContact:
