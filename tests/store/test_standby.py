@@ -451,6 +451,21 @@ def test_a_trimmed_log_is_followed_from_its_base(tmp_path: Path) -> None:
             assert standby.status.position > state.position
 
 
+def test_a_standby_that_has_lost_files_begins_again_from_a_base(tmp_path: Path) -> None:
+    """Hazard: writes to the missing files were passed over in the first object after a restart."""
+    with archived_store(tmp_path) as archived:
+        fill(archived.store, 0)
+        polled(archived)
+        for path in (tmp_path / "standby" / names.REPLAYED).iterdir():
+            path.unlink()
+        archived.store.kv("pairs").put(b"late", b"1")
+        archived.wait_archived()
+        with follow(archived) as standby:
+            standby.poll()
+            assert standby.status.rebuilds == 1
+        assert contents_after_promotion(archived) == contents(archived.store)
+
+
 READER = """
 import sys, quire
 with quire.open(sys.argv[1], "r") as store:
