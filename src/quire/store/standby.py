@@ -214,6 +214,11 @@ class Standby:
             silent_seconds=self._owner.silent_seconds,
         )
 
+    @property
+    def is_promoting(self) -> bool:
+        """Whether a promotion of this directory has begun and is not complete."""
+        return self._state.owner_epoch > 0
+
     def _save(self, state: StandbyState) -> None:
         write_standby_state(self._disk, self.path, state)
         self._state = state
@@ -226,7 +231,8 @@ class Standby:
         stop: threading.Event | None = None,
         each: Callable[[StandbyStatus], None] | None = None,
     ) -> Promoted | None:
-        """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence.
+        """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence, and complete a
+        promotion that was interrupted.
 
         Automatic promotion never deposes another standby that was promoted first: this standby then follows it.
         """
@@ -234,27 +240,28 @@ class Standby:
         stop = stop or threading.Event()
         looked_at: float | None = None
         while not stop.is_set():
+            applied = 0
             try:
+                if promote_after is not None and (self.is_promoting or self._owner.silent_seconds >= promote_after):
+                    return self.promote()
                 self._owner.register_if_due(self._state.store_id, self._state.position, self._clock.now_ms())
                 applied = self.poll()
-                state = self._state
+                state, now = self._state, time.monotonic()
                 is_alive = applied > 0 or self._owner.has_new_heartbeat(state.store_id, state.position.epoch)
+                self._count_silence(is_alive, now - looked_at if looked_at is not None else 0.0)
+                looked_at = now
+            except StoreLocked:
+                raise  # another process took the directory when the promotion released its lock
+            except StoreFenced as error:
+                emit("warning", "standby.overtaken", path=self.path, error=str(error))
+                self._owner.silent_seconds = 0.0
             except Unavailable as error:
                 emit("warning", "standby.delayed", path=self.path, error=str(error))
-                looked_at = None  # a bucket that does not answer proves nothing about the owner
+                # A bucket that does not answer proves nothing about the owner, which may have lost it earlier than we did.
+                looked_at, self._owner.silent_seconds = None, 0.0
                 time.sleep(1.0)
-                continue
-            now = time.monotonic()
-            self._count_silence(is_alive, now - looked_at if looked_at is not None else 0.0)
-            looked_at = now
             if each is not None and applied:
                 each(self.status)
-            if promote_after is not None and self._owner.silent_seconds >= promote_after:
-                try:
-                    return self.promote()
-                except StoreFenced as error:
-                    emit("warning", "standby.overtaken", path=self.path, error=str(error))
-                    self._owner.silent_seconds = 0.0
             time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets `stop` runs in this thread
         return None
 
@@ -267,7 +274,7 @@ class Standby:
     def poll(self) -> int:
         """Apply all new log objects and return their number."""
         before = self._objects
-        if self._state.phase in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
+        if self.is_promoting:
             hint = "run `quire promote` again"
             raise InvalidInput("a promotion of this directory is incomplete", hint=hint, path=self.path)
         if self._state.phase is StandbyPhase.SWAPPING:
@@ -409,8 +416,7 @@ class Standby:
         hit("standby.rows_swapped")
         # A promotion that finds a newer base after its claim goes on as a promotion: its epoch may have fenced the
         # owner.
-        is_promotion = self._state.owner_epoch > 0
-        self._save(replace(self._state, phase=StandbyPhase.PROMOTING if is_promotion else StandbyPhase.FOLLOWING))
+        self._save(replace(self._state, phase=StandbyPhase.PROMOTING if self.is_promoting else StandbyPhase.FOLLOWING))
         self._remove(STAGED)
         self._remove(REPLACED)
         self._waits_for_base = False
@@ -440,7 +446,9 @@ class Standby:
         started = time.monotonic()
         if self._state.phase is StandbyPhase.SWAPPING:
             self._swap()
-        if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
+        if self.is_promoting:
+            self._continue(discard)
+        else:
             self._apply_all(discard)
             self._claim(discard)
         if self._state.phase is StandbyPhase.PROMOTING:
@@ -472,10 +480,21 @@ class Standby:
             if not discard:
                 refuse_unapplied(self._bucket, self._state.store_id, self._state.position)
 
+    def _highest_epoch(self) -> int:
+        newest = newest_owner(self._bucket, self._state.store_id)
+        return max(newest[0] if newest is not None else 0, *epochs(self._bucket, self._state.store_id))
+
+    def _continue(self, discard: bool) -> None:
+        """Check that a promotion that was interrupted still has the highest claim; otherwise give it up."""
+        if (highest := self._highest_epoch()) > self._state.owner_epoch and not discard:
+            self._give_up()
+            raise self._overtaken_by(highest)
+
+    def _give_up(self) -> None:
+        self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+
     def _claim(self, discard: bool) -> None:
-        state = self._state
-        newest = newest_owner(self._bucket, state.store_id)
-        highest = max(newest[0] if newest is not None else 0, *epochs(self._bucket, state.store_id))
+        state, highest = self._state, self._highest_epoch()
         if highest > state.position.epoch and not discard:
             raise self._overtaken_by(highest)
         # Before the claim: a standby that is killed after it must not go on following, because the owner may be fenced
@@ -491,7 +510,7 @@ class Standby:
     def _seal(self) -> None:
         state, epoch = self._state, self._state.owner_epoch
         if not claim_epoch(self._bucket, self._disk, self.path, state.store_id, epoch, self._clock.now_ms()):
-            self._save(replace(state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+            self._give_up()
             raise self._overtaken_by(epoch)
         hit("standby.claimed")
         chain = [not self._waits_for_base]  # without the next base nothing more is applied: the log is only sealed
@@ -511,7 +530,7 @@ class Standby:
                 emit("error", "standby.log_damaged", path=self.path, error=str(error))
                 seal(self._bucket, state.store_id, former, epoch, now_ms)
         except StoreFenced:
-            self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+            self._give_up()
             raise
         try:  # the owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it
             self._rebuild_if_newer()
@@ -539,16 +558,20 @@ class Standby:
         if self._lock is not None:
             self._lock.close()  # `open_owner` takes it; until then standby.json keeps other processes out
             self._lock = None
-        with open_owner(
-            self.path,
-            quiet_settings(self._disk, self.path),
-            self._clock,
-            self._disk,
-            takeover=not self._has_epoch(state.owner_epoch),
-            discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
-        ) as store:
-            hit("standby.taken_over")
-            open_written(store)  # publishes the tail of the WAL: readers see only what is published
+        try:
+            with open_owner(
+                self.path,
+                quiet_settings(self._disk, self.path),
+                self._clock,
+                self._disk,
+                takeover=not self._has_epoch(state.owner_epoch),
+                discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
+            ) as store:
+                hit("standby.taken_over")
+                open_written(store)  # publishes the tail of the WAL: readers see only what is published
+        except BaseException:
+            self._lock = self._take_lock()  # `run` tries again, or follows another owner
+            raise
         # Last: until then a kill is followed by another promotion, which finds the epoch begun.
         self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)
