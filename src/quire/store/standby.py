@@ -173,6 +173,9 @@ class Standby:
         if not state.store_id.startswith(store_id):
             hint = "use another directory"
             raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
+        if state.phase is not StandbyPhase.SWAPPING:  # left by a process that was killed
+            self._remove(STAGED)
+            self._remove(REPLACED)
         return state
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
