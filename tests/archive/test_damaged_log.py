@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.archive.format import HEADER_BYTES
+from quire.archive.format import HEADER_BYTES, Position, log_key
 from quire.archive.log_reader import epochs, log_positions
+from quire.archive.window import Line, abandoned_epochs, list_archive, plan_trim
 from quire.cli.main import run
 from quire.core.errors import Corruption
+from quire.objects.api import ObjectStore
 from quire.objects.open import open_store
+from quire.store.heavy import audit_bucket
 from quire.store.standby import Standby, promote
 from tests.archive.archived_store import ArchivedStore, contents, fill
+from tests.archive.test_window import WindowedStore, run_hours, value_of
 
 Damage = Callable[[bytes], bytes]
 
@@ -116,3 +120,102 @@ def test_other_names_in_the_archive_are_ignored(tmp_path: Path) -> None:
     quire.restore(str(archived.bucket), tmp_path / "restored", takeover=True)
     with quire.open(tmp_path / "restored", "r") as store:
         assert contents(store) == expected
+
+
+def planned(store: ObjectStore, store_id: str, before_ms: int) -> set[str]:
+    """The objects that trimming would delete."""
+    listing = list_archive(store, store_id)
+    kept = Line(store, listing).kept(before_ms)
+    if kept is None:
+        return set()
+    plan = plan_trim(store, listing, kept, ())
+    return {*plan.parts, *plan.logs, *plan.files}
+
+
+def test_a_damaged_header_anywhere_in_the_log_stops_no_trimming_and_makes_none_bolder(tmp_path: Path) -> None:
+    """Hazard: if the bisection met it, or if it was that of object 0, nothing was trimmed, and no retired object deleted."""
+    archived = ArchivedStore(tmp_path)
+    moments = []
+    for start in range(0, 80, 20):
+        fill(archived.store, start)
+        archived.wait_archived()
+        archived.archiver.base()
+        moments.append(archived.headers()[-1])
+    archived.close()
+    with closing(open_store(str(archived.bucket))) as bucket:
+        for moment in moments:
+            whole = planned(bucket, archived.store_id, moment.at_ms)
+            assert whole or moment is moments[0]
+            empty_plans = []
+            for header in archived.headers():
+                path = archived.log_path(header.position)
+                data = path.read_bytes()
+                path.write_bytes(b"X" + data[1:])
+                plan = planned(bucket, archived.store_id, moment.at_ms)
+                path.write_bytes(data)
+                assert plan <= whole, header.position
+                if not plan:
+                    empty_plans.append(header.position.number)
+            if whole:
+                assert set(empty_plans) <= {moment.base}, "only what cannot be found out is kept"
+
+
+def test_trimming_passes_a_damaged_object(tmp_path: Path) -> None:
+    windowed = WindowedStore(tmp_path)
+    with windowed.open() as store:
+        run_hours(windowed, store, 1)
+        store_id = store.info().store_id
+        for number in (0, 1):
+            (tmp_path / "bucket" / log_key(store_id, Position(1, number))).write_bytes(b"damaged")
+        run_hours(windowed, store, 5)
+        store.maintain()
+        assert min(list_archive(store.objects, store_id).epochs[1].logs) > 1
+        assert value_of(windowed.restored()) == 4
+
+
+@pytest.fixture
+def taken_over(tmp_path: Path) -> ArchivedStore:
+    """The archive of two owners, both of which are closed."""
+    archived = ArchivedStore(tmp_path)
+    fill(archived.store, 0)
+    archived.close()
+    path = archived.restore("successor", takeover=True)
+    with archived.open(path) as store:
+        fill(store, 20)
+        assert store.archive is not None
+        store.archive.base()
+    return archived
+
+
+def damage(archived: ArchivedStore, position: Position) -> None:
+    archived.log_path(position).write_bytes(b"damaged")
+
+
+def test_former_owners_are_not_taken_for_abandoned_if_the_first_object_is_damaged(taken_over: ArchivedStore) -> None:
+    """Hazard: without the first object nobody knows which owner it continued. Objects of an abandoned owner may be removed."""
+    with closing(open_store(str(taken_over.bucket))) as bucket:
+        assert Line(bucket, list_archive(bucket, taken_over.store_id)).off_line() == ()
+        damage(taken_over, Position(2, 0))
+        line = Line(bucket, list_archive(bucket, taken_over.store_id))
+        assert [epoch for epoch, _ in line.epochs] == [2]
+        assert line.oldest() is not None
+        with pytest.raises(Corruption):
+            line.off_line()
+        with pytest.raises(Corruption):
+            abandoned_epochs(bucket, taken_over.store_id)
+    audit = audit_bucket(str(taken_over.bucket))
+    assert {row["artifact"] for row in audit.problems} == {log_key(taken_over.store_id, Position(2, 0))}
+    assert audit.orphans == []
+
+
+def test_a_damaged_seal_is_kept(taken_over: ArchivedStore) -> None:
+    """Hazard: its name stops an owner that was suspended for longer than the window, whatever its bytes are."""
+    with closing(open_store(str(taken_over.bucket))) as bucket:
+        ending = log_positions(bucket, taken_over.store_id, 1)[-1]
+        damage(taken_over, ending)
+        listing = list_archive(bucket, taken_over.store_id)
+        kept = Line(bucket, listing).kept(1 << 62)
+        assert kept is not None
+        plan = plan_trim(bucket, listing, kept, [1])
+        assert log_key(taken_over.store_id, ending) not in plan.logs
+        assert log_key(taken_over.store_id, Position(1, 0)) in plan.logs

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from quire.archive.format import AnyEvent, BaseEvent, CreateEvent, RenameEvent, WriteEvent, ZeroEvent
+from quire.archive.kept_files import KeptFiles
 from quire.archive.queue import EventQueue
 from quire.archive.recorder import Recorder, whole_file
 from quire.archive.replay import Replay
 from quire.core.errors import Corruption
 from quire.durable.files import File, OsDisk, preallocate, write_atomic
+from quire.testing.crashdisk import CrashDisk, drop_all
 
 FOLDER = "pages/00000001/wal"
 NAMES = [f"{FOLDER}/0000000{number}.seg" for number in range(5)]
@@ -275,3 +277,34 @@ def test_files_may_be_missing_until_the_log_names_the_base_that_is_replayed(tmp_
         replay.apply([write, base])
         with pytest.raises(Corruption, match="never created"):
             replay.apply([write])
+
+
+def following(root: Path) -> Replay:
+    return Replay.resume(OsDisk(), str(root), kept=KeptFiles(OsDisk(), str(root), set))
+
+
+def test_what_was_settled_can_be_continued_after_a_loss_of_power(tmp_path: Path) -> None:
+    """Hazard: the names in `.files/` were not synced. Without them, a standby passed over all writes of the next object."""
+    disk = CrashDisk(str(tmp_path / "machine"))
+    with Replay(disk, str(tmp_path / "machine" / "standby")) as replay:
+        replay.apply([CreateEvent(7, NAMES[0]), WriteEvent(7, 0, b"before"), BaseEvent(0, ())])
+        replay.settle()
+        disk.crash(str(tmp_path / "after"), drop_all)
+    with following(tmp_path / "after" / "standby") as replay:
+        replay.apply([WriteEvent(7, 6, b" and after")])
+    assert (tmp_path / "after" / "standby" / NAMES[0]).read_bytes() == b"before and after"
+
+
+def test_an_object_that_is_applied_again_may_lack_only_files_that_it_creates(tmp_path: Path) -> None:
+    """Hazard: writes to any missing file were passed over, and the position moved past them."""
+    with Replay(OsDisk(), str(tmp_path)) as replay:
+        replay.apply([BaseEvent(0, ())])
+        replay.settle()
+    with following(tmp_path) as replay:
+        replaced: list[AnyEvent] = [WriteEvent(7, 0, b"former"), RenameEvent(7, NAMES[0], NAMES[1])]
+        replay.apply([*replaced, CreateEvent(7, NAMES[0]), WriteEvent(7, 0, b"new")], again=True)
+        assert contents(str(tmp_path)) == {NAMES[0]: b"new"}
+        missing: list[AnyEvent] = [WriteEvent(8, 0, b"x"), RenameEvent(8, NAMES[2], NAMES[3])]
+        for event in missing:
+            with pytest.raises(Corruption, match="never created"):
+                replay.apply([CreateEvent(9, NAMES[4]), event], again=True)

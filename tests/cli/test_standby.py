@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.durable.failpoints import armed
 from tests.cli.conftest import Run
 
 
@@ -50,6 +51,22 @@ def test_a_standby_that_is_being_updated_is_not_promoted(run: Run, archived: Pat
     assert refused.code == 5
     assert "another process updates this standby" in refused.err
     assert "stop it" in refused.err
+
+
+def test_a_standby_completes_its_own_promotion(run: Run, archived: Path) -> None:
+    """Hazard: after a promotion that was interrupted, the restarted command asked for `quire promote`."""
+    bucket, path = str(archived / "bucket"), str(archived / "standby")
+    with (
+        quire.Standby(bucket, path) as standby,
+        armed("standby.claimed", "1*raise:EIO"),
+        pytest.raises(OSError, match="failpoint"),
+    ):
+        standby.promote()
+    refused = run("standby", bucket, path, at=None)
+    assert (refused.code, "quire promote" in refused.err) == (2, True)
+    completed = run("standby", bucket, path, "--promote-after", "15", at=None)
+    assert completed.code == 0
+    assert "is the owner now, in owner epoch 2" in completed.out
 
 
 def test_an_interval_that_is_too_short_is_refused(run: Run, archived: Path) -> None:

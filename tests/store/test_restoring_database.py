@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import quire
 from quire.core.settings import ArchiveSettings, MaintenanceSettings, StoreSettings
 from quire.durable.failpoints import armed
+from quire.manifest.guard import ManifestGuard
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.databases import RenameDb, SetDbOptions
 from quire.store.store import Store
 from tests.programs import run_program
 from tests.rules.tree import SRC
@@ -126,3 +132,53 @@ def test_a_killed_restore_leaves_no_partial_database(store: Store, tmp_path: Pat
         reopened.restore_db("", name, new="again")
         assert {info.name for info in reopened.databases()} == {"cart", "events", "shop", "again"}
         assert reopened.manifest.check() == []
+
+
+def test_in_mode_sync_a_restored_database_is_kept_if_the_bucket_does_not_answer(tmp_path: Path) -> None:
+    """Hazard: the call dropped the temporary name, which was gone, and raised `UnknownDatabase`."""
+    archive = ArchiveSettings(mode="sync", interval_seconds=0.05)
+    sync = StoreSettings(object_store=str(tmp_path / "bucket"), maintenance=NO_MAINTENANCE, archive=archive)
+    with quire.open(tmp_path / "store", settings=sync) as store:
+        store.kv("cart", create=True).put(b"alice", b"3 apples")
+        archiver, resume = store.archive, threading.Event()
+        assert archiver is not None
+
+        def hold(_: str) -> None:
+            resume.wait(60)
+
+        def hold_the_bucket(_: str) -> None:
+            archiver.settings = msgspec.structs.replace(archive, sync_seconds=0.5)
+            arming.enter_context(armed("archive.log.before", hold))
+
+        with ExitStack() as arming, armed("restore_db.copied", hold_the_bucket):
+            with pytest.raises(quire.NotArchived):
+                store.restore_db("", "cart", new="again")
+            resume.set()
+        assert store.kv("again").get(b"alice") == b"3 apples"
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_a_restore_that_is_killed_while_its_copy_is_renamed_can_be_repeated(
+    store: Store, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
+    """Hazard: the copy lost its tag before its temporary name. A kill in between left a database under that name which the next
+    attempt did not recognise, and refused to replace."""
+    submit, left = store.manifest.submit, iter(range(commits))
+
+    def submit_or_die(ops: Sequence[Op]) -> ManifestGuard:
+        if any(isinstance(op, RenameDb | SetDbOptions) for op in ops) and next(left, None) is None:
+            raise Killed
+        return submit(ops)
+
+    with monkeypatch.context() as killed, suppress(Killed):
+        killed.setattr(store.manifest, "submit", submit_or_die)
+        killed.setattr(store, "drop", lambda *_, **__: None)  # a killed process cleans nothing up
+        store.restore_db("", "shop", new="again")
+    if "again" not in {info.name for info in store.databases()}:
+        store.restore_db("", "shop", new="again")
+    assert store.database("again").tags == store.database("shop").tags
+    assert {info.name for info in store.databases()} == {"cart", "events", "shop", "again"}

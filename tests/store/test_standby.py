@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import quire
-from quire.archive import standbys
 from quire.archive.format import StandbyEvent
 from quire.archive.state_files import StandbyPhase, read_standby_state
 from quire.core.errors import InvalidInput, StoreFenced
@@ -409,49 +408,6 @@ def promoted_contents(path: Path) -> dict[str, Any]:
         return contents(store)
 
 
-def test_a_broken_chain_is_followed_from_the_next_base(tmp_path: Path) -> None:
-    with archived_store(tmp_path) as archived:
-        fill(archived.store, 0)
-        polled(archived)
-        archived.archiver._break_chain("a test")
-        fill(archived.store, 20)
-        archived.wait_archived()
-        with follow(archived) as standby:
-            standby.poll()
-            assert standby.status.rebuilds == 1
-        assert contents_after_promotion(archived) == contents(archived.store)
-
-
-def test_an_owner_that_was_killed_and_reopened_is_followed_from_its_base(tmp_path: Path) -> None:
-    with archived_store(tmp_path) as archived:
-        fill(archived.store, 0)
-        polled(archived)
-        kill(archived.store)
-        archived.store = archived.open()
-        fill(archived.store, 20)
-        polled(archived)
-        assert contents_after_promotion(archived) == contents(archived.store)
-
-
-def test_a_trimmed_log_is_followed_from_its_base(tmp_path: Path) -> None:
-    with archived_store(tmp_path) as archived:
-        fill(archived.store, 0)
-        polled(archived)
-        fill(archived.store, 20)
-        archived.wait_archived()  # the next object is older than the base, however soon that starts
-        archived.archiver._needs_base = True
-        fill(archived.store, 40)
-        archived.wait_archived()
-        state = read_standby_state(OsDisk(), str(tmp_path / "standby"))
-        assert state is not None
-        next_object = archived.log_path(type(state.position)(1, state.position.number + 1))
-        next_object.unlink()
-        with follow(archived) as standby:
-            standby.poll()
-            assert standby.status.rebuilds == 1
-            assert standby.status.position > state.position
-
-
 READER = """
 import sys, quire
 with quire.open(sys.argv[1], "r") as store:
@@ -494,58 +450,6 @@ def test_a_standby_cannot_be_opened_by_another_process(tmp_path: Path) -> None:
             promote(tmp_path / "store")
         with pytest.raises(InvalidInput, match="not empty"):
             follow(archived, "store.copy" if shutil.copytree(tmp_path / "bucket", tmp_path / "store.copy") else "")
-
-
-@pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "HEARTBEAT_SECONDS", 0.3)
-    monkeypatch.setattr(standbys, "LIST_SECONDS", 0.3)
-    monkeypatch.setattr(standbys, "FIRST_LIST_SECONDS", 0.05)
-    monkeypatch.setattr(standbys, "TICK_SECONDS", 0.05)
-    monkeypatch.setattr("quire.store.standby.HEARTBEAT_SECONDS", 0.3)
-
-
-@pytest.mark.usefixtures("fast")
-def test_an_idle_owner_is_kept_and_a_dead_one_replaced(tmp_path: Path) -> None:
-    with archived_store(tmp_path) as archived:
-        fill(archived.store, 0)
-        archived.wait_archived()
-        results: list[Any] = []
-        with follow(archived) as standby:
-            thread = threading.Thread(target=lambda: results.append(standby.run(promote_after=2.0)))
-            thread.start()
-            until(lambda: standby.status.is_named)
-            applied = standby.status.objects
-            until(
-                lambda: standby.status.objects >= applied + 8 or not thread.is_alive()
-            )  # each after 0.3 s without a change
-            assert thread.is_alive(), "an idle owner was replaced"
-            expected = contents(archived.store)
-            kill(archived.store)
-            thread.join(30)
-            assert [promoted.owner_epoch for promoted in results] == [2]
-        assert not (tmp_path / "standby" / names.STANDBY).exists()
-        with quire.open(tmp_path / "standby", settings=quiet()) as store:
-            assert contents(store) == expected
-
-
-def test_a_timeout_counts_only_after_the_owner_has_listed_the_standby(tmp_path: Path) -> None:
-    with archived_store(tmp_path) as archived:
-        fill(archived.store, 0)
-        archived.wait_archived()
-        with follow(archived) as standby:
-            standby.poll()
-            for _ in range(10):
-                standby._count_silence(0, 2.0)
-            assert standby.status.silent_seconds == 0
-            archived.archiver.queue.append(StandbyEvent((standby.standby_id,)))
-            archived.wait_archived()
-            standby.poll()
-            standby._count_silence(0, 2.0)
-            standby._count_silence(0, 3600.0)  # suspended: nothing was received because nothing was polled
-            assert standby.status.silent_seconds == 4.0
-            with pytest.raises(InvalidInput, match="more than 10 seconds"):
-                standby.run(promote_after=10)
 
 
 def test_a_standby_behind_by_many_objects_catches_up_and_keeps_up(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class Archiver:
         self.queue = bounded_queue(settings.memory_bytes, self._cut_early)
         self.recorder = Recorder(disk, root, self.queue, self._artifact_complete)
         self.settings = settings
-        self.standbys = StandbyWatch(self.queue, objects)
+        self.standbys = StandbyWatch(self.queue, objects, confirm)
         self._root = root
         self._disk = disk
         self._clock = clock
@@ -190,12 +190,11 @@ class Archiver:
         for run, name in ((self._run_cuts, "quire-archive"), (self._run_puts, "quire-archive-put")):
             self._threads.append(threading.Thread(target=run, name=name, daemon=True))
             self._threads[-1].start()
-        self.standbys.start(self._store_id)
+        self.standbys.start(self._store_id, self._epoch)
 
     def close(self) -> bool:
         """Take the last cut and wait up to `close_seconds` for its upload. Return whether everything is in the bucket."""
         deadline = time.monotonic() + self.settings.close_seconds
-        self.standbys.close()
         with self._lock:
             self._stop = True
             self._changed.notify_all()
@@ -203,6 +202,7 @@ class Archiver:
             thread.join(max(deadline - time.monotonic(), 0.1))
         if self._base_thread is not None:
             self._base_thread.join(max(deadline - time.monotonic(), 0.1))
+        self.standbys.close()  # after the uploads: an owner that is taken for dead during them would lose them
         # Only if the log in the bucket leads to exactly this state. Without archive.json, the next life begins with a
         # base.
         if is_complete := self._is_complete():

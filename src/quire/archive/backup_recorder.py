@@ -30,7 +30,8 @@ from quire.manifest.overlay import TableRows
 from quire.manifest.writer import CommitLog, ManifestWriter
 
 KEPT = os.path.join(names.SCRATCH, "backup")
-"""In a store's directory: hard links to files that a backup has yet to copy. Swept when the store is opened."""
+"""In a store's directory: hard links to files that a backup has yet to copy. Removed when it ends, or when the store is opened
+after a kill."""
 
 
 class BackupRecorder:
@@ -90,7 +91,16 @@ class BackupRecorder:
         finally:
             self.queue.close()
             self.recorder.end_watch()
-            self._in_use.release()
+            try:
+                self._remove_kept()
+            finally:
+                self._in_use.release()
+
+    def _remove_kept(self) -> None:
+        """Remove the links of a backup that failed: each one keeps the blocks of a file that may be removed meanwhile."""
+        if self.below.exists(self._kept):
+            for name in self.below.names(self._kept):
+                self.below.remove(os.path.join(self._kept, name))
 
     def _artifact_complete(self, path: str, relative: str) -> None:
         """Queue a table or compressed segment that has its final name. It gets a hard link, because it may be removed before

@@ -164,7 +164,7 @@ class DirectoryEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=12):
 
 
 class StandbyEvent(LogEvent, frozen=True, array_like=True, gc=False, tag=13):
-    """Heartbeat: the owner is alive, and has seen that these standbys follow it."""
+    """The heartbeat of earlier versions, which is read and ignored (decision 086)."""
 
     standbys: tuple[str, ...]
 

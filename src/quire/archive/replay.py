@@ -23,7 +23,7 @@ Threads: one. Raises `Corruption`, and the errors of disk and manifest.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Self
 
@@ -104,6 +104,8 @@ class Replay:
         self._nameless: set[int] = set()
         """Files that have lost their last name, or have no bytes here. `sweep` removes them, after the object is applied."""
         self._swept: set[int] = set()
+        self._replaced: set[int] = set()
+        """Files that the current object creates, if it may have been applied in part before."""
         self._commits: list[tuple[TableRows, ...]] = []
         self.remote: dict[str, RemoteFile] = {}
         """Artifacts in the bucket, by path."""
@@ -149,21 +151,19 @@ class Replay:
         return replay
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────────────────────────
-    def apply(self, events: Iterable[AnyEvent], *, again: bool = False) -> None:
+    def apply(self, events: Sequence[AnyEvent], *, again: bool = False) -> None:
         """Apply events in order: files first, then rows, each durable.
 
         `again`: an interrupted process may have applied some of the events before; a file that it had begun to replace may be
-        missing until its `CreateEvent`."""
+        missing until its `CreateEvent`. Any other missing file is `Corruption`: its bytes would be lost silently."""
         self.touched.clear()
-        was_lenient, self.is_lenient = self.is_lenient, self.is_lenient or again
+        self._replaced = {event.file for event in events if isinstance(event, CreateEvent)} if again else set()
         for event in events:
             if isinstance(event, BaseEvent):
                 if self.base in (None, event):  # a base that began earlier may be named while this one was read
-                    was_lenient = False
-                    self.is_lenient = again
+                    self.is_lenient = False
             else:
                 self._apply(event)
-        self.is_lenient = was_lenient
         self._flush()
 
     def _flush(self) -> None:
@@ -252,7 +252,7 @@ class Replay:
         if (file := self._open.get(number)) is None:
             path = self._content(number)
             if not self._disk.exists(path):
-                if self.is_lenient or number in self._swept:
+                if self._may_be_missing(number):
                     return None
                 raise Corruption("the archive writes to a file that it never created", file=number)
             if len(self._open) >= OPEN_FILES_MAX:
@@ -261,6 +261,9 @@ class Replay:
         self._dirty.add(number)
         self.touched.update(path for path in self._paths.get(number, ()) if "/" not in path)
         return file
+
+    def _may_be_missing(self, number: int) -> bool:
+        return self.is_lenient or number in self._swept or number in self._replaced
 
     def _close_one(self) -> None:
         number, file = next(iter(self._open.items()))
@@ -293,7 +296,7 @@ class Replay:
         if self._names.get(path) == number:
             return
         if not self._disk.exists(self._content(number)):
-            if self.is_lenient or number in self._swept:
+            if self._may_be_missing(number):
                 if self._kept is None:
                     # The file that the base has under this name was replaced; if the name is used later, its event follows.
                     self._unbind(path)
@@ -383,7 +386,8 @@ class Replay:
 
     def _sync_folders(self) -> None:
         folders = {os.path.dirname(os.path.join(self._root, path)) for path in self._names if path not in self.remote}
-        for folder in sorted(folders | {self._root}):
+        # `.files/` too: later objects name a file only by its number.
+        for folder in sorted(folders | {self._root, self._files}):
             self._disk.sync_dir(folder)
 
     def place(self, path: str, data: bytes) -> None:

@@ -16,6 +16,9 @@ What is in the bucket after each step of a trim, and what follows if the owner d
   log objects gone            files that no event names                the same: the gaps are before the oldest base
   files gone                  what the window needs                    nothing is left to do
 
+A damaged log object does not stop trimming: what its header says is taken from the last one before it that can be read. Times
+and bases in headers never fall within an epoch, so more may be kept than is needed, and never less.
+
 Threads: any. Reads only the bucket. Raises `Corruption`, and the object store's errors.
 """
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import msgspec
@@ -138,6 +142,10 @@ class Line:
         self._headers: dict[Position, Header] = {}
         self.epochs: list[tuple[int, range]] = []
         """(epoch, gapless range of its log numbers), newest first."""
+        self.damaged: dict[Position, Corruption] = {}
+        """Damaged log objects that were passed over so far."""
+        self._is_cut = False
+        """Whether the line ends too early: the object that says which epoch is next is damaged."""
         epoch, bound = self._newest(), NONE
         # Parents come from a bucket: a forged one must not make this loop endless.
         while epoch and epoch in listing.epochs and epoch not in dict(self.epochs):
@@ -145,7 +153,11 @@ class Line:
             self.epochs.append((epoch, numbers))
             if not numbers or numbers[0]:
                 break
-            parent = self.header(epoch, 0).parent
+            try:
+                parent = self.header(epoch, 0).parent
+            except Corruption:
+                self._is_cut = True
+                break
             epoch, bound = parent.epoch, parent.number
 
     def _newest(self) -> int:
@@ -164,8 +176,19 @@ class Line:
         """Return the header of a log object. Each is read once."""
         position = Position(epoch, number)
         if position not in self._headers:
-            self._headers[position] = header_of(self._store, self._store_id, position)
+            try:
+                self._headers[position] = header_of(self._store, self._store_id, position)
+            except Corruption as error:
+                self.damaged[position] = error
+                raise
         return self._headers[position]
+
+    def _readable(self, epoch: int, numbers: range, number: int) -> Header | None:
+        """Return the header of a log object, or of the last one before it that is not damaged; `None` if there is none."""
+        for earlier in range(number, numbers[0] - 1, -1):
+            with suppress(Corruption):
+                return self.header(epoch, earlier)
+        return None
 
     def _is_seal(self, epoch: int, number: int) -> bool:
         try:
@@ -186,15 +209,22 @@ class Line:
     def kept(self, before_ms: int) -> Oldest | None:
         """Return the newest base that is older than a moment, which trimming keeps. `None`: everything is needed."""
         for epoch, numbers in self.epochs:
-            place = bisect_right(numbers, before_ms, key=lambda number: self.header(epoch, number).at_ms)
-            base = self.header(epoch, numbers[place - 1]).base if place else NONE
-            if base != NONE and base in numbers:
-                return self._whole(epoch, numbers, base)
+
+            def time_of(number: int, epoch: int = epoch, numbers: range = numbers) -> int:
+                header = self._readable(epoch, numbers, number)
+                return header.at_ms if header is not None else 0
+
+            place = bisect_right(numbers, before_ms, key=time_of)
+            last = self._readable(epoch, numbers, numbers[place - 1]) if place else None
+            if last is not None and last.base != NONE and last.base in numbers:
+                return self._whole(epoch, numbers, last.base)
         return None
 
     def off_line(self) -> tuple[int, ...]:
         """Return the owner epochs that have a log and are not on the line. A log without object 0 was trimmed, and does not
         count."""
+        if self._is_cut:  # epochs before it may be on the line, and must not be taken for abandoned
+            raise self.damaged[Position(self.epochs[-1][0], 0)]
         named = dict(self.epochs)
         return tuple(
             sorted(epoch for epoch, objects in self._listing.epochs.items() if 0 in objects.logs and epoch not in named)
@@ -210,8 +240,9 @@ class Line:
         return bool(objects.parts or objects.files or self._owners_run(epoch, NONE))
 
     def newest(self) -> Header | None:
-        """Return the header of the newest log object, or `None`."""
-        return next((self.header(epoch, numbers[-1]) for epoch, numbers in self.epochs if numbers), None)
+        """Return the header of the newest log object that is not damaged, or `None`."""
+        headers = (self._readable(epoch, numbers, numbers[-1]) for epoch, numbers in self.epochs if numbers)
+        return next((header for header in headers if header is not None), None)
 
     def whole(self, epoch: int, named: int) -> Oldest | None:
         """Return the base that a log object of the line names, if everything needed to restore it is listed."""
@@ -222,16 +253,20 @@ class Line:
         never decreases within an epoch."""
 
         def last_named(number: int) -> int:
-            base = self.header(epoch, number).base
-            return -1 if base == NONE else base
+            header = self._readable(epoch, numbers, number)
+            return -1 if header is None or header.base == NONE else header.base
 
         wanted = numbers[0] + start - 1 if numbers else 0
         place = bisect_right(numbers, wanted, key=last_named)
         return last_named(numbers[place]) if place < len(numbers) else None
 
     def _whole(self, epoch: int, numbers: range, named: int) -> Oldest | None:
-        """Return the base that a log object names, if everything needed to restore it is listed."""
-        base = base_named(self._store, self._store_id, Position(epoch, named))
+        """Return the base that a log object names, if everything needed to restore it is listed and the object is intact."""
+        try:
+            base = base_named(self._store, self._store_id, Position(epoch, named))
+        except Corruption as error:
+            self.damaged[Position(epoch, named)] = error
+            return None
         parts = self._listing.epochs[epoch].parts
         if base.first_log not in numbers or any(key not in parts for key, _, _ in base.parts):
             return None
@@ -310,11 +345,13 @@ def plan_trim(store: ObjectStore, listing: ArchiveListing, kept: Oldest, ancesto
 
 
 def _seals(store: ObjectStore, store_id: str, epoch: int, logs: Collection[int]) -> set[int]:
-    """Return the numbers of the seals at the end of an epoch's log: one, or more if a takeover put seals ahead."""
+    """Return the numbers of the seals at the end of an epoch's log: one, or more if a takeover put seals ahead. A damaged
+    object there may be a seal, and its name still stops the owner."""
     seals = set()
     for number in sorted(logs, reverse=True):
-        if header_of(store, store_id, Position(epoch, number)).kind is not Kind.SEAL:
-            break
+        with suppress(Corruption):
+            if header_of(store, store_id, Position(epoch, number)).kind is not Kind.SEAL:
+                break
         seals.add(number)
     return seals
 

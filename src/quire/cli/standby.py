@@ -79,7 +79,8 @@ def standby(
         standbys.Standby(url, directory, store_id=store_id, options=options) as follower,
     ):
         promoted = None
-        follower.poll()
+        if not promote_after or not follower.is_promoting:
+            follower.poll()  # raises before anything is reported as followed
         _say(cli, follower.status)
         if not once:
             promoted = follower.run(promote_after=promote_after or None, stop=ending)

@@ -99,6 +99,17 @@ def standby_key(store_id: str, standby_id: str) -> str:
     return f"{standby_prefix(store_id)}/{store_prefix(standby_id)}"
 
 
+def parse_standby_key(key: str) -> str | None:
+    """Return the id of the standby that an object registers; `None` if it is another object."""
+    match = re.fullmatch(f"{_STORE_ID}/standby/({_STORE_ID})", key)
+    return match[1] if match is not None else None
+
+
+def heartbeat_key(store_id: str) -> str:
+    """Return the key of the object that an owner with standbys replaces every few seconds."""
+    return f"{standby_prefix(store_id)}/heartbeat"
+
+
 def clones_prefix(store_id: str) -> str:
     """Return the prefix under which clones that read a store's objects register."""
     return f"{store_prefix(store_id)}/clones"

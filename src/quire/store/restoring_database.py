@@ -31,6 +31,7 @@ from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import OsDisk, remove_tree
 from quire.lsm.bulk import BulkWriter, begin_load
+from quire.manifest.ops.databases import RenameDb, SetDbOptions
 from quire.manifest.records import DbKind
 from quire.sqlite import importing
 from quire.store.backup import Progress, no_progress
@@ -158,11 +159,15 @@ def _copy(store: Store, copy: Store, source: DatabaseInfo, new: str, progress: P
     try:
         copied = _COPIERS[source.kind](store, copy, source, created, progress)
         hit("restore_db.copied")
-        store.set_options(staging, tags=source.tags)
-        store.rename(staging, new)
+        # In one batch: without its tag, a copy with the temporary name would be taken for a database of the user's.
+        ops = [RenameDb(created.db_id, new), SetDbOptions(created.db_id, source.tags)]
+        store.manifest.submit(ops).result()
     except BaseException:
         store.drop(staging, snapshots=True)
         raise
+    # After the block above: the copy has its name, so it is not dropped if the bucket does not answer.
+    if store.manifest.barrier is not None:
+        store.manifest.barrier.hold()
     return created.db_id, *copied
 
 

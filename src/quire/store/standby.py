@@ -4,7 +4,8 @@ Terms
   follow    apply the owner's log objects in the order of their numbers, each one completely
   rebuild   restore the newest base and the log after it into a staging directory, then swap it in: on first use, after a broken
             chain, after the log was trimmed past our position, and when another owner has taken over
-  silence   time in which the bucket answered but had no new object; counted only after the owner has named this standby
+  silence   time in which the bucket answered but had neither a new object nor a new heartbeat; counted only while the newest
+            heartbeat of the owner names this standby
 
 A standby runs no recovery before it is promoted: readers (`quire.open(directory, "r")`, in other processes) see what the owner
 had published as of the last object applied. The next step after a kill: archive/state_files.py.
@@ -25,11 +26,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING, Self
-from uuid import uuid4
 
 from msgspec.structs import replace
 
-from quire.archive.format import AnyEvent, Header, Kind, Position, StandbyEvent, decode_object, log_key
+from quire.archive.format import AnyEvent, Header, Kind, Position, decode_object, log_key
 from quire.archive.kept_files import KeptFiles
 from quire.archive.log_reader import (
     RestorePoint,
@@ -45,11 +45,9 @@ from quire.archive.replay import Replay
 from quire.archive.sealing import positions_after, seal, seal_later
 from quire.archive.standbys import (
     HEARTBEAT_SECONDS,
-    REFRESH_SECONDS,
+    OwnerContact,
     Promoted,
-    Registration,
     StandbyStatus,
-    register,
 )
 from quire.archive.state_files import (
     Origin,
@@ -76,9 +74,7 @@ from quire.durable import names
 from quire.durable.failpoints import hit
 from quire.durable.files import Disk, OsDisk, read_all, remove_tree, write_atomic
 from quire.durable.locks import FileLock
-from quire.durable.object_names import standby_key
 from quire.manifest.row_image import RowImage, image
-from quire.objects.collector import withdraw
 from quire.objects.open import open_store
 from quire.objects.options import options_of
 from quire.objects.ownership import claim_epoch, newest_owner
@@ -109,8 +105,6 @@ POLL_SECONDS = 0.25
 request itself."""
 GAP_SECONDS = 10.0
 """Interval between checks whether the log was trimmed past our position."""
-COUNTED_SECONDS_MAX = 2.0
-"""Most silence that one poll interval may add: a standby that was suspended did not observe any."""
 
 
 class Standby:
@@ -130,8 +124,6 @@ class Standby:
         # constant after construction
         self.path = os.path.abspath(os.fspath(directory))
         self.url = url if "://" in url else os.path.abspath(url)
-        self.standby_id = str(uuid4())
-        """Random for each process, so a heartbeat that contains it was written after this process registered."""
         self._disk, self._clock = disk or OsDisk(), clock or SystemClock()
         self._progress = progress or no_progress
         self._options = options or recorded_options(self._disk, self.path)
@@ -142,9 +134,8 @@ class Standby:
         """Whether the next object may have been partly applied, by a process that was killed."""
         self._waits_for_base = False
         self._objects = self._rebuilds = 0
-        self._is_named = False
-        self._silence = 0.0
-        self._registered_at = self._gap_looked_at = float("-inf")
+        self._owner = OwnerContact(self._bucket)
+        self._gap_looked_at = float("-inf")
         try:
             if not self._disk.exists(os.path.join(self.path, names.STANDBY)):
                 store_id = choose_store(self._bucket, store_id)  # raises on a wrong URL, before anything is created
@@ -182,6 +173,9 @@ class Standby:
         if not state.store_id.startswith(store_id):
             hint = "use another directory"
             raise InvalidInput("this directory follows another store", hint=hint, follows=state.store_id)
+        if state.phase is not StandbyPhase.SWAPPING:  # left by a process that was killed
+            self._remove(STAGED)
+            self._remove(REPLACED)
         return state
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,8 +183,7 @@ class Standby:
         """Stop following. The directory stays as it is; the next `Standby` on it continues."""
         self._close_replay()
         with suppress(QuireError):  # the owner ignores a registration that is no longer refreshed
-            if self._registered_at != float("-inf"):
-                withdraw(self._bucket, standby_key(self._state.store_id, self.standby_id))
+            self._owner.withdraw()
         self._bucket.close()
         if self._lock is not None:
             self._lock.close()
@@ -220,9 +213,14 @@ class Standby:
             at_ms=state.at_ms,
             objects=self._objects,
             rebuilds=self._rebuilds,
-            is_named=self._is_named,
-            silent_seconds=self._silence,
+            is_named=self._owner.is_named(state.position.epoch),
+            silent_seconds=self._owner.silent_seconds,
         )
+
+    @property
+    def is_promoting(self) -> bool:
+        """Whether a promotion of this directory has begun and is not complete."""
+        return self._state.owner_epoch > 0
 
     def _save(self, state: StandbyState) -> None:
         write_standby_state(self._disk, self.path, state)
@@ -236,7 +234,8 @@ class Standby:
         stop: threading.Event | None = None,
         each: Callable[[StandbyStatus], None] | None = None,
     ) -> Promoted | None:
-        """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence.
+        """Follow until `stop` is set. With `promote_after`, take over after that many seconds of silence, and complete a
+        promotion that was interrupted.
 
         Automatic promotion never deposes another standby that was promoted first: this standby then follows it.
         """
@@ -244,50 +243,41 @@ class Standby:
         stop = stop or threading.Event()
         looked_at: float | None = None
         while not stop.is_set():
+            applied = 0
             try:
-                self._register_if_due()
+                if promote_after is not None and (self.is_promoting or self._owner.silent_seconds >= promote_after):
+                    return self.promote()
+                self._owner.register_if_due(self._state.store_id, self._state.position, self._clock.now_ms())
                 applied = self.poll()
+                state, now = self._state, time.monotonic()
+                is_alive = applied > 0 or self._owner.has_new_heartbeat(state.store_id, state.position.epoch)
+                self._count_silence(is_alive, now - looked_at if looked_at is not None else 0.0)
+                looked_at = now
+            except StoreLocked:
+                raise  # another process took the directory when the promotion released its lock
+            except StoreFenced as error:
+                emit("warning", "standby.overtaken", path=self.path, error=str(error))
+                self._owner.silent_seconds = 0.0
             except Unavailable as error:
                 emit("warning", "standby.delayed", path=self.path, error=str(error))
-                looked_at = None  # a bucket that does not answer proves nothing about the owner
+                # A bucket that does not answer proves nothing about the owner, which may have lost it earlier than we did.
+                looked_at, self._owner.silent_seconds = None, 0.0
                 time.sleep(1.0)
-                continue
-            now = time.monotonic()
-            self._count_silence(applied, now - looked_at if looked_at is not None else 0.0)
-            looked_at = now
             if each is not None and applied:
                 each(self.status)
-            if promote_after is not None and self._silence >= promote_after:
-                try:
-                    return self.promote()
-                except StoreFenced as error:
-                    emit("warning", "standby.overtaken", path=self.path, error=str(error))
-                    self._silence = 0.0
             time.sleep(POLL_SECONDS)  # not `stop.wait`: a signal handler that sets `stop` runs in this thread
         return None
 
-    def _count_silence(self, applied: int, seconds: float) -> None:
-        if applied or not self._is_named or self._waits_for_base:
-            self._silence = 0.0
+    def _count_silence(self, is_alive: bool, seconds: float) -> None:
+        if is_alive or self._waits_for_base:
+            self._owner.silent_seconds = 0.0
         else:
-            self._silence += min(seconds, COUNTED_SECONDS_MAX)
-
-    def _register_if_due(self) -> None:
-        if time.monotonic() - self._registered_at >= REFRESH_SECONDS:
-            registration = Registration(
-                standby_id=self.standby_id,
-                host=os.uname().nodename,
-                pid=os.getpid(),
-                position=self._state.position,
-                at_ms=self._clock.now_ms(),
-            )
-            register(self._bucket, self._state.store_id, registration)
-            self._registered_at = time.monotonic()
+            self._owner.count_silence(seconds, self._state.position.epoch)
 
     def poll(self) -> int:
         """Apply all new log objects and return their number."""
         before = self._objects
-        if self._state.phase in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
+        if self.is_promoting:
             hint = "run `quire promote` again"
             raise InvalidInput("a promotion of this directory is incomplete", hint=hint, path=self.path)
         if self._state.phase is StandbyPhase.SWAPPING:
@@ -315,7 +305,8 @@ class Standby:
         except ObjectNotFound:
             return False
         header, events = decode_object(data, key)
-        if header.parent_digest != state.digest:
+        # Seals first: one that a takeover put ahead has no parent digest, and may be the end of the log.
+        if header.kind is not Kind.SEAL and header.parent_digest != state.digest:
             raise Corruption("the archive's log is not the one that this standby followed", key=key)
         if header.kind is Kind.SEAL or not is_continuous(header, events):
             self._waits_for_base = True
@@ -336,8 +327,6 @@ class Standby:
         replay.sweep()
         self._is_first = False
         self._objects += 1
-        if any(isinstance(event, StandbyEvent) and self.standby_id in event.standbys for event in events):
-            self._is_named = True
 
     def _following(self) -> Replay:
         if self._replay is None:
@@ -430,8 +419,7 @@ class Standby:
         hit("standby.rows_swapped")
         # A promotion that finds a newer base after its claim goes on as a promotion: its epoch may have fenced the
         # owner.
-        is_promotion = self._state.owner_epoch > 0
-        self._save(replace(self._state, phase=StandbyPhase.PROMOTING if is_promotion else StandbyPhase.FOLLOWING))
+        self._save(replace(self._state, phase=StandbyPhase.PROMOTING if self.is_promoting else StandbyPhase.FOLLOWING))
         self._remove(STAGED)
         self._remove(REPLACED)
         self._waits_for_base = False
@@ -461,7 +449,9 @@ class Standby:
         started = time.monotonic()
         if self._state.phase is StandbyPhase.SWAPPING:
             self._swap()
-        if self._state.phase not in (StandbyPhase.PROMOTING, StandbyPhase.SEALED):
+        if self.is_promoting:
+            self._continue(discard)
+        else:
             self._apply_all(discard)
             self._claim(discard)
         if self._state.phase is StandbyPhase.PROMOTING:
@@ -493,10 +483,21 @@ class Standby:
             if not discard:
                 refuse_unapplied(self._bucket, self._state.store_id, self._state.position)
 
+    def _highest_epoch(self) -> int:
+        newest = newest_owner(self._bucket, self._state.store_id)
+        return max(newest[0] if newest is not None else 0, *epochs(self._bucket, self._state.store_id))
+
+    def _continue(self, discard: bool) -> None:
+        """Check that a promotion that was interrupted still has the highest claim; otherwise give it up."""
+        if (highest := self._highest_epoch()) > self._state.owner_epoch and not discard:
+            self._give_up()
+            raise self._overtaken_by(highest)
+
+    def _give_up(self) -> None:
+        self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+
     def _claim(self, discard: bool) -> None:
-        state = self._state
-        newest = newest_owner(self._bucket, state.store_id)
-        highest = max(newest[0] if newest is not None else 0, *epochs(self._bucket, state.store_id))
+        state, highest = self._state, self._highest_epoch()
         if highest > state.position.epoch and not discard:
             raise self._overtaken_by(highest)
         # Before the claim: a standby that is killed after it must not go on following, because the owner may be fenced
@@ -512,7 +513,7 @@ class Standby:
     def _seal(self) -> None:
         state, epoch = self._state, self._state.owner_epoch
         if not claim_epoch(self._bucket, self._disk, self.path, state.store_id, epoch, self._clock.now_ms()):
-            self._save(replace(state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+            self._give_up()
             raise self._overtaken_by(epoch)
         hit("standby.claimed")
         chain = [not self._waits_for_base]  # without the next base nothing more is applied: the log is only sealed
@@ -532,7 +533,7 @@ class Standby:
                 emit("error", "standby.log_damaged", path=self.path, error=str(error))
                 seal(self._bucket, state.store_id, former, epoch, now_ms)
         except StoreFenced:
-            self._save(replace(self._state, phase=StandbyPhase.FOLLOWING, owner_epoch=0))
+            self._give_up()
             raise
         try:  # the owner may have completed a base since `_apply_all`, or trimmed its log, and acknowledged what is in it
             self._rebuild_if_newer()
@@ -560,16 +561,20 @@ class Standby:
         if self._lock is not None:
             self._lock.close()  # `open_owner` takes it; until then standby.json keeps other processes out
             self._lock = None
-        with open_owner(
-            self.path,
-            quiet_settings(self._disk, self.path),
-            self._clock,
-            self._disk,
-            takeover=not self._has_epoch(state.owner_epoch),
-            discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
-        ) as store:
-            hit("standby.taken_over")
-            open_written(store)  # publishes the tail of the WAL: readers see only what is published
+        try:
+            with open_owner(
+                self.path,
+                quiet_settings(self._disk, self.path),
+                self._clock,
+                self._disk,
+                takeover=not self._has_epoch(state.owner_epoch),
+                discard=True,  # whether to give up what the archive has after the seal was decided in `_claim`
+            ) as store:
+                hit("standby.taken_over")
+                open_written(store)  # publishes the tail of the WAL: readers see only what is published
+        except BaseException:
+            self._lock = self._take_lock()  # `run` tries again, or follows another owner
+            raise
         # Last: until then a kill is followed by another promotion, which finds the epoch begun.
         self._disk.remove(os.path.join(self.path, names.STANDBY))
         self._disk.sync_dir(self.path)

@@ -164,6 +164,7 @@ def _audit(
         audit.add(*_damage(error, ""))
         return
     audit.newest_at_ms = newest.at_ms if newest is not None else 0
+    _report_passed_over(log_pass, line, oldest)
     if oldest is None:
         if any(objects.logs for objects in listing.epochs.values()):
             audit.add("MISSING", "", "no base is complete: nothing can be restored")
@@ -176,6 +177,14 @@ def _audit(
     _read_objects(log_pass, choose, progress)
     if log_pass.is_whole:
         _report_orphans(log_pass, line, listing, line_epochs, now_ms)
+
+
+def _report_passed_over(log_pass: _LogPass, line: Line, oldest: Oldest | None) -> None:
+    """Report damaged log objects before the oldest moment. Those after it are reported when the log is read."""
+    for position, error in sorted(line.damaged.items(), key=lambda entry: entry[0]):
+        log_pass.is_whole = False  # what only these objects name would be taken for orphans
+        if oldest is None or position < Position(oldest.position.epoch, oldest.base.first_log):
+            log_pass.audit.add(*_damage(error, ""))
 
 
 def _report_gaps(audit: ArchiveAudit, line: Line, listing: ArchiveListing) -> None:
