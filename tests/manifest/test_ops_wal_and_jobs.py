@@ -425,6 +425,20 @@ def test_readers_and_floors_belong_to_a_database(manifest: ManifestStore) -> Non
     commit(manifest, DropReader(1, 1), DropReader(1, 1))
 
 
+def test_pruning_looks_at_a_bounded_number_of_answers(path: str) -> None:
+    """Hazard: the operation read every answer on the writer thread, and all commits waited for seconds."""
+    clock = ManualClock()
+    with ManifestStore.open(path, clock=clock) as manifest:
+        manifest.submit([RecordMetric(1, 1, [1.0])], key=b"z" * 16).result()
+        clock.advance(90_000)
+        for n in (1, 2):
+            manifest.submit([RecordMetric(1, 1, [1.0])], key=bytes([n]) * 16).result()
+        for prune, remaining in ((PruneIdempotency(2), 3), (PruneIdempotency(1, bytes([2]) * 16), 2)):
+            commit(manifest, prune)
+            with manifest.read() as txn:
+                assert txn.count(t.IDEMPOTENCY) == remaining
+
+
 def test_expired_idempotency_rows_are_pruned_in_bounded_steps(path: str) -> None:
     clock = ManualClock()
     with ManifestStore.open(path, clock=clock) as manifest:

@@ -5,6 +5,7 @@ None of them enters the feed.
 """
 
 import math
+from itertools import islice
 
 import msgspec
 
@@ -87,15 +88,17 @@ class SetFloor(Op, frozen=True, tag=97):
 
 
 class PruneIdempotency(Op, frozen=True, tag=98):
-    """Remove expired answers, at most `limit` of them."""
+    """Remove the expired ones among the first `limit` answers above a key."""
 
     logged = False
     limit: UInt
+    after: bytes = b""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        expired = (key for key, row in tables.idempotency.scan() if row.expires_at_ms <= at_ms)
-        for key, _ in zip(list(expired), range(self.limit)):
-            tables.idempotency.delete(key)
+        # The rows looked at are limited, not those removed: a day's answers are millions, and all commits wait for this scan.
+        for key, row in list(islice(tables.idempotency.scan(after=self.after), self.limit)):
+            if row.expires_at_ms <= at_ms:
+                tables.idempotency.delete(key)
 
 
 class PutReplicaPosition(Op, frozen=True, tag=190):
