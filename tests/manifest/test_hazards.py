@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from quire.core.errors import AlreadyExists, InvalidInput, StoreClosed
 from quire.core.ids import ArtifactKind
 from quire.manifest.ops.artifacts import PutChunk, UpdateArtifact
 from quire.manifest.ops.cursors import RegisterCursor
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.records import ChunkRecord, Residency
+from quire.manifest.records import ChunkRecord, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
 from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, commit, register, submit_as_group
@@ -34,12 +35,27 @@ def test_a_failing_batch_does_not_move_the_cursors_registered_before_it(manifest
     assert manifest.feed.cursor("c").acked_sequence == 1
 
 
-def test_a_field_with_a_wrong_type_is_rejected_in_a_group_too(path: str) -> None:
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"size_bytes": "oops"},
+        {"size_bytes": True},
+        {"suffix": 123},
+        {"sha256": "abc"},
+        {"purge_after_ms": -5},
+        {"residency": 99},
+        {"record": DeltaRecord(1, Residency.LOCAL, 1, 1)},
+        {"chunk_id": True},
+    ],
+    ids=str,
+)
+def test_a_field_with_a_wrong_type_is_rejected_in_a_group_too(path: str, wrong: dict[str, Any]) -> None:
     """Hazard: the fast path committed a record that could not be decoded, and the store could not be opened again."""
-    text: Any = "oops"
+    fields = wrong if wrong.keys() <= set(PutChunk.__struct_fields__) else {}
+    record = ChunkRecord(Residency.LOCAL, 1, 1) if fields else replace(ChunkRecord(Residency.LOCAL, 1, 1), **wrong)
     with ManifestStore.open(path) as manifest:
         commit(manifest, register(1))
-        invalid = PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, text, 0))
+        invalid = replace(PutChunk(1, 1, 1, record), **fields)
         guards = submit_as_group(manifest, [[invalid], [chunk(2)], [chunk(3)]])
         assert isinstance(outcome(guards[0]), InvalidInput)
         assert [guard.result().sequence for guard in guards[1:]] == [2, 3]
