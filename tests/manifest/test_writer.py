@@ -29,9 +29,11 @@ from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
 from quire.manifest.metrics import ManifestCollector
 from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.databases import RenameDb
 from quire.manifest.ops.local import PutReader, RecordMetric
 from quire.manifest.overlay import Overlay
+from quire.manifest.records import IdempotencyRecord
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
@@ -157,6 +159,31 @@ def test_a_batch_that_failed_because_of_an_invalid_one_is_applied_again(manifest
     assert isinstance(result, Receipt) == committed, (
         f"{result!r}, but the database {'exists' if committed else 'does not exist'}"
     )
+
+
+@pytest.mark.parametrize(
+    "broken_op",
+    [
+        CorrectRefcount(b"", 1, 0),
+        CorrectRefcount(b"abc", 1, 0),
+        CorrectRefcount(b"", 0, 0, remove=True),
+        CorrectIndex("db_names", b"", 1),
+        CorrectIndex("db_names", b"\xff", 1),
+        CorrectIndex("db_names", b"x" * 512, 1),
+        RestoreRow("retention", b"", None),
+        RestoreLocalRow("idempotency", b"", t.IDEMPOTENCY.codec.encode(IdempotencyRecord(1, 1))),
+    ],
+)
+def test_a_malformed_key_fails_its_batch_alone(manifest: ManifestStore, broken_op: Op) -> None:
+    """Hazard: LMDB's refusal of a key counted as a commit in doubt, and the writer stopped for all databases."""
+    manifest.submit([register(1)]).result()
+    good, broken, later = submit_as_group(manifest, [[chunk(1)], [chunk(2), broken_op], [chunk(3)]])
+    assert isinstance(good.result(30), Receipt)
+    with pytest.raises(InvalidInput):
+        broken.result(30)
+    assert isinstance(later.result(30), Receipt)
+    assert chunks(manifest) == {1, 3}
+    assert_clean(manifest, leaks=True)
 
 
 @pytest.mark.parametrize("number", [2**32, -1, 2**64])

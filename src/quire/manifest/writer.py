@@ -387,7 +387,10 @@ class ManifestWriter:
         if they wait for the queue's lock instead, it costs nothing.
         """
         with self._queue.lock:
-            rows = self._overlay.flush() + len(changes)
+            try:
+                rows = self._overlay.flush() + len(changes)
+            except lmdb.BadValsizeError as error:  # a mistake of one batch, which leaves no doubt about the disk
+                raise ValueError("a key is empty or too long") from error
             log = self._env.handles[CHANGE_LOG.name]
             if len(changes) == 1:
                 appended = txn.put(*changes[0], db=log, append=True)
