@@ -42,6 +42,7 @@ from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
+from quire.manifest.records import LABEL_TAG
 
 if TYPE_CHECKING:
     from quire.manifest.guard import ManifestGuard
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 VIEW_TAG = "quire.view"
-HOLDER_TAG, LABEL_TAG = "quire.holder", "quire.label"
+HOLDER_TAG = "quire.holder"
 
 LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
 DOUBT_SECONDS = 3_600.0

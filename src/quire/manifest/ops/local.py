@@ -51,13 +51,15 @@ class PutReader(Op, frozen=True, tag=95):
     view: bytes = b""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        tables.database(self.db_id)
         key = t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id)
         before = tables.snapshot_readers.get(key)
         # A renewal keeps the first time: what reached zero since then is kept for this reader (decision 014).
         opened = before.opened_at_ms if before else at_ms
         view = self.view or (before.view if before else b"")
         record = ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags, view)
+        # Renewals and marks outlive the database: its tombstone is removed as soon as it has no artifacts of its own.
+        if before is None and not record.marks_drop:
+            tables.database(self.db_id)
         tables.snapshot_readers.put(key, record)
         raise_watermark(tables, Counter.READER, self.reader_id)
 
