@@ -16,6 +16,7 @@ import structlog
 from quire.core.errors import (
     AlreadyExists,
     DiskFull,
+    ManifestDamaged,
     QuireError,
     StorageFault,
     StoreClosed,
@@ -221,6 +222,28 @@ def test_waiters_for_a_generation_are_notified_when_the_manifest_is_closed(path:
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_waiters_for_a_generation_are_notified_when_the_manifest_accepts_no_more_changes(
+    manifest: ManifestStore,
+) -> None:
+    """Hazard: after a recount found a broken rule, waits for a change did not end before the manifest was closed."""
+    errors: list[object] = []
+
+    def wait(waitable: GenerationWait) -> None:
+        try:
+            waitable.result(30)
+        except StoreUnusable as error:
+            errors.append(error)
+
+    waits = [manifest.writer.when_generation(Component.WAL, 9), manifest.writer.when_change(9)]
+    threads = [threading.Thread(target=wait, args=(waitable,)) for waitable in waits]
+    for thread in threads:
+        thread.start()
+    manifest.writer.stop_for(ManifestDamaged("a broken rule"))
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2
+
+
 @contextmanager
 def failing_at(number: int, point: str) -> Iterator[None]:
     def fail(_name: str) -> None:

@@ -211,9 +211,7 @@ class ManifestWriter:
         self._queue.refuse(StoreClosed("the manifest is closed", hint="open the store again"), drain=False)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-        # After the join: queued batches are still committed, and their waiters must get receipts, not this refusal.
-        self.notifier.failure = self.notifier.failure or self._queue.refusal
-        self.notifier.notify()
+        self._end_waits()  # if the thread never ran
 
     def watch_refused(self) -> None:
         """Refuse operations on databases and counters that were closed since the writer started."""
@@ -239,8 +237,14 @@ class ManifestWriter:
         try:
             while (group := self._take()) is not None:
                 self._commit(group)
+            self._end_waits()
         except BaseException as error:  # all waiters must be woken, including those of the current group
             self._stop_with_error(error, group)
+
+    def _end_waits(self) -> None:
+        """End the waits for a change: there will be none. After the last commit, because its waiters must get receipts."""
+        self.notifier.failure = self.notifier.failure or self._queue.refusal
+        self.notifier.notify()
 
     def _take(self) -> list[ManifestGuard] | None:
         """Return the next group: the rest of what was taken last, or else from the queue; `None` when closed and drained."""
