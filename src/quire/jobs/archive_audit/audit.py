@@ -291,7 +291,7 @@ def _begin_again(log_pass: _LogPass, base: BaseEvent, named_by: Position, rows: 
             events += decode_object(log_pass.store.get(key), key)[1]
         except (Corruption, ObjectNotFound):  # reported when it is read as a part or as a log object
             log_pass.is_whole = False
-    rows.replace(())
+    rows.replace(lambda: ())
     _take(log_pass, events, rows)
     with rows.read() as txn:
         _take_retired(log_pass, txn)
