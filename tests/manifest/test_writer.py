@@ -27,6 +27,7 @@ from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
+from quire.manifest.leases import LentVersion
 from quire.manifest.metrics import ManifestCollector
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
@@ -411,6 +412,18 @@ def test_recorded_times_never_decrease_even_if_the_clock_is_set_back(path: str) 
         assert manifest.submit([register(2)]).result().committed_at_ms >= first.committed_at_ms
     with ManifestStore.open(path, clock=clock) as manifest:
         assert manifest.submit([register(3)]).result().committed_at_ms >= first.committed_at_ms
+
+
+def test_no_commit_is_earlier_than_a_stored_lease_even_if_the_clock_is_set_back(path: str) -> None:
+    """Hazard: after a restart, what reached zero seemed older than the lease, and was deleted under its reader."""
+    with ManifestStore.open(path, clock=ManualClock(now_ms=1_000_000)) as manifest:
+        manifest.submit([register(1)]).result()
+    with ManifestStore.open(path, clock=ManualClock(now_ms=2_000_000)) as manifest:
+        manifest.leases.hold([LentVersion(1, 5)], 300)
+    with ManifestStore.open(path, clock=ManualClock(now_ms=1_500_000)) as manifest:
+        kept = manifest.leases.kept_since(1)
+        assert kept is not None
+        assert manifest.submit([chunk(1)]).result().committed_at_ms >= kept[0]
 
 
 def test_each_commit_is_one_structured_event(manifest: ManifestStore) -> None:

@@ -156,6 +156,10 @@ class VersionLeases:
             rows = list(reader_rows(txn))
         if any(row is None for _, row in rows):
             self._doubt_until = self._clock.monotonic() + DOUBT_SECONDS
+        # The writer knows the times of logged commits only, and these rows are local.
+        self._manifest.writer.commit_not_before(
+            max([row.heartbeat_at_ms for _, row in rows if row is not None], default=0)
+        )
         now = self._clock.monotonic()  # read once: leases of one holder end together
         for (db_id, lease_id), row in rows:
             if row is None or not is_view(row):

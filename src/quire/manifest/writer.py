@@ -110,8 +110,8 @@ class ManifestWriter:
         self._next_growth = 0.0
         self._is_growth_overdue = False
         self._last_ms = 0
-        self._archived_ms = 0
-        """Time of the archive's last moment; set by the thread that takes cuts, read by the writer thread."""
+        self._earliest_ms = 0
+        """No commit has an earlier time; set by `commit_not_before`, read by the writer thread."""
         self.generations: dict[int, int] = {}
         self.head = 0
         self.oldest = 1
@@ -178,11 +178,12 @@ class ManifestWriter:
         self._overlay.written = []
 
     def commit_not_before(self, at_ms: int) -> None:
-        """Give no later commit an earlier time than this, the time of the archive's last moment, even if the clock is set back.
+        """Give no later commit an earlier time than this, even if the clock is set back.
 
-        The collector of retired objects compares both: an object that is retired after a moment is needed by that moment.
+        For the archive's last moment: an object that is retired after a moment is needed by that moment. And for stored
+        leases: what reaches zero after a lease was opened is kept for its reader.
         """
-        self._archived_ms = max(self._archived_ms, at_ms)
+        self._earliest_ms = max(self._earliest_ms, at_ms)
 
     @property
     def failure(self) -> QuireError | None:
@@ -334,7 +335,7 @@ class ManifestWriter:
         deadline = started + self._settings.group_seconds_max
         # Never earlier than the commit before, even if the clock is set back: a lease compares its own time with the
         # one at which an artifact reached zero (decision 014).
-        self._last_ms = at_ms = max(self._last_ms, self._archived_ms, self._clock.now_ms())
+        self._last_ms = at_ms = max(self._last_ms, self._earliest_ms, self._clock.now_ms())
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)
