@@ -29,12 +29,13 @@ from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
 from quire.manifest.leases import LentVersion
 from quire.manifest.metrics import ManifestCollector
+from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.base import Component, Op
 from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.databases import RenameDb
 from quire.manifest.ops.local import PutReader, RecordMetric
 from quire.manifest.overlay import Overlay
-from quire.manifest.records import IdempotencyRecord
+from quire.manifest.records import ChunkRecord, IdempotencyRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
@@ -356,6 +357,20 @@ def test_a_key_repeated_within_one_group_is_applied_once(manifest: ManifestStore
         guards = [manifest.submit([register(1)], key=KEY) for _ in range(3)]
     assert [guard.result(30).repeated for guard in guards] == [False, True, True]
     assert {guard.result(30).sequence for guard in guards} == {1}
+
+
+def test_a_batch_whose_predecessor_with_its_key_failed_has_its_own_result(manifest: ManifestStore) -> None:
+    """Hazard: the abandoned pass gave it the predecessor's result, which was then stored with its own changes."""
+    manifest.submit([register(1), chunk(1)]).result()
+    with held(manifest):
+        # Fails only in the second pass: the first one assumes that the row is new.
+        first = manifest.submit([PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, 99, 99))], key=KEY, result=b"first")
+        second = manifest.submit([chunk(2)], key=KEY, result=b"second")
+    with pytest.raises(AlreadyExists):
+        first.result(30)
+    assert second.result(30).result == b"second"
+    repeated = manifest.submit([chunk(2)], key=KEY, result=b"third").result(30)
+    assert (repeated.repeated, repeated.result) == (True, b"second")
 
 
 def test_a_failed_batch_does_not_use_its_key(manifest: ManifestStore) -> None:

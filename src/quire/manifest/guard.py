@@ -239,6 +239,9 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     reached: int | tuple[int, ...] = ()
     repeated: bool = False
     result_bytes: bytes = b""
+    """The answer that is stored with the key, if this batch is the first to use it."""
+    stored_result: bytes = b""
+    """The answer of the batch that used the key first, if `repeated`."""
     waiter: ThreadWakeup | None = None
     trace_id: str = ""
     """The trace of the submitter, for the change record."""
@@ -249,9 +252,8 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
             self._wait(timeout)
         if self.error is not None:
             raise self.error.with_traceback(None)
-        return Receipt(
-            self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, self.result_bytes
-        )
+        result = self.stored_result if self.repeated else self.result_bytes
+        return Receipt(self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, result)
 
     @property
     def generations(self) -> Generations:
