@@ -14,6 +14,7 @@ from quire.manifest.ops.cursors import RegisterCursor
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import ChunkRecord, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
+from quire.testing.manifest import assert_clean
 from tests.manifest.batches import outcome
 from tests.manifest.helpers import chunk, commit, register, submit_as_group
 
@@ -60,6 +61,15 @@ def test_a_field_with_a_wrong_type_is_rejected_in_a_group_too(path: str, wrong: 
         assert isinstance(outcome(guards[0]), InvalidInput)
         assert [guard.result().sequence for guard in guards[1:]] == [2, 3]
     ManifestStore.open(path).close()
+
+
+def test_an_operation_that_is_repeated_in_its_batch_counts_once(manifest: ManifestStore) -> None:
+    """Hazard: the second insert of the same object counted as new, and retained the chunk's namespace once more."""
+    namespace_id = manifest.put_namespace("s3://bucket", name="elsewhere")
+    commit(manifest, register(1))
+    put = PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, 1, 1, namespace_id=namespace_id))
+    commit(manifest, put, put)
+    assert_clean(manifest, leaks=True)
 
 
 def test_an_error_that_is_raised_repeatedly_does_not_accumulate_frames(path: str) -> None:
