@@ -213,11 +213,12 @@ class VersionLeases:
                 lease.set_origins(db_id, origins)
 
     def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
-        """Store versions as values with a lease, by database. Durable on return."""
+        """Store versions as values with a lease, by database. Durable on return. Raises `LeaseExpired`."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            parts = [] if lease is None else [lease.lent[db_id] for db_id in views if db_id in lease.lent]
-            rows = [] if lease is None else self._rows(lease_id, lease, parts, lease.horizon_ms)
+            if lease is None or not views.keys() <= lease.lent.keys():
+                raise _ended(lease_id)
+            rows = self._rows(lease_id, lease, [lease.lent[db_id] for db_id in views], lease.horizon_ms)
         self._manifest.submit([replace(row, view=views[row.db_id]) for row in rows]).result()
 
     def labelled(self, lease_id: int, after: str, last: str, limit: int) -> list[tuple[str, int]]:
