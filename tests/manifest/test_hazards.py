@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from quire.core.errors import AlreadyExists, InvalidInput, StoreClosed
+from quire.core.errors import AlreadyExists, InvalidInput, ManifestDamaged, StoreClosed
 from quire.core.ids import ArtifactKind
 from quire.manifest.ops.artifacts import PutChunk, UpdateArtifact
 from quire.manifest.ops.cursors import RegisterCursor
 from quire.manifest.ops.local import RecordMetric
-from quire.manifest.records import ChunkRecord, DeltaRecord, Residency
+from quire.manifest.records import ChunkRecord, DbRecord, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.testing.manifest import assert_clean
 from tests.manifest.batches import outcome
@@ -70,6 +70,28 @@ def test_an_operation_that_is_repeated_in_its_batch_counts_once(manifest: Manife
     put = PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, 1, 1, namespace_id=namespace_id))
     commit(manifest, put, put)
     assert_clean(manifest, leaks=True)
+
+
+def test_a_database_that_is_closed_while_a_batch_is_applied_accepts_no_later_one(
+    manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: the recount's thread emptied the set of databases known to be writable, to which the writer then added one."""
+    commit(manifest, register(1))
+    overlay = manifest.writer._overlay
+    database = overlay.database
+
+    def look_up_and_close(db_id: int) -> DbRecord:
+        record = database(db_id)
+        manifest.env.refused = {("database", 1): ("it breaks a rule", "")}
+        manifest.writer.watch_refused()
+        return record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(overlay, "database", look_up_and_close)
+        commit(manifest, chunk(1))
+    with pytest.raises(ManifestDamaged, match="breaks a rule"):
+        commit(manifest, chunk(2))
+    manifest.env.refused = {}
 
 
 def test_an_error_that_is_raised_repeatedly_does_not_accumulate_frames(path: str) -> None:

@@ -110,6 +110,8 @@ class ManifestWriter:
         self._next_growth = 0.0
         self._is_growth_overdue = False
         self._last_ms = 0
+        self._has_new_refusals = False
+        """Whether databases or counters were closed since the last group; set by `watch_refused`."""
         self._earliest_ms = 0
         """No commit has an earlier time; set by `commit_not_before`, read by the writer thread."""
         self.generations: dict[int, int] = {}
@@ -215,9 +217,8 @@ class ManifestWriter:
         self._end_waits()  # if the thread never ran
 
     def watch_refused(self) -> None:
-        """Refuse operations on databases and counters that were closed since the writer started."""
-        self._overlay.require_not_refused = self._env.require_not_refused
-        self._overlay.active_ids.clear()  # its databases are accepted without a lookup
+        """Refuse operations on databases and counters that were closed since the writer started, from the next group on."""
+        self._has_new_refusals = True
 
     def stop_for(self, error: QuireError) -> None:
         """Commit the queued batches and nothing more, because of a broken rule; the manifest can still be read."""
@@ -339,6 +340,10 @@ class ManifestWriter:
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)
+            if self._has_new_refusals:
+                self._has_new_refusals = False
+                overlay.require_not_refused = self._env.require_not_refused
+                overlay.active_ids.clear()  # its databases are accepted without a lookup
             overlay.checked_sequence = self._env.checked_sequence
             applied = Applied(self.head, dict(self.generations), at_ms)
             self._applier.apply(group, applied, lambda: self._clock.monotonic() < deadline)
