@@ -1,19 +1,50 @@
-"""The thread pool of a generator: what its end waits for."""
+"""Thread pools: work starts when it is requested, and what the end of a generator's pool waits for."""
 
 from __future__ import annotations
 
 import ast
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from quire.core import background
 from quire.core.background import thread_pool
 from tests.rules.tree import SRC
 
 SECONDS = 60.0
+
+
+def test_work_is_not_left_waiting_while_a_thread_waits_for_the_end_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: the wake-up for an idle thread of the pool went to the thread that waited in `stop`."""
+    monkeypatch.setattr(background, "LINGER_SECONDS", SECONDS)
+    pool = background.Background("test", threads_max=2)
+    running, may_end, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def run() -> None:
+        running.set()
+        may_end.wait(SECONDS)
+
+    long = pool.task(run)
+    long.ask()
+    assert running.wait(SECONDS)
+    later = pool.task(lambda: None)
+    later.ask(0.2)  # an idle thread waits for it
+    stopping = threading.Thread(target=long.stop)
+    stopping.start()
+    while not long.is_stopped:
+        time.sleep(0.001)
+    later.stop()  # the idle thread now waits behind the one in `stop`
+    time.sleep(0.3)
+    pool.task(ran.set).ask()
+    assert ran.wait(SECONDS / 4)
+    may_end.set()
+    stopping.join(SECONDS)
+    assert not stopping.is_alive()
+    pool.stop()
 
 
 def results(*calls: Callable[[], object]) -> Iterator[object]:

@@ -9,12 +9,15 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.core.errors import StorageFault, TooManyOpenFiles
+from quire.durable import open_files
 from quire.durable.files import Disk, DiskLayer, File, FileLayer, OsDisk, preallocate, translate, write_synced
 from quire.durable.open_files import OpenFiles, open_to_read
 from quire.testing.faults import Fault, FaultyDisk
@@ -352,6 +355,49 @@ def test_a_handle_that_is_closed_while_its_file_is_opened_again_leaves_no_descri
 
 
 # ── no descriptor left ────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_handle_that_a_finalizer_closes_does_not_disturb_the_closing_of_others(tmp_path: Path) -> None:
+    """Hazard: the garbage collector runs in the thread that has the lock; the removed entry raised a KeyError, which ended the
+    thread that closes unused files."""
+    pool = _pool(limit=4)
+    files = [pool.open(str(tmp_path / str(number)), create=True) for number in range(4)]
+    detach = pool._detach_files
+
+    def collect_and_detach(entry: Any) -> list[File]:
+        while len(files) > 1:
+            files.pop().close()
+        return detach(entry)
+
+    pool._detach_files = collect_and_detach  # type: ignore[method-assign]
+    pool.close_idle()
+    assert pool.close_idle() <= 1
+    for file in files:
+        file.close()
+    assert len(pool) == 0
+    assert _descriptors(tmp_path) == 0
+
+
+def test_a_failure_of_the_closing_thread_does_not_prevent_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: after any error no thread closed unused files any more."""
+    monkeypatch.setattr(open_files, "LOOK_SECONDS", 0.001)
+    failed = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: failed.set())
+    pool = OpenFiles(OsDisk(), 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "close_idle", lambda: 1 // 0)
+        file = pool.open(str(tmp_path / "a"), create=True)
+        assert failed.wait(60)
+    other = pool.open(str(tmp_path / "b"), create=True)
+    deadline = time.monotonic() + 60
+    while _descriptors(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert _descriptors(tmp_path) == 0
+    for opened in (file, other):
+        opened.close()
+    pool.close()
+
+
 def test_the_error_of_a_process_without_descriptors_names_its_limit(tmp_path: Path) -> None:
     """Hazard: the hint was to check the disk."""
     error = translate(OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "x", "opening")

@@ -10,7 +10,9 @@ import pytest
 
 from quire.core.errors import DatabaseTombstoned
 from quire.core.settings import MaintenanceSettings
+from quire.jobs import maintenance
 from quire.jobs.maintenance import Round, Upkeep
+from quire.manifest import tables as t
 from quire.manifest.jobqueue import LEASE_SECONDS
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import JobKind, JobState, RetentionRecord
@@ -99,6 +101,27 @@ def test_old_jobs_and_recorded_answers_are_forgotten(local_store: JobStore) -> N
     round_result = local_store.upkeep.run_once()
     assert (round_result.jobs_forgotten, round_result.answers_forgotten) == (1, 1)
     assert local_store.manifest.jobs.jobs() == []
+
+
+def test_each_round_looks_at_a_share_of_the_recorded_answers_until_all_expired_ones_are_gone(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a round removed a fixed number of answers, so that a higher rate of keyed batches let them grow without bound."""
+    monkeypatch.setattr(maintenance, "ANSWERS_PER_STEP", 2)
+    for n in range(200):
+        guard = local_store.manifest.submit([RecordMetric(1, 1, [1.0])], key=bytes([n]) * 16)
+    guard.result()
+    local_store.clock.advance(86_400)
+    local_store.manifest.submit([RecordMetric(1, 1, [1.0])], key=b"\xff" * 16).result()
+    forgotten = []
+    # At most twice around: the first walk begins anywhere.
+    for _ in range(2 * maintenance.ANSWER_WALK_ROUNDS + 1):
+        local_store.clock.advance(maintenance.SLOW_SECONDS)
+        forgotten.append(local_store.upkeep.round().answers_forgotten)
+    assert sum(forgotten) == 200
+    assert max(forgotten) <= 4, "each round looks at a part of them"
+    with local_store.manifest.read() as txn:
+        assert txn.count(t.IDEMPOTENCY) == 1
 
 
 def test_a_dropped_database_that_nothing_holds_is_found(local_store: JobStore) -> None:

@@ -213,6 +213,16 @@ def test_a_job_that_failed_or_was_cancelled_can_be_retried(manifest: ManifestSto
     assert manifest.jobs.get(cancelled).state is JobState.CANCELLED, "a retried job keeps its final state"
 
 
+def test_all_old_jobs_are_forgotten_however_many_ended(manifest: ManifestStore, clock: ManualClock) -> None:
+    """Hazard: a round forgot a fixed number of jobs of each state, and more than that accumulated forever."""
+    for _ in range(5):
+        manifest.jobs.enqueue(JobKind.VERIFY)
+        manifest.jobs.complete(claim(manifest))
+    clock.advance(101)
+    assert manifest.jobs.forget(older_than_seconds=100, limit=2) == 5
+    assert manifest.jobs.jobs() == []
+
+
 def test_old_jobs_are_forgotten_recent_and_unfinished_ones_are_not(manifest: ManifestStore, clock: ManualClock) -> None:
     old, failed = manifest.jobs.enqueue(JobKind.SWEEP), manifest.jobs.enqueue(JobKind.VERIFY)
     manifest.jobs.complete(claim(manifest))

@@ -13,6 +13,8 @@ from pyroaring import BitMap
 from quire.core.errors import ManifestDamaged
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.limits import CHUNK_BYTES, MIB
+from quire.manifest import tables as t
+from quire.manifest.ops.corrections import RestoreRow
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import DbKind, DeltaRecord, Residency
 from quire.manifest.store import ManifestStore
@@ -107,6 +109,20 @@ def test_a_delta_with_an_impossible_bitmap_is_damage(manifest: ManifestStore, db
     checkpoint_apply(manifest, db, manifest.reserve_generation(db), [damaged], covered_lsn=lsn).result()
     with memory_limit(256 * MIB), pytest.raises(ManifestDamaged, match="pages of a delta"):
         manifest.snapshots.diff(db, "a")
+
+
+def test_a_missing_leaf_is_damage(manifest: ManifestStore, db: int) -> None:
+    """Hazard: a row that the disk has lost was an `AssertionError`, or with `python -O` an error of another kind."""
+    write(manifest, db, {0: None})
+    manifest.snapshots.publish(db, "a")
+    write(manifest, db, {0: None})
+    with manifest.read() as txn:
+        leaves = [(key, t.SLOT_LEAF.rows.opened(key, raw)) for key, raw in txn.raw_scan(t.SLOT_LEAF)]
+    commit(manifest, *[RestoreRow(t.SLOT_LEAF.name, key, None) for key, _ in leaves])
+    for call in (lambda: manifest.snapshots.diff(db, "a"), lambda: manifest.snapshots.describe(db, "a")):
+        with pytest.raises(ManifestDamaged, match="leaf"):
+            call()
+    commit(manifest, *[RestoreRow(t.SLOT_LEAF.name, key, row) for key, row in leaves])
 
 
 WRITES = st.lists(

@@ -14,7 +14,9 @@ from structlog.testing import capture_logs
 from quire.core.errors import TimedOut
 from quire.core.limits import MIB
 from quire.core.settings import ManifestSettings
+from quire.manifest import tables as t
 from quire.manifest.env import ManifestEnv
+from quire.manifest.row_image import RowImage, image
 from quire.manifest.store import ManifestStore
 from quire.manifest.writer import EARLY_GROWTH_PAUSE_SECONDS
 from quire.testing.clock import ManualClock
@@ -50,6 +52,23 @@ def test_a_long_reader_does_not_fail_commits_that_fit(path: str) -> None:
         manifest.submit([chunk(101)]).result(30)
         assert manifest.env.info()["map_size"] > before, "… but after a while"
         assert_clean(manifest, leaks=True)
+
+
+def test_a_copy_made_of_rows_grows_as_its_original_did(path: str) -> None:
+    """Hazard: restoring a manifest whose map had grown failed with `DiskFull`, far below `map_bytes_max`."""
+    settings = ManifestSettings(map_bytes=MIB)
+    with ManifestStore.open(path, settings=settings) as manifest, RowImage(path + "2", settings) as copy:
+        for n in range(20_000):
+            guard = manifest.submit([register(1) if n == 0 else chunk(n)])
+        guard.result(30)
+        assert manifest.env.info()["map_size"] > MIB
+        copy.replace(lambda: image(manifest.read, 0))
+        with manifest.read() as ours, copy.read() as theirs:
+            assert list(ours.raw_scan(t.CHUNK_CATALOG)) == list(theirs.raw_scan(t.CHUNK_CATALOG))
+        with RowImage(path + "3", settings) as second:
+            second.apply([list(image(copy.read, 0))])
+            with copy.read() as ours, second.read() as theirs:
+                assert list(ours.raw_scan(t.CHUNK_CATALOG)) == list(theirs.raw_scan(t.CHUNK_CATALOG))
 
 
 def test_early_growth_is_not_attempted_at_every_commit(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

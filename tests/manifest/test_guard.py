@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import structlog
@@ -16,6 +17,7 @@ import structlog
 from quire.core.errors import (
     AlreadyExists,
     DiskFull,
+    ManifestDamaged,
     QuireError,
     StorageFault,
     StoreClosed,
@@ -25,6 +27,7 @@ from quire.core.errors import (
 from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
+from quire.manifest.checked_point import SUFFIX
 from quire.manifest.guard import GenerationWait, ManifestGuard, Receipt
 from quire.manifest.ops.base import Component
 from quire.manifest.records import DbKind
@@ -221,6 +224,28 @@ def test_waiters_for_a_generation_are_notified_when_the_manifest_is_closed(path:
 
 
 # ── failures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_waiters_for_a_generation_are_notified_when_the_manifest_accepts_no_more_changes(
+    manifest: ManifestStore,
+) -> None:
+    """Hazard: after a recount found a broken rule, waits for a change did not end before the manifest was closed."""
+    errors: list[object] = []
+
+    def wait(waitable: GenerationWait) -> None:
+        try:
+            waitable.result(30)
+        except StoreUnusable as error:
+            errors.append(error)
+
+    waits = [manifest.writer.when_generation(Component.WAL, 9), manifest.writer.when_change(9)]
+    threads = [threading.Thread(target=wait, args=(waitable,)) for waitable in waits]
+    for thread in threads:
+        thread.start()
+    manifest.writer.stop_for(ManifestDamaged("a broken rule"))
+    for thread in threads:
+        thread.join(60)
+    assert len(errors) == 2
+
+
 @contextmanager
 def failing_at(number: int, point: str) -> Iterator[None]:
     def fail(_name: str) -> None:
@@ -295,6 +320,30 @@ def test_a_doubtful_commit_stops_the_writer_and_every_waiter_gets_the_reason(
     poisoned.provoke(errno.EIO, point)
     poisoned.assert_unusable()
     poisoned.assert_reopens()
+
+
+def test_a_close_whose_last_commit_is_in_doubt_records_no_checked_point(path: str) -> None:
+    """Hazard: the next open trusted the state that this commit left."""
+    manifest = ManifestStore.open(path)
+    manifest.submit([register(1)]).result()
+    hold = Hold()
+    with armed("manifest.commit.applied", hold):
+        manifest.submit([chunk(1)])
+        assert hold.reached.wait(60)
+        before = checked_point(path)
+        closing = threading.Thread(target=manifest.close)
+        closing.start()
+        assert eventually(lambda: manifest.writer.failure is not None)
+        with failing_at(errno.EIO, "manifest.commit.flushed"):
+            hold.release()
+            closing.join(60)
+    assert isinstance(manifest.writer.failure, StoreUnusable)
+    assert checked_point(path) == before
+
+
+def checked_point(path: str) -> bytes | None:
+    file = Path(path + SUFFIX)
+    return file.read_bytes() if file.exists() else None
 
 
 def test_a_full_disk_reported_after_the_commit_is_a_doubtful_commit_too(path: str) -> None:

@@ -34,7 +34,7 @@ from quire.manifest.ops.cursors import (
     RetainChanges,
     TrimChanges,
 )
-from quire.manifest.ops.databases import DropDb, RecordLsmEnds, RegisterDb
+from quire.manifest.ops.databases import DropDb, RecordLsmEnds, RegisterDb, RemoveDb
 from quire.manifest.ops.jobs import CompleteJob, EnqueueJob, ForgetJob, RenewJobLease, RequeueJob, StartJob
 from quire.manifest.ops.local import (
     DropReader,
@@ -52,6 +52,7 @@ from quire.manifest.ops.registry import OPS, AnyOp
 from quire.manifest.ops.wal import NEXT_STATES, AdvanceCheckpoint, AdvanceWal, AppendWalChunk, MoveWalState, OpenSegment
 from quire.manifest.records import (
     EXCLUSIVE_JOBS,
+    LABEL_TAG,
     TERMINAL_JOB_STATES,
     DbKind,
     DbRecord,
@@ -440,6 +441,36 @@ def test_readers_and_floors_belong_to_a_database(manifest: ManifestStore) -> Non
     commit(manifest, register(1), PutReader(1, 1, 5, 9), SetFloor(1, 1, 2))
     commit(manifest, PutReader(1, 1, 5, 19), DropReader(1, 7))
     commit(manifest, DropReader(1, 1), DropReader(1, 1))
+
+
+def test_the_mark_of_a_dropped_database_outlives_its_tombstone(manifest: ManifestStore) -> None:
+    """Hazard: removing the tombstone removed the marks of holders, and no mark could be made after it."""
+    tags = {LABEL_TAG: "shop"}
+    commit(
+        manifest, register(1), PutReader(1, 1, 0, 9, tags), PutReader(1, 2, 5, 9, {}, b"a view"), PutReader(1, 3, 5, 9)
+    )
+    manifest.drop_db(1).result()
+    manifest.jobs.cancel(manifest.jobs.outstanding(1, JobKind.DELETE))
+    commit(manifest, RemoveDb(1))
+    commit(manifest, PutReader(1, 4, 0, 9, tags))
+    commit(manifest, PutReader(1, 2, 5, 19))  # a renewal
+    assert_rejected(manifest, UnknownDatabase, PutReader(1, 5, 5, 9, tags))
+    with manifest.read() as txn:
+        assert [reader for (_, reader), _ in txn.scan(t.SNAPSHOT_READERS)] == [1, 2, 4]
+
+
+def test_pruning_looks_at_a_bounded_number_of_answers(path: str) -> None:
+    """Hazard: the operation read every answer on the writer thread, and all commits waited for seconds."""
+    clock = ManualClock()
+    with ManifestStore.open(path, clock=clock) as manifest:
+        manifest.submit([RecordMetric(1, 1, [1.0])], key=b"z" * 16).result()
+        clock.advance(90_000)
+        for n in (1, 2):
+            manifest.submit([RecordMetric(1, 1, [1.0])], key=bytes([n]) * 16).result()
+        for prune, remaining in ((PruneIdempotency(2), 3), (PruneIdempotency(1, bytes([2]) * 16), 2)):
+            commit(manifest, prune)
+            with manifest.read() as txn:
+                assert txn.count(t.IDEMPOTENCY) == remaining
 
 
 def test_expired_idempotency_rows_are_pruned_in_bounded_steps(path: str) -> None:

@@ -160,6 +160,40 @@ if "stop" in globals():
 """
 
 
+HANDLER_COMMITS = """
+import signal, sys, threading
+from quire.durable.failpoints import armed
+from quire.manifest.store import ManifestStore
+from tests.manifest.helpers import Hold, chunk, register
+
+manifest = ManifestStore.open(sys.argv[1])
+manifest.submit([register(1)]).result()
+hold, handled = Hold(), []
+
+def commit_and_wait(*_):
+    hold.release()  # the interrupted wait's batch becomes durable while this handler waits
+    handled.append(manifest.submit([chunk(2)]).result().sequence)
+
+def strike():
+    assert hold.reached.wait(60)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+signal.signal(signal.SIGUSR1, commit_and_wait)
+with armed("manifest.commit.applied", hold):
+    guard = manifest.submit([chunk(1)])
+    threading.Timer(0.05, strike).start()
+    assert guard.result().sequence == 2
+assert handled == [3]
+manifest.close()
+print("ok")
+"""
+
+
+def test_a_signal_handler_may_commit_while_its_thread_waits_for_a_commit(path: str) -> None:
+    """Hazard: both waits slept at one eventfd, and the handler consumed the wake-up of the wait that it had interrupted."""
+    assert finish(python(HANDLER_COMMITS, path)).endswith("ok\n")
+
+
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_exceptions_raised_anywhere_leave_nothing_behind(path: str, use: str) -> None:
     """Hazard: `with condition:` is Python code; an exception in it leaves the lock held, or releases it twice."""

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from quire.manifest.guard import ThreadWakeup, thread_wakeup
+from quire.manifest.guard import ThreadWakeup, return_wakeup, take_wakeup
 
 
 def test_a_wake_before_the_sleep_ends_it() -> None:
@@ -65,21 +65,29 @@ def test_a_handled_signal_does_not_end_the_sleep() -> None:
 
 
 def test_every_thread_has_its_own_wakeup() -> None:
+    wakeup = take_wakeup()
+    return_wakeup(wakeup)
     others: list[ThreadWakeup | None] = []
-    thread = threading.Thread(target=lambda: others.append(thread_wakeup()))
+    thread = threading.Thread(target=lambda: others.append(take_wakeup()))
     thread.start()
     thread.join()
-    assert thread_wakeup() is thread_wakeup()
-    assert others[0] is not thread_wakeup()
+    assert take_wakeup() is wakeup
+    assert others[0] is not wakeup
+
+
+def test_a_wakeup_in_use_is_not_used_by_a_second_wait() -> None:
+    first = take_wakeup()
+    assert take_wakeup() is not first
 
 
 def test_a_forked_child_does_not_consume_the_wakeups_of_its_parent() -> None:
     """Hazard: after fork() both processes would read one counter."""
-    wakeup = thread_wakeup()
+    wakeup = take_wakeup()
     assert wakeup is not None
+    return_wakeup(wakeup)
     child = os.fork()
     if child == 0:
-        own = thread_wakeup()
+        own = take_wakeup()
         os._exit(0 if own is not None and own is not wakeup and not own.sleep(0) else 1)
     wakeup.wake()
     assert os.waitpid(child, 0)[1] == 0

@@ -27,11 +27,15 @@ from quire.core.settings import ManifestSettings
 from quire.durable.failpoints import armed
 from quire.manifest import tables as t
 from quire.manifest.guard import Receipt
+from quire.manifest.leases import LentVersion
 from quire.manifest.metrics import ManifestCollector
+from quire.manifest.ops.artifacts import PutChunk
 from quire.manifest.ops.base import Component, Op
+from quire.manifest.ops.corrections import CorrectIndex, CorrectRefcount, RestoreLocalRow, RestoreRow
 from quire.manifest.ops.databases import RenameDb
 from quire.manifest.ops.local import PutReader, RecordMetric
 from quire.manifest.overlay import Overlay
+from quire.manifest.records import ChunkRecord, IdempotencyRecord, Residency
 from quire.manifest.store import ManifestStore
 from quire.testing.clock import ManualClock
 from quire.testing.manifest import assert_clean, difference, dump
@@ -157,6 +161,31 @@ def test_a_batch_that_failed_because_of_an_invalid_one_is_applied_again(manifest
     assert isinstance(result, Receipt) == committed, (
         f"{result!r}, but the database {'exists' if committed else 'does not exist'}"
     )
+
+
+@pytest.mark.parametrize(
+    "broken_op",
+    [
+        CorrectRefcount(b"", 1, 0),
+        CorrectRefcount(b"abc", 1, 0),
+        CorrectRefcount(b"", 0, 0, remove=True),
+        CorrectIndex("db_names", b"", 1),
+        CorrectIndex("db_names", b"\xff", 1),
+        CorrectIndex("db_names", b"x" * 512, 1),
+        RestoreRow("retention", b"", None),
+        RestoreLocalRow("idempotency", b"", t.IDEMPOTENCY.codec.encode(IdempotencyRecord(1, 1))),
+    ],
+)
+def test_a_malformed_key_fails_its_batch_alone(manifest: ManifestStore, broken_op: Op) -> None:
+    """Hazard: LMDB's refusal of a key counted as a commit in doubt, and the writer stopped for all databases."""
+    manifest.submit([register(1)]).result()
+    good, broken, later = submit_as_group(manifest, [[chunk(1)], [chunk(2), broken_op], [chunk(3)]])
+    assert isinstance(good.result(30), Receipt)
+    with pytest.raises(InvalidInput):
+        broken.result(30)
+    assert isinstance(later.result(30), Receipt)
+    assert chunks(manifest) == {1, 3}
+    assert_clean(manifest, leaks=True)
 
 
 @pytest.mark.parametrize("number", [2**32, -1, 2**64])
@@ -330,6 +359,20 @@ def test_a_key_repeated_within_one_group_is_applied_once(manifest: ManifestStore
     assert {guard.result(30).sequence for guard in guards} == {1}
 
 
+def test_a_batch_whose_predecessor_with_its_key_failed_has_its_own_result(manifest: ManifestStore) -> None:
+    """Hazard: the abandoned pass gave it the predecessor's result, which was then stored with its own changes."""
+    manifest.submit([register(1), chunk(1)]).result()
+    with held(manifest):
+        # Fails only in the second pass: the first one assumes that the row is new.
+        first = manifest.submit([PutChunk(1, 1, 1, ChunkRecord(Residency.LOCAL, 99, 99))], key=KEY, result=b"first")
+        second = manifest.submit([chunk(2)], key=KEY, result=b"second")
+    with pytest.raises(AlreadyExists):
+        first.result(30)
+    assert second.result(30).result == b"second"
+    repeated = manifest.submit([chunk(2)], key=KEY, result=b"third").result(30)
+    assert (repeated.repeated, repeated.result) == (True, b"second")
+
+
 def test_a_failed_batch_does_not_use_its_key(manifest: ManifestStore) -> None:
     with pytest.raises(UnknownDatabase):
         manifest.submit([chunk(1)], key=KEY).result()
@@ -384,6 +427,18 @@ def test_recorded_times_never_decrease_even_if_the_clock_is_set_back(path: str) 
         assert manifest.submit([register(2)]).result().committed_at_ms >= first.committed_at_ms
     with ManifestStore.open(path, clock=clock) as manifest:
         assert manifest.submit([register(3)]).result().committed_at_ms >= first.committed_at_ms
+
+
+def test_no_commit_is_earlier_than_a_stored_lease_even_if_the_clock_is_set_back(path: str) -> None:
+    """Hazard: after a restart, what reached zero seemed older than the lease, and was deleted under its reader."""
+    with ManifestStore.open(path, clock=ManualClock(now_ms=1_000_000)) as manifest:
+        manifest.submit([register(1)]).result()
+    with ManifestStore.open(path, clock=ManualClock(now_ms=2_000_000)) as manifest:
+        manifest.leases.hold([LentVersion(1, 5)], 300)
+    with ManifestStore.open(path, clock=ManualClock(now_ms=1_500_000)) as manifest:
+        kept = manifest.leases.kept_since(1)
+        assert kept is not None
+        assert manifest.submit([chunk(1)]).result().committed_at_ms >= kept[0]
 
 
 def test_each_commit_is_one_structured_event(manifest: ManifestStore) -> None:

@@ -19,6 +19,7 @@ from quire.objects.ownership import (
     EPOCHS_PER_TAKEOVER,
     OwnerObject,
     Ownership,
+    _owner_text,
     decode_object,
     encode_object,
     read_file,
@@ -261,6 +262,13 @@ def test_a_bucket_that_creates_twice_is_refused(store: DeletableStore, tmp_path:
         with pytest.raises(StorageFault, match="created once"):
             session.check()
     assert session.state == ("unconfirmed", 1, 1)
+
+
+@pytest.mark.parametrize("created_at_ms", [-(2**62), -1, 0, 2**62])
+def test_any_time_in_the_object_of_another_owner_can_be_shown(created_at_ms: int) -> None:
+    """Hazard: a negative time raised `ValueError`, and the owner that found the object did not fence itself."""
+    owner = OwnerObject(store_id="s", nonce="n", host="elsewhere", pid=7, created_at_ms=created_at_ms)
+    assert _owner_text(owner).startswith("process 7 on elsewhere, ")
 
 
 def test_an_unreachable_bucket_fences_no_owner(store: DeletableStore, tmp_path: Path) -> None:

@@ -58,6 +58,17 @@ def rewrite(pages: Pages, model: Model, name: str = "shop", numbers: range = ran
     pages.run(JobKind.DELETE, store.db_id)
 
 
+def test_a_version_is_not_stored_with_a_lease_that_has_ended(pages: Pages) -> None:
+    """Hazard: the caller got `InvalidInput`, about an empty batch."""
+    leases, store = pages.manifest.leases, pages.database("shop")
+    with pytest.raises(LeaseExpired):
+        leases.keep_views(99, {store.db_id: b"a view"})
+    lease_id = leases.hold([LentVersion(store.db_id, 1)], SECONDS)
+    leases.release(lease_id)
+    with pytest.raises(LeaseExpired):
+        leases.keep_views(lease_id, {store.db_id: b"a view"})
+
+
 def _interrupt(_: str) -> None:
     raise KeyboardInterrupt
 

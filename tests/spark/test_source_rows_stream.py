@@ -17,7 +17,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 import quire
 from quire.core.errors import CursorLost, InvalidInput, UnknownSnapshot
+from quire.manifest import leases, writer
 from quire.manifest import tables as t
+from quire.pages import held_versions
 from quire.spark.access import options_of
 from quire.spark.sources import rows as rows_source
 from quire.spark.sources.rows import RowsQueryReader, RowsSource
@@ -226,6 +228,43 @@ def test_a_dropped_database_gives_deletes_and_a_new_one_with_its_name_is_compare
         ("other", "delete", "1", 5),
         ("other", "dropped", "the database was dropped or renamed", None),
     ]
+    assert query.next() == []
+
+
+def test_a_dropped_fork_without_data_of_its_own_gives_deletes_and_does_not_stop_the_query(
+    store: Store, clock: ManualClock
+) -> None:
+    """Hazard: nothing of such a fork waits for deletion, so its tombstone is gone when the query finds out about the drop."""
+    run(store, "shop", "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+    store.snapshot("shop", "monday")
+    store.fork("shop", "fork", at="monday")
+    query = Query(store)
+    query.next()
+    store.drop("fork")
+    clock.advance(100)
+    store.maintain()
+    with store.manifest.read() as txn:
+        assert [record.name for _, record in txn.databases()] == ["shop"]
+    run(store, "shop", "INSERT INTO t VALUES (2)")
+    assert query.next() == [("fork", "delete", "1", 1), ("shop", "insert", "2", 2)]
+    assert query.next() == []
+
+
+def test_more_databases_can_be_dropped_than_a_batch_has_operations(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: all marks of dropped databases were one batch."""
+    names = [f"shop-{number}" for number in range(5)]
+    for name in names:
+        run(store, name, "CREATE TABLE t(a)", "INSERT INTO t VALUES (1)")
+    query = Query(store)
+    query.next()
+    for name in names:
+        store.drop(name)
+    monkeypatch.setattr(writer, "BATCH_OPS_MAX", 4)
+    for module in (leases, held_versions):
+        monkeypatch.setattr(module, "ROWS_AT_ONCE", 4)
+    assert query.next() == [(name, "delete", "1", 1) for name in names]
     assert query.next() == []
 
 

@@ -75,13 +75,21 @@ class Background:
         self._clock = SystemClock()  # not the store's clock: threads sleep in real time
         self._numbers = count()
         # guarded by _changed
-        self._changed = threading.Condition()
+        self._make_conditions()
         self._queue: list[tuple[float, int, Task]] = []
         """(due, number, task), ordered by due time; an entry whose time differs from its task's `due` is stale and skipped."""
         self._threads: set[threading.Thread] = set()
         self._waiting = 0
         """Number of threads that wait for work."""
         self._is_stopped = False
+
+    def _make_conditions(self) -> None:
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        """Notified when there is work for a waiting thread."""
+        # Not the same condition: `notify` wakes one waiter, which must be a thread of the pool and not one in `forget`.
+        self._ended = threading.Condition(lock)
+        """Notified when a run has ended."""
 
     def task(self, run: Run) -> Task:
         """Create a task that runs when requested."""
@@ -116,7 +124,7 @@ class Background:
         with self._changed:
             task.is_stopped, task.due = True, None
             while task.runner and task.runner != get_ident():
-                self._changed.wait()
+                self._ended.wait()
 
     def stop(self) -> None:
         """Start no more runs, and wait for those in progress."""
@@ -132,7 +140,7 @@ class Background:
 
     def forked(self) -> None:
         """Stop in the child of a fork(), where the threads do not exist."""
-        self._changed = threading.Condition()
+        self._make_conditions()
         self._is_stopped = True
         self._threads = set()
 
@@ -151,7 +159,7 @@ class Background:
                 for due in (asked, again):
                     if due is not None:
                         self._enter(task, due)
-                self._changed.notify_all()  # wakes `forget` as well, which waits on the same condition
+                self._ended.notify_all()
             self._threads.discard(threading.current_thread())
 
     def _run(self, task: Task) -> float | None:

@@ -194,8 +194,9 @@ class OpenFiles(DiskLayer):
     def close_idle(self) -> int:
         """Close the files that were not used since the last check, and return how many."""
         with self._lock:
-            idle = [entry for entry in self._open if not entry.was_used and not entry.is_dirty]
-            for entry in self._open:
+            # Copies: a finalizer may call `forget` in this thread at any step.
+            idle = [entry for entry in [*self._open] if not entry.was_used and not entry.is_dirty]
+            for entry in [*self._open]:
                 entry.was_used = False
             detached = [files for entry in idle if (files := self._detach_files(entry))]
         _close_all(detached)
@@ -213,6 +214,8 @@ class OpenFiles(DiskLayer):
                 for entry in entries[start:] + entries[:start]:
                     if len(self._open) < self._limit:
                         break
+                    if entry not in self._open:  # a finalizer called `forget` in the meantime
+                        continue
                     if syncing and entry.is_dirty and not entry.busy and not entry.is_pinned:
                         self._sync(entry)
                     if entry is not but and (files := self._detach_files(entry)):
@@ -232,9 +235,9 @@ class OpenFiles(DiskLayer):
             if entry.busy:
                 return
             entry.is_dirty = False
-            file = files[0][1]
-            if file is not None:
-                file.sync()
+            for _, file in files[:1]:
+                if file is not None:
+                    file.sync()
         except BaseException as error:
             entry.is_dirty = True  # also if a signal handler raised: nobody knows whether the file is synced
             if not isinstance(error, StorageFault):
@@ -242,11 +245,7 @@ class OpenFiles(DiskLayer):
             emit("error", "files.sync_failed", path=entry.path, error=str(error))
             entry.failure = error
         finally:
-            for handle, file in files:
-                if handle in entry.handles:
-                    handle.file = file
-                elif file is not None:  # a finalizer called `forget` in the meantime
-                    file.close()
+            _put_back(entry, files)
 
     def _detach_files(self, entry: _OpenFile) -> list[File]:
         """Remove an entry's files from its handles and return them, to be closed without the lock.
@@ -259,10 +258,9 @@ class OpenFiles(DiskLayer):
         for handle, _ in files:
             handle.file = None
         if entry.busy or entry.is_dirty:
-            for handle, file in files:
-                handle.file = file
+            _put_back(entry, files)
             return []
-        del self._open[entry]
+        self._open.pop(entry, None)  # unless a finalizer called `forget` in the meantime
         return [file for _, file in files if file is not None]
 
     def forget(self, handle: PooledFile) -> None:
@@ -285,12 +283,16 @@ class OpenFiles(DiskLayer):
             self._ticker.start()
 
     def _tick(self) -> None:
-        while not self._stopping.wait(LOOK_SECONDS):
-            self.close_idle()
-            with self._lock:
-                if not self._open:  # an idle store needs no thread; opening the next file starts one
-                    self._ticker = None
-                    return
+        try:
+            while not self._stopping.wait(LOOK_SECONDS):
+                self.close_idle()
+                with self._lock:
+                    if not self._open:  # an idle store needs no thread; opening the next file starts one
+                        self._ticker = None
+                        return
+        except BaseException:
+            self._ticker = None  # opening the next file starts another thread
+            raise
 
     def close(self) -> None:
         """Stop the thread that closes unused files. Handles are closed by their owners."""
@@ -433,6 +435,14 @@ class PooledFile(DirectFile):
 def open_to_read(disk: Disk, path: str) -> File:
     """Open a file that its owner keeps open for reading, within the bound on open files if the disk has one."""
     return disk.open_to_read(path) if isinstance(disk, OpenFiles) else disk.open(path, write=False)
+
+
+def _put_back(entry: _OpenFile, files: list[tuple[PooledFile, File | None]]) -> None:
+    for handle, file in files:
+        if handle in entry.handles:
+            handle.file = file
+        elif file is not None:  # a finalizer called `forget` in the meantime
+            file.close()
 
 
 def _close_all(detached: list[list[File]]) -> None:

@@ -31,6 +31,7 @@ from quire.core.errors import (
     WouldDropEverything,
 )
 from quire.core.events import emit
+from quire.core.limits import IDEMPOTENCY_KEY_BYTES
 from quire.durable.names import STREAMS
 from quire.jobs.archive_window import ArchiveWindow
 from quire.jobs.context import JobContext
@@ -65,8 +66,11 @@ of replicas, which read all of them."""
 PLANNED_PER_ROUND = 200
 """Databases whose retention is planned in one round."""
 
-PRUNED_PER_ROUND = 10_000
-"""Expired answers to keyed batches that one round removes."""
+ANSWERS_PER_STEP = 4_096
+"""Answers to keyed batches that one operation looks at: the writer needs 6 ms."""
+
+ANSWER_WALK_ROUNDS = 60
+"""Each slow round looks at this part of all answers: a walk over them takes an hour."""
 
 BUNDLE_EVERY_MS = 86_400_000
 """Time between two bundle jobs: each lists the objects of every stream."""
@@ -135,6 +139,8 @@ class Upkeep:
         self._evicting = DatabaseWalk(t.DB, clock, SLOW_LOOK_SECONDS)
         self._burying = DatabaseWalk(t.DB, clock, SLOW_LOOK_SECONDS)
         self._pruning = DatabaseWalk(t.AUDIT, clock, SLOW_LOOK_SECONDS)
+        # A random start: if each walk began at the first key, an owner that restarts often would never reach the last ones.
+        self._answers_after = os.urandom(IDEMPOTENCY_KEY_BYTES)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -441,13 +447,27 @@ class Upkeep:
     def _old_jobs(self, done: Round, _everything: bool) -> None:
         done.jobs_forgotten += self._ctx.manifest.jobs.forget(older_than_seconds=self._ctx.settings.jobs_keep_seconds)
 
-    def _old_answers(self, done: Round, _everything: bool) -> None:
+    def _old_answers(self, done: Round, everything: bool) -> None:
+        """Remove expired answers among the next ones: a part of all answers, so that removal keeps up with any rate."""
         manifest, now = self._ctx.manifest, self._ctx.clock.now_ms()
         with manifest.read() as txn:
-            expired = sum(row.expires_at_ms <= now for _, row in txn.scan(t.IDEMPOTENCY))
-        if expired:
-            manifest.submit([PruneIdempotency(PRUNED_PER_ROUND)]).result()
-            done.answers_forgotten += min(expired, PRUNED_PER_ROUND)
+            left = txn.count(t.IDEMPOTENCY)
+        if everything:
+            self._answers_after = b""
+        else:
+            left = left // ANSWER_WALK_ROUNDS + 1
+        while left > 0:
+            after = self._answers_after
+            with manifest.read() as txn:
+                answers = list(islice(txn.scan(t.IDEMPOTENCY, start=(after + b"\0",)), ANSWERS_PER_STEP))
+            if expired := sum(row.expires_at_ms <= now for _, row in answers):
+                manifest.submit([PruneIdempotency(ANSWERS_PER_STEP, after)]).result()
+                done.answers_forgotten += expired
+            left -= ANSWERS_PER_STEP
+            if len(answers) < ANSWERS_PER_STEP:
+                self._answers_after = b""
+                return
+            (self._answers_after,) = answers[-1][0]
 
     def _old_audit(self, done: Round, everything: bool) -> None:
         manifest = self._ctx.manifest

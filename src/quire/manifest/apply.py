@@ -186,8 +186,8 @@ class Applier:
         if row is None or row.expires_at_ms <= at_ms:
             return False
         guard.sequence, guard.generations, guard.committed_at_ms = row.sequence, row.generations, at_ms
-        guard.result_bytes = row.result
-        guard.repeated = True
+        # Not `result_bytes`: if the group is abandoned, this batch may be applied after all, with its own result.
+        guard.stored_result, guard.repeated = row.result, True
         return True
 
     def _remember(self, key: bytes, sequence: int, updates: Generations, at_ms: int, result: bytes) -> None:

@@ -103,7 +103,10 @@ def read_leaves(txn: ReadTxn, keys: list[tuple[int, int, int]]) -> Iterator[tupl
     """Yield (leaf number, chains) of held leaves."""
     for number, origin, generation in keys:
         row = txn.get(t.SLOT_LEAF, origin, number, generation)
-        assert row is not None, "a held leaf has a row (S1)"
+        if row is None:
+            what = "a leaf that a version holds is missing"
+            hint = "`quire manifest check` names such rows"
+            raise ManifestDamaged(what, hint=hint, origin_db_id=origin, leaf=number, generation=generation)
         yield number, unpack_leaf(row.entries)
 
 

@@ -106,19 +106,30 @@ class ThreadWakeup:
 
 class _ThreadLocals(threading.local):
     wakeup: ThreadWakeup | None = None
+    """The thread's wakeup; `None` before its first wait and while it waits."""
 
 
 _THREADS = _ThreadLocals()
 
 
-def thread_wakeup() -> ThreadWakeup | None:
-    """Return the wakeup of the calling thread, made on first use; `None` if the process has no descriptor left."""
-    if _THREADS.wakeup is None:
+def take_wakeup() -> ThreadWakeup | None:
+    """Take the wakeup of the calling thread until `return_wakeup`; `None` if the process has no descriptor left.
+
+    Meanwhile, a signal handler that waits in this thread gets another one: at the same one it would consume the wake-up
+    of the wait that it interrupted, which would then never end.
+    """
+    wakeup, _THREADS.wakeup = _THREADS.wakeup, None
+    if wakeup is None:
         try:
-            _THREADS.wakeup = ThreadWakeup()
+            wakeup = ThreadWakeup()
         except OSError:
             return None
-    return _THREADS.wakeup
+    return wakeup
+
+
+def return_wakeup(wakeup: ThreadWakeup | None) -> None:
+    """Keep a wakeup for the next wait of the calling thread."""
+    _THREADS.wakeup = wakeup
 
 
 def _reset_after_fork() -> None:
@@ -228,6 +239,9 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
     reached: int | tuple[int, ...] = ()
     repeated: bool = False
     result_bytes: bytes = b""
+    """The answer that is stored with the key, if this batch is the first to use it."""
+    stored_result: bytes = b""
+    """The answer of the batch that used the key first, if `repeated`."""
     waiter: ThreadWakeup | None = None
     trace_id: str = ""
     """The trace of the submitter, for the change record."""
@@ -238,9 +252,8 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
             self._wait(timeout)
         if self.error is not None:
             raise self.error.with_traceback(None)
-        return Receipt(
-            self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, self.result_bytes
-        )
+        result = self.stored_result if self.repeated else self.result_bytes
+        return Receipt(self.sequence, self.committed_at_ms, self.touched, self.reached, self.repeated, result)
 
     @property
     def generations(self) -> Generations:
@@ -257,16 +270,16 @@ class ManifestGuard(msgspec.Struct, gc=False, eq=False):
         notifier.refuse_writer()
         if notifier.failure is not None and not self.done:
             raise notifier.failure.with_traceback(None)
-        wakeup, before = thread_wakeup(), self.waiter
+        wakeup = take_wakeup()
         try:
             if wakeup is not None and notifier.join(self, wakeup):
                 self._sleep(wakeup, timeout)
             else:
                 notifier.wait(self.is_done, timeout, "a manifest commit")
         finally:
-            # Not if it was this wakeup before: then this is a signal handler that interrupted the thread's own wait.
-            if before is None and self.waiter is wakeup:
+            if self.waiter is wakeup:
                 self.waiter = None
+            return_wakeup(wakeup)
 
     def _sleep(self, wakeup: ThreadWakeup, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -356,16 +356,19 @@ class JobQueue:
         return taken
 
     def forget(self, *, older_than_seconds: float, limit: int = 1_000) -> int:
-        """Remove rows of jobs that ended long ago; return how many."""
+        """Remove rows of jobs that ended long ago, at most `limit` in one batch; return how many."""
         horizon = self._manifest.clock.now_ms() - int(older_than_seconds * 1000)
-        ops: list[Op] = []
+        forgotten = 0
         for state in TERMINAL_JOB_STATES:
-            with self._manifest.read() as txn:
-                oldest = list(islice(_jobs(txn, state), limit))
-            ops += [ForgetJob(job.job_id) for job in oldest if job.record.finished_at_ms < horizon]
-        if ops:
-            self._manifest.submit(ops).result()
-        return len(ops)
+            while ops := self._ended_before(horizon, state, limit):
+                self._manifest.submit(ops).result()
+                forgotten += len(ops)
+        return forgotten
+
+    def _ended_before(self, horizon_ms: int, state: JobState, limit: int) -> list[ForgetJob]:
+        with self._manifest.read() as txn:
+            oldest = islice(_jobs(txn, state), limit)
+            return [ForgetJob(job.job_id) for job in oldest if job.record.finished_at_ms < horizon_ms]
 
     # ── queries ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def get(self, job_id: int) -> Job:

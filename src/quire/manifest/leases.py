@@ -42,6 +42,7 @@ from quire.durable.failpoints import hit
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Counter
 from quire.manifest.ops.local import DropReader, PutReader
+from quire.manifest.records import LABEL_TAG
 
 if TYPE_CHECKING:
     from quire.manifest.guard import ManifestGuard
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from quire.manifest.store import ManifestStore
 
 VIEW_TAG = "quire.view"
-HOLDER_TAG, LABEL_TAG = "quire.holder", "quire.label"
+HOLDER_TAG = "quire.holder"
 
 LEASE_SECONDS_MAX = 7 * 24 * 3_600.0
 DOUBT_SECONDS = 3_600.0
@@ -155,6 +156,10 @@ class VersionLeases:
             rows = list(reader_rows(txn))
         if any(row is None for _, row in rows):
             self._doubt_until = self._clock.monotonic() + DOUBT_SECONDS
+        # The writer knows the times of logged commits only, and these rows are local.
+        self._manifest.writer.commit_not_before(
+            max([row.heartbeat_at_ms for _, row in rows if row is not None], default=0)
+        )
         now = self._clock.monotonic()  # read once: leases of one holder end together
         for (db_id, lease_id), row in rows:
             if row is None or not is_view(row):
@@ -208,11 +213,12 @@ class VersionLeases:
                 lease.set_origins(db_id, origins)
 
     def keep_views(self, lease_id: int, views: dict[int, bytes]) -> None:
-        """Store versions as values with a lease, by database. Durable on return."""
+        """Store versions as values with a lease, by database. Durable on return. Raises `LeaseExpired`."""
         with self._lock:
             lease = self._leases.get(lease_id)
-            parts = [] if lease is None else [lease.lent[db_id] for db_id in views if db_id in lease.lent]
-            rows = [] if lease is None else self._rows(lease_id, lease, parts, lease.horizon_ms)
+            if lease is None or not views.keys() <= lease.lent.keys():
+                raise _ended(lease_id)
+            rows = self._rows(lease_id, lease, [lease.lent[db_id] for db_id in views], lease.horizon_ms)
         self._manifest.submit([replace(row, view=views[row.db_id]) for row in rows]).result()
 
     def labelled(self, lease_id: int, after: str, last: str, limit: int) -> list[tuple[str, int]]:

@@ -174,8 +174,11 @@ class TableView(Generic[R]):
         # It may be a deletion, after which the key is free again.
         if key in self.pending:
             return self._insert_careful(key, record)
-        before = self.inserted.setdefault(key, record)
-        return None if before is record else before
+        # Not `setdefault`: a batch may insert the same object twice, and only the first is new.
+        if key in self.inserted:
+            return self.inserted[key]
+        self.inserted[key] = record
+        return None
 
     def _insert_careful(self, key: bytes, record: R) -> R | None:
         overlay = self._overlay

@@ -621,6 +621,10 @@ class IdempotencyRecord(Record, frozen=True):
 
 
 # ── readers, metrics, housekeeping ────────────────────────────────────────────────────────────────────────────────────
+LABEL_TAG = "quire.label"
+"""The tag with the name under which a holder of leases asks for a version (`leases.py`)."""
+
+
 class ReaderRecord(Record, frozen=True):
     """A remote reader's lease on a version of a database; `view` is the version as a value, if the reader asks for it later."""
 
@@ -630,6 +634,11 @@ class ReaderRecord(Record, frozen=True):
     expires_at_ms: UInt
     tags: dict[str, str] = {}
     view: bytes = b""
+
+    @property
+    def marks_drop(self) -> bool:
+        """Whether this is a holder's mark that the database was dropped, which outlives the database."""
+        return not self.snapshot_lsn and LABEL_TAG in self.tags
 
 
 class FloorRecord(Record, frozen=True):

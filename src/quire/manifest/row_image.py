@@ -7,10 +7,8 @@ Threads: one per object. Raises the errors of the environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self
-
-import lmdb
 
 from quire.core.errors import Corruption
 from quire.core.settings import ManifestSettings
@@ -51,32 +49,38 @@ class RowImage:
         self._env = ManifestEnv(path, settings or ManifestSettings(), write=True)
         forget_point(self._env)  # rows from elsewhere: an owner that opens this manifest checks everything
 
-    def replace(self, blocks: Iterable[TableRows]) -> None:
-        """Replace all rows of the archived tables with these, in one transaction."""
-        self.apply([blocks], emptied=[name for name in (*t.TABLES, CHANGE_LOG_NAME) if name not in t.NOT_ARCHIVED])
+    def replace(self, blocks: Callable[[], Iterable[TableRows]]) -> None:
+        """Replace all rows of the archived tables with these, in one durable transaction.
 
-    def apply(self, commits: Iterable[Iterable[TableRows]], *, emptied: Iterable[str] = ()) -> None:
-        """Empty some tables, then put and delete rows, in order, in one durable transaction."""
-        txn: Any = self._env.begin_write()
-        try:
-            for name in emptied:
-                txn.drop(self._env.handles[name], delete=False)
+        `blocks` is called again if the map must grow.
+        """
+
+        def change(txn: Any) -> None:
+            for name in (*t.TABLES, CHANGE_LOG_NAME):
+                if name not in t.NOT_ARCHIVED:
+                    txn.drop(self._env.handles[name], delete=False)
+            self._write(txn, blocks())
+
+        self._env.transact(change)
+
+    def apply(self, commits: Sequence[Sequence[TableRows]]) -> None:
+        """Put and delete rows, in order, in one durable transaction."""
+
+        def change(txn: Any) -> None:
             for tables in commits:
-                for name, puts, deletes in tables:
-                    handle = self._env.handles.get(name)
-                    if handle is None:
-                        raise Corruption("the archive has a table that this version does not know", table=name)
-                    with txn.cursor(db=handle) as cursor:
-                        cursor.putmulti(puts)
-                    for key in deletes:
-                        txn.delete(key, db=handle)
-            txn.commit()
-        except lmdb.Error as error:
-            txn.abort()
-            raise self._env.explain(error) from error
-        except BaseException:
-            txn.abort()
-            raise
+                self._write(txn, tables)
+
+        self._env.transact(change)
+
+    def _write(self, txn: Any, tables: Iterable[TableRows]) -> None:
+        for name, puts, deletes in tables:
+            handle = self._env.handles.get(name)
+            if handle is None:
+                raise Corruption("the archive has a table that this version does not know", table=name)
+            with txn.cursor(db=handle) as cursor:
+                cursor.putmulti(puts)
+            for key in deletes:
+                txn.delete(key, db=handle)
 
     def read(self) -> ReadTxn:
         """Return a snapshot of the rows so far."""

@@ -25,7 +25,7 @@ import lmdb
 
 from quire.core.barrier import Barrier, changes
 from quire.core.clock import Clock, SystemClock
-from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, StillReferenced, UnknownDatabase
+from quire.core.errors import InvalidInput, ManifestDamaged, ReadOnly, StillReferenced, StoreClosed, UnknownDatabase
 from quire.core.limits import SCAN_ROWS_MAX
 from quire.core.settings import ManifestSettings
 from quire.durable.names import check_name
@@ -151,10 +151,10 @@ class ManifestStore:
     def close(self) -> None:
         """Commit the queued batches, stop the writer, close the environment."""
         if self._writer is not None:
-            # Read first: `close` sets a refusal of its own.
-            was_sound = self._writer.failure is None
+            was_open = self._writer.failure is None
             self._writer.close()
-            if was_sound:
+            # Any other reason stands for a commit in doubt, which may be that of the last queued batches.
+            if was_open and isinstance(self._writer.failure, StoreClosed):
                 self.remember_checked()
         self.env.close()
 

@@ -110,8 +110,10 @@ class ManifestWriter:
         self._next_growth = 0.0
         self._is_growth_overdue = False
         self._last_ms = 0
-        self._archived_ms = 0
-        """Time of the archive's last moment; set by the thread that takes cuts, read by the writer thread."""
+        self._has_new_refusals = False
+        """Whether databases or counters were closed since the last group; set by `watch_refused`."""
+        self._earliest_ms = 0
+        """No commit has an earlier time; set by `commit_not_before`, read by the writer thread."""
         self.generations: dict[int, int] = {}
         self.head = 0
         self.oldest = 1
@@ -178,11 +180,12 @@ class ManifestWriter:
         self._overlay.written = []
 
     def commit_not_before(self, at_ms: int) -> None:
-        """Give no later commit an earlier time than this, the time of the archive's last moment, even if the clock is set back.
+        """Give no later commit an earlier time than this, even if the clock is set back.
 
-        The collector of retired objects compares both: an object that is retired after a moment is needed by that moment.
+        For the archive's last moment: an object that is retired after a moment is needed by that moment. And for stored
+        leases: what reaches zero after a lease was opened is kept for its reader.
         """
-        self._archived_ms = max(self._archived_ms, at_ms)
+        self._earliest_ms = max(self._earliest_ms, at_ms)
 
     @property
     def failure(self) -> QuireError | None:
@@ -211,14 +214,11 @@ class ManifestWriter:
         self._queue.refuse(StoreClosed("the manifest is closed", hint="open the store again"), drain=False)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-        # After the join: queued batches are still committed, and their waiters must get receipts, not this refusal.
-        self.notifier.failure = self.notifier.failure or self._queue.refusal
-        self.notifier.notify()
+        self._end_waits()  # if the thread never ran
 
     def watch_refused(self) -> None:
-        """Refuse operations on databases and counters that were closed since the writer started."""
-        self._overlay.require_not_refused = self._env.require_not_refused
-        self._overlay.active_ids.clear()  # its databases are accepted without a lookup
+        """Refuse operations on databases and counters that were closed since the writer started, from the next group on."""
+        self._has_new_refusals = True
 
     def stop_for(self, error: QuireError) -> None:
         """Commit the queued batches and nothing more, because of a broken rule; the manifest can still be read."""
@@ -239,8 +239,14 @@ class ManifestWriter:
         try:
             while (group := self._take()) is not None:
                 self._commit(group)
+            self._end_waits()
         except BaseException as error:  # all waiters must be woken, including those of the current group
             self._stop_with_error(error, group)
+
+    def _end_waits(self) -> None:
+        """End the waits for a change: there will be none. After the last commit, because its waiters must get receipts."""
+        self.notifier.failure = self.notifier.failure or self._queue.refusal
+        self.notifier.notify()
 
     def _take(self) -> list[ManifestGuard] | None:
         """Return the next group: the rest of what was taken last, or else from the queue; `None` when closed and drained."""
@@ -330,10 +336,14 @@ class ManifestWriter:
         deadline = started + self._settings.group_seconds_max
         # Never earlier than the commit before, even if the clock is set back: a lease compares its own time with the
         # one at which an artifact reached zero (decision 014).
-        self._last_ms = at_ms = max(self._last_ms, self._archived_ms, self._clock.now_ms())
+        self._last_ms = at_ms = max(self._last_ms, self._earliest_ms, self._clock.now_ms())
         txn = self._env.begin_write()
         try:
             overlay.begin(txn)
+            if self._has_new_refusals:
+                self._has_new_refusals = False
+                overlay.require_not_refused = self._env.require_not_refused
+                overlay.active_ids.clear()  # its databases are accepted without a lookup
             overlay.checked_sequence = self._env.checked_sequence
             applied = Applied(self.head, dict(self.generations), at_ms)
             self._applier.apply(group, applied, lambda: self._clock.monotonic() < deadline)
@@ -387,7 +397,10 @@ class ManifestWriter:
         if they wait for the queue's lock instead, it costs nothing.
         """
         with self._queue.lock:
-            rows = self._overlay.flush() + len(changes)
+            try:
+                rows = self._overlay.flush() + len(changes)
+            except lmdb.BadValsizeError as error:  # a mistake of one batch, which leaves no doubt about the disk
+                raise ValueError("a key is empty or too long") from error
             log = self._env.handles[CHANGE_LOG.name]
             if len(changes) == 1:
                 appended = txn.put(*changes[0], db=log, append=True)

@@ -538,6 +538,7 @@ def _read(store: ObjectStore, key: str) -> OwnerObject | None:
 def _owner_text(owner: OwnerObject | None) -> str:
     if owner is None or not owner.host:
         return "unknown"
-    when = datetime.fromtimestamp(min(owner.created_at_ms, 253_402_300_799_000) / 1000, UTC)
+    # Bounded on both sides: a time that cannot be shown must not keep an owner from fencing itself.
+    when = datetime.fromtimestamp(min(max(owner.created_at_ms, 0), 253_402_300_799_000) / 1000, UTC)
     host = "".join(char for char in owner.host[:64] if char.isprintable())
     return f"process {owner.pid} on {host}, {when:%Y-%m-%d %H:%M:%S} UTC"

@@ -21,7 +21,7 @@ import msgspec
 
 from quire.core.errors import UnknownSnapshot
 from quire.manifest import tables as t
-from quire.manifest.leases import HOLDER_TAG, LentVersion
+from quire.manifest.leases import HOLDER_TAG, ROWS_AT_ONCE, LentVersion
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import WalState
 from quire.pages.anchors import lend, origins_of
@@ -86,7 +86,11 @@ def _at_snapshot(engine: PageEngine, db_id: int, snapshot: str, upload: bool) ->
 def mark_dropped(engine: PageEngine, holder: str, dropped: Sequence[tuple[int, str]], seconds: float) -> int:
     """Record for a holder that databases, (id, name), were dropped; return the id of the lease."""
     parts = [LentVersion(db_id, 0, label=name) for db_id, name in dropped]
-    return engine._manifest.leases.hold(parts, seconds, tags={HOLDER_TAG: holder})
+    lease_id = 0
+    for at in range(0, len(parts), ROWS_AT_ONCE):
+        some = parts[at : at + ROWS_AT_ONCE]
+        lease_id = engine._manifest.leases.hold(some, seconds, lease_id=lease_id, tags={HOLDER_TAG: holder})
+    return lease_id
 
 
 def held_view(engine: PageEngine, lease_id: int, db_id: int) -> SnapshotView:

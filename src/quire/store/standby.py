@@ -432,7 +432,7 @@ class Standby:
             self._disk.sync_dir(self.path)
             return
         with RowImage(source) as staged, RowImage(target) as rows:
-            rows.replace(image(staged.read, 0))
+            rows.replace(lambda: image(staged.read, 0))
 
     def _remove(self, name: str) -> None:
         path = os.path.join(self.path, name)

@@ -28,11 +28,12 @@ from quire.core.reader_info import ReaderInfo, reader_text
 from quire.durable import names
 from quire.manifest import tables as t
 from quire.manifest.differences import read_leaves
-from quire.manifest.leases import HOLDER_TAG, LABEL_TAG, VIEW_TAG, is_view
+from quire.manifest.leases import HOLDER_TAG, VIEW_TAG, is_view
 from quire.manifest.ops.refs import artifact_bytes
 from quire.manifest.ops.snapshots import is_dropped
 from quire.manifest.reads import ReadTxn
 from quire.manifest.records import (
+    LABEL_TAG,
     SCHEDULE_TAG,
     TERMINAL_JOB_STATES,
     WINDOW_TAG,

@@ -299,7 +299,7 @@ def _begin_again(log_pass: _LogPass, base: BaseEvent, named_by: Position, rows: 
     may be missing from the log: those of a takeover, and of an owner that died or had to drop its backlog."""
     log_pass.is_broken = False
     logs = (log_key(log_pass.store_id, Position(named_by.epoch, n)) for n in range(base.first_log, named_by.number + 1))
-    rows.replace(())
+    rows.replace(lambda: ())
     _take_objects(log_pass, (*(part for part, _, _ in base.parts), *logs), rows)
     with rows.read() as txn:
         _take_retired(log_pass, txn)

@@ -18,6 +18,7 @@ from collections import Counter as Tally
 from collections.abc import Iterable
 from typing import Self
 
+import msgspec
 from msgspec.structs import replace
 
 from quire.core.errors import (
@@ -53,6 +54,8 @@ from quire.manifest.records import (
 )
 
 _chunk_key = t.CHUNK_CATALOG.key.fast
+_encode = msgspec.msgpack.Encoder().encode
+_decode_chunks = msgspec.msgpack.Decoder(list[ChunkRecord]).decode
 
 
 class PutChunk(Op, frozen=True, tag=20):
@@ -87,15 +90,18 @@ class PutChunk(Op, frozen=True, tag=20):
     def apply_all(cls, ops: Iterable[Self], tables: Overlay, at_ms: int) -> None:
         """Apply many, with everything they share looked up once.
 
-        The comparison refuses values that are negative or not numbers: these rows are not decoded again before the commit.
+        These rows are not decoded again before the commit, so wrong types and negative numbers are refused here: the records
+        are decoded together, which takes half the time of decoding the operations.
         """
+        _decode_chunks(_encode([op.record for op in ops]))
         active, pending, inserted = tables.active_ids, tables.chunk_catalog.pending, tables.chunk_catalog.inserted
         # Retained once per namespace and call, not once per chunk (decision 015).
         spaces: Tally[int] = Tally()
         for op in ops:
             origin, record = op.origin_db_id, op.record
-            if not record.size_bytes >= 0 <= record.created_at_ms:
-                raise InvalidInput("a chunk has a negative number", chunk_id=op.chunk_id)
+            # `_chunk_key` accepts `True` and `False`, which do not decode as numbers.
+            if not type(origin) is type(op.chunk_id) is type(op.generation) is int:
+                raise InvalidInput("an id of a chunk is not a number", chunk_id=op.chunk_id)
             if origin in active:
                 key = _chunk_key(origin, op.chunk_id, op.generation)
                 if key not in pending and key not in inserted:

@@ -10,8 +10,8 @@ from typing import Any
 from quire.core.errors import InvalidInput
 from quire.manifest import tables as t
 from quire.manifest.ops.base import Component, Op
-from quire.manifest.overlay import Overlay
-from quire.manifest.records import IndexRecord, RefcountRecord, UInt
+from quire.manifest.overlay import Overlay, TableView
+from quire.manifest.records import IndexRecord, Record, RefcountRecord, UInt
 
 
 class CorrectRefcount(Op, frozen=True, tag=61):
@@ -29,9 +29,10 @@ class CorrectRefcount(Op, frozen=True, tag=61):
             tables.gc_zero.delete(self.key)
             return
         doomed = not self.in_use and not self.pending_upload
-        tables.gc_refcounts.put(self.key, RefcountRecord(self.in_use, self.pending_upload, at_ms if doomed else 0))
+        record = RefcountRecord(self.in_use, self.pending_upload, at_ms if doomed else 0)
+        _put(tables.gc_refcounts, self.key, record)
         if doomed:
-            tables.gc_zero.put(self.key, IndexRecord(at_ms))
+            _put(tables.gc_zero, self.key, IndexRecord(at_ms))
         else:
             tables.gc_zero.delete(self.key)
 
@@ -51,7 +52,7 @@ class CorrectIndex(Op, frozen=True, tag=62):
         if self.value is None:
             view.delete(self.key)
         else:
-            view.put(self.key, IndexRecord(self.value))
+            _put(view, self.key, IndexRecord(self.value))
 
 
 RESTORED = tuple(
@@ -88,6 +89,13 @@ class RestoreLocalRow(Op, frozen=True, tag=141):
         _restore(tables, RESTORED_LOCAL, self.table, self.key, self.row)
 
 
+def _put(view: TableView[Any], key: bytes, record: Record) -> None:
+    """Put a row whose key can be unpacked; any other would stop every scan of the table. Repair may still delete one."""
+    layout = view.table.key
+    layout.pack(*layout.unpack(key))
+    view.put(key, record)
+
+
 def _restore(tables: Overlay, allowed: tuple[t.Table[Any], ...], name: str, key: bytes, row: bytes | None) -> None:
     view = tables.views.get(name)
     if view is None or view.table not in allowed:
@@ -95,5 +103,5 @@ def _restore(tables: Overlay, allowed: tuple[t.Table[Any], ...], name: str, key:
     if row is None:
         view.delete(key)
     else:
-        view.put(key, view.table.codec.decode(row))
+        _put(view, key, view.table.codec.decode(row))
     tables.active_ids.clear()  # the row may be that of a database

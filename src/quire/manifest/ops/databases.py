@@ -355,7 +355,8 @@ class RemoveDb(Op, frozen=True, tag=16):
         tables.wal_state.delete(t.WAL_STATE.key.pack(self.db_id, 0))
         tables.snapshot_floor.delete(t.SNAPSHOT_FLOOR.key.pack(self.db_id))
         for key, row in list(tables.snapshot_readers.scan(t.SNAPSHOT_READERS.key.prefix(self.db_id))):
-            if not row.view:  # a version stored as a value is read until its lease ends, which removes the row
+            # The end of the lease removes the others: a version stored as a value is read until then.
+            if not row.view and not row.marks_drop:
                 tables.snapshot_readers.delete(key)
         for key, _ in list(tables.replica_positions.scan(t.REPLICA_POSITIONS.key.prefix(self.db_id))):
             tables.replica_positions.delete(key)

@@ -5,6 +5,7 @@ None of them enters the feed.
 """
 
 import math
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -51,13 +52,15 @@ class PutReader(Op, frozen=True, tag=95):
     view: bytes = b""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        tables.database(self.db_id)
         key = t.SNAPSHOT_READERS.key.pack(self.db_id, self.reader_id)
         before = tables.snapshot_readers.get(key)
         # A renewal keeps the first time: what reached zero since then is kept for this reader (decision 014).
         opened = before.opened_at_ms if before else at_ms
         view = self.view or (before.view if before else b"")
         record = ReaderRecord(self.snapshot_lsn, opened, at_ms, self.expires_at_ms, self.tags, view)
+        # Renewals and marks outlive the database: its tombstone is removed as soon as it has no artifacts of its own.
+        if before is None and not record.marks_drop:
+            tables.database(self.db_id)
         tables.snapshot_readers.put(key, record)
         raise_watermark(tables, Counter.READER, self.reader_id)
 
@@ -88,15 +91,17 @@ class SetFloor(Op, frozen=True, tag=97):
 
 
 class PruneIdempotency(Op, frozen=True, tag=98):
-    """Remove expired answers, at most `limit` of them."""
+    """Remove the expired ones among the first `limit` answers above a key."""
 
     logged = False
     limit: UInt
+    after: bytes = b""
 
     def apply(self, tables: Overlay, at_ms: int) -> None:
-        expired = (key for key, row in tables.idempotency.scan() if row.expires_at_ms <= at_ms)
-        for key, _ in zip(list(expired), range(self.limit)):
-            tables.idempotency.delete(key)
+        # The rows looked at are limited, not those removed: a day's answers are millions, and all commits wait for this scan.
+        for key, row in list(islice(tables.idempotency.scan(after=self.after), self.limit)):
+            if row.expires_at_ms <= at_ms:
+                tables.idempotency.delete(key)
 
 
 class PutReplicaPosition(Op, frozen=True, tag=190):
