@@ -228,7 +228,7 @@ def _require_decodable(ops: Any, row: bytes | None = None) -> None:
     """Refuse operations that cannot be decoded again: a field of the wrong type would make the store permanently unusable.
 
     `row` is their change record, if one contains all of them. Quick operations check their fields themselves in
-    `apply_all`: decoding every record again was measured to cost a pipeline a quarter of its rate.
+    `apply_all`, many at once: decoding each change record again was measured to cost a pipeline a quarter of its rate.
     """
     try:
         CHANGE_LOG.codec.decode(CHANGE_LOG.codec.encode(ChangeRecord(0, 0, ops, ())) if row is None else row)
