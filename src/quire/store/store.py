@@ -529,10 +529,7 @@ class Store:
     def _move_copies(self, name: str, ask: Callable[[ManifestStore, int], list[int]]) -> list[Job]:
         with self.manifest.read() as txn:
             db_id = txn.database_id(name)
-        jobs = ask(self.manifest, db_id)
-        for job_id in jobs:
-            self.worker.run(job_id)
-        return [self.manifest.jobs.get(job_id) for job_id in jobs]
+        return [self.worker.run_or_wait(job_id) for job_id in ask(self.manifest, db_id)]
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
         """Return the live databases, filtered by `prefix`, `kind` and `tag` ("plan" or "plan=free"), sorted by `sort`: "name",
