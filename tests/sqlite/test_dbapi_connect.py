@@ -57,6 +57,15 @@ def test_a_read_only_connection_cannot_write(tmp_path: Path) -> None:
         connection.close()
 
 
+@pytest.mark.parametrize("mode", ["readonly", "RO", ""])
+def test_an_unknown_access_mode_is_refused(tmp_path: Path, mode: str) -> None:
+    """Hazard: SQLite refuses a misspelt `mode=ro`; here it opened the database for writing."""
+    dbapi.connect(tmp_path / "store" / "shop").close()
+    for url in (f"quire:///{tmp_path}/store/shop?mode={mode}", f"http://127.0.0.1:9/shop?mode={mode}"):
+        with pytest.raises(dbapi.OperationalError, match="no such access mode"):
+            dbapi.connect(url)
+
+
 def test_a_store_is_opened_once_and_closed_with_its_last_connection(tmp_path: Path) -> None:
     first = dbapi.connect(tmp_path / "store" / "shop")
     second = dbapi.connect(tmp_path / "store" / "other")
