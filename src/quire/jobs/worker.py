@@ -109,21 +109,20 @@ class Worker:
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Start the slots and the renewal of leases; do nothing if the worker is running."""
+        """Start the slots and the renewal of leases, as far as they are not running: a call that could not start a thread can
+        be repeated."""
         with self._lock:
-            if self._keeper is not None:
-                return
-            self._stopping = _unset(self._stopping)
-            self._keeper = self._new_keeper()
-            self._threads = [
-                threading.Thread(
+            if self._keeper is None:
+                self._stopping = _unset(self._stopping)
+                keeper = self._new_keeper()
+                keeper.start()
+                self._keeper = keeper  # after start(), like the slots: `stop` can only join a thread that was started
+            for number in range(len(self._threads), self._slots):
+                thread = threading.Thread(
                     target=self._serve, args=(self._stopping,), name=f"quire-worker-slot-{number}", daemon=True
                 )
-                for number in range(self._slots)
-            ]
-        self._keeper.start()
-        for thread in self._threads:
-            thread.start()
+                thread.start()
+                self._threads.append(thread)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Interrupt handlers at their next step, requeue their jobs, and end the threads. Also ends a `drain`."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
+from quire.core.events import emit
 from quire.core.ids import Epoch
 from quire.core.settings import StoreSettings
 from quire.jobs.mirror.change_detection import newest_versions
@@ -315,6 +316,9 @@ class Store:
                 self.upkeep.start()
             except StoreClosed:
                 pass  # closed while the timer expired
+            except Exception as error:  # such as no thread: without upkeep nothing is ever deleted
+                emit("error", "upkeep.not_started", path=self.path, error=f"{type(error).__name__}: {error}")
+                self.start_upkeep()  # tries again after the next interval
 
         self._upkeep_timer = threading.Timer(self.settings.maintenance.interval_seconds, begin)
         self._upkeep_timer.daemon = True
