@@ -213,9 +213,8 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
     store, release = acquire(wanted.root, mode, _open_store, create=wanted.mode == "rwc" and wanted.at is None)
     try:
         creates = mode == "rw" and wanted.mode == "rwc" and wanted.at is None
-        connection = store.sqlite(wanted.name, at=wanted.at, create=creates, timeout=timeout)
-        if wanted.mode == "ro":
-            connection.pragma("query_only", True)
+        is_read_only = wanted.mode == "ro"
+        connection = store.sqlite(wanted.name, at=wanted.at, create=creates, read_only=is_read_only, timeout=timeout)
         for pack in wanted.functions:
             if not define_functions(connection, pack):
                 raise InvalidInput("no such functions", hint="install the package that provides them", functions=pack)

@@ -258,13 +258,15 @@ class Store:
         page_size: int = 0,
         fork_of: str | None = None,
         fork_at: At | None = None,
+        read_only: bool = False,
         timeout: float = 5.0,
     ) -> Connection:
         """Open a SQLite connection (apsw) to a page database: to its newest version, or for reading to the one `at` a snapshot,
         lsn or time.
 
         `create=True` creates the database if it does not exist; `fork_of` creates it as a fork of another one, as of now or
-        `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. See `docs/sqlite.md`.
+        `fork_at` a snapshot, lsn or time. A `read_only` connection follows the newest version and cannot be made writable.
+        `timeout` is SQLite's busy timeout in seconds. See `docs/sqlite.md`.
         """
         wiring = self._parts
         if fork_of is not None and fork_at is not None:
@@ -275,7 +277,9 @@ class Store:
             raise InvalidInput(
                 "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=str(fork_at)
             )
-        return wiring.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
+        return wiring.sqlite.connect(
+            name, at=at, create=create, page_size=page_size, read_only=read_only, timeout=timeout
+        )
 
     @property
     def sqlite_vfs(self) -> str:
