@@ -9,11 +9,14 @@ import pytest
 
 from quire.core.errors import AccessDenied
 from quire.durable.failpoints import armed
-from quire.durable.files import OsDisk
+from quire.durable.files import Disk, OsDisk
 from quire.durable.names import FollowFile
 from quire.jobs import leftovers
 from quire.jobs.leftovers import sweep_leftovers
 from quire.jobs.residency import request_hydrate
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.databases import RegisterDb
+from quire.manifest.records import DbKind, DbRecord
 from quire.objects.local import TEMPORARY_AGE_SECONDS
 from tests.jobs.job_store import EVICTED, JobStore, drop, is_known
 
@@ -131,6 +134,33 @@ def test_files_of_a_database_that_the_manifest_never_had_are_kept(local_store: J
     newer.write_bytes(b"commits")
     local_store.upkeep.round(everything=True)
     assert newer.read_bytes() == b"commits"
+
+
+def test_files_of_a_database_that_is_created_during_the_sweep_are_kept(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: ids are allocated before their commits, which may come in another order. A database with a low id that committed
+    between the sweep's look at the rows and its listing of the directories lost its segments."""
+    manifest = local_store.manifest
+    db_id = manifest.allocate(Counter.DB)
+    assert local_store.database("other") > db_id
+    pages = Path(local_store.root) / "pages"
+    pages.mkdir(exist_ok=True)
+    segment = pages / f"{db_id:08x}/wal/00000001.seg"
+    original, listings = leftovers._names, list[str]()
+
+    def create_first(disk: Disk, folder: str) -> list[str]:
+        listings.append(folder)
+        if listings.count(str(pages)) == 2 and not segment.exists():  # the first listing looks for temporary files
+            manifest.submit([RegisterDb(db_id, DbRecord("shop", DbKind.PAGES, manifest.clock.now_ms()))]).result()
+            segment.parent.mkdir(parents=True)
+            segment.write_bytes(b"commits")
+        return original(disk, folder)
+
+    monkeypatch.setattr(leftovers, "_names", create_first)
+    sweep_leftovers(local_store.ctx)
+    assert segment.read_bytes() == b"commits"
+    segment.unlink()
 
 
 def test_staging_files_of_killed_puts_are_removed_when_they_are_old(local_store: JobStore) -> None:

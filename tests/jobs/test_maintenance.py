@@ -163,3 +163,27 @@ def test_the_loop_survives_whatever_a_round_raises(local_store: JobStore, monkey
     upkeep.start()
     assert eventually(lambda: len(rounds) > 3)
     upkeep.stop()
+
+
+def test_a_step_that_fails_unexpectedly_keeps_no_other_from_running(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: an error that is not quire's ended the round. If every round met it, leases did not expire, nothing was deleted
+    or trimmed any more, and the worker was never started."""
+    local_store.ctx = replace(local_store.ctx, settings=MaintenanceSettings(interval_seconds=0.005))
+    upkeep = Upkeep(local_store.ctx, local_store.worker_of())
+
+    def fail(_done: Round, _everything: bool) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(upkeep, "_schedules", fail)
+    job_id = local_store.manifest.jobs.enqueue(JobKind.VERIFY, 0)
+    assert local_store.manifest.jobs.claim_job(job_id, "a worker that is gone") is not None
+    local_store.clock.advance(LEASE_SECONDS + 1)
+    with pytest.raises(ZeroDivisionError):
+        upkeep.round(everything=True)
+    assert local_store.job(job_id).state is JobState.PENDING
+    local_store.clock.advance(LEASE_SECONDS)
+    upkeep.start()
+    assert eventually(lambda: local_store.job(job_id).state is JobState.SUCCEEDED)
+    upkeep.stop()

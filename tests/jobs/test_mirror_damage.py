@@ -1,17 +1,20 @@
-"""Mirrors of stores with damaged rows: the target keeps what it has of a database that cannot be read."""
+"""Mirrors of stores with damaged rows or invalid jobs: the target keeps what it has of a database that cannot be read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import quire
 from quire.core.errors import ManifestDamaged
 from quire.manifest import tables as t
+from quire.manifest.records import JobKind, JobState
 from quire.store.store import Store
 from quire.testing.manifest import assert_clean
-from tests.jobs.mirrored_store import FORMATS, MirroredStore, fill, read_target
+from tests.jobs.mirrored_store import FORMATS, MirroredStore, fill, quiet_settings, read_target
 from tests.jobs.test_damaged_rows import damaged
 
 
@@ -82,3 +85,18 @@ def test_a_database_whose_row_cannot_be_read_keeps_its_rows_in_the_target(
         with pytest.raises(ManifestDamaged, match="tenant-1"):
             store.mirrors.run("lake", full=True)
     parquet_mirror.run(store)
+
+
+@pytest.mark.parametrize("payload", [None, ["lake"], {"mirror": 7}])
+def test_a_mirror_job_that_names_no_mirror_disturbs_no_other(tmp_path: Path, payload: Any) -> None:
+    """Hazard: while the queue had such a job, outstanding or failed, `store.info()`, every list of mirrors and each round of
+    maintenance ended with a decoder's error."""
+    with quire.open(tmp_path / "other", settings=quiet_settings()) as store:
+        fill(store, "tenant-1")
+        store.mirrors.create("lake", "tenant-*", "orders", f"parquet:{tmp_path}/lake", every_seconds=600)
+        job_id = store.manifest.jobs.enqueue(JobKind.MIRROR, 0, payload)
+        assert store.upkeep.round().mirrors == 1
+        store.worker.drain()
+        assert store.manifest.jobs.get(job_id).state is JobState.FAILED_PERMANENT
+        (status,) = store.info().mirrors
+        assert (status.rows, status.failures) == (4, 0)

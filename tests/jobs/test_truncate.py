@@ -168,6 +168,28 @@ def test_readers_snapshots_and_forks_read_truncated_segments(owner: Owner) -> No
     _assert_newest(owner, model)
 
 
+def test_a_checkpoint_that_ends_during_a_truncation_leaves_no_rows_of_truncated_segments(owner: Owner) -> None:
+    """Hazard: the truncation released segments that were absorbed after it had dropped rows, and the checkpoint enqueued no
+    truncation of its own: rows named segments that were deleted a minute later."""
+    model = Model()
+    job_id = _fill(owner, model)
+    store, once = owner.database(), [True]
+
+    def checkpoint(_: str) -> None:
+        if once:
+            once.clear()
+            write(store, model, {page: image() for page in (0, 7, 20)})
+            owner.manifest.jobs.enqueue(JobKind.CHECKPOINT, 1)
+            owner.worker(JobKind.CHECKPOINT).drain()
+
+    with armed("jobs.truncate.dropped", checkpoint):
+        owner.worker(JobKind.TRUNCATE).run(job_id)
+    assert not once
+    assert (_rows(owner), _states(owner) - {WalState.OPEN}) == ([], {WalState.TRUNCATED})
+    assert not owner.manifest.jobs.outstanding(1, JobKind.TRUNCATE)
+    _assert_newest(owner, model)
+
+
 def test_truncating_twice_does_nothing_the_second_time(owner: Owner) -> None:
     model = Model()
     _fill(owner, model)

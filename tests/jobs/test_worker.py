@@ -296,3 +296,29 @@ def test_payloads_are_mappings_of_known_options(local_store: JobStore) -> None:
     for payload in refused:
         with pytest.raises(InvalidInput):
             options(job_with(payload), force=False)
+
+
+@pytest.mark.parametrize("name", ["quire-worker-leases", "quire-worker-slot-0"])
+def test_a_worker_whose_threads_could_not_be_started_is_started_by_the_next_call(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Hazard: after a failed start the worker counted as running: no job was run any more, and `stop` raised."""
+    start, failures = threading.Thread.start, [name]
+
+    def start_later(thread: threading.Thread) -> None:
+        if thread.name in failures:
+            failures.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    worker, job_id = worker_with(local_store, complete_at_once), enqueue(local_store)
+    with pytest.raises(RuntimeError):
+        worker.start()
+    worker.stop()
+    failures.append(name)
+    with pytest.raises(RuntimeError):
+        worker.start()
+    worker.start()
+    assert eventually(lambda: state(local_store, job_id) is JobState.SUCCEEDED)
+    worker.stop()

@@ -18,7 +18,7 @@ from quire.manifest.jobqueue import BACKOFF_SECONDS, LEASE_SECONDS, Job
 from quire.manifest.ops.jobs import RenewJobLease
 from quire.manifest.ops.local import RecordMetric
 from quire.manifest.records import JobKind, JobState
-from tests.jobs.handlers import BlockingHandler, enqueue, running, state, worker_with
+from tests.jobs.handlers import KIND, BlockingHandler, enqueue, running, state, worker_with
 from tests.jobs.job_store import JobStore
 from tests.manifest.helpers import eventually
 
@@ -149,13 +149,14 @@ def test_a_caller_that_has_lost_its_job_does_not_cancel_the_attempt_of_another_w
 ) -> None:
     """Hazard: a call that waits for its job cancelled the job after its own attempt had failed, although another worker had
     taken the job, and raised an internal exception without a message."""
-    jobs, job_id = local_store.manifest.jobs, enqueue(local_store)
+    jobs, job_ids = local_store.manifest.jobs, list[int]()
 
     def work(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
-        while state(local_store, job_id) is JobState.IN_FLIGHT:  # a heartbeat may renew in between
+        job_ids.append(job.job_id)
+        while state(local_store, job.job_id) is JobState.IN_FLIGHT:  # a heartbeat may renew in between
             local_store.clock.advance(LEASE_SECONDS)
             jobs.expire()
-        assert jobs.claim_job(job_id, "another worker") is not None
+        assert jobs.claim_job(job.job_id, "another worker") is not None
         if noticed_by == "commit":
             commit_step(ctx, job, [])
 
@@ -167,7 +168,8 @@ def test_a_caller_that_has_lost_its_job_does_not_cancel_the_attempt_of_another_w
         return Completed()
 
     with pytest.raises(IllegalTransition):
-        worker_with(local_store, work, lease_seconds=0.2).run(job_id, reraise=True)
+        worker_with(local_store, work, lease_seconds=0.2).run_new(KIND, reraise=True)
+    [job_id] = job_ids
     assert state(local_store, job_id) is JobState.IN_FLIGHT
     lease = local_store.job(job_id).lease
     assert lease is not None

@@ -212,6 +212,24 @@ def test_a_tail_that_grows_while_it_is_trimmed_is_trimmed_completely(manifest: M
     assert becomes_empty(manifest)
 
 
+def test_a_trimmer_that_could_not_be_started_is_started_later(
+    manifest: ManifestStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a trimmer whose thread could not be started once counted as running: the log grew until the next open."""
+    fill(manifest, 2 * TRIM_ROWS)
+    commit(manifest, AcknowledgeChanges(manifest.feed.register().cursor_id, 2 * TRIM_ROWS))
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError):
+            manifest.feed.trim_behind()
+    manifest.feed.maintain()
+    assert becomes_empty(manifest)
+
+
 def test_a_trimmer_takes_one_step_at_a_time(manifest: ManifestStore) -> None:
     """A writer waits for one step at most: the next one is submitted when the last is durable."""
     fill(manifest, 2 * TRIM_ROWS)

@@ -20,7 +20,7 @@ FUNCTION_LINES_MAX = 70
 
 LONGER_MODULES: dict[str, int] = {
     "src/quire/archive/archiver.py": 702,  # one state shared by three threads: cutting, uploading, bases
-    "src/quire/store/store.py": 642,  # the class that is the product: it delegates
+    "src/quire/store/store.py": 647,  # the class that is the product: it delegates
 }
 DECLARATIONS = {
     "src/quire/core/settings.py",  # one struct for each section of quire.toml, and the example of all of them

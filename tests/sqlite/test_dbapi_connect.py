@@ -57,6 +57,33 @@ def test_a_read_only_connection_cannot_write(tmp_path: Path) -> None:
         connection.close()
 
 
+def test_no_pragma_makes_a_read_only_connection_writable(tmp_path: Path) -> None:
+    """Hazard: `mode=ro` was a pragma, which `PRAGMA query_only = 0` took back; SQLite opens the file read-only."""
+    filled(tmp_path / "store")
+    connection = dbapi.connect(f"quire:///{tmp_path}/store/shop?mode=ro")
+    connection.execute("pragma query_only = 0")
+    with pytest.raises(dbapi.OperationalError, match="readonly"):
+        connection.execute("insert into t values ('wednesday')")
+    other = dbapi.connect(tmp_path / "store" / "shop")
+    other.execute("update t set a = 'wednesday'")
+    other.commit()
+    assert connection.execute("select a from t").fetchall() == [("wednesday",)]
+    connection.execute("create temp table seen as select a from t")  # as with SQLite: only the database is read-only
+    connection.close()
+    other.close()
+    with pytest.raises(dbapi.OperationalError, match="unable to open"):
+        dbapi.connect(f"quire:///{tmp_path}/store/missing?mode=ro")
+
+
+@pytest.mark.parametrize("mode", ["readonly", "RO", ""])
+def test_an_unknown_access_mode_is_refused(tmp_path: Path, mode: str) -> None:
+    """Hazard: SQLite refuses a misspelt `mode=ro`; here it opened the database for writing."""
+    dbapi.connect(tmp_path / "store" / "shop").close()
+    for url in (f"quire:///{tmp_path}/store/shop?mode={mode}", f"http://127.0.0.1:9/shop?mode={mode}"):
+        with pytest.raises(dbapi.OperationalError, match="no such access mode"):
+            dbapi.connect(url)
+
+
 def test_a_store_is_opened_once_and_closed_with_its_last_connection(tmp_path: Path) -> None:
     first = dbapi.connect(tmp_path / "store" / "shop")
     second = dbapi.connect(tmp_path / "store" / "other")

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as parquet
 import pytest
 
 from quire.core.errors import AlreadyExists, InvalidInput
-from quire.manifest.records import JobState
+from quire.durable.failpoints import armed
+from quire.manifest.guard import ManifestGuard
+from quire.manifest.ops.base import Op
+from quire.manifest.ops.jobs import EnqueueJob
+from quire.manifest.records import JobKind, JobState
 from quire.store.store import Store
+from tests.manifest.helpers import eventually
 
 
 def fill(store: Store, *names: str, rows: int = 300) -> None:
@@ -60,6 +68,46 @@ def test_verify_sweep_and_audit(store: Store, tmp_path: Path) -> None:
     store.heavy.write_report(str(tmp_path / "report.parquet"), [{"state": "ORPHANED", "artifact": "x"}])
     report = parquet.read_table(tmp_path / "report.parquet")
     assert report.column("state").to_pylist() == ["ALTERED", "ORPHANED"]
+
+
+def test_a_job_that_a_call_runs_itself_is_not_taken_by_a_worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: between a call's new job and its claim, a worker's thread could take the job: `stats` then returned nothing,
+    `recount` ended with a `TypeError`, and `verify` returned a job that was still running."""
+    fill(store, "a")
+    submit = store.manifest.submit
+
+    def submit_and_work(ops: Sequence[Op], **options: Any) -> ManifestGuard:
+        guard = submit(ops, **options)
+        if any(type(op) is EnqueueJob for op in ops):
+            guard.result()
+            store.worker.drain()  # as a slot that the new job wakes
+        return guard
+
+    monkeypatch.setattr(store.manifest, "submit", submit_and_work)
+    assert [usage.database for usage in store.heavy.stats(runner="threads")] == ["a"]
+    reports: list[int] = []
+    job = store.heavy.verify(runner="threads", progress=lambda done, _total: reports.append(done))
+    assert job.state is JobState.SUCCEEDED
+    assert reports
+
+
+def test_a_checkpoint_that_a_worker_has_taken_is_waited_for(store: Store) -> None:
+    """Hazard: the call returned the job while it was running, although it promises the finished one."""
+    fill(store, "a")
+    jobs, go_on = store.manifest.jobs, threading.Event()
+    job_id = store.heavy.start(JobKind.CHECKPOINT, store.database("a").db_id, runner="threads")
+
+    def wait(_: str) -> None:
+        go_on.wait(60)
+
+    with armed("jobs.worker.claimed", wait):
+        slot = threading.Thread(target=store.worker.run, args=(job_id,))
+        slot.start()
+        eventually(lambda: jobs.get(job_id).state is JobState.IN_FLIGHT)
+        threading.Timer(0.3, go_on.set).start()
+        job = store.checkpoint("a")
+        slot.join()
+    assert (job.job_id, job.state) == (job_id, JobState.SUCCEEDED)
 
 
 def test_a_snapshot_is_restored_to_a_file_that_sqlite_opens(store: Store, tmp_path: Path) -> None:

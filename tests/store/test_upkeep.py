@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ import quire
 from quire.core.ids import ArtifactKey, ArtifactKind
 from quire.core.settings import MaintenanceSettings, StoreSettings
 from quire.durable.names import object_key
+from quire.jobs.maintenance import Upkeep
 from quire.manifest.jobqueue import LEASE_SECONDS
 from quire.manifest.ops.wal import AdvanceWal
 from quire.manifest.records import AuditAction, ChunkRecord, JobKind, JobState, Residency, RetentionRecord
@@ -227,3 +229,19 @@ def test_an_hour_that_has_its_snapshot_gets_no_other_from_the_next_owner(path: P
             created = store.maintain().snapshots
             assert (created > 0) == (number == 0)
         clock.advance(60)
+
+
+def test_upkeep_that_could_not_be_started_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: an error in the timer's thread ended it, and the store had no maintenance until it was opened again."""
+    start, failures = Upkeep.start, [RuntimeError("can't start new thread")]
+
+    def start_later(upkeep: Upkeep) -> None:
+        if failures:
+            raise failures.pop()
+        start(upkeep)
+
+    monkeypatch.setattr(Upkeep, "start", start_later)
+    settings = StoreSettings(maintenance=MaintenanceSettings(interval_seconds=0.02))
+    with quire.open(tmp_path / "store", settings=settings):
+        assert eventually(lambda: any(thread.name == "quire-upkeep" for thread in threading.enumerate()))
+    assert not failures

@@ -104,16 +104,9 @@ class JobSession:
 
     def run(self, kind: JobKind, db_id: int, runner: str = "") -> Job:
         """Run a job of an exclusive kind for a database now, the outstanding one or a new one, and return it finished."""
-        jobs, worker = self.store.manifest.jobs, self.store.worker
         job_id = self.store.heavy.start(kind, db_id, runner=runner)
-
-        def work() -> None:
-            if not worker.run(job_id):
-                while jobs.get(job_id).state is JobState.IN_FLIGHT:  # the owner's upkeep has started it first
-                    time.sleep(LOOK_SECONDS)
-
-        self.watch(work)
-        return jobs.get(job_id)
+        self.watch(lambda: self.store.worker.run_or_wait(job_id))
+        return self.store.manifest.jobs.get(job_id)
 
 
 def failure_of(job: Job, what: str) -> QuireError | None:

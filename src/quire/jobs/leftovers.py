@@ -62,10 +62,12 @@ def _dropped(ctx: JobContext) -> int:
     An id that was never allocated may belong to a database that is newer than the manifest, if that was restored from an older
     copy: its files stay, and `quire why` reports them. So do the files of a database that is closed because its row is lost.
     """
+    # Before the rows are read: a database has its row before it has files, so the row of every directory listed here is seen.
+    homes = _names(ctx.disk, os.path.join(ctx.root, names.PAGES))
     with ctx.manifest.read() as txn:
         given_out, known = txn.next_id(Counter.DB), set(txn.owners(t.DB)) | txn.refused_databases()
     removed = 0
-    for name in _names(ctx.disk, os.path.join(ctx.root, names.PAGES)):
+    for name in homes:
         db_id = int(name, 16) if len(name) == 8 and set(name) <= set("0123456789abcdef") else 0
         if 0 < db_id < given_out and db_id not in known:
             removed += remove_home(ctx.disk, ctx.root, db_id)

@@ -163,13 +163,14 @@ class Upkeep:
 
     def _loop(self) -> None:
         while not self._stopping.wait(self._ctx.settings.interval_seconds):
-            try:
-                self.round()
-                self._worker.start()  # not before the first round: a command that takes a second needs no worker threads
-            except (StoreClosed, StoreUnusable):
-                return
-            except Exception as error:  # a loop that ended silently would be worse than any failed round
-                emit("error", "upkeep.round_failed", error=f"{type(error).__name__}: {error}")
+            # The worker not before the first round: a command that takes a second needs no worker threads.
+            for act in (self.round, self._worker.start):
+                try:
+                    act()
+                except (StoreClosed, StoreUnusable):
+                    return
+                except Exception as error:  # a loop that ended silently would be worse than any failed round
+                    emit("error", "upkeep.round_failed", error=f"{type(error).__name__}: {error}")
 
     def run_once(self) -> Round:
         """Run a complete round, and all jobs that are due, in this thread."""
@@ -180,8 +181,9 @@ class Upkeep:
     # ── one round ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def round(self, *, everything: bool = False) -> Round:
         """Do what is due now; jobs are enqueued, not run. Steps that read many rows run once a minute. With `everything`, run
-        all steps, over all databases."""
+        all steps, over all databases. An error that is not quire's is raised after the last step."""
         done = Round()
+        unexpected: list[Exception] = []
         steps: list[Callable[[Round, bool], None]] = [self._recount, self._schedules, self._leases, self._deletions]
         steps += [self._checkpoints, self._mirrors, self._idle]
         if everything or self._ctx.clock.monotonic() >= self._next_slow:
@@ -213,6 +215,12 @@ class Upkeep:
                     step=step.__name__.removeprefix("_"),
                     error=str(error),
                 )
+            except (
+                Exception
+            ) as error:  # the other steps are needed all the same: without them garbage grows, leases stay
+                unexpected.append(error)
+        if unexpected:
+            raise unexpected[0]
         return done
 
     def _recount(self, _: Round, _everything: bool) -> None:

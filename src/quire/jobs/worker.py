@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.core.barrier import changes
 from quire.core.errors import (
@@ -38,10 +39,15 @@ from quire.jobs.handler import Completed, Handler, Interrupted, Progress, fail_a
 from quire.jobs.leases import LeasedJob, LeaseKeeper
 from quire.jobs.row_groups import MonotonicProgress
 from quire.manifest.jobqueue import LEASE_SECONDS, Job, worker_name
-from quire.manifest.records import JobKind
+from quire.manifest.ops.base import Counter
+from quire.manifest.ops.jobs import EnqueueJob, StartJob
+from quire.manifest.records import JobKind, JobState
 
 POLL_SECONDS = 1.0
 """How often an idle worker polls for jobs that arrive without a notification: enqueued elsewhere, or deferred and now due."""
+
+LOOK_SECONDS = 0.1
+"""Time between two checks of a job that another worker runs."""
 
 COMPLETIONS_MAX = 16
 """How often, in one attempt, a job that is about to complete may find that more work has come in."""
@@ -103,21 +109,20 @@ class Worker:
 
     # ── lifecycle ─────────────────────────────────────────────────────────────────────────────────────────────────────
     def start(self) -> None:
-        """Start the slots and the renewal of leases; do nothing if the worker is running."""
+        """Start the slots and the renewal of leases, as far as they are not running: a call that could not start a thread can
+        be repeated."""
         with self._lock:
-            if self._keeper is not None:
-                return
-            self._stopping = _unset(self._stopping)
-            self._keeper = self._new_keeper()
-            self._threads = [
-                threading.Thread(
+            if self._keeper is None:
+                self._stopping = _unset(self._stopping)
+                keeper = self._new_keeper()
+                keeper.start()
+                self._keeper = keeper  # after start(), like the slots: `stop` can only join a thread that was started
+            for number in range(len(self._threads), self._slots):
+                thread = threading.Thread(
                     target=self._serve, args=(self._stopping,), name=f"quire-worker-slot-{number}", daemon=True
                 )
-                for number in range(self._slots)
-            ]
-        self._keeper.start()
-        for thread in self._threads:
-            thread.start()
+                thread.start()
+                self._threads.append(thread)
 
     def stop(self, timeout: float = 30.0) -> None:
         """Interrupt handlers at their next step, requeue their jobs, and end the threads. Also ends a `drain`."""
@@ -147,25 +152,48 @@ class Worker:
         return taken
 
     @changes
-    def run(
+    def run(self, job_id: int) -> bool:
+        """Run one job in this thread, unless another worker has it; return whether it was run."""
+        holder = self._next_holder()
+        job = self._ctx.manifest.jobs.claim_job(job_id, holder, lease_seconds=self._lease_seconds)
+        if job is None:
+            return False
+        with self._alive() as stopping:
+            self._run_leased(_Running(job, holder, stopping=stopping))
+        return True
+
+    @changes
+    def run_or_wait(self, job_id: int) -> Job:
+        """Run one job in this thread or, if another worker has it, wait for the end of that attempt; return the job."""
+        jobs = self._ctx.manifest.jobs
+        if not self.run(job_id):
+            while jobs.get(job_id).state is JobState.IN_FLIGHT:
+                time.sleep(LOOK_SECONDS)
+        return jobs.get(job_id)
+
+    @changes
+    def run_new(
         self,
-        job_id: int,
+        kind: JobKind,
+        db_id: int = 0,
+        payload: Any = None,
         *,
         handler: Handler | None = None,
         watch: Progress | None = None,
         reraise: bool = False,
-    ) -> bool:
-        """Run one job in this thread, unless another worker has it; return whether it was run.
+    ) -> Job:
+        """Enqueue a job, run it in this thread, and return it as the attempt left it.
 
         `handler` replaces the registered handler, and `watch` also receives the progress. With `reraise`, a failed attempt is
         the last one: the job is cancelled, unless another worker has taken it, and its error is raised here.
         """
-        # A name per claim, not per worker: renewals and `commit_step` compare it, so a slot that has lost its job
-        # cannot act for another slot of this worker that has the job now.
-        jobs, holder = self._ctx.manifest.jobs, f"{self.name}:{next(_claims)}"
-        job = jobs.claim_job(job_id, holder, lease_seconds=self._lease_seconds)
-        if job is None:
-            return False
+        manifest, holder = self._ctx.manifest, self._next_holder()
+        job_id = manifest.allocate(Counter.JOB)
+        expires = manifest.clock.now_ms() + int(self._lease_seconds * 1000)
+        # One batch: a slot that took the job in between would not run this call's handler, nor report to its caller.
+        new = EnqueueJob(job_id, manifest.jobs.record(kind, db_id, payload))
+        manifest.submit([new, StartJob(job_id, holder, expires)]).result()
+        job = manifest.jobs.get(job_id)
         with self._alive() as stopping:
             running = _Running(
                 job, holder, stopping=stopping, handler=handler, watch=watch and MonotonicProgress(watch)
@@ -174,10 +202,15 @@ class Worker:
         if reraise and running.error is not None:
             # Another worker that has taken the job meanwhile has begun the next attempt, which goes on.
             with suppress(IllegalTransition, UnknownJob):  # it has already failed permanently, or was cancelled
-                if jobs.get(job_id).record.attempt == job.record.attempt:
-                    jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
+                if manifest.jobs.get(job_id).record.attempt == job.record.attempt:
+                    manifest.jobs.cancel(job_id, f"{type(running.error).__name__}: {running.error}")
             raise running.error
-        return True
+        return manifest.jobs.get(job_id)
+
+    def _next_holder(self) -> str:
+        # A name per claim, not per worker: renewals and `commit_step` compare it, so a slot that has lost its job
+        # cannot act for another slot of this worker that has the job now.
+        return f"{self.name}:{next(_claims)}"
 
     @contextmanager
     def _alive(self) -> Iterator[threading.Event]:
@@ -210,7 +243,7 @@ class Worker:
                 stopping.wait(POLL_SECONDS)
 
     def _take_one(self, stopping: threading.Event) -> bool:
-        holder = f"{self.name}:{next(_claims)}"
+        holder = self._next_holder()
         job = self._ctx.manifest.jobs.claim(holder, self._handlers.keys(), lease_seconds=self._lease_seconds)
         if job is None:
             return False

@@ -367,8 +367,9 @@ class ChangeFeed:
             self._tail = rows
             if self._trimmer is None:
                 # Under the lock in which the trimmer ends: it sees the new number, or has cleared `_trimmer`.
-                self._trimmer = threading.Thread(target=self._trim, name="quire-feed-trimmer", daemon=True)
-                self._trimmer.start()
+                trimmer = threading.Thread(target=self._trim, name="quire-feed-trimmer", daemon=True)
+                trimmer.start()
+                self._trimmer = trimmer  # after start(): otherwise a failed start would count as running
 
     def _trim(self) -> None:
         """Run the trimmer thread. It counts rows instead of reading: a daemon's read transaction could obstruct `close`."""

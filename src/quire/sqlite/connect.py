@@ -119,17 +119,24 @@ class SqliteDatabases:
 
     # ── connecting ────────────────────────────────────────────────────────────────────────────────────────────────────
     def connect(
-        self, name: str, *, at: At | None = None, create: bool = False, page_size: int = 0, timeout: float = 5.0
+        self,
+        name: str,
+        *,
+        at: At | None = None,
+        create: bool = False,
+        page_size: int = 0,
+        read_only: bool = False,
+        timeout: float = 5.0,
     ) -> Connection:
         """Open a connection to a database, to its newest version or to the version that was current `at` a moment."""
         self._check()
         if name == ":memory:":
             raise InvalidInput("SQLite reserves this name for databases in memory", hint="use another name", name=name)
-        if at is None and not self._read_only:
+        if at is None and not self._read_only and not read_only:
             return self._connect_newest(name, create, page_size, timeout)
         if create or page_size:
             raise ReadOnly(
-                "only the owner can create a database, and only without `at`",
+                "only the owner can create a database, and only without `at` and `read_only`",
                 hint="omit create and page_size",
                 name=name,
             )

@@ -11,7 +11,9 @@ State after each step, and what happens if cloning stops there:
   registered         the parents keep what the clone would read     an operator removes it: `quire clones forget`
   files, rows        a directory that is not a store                refused by the next clone: not empty
   identity written   the same                                       the same
-  named, taken over  a store                                        opens
+  complete           a store in its parent's owner epoch            refused until `quire takeover` gives it its own
+  taken over         a store                                        opens
+A clone that raises withdraws its registrations, unless the directory may already be complete: that store reads the objects.
 
 Threads: one. Raises `InvalidInput`, `StillReferenced`, `ObjectNotFound`, `Corruption`, and what disk and object store raise.
 """
@@ -138,7 +140,7 @@ def clone(
                     bucket.head(clone_key(parent.store_id, point.store_id))
                 _write_identity(replay.rows(), clone_id, (*earlier, here))
                 write_config(disk, root, url, options)
-                remote = len(replay.remote)
+                registered.clear()  # from here on the directory may be a store that reads the parents' objects
                 replay.finish()
             hit("clone.made")
             owner_epoch = _begin(root, clock, disk)
@@ -157,7 +159,7 @@ def clone(
         damaged=point.damaged,
         abandoned=point.abandoned,
         abandoned_at_ms=point.abandoned_at_ms,
-        remote_files=remote,
+        remote_files=len(replay.remote),
         seconds=time.monotonic() - started,
     )
 

@@ -80,7 +80,7 @@ class Heavy:
         payload = {"major": True, "runner": runner}
         with self._manifest.read() as txn:
             db_id, _ = txn.live(name, DbKind.LSM)
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.COMPACTION, db_id, payload))
+        return self._wiring.worker.run_new(JobKind.COMPACTION, db_id, payload)
 
     @changes
     def checkpoint_all(
@@ -130,7 +130,7 @@ class Heavy:
             "max_age_seconds": float(max_age_seconds),
             "max_duration_seconds": float(max_duration_seconds),
         }
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.VERIFY, 0, payload), progress)
+        return self._wiring.worker.run_new(JobKind.VERIFY, 0, payload, watch=progress)
 
     @changes
     def sweep(
@@ -143,7 +143,7 @@ class Heavy:
     ) -> Job:
         """Compare listings of objects with the manifest, in both directions; with `delete`, delete orphans. Return the job."""
         payload = {"delete": delete, "runner": runner, "grace_seconds": float(grace_seconds)}
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.SWEEP, 0, payload), progress)
+        return self._wiring.worker.run_new(JobKind.SWEEP, 0, payload, watch=progress)
 
     @changes
     def bundle(self, name: str = "", *, runner: str = "", period_seconds: float = 0.0) -> Job:
@@ -152,7 +152,7 @@ class Heavy:
         The chunks of each past period of `period_seconds` (default: `manifest_log.bundle_seconds`, a week) become one object.
         """
         payload = {"runner": runner, "period_seconds": float(period_seconds)}
-        return self._run_job(self._manifest.jobs.enqueue(JobKind.BUNDLE, self._id_of(name) if name else 0, payload))
+        return self._wiring.worker.run_new(JobKind.BUNDLE, self._id_of(name) if name else 0, payload)
 
     def damaged(self) -> list[dict[str, Any]]:
         """Return every artifact that was found missing or altered and has not been verified successfully since."""
@@ -270,21 +270,14 @@ class Heavy:
     @changes
     def run_now(self, kind: JobKind, name: str, *, runner: str = "") -> Job:
         """Run a job of an exclusive kind on a database, or the outstanding one, and return the finished job."""
-        return self._run_job(self.start(kind, self._id_of(name), runner=runner))
+        return self._wiring.worker.run_or_wait(self.start(kind, self._id_of(name), runner=runner))
 
     # ── helpers ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def _run_to_end(
         self, kind: JobKind, db_id: int, payload: dict[str, Any], progress: Progress, handler: Handler | None = None
     ) -> Job:
         """Run a new job in this thread. If it fails, its error is raised and it is not retried."""
-        job_id = self._manifest.jobs.enqueue(kind, db_id, payload)
-        self._wiring.worker.run(job_id, handler=handler, watch=progress, reraise=True)
-        return self._manifest.jobs.get(job_id)
-
-    def _run_job(self, job_id: int, progress: Progress | None = None) -> Job:
-        """Run a job in this thread and return the finished job."""
-        self._wiring.worker.run(job_id, watch=progress)
-        return self._manifest.jobs.get(job_id)
+        return self._wiring.worker.run_new(kind, db_id, payload, handler=handler, watch=progress, reraise=True)
 
     def _run_many(self, kind: JobKind, db_ids: list[int], runner: str, progress: Progress) -> list[Job]:
         return run_many(self._wiring.context, kind, db_ids, runner_name=runner, progress=progress)

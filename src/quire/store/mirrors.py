@@ -161,9 +161,8 @@ class Mirrors:
         with self._manifest.read() as txn:
             find_mirror(txn, name)
         payload = {"mirror": name, "runner": runner, "full": full}
-        job_id = self._manifest.jobs.enqueue(JobKind.MIRROR, 0, payload)
-        self._wiring.worker.run(job_id, watch=progress, reraise=True)
-        return msgspec.convert(self._manifest.jobs.get(job_id).result, MirrorRun)
+        job = self._wiring.worker.run_new(JobKind.MIRROR, 0, payload, watch=progress, reraise=True)
+        return msgspec.convert(job.result, MirrorRun)
 
     def status(self, name: str) -> MirrorStatus:
         """Return a mirror's status, including how far its target lags behind."""

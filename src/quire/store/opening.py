@@ -15,7 +15,7 @@ import os
 from contextlib import suppress
 
 from quire.core.clock import Clock
-from quire.core.errors import StorageFault
+from quire.core.errors import InvalidInput, StorageFault
 from quire.core.events import emit
 from quire.core.settings import StoreSettings
 from quire.durable import names
@@ -119,6 +119,16 @@ def _check_object_access(store: Store, *, takeover: bool, discard: bool, moved: 
         take_over(store, discard=discard)
     elif object_location.needs_owner(store.path, object_location.place_of(store.path, store.settings.object_store)):
         store.rights.refuse_fenced()
+        _refuse_unfinished_clone(store)
+
+
+def _refuse_unfinished_clone(store: Store) -> None:
+    """Refuse a clone that was interrupted before its own owner epoch: it would put and delete below its parent's prefix."""
+    with store.manifest.read() as txn:
+        is_own = txn.store_of_epoch(txn.owner_epoch()) == txn.store_id()
+    if not is_own:
+        hint = "`quire takeover` completes it; or remove the directory, and run `quire clones forget` in the parent"
+        raise InvalidInput("the clone was interrupted and is incomplete", hint=hint, path=store.path)
 
 
 def _sweep(disk: Disk, root: str) -> None:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 SCHEME = "quire:"
 NETWORK_SCHEMES = ("http://", "https://", "grpc://", "grpc+tls://")
+MODES = ("ro", "rw", "rwc")
 SQLITE_CANTOPEN, SQLITE_BUSY = 14, 5
 RETRY_SECONDS = 0.05
 _holding = threading.Lock()
@@ -108,8 +109,7 @@ def parse(database: str, *, uri: bool) -> DatabasePath | None:
         raise InvalidInput(
             "the path names no database", hint="use the store and the database, as in dir/shop", path=path
         )
-    mode = "ro" if parameters.get("immutable") in ("1", "true") else parameters.get("mode", "rwc")
-    return DatabasePath(root or ".", name, _version(parameters), mode, _functions(parameters))
+    return DatabasePath(root or ".", name, _version(parameters), _mode(parameters), _functions(parameters))
 
 
 def _parse_remote(url: str) -> DatabasePath:
@@ -126,11 +126,20 @@ def _parse_remote(url: str) -> DatabasePath:
         f"{parts.scheme}://{parts.netloc}",
         name,
         _version(parameters),
-        parameters.get("mode", "rwc"),
+        _mode(parameters),
         _functions(parameters),
         parameters.get("token_file", ""),
         parameters.get("tls_ca_file", ""),
     )
+
+
+def _mode(parameters: Mapping[str, str]) -> str:
+    if parameters.get("immutable") in ("1", "true"):
+        return "ro"
+    mode = parameters.get("mode", "rwc")
+    if mode not in MODES:  # as in SQLite: a misspelt `ro` must not open the database for writing
+        raise InvalidInput("no such access mode", hint=f"use one of {', '.join(MODES)}", mode=mode)
+    return mode
 
 
 def _functions(parameters: Mapping[str, str]) -> tuple[str, ...]:
@@ -204,9 +213,8 @@ def _open(wanted: DatabasePath, timeout: float, mode: Mode = "rw") -> Driver:
     store, release = acquire(wanted.root, mode, _open_store, create=wanted.mode == "rwc" and wanted.at is None)
     try:
         creates = mode == "rw" and wanted.mode == "rwc" and wanted.at is None
-        connection = store.sqlite(wanted.name, at=wanted.at, create=creates, timeout=timeout)
-        if wanted.mode == "ro":
-            connection.pragma("query_only", True)
+        is_read_only = wanted.mode == "ro"
+        connection = store.sqlite(wanted.name, at=wanted.at, create=creates, read_only=is_read_only, timeout=timeout)
         for pack in wanted.functions:
             if not define_functions(connection, pack):
                 raise InvalidInput("no such functions", hint="install the package that provides them", functions=pack)

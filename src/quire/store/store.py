@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from quire.core.barrier import changes, may_change
 from quire.core.errors import InvalidInput, ReadOnly, StoreClosed, WrongKind
+from quire.core.events import emit
 from quire.core.ids import Epoch
 from quire.core.settings import StoreSettings
 from quire.jobs.mirror.change_detection import newest_versions
@@ -257,13 +258,15 @@ class Store:
         page_size: int = 0,
         fork_of: str | None = None,
         fork_at: At | None = None,
+        read_only: bool = False,
         timeout: float = 5.0,
     ) -> Connection:
         """Open a SQLite connection (apsw) to a page database: to its newest version, or for reading to the one `at` a snapshot,
         lsn or time.
 
         `create=True` creates the database if it does not exist; `fork_of` creates it as a fork of another one, as of now or
-        `fork_at` a snapshot, lsn or time. `timeout` is SQLite's busy timeout in seconds. See `docs/sqlite.md`.
+        `fork_at` a snapshot, lsn or time. A `read_only` connection follows the newest version and cannot be made writable.
+        `timeout` is SQLite's busy timeout in seconds. See `docs/sqlite.md`.
         """
         wiring = self._parts
         if fork_of is not None and fork_at is not None:
@@ -274,7 +277,9 @@ class Store:
             raise InvalidInput(
                 "`fork_at` needs `fork_of`", hint="to read an earlier version, use `at`", fork_at=str(fork_at)
             )
-        return wiring.sqlite.connect(name, at=at, create=create, page_size=page_size, timeout=timeout)
+        return wiring.sqlite.connect(
+            name, at=at, create=create, page_size=page_size, read_only=read_only, timeout=timeout
+        )
 
     @property
     def sqlite_vfs(self) -> str:
@@ -315,6 +320,9 @@ class Store:
                 self.upkeep.start()
             except StoreClosed:
                 pass  # closed while the timer expired
+            except Exception as error:  # such as no thread: without upkeep nothing is ever deleted
+                emit("error", "upkeep.not_started", path=self.path, error=f"{type(error).__name__}: {error}")
+                self.start_upkeep()  # tries again after the next interval
 
         self._upkeep_timer = threading.Timer(self.settings.maintenance.interval_seconds, begin)
         self._upkeep_timer.daemon = True
@@ -529,10 +537,7 @@ class Store:
     def _move_copies(self, name: str, ask: Callable[[ManifestStore, int], list[int]]) -> list[Job]:
         with self.manifest.read() as txn:
             db_id = txn.database_id(name)
-        jobs = ask(self.manifest, db_id)
-        for job_id in jobs:
-            self.worker.run(job_id)
-        return [self.manifest.jobs.get(job_id) for job_id in jobs]
+        return [self.worker.run_or_wait(job_id) for job_id in ask(self.manifest, db_id)]
 
     def databases(self, **wanted: Unpack[DatabaseFilterOptions]) -> list[DatabaseInfo]:
         """Return the live databases, filtered by `prefix`, `kind` and `tag` ("plan" or "plan=free"), sorted by `sort`: "name",

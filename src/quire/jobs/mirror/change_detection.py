@@ -137,7 +137,21 @@ def _runs(txn: ReadTxn, *states: JobState) -> Iterator[tuple[str, JobRecord]]:
         for (_, job_id), _ in txn.scan(t.JOBS_BY_STATE, state):
             job = txn.job(job_id)
             if job is not None and job.kind is JobKind.MIRROR:
-                yield msgspec.msgpack.decode(job.payload).get("mirror", ""), job
+                yield _mirror_of(job), job
+
+
+class _MirrorOnly(msgspec.Struct, frozen=True):
+    """The field of a run's payload that names its mirror."""
+
+    mirror: str = ""
+
+
+def _mirror_of(job: JobRecord) -> str:
+    """Return the mirror that a run names; empty if it names none: any client may enqueue a job with any payload."""
+    try:
+        return msgspec.msgpack.decode(job.payload, type=_MirrorOnly).mirror
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
 
 
 def size_of(txn: ReadTxn, db_id: int) -> int:

@@ -29,20 +29,18 @@ STEP_SEGMENTS = 256
 
 def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     """Drop absorbed rows, then move their segments to TRUNCATED."""
-    manifest, db_id, dropped = ctx.manifest, job.db_id, 0
-    place: tuple[int, int] | None = (0, 0)
-    while place is not None:
-        progress(dropped, 0)
-        with manifest.read() as txn:
-            names, place = _absorbed(txn, db_id, place)
-        if names:
-            commit_step(ctx, job, [DropPageVersions(db_id, b"".join(names))])
-            hit("jobs.truncate.dropped")
-            dropped += len(names)
-    with manifest.read() as txn:
-        # After the rows: a row of the page index promises that the segment it names can be read.
-        done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
-        wal = txn.wal_state(db_id)
+    db_id, dropped, upto_lsn = job.db_id, 0, -1
+    while True:
+        with ctx.manifest.read() as txn:
+            done = [(k[1], row) for k, row in txn.scan(t.WAL_CATALOG, db_id) if row.state is WalState.CHECKPOINTED]
+            wal = txn.wal_state(db_id)
+        absorbed_lsn = wal.checkpointed_lsn if wal is not None else 0
+        # Only when no row names these segments: a row of the page index promises that its segment can be read. A checkpoint
+        # that ends meanwhile absorbs more of them, and enqueues no other truncation.
+        if absorbed_lsn == upto_lsn:
+            break
+        upto_lsn = absorbed_lsn
+        dropped += _drop_absorbed(ctx, job, progress)
     if ctx.settings.time_travel_seconds and wal is not None:
         # The segment in which the last checkpoint ended has the size and time of the version in the chunks (P14): keep it.
         done = [(segment_id, row) for segment_id, row in done if row.last_lsn != wal.checkpointed_lsn]
@@ -55,6 +53,21 @@ def truncate_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
         hit("jobs.truncate.moved")
         Completed(events=_events(db_id, step)).log()
     return Completed(result, ops=tuple(_release(ctx, job, done)) if done else (), events=_events(db_id, done))
+
+
+def _drop_absorbed(ctx: JobContext, job: Job, progress: Progress) -> int:
+    """Drop the rows that the last checkpoint has absorbed, and return their number."""
+    dropped = 0
+    place: tuple[int, int] | None = (0, 0)
+    while place is not None:
+        progress(dropped, 0)
+        with ctx.manifest.read() as txn:
+            names, place = _absorbed(txn, job.db_id, place)
+        if names:
+            commit_step(ctx, job, [DropPageVersions(job.db_id, b"".join(names))])
+            hit("jobs.truncate.dropped")
+            dropped += len(names)
+    return dropped
 
 
 def _release(ctx: JobContext, job: Job, segments: Sequence[tuple[int, WalRecord]]) -> list[Op]:
