@@ -411,9 +411,11 @@ class RowsQueryReader(HeldQueryReader):
         newest = self._newest()
         changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
         gone = {name: version for name, version in before.items() if name not in newest}
-        if self._target is not None:
-            target = self._target
-            changed = [name for name in changed if _is_behind(before.get(name), target.get((name, newest[name][0])))]
+        if (target := self._target) is not None:
+            begun = {name: (newest[name][0], target.get((name, newest[name][0]), 0)) for name in changed}
+            changed = [
+                name for name, version in begun.items() if version[1] and _has_changed(before.get(name), *version)
+            ]
         written = {name: _pages_since(before.get(name), *newest[name]) for name in changed}
         chosen = self._limited({**written, **{name: version.lsn for name, version in gone.items()}}, before)
         reached = 0
@@ -535,8 +537,3 @@ def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
 def _pages_since(before: HeldVersion | None, db_id: int, lsn: int) -> int:
     """Return the page versions written since a consumer has read a database; all of them if it has not."""
     return lsn - before.lsn if before is not None and before.db_id == db_id else lsn
-
-
-def _is_behind(before: HeldVersion | None, target_lsn: int | None) -> bool:
-    """Return whether a database was ahead of its consumer when a query with the trigger `availableNow` began."""
-    return target_lsn is not None and (before is None or before.lsn < target_lsn)
