@@ -262,9 +262,10 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
             tables, candidates = sides.candidates(table)
             if tables != (None, None) and candidates.is_empty:
                 continue
-            new = tables[1]
+            old, new = tables
             ranges = candidates.ranges
-            if ranges == (EVERYTHING,) and new is not None:
+            # A table that had no rowids is compared as a whole: each task would delete all of its old rows.
+            if ranges == (EVERYTHING,) and new is not None and (old is None or old.rowid):
                 ranges = tuple(rowid_ranges(by_number(sides.after.pages), new.root, partitions))
         for start in range(max(min(partitions, len(ranges)), 1)):
             yield RowsPiece(pair, replace(candidates, ranges=ranges[start::partitions]), size // partitions)
