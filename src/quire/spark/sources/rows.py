@@ -101,6 +101,8 @@ class RowsPiece:
     candidates: Candidates | None
     """Where to look, if already known."""
     size_bytes: int
+    is_first: bool = True
+    """Whether it is the first of the database, which has the notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class RowsQuery:
             if self.is_streaming:
                 self._need_same_columns(*tables, sides.after.database)
             form = RowForm(self.table, self.columns, piece.pair.after, schema, null_misfits=self.null_misfits)
-            if self.notices and _is_first(candidates):
+            if self.notices and piece.is_first:
                 yield from (form.notice(*notice) for notice in _notices(piece.pair, candidates))
             if candidates.is_empty:
                 return
@@ -236,16 +238,10 @@ def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, s
     """Yield the notices for a piece."""
     if pair.is_dropped:
         yield DROPPED, "the database was dropped or renamed"
-    if pair.before is not None:
-        if pair.before.view.db_id != pair.after.view.db_id:
-            yield REPLACED, "another database has this name now"
-        if candidates.full_compare_reason:
-            yield COMPARED, candidates.full_compare_reason
-
-
-def _is_first(candidates: Candidates) -> bool:
-    """Return whether these are the first of the candidates that a table was cut into: a notice is given once."""
-    return not candidates.ranges or candidates.ranges[0][0] == EVERYTHING[0]
+    if pair.is_replaced:
+        yield REPLACED, "another database has this name now"
+    if pair.before is not None and candidates.full_compare_reason:
+        yield COMPARED, candidates.full_compare_reason
 
 
 def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[RowsPiece]:
@@ -260,7 +256,7 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
         with ExitStack() as stack:
             sides = _Sides(stack, pair, stack.enter_context(VersionReaders()))
             tables, candidates = sides.candidates(table)
-            if tables != (None, None) and candidates.is_empty:
+            if tables != (None, None) and candidates.is_empty and not pair.is_replaced:
                 continue
             old, new = tables
             ranges = candidates.ranges
@@ -268,7 +264,8 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
             if ranges == (EVERYTHING,) and new is not None and (old is None or old.rowid):
                 ranges = tuple(rowid_ranges(by_number(sides.after.pages), new.root, partitions))
         for start in range(max(min(partitions, len(ranges)), 1)):
-            yield RowsPiece(pair, replace(candidates, ranges=ranges[start::partitions]), size // partitions)
+            some = replace(candidates, ranges=ranges[start::partitions])
+            yield RowsPiece(pair, some, size // partitions, is_first=not start)
 
 
 def _identity(version: LocatedVersion) -> tuple[int, int]:
