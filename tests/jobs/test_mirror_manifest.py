@@ -1,5 +1,5 @@
-"""The manifest of a Parquet mirror: its documentation page, its round trip, the detection of damage, and how long it keeps
-files that were replaced."""
+"""The manifest of a Parquet mirror: its documentation page, its round trip, the detection of damage, how long it keeps files
+that were replaced, and whose table it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.jobs.mirror.parquet_target import (
 )
 from quire.jobs.mirror.run import TYPES
 from quire.testing.clock import ManualClock
-from tests.jobs.mirrored_store import MirroredStore, fill, quiet_settings
+from tests.jobs.mirrored_store import FORMATS, MirroredStore, fill, quiet_settings
 from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "mirror-manifest.md").read_text("utf-8")
@@ -115,3 +115,24 @@ def test_replaced_files_are_kept_from_the_commit_on_however_long_the_run_took(tm
             fill(store, f"tenant-after-{seconds}")
             mirror.run(store)
             assert len(list(data.iterdir())) == kept, "the replaced file is deleted an hour after the commit"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("had_rows", [False, True])
+def test_an_empty_table_that_another_mirror_has_left_is_taken_over(tmp_path: Path, kind: str, had_rows: bool) -> None:
+    """Hazard: in a Parquet target the versions still named the mirror that had created the table. The new mirror was refused
+    from its second run on, or at once if the other one had reached a higher batch."""
+    mirror = MirroredStore(tmp_path, kind)
+    with mirror.open() as store:
+        mirror.define(store)
+        if had_rows:
+            fill(store, "tenant-1")
+            mirror.run(store)
+            store.drop("tenant-1")
+        mirror.run(store)
+        store.mirrors.drop("lake")
+        mirror.define(store)
+        fill(store, "tenant-2")
+        mirror.run(store)
+        fill(store, "tenant-3")
+        assert not mirror.run(store).full
