@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
 def test_a_running_session_is_used(spark: SparkSession) -> None:
     """The object may differ (a stream has its own session); the application is the same."""
     assert sessions.session("local[1]", app="another").conf.get("spark.app.id") == spark.conf.get("spark.app.id")
+
+
+def test_a_running_session_keeps_its_settings_whatever_thread_asks(spark: SparkSession) -> None:
+    """Hazard: a thread that had no active session created one with quire's settings, which Spark gave to the running one."""
+    name = "spark.sql.shuffle.partitions"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "77")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(sessions.session).result()
+        assert spark.conf.get(name) == "77"
+    finally:
+        spark.conf.set(name, str(before))
 
 
 def test_attaching_twice_prints_nothing(spark: SparkSession) -> None:

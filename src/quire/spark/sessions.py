@@ -77,20 +77,24 @@ def session(
     of the driver's JVM, like "2g". `config` overrides all other settings.
     """
     _require()
-    from pyspark.sql import SparkSession
+    from pyspark import errors, sql
 
-    running = SparkSession.getActiveSession()
+    try:
+        # Not that of this thread alone: `getOrCreate` would give our settings to the session of another thread.
+        running = sql.SparkSession.active()
+    except errors.PySparkRuntimeError:
+        running = None
     if running is not None and _is_alive(running):
         return attach(running)
     master = master or os.environ.get("SPARK_MASTER", "") or "local[*]"
     if master.startswith("sc://"):
         _require_connect()
-        return attach(SparkSession.builder.remote(master).getOrCreate())
+        return attach(sql.SparkSession.builder.remote(master).getOrCreate())
     os.environ["JAVA_HOME"] = quiet_home(find_java())
     choose_python(config or {})
     settings = settings_of(master, memory, {**workers_of(master, config or {}), **(config or {})})
     settings |= {"spark.master": master, "spark.app.name": app}
-    builder = SparkSession.builder
+    builder = sql.SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
     with _unwarned():
