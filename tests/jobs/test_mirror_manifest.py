@@ -17,6 +17,7 @@ from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.failpoints import armed
 from quire.jobs.mirror.parquet_target import (
     FORMAT,
+    NEWEST,
     ManifestFile,
     RemovedFile,
     TableManifest,
@@ -136,3 +137,17 @@ def test_an_empty_table_that_another_mirror_has_left_is_taken_over(tmp_path: Pat
         mirror.run(store)
         fill(store, "tenant-3")
         assert not mirror.run(store).full
+
+
+def test_the_run_after_a_kill_replaces_an_old_copy_of_the_manifest(tmp_path: Path) -> None:
+    """Hazard: a run that had nothing to commit left `manifest.json` behind the table, and reported that it was up to date."""
+    mirror = MirroredStore(tmp_path, "parquet")
+    with mirror.open() as store:
+        fill(store, "tenant-1")
+        mirror.define(store)
+        mirror.run(store)
+        fill(store, "tenant-2")
+        assert mirror.killed_run(store, "jobs.mirror.version_created")
+        assert mirror.run(store).rows_written == 0
+        (tmp_path / "lake" / NEWEST).unlink()
+        mirror.run(store)

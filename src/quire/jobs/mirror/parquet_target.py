@@ -122,10 +122,12 @@ class ParquetTarget:
     def read(self) -> TargetState | None:
         """See `Target`."""
         with closing(open_store(self.location)) as store:
-            self._manifest = newest(store)
-        if self._manifest is None:
+            self._manifest = manifest = newest(store)
+            # A run that was killed after its commit has left an older copy, and this run may have nothing to commit.
+            if manifest is not None and manifest.app_id == self._app_id and _copy(store) != (data := encode(manifest)):
+                store.put(NEWEST, data)
+        if manifest is None:
             return None
-        manifest = self._manifest
         files = {file.path: FileSize(file.size_bytes, file.rows) for file in manifest.files}
         return TargetState(self._own_batch(manifest), tuple(manifest.columns), files)
 
@@ -216,6 +218,14 @@ def newest(store: ObjectStore) -> TableManifest | None:
     if _name(manifest.version) != names[-1]:
         raise Corruption("the version in a mirror's manifest does not match its name", hint=_HINT, name=names[-1])
     return manifest
+
+
+def _copy(store: ObjectStore) -> bytes:
+    """Return the copy of the newest version; nothing if there is none."""
+    try:
+        return store.get(NEWEST)
+    except ObjectNotFound:
+        return b""
 
 
 def _name(version: int) -> str:
