@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -95,6 +96,30 @@ def test_a_query_for_its_columns_has_the_rows_of_the_plain_query(owner: ServedSt
     )
     with register(owner.store, "nums") as nums:
         assert rows_of(nums.sql(query)) == rows_of(owner.spark.sql(query)) != []
+
+
+@pytest.mark.slow
+def test_a_statement_is_executed_once_and_prints_nothing(
+    owner: ServedStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: finding the columns of a statement executed it, over empty tables. It replaced standard output for all threads,
+    and two of them at once lost it for good."""
+    before = sys.stdout
+    planned_with = list[object]()
+    spark_sql = type(owner.spark).sql
+
+    def recorded(spark: SparkSession, query: str) -> DataFrame:
+        planned_with.append(sys.stdout)
+        return spark_sql(spark, query)
+
+    with register(owner.store, "shop", at="monday") as shop:
+        monkeypatch.setattr(type(owner.spark), "sql", recorded)
+        shop.sql("CREATE TEMPORARY VIEW buyers AS SELECT who FROM shop.orders WHERE price > 5")
+        assert rows_of(owner.spark.table("buyers")) == [("ada",)]
+        owner.spark.catalog.dropTempView("buyers")
+    assert planned_with
+    assert all(output is before for output in planned_with)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_query_is_planned_for_its_columns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ Threads: any. Raises `NotFound`, `UnknownSnapshot`, `AlreadyExists`, `InvalidInp
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import re
 import secrets
 import tempfile
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,9 @@ MARK = "registered by quire"
 
 LONG_PLANS = {"spark.sql.maxMetadataStringLength": "1000000", "spark.sql.debug.maxToStringFields": "10000"}
 """Settings that let a plan name all of its columns."""
+
+_planning = threading.Lock()
+"""Held while a query is planned for its columns: `LONG_PLANS` are settings of the session, for all of its threads."""
 
 _TABLES = "SELECT name FROM sqlite_schema WHERE type IN ('table', 'view') AND name NOT GLOB 'sqlite_*' ORDER BY name"
 _SCAN = re.compile(r"Location: \w+ \[file:(?P<path>[^\]]*)\](?:.*\n)*?ReadSchema: struct<(?P<columns>.*)>\n")
@@ -109,10 +112,11 @@ class RegisteredDatabase:
 
     def sql(self, query: str) -> DataFrame:
         """Return a query that reads only the columns it needs. Tables are named as `name.table`, as in `spark.sql`."""
-        if query not in self._planned:
-            named = self._named(query)
-            needed = self._needed(query, named) if named else {}
-            self._planned[query] = self._moved(query, self._narrow(needed)) if needed else query
+        with _planning:
+            if query not in self._planned:
+                named = self._named(query)
+                needed = self._needed(query, named) if named else {}
+                self._planned[query] = self._moved(query, self._narrow(needed)) if needed else query
         return self._spark.sql(self._planned[query])
 
     def drop(self) -> None:
@@ -230,9 +234,9 @@ class RegisteredDatabase:
         return {**every, **{table: sorted(columns) or [0] for table, columns in read.items()}}
 
     def _plan(self, query: str) -> str:
-        with _set(self._spark, LONG_PLANS), redirect_stdout(io.StringIO()) as printed:
-            self._spark.sql(query).explain("formatted")
-        return printed.getvalue()
+        # A statement, because `DataFrame.explain` would execute a command such as CREATE VIEW, and print the plan.
+        with _set(self._spark, LONG_PLANS):
+            return str(self._spark.sql(f"EXPLAIN FORMATTED {query}").collect()[0][0])
 
     def _moved(self, query: str, schema: str) -> str:
         """Return the query with another schema instead of ours; literals and comments stay unchanged."""
