@@ -1,5 +1,5 @@
-"""The manifest of a Parquet mirror: its documentation page, its round trip, the detection of damage, and how long it keeps
-files that were replaced."""
+"""The manifest of a Parquet mirror: its documentation page, its round trip, the detection of damage, how long it keeps files
+that were replaced, and whose table it is."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from quire.core.errors import Corruption, FormatTooNew, QuireError
 from quire.durable.failpoints import armed
 from quire.jobs.mirror.parquet_target import (
     FORMAT,
+    NEWEST,
     ManifestFile,
     RemovedFile,
     TableManifest,
@@ -26,7 +27,7 @@ from quire.jobs.mirror.parquet_target import (
 )
 from quire.jobs.mirror.run import TYPES
 from quire.testing.clock import ManualClock
-from tests.jobs.mirrored_store import MirroredStore, fill, quiet_settings
+from tests.jobs.mirrored_store import FORMATS, MirroredStore, fill, quiet_settings
 from tests.rules.tree import ROOT
 
 PAGE = (ROOT / "docs" / "formats" / "mirror-manifest.md").read_text("utf-8")
@@ -115,3 +116,38 @@ def test_replaced_files_are_kept_from_the_commit_on_however_long_the_run_took(tm
             fill(store, f"tenant-after-{seconds}")
             mirror.run(store)
             assert len(list(data.iterdir())) == kept, "the replaced file is deleted an hour after the commit"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("had_rows", [False, True])
+def test_an_empty_table_that_another_mirror_has_left_is_taken_over(tmp_path: Path, kind: str, had_rows: bool) -> None:
+    """Hazard: in a Parquet target the versions still named the mirror that had created the table. The new mirror was refused
+    from its second run on, or at once if the other one had reached a higher batch."""
+    mirror = MirroredStore(tmp_path, kind)
+    with mirror.open() as store:
+        mirror.define(store)
+        if had_rows:
+            fill(store, "tenant-1")
+            mirror.run(store)
+            store.drop("tenant-1")
+        mirror.run(store)
+        store.mirrors.drop("lake")
+        mirror.define(store)
+        fill(store, "tenant-2")
+        mirror.run(store)
+        fill(store, "tenant-3")
+        assert not mirror.run(store).full
+
+
+def test_the_run_after_a_kill_replaces_an_old_copy_of_the_manifest(tmp_path: Path) -> None:
+    """Hazard: a run that had nothing to commit left `manifest.json` behind the table, and reported that it was up to date."""
+    mirror = MirroredStore(tmp_path, "parquet")
+    with mirror.open() as store:
+        fill(store, "tenant-1")
+        mirror.define(store)
+        mirror.run(store)
+        fill(store, "tenant-2")
+        assert mirror.killed_run(store, "jobs.mirror.version_created")
+        assert mirror.run(store).rows_written == 0
+        (tmp_path / "lake" / NEWEST).unlink()
+        mirror.run(store)

@@ -117,8 +117,51 @@ def test_a_failed_attempt_has_ended_when_its_error_is_raised(
     owner.maintenance = MaintenanceSettings(workers=2)
     runner = owner.context().thread_runner()
     with armed("jobs.restore.written", fail_or_linger), pytest.raises(StorageFault, match="the disk failed"):
-        restore_module.restore(view, str(tmp_path / "early.db"), runner, owner.disk)
+        restore_module.restore(view, str(tmp_path / "early.db"), 1, runner, owner.disk)
     assert ended == [True]
+
+
+def test_two_jobs_with_the_same_target_do_not_write_into_one_file(
+    owner: Owner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: a second job emptied the unfinished file of the first, which then named it and reported success."""
+    halves, orders = [(0, PAGES // 2), (PAGES // 2, PAGES)], iter([1, -1, -1])
+    whole = restore_module.parts
+    monkeypatch.setattr(
+        restore_module,
+        "parts",
+        lambda view, path: [
+            replace(whole(view, path)[0], first=first, stop=stop) for first, stop in halves[:: next(orders)]
+        ],
+    )
+    second = list[int]()
+
+    def begin_second(_: str) -> None:
+        if not second:
+            payload = {"snapshot": 1, "path": str(tmp_path / "early.db")}
+            second.append(owner.manifest.jobs.enqueue(JobKind.RESTORE, 1, payload))
+            owner.worker(JobKind.RESTORE).run(second[0])
+        elif len(second) == 1:
+            second.append(0)
+            raise StorageFault("the disk failed")
+
+    with armed("jobs.restore.written", begin_second):
+        job_id = run_restore(owner, tmp_path / "early.db")
+    assert owner.state(job_id) is JobState.SUCCEEDED, owner.job(job_id).record.error
+    assert (tmp_path / "early.db").read_bytes() == content(owner)
+
+
+def test_a_file_that_appears_during_a_restore_is_not_replaced(owner: Owner, tmp_path: Path) -> None:
+    """Hazard: the file was looked for only before the restore, which may take hours."""
+
+    def appear(_: str) -> None:
+        (tmp_path / "mine").write_bytes(b"precious")
+
+    with armed("jobs.restore.written", appear):
+        job_id = run_restore(owner, tmp_path / "mine")
+    assert owner.state(job_id) is JobState.FAILED_PERMANENT
+    assert (tmp_path / "mine").read_bytes() == b"precious"
+    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_stats_are_a_job_with_a_result(owner: Owner) -> None:

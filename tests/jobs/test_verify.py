@@ -19,6 +19,7 @@ from quire.durable.names import object_key
 from quire.jobs.handler import update
 from quire.jobs.residency import request_evict, request_upload
 from quire.jobs.verify import job as verify_module
+from quire.jobs.verify import run as verify_run
 from quire.jobs.verify.run import ArtifactFinding, VerifyTask, verify
 from quire.manifest.ops.wal import OpenSegment
 from quire.manifest.records import AuditAction, JobKind, JobState, Residency, VerifyState, WalFormat
@@ -252,6 +253,21 @@ class EventDisk(OsDisk):
     def open(self, path: str, **options: bool) -> OsFile:
         next(self._events, lambda: None)()
         return super().open(path, **options)
+
+
+@pytest.mark.parametrize("residency", [LOCAL, EVICTED])
+def test_a_copy_that_is_removed_while_it_is_verified_is_missing(
+    local_store: JobStore, monkeypatch: pytest.MonkeyPatch, residency: Residency
+) -> None:
+    """Hazard: a file that was evicted between its digest and the check of its page bitmap ended the whole attempt with
+    `FileNotFoundError`; an object that was deleted then counted as unreadable, and ended it too."""
+    monkeypatch.setattr(verify_run, "load_footer", lambda read, *_, **__: read(0, 1))
+    key = local_store.artifact(residency)
+    place, copy = local_store.location(key), "file" if residency is LOCAL else "object"
+    task, context = VerifyTask((place,), bitmaps=(1,)), local_store.ctx
+    with armed("jobs.verify.looked", lambda _: damage(local_store, key, copy, "missing")):
+        (result,) = verify(task, disk=context.disk, open_store=context.open_store)
+    assert (result.state, result.error) == (MISSING, None)
 
 
 def test_a_verdict_on_an_artifact_moved_during_the_second_check_does_not_count(local_store: JobStore) -> None:

@@ -4,7 +4,11 @@ need.
 
 from __future__ import annotations
 
+import io
+import re
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -17,7 +21,7 @@ from quire.spark.catalog import RegisteredDatabase, register
 from tests.spark.served_store import ServedStore, rows_of, serve_store
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def test_tables_have_names_and_versions(owner: ServedStore) -> None:
         joined = "shop.orders JOIN `shop`.lines ON id = order_id AND item <> 'shop.orders'"
         narrow = shop.sql(f"SELECT orders.who, count(*) AS n FROM {joined} GROUP BY 1")
         assert rows_of(narrow, "who") == [("ada", 1), ("bob", 1)]
-        assert columns_of(shop) == {"orders": ["id", "who"], "lines": ["order_id", "item"]}
+        assert columns_of(narrow) == [["id", "who"], ["order_id", "item"]]
         planned_schemas = list(shop._made)
         assert rows_of(shop.sql(f"SELECT orders.who, count(*) AS n FROM {joined} GROUP BY 1"), "who") == [
             ("ada", 1),
@@ -61,11 +65,61 @@ def test_tables_have_names_and_versions(owner: ServedStore) -> None:
     assert "shop" not in {row.namespace for row in owner.spark.sql("SHOW SCHEMAS").collect()}
 
 
-def columns_of(shop: RegisteredDatabase) -> dict[str, list[str]]:
-    """The columns of the tables for which the last query was planned."""
-    spark, schema = shop._spark, shop._made[-1]
-    tables = [row.tableName for row in spark.sql(f"SHOW TABLES IN {schema}").collect() if not row.isTemporary]
-    return {table: spark.table(f"{schema}.{table}").columns for table in tables}
+def columns_of(frame: DataFrame) -> list[list[str]]:
+    """The columns that a query reads of each of its tables."""
+    with redirect_stdout(io.StringIO()) as plan:
+        frame.explain("extended")
+    optimized = plan.getvalue().partition("== Optimized Logical Plan ==")[2].partition("== Physical Plan ==")[0]
+    return [re.findall(r"(\w+)#", columns) for columns in re.findall(r"RelationV2\[(.*?)\]", optimized)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT b FROM (SELECT * FROM nums.x WHERE a = 1 UNION ALL SELECT * FROM nums.y WHERE r = 30) ORDER BY b",
+        "SELECT a FROM (SELECT a, b FROM nums.x)",
+        "SELECT DISTINCT x.a FROM nums.x LEFT JOIN nums.y ON x.b = y.q",
+        "SELECT a FROM nums.x UNION ALL SELECT q FROM nums.y WHERE 1 = 0",
+        "SELECT x.c FROM nums.x WHERE EXISTS (SELECT * FROM nums.y WHERE y.p = 10 * x.a)",
+    ],
+)
+def test_a_query_for_its_columns_has_the_rows_of_the_plain_query(owner: ServedStore, query: str) -> None:
+    """Hazard: the tables of a planned query had only the columns that Spark reads. `SELECT *` then had other columns in other
+    places, so a UNION paired the wrong ones, and names of columns and tables that Spark leaves out were unknown."""
+    owner.run(
+        "nums",
+        "CREATE TABLE x(a INTEGER, b INTEGER, c INTEGER)",
+        "CREATE TABLE y(p INTEGER, q INTEGER, r INTEGER)",
+        "INSERT INTO x VALUES (1, 2, 3)",
+        "INSERT INTO y VALUES (10, 20, 30)",
+    )
+    with register(owner.store, "nums") as nums:
+        assert rows_of(nums.sql(query)) == rows_of(owner.spark.sql(query)) != []
+
+
+@pytest.mark.slow
+def test_a_statement_is_executed_once_and_prints_nothing(
+    owner: ServedStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hazard: finding the columns of a statement executed it, over empty tables. It replaced standard output for all threads,
+    and two of them at once lost it for good."""
+    before = sys.stdout
+    planned_with = list[object]()
+    spark_sql = type(owner.spark).sql
+
+    def recorded(spark: SparkSession, query: str) -> DataFrame:
+        planned_with.append(sys.stdout)
+        return spark_sql(spark, query)
+
+    with register(owner.store, "shop", at="monday") as shop:
+        monkeypatch.setattr(type(owner.spark), "sql", recorded)
+        shop.sql("CREATE TEMPORARY VIEW buyers AS SELECT who FROM shop.orders WHERE price > 5")
+        assert rows_of(owner.spark.table("buyers")) == [("ada",)]
+        owner.spark.catalog.dropTempView("buyers")
+    assert planned_with
+    assert all(output is before for output in planned_with)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_query_is_planned_for_its_columns_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,75 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
 
 from quire.core.errors import SparkUnavailable
 from quire.spark import sessions
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from quire.spark.java import Java
 
 
 def test_a_running_session_is_used(spark: SparkSession) -> None:
     """The object may differ (a stream has its own session); the application is the same."""
     assert sessions.session("local[1]", app="another").conf.get("spark.app.id") == spark.conf.get("spark.app.id")
+
+
+def test_a_running_session_keeps_its_settings_whatever_thread_asks(spark: SparkSession) -> None:
+    """Hazard: a thread that had no active session created one with quire's settings, which Spark gave to the running one."""
+    name = "spark.sql.shuffle.partitions"
+    before = spark.conf.get(name)
+    spark.conf.set(name, "77")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(sessions.session).result()
+        assert spark.conf.get(name) == "77"
+    finally:
+        spark.conf.set(name, str(before))
+
+
+def test_threads_that_need_a_session_at_the_same_time_start_one_jvm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: the jobs of several stores (`run_stores`) each started a JVM, and all but one of them stayed without work."""
+    launched = list[str]()
+    running = list[Any]()
+
+    def active() -> Any:
+        if not running:
+            raise PySparkRuntimeError("there is no session")
+        return running[0]
+
+    def launch(_: dict[str, str]) -> None:
+        launched.append("JVM")
+        time.sleep(0.2)  # the others look for a session in the meantime
+
+    def created() -> Any:
+        running.append(SimpleNamespace())
+        return running[0]
+
+    builder = Mock(getOrCreate=created)
+    builder.config.return_value = builder
+    for target, name, value in (
+        (SparkSession, "active", active),
+        (SparkSession, "builder", builder),
+        (sessions, "launch", launch),
+        (sessions, "attach", lambda spark: spark),
+        (sessions, "find_java", lambda: Java("/java", 17, "PATH")),
+        (sessions, "quiet_home", lambda java: java.home),
+        (sessions, "choose_python", lambda _: None),
+    ):
+        monkeypatch.setattr(target, name, value)
+    monkeypatch.setenv("JAVA_HOME", "")
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: sessions.session("local[1]"), range(4)))
+    assert made == [running[0]] * 4
+    assert launched == ["JVM"]
 
 
 def test_attaching_twice_prints_nothing(spark: SparkSession) -> None:

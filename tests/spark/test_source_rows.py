@@ -179,6 +179,19 @@ def test_a_large_database_is_divided_where_its_rows_may_differ(store: Store, mon
     assert sorted(row["id"] for part in all_parts for row in part) == list(range(2_000))
 
 
+def test_a_large_table_that_gets_rowids_is_compared_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hazard: the new rows were divided by rowid, and each of the tasks deleted all old rows."""
+    monkeypatch.setattr(rows_source, "PIECE_BYTES", 8_192)
+    run(store, "shop", "CREATE TABLE t(id INTEGER PRIMARY KEY, x) WITHOUT ROWID", "INSERT INTO t VALUES (1, 'old')")
+    store.snapshot("shop", "monday")
+    run(store, "shop", "DROP TABLE t", "CREATE TABLE t(id INTEGER PRIMARY KEY, x)")
+    with closing(store.sqlite("shop")) as connection, connection:
+        connection.executemany("INSERT INTO t VALUES (?, ?)", [(n, "x" * 200) for n in range(500)])
+    rows = read(store, database="shop", table="t", from_="monday", partitions=3)
+    assert [row["_key"] for row in rows if row["_op"] == "delete"] == ["[1]"]
+    assert sorted(row["id"] for row in rows if row["_op"] == "insert") == list(range(500))
+
+
 def test_many_databases_share_tasks_and_each_has_its_own_versions(store: Store) -> None:
     for number in range(30):
         run(store, f"tenant-{number:02}", "CREATE TABLE t(a)", f"INSERT INTO t VALUES ({number})")

@@ -12,6 +12,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
 from quire.core.errors import InvalidInput, StalePlan
+from quire.core.limits import MIB
 from quire.spark.sources import rows as rows_source
 from quire.spark.sources.row_columns import key_text
 from quire.spark.sources.rows import RowsQueryReader, RowsSource
@@ -86,6 +87,39 @@ def test_rows_of_a_dropped_database_are_deleted_though_an_empty_one_has_its_name
     assert query.batch() == []
     run(store, "t-1", "CREATE TABLE t(id INTEGER PRIMARY KEY, v TEXT)", "INSERT INTO t VALUES (5, 'n')")
     assert query.batch() == [("t-1", "insert", "5", "n")]
+
+
+def test_a_run_of_the_available_data_reads_a_database_that_has_replaced_another(store: Store, query: Query) -> None:
+    """Hazard: the version of the new database was compared with the number of the old one's, so no run of the available data
+    read it before it had been written as often as the old one."""
+    run(store, "t-1", *(f"INSERT INTO t VALUES ({number}, 'b')" for number in range(2, 9)))
+    assert len(query.batch()) == 7
+    store.drop("t-1")
+    run(store, "t-1", "CREATE TABLE t(id INTEGER PRIMARY KEY, v TEXT)", "INSERT INTO t VALUES (1, 'n')")
+    query.reader.prepareForTriggerAvailableNow()
+    run(store, "t-2", "UPDATE t SET v = 'later'")
+    assert ("t-1", "update", "1", "n") in query.batch()
+    assert query.batch() == [], "what came later does not belong to this run"
+
+
+@pytest.mark.parametrize("piece_bytes", [16 * MIB, 4_096])
+@pytest.mark.parametrize("change", ["SELECT 1", "UPDATE t SET v = 'new' WHERE id = 900"])
+def test_a_replaced_database_has_one_notice_wherever_its_rows_differ(
+    store: Store, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, change: str
+) -> None:
+    """Hazard: a fork that replaced its parent differs in few rows, and the notice was given only with the first rowids."""
+    monkeypatch.setattr(rows_source, "PIECE_BYTES", piece_bytes)
+    rows = "WITH RECURSIVE n(id) AS (SELECT 1 UNION ALL SELECT id + 1 FROM n WHERE id < 1000) INSERT INTO t "
+    run(store, "t-1", "CREATE TABLE t(id INTEGER PRIMARY KEY, v)", rows + "SELECT id, hex(zeroblob(100)) FROM n")
+    query = Query(store, notices="true", partitions="3")
+    assert len(query.batch()) == 1_000
+    store.fork("t-1", "other")
+    store.drop("t-1")
+    store.rename("other", "t-1")
+    run(store, "t-1", change)
+    changed = [("t-1", "update", "900", "new")] if "UPDATE" in change else []
+    assert query.batch() == [("t-1", "replaced", "another database has this name now", None), *changed]
+    query.reader.stop()
 
 
 def test_a_renamed_column_stops_the_query_until_it_is_started_again(store: Store, query: Query) -> None:

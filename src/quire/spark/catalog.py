@@ -16,6 +16,8 @@ application.
 
 Spark prunes no columns for a data source in Python. `RegisteredDatabase.sql` does: the query is planned over empty JSON files
 with the same columns, and the plan shows which ones Spark would read; then it is planned again over tables of these columns.
+The views of these tables have the other columns too, in their places, because the query may name them, or count on their
+order. Spark leaves them out of its plan; one that it computes after all is an error.
 
 Threads: any. Raises `NotFound`, `UnknownSnapshot`, `AlreadyExists`, `InvalidInput`, and Spark's errors.
 """
@@ -23,13 +25,13 @@ Threads: any. Raises `NotFound`, `UnknownSnapshot`, `AlreadyExists`, `InvalidInp
 from __future__ import annotations
 
 import atexit
-import io
 import os
 import re
 import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, count
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +45,16 @@ from quire.sqlite.tables import connected
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import StructField, StructType
 
 MARK = "registered by quire"
 """Comments of schemas and views that a registration created begin with this."""
 
 LONG_PLANS = {"spark.sql.maxMetadataStringLength": "1000000", "spark.sql.debug.maxToStringFields": "10000"}
 """Settings that let a plan name all of its columns."""
+
+_planning = threading.Lock()
+"""Held while a query is planned for its columns: `LONG_PLANS` are settings of the session, for all of its threads."""
 
 _TABLES = "SELECT name FROM sqlite_schema WHERE type IN ('table', 'view') AND name NOT GLOB 'sqlite_*' ORDER BY name"
 _SCAN = re.compile(r"Location: \w+ \[file:(?P<path>[^\]]*)\](?:.*\n)*?ReadSchema: struct<(?P<columns>.*)>\n")
@@ -95,7 +100,7 @@ class RegisteredDatabase:
         self._claim(name)
         try:
             self._make_schema(self._own)
-            self._make_views(name, self.schemas)
+            self._make_views(name, {table: range(len(columns)) for table, columns in self.schemas.items()})
         except BaseException:
             self.drop()
             raise
@@ -107,10 +112,11 @@ class RegisteredDatabase:
 
     def sql(self, query: str) -> DataFrame:
         """Return a query that reads only the columns it needs. Tables are named as `name.table`, as in `spark.sql`."""
-        if query not in self._planned:
-            named = self._named(query)
-            needed = self._needed(query, named) if named else {}
-            self._planned[query] = self._moved(query, self._narrow(needed)) if needed else query
+        with _planning:
+            if query not in self._planned:
+                named = self._named(query)
+                needed = self._needed(query, named) if named else {}
+                self._planned[query] = self._moved(query, self._narrow(needed)) if needed else query
         return self._spark.sql(self._planned[query])
 
     def drop(self) -> None:
@@ -169,13 +175,20 @@ class RegisteredDatabase:
         location = literal("file:" + tempfile.mkdtemp(dir=self._home))
         self._spark.sql(f"CREATE SCHEMA {quoted(schema)} COMMENT {literal(self._mark)} LOCATION {location}")
 
-    def _make_views(self, schema: str, tables: Mapping[str, StructType]) -> None:
-        """Create a view of each table, with these columns."""
-        for table, columns in tables.items():
+    def _make_views(self, schema: str, tables: Mapping[str, Collection[int]]) -> None:
+        """Create a view of each table, which reads the columns at these places."""
+        for table, places in tables.items():
             given = {**self._options, "table": self._tables[table]}
             options = ", ".join(f"{quoted(name)} = {literal(value)}" for name, value in given.items())
-            source = self._make_table(f"({_declared(columns)}) USING `quire.sqlite`")
-            self._make_view(schema, table, f"SELECT * FROM {source} WITH ({options})")
+            fields = self.schemas[table].fields
+            declared = ", ".join(
+                f"{quoted(fields[place].name)} {fields[place].dataType.simpleString()}" for place in places
+            )
+            source = self._make_table(f"({declared}) USING `quire.sqlite`")
+            columns = ", ".join(
+                quoted(field.name) if place in places else _unread(field) for place, field in enumerate(fields)
+            )
+            self._make_view(schema, table, f"SELECT {columns} FROM {source} WITH ({options})")
 
     def _make_table(self, definition: str) -> str:
         """Create a table of quire's and return its name."""
@@ -188,9 +201,9 @@ class RegisteredDatabase:
         self._spark.sql(f"CREATE VIEW {view} COMMENT {literal(self._mark)} AS {query}")
 
     def _narrow(self, needed: Mapping[str, list[int]]) -> str:
-        """Create a schema of quire's with views of these columns, and return its name."""
+        """Create a schema of quire's with views that read these columns, and return its name."""
         schema = self._make_schema(f"{self._own}_{next(self._numbers)}")
-        self._make_views(schema, {table: _only(self.schemas[table], columns) for table, columns in needed.items()})
+        self._make_views(schema, needed)
         return schema
 
     def _named(self, query: str) -> list[str]:
@@ -212,17 +225,18 @@ class RegisteredDatabase:
             source = self._make_table(f"({plain}) USING json LOCATION {literal('file:' + path)}")
             self._make_view(schema, table, f"SELECT {renamed} FROM {source}")
         plan = self._plan(self._moved(query, schema))
-        needed: dict[str, set[int]] = {}
+        read: dict[str, set[int]] = {}
         for scan in _SCAN.finditer(plan):
-            if (read := places.get(scan["path"])) is not None:
-                columns = {int(name[1:]) for name in _FIELD.findall(scan["columns"])}
-                needed.setdefault(read, set()).update(columns)
-        return {table: sorted(columns) or [0] for table, columns in needed.items()}
+            if table := places.get(scan["path"], ""):
+                read.setdefault(table, set()).update(int(name[1:]) for name in _FIELD.findall(scan["columns"]))
+        # The query still names a table that Spark has removed from the plan.
+        every = {table: list(range(len(self.schemas[table]))) for table in places.values()}
+        return {**every, **{table: sorted(columns) or [0] for table, columns in read.items()}}
 
     def _plan(self, query: str) -> str:
-        with _set(self._spark, LONG_PLANS), redirect_stdout(io.StringIO()) as printed:
-            self._spark.sql(query).explain("formatted")
-        return printed.getvalue()
+        # A statement, because `DataFrame.explain` would execute a command such as CREATE VIEW, and print the plan.
+        with _set(self._spark, LONG_PLANS):
+            return str(self._spark.sql(f"EXPLAIN FORMATTED {query}").collect()[0][0])
 
     def _moved(self, query: str, schema: str) -> str:
         """Return the query with another schema instead of ours; literals and comments stay unchanged."""
@@ -354,12 +368,10 @@ def _remove_empty(directory: str) -> None:
             os.rmdir(path)
 
 
-def _only(schema: StructType, places: Iterable[int]) -> StructType:
-    return type(schema)([schema.fields[place] for place in places])
-
-
-def _declared(schema: StructType) -> str:
-    return ", ".join(f"{quoted(field.name)} {field.dataType.simpleString()}" for field in schema.fields)
+def _unread(field: StructField) -> str:
+    """Return a column that a query names and Spark does not read; computing it would return wrong rows."""
+    error = literal(f"the column {field.name} was left out of the plan of this query; use spark.sql")
+    return f"CAST(raise_error({error}) AS {field.dataType.simpleString()}) AS {quoted(field.name)}"
 
 
 def quoted(name: str) -> str:

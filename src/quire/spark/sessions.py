@@ -21,6 +21,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -77,27 +78,39 @@ def session(
     of the driver's JVM, like "2g". `config` overrides all other settings.
     """
     _require()
-    from pyspark.sql import SparkSession
+    with _starting:
+        return attach(_running_or_new(master, app, memory, config or {}))
 
-    running = SparkSession.getActiveSession()
+
+_starting = threading.Lock()
+"""Held while a session is looked for and created: two threads would start a JVM each."""
+
+
+def _running_or_new(master: str, app: str, memory: str, config: Mapping[str, str]) -> SparkSession:
+    from pyspark import errors, sql
+
+    try:
+        # Not that of this thread alone: `getOrCreate` would give our settings to the session of another thread.
+        running = sql.SparkSession.active()
+    except errors.PySparkRuntimeError:
+        running = None
     if running is not None and _is_alive(running):
-        return attach(running)
+        return running
     master = master or os.environ.get("SPARK_MASTER", "") or "local[*]"
     if master.startswith("sc://"):
         _require_connect()
-        return attach(SparkSession.builder.remote(master).getOrCreate())
+        return sql.SparkSession.builder.remote(master).getOrCreate()
     os.environ["JAVA_HOME"] = quiet_home(find_java())
-    choose_python(config or {})
-    settings = settings_of(master, memory, {**workers_of(master, config or {}), **(config or {})})
+    choose_python(config)
+    settings = settings_of(master, memory, {**workers_of(master, config), **config})
     settings |= {"spark.master": master, "spark.app.name": app}
-    builder = SparkSession.builder
+    builder = sql.SparkSession.builder
     for name, value in settings.items():
         builder = builder.config(name, value)
     with _unwarned():
         if settings.get(UNIX_SOCKETS) == "true":
             launch(settings)
-        spark = builder.getOrCreate()
-    return attach(spark)
+        return builder.getOrCreate()
 
 
 def spark_runner(**options: Any) -> SparkRunner:

@@ -122,13 +122,18 @@ class ParquetTarget:
     def read(self) -> TargetState | None:
         """See `Target`."""
         with closing(open_store(self.location)) as store:
-            self._manifest = newest(store)
-        if self._manifest is None:
+            self._manifest = manifest = newest(store)
+            # A run that was killed after its commit has left an older copy, and this run may have nothing to commit.
+            if manifest is not None and manifest.app_id == self._app_id and _copy(store) != (data := encode(manifest)):
+                store.put(NEWEST, data)
+        if manifest is None:
             return None
-        manifest = self._manifest
         files = {file.path: FileSize(file.size_bytes, file.rows) for file in manifest.files}
-        batch_id = manifest.batch_id if manifest.app_id == self._app_id else 0
-        return TargetState(batch_id, tuple(manifest.columns), files)
+        return TargetState(self._own_batch(manifest), tuple(manifest.columns), files)
+
+    def _own_batch(self, manifest: TableManifest) -> int:
+        """Return the batch of this mirror that a version holds. An empty table may be one that another mirror has left."""
+        return manifest.batch_id if manifest.app_id == self._app_id else 0
 
     def create(self) -> None:
         """See `Target`."""
@@ -152,7 +157,7 @@ class ParquetTarget:
     def commit(self, batch_id: int, add: Sequence[WrittenFile], remove: Sequence[str]) -> None:
         """See `Target`."""
         before, gone = self._before(), set(remove)
-        if batch_id <= before.batch_id or not gone <= {file.path for file in before.files}:
+        if batch_id <= self._own_batch(before) or not gone <= {file.path for file in before.files}:
             raise StalePlan("the target holds a different batch", hint="plan it again", target=self.location)
         # Not the start of the run: queries read the replaced files until now, and have `keep_seconds` to finish.
         at_ms = self._clock.now_ms()
@@ -162,6 +167,7 @@ class ParquetTarget:
         after = msgspec.structs.replace(
             before,
             version=before.version + 1,
+            app_id=self._app_id,
             batch_id=batch_id,
             committed_at_ms=at_ms,
             files=[*kept, *(ManifestFile(file.path, file.size_bytes, file.rows) for file in add)],
@@ -212,6 +218,14 @@ def newest(store: ObjectStore) -> TableManifest | None:
     if _name(manifest.version) != names[-1]:
         raise Corruption("the version in a mirror's manifest does not match its name", hint=_HINT, name=names[-1])
     return manifest
+
+
+def _copy(store: ObjectStore) -> bytes:
+    """Return the copy of the newest version; nothing if there is none."""
+    try:
+        return store.get(NEWEST)
+    except ObjectNotFound:
+        return b""
 
 
 def _name(version: int) -> str:

@@ -1,8 +1,9 @@
 """The restore job: writes a snapshot of a page database to a file, in parallel. SQLite can open the file of a SQLite database.
 
-The file gets its name when it is complete and synced; until then it is `<file>.tmp`, which the next attempt overwrites. An
-existing file is replaced only on request. A repeated attempt may find the file of an earlier attempt that died before it
-completed the job: the file is adopted if it is the same, byte for byte. Each task is one slot, so each chunk is read once.
+The file gets its name when it is complete and synced; until then it is `<file>.<job>.tmp`, which the job's next attempt
+overwrites: two jobs with the same target do not write into one file. An existing file is replaced only on request. A repeated
+attempt may find the file of an earlier attempt that died before it completed the job: the file is adopted if it is the same,
+byte for byte. Each task is one slot, so each chunk is read once.
 
 Threads: any. Raises `AlreadyExists`, and what reading the snapshot raises.
 """
@@ -35,7 +36,7 @@ def restore_job(ctx: JobContext, job: Job, progress: Progress) -> Outcome:
     runner = ctx.choose_runner(given["runner"], size, label="quire-restore")
     how = {"replace": given["replace"], "adopt": job.record.attempt > 1}
     try:
-        return Completed(restore(view, given["path"], runner, ctx.disk, **how, tick=progress))
+        return Completed(restore(view, given["path"], job.job_id, runner, ctx.disk, **how, tick=progress))
     except AlreadyExists as error:
         raise InvalidInput(error.what, hint=error.hint, path=given["path"]) from error  # a retry would not help
 
@@ -48,6 +49,7 @@ STEP_BYTES = 8 * MIB
 def restore(
     view: SnapshotView,
     target: str,
+    job_id: int,
     runner: Runner,
     disk: Disk,
     *,
@@ -62,7 +64,7 @@ def restore(
         raise InvalidConfig("executors cannot access the file to be written", hint=hint, path=target)
     if not replace and not adopt:
         need_no_file(disk, target)
-    draft, size = target + TEMPORARY, view.size_pages * view.page_size
+    draft, size = f"{target}.{job_id}{TEMPORARY}", view.size_pages * view.page_size
     file = disk.open(draft, create=True)
     try:
         file.truncate(0)
@@ -72,10 +74,11 @@ def restore(
     tasks = parts(view, draft)
     written = sum(size for _, size in results_of(runner.map(write_pages, tasks, tick=tick)))
     assert written == size, "every page is in one part"
-    if adopt and not replace and disk.exists(target):
-        if not _are_same(disk, draft, target):
-            need_no_file(disk, target)
+    if not replace and disk.exists(target):
+        is_own = adopt and _are_same(disk, draft, target)
         disk.remove(draft)
+        if not is_own:
+            raise _taken(target)
     else:
         # Each task has synced its part, so the name is given to a complete and durable file.
         disk.rename(draft, target)
@@ -86,9 +89,13 @@ def restore(
 def need_no_file(disk: Disk, target: str) -> None:
     """Raise `AlreadyExists` if the file exists."""
     if disk.exists(target):
-        raise AlreadyExists(
-            "the file already exists", hint="choose another name, or replace it with `--force`", path=target
-        )
+        raise _taken(target)
+
+
+def _taken(target: str) -> AlreadyExists:
+    return AlreadyExists(
+        "the file already exists", hint="choose another name, or replace it with `--force`", path=target
+    )
 
 
 def _are_same(disk: Disk, one: str, two: str) -> bool:

@@ -107,16 +107,17 @@ def _verify(place: ArtifactLocation, bitmap: int, disk: Disk, open_store: OpenSt
         for name, copy in copies.items()
         if (what := difference(place, copy, is_file=name == "file"))
     ]
-    if not missing and not altered and place.is_page_segment and not (place.sha256 or place.crc64):
-        try:
-            altered += _segment_damage(place, copies, disk, open_store)
-        except QuireError as error:
-            return ArtifactFinding(place, error=error)
-    if not altered and len({copy.sha256 for copy in copies.values()}) > 1:
-        altered.append("file and object differ, and no digest says which one is right")
     try:
+        if not missing and not altered and place.is_page_segment and not (place.sha256 or place.crc64):
+            altered += _segment_damage(place, copies, disk, open_store)
+        if not altered and len({copy.sha256 for copy in copies.values()}) > 1:
+            altered.append("file and object differ, and no digest says which one is right")
         if not missing and not altered and bitmap and _bitmap_hash(place, disk, open_store) != bitmap:
             altered.append("its page bitmap does not match its row")
+    except FileNotFoundError:  # evicted or deleted after it was digested, like the object below
+        missing.append("the file is missing")
+    except ObjectNotFound:
+        missing.append("the object is not there")
     except QuireError as error:
         return ArtifactFinding(place, error=error)
     if missing or altered:

@@ -101,6 +101,8 @@ class RowsPiece:
     candidates: Candidates | None
     """Where to look, if already known."""
     size_bytes: int
+    is_first: bool = True
+    """Whether it is the first of the database, which has the notices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ class RowsQuery:
             if self.is_streaming:
                 self._need_same_columns(*tables, sides.after.database)
             form = RowForm(self.table, self.columns, piece.pair.after, schema, null_misfits=self.null_misfits)
-            if self.notices and _is_first(candidates):
+            if self.notices and piece.is_first:
                 yield from (form.notice(*notice) for notice in _notices(piece.pair, candidates))
             if candidates.is_empty:
                 return
@@ -236,16 +238,10 @@ def _notices(pair: VersionPair, candidates: Candidates) -> Iterator[tuple[str, s
     """Yield the notices for a piece."""
     if pair.is_dropped:
         yield DROPPED, "the database was dropped or renamed"
-    if pair.before is not None:
-        if pair.before.view.db_id != pair.after.view.db_id:
-            yield REPLACED, "another database has this name now"
-        if candidates.full_compare_reason:
-            yield COMPARED, candidates.full_compare_reason
-
-
-def _is_first(candidates: Candidates) -> bool:
-    """Return whether these are the first of the candidates that a table was cut into: a notice is given once."""
-    return not candidates.ranges or candidates.ranges[0][0] == EVERYTHING[0]
+    if pair.is_replaced:
+        yield REPLACED, "another database has this name now"
+    if pair.before is not None and candidates.full_compare_reason:
+        yield COMPARED, candidates.full_compare_reason
 
 
 def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[RowsPiece]:
@@ -260,14 +256,16 @@ def planned(pairs: list[VersionPair], table: str, partitions: int) -> Iterator[R
         with ExitStack() as stack:
             sides = _Sides(stack, pair, stack.enter_context(VersionReaders()))
             tables, candidates = sides.candidates(table)
-            if tables != (None, None) and candidates.is_empty:
+            if tables != (None, None) and candidates.is_empty and not pair.is_replaced:
                 continue
-            new = tables[1]
+            old, new = tables
             ranges = candidates.ranges
-            if ranges == (EVERYTHING,) and new is not None:
+            # A table that had no rowids is compared as a whole: each task would delete all of its old rows.
+            if ranges == (EVERYTHING,) and new is not None and (old is None or old.rowid):
                 ranges = tuple(rowid_ranges(by_number(sides.after.pages), new.root, partitions))
         for start in range(max(min(partitions, len(ranges)), 1)):
-            yield RowsPiece(pair, replace(candidates, ranges=ranges[start::partitions]), size // partitions)
+            some = replace(candidates, ranges=ranges[start::partitions])
+            yield RowsPiece(pair, some, size // partitions, is_first=not start)
 
 
 def _identity(version: LocatedVersion) -> tuple[int, int]:
@@ -411,9 +409,11 @@ class RowsQueryReader(HeldQueryReader):
         newest = self._newest()
         changed = [name for name, version in newest.items() if _has_changed(before.get(name), *version)]
         gone = {name: version for name, version in before.items() if name not in newest}
-        if self._target is not None:
-            target = self._target
-            changed = [name for name in changed if _is_behind(before.get(name), target.get((name, newest[name][0])))]
+        if (target := self._target) is not None:
+            begun = {name: (newest[name][0], target.get((name, newest[name][0]), 0)) for name in changed}
+            changed = [
+                name for name, version in begun.items() if version[1] and _has_changed(before.get(name), *version)
+            ]
         written = {name: _pages_since(before.get(name), *newest[name]) for name in changed}
         chosen = self._limited({**written, **{name: version.lsn for name, version in gone.items()}}, before)
         reached = 0
@@ -535,8 +535,3 @@ def _has_changed(before: HeldVersion | None, db_id: int, lsn: int) -> bool:
 def _pages_since(before: HeldVersion | None, db_id: int, lsn: int) -> int:
     """Return the page versions written since a consumer has read a database; all of them if it has not."""
     return lsn - before.lsn if before is not None and before.db_id == db_id else lsn
-
-
-def _is_behind(before: HeldVersion | None, target_lsn: int | None) -> bool:
-    """Return whether a database was ahead of its consumer when a query with the trigger `availableNow` began."""
-    return target_lsn is not None and (before is None or before.lsn < target_lsn)

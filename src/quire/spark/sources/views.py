@@ -141,6 +141,11 @@ class VersionPair:
     is_dropped: bool = False
     """Whether nothing follows the later version: the database is gone."""
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another database has the name of the earlier one now."""
+        return self.before is not None and self.before.view.db_id != self.after.view.db_id
+
 
 class DatabaseSelection:
     """The databases of one kind that the options select."""
