@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sqlite3
+import time
 from contextlib import suppress
 
 import apsw
@@ -141,6 +142,22 @@ def test_a_cursor_that_executes_while_it_is_iterated_continues_with_the_new_stat
         if number == 12:
             cursor.execute("select 13 union all select 14")
     assert (values, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
+
+
+def test_indented_statements_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
+    """Hazard: the search for the name of a pragma took time exponential in the blanks before a statement: seconds for a
+    statement with an indentation of 24, years for 60."""
+    started = time.process_time()
+    assert wrapped.execute("\n" + " " * 25 + "select count(*) from t").fetchone() == (10,)
+    assert time.process_time() - started < 2
+
+
+def test_literals_with_many_semicolons_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
+    """Hazard: the text up to each semicolon was examined for a complete statement: minutes for a literal of a megabyte."""
+    started = time.process_time()
+    literal = "&nbsp; text; " * 50_000
+    assert wrapped.execute(f"select '{literal}'; -- a comment;").fetchone() == (literal,)
+    assert time.process_time() - started < 2
 
 
 def test_every_quire_error_has_an_sqlite_code() -> None:

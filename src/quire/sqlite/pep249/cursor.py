@@ -38,8 +38,9 @@ Description = tuple[tuple[str, None, None, None, None, None, None], ...]
 PARSE_DECLTYPES, PARSE_COLNAMES = 1, 2
 _WRITING = ("insert", "update", "delete", "replace")
 """Statements that begin a transaction implicitly, as in sqlite3. Any other (`with … insert`, for example) commits alone."""
-_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*", re.DOTALL)
-"""White space and comments. An unterminated comment extends to the end."""
+_BLANK = re.compile(r"(?:[ \t\f\n\r]+|--[^\n]*(?:\n|\Z)|/\*.*?(?:\*/|\Z))*+", re.DOTALL)
+"""White space and comments. An unterminated comment extends to the end. Possessive: where `_PRAGMA` does not match, any other
+way to split n blanks would be tried, which takes 2ⁿ steps."""
 _PRAGMA = re.compile(_BLANK.pattern + r"pragma\s+(?:[^\s.=(;]+\.)?(\w+)", re.DOTALL | re.IGNORECASE)
 _UNTYPED = (None,) * 6
 """The other fields of a column in `description`: only its name is given, as in sqlite3."""
@@ -472,10 +473,11 @@ def _first_statement(sql: str) -> str:
     >>> _first_statement("select ';' /* one; */; -- two; three"), _first_statement("select 1; select 2")
     ("select ';' /* one; */;", 'select 1; select 2')
     """
-    end = sql.find(";")
-    while end >= 0 and not apsw.complete(sql[: end + 1]):
-        end = sql.find(";", end + 1)
-    return sql if end < 0 or _keyword(sql[end + 1 :]) else sql[: end + 1]
+    for end in (match.end() for match in re.finditer(";", sql)):
+        # Blanks first: testing for a complete statement at each semicolon of a long literal would take quadratic time.
+        if _BLANK.match(sql, end).end() == len(sql) and apsw.complete(sql[:end]):  # type: ignore[union-attr]  # as below
+            return sql[:end]
+    return sql
 
 
 def _keyword(statement: str) -> str:
