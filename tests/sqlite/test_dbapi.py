@@ -144,6 +144,52 @@ def test_a_cursor_that_executes_while_it_is_iterated_continues_with_the_new_stat
     assert (values, other.fetchall()) == ([0, 11, 12, 13, 14], [(9,), (10,)])
 
 
+def test_executemany_without_rows_examines_its_statement(wrapped: dbapi.Connection, connect: Connect) -> None:
+    """Hazard: without rows the statement was not even prepared. Mistakes were not reported, and the next `execute` of the same
+    text returned no rows and left a statement open, so that the commit failed."""
+    insert = "insert into t values (?, ?) returning id"
+    assert wrapped.executemany(insert, []).rowcount == 0
+    assert wrapped.in_transaction
+    assert wrapped.execute(insert, (10, "row 10")).fetchall() == [(10,)]
+    wrapped.commit()
+    assert count(connect()) == 11
+    with pytest.raises(dbapi.OperationalError, match="no such table: nosuch"):
+        wrapped.executemany("insert into nosuch values (?)", [])
+    with pytest.raises(dbapi.ProgrammingError, match="can only execute DML"):
+        wrapped.executemany("select 1", [])
+    assert wrapped.execute("select 1").fetchall() == [(1,)]
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_rows_of_executemany_may_come_from_other_statements(wrapped: dbapi.Connection, is_new: bool) -> None:
+    """Hazard: a statement that the program ran to get the first row was taken for that of `executemany`. If its text was
+    new, no transaction began: each row was committed at once, and `rollback` undid nothing. Otherwise the call failed."""
+    lookup = "select id + 100, b from t where id = ?"
+    if not is_new:
+        wrapped.execute(lookup, (0,)).fetchall()
+    rows = (wrapped.execute(lookup, (number,)).fetchone() for number in range(3))
+    assert wrapped.executemany("insert into t values (?, ?)", rows).rowcount == 3
+    assert wrapped.in_transaction
+    wrapped.rollback()
+    assert count(wrapped.apsw) == 10
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_adapters_of_parameters_may_run_other_statements(wrapped: dbapi.Connection, is_new: bool) -> None:
+    """Hazard: a statement that an adapter ran was taken for the one whose parameter it adapted, as above."""
+    lookup = "select id + 100 from t where b = ?"
+    if not is_new:
+        wrapped.execute(lookup, ("row 0",)).fetchall()
+
+    class Row:
+        def __conform__(self, _: object) -> object:
+            return wrapped.execute(lookup, ("row 7",)).fetchone()[0]
+
+    assert wrapped.execute("insert into t values (?, 'new') returning id", (Row(),)).fetchall() == [(107,)]
+    wrapped.rollback()
+    assert count(wrapped.apsw) == 10
+
+
 def test_indented_statements_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
     """Hazard: the search for the name of a pragma took time exponential in the blanks before a statement: seconds for a
     statement with an indentation of 24, years for 60."""
