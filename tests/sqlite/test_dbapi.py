@@ -190,6 +190,38 @@ def test_adapters_of_parameters_may_run_other_statements(wrapped: dbapi.Connecti
     assert count(wrapped.apsw) == 10
 
 
+@pytest.mark.parametrize("fetch", ["fetchone", "fetchall"])
+@pytest.mark.parametrize("fault", ["a text", "a converter"])
+def test_a_row_that_cannot_be_converted_ends_its_statement(
+    store: Store, connect: Connect, monkeypatch: pytest.MonkeyPatch, fetch: str, fault: str
+) -> None:
+    """Hazard: the statement stayed open at that row, so a transaction began at its version, and no write in it succeeded
+    once another connection had committed."""
+    connection = dbapi.connect(f"{store.path}/shop", detect_types=dbapi.PARSE_COLNAMES)
+    connection.execute("create table t(b)")
+    insert = "insert into t values (?)"
+    connection.executemany(insert, [("1",), ("2" if fault == "a converter" else "",), ("3",), ("4",)])
+    connection.execute("update t set b = cast(x'ff' as text) where b = ''")
+    connection.commit()
+
+    def refuse(value: bytes) -> bytes:
+        if value == b"2":
+            raise LookupError
+        return value
+
+    monkeypatch.setitem(dbapi.converters, "ODD", refuse)
+    cursor = connection.execute('select b as "b [odd]" from t')
+    try:
+        while getattr(cursor, fetch)():
+            pass
+    except (dbapi.OperationalError, LookupError):
+        connect().execute("insert into t values (5)")
+        cursor.execute(insert, (6,))
+        connection.commit()
+    connection.close()
+    assert count(connect()) == 6
+
+
 def test_indented_statements_are_examined_in_linear_time(wrapped: dbapi.Connection) -> None:
     """Hazard: the search for the name of a pragma took time exponential in the blanks before a statement: seconds for a
     statement with an indentation of 24, years for 60."""

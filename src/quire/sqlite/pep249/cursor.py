@@ -400,12 +400,14 @@ class Cursor:
         """Raise the error that sqlite3 would, and leave the cursor usable."""
         cursor, description = self._cursor, self.description
         self._ahead, self.rowcount, self._writes, self.description = None, -1, False, None
+        if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
+            # Closed, not only dropped: as long as the error is handled its traceback has references to the cursor.
+            cursor.close(True)
+            self._cursor = IDLE
         if isinstance(error, UnicodeDecodeError):
             names = "' or '".join(column[0] for column in description or ())
             text = bytes(error.object).decode(errors="replace")
             raise OperationalError(f"Could not decode to UTF-8 column '{names}' with text '{text}'") from error
-        if cursor is not None and not isinstance(error, apsw.ThreadingViolationError):
-            self._cursor = IDLE  # dropping the old one ends its statement
         if isinstance(error, apsw.Error | QuireError):
             raise translated(error) from error
         if (wanted := as_sqlite3(error)) is error:
