@@ -183,6 +183,7 @@ class RunningStatement:
         """Run to the end and return the number of rows."""
         count = 0
         try:
+            self._runner.limit_value_bytes(len(self.columns))
             with self._runner.deadline():
                 for _ in self._cursor:
                     count += 1
@@ -240,6 +241,7 @@ class StatementRunner:
         """
         self.raise_if_abandoned()
         is_autocommit = self.is_autocommit()
+        self.limit_value_bytes(0)  # parameters are bound before the columns are known
         cursor = self.connection.cursor()
         run = None if is_examined and not self._value_bytes else _Preparation(sql, self.limit_value_bytes)
         if run is not None:
@@ -265,6 +267,17 @@ class StatementRunner:
         if allowed != self._value_limit:
             self.connection.limit(apsw.SQLITE_LIMIT_LENGTH, allowed)
             self._value_limit = allowed
+
+    def cursor(self) -> apsw.Cursor:
+        """Return a cursor for several statements or executions, of which each is limited like one that `run` starts."""
+        cursor = self.connection.cursor()
+        if self._value_bytes:
+            cursor.exec_trace = self._limit_by_columns
+        return cursor
+
+    def _limit_by_columns(self, cursor: apsw.Cursor, _: str, __: Any) -> bool:
+        self.limit_value_bytes(len(cursor.get_description()))
+        return True
 
     def raise_translated(self, error: Exception) -> NoReturn:
         """Raise an error as one that can be sent to the program."""
